@@ -1,6 +1,6 @@
 """All runs of an experiment that comes with sinklab, two at a time, and its summary as a committed result.
 
-    python -m benchmarks.experiment interventions [--out runs/interventions] [--seeds 1] [--cells kv_biases ...] [--save]
+    python -m benchmarks.experiment interventions [--out runs/interventions] [--seeds 1] [--save]
 
 An interrupted call is continued by the same call.
 """
