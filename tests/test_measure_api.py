@@ -12,6 +12,8 @@ import sinklab
 from sinklab.cli import app
 from sinklab.errors import InputError, SinklabError
 from sinklab.measure.command import parse_eps
+from sinklab.model.config import ModelConfig
+from sinklab.model.transformer import Transformer
 
 TOKENS = torch.randint(3, 64, (6, 12), generator=torch.Generator().manual_seed(1))
 
@@ -53,6 +55,17 @@ def test_a_probe_works_in_ones_own_training_loop(model: Any) -> None:
         model(TOKENS)
     for trained, read in zip(watch.layers, again.layers, strict=True):
         torch.testing.assert_close(trained.importance_BHT, read.importance_BHT, atol=1e-5, rtol=0)
+
+
+def test_without_the_loss_everything_else_is_the_same(model: Any) -> None:
+    for one, tokens in ((model, TOKENS), (Transformer(ModelConfig(layers=2, width=32, vocab_size=64)), TOKENS)):
+        whole, bare = sinklab.measure(one, tokens), sinklab.measure(one, tokens, loss=False)
+        assert whole.loss is not None
+        assert bare.loss is None
+        assert (bare.importance == whole.importance).all()
+        assert bare.hidden_norm_ratio == whole.hidden_norm_ratio
+        with pytest.raises(InputError, match="change in loss"):
+            sinklab.measure(one, tokens, loss=False, ablate=["mask_first:1"])
 
 
 def test_several_thresholds_in_one_pass_equal_one_pass_each(model: Any) -> None:

@@ -69,10 +69,10 @@ def _matrices(model: Any, tokens: torch.Tensor) -> tuple[list[torch.Tensor], lis
     return list(queries), [k.repeat_interleave(4 // k.shape[1], 1) for k in keys], list(values)
 
 
-def _reference(model: Any, variant: str, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """alpha (N, L, H, T), and of the bias (N, L, H), from explicit matrices."""
+def attention_matrices(model: Any, variant: str, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Normalised scores of the real tokens (N, L, H, T, T), and the share of a bias in each row (N, L, H, T)."""
     queries, keys, _ = _matrices(model, tokens)
-    alphas, biases = [], []
+    matrices, biases = [], []
     for layer, (q, k) in enumerate(zip(queries, keys, strict=True)):
         z = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
         S = z.shape[-1]
@@ -92,10 +92,17 @@ def _reference(model: Any, variant: str, tokens: torch.Tensor) -> tuple[torch.Te
         if variant == "sink token":
             matrix = matrix[..., 1:, :]
         if core.bias.key is not None or variant == "sink token":
-            biases.append(matrix[..., 0].mean(-1))
+            biases.append(matrix[..., 0])
             matrix = matrix[..., 1:]
-        alphas.append(torch.stack([importance_by_loops(one[None])[0] for one in matrix]))
-    return torch.stack(alphas, 1), torch.stack(biases, 1) if biases else None
+        matrices.append(matrix)
+    return torch.stack(matrices, 1), torch.stack(biases, 1) if biases else None
+
+
+def _reference(model: Any, variant: str, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """alpha (N, L, H, T), and of the bias (N, L, H), from explicit matrices."""
+    matrices, biases = attention_matrices(model, variant, tokens)
+    alphas = torch.stack([importance_by_loops(one) for one in matrices])
+    return alphas, None if biases is None else biases.mean(-1)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -161,7 +168,7 @@ def test_the_model_is_left_as_it_was_found_also_after_an_exception() -> None:
     modes = [module.training for module in model.modules()]
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
-    def stop(done: int, total: int) -> None:
+    def stop(done: float, total: int) -> None:
         assert not model.training
         raise KeyboardInterrupt
 
@@ -175,9 +182,63 @@ def test_the_model_is_left_as_it_was_found_also_after_an_exception() -> None:
 
 
 def test_progress_is_told_after_every_batch() -> None:
-    steps: list[tuple[int, int]] = []
+    steps: list[tuple[float, int]] = []
     measure_transformer(_model("softmax"), _tokens(), batch_size=2, progress=lambda *at: steps.append(at))
-    assert steps == [(2, 5), (4, 5), (5, 5)]
+    assert [at for at in steps if at[0] in range(6)] == [(2, 5), (4, 5), (5, 5)]
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "prefix"])
+def test_shorter_lengths_from_one_pass_equal_sequences_that_were_cut(variant: str) -> None:
+    model, tokens = _model(variant), _tokens()
+    together = measure_transformer(model, tokens, eps=[0.2, 0.1], lengths=[1, 4, 7], batch_size=2)
+    assert together.sink_rate_by_length is not None
+    for length in (1, 4, 7):
+        alone = measure_transformer(model, tokens[:, :length], eps=[0.2, 0.1])
+        assert together.sink_rate_by_length[str(length)] == alone.sink_rates
+    assert together.sink_rate == measure_transformer(model, tokens, eps=0.2).sink_rate
+
+
+def test_lengths_at_which_sequences_cannot_be_cut_are_refused() -> None:
+    with pytest.raises(InputError, match="give increasing lengths from 1 to 9"):
+        measure_transformer(_model("softmax"), _tokens(), lengths=[4, LENGTH])
+    with pytest.raises(InputError, match="give lengths from 3 on"):
+        measure_transformer(_model("prefix"), _tokens(), lengths=[2, 5])
+    model, tokens = _model("prefix"), _tokens()
+    cut = measure_transformer(model, tokens, lengths=[4]).sink_rate_by_length
+    assert cut == {"4": {"0.3": measure_transformer(model, tokens[:, :4]).sink_rate}}
+
+
+@pytest.mark.parametrize("variant", ["softmax", "sink token"])
+def test_a_massive_activation_is_found_where_it_was_put(variant: str) -> None:
+    model = _model(variant)
+
+    def put(_: Any, __: Any, output: torch.Tensor) -> None:
+        output[:, model.leading + 2, 5] = -4000.0
+        output[:, : model.leading, 6] = 9000.0  # a learned token is not one of the sequence's
+
+    model.blocks[0].register_forward_hook(put)
+    found = measure_transformer(model, _tokens()).massive_activations
+    if variant == "sink token":
+        assert found is not None
+        assert all(one.dimension != 6 for one in found)
+        return
+    assert found is not None
+    assert (found[0].layer, found[0].position, found[0].dimension, found[0].value) == (1, 3, 5, -4000.0)
+
+
+def test_a_batch_that_does_not_fit_is_halved_and_the_result_says_so() -> None:
+    model, tokens = _model("key bias"), _tokens()
+    whole = measure_transformer(model, tokens, lengths=[4], batch_size=4)
+
+    def crowded(_: Any, args: tuple[torch.Tensor, ...]) -> None:  # in the second block, so that a pass ends halfway
+        if len(args[0]) > 2:
+            raise torch.OutOfMemoryError("out of memory")
+
+    model.blocks[1].register_forward_pre_hook(crowded)
+    halved = measure_transformer(model, tokens, lengths=[4], batch_size=4)
+    assert halved.notes == ["out of memory: the batch was halved from 4 to 2 sequences"]
+    assert (halved.sink_rate, halved.sink_rate_by_length) == (whole.sink_rate, whole.sink_rate_by_length)
+    assert halved.sequences == 5
 
 
 def test_a_model_with_nan_is_an_error_that_names_the_layer() -> None:

@@ -74,6 +74,15 @@ def test_text_reaches_the_model_as_in_training(
     torch.testing.assert_close(torch.from_numpy(measured.importance), torch.from_numpy(expected.importance))
 
 
+def test_lengths_of_a_run_are_measured_in_one_pass(tmp_path: Path) -> None:
+    run, text = _trained(tmp_path, {})
+    measured = measure_command(str(run), text, sequences=5, length=LENGTH, lengths=[8, 4, LENGTH])
+    cut = measure_command(str(run), text, sequences=5, length=LENGTH, lengths=[4])
+    assert measured.sink_rate_by_length is not None
+    assert list(measured.sink_rate_by_length) == ["4", "8"]
+    assert cut.sink_rate_by_length == {"4": measured.sink_rate_by_length["4"]}
+
+
 def test_a_length_beyond_the_runs_context_is_refused(tmp_path: Path) -> None:
     run, text = _trained(tmp_path, {})
     with pytest.raises(InputError, match=f"give at most --length {LENGTH}"):

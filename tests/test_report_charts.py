@@ -14,7 +14,9 @@ from sinklab.errors import InputError
 from sinklab.report import charts, theme
 from sinklab.report.collect import ReportData, collect
 from sinklab.report.export import export_charts
-from sinklab.report.figures import Figure, figures
+from sinklab.report.figure import Figure
+from sinklab.report.figures import figures
+from sinklab.report.heatmaps import OUTLINE, Scale, heatmap, pooled
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +39,8 @@ def texts(chart: charts.Drawing) -> str:
     [
         ("sink-by-step", ["Sink rate (percent of heads, ε = 0.3)", "Training step", "bias or sink token", *LAB]),
         ("importance-heads", ["Layer", "Head", "softmax, seed 0: first token"]),
+        ("importance-layers", ["Layer", "Position (the first token is 1)", "softmax, seed 0"]),
+        ("norms", ["Hidden states", "first token", "the others", *LAB]),
         ("importance-positions", ["Position of the key (the first token is 1)", "log scale", *LAB]),
         ("norm-ratio", ["After block (0 is the embedding)", "Norm ratio", *LAB]),
         ("loss-by-step", ["Loss (nats per token)", "validation", "training", *LAB]),
@@ -83,16 +87,44 @@ def colour_scales(spec: object) -> Iterator[tuple[list[str], list[str]]]:
 def test_positions_and_layers_are_counted_from_one(drawn: dict[str, Figure]) -> None:
     heatmap = drawn["importance-heads"].charts[0].to_dict()
     rows = heatmap["data"]["values"]
-    assert {row["layer"] for row in rows} == {1, 2, 3, 4}
+    assert {row["y"] for row in rows} == {1, 2, 3, 4}
     positions = drawn["importance-positions"].charts[0].to_dict()["data"]["values"]
     assert (min(row["position"] for row in positions), max(row["position"] for row in positions)) == (1, 64)
 
 
 def test_the_heatmap_shows_the_value_of_each_head_on_hover() -> None:
     importance = np.array([[0.1, 0.8]])
-    spec = charts.importance_heatmap(importance, 0.3, 1.0, "title", "importance of position 1").to_dict()
+    spec = heatmap(importance, Scale("importance", 0, 1, outlined=0.3), "title").to_dict()
     assert [row["value"] for row in spec["data"]["values"]] == [0.1, 0.8]
-    assert "importance of position 1" in str(spec)
+    assert spec["layer"][0]["encoding"]["tooltip"][2]["title"] == "importance"
+
+
+def test_a_heatmap_outlines_the_heads_above_the_threshold_only() -> None:
+    above = Scale("importance", 0, 1, outlined=0.3)
+    outlines = [
+        vlc.vegalite_to_svg(heatmap(np.array([[0.1, high]]), above, "title").to_dict()).count(OUTLINE)
+        for high in (0.2, 0.8)
+    ]
+    assert outlines == [0, 1]
+
+
+def test_row_sums_have_a_figure_where_scores_do_not_sum_to_one(data: ReportData) -> None:
+    sigmoid = replace(data.runs[-1], arrays={**data.runs[-1].arrays, "row_sums": np.full((LAYERS, HEADS), 23.0)})
+    shown = {figure.key: figure for figure in figures(ReportData([], [data.runs[0], sigmoid]), width=600)}
+    assert len(shown["row-sums"].charts) == 1
+    scale = shown["row-sums"].scale
+    assert scale is not None
+    assert (scale.low, scale.high) == (0, 30)
+
+
+def test_no_measurement_of_a_softmax_has_row_sums(drawn: dict[str, Figure]) -> None:
+    assert "row-sums" not in drawn
+
+
+def test_a_large_matrix_is_thinned_by_means_and_what_is_unknown_stays_out() -> None:
+    matrix = np.array([[1.0, np.nan, np.nan], [3.0, 5.0, np.nan], [7.0, 9.0, 11.0]])
+    np.testing.assert_allclose(pooled(matrix, 2), [[3.0, np.nan], [8.0, 11.0]])
+    assert pooled(matrix, 3) is matrix
 
 
 def test_importance_that_reaches_zero_is_drawn_on_a_linear_scale() -> None:
@@ -125,7 +157,7 @@ def test_a_run_without_measurement_has_curves_but_no_heatmap(tmp_path: Path) -> 
 def test_charts_are_exported_as_files_of_the_formats_asked_for(tmp_path: Path) -> None:
     data = collect([make_run(tmp_path / "run")])
     written = export_charts(data, tmp_path / "charts", ("svg", "pdf", "png"))
-    assert len(written) == 5 * 3
+    assert len(written) == 9 * 3
     beginnings = {".svg": b"<svg", ".pdf": b"%PDF", ".png": b"\x89PNG"}
     for path in written:
         assert path.read_bytes().startswith(beginnings[path.suffix])

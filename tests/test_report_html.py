@@ -7,10 +7,13 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 from report_fixtures import HOSTILE, make_lab, make_measurement, make_run
 
 from sinklab.errors import InputError
+from sinklab.measure.findings import Ablation, Propositions
+from sinklab.measure.measurement import Measurement
 from sinklab.report import write_report
 from sinklab.report.html import content_policy, json_for_script
 
@@ -66,11 +69,42 @@ def test_the_page_says_which_cells_are_measured_by_proxy_scores(lab_page: Page) 
     assert "In sigmoid the attention scores do not sum to one" in lab_page.text
 
 
+def test_the_page_shows_ablations_and_propositions_where_there_are_some(tmp_path: Path, lab_page: Page) -> None:
+    measured = Measurement.load(make_measurement(tmp_path / "model"))
+    ablation = {"name": "mask_first:4", "what": f"four keys hidden {HOSTILE}", "first_target": 6, "sink_rate": [0.0]}
+    losses = {"loss_before": 2.5, "loss_after": 3.25, "loss_change": 0.75}
+    rates = {"sink_rate_before": 12.5, "sink_rate_after": 0.0}
+    proved = {"number": 1, "statement": "attention is 1/t", "attention_deviation": 1e-7, "bound_slack": None}
+    checked = {"tokens": 8, "length": 64, "hidden_deviation": 2e-7, "tolerance": 3e-4, "holds": True}
+    found = {
+        "ablations": [Ablation.model_validate(ablation | losses | rates)],
+        "propositions": Propositions.model_validate({"position": "none"} | proved | checked),
+    }
+    measured.model_copy(update=found).save(tmp_path / "model")
+    page = Page(write_report([tmp_path / "model"]).read_text(encoding="utf-8"))
+    assert "mask_first:4 2.500 3.250 +0.750 12.5 0.0" in page.text
+    assert f"mask_first:4: four keys hidden {HOSTILE}; targets from 6 on." in page.text
+    assert "none 2.0e-07 1.0e-07 – holds" in page.text
+    assert "Ablations: what the loss becomes" not in lab_page.text
+
+
+def test_the_page_shows_the_notes_and_the_row_sums_of_a_measurement(tmp_path: Path) -> None:
+    measured = Measurement.load(make_measurement(tmp_path / "model", model="sigmoid"))
+    note = f"out of memory: the batch was halved {HOSTILE}"
+    sums = np.full((measured.layers, measured.heads), 23.456)
+    measured.model_copy(update={"notes": [note], "row_sums": sums}).save(tmp_path / "model")
+    page = Page(write_report([tmp_path / "model"]).read_text(encoding="utf-8"))
+    assert f"sigmoid : {note}" in page.text
+    assert "Row sum of raw scores" in page.text
+    assert "23.46" in page.text
+
+
 def test_every_chart_of_the_page_has_its_place_and_its_specification(lab_page: Page) -> None:
     places = {a["id"] for tag, a in lab_page.elements if a.get("class") == "chart"}
     document = json.loads(lab_page.scripts[[s.startswith('{"config"') for s in lab_page.scripts].index(True)])
     assert places == {f"chart-{key}" for key in document["specs"]}
-    assert len(places) == 4 + 6
+    lines, heatmaps, norms = 4, 2 * 6, 3
+    assert len(places) == lines + heatmaps + norms
 
 
 def test_nothing_is_loaded_from_anywhere(lab_page: Page) -> None:
@@ -126,8 +160,12 @@ def test_the_report_goes_where_it_is_asked_to_with_its_charts_beside_it(tmp_path
     assert path == tmp_path / "elsewhere" / "page.html"
     assert sorted(file.name for file in (path.parent / "charts").iterdir()) == [
         "importance-heads.svg",
+        "importance-layers.svg",
         "importance-positions.svg",
         "norm-ratio.svg",
+        "norms-1.svg",
+        "norms-2.svg",
+        "norms-3.svg",
     ]
 
 

@@ -3,9 +3,10 @@
 import io
 from pathlib import Path
 
-from report_fixtures import make_lab, make_run
+from report_fixtures import make_lab, make_measurement, make_run
 from rich.console import Console
 
+from sinklab.measure.measurement import Measurement
 from sinklab.report.collect import ReportData, collect
 from sinklab.report.terminal import print_report, sparkline
 
@@ -21,6 +22,12 @@ def test_the_terminal_shows_cells_and_claims(tmp_path: Path) -> None:
     text = printed(collect([make_lab(tmp_path / "lab")]))
     for expected in ("softmax", "K biases", "21.9", "2.84", "not reproduced", "inconclusive", "Sink₁ 8.6 % ≥ 5 %"):
         assert expected in text
+
+
+def test_the_terminal_shows_the_notes_of_a_measurement(tmp_path: Path) -> None:
+    measured = Measurement.load(make_measurement(tmp_path / "model", model="tiny"))
+    measured.model_copy(update={"notes": ["out of memory: \x1b[2Jhalved"]}).save(tmp_path / "model")
+    assert "note: tiny: out of memory: �[2Jhalved" in printed(collect([tmp_path / "model"]))
 
 
 def test_the_growth_of_the_sink_is_drawn_where_there_is_a_history(tmp_path: Path) -> None:

@@ -1,15 +1,15 @@
 """What measuring costs beside a bare forward pass on a CUDA card, in bfloat16, up to 131,072 tokens.
 
-    python -m benchmarks.gpu.measure [--lengths 1024 8192 32768 131072] [--repeats 5]
+    python -m benchmarks.gpu.measure [--lengths 1024 8192 32768 131072] [--rounds 5] [--save]
+    python -m benchmarks.gpu.measure --dry-run      a short length on whatever device there is: does it run
 
-The 8-layer Llama of benchmarks/measure.py. Logits of the bare forward pass are left out beyond one position, as they
-would not fit at the longest lengths; the measurement takes its loss from pieces of them.
+The 8-layer Llama of benchmarks/measure.py, one sequence. Logits of the bare forward pass are left out beyond one
+position, as they would not fit at the longest lengths; the measurement takes its loss from pieces of them. On CUDA the
+output comes from PyTorch's fused attention and the sums from blocks beside it, in float32.
 """
 
 import argparse
 import json
-import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,52 +17,60 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measure import llama
-from sinklab.measure.pretrained import measure_pretrained
+from benchmarks.measure import figures, llama, measured, peak_mb
+from benchmarks.timing import RESULTS, environment, in_turn
+from sinklab.files import write_json
+
+LENGTHS = [1024, 8192, 32768, 131072]
+DRY_LENGTHS = [64]
 
 
-def _bare(model: Any, tokens_NT: Tensor) -> None:
+def bare(model: Any, tokens_NT: Tensor) -> None:
+    """A forward pass without logits."""
     with torch.no_grad():
         model(tokens_NT, use_cache=False, logits_to_keep=1)
 
 
-def _measured(model: Any, tokens_NT: Tensor) -> None:
-    measure_pretrained(model, tokens_NT, batch_size=len(tokens_NT))
+def compare(model: Any, length: int, rounds: int) -> dict[str, Any]:
+    """One row: seconds and peak memory of both sides at one length."""
+    tokens = torch.randint(3, 30000, (1, length), device=model.device)
+    sides = {"forward": partial(bare, model, tokens), "measured": partial(measured, model, tokens)}
+    for run in sides.values():
+        run()  # what the first call of a kernel allocates is kept
+    peak = _card_peak_mb if model.device.type == "cuda" else peak_mb
+    peaks = {side: peak(run) for side, run in sides.items()}
+    return {"length": length, **figures(in_turn(sides, rounds), peaks)}
 
 
-def _seconds_and_mb(run: Callable[[], None]) -> tuple[float, float]:
+def _card_peak_mb(run: Callable[[], Any]) -> float:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    held, start = torch.cuda.memory_allocated(), time.perf_counter()
+    before = torch.cuda.memory_allocated()
     run()
     torch.cuda.synchronize()
-    return time.perf_counter() - start, (torch.cuda.max_memory_allocated() - held) / 2**20
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measuring beside a bare forward pass on a CUDA card.")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 8192, 32768, 131072])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dry-run", action="store_true", help="one short length, also on a CPU")
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}/gpu_measure.json")
     given = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("there is no CUDA card here: run benchmarks.measure, which is for the CPU")
-    model = llama().to("cuda", torch.bfloat16)
-    for length in given.lengths:
-        tokens = torch.randint(3, 30000, (1, length), device="cuda")
-        sides = {"forward": partial(_bare, model, tokens), "measured": partial(_measured, model, tokens)}
-        for run in sides.values():
-            run()
-        costs = {name: [] for name in sides}
-        for _ in range(given.repeats):
-            for name, run in sides.items():
-                costs[name].append(_seconds_and_mb(run))
-        seconds = {name: statistics.median(cost[0] for cost in costs[name]) for name in sides}
-        peak = {name: max(cost[1] for cost in costs[name]) for name in sides}
-        row = {"card": torch.cuda.get_device_name(), "length": length}
-        row |= {f"{name}_seconds": round(value, 4) for name, value in seconds.items()}
-        row["times_forward"] = round(seconds["measured"] / seconds["forward"], 2)
-        row["mb_over_forward"] = round(peak["measured"] - peak["forward"])
-        print(json.dumps(row), flush=True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not given.dry_run:
+        parser.error("there is no CUDA card here: benchmarks.measure is for the CPU; --dry-run shows that this works")
+    lengths, rounds = (DRY_LENGTHS, 1) if given.dry_run else (given.lengths, given.rounds)
+    result: dict[str, Any] = {"environment": environment(), "dtype": "bfloat16", "rounds": rounds, "rows": []}
+    print(json.dumps(result["environment"]), flush=True)
+    model = llama().to(device, torch.bfloat16)
+    for length in lengths:
+        result["rows"].append(compare(model, length, rounds))
+        print(json.dumps(result["rows"][-1]), flush=True)
+    if given.save:
+        RESULTS.mkdir(exist_ok=True)
+        write_json(RESULTS / "gpu_measure.json", result)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The two ways a command of sinklab ends badly, each with its exit status."""
+"""The ways a command of sinklab ends badly, each with its exit status."""
 
 
 class SinklabError(Exception):
@@ -11,3 +11,7 @@ class InputError(SinklabError, ValueError):
     """What the user gave cannot be used (exit status 2). The message says what is wrong, where, what is right."""
 
     exit_status = 2
+
+
+class LostProcessError(SinklabError):
+    """One of several processes is gone or has failed (exit status 1)."""

@@ -71,8 +71,8 @@ class _Chunked(torch.autograd.Function):
                 dout_rows, row_rows = (dout_rows / total).to(q.dtype), row_rows / total
                 weights = bl.mask_block_(taken.detach().clone(), block, S - T, S, ctx.mask, 0.0)
             else:
-                weights = taken.detach() - finite_normaliser(lse_rows)
-                weights = bl.mask_block_(weights, block, S - T, S, ctx.mask).exp_()
+                weights = (taken.detach() - finite_normaliser(lse_rows)).exp_()  # exp of -inf is slow on a CPU
+                weights = bl.mask_block_(weights, block, S - T, S, ctx.mask, 0.0)
             dv[:, :, keys] += bl.grouped_transpose_product(weights.to(v.dtype), dout_rows, groups)
             dtaken = bl.grouped_product(dout_rows, v[:, :, keys].transpose(-1, -2)).to(lse.dtype).sub_(row_rows)
             dtaken = bl.mask_block_(dtaken, block, S - T, S, ctx.mask, 0.0) if direct else dtaken.mul_(weights)

@@ -5,6 +5,7 @@ code. Projections, and positions applied to q and k, belong to the model; a posi
 in.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Protocol
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from sinklab.attention import masks
 from sinklab.attention.biases import BiasParameters
 from sinklab.attention.config import AttentionConfig
-from sinklab.attention.importance import Importance, importance_of
+from sinklab.attention.importance import Importance, Rows, importance_of
 from sinklab.attention.operations import Operation
 from sinklab.attention.operations.call import Call
 from sinklab.attention.primitive import Backend
@@ -44,6 +45,8 @@ class AttentionCore(nn.Module):
         proxy: True where the operation's own scores do not sum to one and importance is that of proxy scores.
         bias: the tensors of the bias.
         learned: the operation's own parameters, or None.
+        hidden_first: numbers n: keys 1..n of the sequence are seen by no query after the n-th; none but in an ablation
+            (measure/surgery.py).
 
     Raises:
         ValueError: the parts of the config do not fit the sizes or the position (`AttentionConfig.check_fit`).
@@ -69,7 +72,8 @@ class AttentionCore(nn.Module):
         self.learned = config.operation.parameters(heads, head_width)
         self.position = position
         self.by_document = config.mask.kind == "document"
-        self.mask = self._behind_leading(config.mask.build())
+        self.mask = config.mask.build()
+        self.hidden_first: tuple[int, ...] = ()
 
     def forward(self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, documents_BL: Tensor | None = None) -> Tensor:
         """The attention output, (B, H, T, D).
@@ -101,6 +105,14 @@ class AttentionCore(nn.Module):
             row_sums = self.operation.row_sums(call)[..., self.leading :].mean(-1) if self.proxy else None
             return importance_of(sums, self.leading, row_sums)
 
+    def rows(self, q_BHTD: Tensor, k_BGTD: Tensor, documents_BL: Tensor | None = None) -> Iterator[Rows]:
+        """The rows that `importance` sums up, leading token included, a block of queries at a time."""
+        return self.operation.rows(self._call(q_BHTD, k_BGTD, documents_BL))
+
+    def visible(self, documents_BL: Tensor | None = None) -> masks.Mask:
+        """Who sees whom, leading token included."""
+        return self._mask(documents_BL)
+
     def _call(self, q_BHTD: Tensor, k_BGTD: Tensor, documents_BL: Tensor | None) -> Call:
         return Call(
             q_BHTD,
@@ -117,13 +129,16 @@ class AttentionCore(nn.Module):
 
     def _mask(self, documents_BL: Tensor | None) -> masks.Mask:
         if not self.by_document:
-            return self.mask
+            return self._in_place(self.mask)
         if documents_BL is None:
             raise ValueError(
                 "attention.mask document needs to know the documents: pass documents_BL, the document number of every "
                 "position, with the tokens"
             )
-        return self._behind_leading(masks.Document(documents_BL[:, self.leading :]))
+        return self._in_place(masks.Document(documents_BL[:, self.leading :]))
 
-    def _behind_leading(self, mask: masks.Mask) -> masks.Mask:
+    def _in_place(self, mask: masks.Mask) -> masks.Mask:
+        """Without the keys that an ablation hides, and behind the leading token."""
+        for count in self.hidden_first:
+            mask = masks.HiddenFirst(mask, count)
         return masks.Leading(mask, self.leading) if self.leading else mask

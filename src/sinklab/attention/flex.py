@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from sinklab.attention.masks import Document, Leading, Mask
+from sinklab.attention.masks import Document, Mask, innermost
 from sinklab.attention.scores import Score
 
 NARROWEST = 16  # the kernel's smallest head width
@@ -74,7 +74,7 @@ def _block_mask(mask: Mask, rows: int, queries: int, keys: int, device: str) -> 
 
 
 def _by_row(mask: Mask) -> bool:
-    return isinstance(mask.rest if isinstance(mask, Leading) else mask, Document)
+    return isinstance(innermost(mask), Document)
 
 
 @functools.cache

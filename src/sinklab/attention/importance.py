@@ -6,7 +6,9 @@ queries sees all its keys, so its rows can be normalised where they stand. For o
 one the scores are the proxy |sim_ts| / sum_s |sim_ts|, which is what normalising exp(log sim) gives.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,8 +47,23 @@ class Importance:
     row_sums_BH: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Rows:
+    """The normalised scores of a block of queries, as they pass by.
+
+    Attributes:
+        block: which queries and keys.
+        weights_BHQS: shares of the row, float32 (float64 for float64 input); 0 where a query may not look.
+        bias_BHQ: the share of an added bias; None where there is no bias.
+    """
+
+    block: bl.Block
+    weights_BHQS: Tensor
+    bias_BHQ: Tensor | None
+
+
 @torch.no_grad()
-def column_sums(
+def score_rows(
     q_BHTD: Tensor,
     k_BGSD: Tensor,
     *,
@@ -56,8 +73,8 @@ def column_sums(
     bias_logits_BHT: Tensor | None = None,
     counted_BT: Tensor | None = None,
     block: int | None = None,
-) -> ColumnSums:
-    """For every key, the sum of its normalised scores over the counted queries t >= k.
+) -> Iterator[Rows]:
+    """The rows of the attention matrix, a block of queries at a time.
 
     Args:
         q_BHTD: queries, the last T of S positions.
@@ -66,7 +83,7 @@ def column_sums(
         score: what is done to a scaled score before the exponential; None is the identity.
         scale: default 1 / sqrt(D).
         bias_logits_BHT: logit of an added bias or sink that takes part in the normalisation (broadcastable).
-        counted_BT: bool, which queries count (padding does not); None counts all.
+        counted_BT: bool, which queries count (padding does not): the rows of the others are 0; None counts all.
         block: queries at a time; by default as many as fit a few megabytes.
 
     Raises:
@@ -75,30 +92,49 @@ def column_sums(
     bl.check_shapes(q_BHTD, k_BGSD)
     (B, H, T, _), S = q_BHTD.shape, k_BGSD.shape[2]
     scale = bl.default_scale(q_BHTD) if scale is None else scale
-    dtype = bl.accumulate_dtype(q_BHTD.dtype)
-    keys_BHS = q_BHTD.new_zeros(B, H, S, dtype=dtype)
-    if bias_logits_BHT is None:
-        bias_BHT = bias_BH = None
-    else:
-        bias_BHT = bias_logits_BHT.to(dtype).expand(B, H, T)
-        bias_BH = q_BHTD.new_zeros(B, H, dtype=dtype)
+    bias_BHT = None
+    if bias_logits_BHT is not None:
+        bias_BHT = bias_logits_BHT.to(bl.accumulate_dtype(q_BHTD.dtype)).expand(B, H, T)
     for part in bl.blocks(q_BHTD, k_BGSD, mask, block):
         rows = slice(part.start, part.stop)
         z = bl.raw_scores(q_BHTD, k_BGSD, part, scale)
         logits = bl.mask_block_(bl.score_block(z, part, S - T, score), part, S - T, S, mask)
-        lse = torch.logsumexp(logits, -1)
+        lse, share = torch.logsumexp(logits, -1), None
         counted = None if counted_BT is None else counted_BT[:, None, rows]
-        if bias_BHT is not None and bias_BH is not None:
+        if bias_BHT is not None:
             lse = torch.logaddexp(lse, bias_BHT[:, :, rows])
             share = torch.exp(bias_BHT[:, :, rows] - finite_normaliser(lse))
-            bias_BH += (share if counted is None else share * counted).sum(-1)
+            share = share if counted is None else share * counted
         if counted is not None:
             lse = lse.masked_fill(~counted, torch.inf)
-        weights = logits.sub_(finite_normaliser(lse)[..., None]).exp_()
+        yield Rows(part, logits.sub_(finite_normaliser(lse)[..., None]).exp_(), share)
+
+
+def sum_rows(rows: Iterable[Rows], q_BHTD: Tensor, keys: int, mask: Mask) -> ColumnSums:
+    """For every key, the sum over the queries t >= k in `rows`; of an added bias, over all of them.
+
+    Args:
+        rows: may be changed in place.
+        q_BHTD: the queries they came from, the last T of `keys` positions.
+        mask: who sees whom.
+    """
+    B, H, T, _ = q_BHTD.shape
+    keys_BHS = q_BHTD.new_zeros(B, H, keys, dtype=bl.accumulate_dtype(q_BHTD.dtype))
+    bias_BH: Tensor | None = None
+    for one in rows:
+        if one.bias_BHQ is not None:
+            bias_BH = one.bias_BHQ.sum(-1) if bias_BH is None else bias_BH + one.bias_BHQ.sum(-1)
+        weights = one.weights_BHQS
         if not mask.causal:
-            weights = weights.tril_(part.start + S - T - part.low)
-        keys_BHS[:, :, part.low : part.high] += weights.sum(-2)
+            weights = weights.tril_(one.block.start + keys - T - one.block.low)
+        keys_BHS[:, :, one.block.low : one.block.high] += weights.sum(-2)
     return ColumnSums(keys_BHS, bias_BH)
+
+
+@torch.no_grad()
+def column_sums(q_BHTD: Tensor, k_BGSD: Tensor, *, mask: Mask = CAUSAL, **scores: Any) -> ColumnSums:
+    """For every key, the sum of its normalised scores over the counted queries t >= k; arguments as in `score_rows`."""
+    return sum_rows(score_rows(q_BHTD, k_BGSD, mask=mask, **scores), q_BHTD, k_BGSD.shape[2], mask)
 
 
 def importance_of(sums: ColumnSums, leading: int = 0, row_sums_BH: Tensor | None = None) -> Importance:

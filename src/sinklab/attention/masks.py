@@ -111,6 +111,33 @@ class Leading:
         return 0, self.count + (high if low == 0 else 0)
 
 
+@dataclass(frozen=True)
+class HiddenFirst:
+    """Another mask from which the first `count` keys are taken away for every query after them.
+
+    Queries among the first `count` keep what they saw, so that no row is empty.
+    """
+
+    rest: Mask
+    count: int
+
+    @property
+    def causal(self) -> bool:
+        return self.rest.causal
+
+    def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return self.rest.allowed(b, h, q, k) & ((q < self.count) | (k >= self.count))
+
+    def key_range(self, first: int, end: int, keys: int) -> tuple[int, int]:
+        low, high = self.rest.key_range(first, end, keys)
+        return (low if first < self.count else max(low, self.count)), high
+
+    def full_range(self, first: int, end: int, keys: int) -> tuple[int, int]:
+        low, high = self.rest.full_range(first, end, keys)
+        low = low if end <= self.count else max(low, self.count)
+        return low, max(low, high)
+
+
 @dataclass(frozen=True, eq=False)
 class Document:
     """Causal within documents: query t sees those keys s <= t that carry its own document number.
@@ -166,6 +193,13 @@ class Dense:
 CAUSAL = Causal()
 
 
+def innermost(mask: Mask) -> Mask:
+    """The mask that others were put around."""
+    while isinstance(mask, Leading | HiddenFirst):
+        mask = mask.rest
+    return mask
+
+
 def visible_keys(mask: Mask, positions: int, device: torch.device) -> Tensor:
     """How many keys each of `positions` queries sees: (B or 1, T), counted in blocks of rows."""
     keys = torch.arange(positions, device=device)
@@ -182,5 +216,5 @@ COUNTED_ROWS = 128
 
 def _batch(mask: Mask) -> int:
     """Rows of the batch that the mask tells apart."""
-    rest = mask.rest if isinstance(mask, Leading) else mask
+    rest = innermost(mask)
     return len(rest.documents_BS) if isinstance(rest, Document) else 1

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from sinklab.errors import SinklabError
 from sinklab.measure import metrics
+from sinklab.measure.details_totals import DetailTotals
+from sinklab.measure.details_watch import BatchDetails
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Batch:
         valid_BT: bool, False past the end of a sequence; None where all sequences are whole.
         row_sums_ABH: mean raw row sum of scores that do not sum to one; None where they do.
         prefixes: alpha (A, B, H, length) of the sequences cut at each of the accumulator's lengths.
+        details: what was asked for beyond; None where nothing was.
     """
 
     importance_ABHT: Tensor
@@ -41,6 +44,7 @@ class Batch:
     valid_BT: Tensor | None = None
     row_sums_ABH: Tensor | None = None
     prefixes: Sequence[Tensor] = ()
+    details: BatchDetails | None = None
 
 
 class Accumulator:
@@ -64,6 +68,7 @@ class Accumulator:
         self.first: list[Tensor] = []
         self.bias_AH: Tensor | None = None
         self.row_sums_AH: Tensor | None = None
+        self.details: DetailTotals | None = None
         self._sums: dict[str, Tensor] = {}
 
     def add(self, batch: Batch) -> None:
@@ -95,6 +100,9 @@ class Accumulator:
             self.bias_AH = _added(self.bias_AH, batch.bias_ABH)
         if batch.row_sums_ABH is not None:
             self.row_sums_AH = _added(self.row_sums_AH, batch.row_sums_ABH)
+        if batch.details is not None:
+            self.details = self.details or DetailTotals(self.eps, self.length)
+            self.details.add(batch.details, importance, batch.hidden_MBT, valid_BT)
         self.loss += batch.loss
         self.targets += batch.targets
 

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import Field, FiniteFloat
 from torch import Tensor, nn
 
+from sinklab.measure.padding import RealTokens
 from sinklab.schema import Part
 
 STRONGEST = 8  # blocks reported
@@ -62,9 +63,21 @@ def largest_activations(blocks: Sequence[nn.Module]) -> Iterator[list[MassiveAct
             handle.remove()
 
 
-def strongest(found: Sequence[MassiveActivation]) -> list[MassiveActivation]:
-    """The STRONGEST of them by ratio to the median, strongest first."""
-    return sorted(found, key=lambda one: -one.ratio_to_median)[:STRONGEST]
+def strongest(found: Sequence[MassiveActivation], real: RealTokens | None = None) -> list[MassiveActivation]:
+    """The STRONGEST of them by ratio to the median, strongest first.
+
+    Args:
+        real: of the first sequence: positions are counted from its first real token, and others are left out. None
+            keeps the columns.
+    """
+    counted = found if real is None else _placed(found, real)
+    return sorted(counted, key=lambda one: -one.ratio_to_median)[:STRONGEST]
+
+
+def _placed(found: Sequence[MassiveActivation], real: RealTokens) -> list[MassiveActivation]:
+    first, count = int(real.index_BR[0, 0]), int(real.count_B[0])
+    moved = [one.model_copy(update={"position": one.position - first}) for one in found]
+    return [one for one in moved if 1 <= one.position <= count]
 
 
 def _largest(hidden_TC: Tensor, layer: int) -> MassiveActivation:

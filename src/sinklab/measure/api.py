@@ -1,12 +1,14 @@
 """`sinklab.measure(model, tokens)`: one function for a model in memory, ours or Hugging Face's."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from sinklab.errors import InputError
+from sinklab.measure.examine import Study, examine
 from sinklab.measure.hooks import Progress
 from sinklab.measure.measurement import Inputs, Measurement
 from sinklab.model.transformer import Transformer
@@ -22,7 +24,11 @@ def measure(
     attention_mask: Tensor | None = None,
     eps: float | Sequence[float] = 0.3,
     lengths: Sequence[int] = (),
-    batch_size: int = 16,
+    batch_size: int | None = None,
+    loss: bool = True,
+    details: bool = False,
+    maps: Sequence[tuple[int, int]] = (),
+    ablate: Sequence[str] = (),
     model_name: str = "",
     inputs: Inputs = "natural",
     bos: bool = False,
@@ -35,8 +41,13 @@ def measure(
         tokens: ids (sequences, length), on any device.
         attention_mask: 1 at real tokens, 0 at padding on the left or right; Hugging Face models only.
         eps: threshold of the sink rate, a share of attention in (0, 1); of several, the first is the headline.
-        lengths: increasing: the sink rate of the sequences cut at each as well; Hugging Face models without padding.
-        batch_size: sequences per forward pass; changes memory and speed, not the result.
+        lengths: increasing: the sink rate of the sequences cut at each as well; without padding.
+        batch_size: sequences per forward pass; changes memory and speed, not the result. By default as many as fit the
+            memory, at most 16; halved where they do not fit.
+        loss: False leaves it out, and with it the logits: a third of the work of a small model with many words.
+        details: also angles, entropy, distances, secondary sinks and kurtosis (details.py); costs more.
+        maps: (layer, head), 1-based: keep the matrices of attention, cosine and norm product; implies details.
+        ablate: also without something: "mask_first:N", "no_bos", "zero_massive" (ablations.py); without padding.
         model_name, inputs, bos: recorded with the result.
         progress: called with (sequences done, sequences in all) after every batch.
 
@@ -48,23 +59,27 @@ def measure(
     options: dict[str, Any] = {
         "eps": eps,
         "batch_size": batch_size,
+        "loss": loss,
         "model_name": model_name,
         "inputs": inputs,
         "bos": bos,
     }
+    first_pass: dict[str, Any] = {"lengths": lengths, "details": details, "maps": maps, "progress": progress}
     if isinstance(model, Transformer):
         from sinklab.measure.native import measure_transformer
 
         if attention_mask is not None:
             raise InputError("a sinklab transformer reads whole sequences: leave out attention_mask")
-        if lengths:
-            raise InputError("a sinklab transformer is measured at one length at a time: leave out lengths")
-        return measure_transformer(model, tokens_NT, progress=progress, **options)
-    from sinklab.measure.pretrained import measure_pretrained
+        measured = partial(measure_transformer, model, **options)
+    else:
+        from sinklab.measure.pretrained import measure_pretrained
 
-    return measure_pretrained(
-        model, tokens_NT, attention_mask_NT=attention_mask, lengths=lengths, progress=progress, **options
-    )
+        measured = partial(measure_pretrained, model, **options)
+    if attention_mask is None:
+        return examine(model, tokens_NT, measured, Study(ablate), bos_tokens=int(bos), **first_pass)
+    if ablate:
+        raise InputError("ablations need sequences without padding: leave out the padded ones, or `ablate`")
+    return measured(tokens_NT, attention_mask_NT=attention_mask, **first_pass)
 
 
 def _matrix(tokens: Sequence[Sequence[int]]) -> Tensor:

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sinklab.measure.hooks import summed_loss
-
-LOGITS_AT_ONCE = 2**24  # 64 MB in float32
+from sinklab.measure.memory import LOGITS_AT_ONCE, LOGITS_AT_ONCE_CUDA
 
 
 def forward_loss(
@@ -36,9 +35,9 @@ def forward_loss(
         vocabulary: rows of the token embedding, from which the size of the logits is judged.
         paused: entered while the head alone is run, when there is nothing to record.
     """
-    few = max(1, LOGITS_AT_ONCE // (vocabulary * len(tokens_BT)))
-    kept = "logits_to_keep" in inspect.signature(model.forward).parameters
-    if tokens_BT.shape[1] <= few or not kept or model.base_model is model:
+    at_once = LOGITS_AT_ONCE_CUDA if tokens_BT.is_cuda else LOGITS_AT_ONCE
+    few = max(1, at_once // (vocabulary * len(tokens_BT)))
+    if tokens_BT.shape[1] <= few or not makes_logits_in_pieces(model):
         return summed_loss(model(tokens_BT, **arguments).logits, tokens_BT, real_BT)
     total = torch.zeros((), dtype=torch.float64)
     targets = 0
@@ -58,6 +57,17 @@ def forward_loss(
             total += loss.double().cpu()
             targets += int(both_BK.sum())
     return float(total), targets
+
+
+def forward_only(model: PreTrainedModel, tokens_BT: Tensor, arguments: dict[str, Any]) -> None:
+    """One forward pass without a loss, and with the logits of one position where the model can be asked for that."""
+    few = {"logits_to_keep": 1} if makes_logits_in_pieces(model) else {}
+    model(tokens_BT, **arguments, **few)
+
+
+def makes_logits_in_pieces(model: PreTrainedModel) -> bool:
+    """Whether the model can be asked for the logits of some positions, apart from its body."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters and model.base_model is not model
 
 
 class _Body:

@@ -9,7 +9,7 @@ values not repeated over their groups (H query heads, G key heads). What the ext
     sliding_window  already in the mask, because `sdpa_mask` builds it
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sinklab.attention import masks
-from sinklab.attention.importance import ColumnSums, column_sums
+from sinklab.attention.importance import ColumnSums, Rows, column_sums, score_rows
 from sinklab.attention.primitive import attend
 from sinklab.attention.scores import Score, compose, softcap
 from sinklab.errors import SinklabError
@@ -42,17 +42,24 @@ class AttentionCall:
 
     def column_sums(self, counted_BT: Tensor | None) -> ColumnSums:
         """Column sums of the attention matrix over the counted queries, in float32 whatever the model's dtype."""
+        return column_sums(*self._exact(), counted_BT=counted_BT, **self._scoring())
+
+    def rows(self) -> Iterator[Rows]:
+        """The rows of the attention matrix a block of queries at a time, in float32 whatever the model's dtype."""
+        return score_rows(*self._exact(), **self._scoring())
+
+    def _exact(self) -> tuple[Tensor, Tensor]:
         dtype = accumulation(self.query_BHTD.dtype)
+        return self.query_BHTD.detach().to(dtype), self.key_BGSD.detach().to(dtype)
+
+    def _scoring(self) -> dict[str, Any]:
         sinks = self.sink_logits_H
-        return column_sums(
-            self.query_BHTD.detach().to(dtype),
-            self.key_BGSD.detach().to(dtype),
-            mask=self.mask,
-            score=self.score,
-            scale=self.scale,
-            bias_logits_BHT=None if sinks is None else sinks.detach()[None, :, None],
-            counted_BT=counted_BT,
-        )
+        return {
+            "mask": self.mask,
+            "score": self.score,
+            "scale": self.scale,
+            "bias_logits_BHT": None if sinks is None else sinks.detach()[None, :, None],
+        }
 
     def one_pass(self, counted_BT: Tensor | None, ends: Sequence[int]) -> tuple[Tensor, ColumnSums, Tensor]:
         """The attention output (B, T, H, V), as transformers expects it, and the column sums; no gradients.

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from sinklab.errors import InputError
 from sinklab.measure.metrics import token_norms
 
-Progress = Callable[[int, int], None]  # sequences done, sequences in all
+Progress = Callable[[float, int], None]  # sequences done (parts of them count), sequences in all
+Seen = TypeVar("Seen")
 
 
 @contextmanager
@@ -28,25 +30,30 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def residual_norms(blocks: Sequence[nn.Module]) -> AbstractContextManager[list[Tensor]]:
+    """A list that after every forward pass holds |h| (B, T) before the first block and after each block."""
+    return residual_stream(blocks, token_norms)
+
+
 @contextmanager
-def residual_norms(blocks: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """A list that after every forward pass holds |h| (B, T) before the first block and after each block.
+def residual_stream(blocks: Sequence[nn.Module], read: Callable[[Tensor], Seen]) -> Iterator[list[Seen]]:
+    """A list that after every forward pass holds read(h) before the first block and after each block, h (B, T, C).
 
     The last entry is the residual stream before the final norm (recipe.yaml, `massive_activation_ratio`).
     """
-    norms: list[Tensor] = []
+    found: list[Seen] = []
 
     def entering(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        norms[:] = [token_norms((args[0] if args else kwargs["hidden_states"]).detach())]
+        found[:] = [read((args[0] if args else kwargs["hidden_states"]).detach())]
 
     def leaving(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        norms.append(token_norms((output[0] if isinstance(output, tuple) else output).detach()))
+        found.append(read((output[0] if isinstance(output, tuple) else output).detach()))
 
     handles = [block.register_forward_hook(leaving) for block in blocks]
     if blocks:
         handles.append(blocks[0].register_forward_pre_hook(entering, with_kwargs=True))
     try:
-        yield norms
+        yield found
     finally:
         for handle in handles:
             handle.remove()
@@ -72,7 +79,7 @@ def stacked(parts: Sequence[Tensor]) -> Tensor:
     return torch.stack([part.to(parts[0].device) for part in parts])
 
 
-def check_request(tokens_NT: Tensor, eps: float | Sequence[float], batch_size: int) -> None:
+def check_request(tokens_NT: Tensor, eps: float | Sequence[float], batch_size: int | None) -> None:
     """Refuse what cannot be measured.
 
     Raises:
@@ -84,5 +91,17 @@ def check_request(tokens_NT: Tensor, eps: float | Sequence[float], batch_size: i
     for one in thresholds or (math.nan,):
         if not 0 < one < 1:
             raise InputError(f"eps is {one}; expected a share of attention between 0 and 1, such as 0.3")
-    if batch_size < 1:
+    if batch_size is not None and batch_size < 1:
         raise InputError(f"batch size is {batch_size}; expected at least 1")
+
+
+def check_lengths(lengths: Sequence[int], longest: int) -> None:
+    """Refuse lengths at which sequences of `longest` tokens cannot be cut.
+
+    Raises:
+        InputError: not increasing, or not from 1 to longest - 1.
+    """
+    if any(low >= high for low, high in pairwise((0, *lengths, longest))):
+        raise InputError(
+            f"lengths {list(lengths)}: give increasing lengths from 1 to {longest - 1}, or longer sequences"
+        )

@@ -13,7 +13,7 @@ the probe reads the attention matrices that the model itself gives (returned.py)
 
 import inspect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.masking_utils import sdpa_mask
 
 from sinklab.errors import SinklabError
+from sinklab.measure.details_layer import Angles
+from sinklab.measure.details_watch import DetailsWatch
 from sinklab.measure.hf_attention import read_call
 from sinklab.measure.padding import RealTokens, real_tokens
 from sinklab.measure.running import LayerRecord, LayerTotals
@@ -44,8 +46,10 @@ class Probe:
         backends: what computed the attention outputs ("one pass", "sdpa", "chunked").
     """
 
-    def __init__(self, model: PreTrainedModel, lengths: Sequence[int] = ()) -> None:
-        self._lengths = tuple(lengths)
+    def __init__(
+        self, model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsWatch | None = None
+    ) -> None:
+        self._lengths, self._details = tuple(lengths), details
         self.real: RealTokens | None = None
         self.backends: set[str] = set()
         self._model = model
@@ -94,6 +98,9 @@ class Probe:
             if self._lengths:
                 self._totals[self._calls].add_prefixes(prefixes_BHES)
         self._totals[self._calls].add(sums, key.detach(), value.detach(), T)
+        if self._details is not None:
+            self._details.values(value)
+            self._details.attention(call.rows(), query.shape[1], Angles(query, key, call.mask))
         self._calls += 1
         if out is not None:
             self.backends.add("one pass")
@@ -141,36 +148,47 @@ class Probe:
 
 
 @contextmanager
-def interface_probe(model: PreTrainedModel, lengths: Sequence[int] = ()) -> Iterator[Probe]:
+def interface_probe(
+    model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsWatch | None = None
+) -> Iterator[Probe]:
     """`probe` for a model that passes its attention through the interface.
 
     Raises:
         UnrecordedError: in a forward pass, where some layer's attention did not.
     """
-    configs = model_configs(model)
-    before = [(config, config._attn_implementation_internal) for config in configs]
-    watch, name = Probe(model, lengths), f"{_PREFIX}{next(_numbers)}"
+    watch = Probe(model, lengths, details)
     current = str(model.config._attn_implementation)
     watch._pass_on = current if current.startswith(_PREFIX) else "sdpa"
-    AttentionInterface.register(name, watch.attention)
-    AttentionMaskInterface.register(name, sdpa_mask)
     handles = [
         model.register_forward_pre_hook(watch._entering, with_kwargs=True),
         model.register_forward_hook(watch._leaving),
     ]
     try:
-        for config in configs:
-            config._attn_implementation_internal = name
-        yield watch
+        with attention_function(model, watch.attention):
+            yield watch
     except (AttributeError, KeyError, TypeError) as error:
         if watch._running and not watch._calls:  # a model that ignores the interface and trips over its masks (MPT)
             raise watch._unrecorded() from error
         raise
     finally:
-        for config, implementation in before:
-            config._attn_implementation_internal = implementation
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def attention_function(model: PreTrainedModel, function: Callable[..., tuple[Tensor, Tensor | None]]) -> Iterator[None]:
+    """All attention that the model passes through the interface is computed by `function`, with boolean masks."""
+    name = f"{_PREFIX}{next(_numbers)}"
+    before = [(config, config._attn_implementation_internal) for config in model_configs(model)]
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    try:
+        for config, _ in before:
+            config._attn_implementation_internal = name
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
 

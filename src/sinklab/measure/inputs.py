@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sinklab.data.corpora import documents
+from sinklab.data.textfiles import Render, plain_conversation
 from sinklab.errors import InputError
 
 if TYPE_CHECKING:
@@ -24,7 +25,16 @@ if TYPE_CHECKING:
 Encode = Callable[[str], Sequence[int]]
 
 
-def natural_tokens(text: Path, encode: Encode, *, sequences: int, length: int, prefix: Sequence[int] = ()) -> Tensor:
+def natural_tokens(
+    text: Path,
+    encode: Encode,
+    *,
+    sequences: int,
+    length: int,
+    prefix: Sequence[int] = (),
+    fewer: bool = False,
+    render: Render = plain_conversation,
+) -> Tensor:
     """Sequences of real text.
 
     Args:
@@ -32,6 +42,8 @@ def natural_tokens(text: Path, encode: Encode, *, sequences: int, length: int, p
         encode: text to token ids, without special tokens.
         sequences, length: N and T, `prefix` included in T.
         prefix: token ids put before every sequence.
+        fewer: one sequence is enough, where there are no more.
+        render: writes conversations (`messages`) as text.
 
     Returns:
         tokens_NT, int64.
@@ -44,13 +56,15 @@ def natural_tokens(text: Path, encode: Encode, *, sequences: int, length: int, p
     several = text.suffix.lower() == ".txt"
     rows: list[list[int]] = []
     read = 0
-    for document in documents(str(text)):
+    for document in documents(str(text), render=render):
         ids = list(encode(document))
         read += 1
         starts = range(0, len(ids) - body + 1, body) if several else range(min(1, max(0, len(ids) - body + 1)))
         rows += [[*prefix, *ids[start : start + body]] for start in starts]
         if len(rows) >= sequences:
             return torch.tensor(rows[:sequences])
+    if fewer and rows:
+        return torch.tensor(rows)
     usable = "pieces" if several else f"of its {read} documents"
     less = f"lower --sequences to {len(rows)}, " if rows else ""
     raise InputError(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+DEVICE_MAP = "map"  # a --device
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -27,7 +28,8 @@ def load_pretrained(
     Args:
         name_or_dir: a directory, or a name on the Hugging Face hub.
         dtype: "auto" is the checkpoint's own; else one of DTYPES.
-        device: "auto" is CUDA where there is one, else the CPU; else as PyTorch names it.
+        device: "auto" is CUDA where there is one, else the CPU; "map" spreads the weights over cards, memory and disk
+            (accelerate's `device_map="auto"`); else as PyTorch names it.
 
     Raises:
         InputError: no such directory or name, no config, no weights, only pickled weights, weights that do not fit
@@ -35,7 +37,7 @@ def load_pretrained(
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    where, target = pick_dtype(dtype), pick_device(device)
+    where, target = pick_dtype(dtype), None if device == DEVICE_MAP else pick_device(device)
     _check_directory(name_or_dir)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     config = _or_explain(name_or_dir, "config", AutoConfig.from_pretrained, options)
@@ -45,6 +47,10 @@ def load_pretrained(
         )
     tokenizer = _or_explain(name_or_dir, "tokenizer", AutoTokenizer.from_pretrained, options)
     load = {"dtype": where, "use_safetensors": True, "output_loading_info": True, **options}
+    if target is None:
+        load["device_map"] = "auto"
+    elif quantisation(config):  # its weights are unpacked for the device they are loaded to, and stay there
+        load["device_map"] = {"": target}
     model, info = _or_explain(name_or_dir, "weights", AutoModelForCausalLM.from_pretrained, load)
     if missing := sorted(info["missing_keys"]):
         raise InputError(
@@ -52,7 +58,8 @@ def load_pretrained(
             "Copy the whole model again; untrained weights are not measured."
         )
     _check_vocabulary(name_or_dir, model, tokenizer)
-    return model.to(target).eval(), tokenizer
+    placed = model if "device_map" in load else model.to(target)
+    return placed.eval(), tokenizer
 
 
 def check_length(config: "PretrainedConfig", length: int) -> None:
@@ -66,11 +73,36 @@ def check_length(config: "PretrainedConfig", length: int) -> None:
         raise InputError(f"--length {length} is beyond the model's context: give at most --length {context}")
 
 
-def embedding_weight(model: "PreTrainedModel") -> torch.Tensor:
-    """The weight of the token embedding: (vocabulary, width)."""
-    weight = model.get_input_embeddings().weight
-    assert isinstance(weight, torch.Tensor)
-    return weight
+def quantisation(config: "PretrainedConfig") -> str | None:
+    """How the weights of a checkpoint are quantised ("bitsandbytes", "gptq", ...); None where they are not."""
+    given = getattr(config, "quantization_config", None)
+    if not given:
+        return None
+    method = given.get("quant_method") if isinstance(given, dict) else given.quant_method
+    return str(getattr(method, "value", method))
+
+
+def input_device(model: torch.nn.Module) -> torch.device:
+    """Where the model takes its tokens: where the embedding lies, or is brought to if it lies on disk or in memory.
+
+    Raises:
+        InputError: the weights are on the meta device and nothing would bring them from there.
+    """
+    embedding: Any = getattr(model, "get_input_embeddings", lambda: model)()  # a transformer of ours is in one place
+    where = next(tensor.device for tensor in (*embedding.parameters(), *model.parameters(), *model.buffers()))
+    if where.type != "meta":
+        return where
+    hook: Any = getattr(embedding, "_hf_hook", None)  # accelerate's, of an offloaded model
+    for one in getattr(hook, "hooks", (hook,)):
+        if getattr(one, "execution_device", None) is not None:
+            return torch.device(one.execution_device)
+    raise InputError("the model has no weights (they are on the meta device): load them first")
+
+
+def vocabulary_size(model: "PreTrainedModel") -> int:
+    """Rows of the token embedding, which may be quantised."""
+    embedding: Any = model.get_input_embeddings()
+    return embedding.num_embeddings if hasattr(embedding, "num_embeddings") else len(embedding.weight)
 
 
 def pick_dtype(dtype: str) -> "torch.dtype | str":
@@ -120,13 +152,15 @@ def _or_explain(name_or_dir: str, part: str, load: Any, options: dict[str, Any])
             if local
             else "check the name and the connection to the hub, or give the directory of a downloaded model"
         )
+        if isinstance(error, ImportError) or "pip install" in str(error):
+            advice = "install the package that it needs"
         if "trust_remote_code" in str(error):
             advice = "it brings code of its own; --trust-remote-code runs it, if you trust its author"
         raise InputError(f"the {part} of {name_or_dir} could not be loaded: {advice} ({_line(error)})") from error
 
 
 def _check_vocabulary(name: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> None:
-    largest, rows = max(tokenizer.get_vocab().values()), embedding_weight(model).shape[0]
+    largest, rows = max(tokenizer.get_vocab().values()), vocabulary_size(model)
     if largest >= rows:
         raise InputError(
             f"the tokenizer of {name} has token ids up to {largest} and the model knows {rows} tokens: "

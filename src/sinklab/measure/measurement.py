@@ -19,11 +19,14 @@ from sinklab.measure import metrics
 from sinklab.measure.accumulate import Accumulator
 from sinklab.measure.activations import MassiveActivation
 from sinklab.measure.cost import Cost
+from sinklab.measure.details import Details, with_arrays
+from sinklab.measure.findings import Ablation, Propositions
 from sinklab.schema import Part
 
 Percent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
 Inputs = Literal["natural", "random", "repeat"]
 ARRAYS = ("importance", "importance_first", "importance_bias", "row_sums", "hidden_norm", "key_norm", "value_norm")
+ASKED_FOR = ("details", "ablations", "propositions")
 OPTIONAL = {"importance_bias": None, "row_sums": None, "hidden_norm": None}
 
 
@@ -52,7 +55,10 @@ class Measurement(Part):
         seconds: wall-clock, forward passes and metric.
         peak_memory_mb: of the device (CUDA) or of the whole process; None where unknown.
         massive_activations: the largest |activation| of each of the strongest blocks (activations.py); None if unknown.
+        details: what was asked for beyond (details.py); None, and left out of the files, where nothing was.
         notes: what the reader must know, such as a batch that had to be halved.
+        ablations: what became of the loss and of Sink_1 without something (ablations.py); None unless asked for.
+        propositions: what the paper proves of repeated tokens, checked (propositions.py); None for other inputs.
         importance: alpha, mean over sequences (L, H, T).
         importance_first: alpha of position 1 (N, L, H).
         importance_bias: alpha of the added bias or sink token, mean over sequences (L, H); None without one.
@@ -86,7 +92,10 @@ class Measurement(Part):
     seconds: float = Field(ge=0)
     peak_memory_mb: FiniteFloat | None
     massive_activations: list[MassiveActivation] | None = None
+    details: Details | None = None
     notes: list[str] = Field(default_factory=list)
+    ablations: list[Ablation] | None = None
+    propositions: Propositions | None = None
     importance: np.ndarray = Field(exclude=True, repr=False)
     importance_first: np.ndarray = Field(exclude=True, repr=False)
     importance_bias: np.ndarray | None = Field(default=None, exclude=True, repr=False)
@@ -115,13 +124,16 @@ class Measurement(Part):
                 raise ValueError(f"{name} has shape {array.shape}, expected {shape}")
             if not np.isfinite(array).all():
                 raise ValueError(f"{name} contains NaN or infinity")
+        if self.details is not None and self.details.entropy.shape != (L, H):
+            raise ValueError(f"details_entropy has shape {self.details.entropy.shape}, expected {(L, H)}")
         if len(self.sink_rate) != T:
             raise ValueError(f"sink_rate has {len(self.sink_rate)} values, expected {T}")
         return self
 
     def document(self) -> dict[str, Any]:
-        """What `measurement.json` holds."""
-        return self.model_dump(mode="json", by_alias=True)
+        """What `measurement.json` holds; what is only there when asked for is left out where it was not."""
+        absent = {name for name in ASKED_FOR if getattr(self, name) is None}
+        return self.model_dump(mode="json", by_alias=True, exclude=absent)
 
     def save(self, folder: Path) -> None:
         """Write `measurement.npz`, then `measurement.json`, each whole or not at all.
@@ -130,6 +142,8 @@ class Measurement(Part):
             SinklabError: the disk is full or the folder cannot be written.
         """
         arrays = {name: array for name in ARRAYS if (array := getattr(self, name)) is not None}
+        if self.details is not None:
+            arrays |= self.details.arrays()
         with written_aside(folder / "measurement.npz") as aside, aside.open("wb") as file:
             np.savez(file, **arrays)
         write_json(folder / "measurement.json", self.document())
@@ -146,6 +160,8 @@ class Measurement(Part):
             document = json.loads((folder / "measurement.json").read_text(encoding="utf-8"))
             with np.load(folder / "measurement.npz", allow_pickle=False) as file:
                 arrays = {name: file[name] for name in ARRAYS if name in file}
+                if document.get("details"):
+                    document["details"] = with_arrays(document["details"], dict(file))
             return cls.model_validate({**OPTIONAL, **document, **arrays})
         except FileNotFoundError as error:
             raise InputError(f"{advice}: {Path(error.filename).name} is missing") from error
@@ -205,6 +221,7 @@ def measurement_from(
         seconds=cost.seconds,
         peak_memory_mb=cost.peak_memory_mb,
         massive_activations=massive_activations,
+        details=None if totals.details is None else totals.details.details(),
         notes=list(notes),
         importance=array(importance),
         importance_first=array(totals.importance_first()),

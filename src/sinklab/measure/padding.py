@@ -1,6 +1,7 @@
 """Real tokens among padding: position 1 is the first real token of each sequence, padding never counts."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -24,10 +25,14 @@ class RealTokens:
     index_BR: Tensor
     valid_BR: Tensor
 
-    @property
+    @cached_property
     def padded(self) -> bool:
         """Whether any position is padding."""
         return self.index_BR.shape[1] < self.mask_BT.shape[1] or not bool(self.valid_BR.all())
+
+    def from_position(self, position: int) -> Tensor:
+        """Where the real tokens from this position on stand, 1-based: bool (B, T)."""
+        return self.mask_BT & (self.mask_BT.cumsum(1) >= position)
 
     def align(self, x: Tensor) -> Tensor:
         """(B, ..., T) -> (B, ..., R), index 0 being the first real token of each row; 0 past its end."""

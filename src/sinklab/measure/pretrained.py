@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Sequence
 from contextlib import ExitStack
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,14 +11,16 @@ from transformers import PreTrainedModel
 
 from sinklab.errors import InputError
 from sinklab.measure.accumulate import Accumulator, Batch
-from sinklab.measure.activations import MassiveActivation, largest_activations, strongest
-from sinklab.measure.batches import in_batches
+from sinklab.measure.activations import largest_activations, strongest
+from sinklab.measure.batches import in_batches, reporting
 from sinklab.measure.cost import costing
-from sinklab.measure.head import forward_loss
-from sinklab.measure.hooks import Progress, check_request, evaluating, residual_norms, stacked
+from sinklab.measure.details_watch import BatchDetails, DetailsWatch
+from sinklab.measure.head import forward_loss, forward_only, makes_logits_in_pieces
+from sinklab.measure.hooks import Progress, check_lengths, check_request, evaluating, residual_norms, stacked
 from sinklab.measure.huggingface import decoder_blocks
-from sinklab.measure.loading import embedding_weight
+from sinklab.measure.loading import input_device, quantisation, vocabulary_size
 from sinklab.measure.measurement import Inputs, Measurement, measurement_from
+from sinklab.measure.memory import fitting_batch, sizes_of_pretrained
 from sinklab.measure.padding import RealTokens, real_tokens
 from sinklab.measure.probing import AnyProbe, probe
 
@@ -31,7 +32,11 @@ def measure_pretrained(
     attention_mask_NT: Tensor | None = None,
     eps: float | Sequence[float] = 0.3,
     lengths: Sequence[int] = (),
-    batch_size: int = 16,
+    batch_size: int | None = None,
+    first_target: int = 2,
+    loss: bool = True,
+    details: bool = False,
+    maps: Sequence[tuple[int, int]] = (),
     model_name: str = "",
     inputs: Inputs = "natural",
     bos: bool = False,
@@ -46,8 +51,12 @@ def measure_pretrained(
         eps: threshold of the sink rate, a share of attention in (0, 1); of several, the first is the headline.
         lengths: shorter than the sequences, increasing: the sink rate is also that of the sequences cut at each, from
             the same pass. Without padding only.
-        batch_size: sequences per forward pass; changes memory and speed, not the result. Halved where it does not
-            fit the memory, which the result's notes say.
+        batch_size: sequences per forward pass; changes memory and speed, not the result. None: as many as fit the
+            memory, at most 16 (memory.py). Halved where they do not fit, which the result's notes say.
+        first_target: the loss is over the targets from this position on, 1-based.
+        loss: False leaves it out, and with it the logits: a third of the work of a small model with many words.
+        details: also angles, entropy and what else details.py defines.
+        maps: (layer, head), 1-based, whose matrices are kept; implies details.
         model_name, inputs, bos: recorded with the result.
         progress: called with (sequences done, sequences in all) after every batch.
 
@@ -59,32 +68,50 @@ def measure_pretrained(
     _check_tokens(model, tokens_NT, attention_mask_NT)
     _check_lengths(lengths, tokens_NT, attention_mask_NT)
     mask_NT = torch.ones_like(tokens_NT) if attention_mask_NT is None else attention_mask_NT
-    device = embedding_weight(model).device
+    device = input_device(model)
     blocks = decoder_blocks(model)
     totals = Accumulator(eps, int(real_tokens(mask_NT).count_B.max()), lengths)
+    seen = DetailsWatch(maps, totals.length) if details or maps else None
     with ExitStack() as stack:
         cost = stack.enter_context(costing(device))
         stack.enter_context(evaluating(model))
         hidden = stack.enter_context(residual_norms(blocks))
         largest = stack.enter_context(largest_activations(blocks))
-        watch = stack.enter_context(probe(model, lengths))
+        watch = stack.enter_context(probe(model, lengths, seen))
+        if seen is not None:
+            stack.enter_context(seen.watching(blocks))
+        steps = stack.enter_context(reporting(blocks, progress, len(tokens_NT)))
 
         def step(start: int, stop: int) -> None:
             tokens_BT, mask_BT = (x[start:stop].to(device) for x in (tokens_NT, mask_NT))
             real = real_tokens(mask_BT)
-            loss = forward_loss(
-                model,
-                tokens_BT,
-                real.mask_BT,
-                arguments=_arguments(model, real),
-                vocabulary=embedding_weight(model).shape[0],
-                paused=watch.paused(),
-            )
-            totals.add(_batch(watch, hidden, real, loss))
-            if progress:
-                progress(stop, len(tokens_NT))
+            if seen is not None:
+                seen.begin(real)
+            steps.begin(start, stop)
+            summed = (0.0, 0)
+            if loss:
+                summed = forward_loss(
+                    model,
+                    tokens_BT,
+                    real.from_position(first_target - 1),
+                    arguments=_arguments(model, real),
+                    vocabulary=vocabulary_size(model),
+                    paused=watch.paused(),
+                )
+            else:
+                forward_only(model, tokens_BT, _arguments(model, real))
+            totals.add(_batch(watch, hidden, real, summed, None if seen is None else seen.batch(tokens_BT)))
+            steps.end()
 
-        notes = in_batches(len(tokens_NT), batch_size, step)
+        if batch_size is None:
+            sizes = sizes_of_pretrained(
+                model.config,
+                matrices="eager" in watch.backends,
+                padded=not bool(mask_NT.all()),
+                logits=not makes_logits_in_pieces(model),
+            )
+            batch_size = fitting_batch(sizes, tokens_NT.shape[1], device)
+        notes = _quantised(model) + in_batches(len(tokens_NT), batch_size, step)
     return measurement_from(
         totals,
         cost,
@@ -94,23 +121,18 @@ def measure_pretrained(
         proxy=False,
         backend="+".join(sorted(watch.backends)),
         dtype=str(model.dtype).removeprefix("torch."),
-        massive_activations=_massive(largest, real_tokens(mask_NT[:1])) if blocks else None,
+        massive_activations=strongest(largest, real_tokens(mask_NT[:1])) if blocks else None,
         notes=notes,
     )
 
 
-def _massive(largest: list[MassiveActivation], real: RealTokens) -> list[MassiveActivation]:
-    """The strongest, their positions counted from the first real token; what stands on padding does not count."""
-    counted = []
-    for one in largest:
-        position = one.position - int(real.index_BR[0, 0])
-        if 1 <= position <= int(real.count_B[0]):
-            counted.append(one.model_copy(update={"position": position}))
-    return strongest(counted)
+def _quantised(model: PreTrainedModel) -> list[str]:
+    method = quantisation(model.config)
+    return [f"the weights are quantised ({method}); dtype is that of the rest"] if method else []
 
 
 def _check_tokens(model: PreTrainedModel, tokens_NT: Tensor, attention_mask_NT: Tensor | None) -> None:
-    vocabulary = embedding_weight(model).shape[0]
+    vocabulary = vocabulary_size(model)
     low, high = int(tokens_NT.min()), int(tokens_NT.max())
     if low < 0 or high >= vocabulary:
         raise InputError(
@@ -125,11 +147,7 @@ def _check_tokens(model: PreTrainedModel, tokens_NT: Tensor, attention_mask_NT: 
 
 
 def _check_lengths(lengths: Sequence[int], tokens_NT: Tensor, attention_mask_NT: Tensor | None) -> None:
-    longest = tokens_NT.shape[1]
-    if any(low >= high for low, high in pairwise((0, *lengths, longest))):
-        raise InputError(
-            f"lengths {list(lengths)}: give increasing lengths from 1 to {longest - 1}, or longer sequences"
-        )
+    check_lengths(lengths, tokens_NT.shape[1])
     if lengths and attention_mask_NT is not None and not bool(attention_mask_NT.all()):
         raise InputError("several lengths need sequences without padding: leave out the padded ones, or `lengths`")
 
@@ -144,7 +162,9 @@ def _arguments(model: PreTrainedModel, real: RealTokens) -> dict[str, Any]:
     return arguments
 
 
-def _batch(watch: AnyProbe, hidden: list[Tensor], real: RealTokens, loss: tuple[float, int]) -> Batch:
+def _batch(
+    watch: AnyProbe, hidden: list[Tensor], real: RealTokens, loss: tuple[float, int], details: BatchDetails | None
+) -> Batch:
     layers = watch.layers
     bias = [layer.bias_BH for layer in layers if layer.bias_BH is not None]
     return Batch(
@@ -156,5 +176,6 @@ def _batch(watch: AnyProbe, hidden: list[Tensor], real: RealTokens, loss: tuple[
         loss=loss[0],
         targets=loss[1],
         valid_BT=real.valid_BR,
+        details=details,
         prefixes=[stacked(list(parts)) for parts in zip(*(layer.prefixes for layer in layers), strict=True)],
     )

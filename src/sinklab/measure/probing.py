@@ -1,22 +1,25 @@
 """`sinklab.probe`: the right way of watching, whatever the model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from sinklab.measure.details_watch import DetailsWatch
 from sinklab.measure.hooks import evaluating
 from sinklab.measure.huggingface import Probe, UnrecordedError, interface_probe
-from sinklab.measure.loading import embedding_weight
+from sinklab.measure.loading import input_device
 from sinklab.measure.returned import ReturnedProbe, returned_probe
 
 AnyProbe = Probe | ReturnedProbe
 
 
 @contextmanager
-def probe(model: PreTrainedModel, lengths: Sequence[int] = ()) -> Iterator[AnyProbe]:
+def probe(
+    model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsWatch | None = None
+) -> Iterator[AnyProbe]:
     """Record the attention of every forward pass of `model` inside the block.
 
     The model, its configs and its hooks are left as they were found, also after an exception. Padding given as
@@ -25,13 +28,14 @@ def probe(model: PreTrainedModel, lengths: Sequence[int] = ()) -> Iterator[AnyPr
     Args:
         lengths: increasing; the records also hold the importance that the sequences cut at each would have. For
             forward passes of whole sequences of at least the last length, without padding and gradients.
+        details: is shown every layer of forward passes of whole sequences as well.
 
     Raises:
         SinklabError: in a forward pass, where the attention of some layer could not be recorded; never a zero.
         InputError: in a forward pass, where the attention mask is not a padding mask.
     """
-    watching: AbstractContextManager[Any] = (interface_probe if dispatches(model) else returned_probe)(model, lengths)
-    with watching as watch:
+    watching: Callable[..., AbstractContextManager[Any]] = interface_probe if dispatches(model) else returned_probe
+    with watching(model, lengths, details) as watch:
         yield watch
 
 
@@ -39,7 +43,7 @@ def dispatches(model: PreTrainedModel) -> bool:
     """Whether the model passes its attention through the interface; tried on two tokens where it does not say."""
     if getattr(model, "_supports_attention_backend", False):
         return True
-    tokens_BT = torch.zeros(1, 2, dtype=torch.long, device=embedding_weight(model).device)
+    tokens_BT = torch.zeros(1, 2, dtype=torch.long, device=input_device(model))
     try:
         with evaluating(model), interface_probe(model):
             model(tokens_BT, use_cache=False)

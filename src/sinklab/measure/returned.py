@@ -15,8 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from sinklab.attention.blocks import Block
+from sinklab.attention.importance import Rows
 from sinklab.errors import SinklabError
 from sinklab.measure import metrics
+from sinklab.measure.details_watch import DetailsWatch
 from sinklab.measure.huggingface import attention_layers, decoder_blocks, model_configs
 from sinklab.measure.padding import RealTokens, real_tokens
 from sinklab.measure.running import LayerRecord, prefix_importance
@@ -25,8 +28,10 @@ from sinklab.measure.running import LayerRecord, prefix_importance
 class ReturnedProbe:
     """What was recorded in the model's latest forward pass; as `huggingface.Probe`, for models that return matrices."""
 
-    def __init__(self, model: PreTrainedModel, lengths: Sequence[int] = ()) -> None:
-        self._lengths = tuple(lengths)
+    def __init__(
+        self, model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsWatch | None = None
+    ) -> None:
+        self._lengths, self._details = tuple(lengths), details
         self._prefixes: list[tuple[Tensor, ...]] = []
         self.layers: list[LayerRecord] = []
         self.real: RealTokens | None = None
@@ -69,6 +74,8 @@ class ReturnedProbe:
         for place, part in enumerate(output):
             if isinstance(part, Tensor) and part.ndim == 4 and part.shape[2:] == (T, T):
                 self._importance.append(_importance(part.detach(), self.real))
+                if self._details is not None:
+                    self._details.attention([_rows(part.detach())], part.shape[1], angles=None)
                 sums = [(length, part.detach()[:, :, :length].float().sum(2)) for length in self._lengths]
                 self._prefixes.append(tuple(prefix_importance(sums_BHS, length) for length, sums_BHS in sums))
                 return (*output[:place], part.new_empty(0), *output[place + 1 :])
@@ -86,6 +93,9 @@ class ReturnedProbe:
                 "interface nor returns its attention matrices, so sinks in it cannot be measured. Measure a model of "
                 "another type, or try a newer version of transformers."
             )
+        if self._details is not None:
+            for kept in stored:
+                self._details.values(kept.values)
         with torch.no_grad():
             self.layers = [
                 LayerRecord(
@@ -107,27 +117,60 @@ def _importance(weights_BHTT: Tensor, real: RealTokens) -> Tensor:
     return metrics.importance_from_sums(real.align(sums_BHT), real.count_B.to(device))
 
 
+def _rows(weights_BHTT: Tensor) -> Rows:
+    T = weights_BHTT.shape[-1]
+    return Rows(Block(0, T, 0, T), weights_BHTT.to(metrics.accumulation(weights_BHTT.dtype)).tril(), None)
+
+
 @contextmanager
-def returned_probe(model: PreTrainedModel, lengths: Sequence[int] = ()) -> Iterator[ReturnedProbe]:
+def returned_probe(
+    model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsWatch | None = None
+) -> Iterator[ReturnedProbe]:
     """`probe` for a model that ignores the attention interface.
 
     Raises:
         SinklabError: in a forward pass, where the attention of some layer could not be recorded, or with a cache.
     """
-    watch = ReturnedProbe(model, lengths)
-    before = [(config, config._attn_implementation_internal) for config in model_configs(model)]
+    watch = ReturnedProbe(model, lengths, details)
     handles = [
         model.register_forward_pre_hook(watch._entering, with_kwargs=True),
         model.register_forward_hook(watch._leaving),
     ]
-    inner = (module for block in decoder_blocks(model) for module in block.modules() if module is not block)
-    handles += [module.register_forward_hook(watch._matrix) for module in inner]
+    handles += [module.register_forward_hook(watch._matrix) for module in _inside_blocks(model)]
+    try:
+        with eager_attention(model):
+            yield watch
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def eager_attention(model: PreTrainedModel) -> Iterator[None]:
+    """The model computes its attention matrices itself."""
+    before = [(config, config._attn_implementation_internal) for config in model_configs(model)]
+    handles = [module.register_forward_pre_hook(_alibi_once, with_kwargs=True) for module in _inside_blocks(model)]
     try:
         for config, _ in before:
             config._attn_implementation_internal = "eager"
-        yield watch
+        yield
     finally:
-        for config, implementation in before:
-            config._attn_implementation_internal = implementation
         for handle in handles:
             handle.remove()
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
+
+
+def _inside_blocks(model: PreTrainedModel) -> list[nn.Module]:
+    return [module for block in decoder_blocks(model) for module in block.modules() if module is not block]
+
+
+def _alibi_once(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Falcon's eager attention adds ALiBi to its scores and then a mask that, differing by head, holds it already.
+
+    Its fused attention, which the model has by default, has it once (transformers 5.17 to 5.23).
+    """
+    alibi, mask = kwargs.get("alibi"), kwargs.get("attention_mask")
+    if isinstance(alibi, Tensor) and isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] > 1:
+        return args, kwargs | {"alibi": torch.zeros_like(alibi)}
+    return None

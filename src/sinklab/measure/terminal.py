@@ -4,7 +4,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from sinklab.measure.details_terminal import details_tables
 from sinklab.measure.measurement import Measurement
+from sinklab.measure.terminal_findings import print_findings
 
 POSITIONS = 6
 
@@ -29,6 +31,10 @@ def print_measurement(measurement: Measurement, console: Console) -> None:
     console.print(_layers(m))
     if m.massive_activations:
         console.print(_massive(m))
+    print_findings(m, console)
+    if m.details is not None:
+        for table in details_tables(m.details):
+            console.print(table)
     for note in m.notes:
         console.print(f"[yellow]note:[/yellow] {escape(note)}", highlight=False)
 

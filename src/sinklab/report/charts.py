@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import altair as alt
-import numpy as np
 
 from sinklab.report import theme
 
@@ -39,7 +38,7 @@ def sink_by_step(rows: Rows, cells: Sequence[str], eps: float, width: Width = 64
         "where:N",
         title=None,
         scale=alt.Scale(domain=places, range=[dashes[i % len(dashes)] for i in range(len(places))]),
-        legend=_legend(columns=2) if len(places) > 1 else None,
+        legend=legend(columns=2) if len(places) > 1 else None,
     )
     return _curves(rows, cells, f"Sink rate (percent of heads, ε = {eps:g})", width, "percent", dash)
 
@@ -50,7 +49,7 @@ def loss_by_step(rows: Rows, cells: Sequence[str], width: Width = 640) -> Drawin
         "where:N",
         title=None,
         scale=alt.Scale(domain=["validation", "training"], range=[[1, 0], [3, 3]]),
-        legend=_legend(columns=2),
+        legend=legend(columns=2),
     )
     return _curves(rows, cells, "Loss (nats per token)", width, "loss", dash, zero=False)
 
@@ -68,7 +67,7 @@ def _curves(
     faded = alt.condition(chosen, alt.value(1.0), alt.value(0.12))
     base = alt.Chart(alt.Data(values=list(rows))).encode(
         x=alt.X("step:Q", title="Training step", axis=alt.Axis(format=",d", tickMinStep=1, grid=False)),
-        color=_colour(cells),
+        color=cell_colour(cells),
         detail="where:N",
     )
     flat = zero and max(row["high"] for row in rows) < 1
@@ -93,65 +92,6 @@ def _curves(
     return alt.layer(spread, lines, points.add_params(chosen)).properties(width=width, height=HEIGHT)
 
 
-def importance_heatmap(
-    importance_LH: np.ndarray,
-    eps: float,
-    highest: float,
-    title: str,
-    what: str,
-    width: Width = 300,
-    legend: bool = True,
-) -> Drawing:
-    """Importance of one position by layer and head; the heads above `eps` are outlined.
-
-    Args:
-        importance_LH: (layers, heads), each in 0..1, mean over sequences.
-        highest: the upper end of the colour scale, shared by all heatmaps that are to be compared.
-        legend: draw the colour scale below the squares.
-        what: what the value is, for the tooltip, e.g. "importance of position 1".
-    """
-    layers, heads = importance_LH.shape
-    rows = [
-        {"layer": layer + 1, "head": head + 1, "value": round(float(importance_LH[layer, head]), 6)}
-        for layer in range(layers)
-        for head in range(heads)
-    ]
-    cell_height = min(34, max(9, 300 // layers))
-    base = alt.Chart(alt.Data(values=rows)).encode(
-        x=alt.X("head:O", title="Head", axis=_thinned(heads, labelAngle=0)),
-        y=alt.Y("layer:O", title="Layer", sort="descending", axis=_thinned(layers)),
-    )
-    tooltip = [
-        alt.Tooltip("layer:O", title="layer"),
-        alt.Tooltip("head:O", title="head"),
-        alt.Tooltip("value:Q", title=what, format=".4f"),
-    ]
-    colour = alt.Color(
-        "value:Q",
-        title="Importance",
-        scale=alt.Scale(scheme=theme.HEAT_SCHEME, domain=[0, highest]),
-        legend=alt.Legend(orient="bottom", direction="horizontal", gradientLength=150, gradientThickness=9)
-        if legend
-        else None,
-    )
-    gap = 1 if heads <= 24 else 0
-    squares = base.mark_rect(stroke=None, xOffset=0, cornerRadius=gap).encode(color=colour, tooltip=tooltip)
-    outlined = (
-        base.transform_filter(alt.datum.value > eps)
-        .mark_rect(
-            filled=False,
-            fill=None,
-            stroke="#FF2D87",
-            strokeWidth=2 if heads <= 16 else 1,
-            cornerRadius=gap,
-            tooltip=False,
-        )
-        .encode()
-    )
-    heading = alt.Title(title, fontSize=13, fontWeight=500, limit=280)
-    return alt.layer(squares, outlined).properties(width=width, height=cell_height * layers, title=heading)
-
-
 def importance_by_position(rows: Rows, cells: Sequence[str], eps: float, width: Width = 640) -> Drawing:
     """Mean importance over layers and heads against position; logarithmic where every value is above zero.
 
@@ -173,7 +113,7 @@ def importance_by_position(rows: Rows, cells: Sequence[str], eps: float, width: 
             scale=alt.Scale(type="log", nice=False) if logarithmic else alt.Scale(zero=True),
             axis=alt.Axis(tickCount=6, format="~g"),
         ),
-        color=_colour(cells),
+        color=cell_colour(cells),
         opacity=alt.condition(chosen, alt.value(1.0), alt.value(0.12)),
     )
     tooltip = [
@@ -205,7 +145,7 @@ def norm_ratio_by_layer(rows: Rows, cells: Sequence[str], width: Width = 640) ->
             title="After block (0 is the embedding)",
             axis=alt.Axis(grid=False, format="d", values=ticks if len(ticks) <= 14 else alt.Undefined, tickMinStep=1),
         ),
-        color=_colour(cells),
+        color=cell_colour(cells),
     )
     spread = base.mark_area(strokeWidth=0).encode(
         y=alt.Y("low:Q", title=title, scale=scale, axis=axis),
@@ -226,20 +166,22 @@ def norm_ratio_by_layer(rows: Rows, cells: Sequence[str], width: Width = 640) ->
     return alt.layer(even, spread, lines, points).properties(width=width, height=HEIGHT)
 
 
-def _colour(cells: Sequence[str]) -> alt.Color:
+def cell_colour(cells: Sequence[str], field: str = "cell") -> alt.Color:
+    """The colour of each cell, the same in every chart, with its legend on top."""
     palette = theme.colours(list(cells))
     longest = max((len(cell) for cell in cells), default=1)
     columns = max(1, min(4, 44 // (longest + 4)))
     return alt.Color(
-        "cell:N",
+        f"{field}:N",
         title=None,
         sort=list(cells),
         scale=alt.Scale(domain=list(palette), range=list(palette.values())),
-        legend=_legend(columns),
+        legend=legend(columns),
     )
 
 
-def _legend(columns: int) -> alt.Legend:
+def legend(columns: int) -> alt.Legend:
+    """A legend above the chart."""
     return alt.Legend(orient="top", direction="horizontal", columns=columns, offset=6, symbolOpacity=1)
 
 
@@ -249,8 +191,9 @@ def _every_eighth(rows: Rows) -> list[int]:
     return [1, *range(step if step > 1 else 2, last + 1, step)]
 
 
-def _thinned(count: int, **settings: Any) -> alt.Axis:
-    """An axis over 1..count with at most a dozen labels, so that they never overlap."""
+def thinned(count: int, first: int = 1, **settings: Any) -> alt.Axis:
+    """An axis over `count` cells from `first` on with at most a dozen labels, so that they never overlap."""
     every = -(-count // 12)
-    values = [index for index in range(1, count + 1) if every == 1 or index == 1 or index % every == 0]
+    last = first + count
+    values = [index for index in range(first, last) if every == 1 or index == first or index % every == 0]
     return alt.Axis(values=values, grid=False, ticks=False, domain=False, **settings)

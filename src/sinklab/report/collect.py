@@ -16,6 +16,7 @@ import numpy as np
 import yaml
 
 from sinklab.errors import InputError
+from sinklab.report.suites import Suite, in_order, read_suites
 
 SEED_FOLDER = re.compile(r"seed_(\d+)")
 LOOKED_FOR = "recipe.yaml (a run), measurement.json (a measurement) or summary.json (a lab)"
@@ -76,6 +77,11 @@ class Run:
         measured = {key: value for key, value in self.measurement.items() if value is not None}
         return {**last, **measured}
 
+    @property
+    def notes(self) -> list[str]:
+        """What the reader of the measurement must know, in its own words."""
+        return [str(note) for note in self.measurement.get("notes") or ()]
+
 
 @dataclass(frozen=True)
 class ReportData:
@@ -85,12 +91,14 @@ class ReportData:
         runs: ordered by cell (in order of appearance), then by seed.
         claims: `{id, text, verdict, evidence}` as in `summary.json`.
         summary_cells: the cells of `summary.json`, by name.
+        suites: what commands that measure many say of their measurements.
     """
 
     dirs: list[Path]
     runs: list[Run]
     claims: list[dict[str, Any]] = field(default_factory=list)
     summary_cells: dict[str, dict[str, Any]] = field(default_factory=dict)
+    suites: list[Suite] = field(default_factory=list)
 
     @property
     def cells(self) -> list[str]:
@@ -126,7 +134,9 @@ def collect(dirs: list[Path]) -> ReportData:
         runs += found
         claims += summary.get("claims", [])
         summary_cells |= summary.get("cells", {})
-    data = ReportData(dirs, runs, claims, summary_cells)
+    suites = [suite for top in dirs for suite in read_suites(top)]
+    runs = in_order(runs, suites)
+    data = ReportData(dirs, runs, claims, summary_cells, suites)
     order = {cell: index for index, cell in enumerate(data.cells)}
     runs.sort(key=lambda run: (order[run.cell], run.seed or 0, str(run.path)))
     return data
@@ -250,6 +260,8 @@ def _read_measurement(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarra
 
     measured = measurement.Measurement.load(folder)
     arrays = {name: getattr(measured, name) for name in measurement.ARRAYS}
+    if measured.details is not None:
+        arrays |= measured.details.arrays()
     return measured.document(), {name: array for name, array in arrays.items() if array is not None}
 
 

@@ -25,6 +25,9 @@ from sinklab.report import theme
 from sinklab.report.collect import ReportData, Run, collect
 from sinklab.report.export import export_charts
 from sinklab.report.figures import Figure, figures
+from sinklab.report.findings import tables
+from sinklab.report.suite_tables import suite_tables
+from sinklab.report.suites import failures
 from sinklab.report.summary import VERDICTS, headline, table
 
 TEMPLATES = files("sinklab.report") / "templates"
@@ -70,6 +73,8 @@ def render(data: ReportData) -> str:
         columns=columns,
         rows=rows,
         proxied=list(dict.fromkeys(run.cell for run in data.runs if run.measurement.get("proxy"))),
+        notes=[*((data.label(run), note) for run in data.runs for note in run.notes), *failures(data)],
+        tables=[*suite_tables(data), *tables(data)],
         swatches=theme.colours(data.cells),
         figures=drawn,
         charts=Markup(json_for_script(_charts_document(drawn))),

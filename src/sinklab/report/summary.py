@@ -3,9 +3,11 @@
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sinklab.report.collect import ReportData, Run
+from sinklab.report.suites import extra_columns, first_column, only_suite
 
 VERDICTS = ("reproduced", "not reproduced", "inconclusive")
 
@@ -44,6 +46,7 @@ class CellRow:
     sink_bias: Spread | None
     loss: Spread | None
     norm_ratio: Spread | None
+    row_sum: Spread | None
     seconds: Spread | None
 
     @property
@@ -53,6 +56,7 @@ class CellRow:
         return peak if peak and peak[0] > 1 and peak[1] >= 1 else None
 
 
+_CELL, _MODEL = ("Cell", "what was changed"), ("Model", "as measured")
 Column = tuple[tuple[str, str], Callable[[CellRow], str]]
 
 
@@ -64,13 +68,15 @@ def table(data: ReportData) -> tuple[list[tuple[str, str]], list[list[str]]]:
     rows = cell_rows(data)
     trained = not data.runs or any(run.trained for run in data.runs)
     columns: list[Column] = [
-        (("Cell", "what was changed") if trained else ("Model", "as measured"), lambda row: row.cell),
+        (first_column(data) or (_CELL if trained else _MODEL), lambda row: row.cell),
         (("Runs", "seeds"), lambda row: str(row.seeds) + row.progress),
         (("Sink₁", "% of heads"), lambda row: _text(row.sink_first, 1)),
         (("Sink elsewhere", "% at position"), _elsewhere),
+        *((head, lambda row, text=text: text(row.cell)) for head, text in extra_columns(data)),
         (("On the bias", "% of heads"), lambda row: _text(row.sink_bias, 1)),
         (("Valid. loss" if trained else "Loss", "nats / token"), lambda row: _text(row.loss, 3)),
         (("Norm ratio", "largest block"), lambda row: _text(row.norm_ratio, 1)),
+        (("Row sum", "of raw scores"), lambda row: _text(row.row_sum, 2)),
         (("Time", "seconds"), lambda row: _text(row.seconds, 0)),
     ]
     said = [(head, text) for head, text in columns if any(text(row) != "–" for row in rows)]
@@ -101,6 +107,7 @@ def _cell_row(data: ReportData, cell: str) -> CellRow:
         sink_bias=_spread([record.get("sink_rate_bias") for record in records]),
         loss=_spread([record.get("valid_loss", record.get("loss")) for record in records]),
         norm_ratio=_spread([_largest(record.get("hidden_norm_ratio")) for record in records]),
+        row_sum=_spread([float(sums.mean()) for run in runs if (sums := run.arrays.get("row_sums")) is not None]),
         seconds=_spread(seconds),
     )
 
@@ -198,12 +205,19 @@ def _what_was_done(data: ReportData, rows: list[CellRow], trained: list[Run]) ->
     if lengths:
         measured += f" on sequences of {' and '.join(map(str, lengths))} tokens"
     if not trained:
-        return f"{counted(len(data.runs), 'model').capitalize()}, {measured}."
+        return f"{_subject(data)}, {measured}."
     steps = sorted({run.planned_steps for run in trained if run.planned_steps})
     length = f" for {' to '.join(f'{step:,}' for step in dict.fromkeys((steps[0], steps[-1])))} steps" if steps else ""
     cells = len({run.cell for run in trained})
     seeds = f" ({len(trained)} runs over seeds)" if len(trained) > cells else ""
     return f"{counted(cells, 'model').capitalize()} trained{length}{seeds}, {measured}."
+
+
+def _subject(data: ReportData) -> str:
+    suite, models = only_suite(data), counted(len(data.runs), "model").capitalize()
+    if suite is not None and suite.kind == "domains":
+        return f"{Path(str(suite.document.get('model'))).name} on {counted(len(data.runs), 'domain')}"
+    return f"{models} on the same text" if suite is not None and suite.kind == "comparison" else models
 
 
 def _what_came_out(rows: list[CellRow]) -> str:

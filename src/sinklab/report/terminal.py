@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sinklab.report.collect import ReportData
+from sinklab.report.suites import failures
 from sinklab.report.summary import curve, table
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -15,8 +16,10 @@ VERDICT_STYLES = {"reproduced": "bold green", "not reproduced": "bold red", "inc
 
 
 def print_report(data: ReportData, console: Console) -> None:
-    """Print the cells, and the claims where there are any."""
+    """Print the cells with the notes of their measurements, and the claims where there are any."""
     console.print(cells_table(data, console.width))
+    for name, note in [*((data.label(run), note) for run in data.runs for note in run.notes), *failures(data)]:
+        console.print(Text("note: ", style="yellow"), Text(printable(f"{name}: {note}")), sep="")
     if data.claims:
         console.print(claims_table(data))
 

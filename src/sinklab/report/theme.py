@@ -24,6 +24,7 @@ PALETTE = [
     "#A6761D",
 ]
 HEAT_SCHEME = "viridis"
+DIVERGING_SCHEME = "blueorange"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 INK_ON_PAPER = "#1d2430"
 

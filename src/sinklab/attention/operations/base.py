@@ -5,6 +5,7 @@ l_ts, its output is out * exp(lse) / Z and its row sum exp(lse) / Z; where Z is 
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from sinklab.attention.biases import ExtraKey
 from sinklab.attention.chunked import finite_normaliser
-from sinklab.attention.importance import ColumnSums, column_sums
+from sinklab.attention.importance import ColumnSums, Rows, score_rows, sum_rows
 from sinklab.attention.operations.call import Call
 from sinklab.attention.primitive import attend, attend_output
 from sinklab.attention.scores import Score
@@ -50,8 +51,16 @@ class OperationPart(Part, ABC):
         """sum_s A_ts v_s in the dtype of the values: (B, H, T, V)."""
 
     @abstractmethod
+    def rows(self, call: Call) -> Iterator[Rows]:
+        """|A_tk| / sum_s |A_ts|, bias key included, a block of queries at a time (recipe.yaml, `metric.proxy_scores`).
+
+        They are the scores themselves where rows sum to one.
+        """
+
+    @torch.no_grad()
     def column_sums(self, call: Call) -> ColumnSums:
-        """Sums over queries t >= k of |A_tk| / sum_s |A_ts| (recipe.yaml, `metric.proxy_scores`)."""
+        """Sums over queries t >= k of `rows`."""
+        return sum_rows(self.rows(call), call.q_BHTD, call.k_BGTD.shape[2], call.mask)
 
     @abstractmethod
     def row_sums(self, call: Call) -> Tensor:
@@ -97,9 +106,9 @@ class LogSimilarity(OperationPart):
                 out = out * _quotient(lse, weighing.log_divisor)[..., None].to(out.dtype)
         return out if weighing.factor == 1 else out * weighing.factor
 
-    def column_sums(self, call: Call) -> ColumnSums:
+    def rows(self, call: Call) -> Iterator[Rows]:
         weighing = self.weigh(call)
-        return column_sums(
+        return score_rows(
             call.q_BHTD,
             call.k_BGTD,
             mask=call.mask,

@@ -1,5 +1,6 @@
 """Differential attention (2410.05258): the difference of two softmaxes over the two halves of every head."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from sinklab.attention import blocks as bl
 from sinklab.attention.biases import ExtraKey
 from sinklab.attention.chunked import finite_normaliser
-from sinklab.attention.importance import ColumnSums
+from sinklab.attention.importance import Rows
 from sinklab.attention.operations.base import OperationPart
 from sinklab.attention.operations.call import Call
 from sinklab.attention.primitive import attend
@@ -55,26 +56,17 @@ class Differential(OperationPart):
         return (learned.norm(difference) * (1 - self.lambda_init)).to(v_BGTV.dtype)
 
     @torch.no_grad()
-    def column_sums(self, call: Call) -> ColumnSums:
+    def rows(self, call: Call) -> Iterator[Rows]:
         first, second = halves(call)
         strength = call.learned().to(bl.accumulate_dtype(call.q_BHTD.dtype))
-        B, H, T, _ = call.q_BHTD.shape
-        S = call.k_BGTD.shape[2]
-        keys_BHS = call.q_BHTD.new_zeros(B, H, S, dtype=strength.dtype)
-        bias_BH = None if call.key_HD is None and call.logit_H is None else keys_BHS.new_zeros(B, H)
+        biased = call.key_HD is not None or call.logit_H is not None
         for part in bl.blocks(call.q_BHTD, call.k_BGTD, call.mask):
             (weights, share), (other, other_share) = _shares(first, part), _shares(second, part)
             weights = weights.sub_(strength * other).abs_()
             share = (share - strength * other_share).abs()
             total = weights.sum(-1) + share
             total = total.masked_fill_(total == 0, 1)
-            weights = weights.div_(total[..., None])
-            if not call.mask.causal:
-                weights = weights.tril_(part.start + S - T - part.low)
-            keys_BHS[:, :, part.low : part.high] += weights.sum(-2)
-            if bias_BH is not None:
-                bias_BH += (share / total).sum(-1)
-        return ColumnSums(keys_BHS, bias_BH)
+            yield Rows(part, weights.div_(total[..., None]), share / total if biased else None)
 
     def row_sums(self, call: Call) -> Tensor:
         return (1 - call.learned()).expand(call.q_BHTD.shape[:3])

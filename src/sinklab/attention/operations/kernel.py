@@ -7,6 +7,7 @@ sink logit; importance is that of |sim| (`proxy`) from exact blocks of rows.
 """
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from sinklab.attention.biases import extra_logits
 from sinklab.attention.blocks import accumulate_dtype, default_scale
-from sinklab.attention.importance import ColumnSums, column_sums
+from sinklab.attention.importance import Rows, score_rows
 from sinklab.attention.linear import linear_mask, linear_sums
 from sinklab.attention.operations.base import OperationPart
 from sinklab.attention.operations.call import Call
@@ -61,10 +62,10 @@ class Kernel(OperationPart):
         return (out / self._divisor(_add_one(sums[..., -1], call))[..., None]).to(v_BGTV.dtype)
 
     @torch.no_grad()
-    def column_sums(self, call: Call) -> ColumnSums:
+    def rows(self, call: Call) -> Iterator[Rows]:
         call = self._featured(call)
         bias = None if call.key_HD is None else _bias_similarity(call, call.key_HD).abs().log()
-        return column_sums(call.q_BHTD, call.k_BGTD, mask=call.mask, score=log_magnitude(), bias_logits_BHT=bias)
+        return score_rows(call.q_BHTD, call.k_BGTD, mask=call.mask, score=log_magnitude(), bias_logits_BHT=bias)
 
     def row_sums(self, call: Call) -> Tensor:
         call = self._featured(call)

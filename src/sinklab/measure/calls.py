@@ -1,0 +1,170 @@
+"""What `sinklab measure` and `sinklab compare` do: measure, print, draw the report."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import Progress
+
+from sinklab.errors import InputError, SinklabError
+from sinklab.experiments.open_models import models_of
+from sinklab.measure.board import Board
+from sinklab.measure.command import measure_command
+from sinklab.measure.compare import compare_models
+from sinklab.measure.domains import domain_files, measure_domains
+from sinklab.measure.families import measure_families
+from sinklab.measure.many import Outcome
+from sinklab.measure.many_terminal import print_comparison, print_domains, print_families, print_sizes
+from sinklab.measure.sizes import Size, document, sizes
+from sinklab.measure.subjects import Request
+from sinklab.measure.terminal import print_measurement
+from sinklab.report import write_report
+
+FAMILIES_OUT = Path("runs/families")
+
+
+@dataclass(frozen=True)
+class Call:
+    """What they have in common.
+
+    Attributes:
+        text: a file or folder.
+        asked: of every model, the fields of `Request`.
+        loading: `dtype`, `device` and `trust_remote_code` of every model.
+        out: where results are kept.
+        as_json: print the document instead of tables.
+        console: for everything but the result.
+    """
+
+    text: Path | None
+    asked: Mapping[str, Any]
+    loading: Mapping[str, Any]
+    out: Path | None
+    as_json: bool
+    console: Console
+
+    @property
+    def request(self) -> Request:
+        """What is asked of every model."""
+        return Request(**self.asked)
+
+
+class _Result(Protocol):
+    def document(self) -> dict[str, Any]: ...
+
+
+def one_model(
+    model: str | None, names: Sequence[str] | None, by_domain: bool, models_dir: Path | None, dry_run: bool
+) -> str | None:
+    """The MODEL of `sinklab measure`, or None where families are asked for instead.
+
+    Raises:
+        InputError: neither or both are given, or options that do not go with what is given.
+    """
+    if names:
+        if model is not None:
+            raise InputError(f"give a MODEL or --family, not both: got {model} and --family {names[0]}")
+        if by_domain:
+            raise InputError("--by-domain measures one MODEL on many texts: leave out --family")
+        return None
+    if model is None:
+        raise InputError("name a MODEL, or families of models: --family gpt2 (see --help)")
+    if models_dir is not None or dry_run:
+        raise InputError(f"{'--dry-run' if dry_run else '--models-dir'} goes with --family: leave it out for one MODEL")
+    return model
+
+
+def model_command(model: str, call: Call) -> None:
+    """Measure one model on one text.
+
+    Raises:
+        InputError, SinklabError: as `measure_command`.
+    """
+    with Progress(console=call.console, transient=True, disable=not call.console.is_terminal) as bar:
+        task = bar.add_task("measuring", total=call.request.sequences)
+        measurement = measure_command(
+            model,
+            call.text,
+            **call.asked,
+            **call.loading,
+            out=call.out,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    _show(measurement, print_measurement, call)
+
+
+def domains_command(model: str, call: Call) -> None:
+    """Measure one model on every file of a folder.
+
+    Raises:
+        InputError: no folder, or what `measure_domains` refuses.
+        SinklabError: some domain could not be measured; the others are printed and kept.
+    """
+    total = len(domain_files(call.text)) if call.text is not None and call.text.is_dir() else 0
+    with Board(call.console, "domains", total) as board:
+        domains = measure_domains(model, call.text, call.request, **call.loading, out=call.out, watch=board)
+    _show(domains, print_domains, call)
+    _complain(domains.outcome, "domains")
+
+
+def compare_command(models: Sequence[str], call: Call) -> None:
+    """Measure models on the same text and print them side by side.
+
+    Raises:
+        InputError, SinklabError: as `compare_models`.
+    """
+    with Board(call.console, "models", len(models)) as board:
+        comparison = compare_models(models, call.text, call.request, **call.loading, out=call.out, watch=board)
+    _show(comparison, print_comparison, call)
+
+
+def families_command(names: Sequence[str], models_dir: Path | None, dry_run: bool, call: Call) -> None:
+    """Measure the paper's models, or with `dry_run` say what that takes.
+
+    Raises:
+        InputError: no such family or directory, or no text.
+        SinklabError: some model could not be measured; the others are printed and kept.
+    """
+    if dry_run:
+        _show_sizes(sizes(names, call.request, models_dir=models_dir, dtype=call.loading["dtype"]), call)
+        return
+    call = replace(call, out=call.out or FAMILIES_OUT)
+    with Board(call.console, "models", len(models_of(names))) as board:
+        families = measure_families(
+            names,
+            call.text,
+            call.request,
+            models_dir=models_dir,
+            **call.loading,
+            out=call.out,
+            watch=board,
+        )
+    _show(families, print_families, call, measured=bool(families.outcome.measured))
+    _complain(families.outcome, "models")
+
+
+def _show(result: _Result, show: Any, call: Call, measured: bool = True) -> None:
+    if call.as_json:
+        print(json.dumps(result.document(), indent=2))
+    else:
+        show(result, Console())
+    if call.out is not None and measured:
+        call.console.print(f"report: {write_report([call.out])}", highlight=False, soft_wrap=True)
+
+
+def _show_sizes(found: Sequence[Size], call: Call) -> None:
+    if call.as_json:
+        print(json.dumps(document(found), indent=2))
+    else:
+        print_sizes(found, call.loading["dtype"], Console())
+
+
+def _complain(outcome: Outcome, what: str) -> None:
+    if outcome.failed:
+        lines = [f"  {name}: {failure}" for name, failure in outcome.failed.items()]
+        total = len(outcome.failed) + len(outcome.measured)
+        count = f"{len(outcome.failed)} of {total} {what} could not be measured"
+        raise SinklabError("\n".join([f"{count}; the same call tries them again:", *lines]))

@@ -1,0 +1,61 @@
+"""What a measurement holds beside its numbers when it was asked for: ablations, and the paper's propositions."""
+
+from typing import Literal
+
+from pydantic import Field, FiniteFloat
+
+from sinklab.schema import Part
+
+PositionKind = Literal["none", "relative", "t5", "alibi", "rotary", "absolute", "learnable"]
+
+
+class Ablation(Part):
+    """What one ablation changed (ablations.py).
+
+    Attributes:
+        name: as it was asked for, such as "mask_first:4".
+        what: the same as a sentence.
+        first_target: both losses are over the targets from this position of the whole sequences on, 1-based.
+        loss_before, loss_after, loss_change: nats per token.
+        sink_rate_before: Sink_1 without the ablation, percent.
+        sink_rate_after: Sink_1 with it. Without BOS, position 1 is the first token of the text.
+        sink_rate: of every position with it, percent, position 1 first.
+    """
+
+    name: str
+    what: str
+    first_target: int = Field(ge=2)
+    loss_before: FiniteFloat
+    loss_after: FiniteFloat
+    loss_change: FiniteFloat
+    sink_rate_before: float = Field(ge=0, le=100)
+    sink_rate_after: float = Field(ge=0, le=100)
+    sink_rate: list[float]
+
+
+class Propositions(Part):
+    """What the paper proves of a repeated token, and how far the model is from it (propositions.py).
+
+    Attributes:
+        position: the model's positional embedding.
+        number: which of the paper's four propositions speaks of it; None for those added to the embedding.
+        statement: of the proposition.
+        tokens: how many tokens were tried, each repeated.
+        length: how often.
+        hidden_deviation: the largest |h_t - h_1| over the largest |h_1|, over all blocks.
+        attention_deviation: the largest difference from the closed form; None where there is none (rotary).
+        bound_slack: the least distance of a score below its bound, negative where one is above; None but for rotary.
+        tolerance: what the deviations may be, and the slack fall short of 0, for rounding.
+        holds: whether they are within it.
+    """
+
+    position: PositionKind
+    number: int | None
+    statement: str
+    tokens: int = Field(ge=1)
+    length: int = Field(ge=2)
+    hidden_deviation: FiniteFloat
+    attention_deviation: FiniteFloat | None
+    bound_slack: FiniteFloat | None
+    tolerance: FiniteFloat
+    holds: bool

@@ -1,0 +1,237 @@
+"""What is measured: a Hugging Face model or a run directory, loaded once and asked as often as wanted."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sinklab.device import pick_device
+from sinklab.errors import InputError
+from sinklab.measure.conversations import Conversations
+from sinklab.measure.examine import Study, examine
+from sinklab.measure.hooks import Progress
+from sinklab.measure.inputs import default_prefix, natural_tokens, pretrained_encode, random_tokens, repeated_tokens
+from sinklab.measure.measurement import Inputs, Measurement
+
+if TYPE_CHECKING:
+    from sinklab.data.config import DataConfig
+    from sinklab.data.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a model, whichever it is.
+
+    Attributes:
+        inputs: what the sequences are made of.
+        sequences, length: N and T.
+        eps: thresholds of the sink rate; the first is the headline.
+        lengths: cut the same sequences at these lengths as well, in the same pass.
+        no_bos: leave out the special tokens that the tokenizer, or the run's recipe, puts first.
+        seed: of random and repeated tokens.
+        fewer: be content with fewer sequences where a text has no more, and say so in the notes.
+        loss: False leaves it out, and with it the logits.
+        batch_size: changes memory and speed, not the result; default: as many as fit the memory, at most 16.
+        study: ablations and changed positions.
+        details, maps: see `measure_pretrained`.
+    """
+
+    inputs: Inputs = "natural"
+    sequences: int = 100
+    length: int = 64
+    eps: float | Sequence[float] = (0.3,)
+    lengths: Sequence[int] = ()
+    no_bos: bool = False
+    seed: int = 0
+    fewer: bool = False
+    loss: bool = True
+    batch_size: int | None = None
+    study: Study = field(default_factory=Study)
+    details: bool = False
+    maps: Sequence[tuple[int, int]] = ()
+
+    def check_text(self, text: Path | None) -> None:
+        """Refuse natural inputs without a text.
+
+        Raises:
+            InputError: there is none.
+        """
+        if self.inputs == "natural" and text is None:
+            raise InputError("natural inputs need a text: give --text FILE (.txt or .jsonl), or --inputs random")
+
+    def drawn(self, vocabulary: int) -> Tensor | None:
+        """Random or repeated tokens; None where text is wanted."""
+        draw = {"random": random_tokens, "repeat": repeated_tokens}.get(self.inputs)
+        if draw is None:
+            return None
+        return draw(vocabulary, sequences=self.sequences, length=self.length, seed=self.seed)
+
+    def shorter(self) -> list[int]:
+        """The lengths in order, without the full one."""
+        return sorted(set(self.lengths) - {self.length})
+
+    def options(self) -> dict[str, Any]:
+        """What every measuring function takes."""
+        return {
+            "eps": self.eps,
+            "batch_size": self.batch_size,
+            "loss": self.loss,
+            "inputs": self.inputs,
+        }
+
+
+class Subject(Protocol):
+    """A loaded model, which can be asked more than once."""
+
+    def measure(self, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
+        """Measure it.
+
+        Args:
+            text: a .txt or .jsonl file or a folder of them; needed for natural inputs only.
+            progress: called with (sequences done, sequences in all).
+
+        Raises:
+            InputError: a text or option that cannot be used.
+            SinklabError: the model cannot be measured.
+        """
+        ...
+
+
+def load_subject(name: str, *, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False) -> Subject:
+    """Load a run directory (it has a recipe.yaml), a model directory, or a model of the Hugging Face hub by its name.
+
+    Raises:
+        InputError: it cannot be loaded.
+    """
+    if (Path(name) / "recipe.yaml").is_file():
+        return _Run(name, dtype, device)
+    return _Pretrained(name, dtype, device, trust_remote_code)
+
+
+class _Pretrained:
+    """A Hugging Face model with its tokenizer."""
+
+    def __init__(self, name: str, dtype: str, device: str, trust_remote_code: bool) -> None:
+        from sinklab.measure.loading import load_pretrained
+
+        self._name = name
+        self._model, self._tokenizer = load_pretrained(name, dtype, device, trust_remote_code)
+
+    def measure(self, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
+        from sinklab.measure.loading import check_length
+        from sinklab.measure.pretrained import measure_pretrained
+
+        check_length(self._model.config, request.length)
+        special = default_prefix(self._tokenizer)
+        conversations = Conversations(self._tokenizer, keep_bos=not (special or request.no_bos))
+        tokens_NT, prefix = request.drawn(len(self._tokenizer)), []
+        if tokens_NT is None:
+            request.check_text(text)
+            assert text is not None
+            prefix = [] if request.no_bos else special
+            tokens_NT = natural_tokens(
+                text,
+                pretrained_encode(self._tokenizer),
+                sequences=request.sequences,
+                length=request.length,
+                prefix=prefix,
+                fewer=request.fewer,
+                render=conversations.render,
+            )
+        bos_tokens = len(prefix) or int(conversations.bos)
+        measurement = examine(
+            self._model,
+            tokens_NT,
+            partial(measure_pretrained, self._model, bos=bos_tokens > 0, model_name=self._name, **request.options()),
+            request.study,
+            bos_tokens=bos_tokens,
+            lengths=request.shorter(),
+            details=request.details,
+            maps=request.maps,
+            progress=progress,
+        )
+        return _annotated(measurement, request, conversations)
+
+
+class _Run:
+    """A run directory of ours."""
+
+    def __init__(self, name: str, dtype: str, device: str) -> None:
+        from sinklab.data.tokenizers import load_tokenizer
+        from sinklab.measure.loading import pick_dtype
+        from sinklab.train.run import load_run
+
+        where, kind = pick_device(device), pick_dtype(dtype)
+        self._name, run = name, load_run(Path(name))
+        self._recipe = run.recipe
+        self._tokenizer = load_tokenizer(str(run.tokenizer_path))
+        self._model = run.model.to(where, kind if isinstance(kind, torch.dtype) else None)
+
+    def measure(self, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
+        from sinklab.measure.native import measure_transformer
+
+        context = self._recipe.model.context
+        if request.length > context:
+            raise InputError(
+                f"--length {request.length} is beyond the context of {self._name}: give at most --length {context}"
+            )
+        tokens_NT, bos, conversations = request.drawn(self._tokenizer.vocab_size), False, Conversations()
+        if tokens_NT is None:
+            request.check_text(text)
+            assert text is not None
+            bos = self._recipe.data.bos and not request.no_bos
+            data = self._recipe.data.model_copy(update={"bos": bos})
+            tokens_NT = _as_trained(text, request, data, self._tokenizer, conversations)
+        measurement = examine(
+            self._model,
+            tokens_NT,
+            partial(measure_transformer, self._model, bos=bos, model_name=self._name, **request.options()),
+            request.study,
+            bos_tokens=int(bos),
+            lengths=request.shorter(),
+            details=request.details,
+            maps=request.maps,
+            progress=progress,
+        )
+        return _annotated(measurement, request, conversations)
+
+
+def _as_trained(
+    text: Path, request: Request, data: "DataConfig", tokenizer: "Tokenizer", conversations: Conversations
+) -> Tensor:
+    """Text as the run saw its own: its tokenizer, and its loader for BOS, fixed and random tokens."""
+    from sinklab.data.loader import Loader
+
+    bare_NS = natural_tokens(
+        text,
+        lambda document: tokenizer.encode_batch([document])[0],
+        sequences=request.sequences,
+        length=request.length - int(data.bos),
+        fewer=request.fewer,
+        render=conversations.render,
+    )
+    loader = Loader(
+        bare_NS.flatten().numpy(),
+        context=request.length - 1,
+        batch_size=len(bare_NS),
+        seed=request.seed,
+        config=data,
+        vocab_size=tokenizer.vocab_size,
+        bos_id=tokenizer.bos_id,
+        shuffle=False,
+    )
+    return loader.batch(0)
+
+
+def _annotated(measurement: Measurement, request: Request, conversations: Conversations) -> Measurement:
+    """The measurement with what its reader must know about the text."""
+    notes = conversations.notes()
+    if measurement.sequences < request.sequences:
+        notes.append(
+            f"{measurement.sequences} of {request.sequences} sequences: the text has no more that are long enough"
+        )
+    return measurement.model_copy(update={"notes": [*measurement.notes, *notes]}) if notes else measurement

@@ -1,0 +1,54 @@
+"""Options that more than one command has."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Inputs(StrEnum):
+    """What a measured model reads."""
+
+    natural = "natural"
+    random = "random"
+    repeat = "repeat"
+
+
+class Precision(StrEnum):
+    """The dtype a measured model is loaded in; auto is the one its files have."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result document to standard output, nothing else there.")]
+Text = Annotated[Path | None, typer.Option(help=".txt or .jsonl (text or messages); for natural inputs.")]
+InputKind = Annotated[Inputs, typer.Option(help="Text, uniform random tokens, or one token repeated.")]
+Sequences = Annotated[int, typer.Option(min=1, help="How many sequences.")]
+Length = Annotated[int, typer.Option(min=2, help="Tokens per sequence, BOS included.")]
+Eps = Annotated[
+    list[str] | None,
+    typer.Option(help="A position is a sink above this importance; may be repeated, the first is the headline."),
+]
+NoBos = Annotated[bool, typer.Option("--no-bos", help="Without the tokens the tokenizer puts first.")]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="Sequences at a time; default: what fits, at most 16.")]
+Dtype = Annotated[Precision, typer.Option(help="Dtype of the weights.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, or map: spread over all of them.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of random and repeated tokens.")]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
+
+
+class TrackerName(StrEnum):
+    """Where a run can be followed."""
+
+    wandb = "wandb"
+    tensorboard = "tensorboard"
+
+
+Track = Annotated[
+    list[TrackerName] | None,
+    typer.Option(help="Also log to W&B (also offline) or TensorBoard; may be repeated."),
+]

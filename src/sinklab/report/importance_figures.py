@@ -1,0 +1,172 @@
+"""Figures of what every measurement holds: importance by head, by layer and by position, row sums and norms."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from sinklab.report import charts, heatmaps, lines
+from sinklab.report.collect import ReportData, Run
+from sinklab.report.figure import Figure
+from sinklab.report.heatmaps import Scale, heatmap
+from sinklab.report.summary import over_seeds
+
+SHOWN_POSITIONS = 64
+Named = tuple[str, np.ndarray]
+
+
+def importance_figures(data: ReportData, width: int | str) -> list[Figure | None]:
+    """In reading order; None where the data does not allow one."""
+    small = width if width == "container" else 300
+    return [
+        _by_head(data, small),
+        _by_layer(data, small),
+        _by_position(data, width),
+        _row_sums(data, small),
+        _norms(data, small),
+    ]
+
+
+def side_by_side(
+    key: str,
+    title: str,
+    caption: str,
+    named: Iterable[Named],
+    scale: Scale,
+    width: int | str,
+    rows: heatmaps.Side = heatmaps.LAYERS,
+    columns: heatmaps.Side = heatmaps.HEADS,
+) -> Figure:
+    """Heatmaps that share a colour scale; inside the page it is drawn once for all of them."""
+    legend = width != "container"
+    drawn = [heatmap(matrix, scale, name, rows, columns, width, legend=legend) for name, matrix in named]
+    return Figure(key, title, caption, drawn, scale)
+
+
+def bias_share(run: Run) -> np.ndarray | None:
+    """(layers, heads): mean share of the attention on the added bias or sink token; None where there is none."""
+    return run.arrays.get("importance_bias")
+
+
+def named_arrays(data: ReportData, name: str) -> list[Named]:
+    """An array of every measurement that has it, with the name of its run."""
+    found = [(data.label(run), run.arrays.get(name)) for run in data.runs]
+    return [(label, array) for label, array in found if array is not None and array.size]
+
+
+def _by_head(data: ReportData, width: int | str) -> Figure | None:
+    maps: list[Named] = []
+    for run in data.runs:
+        label, importance_LHT, bias_LH = data.label(run), run.arrays.get("importance"), bias_share(run)
+        if importance_LHT is not None:
+            maps.append((f"{label}: first token", importance_LHT[:, :, 0]))
+        if bias_LH is not None:
+            maps.append((f"{label}: bias", bias_LH))
+    if not maps:
+        return None
+    caption = (
+        "Mean over sequences of the attention a head pays to the first token (or to an added bias), averaged over all "
+        "queries. The colour scale is shared. Outlined heads exceed ε on average. Point at a square for its value."
+    )
+    scale = replace(_importance_scale(maps), outlined=data.runs[0].eps, outlined_as="above ε")
+    return side_by_side("importance-heads", "Which heads have the sink", caption, maps, scale, width)
+
+
+def _by_layer(data: ReportData, width: int | str) -> Figure | None:
+    maps = [(label, array.mean(1)[:, :SHOWN_POSITIONS]) for label, array in named_arrays(data, "importance")]
+    if not maps:
+        return None
+    caption = (
+        f"Importance of each of the first {max(matrix.shape[1] for _, matrix in maps)} positions in every layer: mean "
+        "over sequences and over the layer's heads. A sink is a bright column. The last positions are seen by few "
+        "queries, which raises them."
+    )
+    return side_by_side(
+        "importance-layers",
+        "Which layers attend where",
+        caption,
+        maps,
+        _importance_scale(maps),
+        width,
+        columns=heatmaps.POSITIONS,
+    )
+
+
+def _importance_scale(maps: list[Named]) -> Scale:
+    highest = max(float(matrix.max()) for _, matrix in maps)
+    return Scale("importance", 0, max(0.1, math.ceil(highest * 10) / 10))
+
+
+def _by_position(data: ReportData, width: int | str) -> Figure | None:
+    collected: dict[tuple[str, int], list[float]] = {}
+    for run in data.runs:
+        importance_LHT = run.arrays.get("importance")
+        if importance_LHT is not None:
+            for index, value in enumerate(importance_LHT.mean((0, 1))[:SHOWN_POSITIONS]):
+                collected.setdefault((run.cell, index + 1), []).append(float(value))
+    if not collected:
+        return None
+    rows = [
+        {"cell": cell, "position": position, "value": spread["mean"], "runs": spread["runs"]}
+        for (cell, position), numbers in collected.items()
+        for spread in [over_seeds(numbers)]
+    ]
+    shown = max(position for _, position in collected)
+    caption = (
+        f"Attention received by each of the first {shown} positions: for every key the mean over the "
+        "queries that can see it, itself included, then the mean over sequences, layers and heads. A sink stands out "
+        "at the left. The last positions are seen by few queries, which raises them."
+    )
+    chart = charts.importance_by_position(rows, data.cells, data.runs[0].eps, width)
+    return Figure("importance-positions", "Where the attention goes", caption, [chart])
+
+
+def _row_sums(data: ReportData, width: int | str) -> Figure | None:
+    maps = named_arrays(data, "row_sums")
+    if not maps:
+        return None
+    caption = (
+        "What the raw scores of a query sum to, as a mean over queries and sequences, for operations whose scores do "
+        "not sum to one. There importance is that of the proxy scores |sim| / Σ |sim|, which hide how much attention "
+        "there is in all: this figure shows it. Softmax would be 1 everywhere."
+    )
+    scale = heatmaps.scale_over("row sum", [matrix for _, matrix in maps])
+    return side_by_side("row-sums", "How much attention there is in all", caption, maps, scale, width)
+
+
+NORMS = {"hidden_norm": "Hidden states", "key_norm": "Keys", "value_norm": "Values"}
+
+
+def _norms(data: ReportData, width: int | str) -> Figure | None:
+    drawn = []
+    for name, title in NORMS.items():
+        rows = _norm_rows(data, name, first_layer=int(name != "hidden_norm"))
+        if rows:
+            at = "Layer" if rows[0]["layer"] else "After block (0 is the embedding)"
+            drawn.append(lines.by_layer(rows, data.cells, at, "Norm", width, title))
+    if not drawn:
+        return None
+    caption = (
+        "l2 norm of hidden states, keys and values at the first position (solid) and as a mean over the others "
+        "(dashed), mean over sequences, heads and seeds. A sink usually comes with a large hidden state, and with a "
+        "small key and a small value: it takes attention and gives nothing."
+    )
+    return Figure("norms", "Hidden states, keys and values of the first token", caption, drawn, small=True)
+
+
+def _norm_rows(data: ReportData, name: str, first_layer: int) -> list[dict[str, Any]]:
+    collected: dict[tuple[str, str, int], list[float]] = {}
+    for run in data.runs:
+        norm_LT = run.arrays.get(name)
+        if norm_LT is None or norm_LT.shape[1] < 2:
+            continue
+        for where, values in (("first token", norm_LT[:, 0]), ("the others", norm_LT[:, 1:].mean(1))):
+            for layer, value in enumerate(values, first_layer):
+                collected.setdefault((run.cell, where, layer), []).append(float(value))
+    return [
+        {"cell": cell, "where": where, "layer": layer, "value": fmean(values)}
+        for (cell, where, layer), values in collected.items()
+    ]

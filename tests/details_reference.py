@@ -1,0 +1,128 @@
+"""The details once more, from whole matrices, one head at a time: independent of sinklab, checkable."""
+
+import math
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+
+
+@dataclass
+class Captured:
+    """Queries, keys and values of every attention layer, (B, heads, T, width), in the order of the calls."""
+
+    queries: list[Tensor] = field(default_factory=list)
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+
+@torch.no_grad()
+def captured(model: Any, tokens: Tensor) -> Captured:
+    """What a Hugging Face model hands to its attention function."""
+    found = Captured()
+
+    def capture(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Any:
+        found.queries.append(q.double())
+        found.keys.append(k.double().repeat_interleave(q.shape[1] // k.shape[1], 1))
+        found.values.append(v.double().repeat_interleave(q.shape[1] // v.shape[1], 1))
+        return sys.modules[type(module).__module__].eager_attention_forward(module, q, k, v, mask, **options)
+
+    AttentionInterface.register("capture", capture)
+    AttentionMaskInterface.register("capture", eager_mask)
+    before = model.config._attn_implementation
+    try:
+        model.set_attn_implementation("capture")
+        model(tokens, use_cache=False)
+    finally:
+        model.set_attn_implementation(before)
+        AttentionInterface._global_mapping.pop("capture")
+        AttentionMaskInterface._global_mapping.pop("capture")
+    return found
+
+
+def entropy(A: Tensor) -> float:
+    """Mean over queries; what the keys did not get went to a sink."""
+    total = 0.0
+    for row in A.tolist():
+        rest = max(0.0, 1 - sum(row))
+        total -= sum(a * math.log(a) for a in [*row, rest] if a > 1e-9)
+    return total / len(A)
+
+
+def by_distance(A: Tensor) -> list[float]:
+    T = len(A)
+    buckets: dict[int, float] = {}
+    for t in range(T):
+        for k in range(t + 1):
+            start = 0 if t == k else 2 ** int(math.log2(t - k))
+            buckets[start] = buckets.get(start, 0.0) + float(A[t, k])
+    return [buckets[start] / T for start in sorted(buckets)]
+
+
+def by_query(A: Tensor) -> tuple[list[float], list[float]]:
+    """Of the first key, and of an average other key."""
+    T = len(A)
+    first: dict[int, list[float]] = {}
+    rest: dict[int, list[float]] = {}
+    for t in range(1, T + 1):
+        bucket = 2 ** int(math.log2(t))
+        first.setdefault(bucket, []).append(float(A[t - 1, 0]))
+        others = [float(A[t - 1, k]) for k in range(1, t)]
+        rest.setdefault(bucket, []).append(sum(others) / len(others) if others else 0.0)
+    return [sum(x) / len(x) for x in first.values()], [sum(x) / len(x) for x in rest.values()]
+
+
+def angles(q: Tensor, k: Tensor, seen: Tensor) -> tuple[list[float], list[float]]:
+    """Mean cosine and norm product of every key, over the queries that see it."""
+    T = len(q)
+    cosines, products = [], []
+    for key in range(T):
+        queries = [t for t in range(key, T) if seen[t, key]]
+        norms = [float(q[t].norm() * k[key].norm()) for t in queries]
+        cosines.append(sum(float(q[t] @ k[key]) / n for t, n in zip(queries, norms, strict=True)) / len(queries))
+        products.append(sum(norms) / len(queries))
+    return cosines, products
+
+
+def kurtosis(h: Tensor) -> float:
+    centred = h - h.mean()
+    return float((centred**4).mean() / (centred**2).mean() ** 2)
+
+
+def secondary(A: Tensor, eps: float) -> list[int]:
+    """Positions 5 .. T / 2 with an importance above eps, 1-based."""
+    T = len(A)
+    return [k for k in range(5, T // 2 + 1) if float(A[k - 1 :, k - 1].mean()) > eps]
+
+
+def reference(
+    A_NLHTT: Tensor, seen: Captured | None, values: list[Tensor], hidden_NMTC: Tensor, eps: float
+) -> dict[str, Tensor]:
+    """All arrays of the details, by name."""
+    N, L, H, T, _ = A_NLHTT.shape
+    heads = [(n, layer, h) for n in range(N) for layer in range(L) for h in range(H)]
+
+    def over_sequences(function: Any) -> Tensor:
+        return torch.tensor([function(*at) for at in heads]).unflatten(0, (N, L, H)).mean(0)
+
+    found = {
+        "entropy": over_sequences(lambda n, layer, h: entropy(A_NLHTT[n, layer, h])),
+        "by_distance": over_sequences(lambda n, layer, h: by_distance(A_NLHTT[n, layer, h])),
+        "first_by_query": over_sequences(lambda n, layer, h: by_query(A_NLHTT[n, layer, h])[0]),
+        "rest_by_query": over_sequences(lambda n, layer, h: by_query(A_NLHTT[n, layer, h])[1]),
+        "secondary": over_sequences(lambda n, layer, h: 100.0 * bool(secondary(A_NLHTT[n, layer, h], eps))),
+        "kurtosis": torch.tensor([[[kurtosis(h) for h in hs] for hs in place] for place in hidden_NMTC]).mean(0),
+        "alignment": torch.cosine_similarity(hidden_NMTC, hidden_NMTC[:, :, :1], dim=-1).mean(0),
+    }
+    norms = torch.stack([v.norm(dim=-1).mean(0) for v in values])
+    found["value_ratio"] = norms[..., 0] / norms[..., 1:].mean(-1)
+    if seen is not None:
+        both = over_sequences(
+            lambda n, layer, h: angles(seen.queries[layer][n, h], seen.keys[layer][n, h], A_NLHTT[n, layer, h] > 0)
+        )
+        found["cosine"], found["norm_product"] = both.unbind(2)
+    return found

@@ -1,0 +1,122 @@
+"""Domains, comparisons and families from the command line: results on stdout, sentences on stderr, exit statuses."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny_models import text_file, tiny_model
+
+from sinklab import cli
+
+Run = Callable[..., tuple[int, str, str]]
+SMALL = ("--sequences", "3", "--length", "8")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    tiny_model(folder / "gpt2")
+    tiny_model(folder / "pythia-14m", "neox")
+    return folder
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """Calls `sinklab ARGS` in a folder of texts; returns exit status, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    text_file(tmp_path / "texts" / "alpha.jsonl")
+    text_file(tmp_path / "texts" / "beta.jsonl", seed=40)
+
+    def call(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["sinklab", *map(str, args)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        out, err = capsys.readouterr()
+        assert isinstance(end.value.code, int)
+        return end.value.code, out, err
+
+    return call
+
+
+def test_domains_end_in_a_table_a_document_and_a_report(run: Run, models: Path, tmp_path: Path) -> None:
+    call = ("measure", models / "gpt2", "--text", "texts", "--by-domain", *SMALL, "--out", "out")
+    status, out, err = run(*call)
+    assert status == 0, err
+    assert all(word in out for word in ("alpha", "beta", "Sink_1", "loss"))
+    status, out, err = run(*call, "--json")
+    assert status == 0, err
+    assert json.loads(out) == json.loads((tmp_path / "out" / "domains.json").read_text())
+    assert "alpha: Sink_1" in err
+    assert "(kept)" in err
+    assert "The sink by domain" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_one_domain_that_cannot_be_measured_is_listed_at_the_end_with_status_1(run: Run, models: Path) -> None:
+    text_file(Path("texts") / "brief.jsonl", words=2)
+    status, out, err = run("measure", models / "gpt2", "--text", "texts", "--by-domain", *SMALL)
+    assert status == 1
+    assert "alpha" in out
+    assert "1 of 3 domains could not be measured" in err.splitlines()[-2]
+    assert err.splitlines()[-1].startswith("  brief: ")
+
+
+def test_a_comparison_prints_both_models_and_their_difference(run: Run, models: Path, tmp_path: Path) -> None:
+    call = ("compare", models / "gpt2", models / "pythia-14m", "--text", "texts", *SMALL, "--out", "out")
+    status, out, err = run(*call)
+    assert status == 0, err
+    assert all(word in out for word in ("gpt2", "pythia-14m", "difference", "Sink_1", "loss (nats/token)"))
+    status, out, err = run(*call, "--json")
+    assert json.loads(out) == json.loads((tmp_path / "out" / "comparison.json").read_text())
+
+
+def test_families_are_measured_from_a_directory_and_failures_end_with_status_1(
+    run: Run, models: Path, tmp_path: Path
+) -> None:
+    call = ("measure", "--family", "gpt2", "--models-dir", models, "--text", "texts/alpha.jsonl", *SMALL)
+    status, out, err = run(*call, "--json")
+    assert status == 1
+    assert json.loads(out) == json.loads((tmp_path / "runs" / "families" / "families.json").read_text())
+    assert "3 of 4 models could not be measured" in err
+    assert "Traceback" not in err
+    status, out, _ = run(*call)
+    assert status == 1
+    assert "published" in out
+
+
+def test_a_dry_run_lists_sizes_and_makes_nothing(run: Run, models: Path, tmp_path: Path) -> None:
+    status, out, err = run("measure", "--family", "gpt2", "--family", "llama2", "--models-dir", models, "--dry-run")
+    assert status == 0, err
+    assert all(word in out for word in ("gpt2-xl", "1.56 B", "6.23", "77.00", "8 models", "Llama-2-7b-hf", "13.48"))
+    assert not (tmp_path / "runs").exists()
+    status, out, err = run("measure", "--family", "gpt2", "--dry-run", "--json")
+    assert json.loads(out)["models"][0]["model"] == "openai-community/gpt2"
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["measure"], "name a MODEL, or families of models"),
+        (["measure", "x", "--family", "gpt2"], "give a MODEL or --family, not both"),
+        (["measure", "--family", "bert", "--dry-run"], "no family 'bert'; there are: gpt2"),
+        (["measure", "--family", "gpt2"], "natural inputs need a text"),
+        (["measure", "--family", "gpt2", "--by-domain"], "leave out --family"),
+        (["measure", "--family", "gpt2", "--dry-run", "--models-dir", "no"], "--models-dir no is not a directory"),
+        (["measure", "x", "--dry-run"], "--dry-run goes with --family"),
+        (["measure", "x", "--by-domain"], "needs --text FOLDER"),
+        (["measure", "x", "--by-domain", "--text", "texts/alpha.jsonl"], "needs --text FOLDER"),
+        (["measure", "x", "--by-domain", "--text", "texts", "--inputs", "random"], "leave out --inputs random"),
+        (["compare", "x", "--inputs", "random"], "two models or more"),
+        (["compare", "x", "y"], "natural inputs need a text"),
+        (["compare", "x", "x", "--inputs", "random"], "x is given twice"),
+        (["compare", "x", "y", "--text", "no.txt"], "no text at no.txt"),
+    ],
+)
+def test_bad_calls_end_with_status_2_and_a_sentence(run: Run, args: list[str], says: str) -> None:
+    status, out, err = run(*args)
+    assert status == 2
+    assert out == ""
+    assert says in " ".join(err.split())
+    assert "Traceback" not in err

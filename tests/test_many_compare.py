@@ -1,0 +1,130 @@
+"""Models side by side: each as measured by itself, conversations through each one's own chat template."""
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers as hf
+from tiny_models import REFUSING, TEMPLATE, chat_file, text_file, tiny_model
+
+from sinklab.errors import InputError
+from sinklab.measure.command import measure_command
+from sinklab.measure.compare import compare_models, labels
+from sinklab.measure.conversations import Conversations
+from sinklab.measure.inputs import default_prefix, natural_tokens, pretrained_encode
+from sinklab.measure.measurement import Measurement
+from sinklab.measure.subjects import Request
+from sinklab.report import write_report
+
+SMALL = Request(sequences=4, length=16, eps=(0.3, 0.2))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base model, and a chat model whose tokenizer writes BOS and has a template."""
+    folder = tmp_path_factory.mktemp("compare")
+    tiny_model(folder / "base")
+    tiny_model(folder / "chat", "neox", seed=1, bos=True, template=TEMPLATE)
+    return folder
+
+
+def without_cost(measurement: Measurement) -> dict[str, object]:
+    return {k: v for k, v in measurement.document().items() if k not in ("seconds", "peak_memory_mb")}
+
+
+def test_a_real_model_beside_a_random_one_gives_what_each_gives_by_itself(
+    data_dir: Path, folder: Path, tmp_path: Path
+) -> None:
+    real, chat, text = str(data_dir / "models" / "TinyStories-656K"), str(folder / "chat"), data_dir / "chat"
+    comparison = compare_models([real, chat], text, SMALL, out=tmp_path / "out")
+    for name, model in (("TinyStories-656K", real), ("chat", chat)):
+        alone = measure_command(model, text, sequences=4, length=16, eps=(0.3, 0.2))
+        assert without_cost(comparison.measured[name]) == without_cost(alone)
+        assert Measurement.load(tmp_path / "out" / name).document() == comparison.measured[name].document()
+    assert comparison.measured["chat"].notes == ["conversations were written with the model's chat template"]
+    assert "has no chat template" in comparison.measured["TinyStories-656K"].notes[0]
+
+    document = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert document == comparison.document()
+    rows = {(row["quantity"], row["unit"]): row for row in document["rows"]}
+    for quantity, value in (
+        (("Sink_1", "% of heads"), lambda m: m["sink_rate"][0]),
+        (("Sink_1 at eps 0.2", "% of heads"), lambda m: m["sink_rates"]["0.2"][0]),
+        (("loss", "nats/token"), lambda m: m["loss"]),
+        (("|h_1| over the rest", "largest block"), lambda m: max(m["hidden_norm_ratio"])),
+    ):
+        values = {name: value(measured) for name, measured in document["models"].items()}
+        assert rows[quantity]["values"] == values
+        assert rows[quantity]["differences"] == {"chat": values["chat"] - values["TinyStories-656K"]}
+    assert ("sink on the bias", "% of heads") not in rows
+
+
+def test_the_report_has_the_comparison_and_its_layers(folder: Path, tmp_path: Path) -> None:
+    text = text_file(tmp_path / "text.jsonl")
+    compare_models([str(folder / "chat"), str(folder / "base")], text, SMALL, out=tmp_path / "out")
+    page = write_report([tmp_path / "out"]).read_text(encoding="utf-8")
+    assert "Side by side" in page
+    assert "from chat" in page
+    assert 'id="chart-comparison-layers-0-0"' in page
+    assert "Two models on the same text" in page
+
+
+def test_a_comparison_continues_where_it_was_interrupted(folder: Path, tmp_path: Path) -> None:
+    text, (base, chat) = text_file(tmp_path / "text.jsonl"), (str(folder / "base"), str(folder / "chat"))
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    with pytest.raises(InputError, match="broken has no config"):
+        compare_models([base, str(broken)], text, SMALL, out=tmp_path / "out")
+    first = (tmp_path / "out" / "base" / "measurement.json").read_bytes()
+    compare_models([base, chat], text, SMALL, out=tmp_path / "out")
+    assert (tmp_path / "out" / "base" / "measurement.json").read_bytes() == first
+
+
+def test_models_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:
+    for path in ("a/m", "b/m"):
+        (tmp_path / path).mkdir(parents=True)
+    a, b = str(tmp_path / "a" / "m"), str(tmp_path / "b" / "m")
+    assert list(labels([a, "org/name"])) == ["m", "org/name"]
+    assert list(labels([a, b])) == ["a/m", "b/m"]
+    assert list(labels(["../../etc/x", a])) == ["etc/x", "m"]
+    with pytest.raises(InputError, match="is given twice"):
+        labels([a, f"{b}/../../a/m"])
+    with pytest.raises(InputError, match="two models or more"):
+        compare_models([a], None, SMALL)
+
+
+def rows_of(folder: Path, text: Path, keep_bos: bool, prefixed: bool) -> list[str]:
+    tokenizer = hf.AutoTokenizer.from_pretrained(folder)
+    tokens_NT = natural_tokens(
+        text,
+        pretrained_encode(tokenizer),
+        sequences=2,
+        length=12,
+        prefix=default_prefix(tokenizer) if prefixed else [],
+        render=Conversations(tokenizer, keep_bos).render,
+    )
+    return [str(tokenizer.decode(row)) for row in tokens_NT]
+
+
+def test_a_chat_template_is_applied_and_its_bos_is_there_once(folder: Path, tmp_path: Path) -> None:
+    text = chat_file(tmp_path / "chat.jsonl")
+    for row in rows_of(folder / "chat", text, keep_bos=False, prefixed=True):
+        assert row.startswith("<s><user>")
+    for row in rows_of(folder / "chat", text, keep_bos=True, prefixed=False):
+        assert row.startswith("<s><user>")
+    for row in rows_of(folder / "chat", text, keep_bos=False, prefixed=False):
+        assert row.startswith("<user>")
+    for row in rows_of(folder / "base", text, keep_bos=True, prefixed=False):
+        assert row.startswith("user: ")
+
+
+@pytest.mark.parametrize(("no_bos", "bos"), [(False, True), (True, False)])
+def test_the_result_says_whether_a_template_put_bos_first(tmp_path: Path, no_bos: bool, bos: bool) -> None:
+    model, text = tiny_model(tmp_path / "m", template=TEMPLATE), chat_file(tmp_path / "chat.jsonl")
+    assert measure_command(str(model), text, sequences=2, length=12, no_bos=no_bos).bos is bos
+
+
+def test_a_conversation_that_the_template_refuses_is_named(tmp_path: Path) -> None:
+    model, text = tiny_model(tmp_path / "m", template=REFUSING), chat_file(tmp_path / "chat.jsonl")
+    with pytest.raises(InputError, match=r"chat\.jsonl, line 1: the model's chat template refuses .*no system role"):
+        measure_command(str(model), text, sequences=2, length=12)

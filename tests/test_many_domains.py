@@ -1,0 +1,132 @@
+"""A model on many texts: the same numbers as one by one, nothing lost by an interruption, no settings mixed."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_models import text_file, tiny_model
+
+from sinklab.errors import InputError
+from sinklab.measure.command import measure_command
+from sinklab.measure.domains import domain_files, measure_domains
+from sinklab.measure.many import Watch
+from sinklab.measure.measurement import Measurement
+from sinklab.measure.subjects import Request
+from sinklab.report import write_report
+from sinklab.report.collect import collect
+from sinklab.report.summary import headline, table
+
+SMALL = Request(sequences=4, length=16)
+COST = ("seconds", "peak_memory_mb")
+
+
+class Stops(Watch):
+    """Ctrl-C after the first measurement; remembers what was started."""
+
+    def __init__(self, stops: bool) -> None:
+        self.stops, self.started = stops, []
+
+    def starts(self, name: str) -> None:
+        self.started.append(name)
+
+    def ends(self, name: str, measurement: Measurement) -> None:
+        if self.stops:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_model(tmp_path_factory.mktemp("domains") / "tiny"))
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    text_file(tmp_path / "texts" / "alpha.jsonl")
+    text_file(tmp_path / "texts" / "beta.jsonl", seed=30)
+    text_file(tmp_path / "texts" / "small.jsonl", documents=2)
+    return tmp_path / "texts"
+
+
+def result(measurement: Measurement) -> dict[str, Any]:
+    return {key: value for key, value in measurement.document().items() if key not in COST}
+
+
+def test_a_table_of_domains_holds_what_measuring_each_by_itself_gives(data_dir: Path, tmp_path: Path) -> None:
+    folder, model = tmp_path / "texts", str(data_dir / "models" / "TinyStories-656K")
+    folder.mkdir()
+    for name in ("tinystories", "dm_mathematics", "github_code"):
+        shutil.copy(data_dir / "domains" / f"{name}.jsonl", folder)
+    domains = measure_domains(model, folder, Request(sequences=6, length=16), out=tmp_path / "out")
+    assert list(domains.outcome.measured) == ["dm_mathematics", "github_code", "tinystories"]
+    for name, measured in domains.outcome.measured.items():
+        alone = measure_command(model, folder / f"{name}.jsonl", sequences=measured.sequences, length=16)
+        assert measured.sequences == (5 if name == "github_code" else 6)
+        assert {**result(measured), "notes": []} == result(alone)
+        np.testing.assert_array_equal(measured.importance_first, alone.importance_first)
+        assert Measurement.load(tmp_path / "out" / name).document() == measured.document()
+
+
+def test_an_interrupted_call_continues_and_gives_the_same_documents(model: str, texts: Path, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        measure_domains(model, texts, SMALL, out=tmp_path / "out", watch=Stops(True))
+    first = (tmp_path / "out" / "alpha" / "measurement.json").read_bytes()
+    again = Stops(False)
+    continued = measure_domains(model, texts, SMALL, out=tmp_path / "out", watch=again)
+    assert again.started == ["beta", "small"]
+    assert (tmp_path / "out" / "alpha" / "measurement.json").read_bytes() == first
+    whole = measure_domains(model, texts, SMALL)
+    assert {name: result(m) for name, m in continued.outcome.measured.items()} == {
+        name: result(m) for name, m in whole.outcome.measured.items()
+    }
+    assert json.loads((tmp_path / "out" / "domains.json").read_text()) == continued.document()
+
+
+def test_results_of_other_settings_are_never_mixed_in(model: str, texts: Path, tmp_path: Path) -> None:
+    measure_domains(model, texts, SMALL, out=tmp_path / "out")
+    with pytest.raises(InputError, match=r"alpha holds a measurement with other settings \(length is 16 there and 8"):
+        measure_domains(model, texts, Request(sequences=4, length=8), out=tmp_path / "out")
+    text_file(texts / "beta.jsonl", seed=31, documents=13)
+    with pytest.raises(InputError, match=r"beta holds a measurement with other settings .*text"):
+        measure_domains(model, texts, SMALL, out=tmp_path / "out")
+
+
+def test_a_domain_without_usable_text_does_not_stop_the_others(model: str, texts: Path, tmp_path: Path) -> None:
+    text_file(texts / "aaa.jsonl", words=2)
+    domains = measure_domains(model, texts, SMALL, out=tmp_path / "out")
+    assert list(domains.outcome.measured) == ["alpha", "beta", "small"]
+    assert "0 of its 12 documents have 16 tokens" in domains.outcome.failed["aaa"]
+
+
+def test_what_is_wrong_for_every_domain_is_refused(model: str, texts: Path) -> None:
+    with pytest.raises(InputError, match="none of the 3 domains could be measured; alpha: --length 65 is beyond"):
+        measure_domains(model, texts, Request(sequences=4, length=65))
+
+
+@pytest.mark.parametrize("folder", [None, "alpha.jsonl"])
+def test_domains_need_a_folder(model: str, texts: Path, folder: str | None) -> None:
+    with pytest.raises(InputError, match="--by-domain needs --text FOLDER"):
+        measure_domains(model, texts / folder if folder else None, SMALL)
+
+
+def test_domains_are_named_by_their_paths(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b/a.jsonl", "c.txt", "c.jsonl"):
+        text_file(tmp_path / name)
+    assert list(domain_files(tmp_path)) == ["a", "b/a", "c.jsonl", "c.txt"]
+
+
+def test_the_report_names_the_model_and_its_domains_and_says_how_many_sequences(
+    model: str, texts: Path, tmp_path: Path
+) -> None:
+    measure_domains(model, texts, SMALL, out=tmp_path / "out")
+    data = collect([tmp_path / "out"])
+    columns, rows = table(data)
+    assert columns[0][0] == "Domain"
+    place = [name for name, _ in columns].index("Sequences")
+    assert [(row[0], row[place]) for row in rows] == [("alpha", "4"), ("beta", "4"), ("small", "2")]
+    assert headline(data)[0].startswith("tiny on three domains")
+    page = write_report([tmp_path / "out"]).read_text(encoding="utf-8")
+    assert 'id="chart-domains-0-0"' in page
+    assert "small</b>: 2 of 4 sequences" in page

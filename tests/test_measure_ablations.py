@@ -1,0 +1,199 @@
+"""Ablations: the loss over the same targets and the sink, with and without the first keys, BOS, the massive channel."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hidden_keys_reference import scores_without_first_keys
+from measure_reference import eager_reference
+from rich.console import Console
+from test_measure_families import FAMILIES, LENGTH, _alibi_once, _hooks, _pair, _tokens
+from test_measure_native import _model as our_model
+from test_measure_native import _tokens as our_tokens
+from test_measure_run import _trained as trained_run
+from transformers import AutoModelForCausalLM
+
+import sinklab
+from sinklab.errors import InputError, SinklabError
+from sinklab.measure.ablations import emerging_activation
+from sinklab.measure.command import measure_command
+from sinklab.measure.examine import Study
+from sinklab.measure.measurement import Measurement
+from sinklab.measure.surgery import zeroed
+from sinklab.measure.terminal import print_measurement
+
+ABLATED = ["mask_first:1", "mask_first:4", "no_bos", "zero_massive"]
+
+
+@pytest.fixture(scope="module")
+def stories(data_dir: Path) -> Measurement:
+    """TinyStories-656K with BOS, ablated in every way."""
+    text, model = data_dir / "domains" / "tinystories.jsonl", data_dir / "models" / "TinyStories-656K"
+    return measure_command(str(model), text, sequences=20, study=Study(ABLATED))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loss_without_the_first_keys_is_that_of_eager_attention_over_the_targets_after_them(family: str) -> None:
+    model, eager = _pair(family)
+    tokens = _tokens()
+    expected = []
+    for n in (LENGTH, 2):
+        with scores_without_first_keys(n, LENGTH), _alibi_once(family):
+            logits = eager_reference(eager, tokens).logits
+        nats = [-logits[b, t].log_softmax(-1)[tokens[b, t + 1]] for b in range(5) for t in range(2, LENGTH - 1)]
+        expected.append(float(torch.stack(nats).mean()))
+    [ablation] = sinklab.measure(model, tokens, ablate=["mask_first:2"]).ablations or []
+    assert (ablation.loss_before, ablation.loss_after) == pytest.approx(expected, abs=1e-4)
+    assert ablation.loss_change == ablation.loss_after - ablation.loss_before
+    assert _hooks(model) == 0
+
+
+def test_without_bos_the_losses_are_over_the_targets_that_both_have() -> None:
+    for model, tokens in ((_pair("llama")[0], _tokens()), (our_model("softmax"), our_tokens())):
+        [ablation] = sinklab.measure(model, tokens, bos=True, ablate=["no_bos"]).ablations or []
+        assert ablation.first_target == 3
+        assert ablation.loss_after == pytest.approx(sinklab.measure(model, tokens[:, 1:]).loss, abs=1e-6)
+        assert ablation.sink_rate == sinklab.measure(model, tokens[:, 1:]).sink_rate
+        with torch.no_grad():
+            output = model(tokens)
+        logits = output if isinstance(output, torch.Tensor) else output.logits
+        nats = torch.nn.functional.cross_entropy(logits[:, 1:-1].flatten(0, 1), tokens[:, 2:].flatten())
+        assert ablation.loss_before == pytest.approx(float(nats), abs=1e-5)
+
+
+def test_a_model_that_sees_distances_only_loses_as_much_by_hiding_bos_as_by_dropping_it(stories: Measurement) -> None:
+    hidden, _, dropped, _ = stories.ablations or []
+    assert (hidden.loss_before, hidden.loss_after) == pytest.approx((dropped.loss_before, dropped.loss_after), abs=1e-5)
+
+
+def test_a_real_model_loses_by_each_ablation_and_its_sink_goes_with_the_first_key(stories: Measurement) -> None:
+    found = stories.ablations or []
+    assert [one.name for one in found] == ABLATED
+    assert stories.sink_rate[0] > 5
+    for one in found:
+        assert one.loss_change > 0.1
+        assert one.sink_rate_before == stories.sink_rate[0]
+    assert [one.sink_rate_after for one in found[:3]] == [0, 0, 0]
+    assert found[1].sink_rate[:4] == [0, 0, 0, 0]
+    assert "dimension 88 at position 1" in found[3].what
+
+
+def test_the_massive_activation_is_zeroed_where_it_first_stands_out() -> None:
+    model, tokens = _pair("llama")[0], _tokens()
+    with torch.no_grad():
+        for block in model.model.layers:
+            block.mlp.down_proj.weight[7] *= 30  # a channel that both blocks write to
+    found = emerging_activation(model, tokens[0])
+    with torch.no_grad():
+        size = model(tokens[:1], output_hidden_states=True).hidden_states[1][0].abs()
+    assert (found.layer, found.dimension) == (1, 7)
+    assert divmod(int(size.argmax()), 32) == (found.position - 1, 7)
+    [ablation] = sinklab.measure(model, tokens, ablate=["zero_massive"]).ablations or []
+    with zeroed(model, found.layer, found.position, found.dimension):
+        assert ablation.loss_after == sinklab.measure(model, tokens).loss
+    assert ablation.loss_before == sinklab.measure(model, tokens).loss != ablation.loss_after
+
+
+def test_a_massive_activation_on_a_learned_sink_token_is_called_that() -> None:
+    model = our_model("sink token")
+    [ablation] = sinklab.measure(model, our_tokens(), ablate=["zero_massive"]).ablations or []
+    assert "at the learned sink token" in ablation.what
+    assert ablation.loss_change != 0
+
+
+def test_an_ablation_that_had_no_effect_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from contextlib import nullcontext
+
+    monkeypatch.setattr("sinklab.measure.ablations.masked_first_keys", lambda *_: nullcontext())
+    for model, tokens in ((_pair("llama")[0], _tokens()), (our_model("softmax"), our_tokens())):
+        with pytest.raises(SinklabError, match=r"still seen by later queries in layer [12]"):
+            sinklab.measure(model, tokens, ablate=["mask_first:2"])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mask_first", "unknown: give mask_first:N, no_bos or zero_massive"),
+        ("mask_first:x", "unknown"),
+        ("mask_first:0", "give 1 to 12"),
+        ("mask_first:13", "give 1 to 12"),
+        ("no_bos", "no BOS that could be left out"),
+    ],
+)
+def test_what_cannot_be_ablated_is_refused_before_anything_is_measured(name: str, message: str) -> None:
+    def progress(done: float, total: float) -> None:
+        raise AssertionError(f"measured {done} of {total}")
+
+    with pytest.raises(InputError, match=message):
+        sinklab.measure(_pair("llama")[0], _tokens(), ablate=[name], progress=progress)
+
+
+def test_padded_sequences_are_not_ablated() -> None:
+    mask = torch.ones_like(_tokens())
+    with pytest.raises(InputError, match="without padding"):
+        sinklab.measure(_pair("llama")[0], _tokens(), attention_mask=mask, ablate=["zero_massive"])
+
+
+def test_ablations_are_kept_and_printed(stories: Measurement, tmp_path: Path) -> None:
+    stories.save(tmp_path / "m")
+    assert Measurement.load(tmp_path / "m").ablations == stories.ablations
+    document = json.loads((tmp_path / "m" / "measurement.json").read_text(encoding="utf-8"))
+    assert document["ablations"][0]["name"] == "mask_first:1"
+    text = io.StringIO()
+    print_measurement(stories, Console(file=text, width=120))
+    assert f"{(stories.ablations or [])[1].loss_change:+.4f}" in text.getvalue()
+    assert "mask_first:4: the first 4 keys are hidden from later queries; targets from position 6 on" in text.getvalue()
+
+
+def test_a_measurement_without_them_has_neither() -> None:
+    plain = sinklab.measure(_pair("llama")[0], _tokens())
+    assert plain.ablations is None
+    assert plain.propositions is None
+
+
+def test_positions_are_swapped_for_the_measurement_which_says_so(tmp_path: Path, data_dir: Path) -> None:
+    folder = _gpt2_with_a_tokenizer(tmp_path, data_dir)
+    measured = measure_command(
+        str(folder),
+        None,
+        inputs="repeat",
+        sequences=4,
+        length=12,
+        study=Study(["mask_first:1"], swap_position=(1, 5)),
+    )
+    plain = measure_command(str(folder), None, inputs="repeat", sequences=4, length=12)
+    assert measured.notes == ["the learned positions 1 and 5 swapped"]
+    assert measured.loss != plain.loss
+    assert len(measured.ablations or []) == 1
+    with pytest.raises(InputError, match="--swap-position 20 1: the sequences have 12 tokens"):
+        measure_command(str(folder), None, inputs="random", length=12, study=Study(swap_position=(20, 1)))
+
+
+def _gpt2_with_a_tokenizer(folder: Path, data_dir: Path) -> Path:
+    """A saved GPT-2 of random weights, with the tokenizer of the stories."""
+    import shutil
+
+    stories = data_dir / "models" / "TinyStories-656K"
+    rows = AutoModelForCausalLM.from_pretrained(stories).config.vocab_size
+    config: Any = FAMILIES["gpt2"]()
+    config.vocab_size = rows
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "gpt2")
+    for path in stories.glob("*token*.json"):
+        if path.name != "generation_config.json":
+            shutil.copy(path, folder / "gpt2")
+    return folder / "gpt2"
+
+
+def test_a_run_directory_is_ablated_as_it_was_trained(tmp_path: Path) -> None:
+    run, text = trained_run(tmp_path, {"bos": True})
+    measured = measure_command(str(run), text, sequences=5, length=12, study=Study(["no_bos", "mask_first:2"]))
+    bare = measure_command(str(run), text, sequences=5, length=11, no_bos=True)
+    dropped, hidden = measured.ablations or []
+    assert dropped.loss_after == pytest.approx(bare.loss, abs=1e-6)
+    assert dropped.sink_rate == bare.sink_rate
+    assert hidden.first_target == 4
+    with pytest.raises(InputError, match="no BOS that could be left out"):
+        measure_command(str(run), text, sequences=5, length=12, no_bos=True, study=Study(["no_bos"]))

@@ -1,0 +1,111 @@
+"""The definitions of the details (details.py), each on numbers small enough to be worked out on paper."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from sinklab.attention.blocks import Block
+from sinklab.attention.importance import Rows, score_rows
+from sinklab.attention.masks import CAUSAL, Window
+from sinklab.measure.details import bucket_starts
+from sinklab.measure.details_layer import Angles, layer_details
+from sinklab.measure.details_totals import DetailTotals
+from sinklab.measure.details_watch import BatchDetails, kurtosis
+from sinklab.measure.padding import real_tokens
+
+UNIFORM = torch.ones(4, 4).tril() / torch.arange(1, 5)[:, None]
+
+
+def _of_rows(weights_TT: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+    T = len(weights_TT)
+    rows = Rows(Block(0, T, 0, T), weights_TT[None, None], None)
+    return layer_details([rows], real_tokens(torch.ones(1, T) if mask is None else mask), None)
+
+
+def test_entropy_of_uniform_attention_is_the_mean_of_ln_t() -> None:
+    assert float(_of_rows(UNIFORM).entropy_BH) == pytest.approx(math.log(math.factorial(4)) / 4)
+    assert float(_of_rows(torch.eye(4)).entropy_BH) == 0
+
+
+def test_attention_by_distance_of_uniform_attention() -> None:
+    # rows (1), (1/2, 1/2), (1/3 ..), (1/4 ..): themselves 1 + 1/2 + 1/3 + 1/4; one back the same without the first
+    own, one_back = 25 / 12, 13 / 12
+    two_or_three_back = 1 / 3 + 2 / 4
+    expected = torch.tensor([own, one_back, two_or_three_back]) / 4
+    torch.testing.assert_close(_of_rows(UNIFORM).distance_BHD[0, 0], expected)
+
+
+def test_the_shares_of_the_first_key_and_of_an_average_other_one() -> None:
+    rows = torch.tensor([[1.0, 0, 0], [0.9, 0.1, 0], [0.6, 0.1, 0.3]])
+    details = _of_rows(rows)
+    torch.testing.assert_close(details.first_BHR[0, 0], torch.tensor([1.0, 0.9, 0.6]))
+    torch.testing.assert_close(details.rest_BHR[0, 0], torch.tensor([0.0, 0.1, 0.2]))
+
+
+def test_cosine_and_norm_product_of_two_tokens() -> None:
+    q = torch.tensor([[3.0, 0.0], [0.0, 2.0]])[None, None]
+    k = torch.tensor([[1.0, 0.0], [4.0, 4.0]])[None, None]
+    real = real_tokens(torch.ones(1, 2))
+    details = layer_details(score_rows(q, k), real, Angles(q, k, CAUSAL))
+    # key 1: cosines 1 and 0, norm products 3 and 2; key 2: cosine 1/sqrt(2), norm product 2 * sqrt(32)
+    assert details.cosine_BHR is not None
+    assert details.product_BHR is not None
+    torch.testing.assert_close(details.cosine_BHR[0, 0], torch.tensor([0.5, math.sqrt(0.5)]))
+    torch.testing.assert_close(details.product_BHR[0, 0], torch.tensor([2.5, 2 * math.sqrt(32)]))
+    narrow = layer_details(score_rows(q, k, mask=Window(1)), real, Angles(q, k, Window(1)))
+    assert narrow.cosine_BHR is not None
+    torch.testing.assert_close(narrow.cosine_BHR[0, 0], torch.tensor([1.0, math.sqrt(0.5)]))
+
+
+def test_the_share_of_a_bias_belongs_to_the_entropy() -> None:
+    rows = Rows(Block(0, 1, 0, 1), torch.full((1, 1, 1, 1), 0.5), torch.full((1, 1, 1), 0.5))
+    assert float(layer_details([rows], real_tokens(torch.ones(1, 1)), None).entropy_BH) == pytest.approx(math.log(2))
+
+
+def test_kurtosis_is_plain_and_that_of_one_channel_alone_is_their_number() -> None:
+    assert float(kurtosis(torch.tensor([1.0, -1.0, 1.0, -1.0]))) == 1
+    alone = torch.zeros(1000)
+    alone[7] = 1e12
+    assert float(kurtosis(alone)) == pytest.approx(1000 - 2 + 1 / 999, rel=1e-4)
+    gaussian = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
+    assert float(kurtosis(gaussian)) == pytest.approx(3, abs=0.1)
+    assert float(kurtosis(torch.ones(4))) == 0
+
+
+def test_buckets_are_powers_of_two() -> None:
+    assert bucket_starts(0, 13) == [0, 1, 2, 4, 8]
+    assert bucket_starts(1, 16) == [1, 2, 4, 8, 16]
+    assert bucket_starts(0, 0) == [0]
+
+
+def test_secondary_sinks_stand_past_the_first_few_and_before_the_last_half() -> None:
+    layers, sequences, heads, T = 1, 2, 2, 16
+    alpha = torch.zeros(layers, sequences, heads, T)
+    alpha[0, 1, 0, 5] = 0.8  # sequence 2, head 1, position 6
+    alpha[0, 0, :, [0, 3, 8, 15]] = 0.9  # position 1, one of the first few, and two that few queries see
+    alignment = torch.zeros(2, sequences, T)
+    alignment[1, 0, [6, 10]] = 0.95  # after block 1 tokens 7 and 11 of sequence 1 are like its first token
+    norms = torch.ones(2, sequences, T)
+    norms[1, 0, 0] = 10
+    rows = Rows(Block(0, T, 0, T), torch.eye(T).expand(sequences, heads, T, T), None)
+    layer = layer_details([rows], real_tokens(torch.ones(sequences, T)), None)
+    details = BatchDetails(
+        [layer], [torch.ones(sequences, heads, T)], torch.ones(2, sequences, T), alignment, _ids(sequences, T), []
+    )
+    totals = DetailTotals(0.3, T)
+    totals.add(details, alpha, norms, torch.ones(sequences, T, dtype=torch.bool))
+    found = totals.details()
+    assert [(one.sequence, one.position, one.token, one.heads) for one in found.secondary_sinks] == [
+        (2, 6, 105, 50.0),
+        (1, 7, 6, 0.0),
+    ]
+    assert found.secondary_sinks[1].alignment == pytest.approx(0.95)
+    assert found.secondary_sinks[1].block == 1
+    assert found.secondary.tolist() == [[50.0, 0.0]]
+    assert found.secondary_rate == 25
+
+
+def _ids(sequences: int, T: int) -> torch.Tensor:
+    return torch.arange(T) + 100 * torch.arange(sequences)[:, None]

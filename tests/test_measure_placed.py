@@ -1,0 +1,96 @@
+"""Models whose weights are quantised, or lie on disk until they are needed."""
+
+import copy
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+import sinklab
+from sinklab.errors import InputError
+from sinklab.measure.command import measure_command
+
+TOKENS = torch.randint(3, 64, (6, 12), generator=torch.Generator().manual_seed(1))
+FAMILIES: dict[str, Any] = {
+    "llama": lambda: hf.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        initializer_range=0.3,
+    ),
+    "gptj": lambda: hf.GPTJConfig(  # read from its own matrices
+        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4, initializer_range=0.3
+    ),
+}
+
+
+def _model(family: str) -> Any:
+    torch.manual_seed(0)
+    return hf.AutoModelForCausalLM.from_config(FAMILIES[family]()).eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_quantised_to_int8_is_measured(family: str) -> None:
+    quantise = getattr(torch.ao.quantization, "quantize_dynamic", None)
+    if quantise is None:
+        pytest.skip("this version of PyTorch has no dynamic quantisation")
+    model = _model(family)
+    quantised = quantise(copy.deepcopy(model), {torch.nn.Linear}, dtype=torch.qint8)
+    assert any(type(module).__module__.startswith("torch.ao.nn.quantized") for module in quantised.modules())
+    exact, rough = sinklab.measure(model, TOKENS), sinklab.measure(quantised, TOKENS)
+    assert rough.loss == pytest.approx(exact.loss, abs=0.1)
+    assert 0 < abs(rough.importance - exact.importance).max() < 0.1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_that_is_quantised_is_loaded_as_it_is_and_the_result_says_so(
+    data_dir: Path, tmp_path: Path
+) -> None:
+    configs = pytest.importorskip("torchao.quantization", reason="needs torchao")
+    pytest.importorskip("accelerate", reason="needs accelerate")
+    folder = str(data_dir / "models" / "TinyStories-656K")
+    config = hf.TorchAoConfig(configs.Int8WeightOnlyConfig())
+    hf.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config).save_pretrained(tmp_path)
+    hf.AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+    shape: dict[str, Any] = {"sequences": 3, "length": 16}
+    rough = measure_command(str(tmp_path), None, inputs="random", **shape)
+    exact = measure_command(folder, None, inputs="random", **shape)
+    assert rough.notes == ["the weights are quantised (torchao); dtype is that of the rest"]
+    assert 0 < abs(rough.importance - exact.importance).max() < 0.05
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_whose_weights_lie_on_disk_is_measured(family: str, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+    model = _model(family)
+    expected = sinklab.measure(model, TOKENS)
+    offloaded = accelerate.disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
+    assert next(offloaded.parameters()).device.type == "meta"
+    found = sinklab.measure(offloaded, TOKENS)
+    assert found.sink_rate == expected.sink_rate
+    assert found.loss == pytest.approx(expected.loss, abs=1e-6)
+
+
+def test_a_model_without_weights_is_refused() -> None:
+    with torch.device("meta"):
+        model: Any = hf.AutoModelForCausalLM.from_config(FAMILIES["llama"]())
+    with pytest.raises(InputError, match="no weights"):
+        sinklab.measure(model, TOKENS)
+
+
+def test_spreading_a_model_over_devices_needs_accelerate_and_says_so(data_dir: Path) -> None:
+    folder = str(data_dir / "models" / "TinyStories-656K")
+    options: dict[str, Any] = {"inputs": "random", "sequences": 2, "length": 8}
+    if find_spec("accelerate") is None:
+        with pytest.raises(InputError, match=r"install the package that it needs.*[Aa]ccelerate"):
+            measure_command(folder, None, device="map", **options)
+    else:
+        placed = measure_command(folder, None, device="map", **options)
+        assert placed.sink_rate == measure_command(folder, None, **options).sink_rate

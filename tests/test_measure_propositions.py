@@ -1,0 +1,171 @@
+"""The paper's four propositions on a repeated token, on models of random and of trained weights."""
+
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from test_measure_families import _hooks, _pair
+from transformers import AutoModelForCausalLM
+
+import sinklab
+from sinklab.errors import InputError
+from sinklab.measure.command import measure_command
+from sinklab.measure.inputs import repeated_tokens
+from sinklab.measure.propositions import check_propositions, softmax_of_distances
+from sinklab.measure.terminal import print_measurement
+from sinklab.model.config import ModelConfig
+from sinklab.model.transformer import Transformer
+
+NUMBERS = {"none": 1, "relative": 2, "t5": 2, "alibi": 3, "rotary": 4, "absolute": None, "learnable": None}
+HUGGING_FACE = {
+    "llama": ("rotary", 4),
+    "gpt-neox": ("rotary", 4),
+    "mistral, window 5": ("rotary", 4),
+    "gemma2, softcap and window 5": ("rotary", 4),
+    "deepseek-v3, other value width": ("rotary", 4),
+    "bloom": ("alibi", 3),
+    "mpt": ("alibi", 3),
+    "gpt2": ("learnable", None),
+    "opt": ("learnable", None),
+    "gpt-neo, window 5": ("learnable", None),
+}
+
+
+def _ours(position: str, trained: bool = False, **attention: Any) -> Transformer:
+    sizes = {"layers": 3, "width": 32, "heads": 4, "ffn_width": 48, "vocab_size": 40, "context": 64}
+    config = {"position": {"kind": position}, "attention": attention, "norm": {"placement": "pre"}}
+    model = Transformer(ModelConfig.model_validate(sizes | config), seed=1)
+    if not trained:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.mul_(1 if name.endswith("norm.weight") else 3)  # sharp attention
+        return model
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):  # each token is followed by the next one, but for some noise
+        start = torch.randint(40, (8, 1), generator=generator)
+        noise = torch.randint(2, (8, 32), generator=generator)
+        loss = model.loss((start + torch.arange(32) + noise) % 40)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    return model
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("position", NUMBERS)
+def test_each_proposition_holds_for_its_positional_embedding_and_none_for_those_that_are_added(
+    position: str, trained: bool
+) -> None:
+    model = _ours(position, trained).double()
+    found = check_propositions(model, [3, 17], length=40)
+    assert (found.position, found.number) == (position, NUMBERS[position])
+    assert found.holds is (found.number is not None)
+    assert (found.hidden_deviation < 1e-12) is found.holds
+    if position == "rotary":
+        assert found.attention_deviation is None
+        assert 0 < (found.bound_slack or 0) < 1
+    else:
+        assert found.bound_slack is None
+        assert ((found.attention_deviation or 0) < 1e-12) is found.holds
+
+
+@pytest.mark.parametrize("family", HUGGING_FACE)
+def test_the_propositions_hold_for_models_of_other_libraries(family: str) -> None:
+    model = _pair(family)[0]
+    found = check_propositions(model, 9, length=30)
+    assert (found.position, found.number) == HUGGING_FACE[family]
+    assert found.holds is (found.number is not None)
+    assert _hooks(model) == 0
+    assert not str(model.config._attn_implementation).startswith("sinklab")
+
+
+def test_a_real_trained_model_has_no_sink_on_a_repeated_token(data_dir: Path) -> None:
+    model = data_dir / "models" / "TinyStories-656K"
+    measured = measure_command(str(model), None, inputs="repeat", sequences=20)
+    assert max(measured.sink_rate[:32]) == 0
+    found = measured.propositions
+    assert found is not None
+    assert (found.position, found.number, found.tokens, found.length) == ("rotary", 4, 8, 64)
+    assert found.holds
+    assert found.hidden_deviation < 1e-5
+    assert (found.bound_slack or 0) > 0
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model)
+    text = repeated_tokens(1000, sequences=3, length=20)
+    assert sinklab.measure(loaded, text).propositions is None
+    assert sinklab.measure(loaded, text, inputs="repeat").propositions is not None
+    console = io.StringIO()
+    print_measurement(measured, Console(file=console, width=400))
+    assert "positions rotary, proposition 4 of the paper" in console.getvalue()
+    assert "holds (hidden states differ by" in console.getvalue()
+
+
+def test_the_closed_form_is_the_one_written_out() -> None:
+    slope = 0.25
+    terms = -slope * torch.arange(5).double()[None]
+    attention = softmax_of_distances(terms)[0]
+    for t in range(5):
+        total = sum(math.exp(-slope * (t - i)) for i in range(t + 1))
+        for j in range(5):
+            expected = math.exp(-slope * (t - j)) / total if j <= t else 0
+            assert float(attention[t, j]) == pytest.approx(expected, abs=1e-12)
+    assert torch.allclose(softmax_of_distances(torch.zeros(1, 5))[0, 4], torch.full((5,), 0.2).double())
+
+
+def test_other_slopes_than_alibis_are_noticed() -> None:
+    model = _ours("alibi")
+    assert model.distance is not None
+    model.distance.fixed *= 2
+    found = check_propositions(model, 3, length=40)
+    assert found.hidden_deviation < found.tolerance < (found.attention_deviation or 0)
+    assert not found.holds
+
+
+def test_the_rotary_bound_is_the_one_of_the_largest_product() -> None:
+    model: Any = _ours("rotary").double()
+    seen: list[tuple[torch.Tensor, ...]] = []
+    cores = [block.attention.core for block in model.blocks]
+    handles = [core.register_forward_hook(lambda _, args, __: seen.append(args)) for core in cores]
+    with torch.no_grad():
+        model(torch.full((1, 20), 3))
+    for handle in handles:
+        handle.remove()
+    least = math.inf
+    for q, k, _ in seen:
+        z = q @ k.mT / math.sqrt(q.shape[-1])
+        for head in range(4):
+            xi = float(q[0, head].norm(dim=-1).max() * k[0, head].norm(dim=-1).max()) / math.sqrt(q.shape[-1])
+            for t in range(1, 20):
+                scores = torch.softmax(z[0, head, t, : t + 1], -1)
+                bound = math.exp(2 * xi) / (math.exp(2 * xi) + t)
+                least = min(least, bound - float(scores.max()))
+    assert check_propositions(model, 3, length=20).bound_slack == pytest.approx(least, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [{"operation": {"kind": "sigmoid"}}, {"bias": {"kind": "k"}}, {"mask": {"kind": "window", "width": 4}}],
+)
+def test_attention_of_which_the_paper_proves_nothing_is_measured_without_the_check(attention: dict[str, Any]) -> None:
+    model = _ours("rotary", **attention)
+    with pytest.raises(InputError, match="causal softmax attention without biases"):
+        check_propositions(model, 3)
+    measured = sinklab.measure(model, repeated_tokens(40, sequences=2, length=9), inputs="repeat")
+    assert measured.propositions is None
+    assert "were not checked" in measured.notes[0]
+
+
+@pytest.mark.parametrize("family", ["jamba, one attention layer of two", "falcon", "gpt-oss, sinks and window 5"])
+def test_types_whose_positions_are_not_known_are_refused(family: str) -> None:
+    with pytest.raises(InputError, match="is not known"):
+        check_propositions(_pair(family)[0], 3)
+
+
+def test_nothing_to_repeat_is_refused() -> None:
+    for tokens, length in (([], 8), ([3], 1)):
+        with pytest.raises(InputError, match="give at least one"):
+            check_propositions(_ours("none"), tokens, length)

@@ -1,0 +1,285 @@
+"""Surgery on models of many families: it does what it says, measured independently, and it leaves no trace."""
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from hidden_keys_reference import scores_without_first_keys
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from measure_reference import eager_reference
+from test_measure_families import FAMILIES, LENGTH, _alibi_once, _hooks, _pair, _tokens
+from test_measure_native import VARIANTS
+from test_measure_native import _model as our_model
+from test_measure_native import _tokens as our_tokens
+
+from sinklab.attention import masks
+from sinklab.errors import InputError, SinklabError
+from sinklab.measure.native import measure_transformer
+from sinklab.measure.pretrained import measure_pretrained
+from sinklab.measure.probing import probe
+from sinklab.measure.surgery import learned_positions, masked_first_keys, replaced_position, swapped_positions, zeroed
+from sinklab.model.config import ModelConfig
+from sinklab.model.transformer import Transformer
+
+N = 3
+LEARNED = ["gpt2", "opt", "gpt-neo, window 5"]
+SURGERIES: dict[str, Callable[[Any], AbstractContextManager[None]]] = {
+    "masked": lambda model: masked_first_keys(model, N),
+    "zeroed": lambda model: zeroed(model, layer=1, position=2, dimension=5),
+    "swapped": lambda model: swapped_positions(model, 1, 5),
+    "replaced": lambda model: replaced_position(model, 1, 5),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_keys_are_those_that_were_taken_out_of_the_scores(family: str) -> None:
+    model, eager = _pair(family)
+    tokens = _tokens()
+    with scores_without_first_keys(N, LENGTH), _alibi_once(family):
+        expected = eager_reference(eager, tokens)
+    with masked_first_keys(model, N):
+        measured = measure_pretrained(model, tokens, first_target=N + 2, batch_size=2)
+    torch.testing.assert_close(torch.from_numpy(measured.importance), expected.importance.mean(0), atol=1e-5, rtol=0)
+    assert measured.sink_rate == pytest.approx(expected.sink_rate, abs=1e-12)
+    nats = -expected.logits.log_softmax(-1)[:, N:-1].gather(2, tokens[:, N + 1 :, None])
+    assert measured.loss == pytest.approx(float(nats.mean()), abs=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom", "jamba, one attention layer of two", "opt"])
+@pytest.mark.parametrize(("left", "right"), [(6, 0), (0, 6)])
+def test_the_first_keys_are_those_of_the_real_tokens(family: str, left: int, right: int) -> None:
+    model, tokens = _pair(family)[0], _tokens()
+    pad = torch.nn.functional.pad
+    mask = pad(torch.ones_like(tokens), (left, right))
+    for surgery in (masked_first_keys(model, N), zeroed(model, 1, 2, 5)):
+        with surgery:
+            padded = measure_pretrained(model, pad(tokens, (left, right), value=9), attention_mask_NT=mask)
+    for surgery in (masked_first_keys(model, N), zeroed(model, 1, 2, 5)):
+        with surgery:
+            plain = measure_pretrained(model, tokens)
+    torch.testing.assert_close(
+        torch.from_numpy(padded.importance), torch.from_numpy(plain.importance), atol=1e-5, rtol=0
+    )
+    assert padded.loss == pytest.approx(plain.loss, abs=1e-4)
+
+
+def test_surgery_works_inside_of_a_probe_as_around_it() -> None:
+    model, tokens = _pair("llama")[0], _tokens()
+    with torch.no_grad(), probe(model) as outer, masked_first_keys(model, N):
+        model(tokens)
+        inside = [layer.importance_BHT for layer in outer.layers]
+    with torch.no_grad(), masked_first_keys(model, N), probe(model) as inner:
+        model(tokens)
+        around = [layer.importance_BHT for layer in inner.layers]
+    for one, other in zip(inside, around, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_what_is_hidden_twice_is_hidden_from_either(ours: bool) -> None:
+    model: Any = our_model("softmax") if ours else _pair("llama")[0]
+    tokens = our_tokens()
+    with masked_first_keys(model, 4), masked_first_keys(model, 2):
+        measured = (measure_transformer if ours else measure_pretrained)(model, tokens)
+    sums = torch.from_numpy(measured.importance) * torch.arange(tokens.shape[1], 0, -1)
+    torch.testing.assert_close(sums[..., :2].sum(-1), torch.full((2, 4), 2.0), atol=1e-5, rtol=0)
+    torch.testing.assert_close(sums[..., :4].sum(-1), torch.full((2, 4), 4.0), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_hidden_keys_of_our_model_are_those_of_an_explicit_mask(variant: str) -> None:
+    model: Any = our_model(variant)
+    tokens = our_tokens()
+    T = tokens.shape[1]
+    rule = model.blocks[0].attention.core.mask
+    allowed = torch.zeros(1, 1, T, T, dtype=torch.bool)
+    zero = torch.tensor(0)
+    for t in range(T):
+        for k in range(T):
+            seen = bool(rule.allowed(zero, zero, torch.tensor(t), torch.tensor(k)))
+            allowed[0, 0, t, k] = seen and not (t >= N and k < N)
+    reference: Any = copy.deepcopy(model)
+    for block in reference.blocks:
+        block.attention.core.mask = masks.Dense(allowed, causal=variant != "prefix")
+    expected = measure_transformer(reference, tokens)
+    with masked_first_keys(model, N):
+        measured = measure_transformer(model, tokens)
+    torch.testing.assert_close(torch.from_numpy(measured.importance), torch.from_numpy(expected.importance))
+    assert measured.loss == pytest.approx(expected.loss, abs=1e-6)
+    assert measured.loss != pytest.approx(measure_transformer(model, tokens).loss, abs=1e-6)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    rest=st.one_of(
+        st.just(masks.CAUSAL), st.builds(masks.Window, st.integers(1, 9)), st.builds(masks.Prefix, st.integers(1, 9))
+    ),
+    count=st.integers(1, 9),
+    leading=st.integers(0, 1),
+    first=st.integers(0, 9),
+    size=st.integers(1, 9),
+)
+def test_blocks_of_a_mask_with_hidden_keys_know_what_they_see(
+    rest: masks.Mask, count: int, leading: int, first: int, size: int
+) -> None:
+    keys = 10
+    mask: masks.Mask = masks.HiddenFirst(rest, count)
+    mask = masks.Leading(mask, leading) if leading else mask
+    end = min(first + size, keys)
+    zero, q, k = torch.zeros(1, 1).long(), torch.arange(first, end)[:, None], torch.arange(keys)
+    seen = mask.allowed(zero, zero, q, k)
+    low, high = mask.key_range(first, end, keys)
+    assert not seen[:, :low].any()
+    assert not seen[:, high:].any()
+    low, high = mask.full_range(first, end, keys)
+    assert bool(seen[:, low:high].all())
+    assert bool(seen.any(1).all())
+
+
+def test_a_zeroed_channel_is_zero_there_and_the_rest_of_the_model_goes_on_from_it() -> None:
+    model, tokens = _pair("llama")[0], _tokens()
+    with torch.no_grad():
+        found = model(tokens, output_hidden_states=True)
+        hidden = found.hidden_states[1].clone()
+        hidden[:, 1, 5] = 0
+        with zeroed(model, layer=1, position=2, dimension=5):
+            logits = model(tokens).logits
+        blocks = model.model.layers
+        model.model.layers = blocks[1:]
+        expected = model(inputs_embeds=hidden).logits
+        model.model.layers = blocks
+    torch.testing.assert_close(logits, expected)
+    assert not torch.allclose(logits, found.logits)
+
+
+def test_a_zeroed_channel_of_our_model_stands_behind_the_sink_token() -> None:
+    model: Any = our_model("sink token")
+    seen: list[torch.Tensor] = []
+    with torch.no_grad(), zeroed(model, layer=2, position=2, dimension=5), zeroed(model, 2, 0, 7):
+        handle = model.blocks[1].register_forward_hook(lambda _, __, output: seen.append(output))
+        model(our_tokens())
+        handle.remove()
+    assert ((seen[0] == 0).nonzero()[:, 1:].unique(dim=0) == torch.tensor([[0, 7], [2, 5]])).all()
+
+
+@pytest.mark.parametrize("family", LEARNED)
+def test_swapped_positions_are_those_of_permuted_position_ids(family: str) -> None:
+    model, tokens = _pair(family)[0], _tokens()
+    given_mask = {"attention_mask": torch.ones_like(tokens), "use_cache": False}
+    places = torch.arange(LENGTH)
+    swapped, replaced = places.clone(), places.clone()
+    swapped[[0, 4]], replaced[0] = torch.tensor([4, 0]), 4
+    with torch.no_grad():
+        for surgery, ids in ((swapped_positions, swapped), (replaced_position, replaced)):
+            expected = model(tokens, position_ids=ids.expand_as(tokens), **given_mask).logits
+            with surgery(model, 1, 5):
+                assert torch.equal(model(tokens, **given_mask).logits, expected)
+
+
+def test_positions_of_our_model_are_swapped_in_its_table() -> None:
+    model = _learnable()
+    other = copy.deepcopy(model)
+    table = other.position_table
+    assert table is not None
+    with torch.no_grad():
+        table[[0, 4]] = table[[4, 0]]
+        with swapped_positions(model, 1, 5):
+            assert torch.equal(model(our_tokens()), other(our_tokens()))
+
+
+@pytest.mark.parametrize("surgery", SURGERIES)
+@pytest.mark.parametrize("family", [*LEARNED, "ours"])
+def test_the_model_is_as_before_also_after_an_exception(surgery: str, family: str) -> None:
+    model: Any = _learnable() if family == "ours" else _pair(family)[0]
+    tokens = our_tokens()
+    before, weights, hooks = _logits(model, tokens), copy.deepcopy(model.state_dict()), _hooks(model)
+
+    def failing() -> None:
+        with SURGERIES[surgery](model):
+            assert not torch.equal(_logits(model, tokens), before)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        failing()
+    assert torch.equal(_logits(model, tokens), before)
+    assert _hooks(model) == hooks
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, weights[name])
+
+
+def test_a_model_without_learned_positions_is_refused_and_so_are_positions_it_does_not_have() -> None:
+    with pytest.raises(InputError, match="no learned table of positions"), swapped_positions(_pair("llama")[0], 1, 5):
+        pass
+    gpt2 = _pair("gpt2")[0]
+    for pair, message in (((1, 65), "positions 1 to 64"), ((0, 5), "position 0"), ((5, 5), "changes nothing")):
+        with pytest.raises(InputError, match=message), swapped_positions(gpt2, *pair):
+            pass
+
+
+def test_opt_keeps_two_rows_before_its_first_position() -> None:
+    model = _pair("opt")[0]
+    table = learned_positions(model)
+    assert table is not None
+    assert torch.equal(table[0], model.model.decoder.embed_positions.weight[2])
+
+
+def test_what_cannot_be_hidden_is_an_error_and_never_nothing() -> None:
+    class Own(torch.nn.Module):
+        """Attention that is handed no mask."""
+
+        def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+            return hidden_states, None
+
+    model = _pair("llama")[0]
+    model.model.layers[1].self_attn = Own()
+    with pytest.raises(SinklabError, match="1 of 2 attention layers"), masked_first_keys(model, N):
+        model(_tokens())
+    assert _hooks(model) == 0
+
+
+def test_surgery_refuses_layers_and_keys_that_do_not_exist_and_a_cache() -> None:
+    model, tokens = _pair("llama")[0], _tokens()
+    with pytest.raises(InputError, match="give one of 1 to 2"), zeroed(model, 3, 1, 5):
+        pass
+    with pytest.raises(InputError, match="give one of 0 to 31"), zeroed(model, 1, 1, 32):
+        model(tokens)
+    with pytest.raises(InputError, match="give at least 1"), masked_first_keys(model, 0):
+        pass
+    with torch.no_grad():
+        cache = model(tokens, use_cache=True).past_key_values
+        with pytest.raises(SinklabError, match="whole sequences only"), masked_first_keys(model, N):
+            model(tokens[:, :1], past_key_values=cache)
+
+
+def test_an_attention_that_takes_no_explicit_mask_is_refused() -> None:
+    model = _pair("llama")[0]
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(SinklabError, match='attn_implementation="sdpa"'), masked_first_keys(model, N):
+        pass
+
+
+def test_gradients_flow_through_a_model_under_surgery() -> None:
+    model = hf.AutoModelForCausalLM.from_config(FAMILIES["llama"]())
+    with masked_first_keys(model, N):
+        model(_tokens(), labels=_tokens()).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def _learnable() -> Transformer:
+    config = {"layers": 2, "width": 32, "heads": 4, "ffn_width": 48, "vocab_size": 64, "context": 16}
+    model = Transformer(ModelConfig.model_validate(config | {"position": {"kind": "learnable"}}), seed=1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    return model
+
+
+@torch.no_grad()
+def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    output = model(tokens)
+    return output if isinstance(output, torch.Tensor) else output.logits

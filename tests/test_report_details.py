@@ -1,0 +1,130 @@
+"""The figures of a measurement with details: each says what it shows, with its numbers as text where they are few."""
+
+import re
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import vl_convert as vlc
+from report_fixtures import make_measurement
+from rich.console import Console
+
+from sinklab.measure.measurement import Measurement
+from sinklab.measure.native import measure_transformer
+from sinklab.measure.terminal import print_measurement
+from sinklab.model.config import ModelConfig
+from sinklab.model.transformer import Transformer
+from sinklab.report import theme, write_report
+from sinklab.report.collect import collect
+from sinklab.report.figure import Figure
+from sinklab.report.figures import figures
+from sinklab.report.heatmaps import scale_over
+
+LENGTH = 70  # maps of more than 64 positions are thinned
+
+
+@pytest.fixture(scope="module")
+def measured() -> Measurement:
+    config = {"layers": 2, "width": 32, "heads": 4, "ffn_width": 48, "vocab_size": 32, "context": 80}
+    model = Transformer(ModelConfig.model_validate(config))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)  # attention sharp enough for secondary sinks
+    tokens = torch.randint(32, (4, LENGTH), generator=torch.Generator().manual_seed(0))
+    return measure_transformer(model, tokens, eps=0.1, model_name="small", maps=[(2, 3), (1, 1)])
+
+
+@pytest.fixture(scope="module")
+def folder(measured: Measurement, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("details") / "model"
+    measured.save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def drawn(folder: Path) -> dict[str, Figure]:
+    return {figure.key: figure for figure in figures(collect([folder]), width=600)}
+
+
+def texts(chart: Any) -> str:
+    svg = vlc.vegalite_to_svg(chart.to_dict() | {"config": theme.on_paper()})
+    return " | ".join(re.findall(r"<text[^>]*>([^<]*)</text>", svg))
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("angles-cosine", ["Layer", "Position (the first token is 1)", "small"]),
+        ("angles-norms", ["Layer", "Position (the first token is 1)", "Norm product"]),
+        ("angles-heads", ["Layer", "Head", "Cosine"]),
+        ("value-ratio", ["Layer", "Head", "Ratio of norms"]),
+        ("entropy", ["Layer", "Head", "Entropy"]),
+        ("by-distance", ["Distance (tokens back; 0 is the query itself)", "Share", "4..7", "64..69"]),
+        ("by-query", ["Position of the query", "first token", "an average other token", "log scale", "32..63"]),
+        ("kurtosis", ["After block (0 is the embedding)", "Kurtosis", "first token", "the others"]),
+        ("alignment", ["After block", "Position (the first token is 1)"]),
+        ("secondary", ["Layer", "Head", "Percent of sequences"]),
+        ("map-attention", ["Position of the query", "Position of the key", "small: layer 2, head 3"]),
+        ("map-cosine", ["Position of the query", "small: layer 2, head 3"]),
+        ("map-norms", ["Position of the query", "small: layer 2, head 3"]),
+    ],
+)
+def test_each_figure_compiles_and_names_its_axes(drawn: dict[str, Figure], key: str, expected: list[str]) -> None:
+    found = texts(drawn[key].charts[0])
+    assert [text for text in expected if text not in found] == []
+
+
+def test_there_is_a_map_for_every_head_asked_for_and_none_shows_later_keys(drawn: dict[str, Figure]) -> None:
+    for key in ("map-attention", "map-cosine", "map-norms"):
+        assert len(drawn[key].charts) == 2
+        cells = drawn[key].charts[0].to_dict()["data"]["values"]
+        assert all(cell["x"] <= cell["y"] for cell in cells)
+        assert max(cell["y"] for cell in cells) == LENGTH // 2
+    assert "thinned" in drawn["map-attention"].caption
+
+
+def test_numbers_of_the_figures_stand_as_text_in_the_page(folder: Path, measured: Measurement, tmp_path: Path) -> None:
+    details = measured.details
+    assert details is not None
+    assert details.cosine_first is not None
+    page = write_report([folder], out=tmp_path / "page.html").read_text(encoding="utf-8")
+    assert f">{details.cosine_first[1]:.3g}<" in page
+    assert f">{details.by_distance.mean((0, 1))[2]:.4f}<" in page
+    first = details.secondary_sinks[0]
+    assert f"small: sequence {first.sequence}, position {first.position}" in page
+
+
+def test_a_measurement_without_details_has_none_of_these_figures(tmp_path: Path, drawn: dict[str, Figure]) -> None:
+    plain = figures(collect([make_measurement(tmp_path / "plain", model="plain")]))
+    assert [figure.key for figure in plain] == [
+        "importance-heads", "importance-layers", "importance-positions", "norms", "norm-ratio"
+    ]  # fmt: skip
+    assert {figure.key for figure in plain} < set(drawn)
+
+
+def test_details_of_one_model_are_drawn_beside_a_model_that_has_none(folder: Path, tmp_path: Path) -> None:
+    both = collect([folder, make_measurement(tmp_path / "plain", model="plain")])
+    shown = {figure.key: figure for figure in figures(both, width=600)}
+    assert len(shown["entropy"].charts) == 1
+    assert len(shown["importance-heads"].charts) == 2
+
+
+def test_a_diverging_scale_is_symmetric_and_holds_everything() -> None:
+    scale = scale_over("cosine", [np.array([[-0.37, np.nan], [0.2, 0.1]])], diverging=True)
+    assert (scale.low, scale.high) == (-0.4, 0.4)
+    assert scale_over("sum", [np.array([[-3.0, 12.0]])]).low == -3
+    assert scale_over("sum", [np.zeros((1, 1))]).high == 1
+
+
+def test_the_terminal_shows_the_details(measured: Measurement) -> None:
+    out = StringIO()
+    print_measurement(measured, Console(file=out, width=120))
+    details = measured.details
+    assert details is not None
+    assert details.cosine_first is not None
+    assert details.cosine_rest is not None
+    assert f"{details.cosine_first[0]:.2f} / {details.cosine_rest[0]:.2f}" in out.getvalue()
+    assert f"in {details.secondary_rate:.2f} % of heads" in out.getvalue()
