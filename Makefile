@@ -35,6 +35,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.import_time
 	$(BIN)/python -m benchmarks.attention
 	$(BIN)/python -m benchmarks.measure
+	$(BIN)/python -m benchmarks.train_cpu
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

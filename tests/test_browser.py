@@ -59,7 +59,8 @@ def visit(browser: str, page: Path, *what: str) -> subprocess.CompletedProcess[s
 def test_every_chart_becomes_a_drawing(dom: str) -> None:
     assert 'data-charts="drawn"' in dom
     places = re.split(r'<div class="chart[ "]', dom)[1:]
-    assert len(places) == 4 + 4
+    lines, heatmaps, norms = 4, 2 * 4, 3
+    assert len(places) == lines + heatmaps + norms
     assert all(re.search(r'<svg[^>]*class="marks"', place) for place in places)
 
 

@@ -70,6 +70,13 @@ def test_train_measure_and_report_from_text_to_page(run: Run, text: Path, tmp_pa
     document = json.loads(out)
     assert (document["sequences"], document["length"], len(document["sink_rate"])) == (20, 16, 16)
     assert json.loads((tmp_path / "m" / "measurement.json").read_text()) == document
+    assert "details" not in document
+
+    few = ("--length", 16, "--sequences", 4)
+    status, out, err = run("measure", "one", "--text", text, *few, "--map", "1.2", "--out", "d", "--json")
+    assert status == 0, err
+    assert json.loads(out)["details"]["maps"] == [[1, 2]]
+    assert "map-attention" in (tmp_path / "d" / "report.html").read_text()
 
     status, _, err = run("report", "one", "m", "--out", "page.html", "--format", "svg")
     assert status == 0, err
@@ -84,6 +91,17 @@ def test_training_twice_continues_instead(run: Run, text: Path, tmp_path: Path) 
     status, _, err = run("train", "tiny", *settings(text, "seed=3"), "--out", "one")
     assert status == 2
     assert "choose another --out" in err
+
+
+def test_a_step_is_replayed_and_reported(run: Run, text: Path, tmp_path: Path) -> None:
+    run("train", "tiny", *settings(text), "--out", "one")
+    status, out, err = run("train", "tiny", *settings(text), "--out", "one", "--replay", 6)
+    assert status == 0, err
+    assert "step 6 from one/checkpoints/step_00000004, 1 updates repeated" in out
+    assert "first tensor that is not finite: none" in out
+    status, out, err = run("train", "tiny", *settings(text), "--out", "one", "--replay", 9, "--json")
+    assert (status, out) == (2, "")
+    assert "the run has the steps 1..8" in err
 
 
 def test_lab_trains_three_models_and_judges_them(run: Run, text: Path, tmp_path: Path) -> None:
@@ -128,6 +146,7 @@ def test_prepared_data_can_be_trained_on(run: Run, text: Path, tmp_path: Path) -
         (["lab", "--steps", "0"], "--steps"),
         (["train"], "Missing argument 'recipe'"),
         (["measure", "x", "--inputs", "strange"], "strange"),
+        (["measure", "x", "--map", "3"], "expected LAYER.HEAD"),
     ],
     ids=lambda value: "_".join(value)[:40] if isinstance(value, list) else None,
 )

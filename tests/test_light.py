@@ -3,13 +3,14 @@
 import subprocess
 import sys
 
-HEAVY = ["torch", "transformers", "altair", "vl_convert", "datasets", "ray", "trl", "lm_eval", "wandb"]
+HEAVY = ["torch", "transformers", "altair", "vl_convert", "datasets", "ray", "trl", "lm_eval", "wandb", "tensorboard"]
 
 TRAIN_WITHOUT = """
 import sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"altair", "vl_convert", "datasets", "ray", "trl", "lm_eval", "wandb", "transformers"}:
+        heavy = {"altair", "vl_convert", "datasets", "ray", "trl", "lm_eval", "wandb", "tensorboard", "transformers"}
+        if name.split(".")[0] in heavy:
             raise ImportError(f"{name} was imported on a training path")
 sys.meta_path.insert(0, Refuse())
 import json, pathlib, tempfile

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from sinklab.config import Recipe, build_recipe, load_recipe
 from sinklab.data.prepare import prepared
 from sinklab.measure.native import measure_transformer
-from sinklab.model.block import Attention, Places
+from sinklab.model.block import Attention
 from sinklab.model.gate import OutputGating, ValueGating
-from sinklab.model.norm import DynamicTanh
+from sinklab.model.norm import DynamicTanh, RmsNorm
+from sinklab.model.rotary import rotary_tables, rotate
 from sinklab.model.transformer import Transformer
 from sinklab.train.run import open_run
 
@@ -68,11 +69,10 @@ def test_sandwich_norms_what_a_sublayer_reads_and_what_it_adds() -> None:
 
 
 def test_summed_heads_are_the_sum_of_the_heads_through_one_matrix() -> None:
-    summed, x = attention(head_outputs="sum"), random(2, 10, 32)
-    heads = outputs_of(summed.core)
+    summed, heads_BHTD = attention(head_outputs="sum"), random(2, 4, 10, 8)
     with torch.no_grad():
-        out = summed(x, Places())
-        expected = sum((summed.out(heads[0][:, h]) for h in range(4)), torch.zeros(()))
+        out = summed.output(heads_BHTD, random(2, 10, 32))
+        expected = sum((summed.out(heads_BHTD[:, h]) for h in range(4)), torch.zeros(()))
     assert summed.out.weight.shape == (32, 8)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
@@ -167,3 +167,24 @@ def test_a_run_takes_the_end_of_documents_from_its_data(tmp_path: Path) -> None:
     loaded = load_recipe("backcopy", [source, "model.attention.mask={kind: document, eos_id: 77}"])
     mask = open_run(loaded, prepared(loaded.data, tmp_path / "cache"), tmp_path / "run").recipe.model.attention.mask
     assert mask.model_dump() == {"kind": "document", "eos_id": 0}
+
+
+def test_norms_and_rotations_have_the_gradients_that_autograd_finds_bit_for_bit() -> None:
+    # The stream goes on beside the norm, as in a block: the order in which its gradients are added counts.
+    x_BTE, up_BTE = random(2, 8, 16).requires_grad_(), random(2, 8, 16)
+    norm, plain = RmsNorm(16, eps=1e-5), nn.RMSNorm(16, eps=1e-5)
+    results = []
+    for module in (norm, plain):
+        nn.init.constant_(module.weight, 0.7)
+        out_BTE = x_BTE.sin() + module(x_BTE)
+        results.append((out_BTE, *torch.autograd.grad(out_BTE, (x_BTE, module.weight), up_BTE)))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+    cos_TC, sin_TC = rotary_tables(8, 16, 100.0, torch.device("cpu"))
+    for dtype in (torch.float32, torch.bfloat16):
+        first, second = x_BTE.to(dtype).chunk(2, dim=-1)
+        turned = torch.cat((first * cos_TC - second * sin_TC, second * cos_TC + first * sin_TC), dim=-1).to(dtype)
+        ours = rotate(x_BTE.to(dtype), cos_TC, sin_TC)
+        assert torch.equal(ours, turned)
+        upstream = up_BTE.to(dtype)
+        gradients = (torch.autograd.grad(out, x_BTE, upstream)[0] for out in (ours, turned))
+        assert torch.equal(*gradients)

@@ -51,7 +51,7 @@ def test_a_saved_optimizer_continues_bit_for_bit(optim: dict[str, object], tmp_p
 
     again = Transformer(wanted.model, seed=9)
     restored = build_optimizer(again, wanted.optim)
-    load_checkpoint(folder, again, restored, "run")
+    load_checkpoint(folder, again, restored)
     assert [step(again, restored, number) for number in range(3, 6)] == undisturbed
     weights = again.state_dict()
     assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())

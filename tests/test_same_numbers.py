@@ -36,7 +36,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tenso
     data = prepare(str(text), "train:300", folder / "tokens", valid_fraction=0.2)
     trainer = Trainer(open_run(build_recipe(RECIPE), data, folder / "run"))
     trainer.train()
-    return folder / "run", torch.cat(trainer.valid_batches)[:30, :48]
+    return folder / "run", torch.cat(trainer.evaluator.batches)[:30, :48]
 
 
 def assert_same(first: Measurement, second: Measurement) -> None:

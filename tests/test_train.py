@@ -16,7 +16,6 @@ from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError, SinklabError
 from sinklab.measure.measurement import Measurement
-from sinklab.train.checkpoint import latest_checkpoint
 from sinklab.train.config import ScheduleConfig
 from sinklab.train.loop import Trainer
 from sinklab.train.optim import learning_rate
@@ -29,7 +28,7 @@ RECIPE = {
     "train": {"steps": 12, "batch_size": 4, "eval_every": 5, "eval_sequences": 16, "save_every": 4},
     "metric": {"sequences": 10, "length": 32},
 }
-UNREPEATABLE = {"tokens_per_second"}
+UNREPEATABLE = {"tokens_per_second", "mfu", "stall_share"}
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +62,10 @@ def train(dataset: TokenDataset, out: Path, wanted: Recipe, stop_at: int | None 
 
 def contents(out: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, object]], dict[str, object]]:
     """Weights and optimiser at the end, the metric history, and the state, without timings."""
-    checkpoint = latest_checkpoint(out / "checkpoints")
-    assert checkpoint is not None
-    weights, optimizer = (load_file(checkpoint / f"{n}.safetensors") for n in ("model", "optimizer"))
+    checkpoint = max((out / "checkpoints").glob("step_*"))
+    (shard,) = checkpoint.glob("*.safetensors")
     rows = [{k: v for k, v in r.items() if k not in UNREPEATABLE} for r in read_metrics(out / "metrics.jsonl")]
-    return weights | optimizer, rows, json.loads((checkpoint / "state.json").read_text())
+    return load_file(shard), rows, json.loads((checkpoint / "state.json").read_text())
 
 
 def assert_same_run(first: Path, second: Path) -> None:
@@ -161,33 +159,11 @@ def test_a_diverging_run_stops_before_the_update(dataset: TokenDataset, tmp_path
     assert torch.equal(before["head.weight"].nan_to_num(), after["head.weight"].nan_to_num())
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "state"])
-def test_a_damaged_checkpoint_is_named_and_not_used(dataset: TokenDataset, tmp_path: Path, damage: str) -> None:
-    train(dataset, tmp_path, recipe())
-    newest = latest_checkpoint(tmp_path / "checkpoints")
-    assert newest is not None
-    weights = newest / "model.safetensors"
-    if damage == "flip":
-        data = bytearray(weights.read_bytes())
-        data[-7] ^= 1
-        weights.write_bytes(data)
-    elif damage == "truncate":
-        weights.write_bytes(weights.read_bytes()[:-10])
-    elif damage == "remove":
-        weights.unlink()
-    else:
-        (newest / "state.json").write_text("{")
-    with pytest.raises(SinklabError, match=f"{newest.name} is (corrupted|not readable).*Delete .*{newest.name}"):
-        Trainer(open_run(recipe(), dataset, tmp_path))
-    shutil.rmtree(newest)
-    assert Trainer(open_run(recipe(), dataset, tmp_path)).train().status == "done"
-
-
 def test_a_save_that_was_killed_leaves_the_checkpoint_before_it(dataset: TokenDataset, tmp_path: Path) -> None:
     train(dataset, tmp_path, recipe(), stop_at=5)
-    torn = tmp_path / "checkpoints" / ".step_00000008.abc"
+    torn = tmp_path / "checkpoints" / ".step_00000008.new"
     torn.mkdir()
-    (torn / "model.safetensors").write_bytes(b"half")
+    (torn / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"half")
     assert Trainer(open_run(recipe(), dataset, tmp_path)).state.step == 5
     assert not torn.exists()
 

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +10,24 @@ import typer
 from rich.console import Console
 
 from sinklab.errors import SinklabError
+from sinklab.options import (
+    BatchSize,
+    Device,
+    Dtype,
+    Eps,
+    InputKind,
+    Inputs,
+    Json,
+    Length,
+    NoBos,
+    Precision,
+    Seed,
+    Sequences,
+    Text,
+    Track,
+    TrustRemoteCode,
+)
+from sinklab.train.signals import CALL_AGAIN, INTERRUPTED, PreemptedError
 
 if TYPE_CHECKING:
     from sinklab.experiments.definition import Experiment
@@ -25,47 +42,38 @@ app = typer.Typer(
 data_app = typer.Typer(help="Text and tokens.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 
-INTERRUPTED = 130  # as shells and Typer report a command ended by Ctrl-C
-
-Json = Annotated[bool, typer.Option("--json", help="Print the result document to standard output, nothing else there.")]
-
-
-class Inputs(StrEnum):
-    """What a measured model reads."""
-
-    natural = "natural"
-    random = "random"
-    repeat = "repeat"
-
-
-class Precision(StrEnum):
-    """The dtype a measured model is loaded in; auto is the one its files have."""
-
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
 
 def main() -> None:
     """Run the command line; our errors end in a sentence on stderr and their exit status."""
+    status = _status()
+    if status in (INTERRUPTED, CALL_AGAIN):
+        _stderr().print("interrupted; what was reached is saved. Run the same command again to continue.")
+    if os.environ.get("WORLD_SIZE", "1") != "1":  # see joined_world
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+def _status() -> int:
+    """The exit status of the command, which has been run."""
     try:
         status = app(standalone_mode=False)
     except SinklabError as error:
         _say_error(str(error))
-        sys.exit(error.exit_status)
+        return error.exit_status
     except (KeyboardInterrupt, typer.Abort):
-        status = INTERRUPTED
+        return INTERRUPTED
+    except PreemptedError:
+        return CALL_AGAIN
     except typer.Exit as end:
-        status = end.exit_code
+        return end.exit_code
     except Exception as error:
         if not hasattr(error, "exit_code") or not hasattr(error, "format_message"):
             raise
         _say_error(f"{error.format_message()} See --help.")  # type: ignore[attr-defined]
-        sys.exit(2)
-    if status == INTERRUPTED:
-        _stderr().print("interrupted; what was reached is saved. Run the same command again to continue.")
-    sys.exit(status if isinstance(status, int) else 0)
+        return 2
+    return status if isinstance(status, int) else 0
 
 
 @app.command()
@@ -98,99 +106,181 @@ def train(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; may be repeated.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Run directory; default runs/NAME-HASH.")] = None,
+    replay: Annotated[
+        int | None,
+        typer.Option(metavar="STEP", help="Train nothing: redo this step's batch and say where NaN begins."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Train nothing: say what it would take (parameters, FLOPs, memory).")
+    ] = False,
+    track: Track = None,
     as_json: Json = False,
 ) -> None:
     """Train one model; continues what it finds in the run directory.
 
     Example: sinklab train tiny --set model.attention.bias=k --set train.steps=500
+
+    On several processes: torchrun --nproc-per-node 8 -m sinklab train 60m
+
+    SIGTERM and SIGUSR1 save and end with status 75: call again to continue. Ctrl-C does the same with status 130.
     """
-    from sinklab.config import load_recipe
-    from sinklab.console import RunBoard, data_progress
-    from sinklab.data.prepare import prepared
-    from sinklab.sweep.pool import Event
-    from sinklab.train.loop import Progress, Trainer
-    from sinklab.train.run import open_run
-    from sinklab.train.signals import stop_on_interrupt
+    from sinklab.train.command import plan_command, replay_command, train_command
 
-    console, loaded = _stderr(), load_recipe(recipe, overrides or [])
-    with data_progress(console) as progress:
-        dataset = prepared(loaded.data, progress=progress)
-    run = open_run(loaded, dataset, out)
-    console.print(f"run {run.hash} in {run.directory}", highlight=False, soft_wrap=True)
-    with RunBoard(console, [loaded.name], loaded.train.steps) as board, stop_on_interrupt() as should_stop:
+    if dry_run:
+        from sinklab.train.plan import print_plan
 
-        def watch(progress: Progress) -> None:
-            board.watch(Event(loaded.name, "step" if progress.row is None else "row", progress.step, progress.row))
+        plan, speaks = plan_command(recipe, overrides or [])
+        if speaks and as_json:
+            print(json.dumps(plan.document(), indent=2))
+        elif speaks:
+            print_plan(plan, Console())
+        return
+    if replay is not None:
+        from sinklab.train.terminal import print_replay
 
-        outcome = Trainer(run, watch, should_stop).train()
-    if outcome.status == "stopped":
-        raise KeyboardInterrupt
-    if as_json:
-        print((run.directory / "measurement.json").read_text(encoding="utf-8"))
+        found = replay_command(recipe, overrides or [], out, replay, _stderr())
+        if as_json:
+            print(json.dumps(found.document(), indent=2))
+        else:
+            print_replay(found, Console())
+        return
+    ended = train_command(recipe, overrides or [], out, _stderr(), [name.value for name in track or []])
+    if ended.exit_status:
+        raise typer.Exit(ended.exit_status)
+    if as_json and ended.speaks:
+        print((ended.directory / "measurement.json").read_text(encoding="utf-8"))
 
 
 @app.command()
 def measure(
-    model: Annotated[str, typer.Argument(help="Hugging Face id, model directory or run directory.")],
-    text: Annotated[Path | None, typer.Option(help=".txt or .jsonl (text or messages); for natural inputs.")] = None,
-    inputs: Annotated[Inputs, typer.Option(help="Text, uniform random tokens, or one token repeated.")] = (
-        Inputs.natural
-    ),
-    sequences: Annotated[int, typer.Option(min=1, help="How many sequences.")] = 100,
-    length: Annotated[int, typer.Option(min=2, help="Tokens per sequence, BOS included.")] = 64,
-    eps: Annotated[
-        list[str] | None,
-        typer.Option(help="A position is a sink above this importance; may be repeated, the first is the headline."),
+    model: Annotated[
+        str | None, typer.Argument(help="Hugging Face id, model directory or run directory; none with --family.")
     ] = None,
+    text: Text = None,
+    inputs: InputKind = Inputs.natural,
+    sequences: Sequences = 100,
+    length: Length = 64,
+    eps: Eps = None,
     lengths: Annotated[
         list[int] | None, typer.Option(min=1, help="Also of the same sequences cut shorter; may be repeated.")
     ] = None,
-    no_bos: Annotated[bool, typer.Option("--no-bos", help="Without the tokens the tokenizer puts first.")] = False,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences at a time.")] = None,
-    dtype: Annotated[Precision, typer.Option(help="Dtype of the weights.")] = Precision.auto,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    seed: Annotated[int, typer.Option(min=0, help="Of random and repeated tokens.")] = 0,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+    details: Annotated[
+        bool, typer.Option("--details", help="Also angles, entropy, distances, secondary sinks and kurtosis; slower.")
+    ] = False,
+    maps: Annotated[
+        list[str] | None,
+        typer.Option("--map", metavar="LAYER.HEAD", help="Details, and the matrix of this head; may be repeated."),
+    ] = None,
+    no_bos: NoBos = False,
+    no_loss: Annotated[
+        bool, typer.Option("--no-loss", help="Leave out the loss and the logits: a third faster on a small model.")
+    ] = False,
+    ablate: Annotated[
+        list[str] | None,
+        typer.Option(help="Also without something: mask_first:N, no_bos or zero_massive; may be repeated."),
+    ] = None,
+    swap_position: Annotated[
+        tuple[int, int] | None, typer.Option(metavar="I J", help="Measure with two learned positions swapped.")
+    ] = None,
+    replace_position: Annotated[
+        tuple[int, int] | None, typer.Option(metavar="I J", help="Measure with learned position I replaced by J.")
+    ] = None,
+    batch_size: BatchSize = None,
+    dtype: Dtype = Precision.auto,
+    device: Device = "auto",
+    seed: Seed = 0,
+    trust_remote_code: TrustRemoteCode = False,
+    by_domain: Annotated[
+        bool, typer.Option("--by-domain", help="Each file of the folder --text by itself: one table and chart.")
+    ] = False,
+    family: Annotated[
+        list[str] | None,
+        typer.Option(help="The paper's: gpt2, llama2, llama3, mistral, pythia, opt, jamba or all; may be repeated."),
+    ] = None,
+    models_dir: Annotated[
+        Path | None, typer.Option(help="With --family: where the models lie, in directories named as on the hub.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --family: only list parameters, disk and memory.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Directory for measurement.json, measurement.npz and report.html.")
+        Path | None,
+        typer.Option(help="Directory for measurements and report.html; with --family runs/families unless given."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure the attention sinks of a causal language model: where, how strong, and what goes with them."""
-    from rich.progress import Progress
+    """Measure the attention sinks of a causal language model: where, how strong, and what goes with them.
 
-    from sinklab.measure.command import measure_command, parse_eps
-    from sinklab.measure.terminal import print_measurement
-    from sinklab.report import write_report
+    With --by-domain or --family there are many measurements, each kept in a directory of its own below --out: the
+    same call continues after an interruption.
+    """
+    from sinklab.measure.calls import Call, domains_command, families_command, model_command, one_model
+    from sinklab.measure.command import parse_eps, parse_maps
+    from sinklab.measure.examine import Study
 
-    console = _stderr()
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("measuring", total=sequences)
-        measurement = measure_command(
-            model,
-            text,
-            inputs=inputs.value,
-            sequences=sequences,
-            length=length,
-            eps=parse_eps(eps or ["0.3"]),
-            lengths=lengths or (),
-            no_bos=no_bos,
-            batch_size=batch_size,
-            dtype=dtype.value,
-            device=device,
-            seed=seed,
-            trust_remote_code=trust_remote_code,
-            out=out,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
-    if as_json:
-        print(json.dumps(measurement.document(), indent=2))
+    asked: dict[str, Any] = {
+        "inputs": inputs.value,
+        "sequences": sequences,
+        "length": length,
+        "eps": parse_eps(eps or ["0.3"]),
+        "lengths": lengths or (),
+        "details": details,
+        "maps": parse_maps(maps or ()),
+        "no_bos": no_bos,
+        "loss": not no_loss,
+        "batch_size": batch_size,
+        "study": Study(ablate or (), swap_position, replace_position),
+        "seed": seed,
+    }
+    loading = {"dtype": dtype.value, "device": device, "trust_remote_code": trust_remote_code}
+    call = Call(text, asked, loading, out, as_json, _stderr())
+    name = one_model(model, family, by_domain, models_dir, dry_run)
+    if name is None:
+        families_command(family or [], models_dir, dry_run, call)
+    elif by_domain:
+        domains_command(name, call)
     else:
-        print_measurement(measurement, Console())
-    if out is not None:
-        console.print(f"report: {write_report([out])}", highlight=False, soft_wrap=True)
+        model_command(name, call)
+
+
+@app.command()
+def compare(
+    models: Annotated[list[str], typer.Argument(metavar="A B...", help="Hugging Face ids, model or run directories.")],
+    text: Text = None,
+    inputs: InputKind = Inputs.natural,
+    sequences: Sequences = 100,
+    length: Length = 64,
+    eps: Eps = None,
+    no_bos: NoBos = False,
+    batch_size: BatchSize = None,
+    dtype: Dtype = Precision.auto,
+    device: Device = "auto",
+    seed: Seed = 0,
+    trust_remote_code: TrustRemoteCode = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for a measurement per model, comparison.json and report.html.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure models on the same text, side by side: base against chat, small against large.
+
+    Each reads the text through its own tokenizer, and conversations (messages) through its own chat template.
+    Differences are from the first model.
+    """
+    from sinklab.measure.calls import Call, compare_command
+    from sinklab.measure.command import parse_eps
+
+    asked: dict[str, Any] = {
+        "inputs": inputs.value,
+        "sequences": sequences,
+        "length": length,
+        "eps": parse_eps(eps or ["0.3"]),
+        "no_bos": no_bos,
+        "batch_size": batch_size,
+        "seed": seed,
+    }
+    loading = {"dtype": dtype.value, "device": device, "trust_remote_code": trust_remote_code}
+    compare_command(models, Call(text, asked, loading, out, as_json, _stderr()))
 
 
 @app.command()

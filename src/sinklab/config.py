@@ -47,8 +47,13 @@ class Recipe(Part):
         return self
 
     def content_hash(self, data_fingerprint: str) -> str:
-        """16 hexadecimal digits of everything that decides the result: the recipe without its name, and the data."""
-        truth = {"recipe": self.model_dump(mode="json", exclude={"name"}), "data": data_fingerprint}
+        """16 hexadecimal digits of everything that decides the result: the recipe and the data.
+
+        The name is left out, and how the work is done: how several processes share it, whose number may change from
+        day to day, whether it is compiled, and how fast the card could be.
+        """
+        recipe = self.model_dump(mode="json", exclude={"name": True, "train": {"parallel", "compile", "peak_flops"}})
+        truth = {"recipe": recipe, "data": data_fingerprint}
         return hashlib.sha256(json.dumps(truth, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_yaml(self) -> str:

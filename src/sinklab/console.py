@@ -60,6 +60,9 @@ class RunBoard:
             self.progress.update(self.tasks[event.cell], latest=event.kind, completed=event.step or None)
 
 
+STALLED = 0.02  # share of the time from which on waiting for data is worth a word
+
+
 def describe(row: dict[str, Any]) -> str:
     """One evaluation in a few words."""
     parts = [f"loss {row['valid_loss']:.3f}", f"Sink_1 {row['sink_rate'][0]:.1f} %"]
@@ -67,6 +70,10 @@ def describe(row: dict[str, Any]) -> str:
         parts.append(f"bias {row['sink_rate_bias']:.1f} %")
     if row["tokens_per_second"]:
         parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
+    if row.get("mfu"):
+        parts.append(f"{row['mfu']:.0%} of peak")
+    if (row.get("stall_share") or 0) >= STALLED:
+        parts.append(f"waited for data {row['stall_share']:.0%}")
     return "  ".join(parts)
 
 

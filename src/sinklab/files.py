@@ -55,7 +55,7 @@ def write_json(path: Path, document: Any) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line to a text file.
+    """Append a line to a text file, and see it on the disk.
 
     Raises:
         SinklabError: the disk is full or the file cannot be written; a torn last line may be left.
@@ -63,6 +63,8 @@ def append_line(path: Path, line: str) -> None:
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as error:
         raise SinklabError(
             f"cannot write {path}: {error.strerror or error}. Free some space, then run the same command again."

@@ -30,7 +30,7 @@ class Places:
 
 
 class Attention(nn.Module):
-    """Projections, positions and gates around the attention core."""
+    """Projections, positions and gates on both sides of the attention core."""
 
     def __init__(self, config: ModelConfig, term: DistanceTerm | None) -> None:
         super().__init__()
@@ -53,7 +53,8 @@ class Attention(nn.Module):
         )
         self.out = nn.Linear((1 if self.summed else self.heads) * self.head_width, config.width, bias=False)
 
-    def forward(self, x_BLE: Tensor, places: Places) -> Tensor:
+    def inputs(self, x_BLE: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the core."""
         B, L, _ = x_BLE.shape
         heads = self.qkv(x_BLE).view(B, L, -1, self.head_width).transpose(1, 2)
         q_BHLD, k_BGLD, v_BGLD = heads.split((self.heads, self.key_heads, self.key_heads), dim=1)
@@ -62,17 +63,23 @@ class Attention(nn.Module):
             q_BHLD, k_BGLD = rotate(q_BHLD, *places.rotary), rotate(k_BGLD, *places.rotary)
         if self.value_gate is not None:
             v_BGLD = self.value_gate(v_BGLD)
-        inputs = (q_BHLD, k_BGLD, v_BGLD)
-        out_BHLD = self.core(*inputs) if places.documents_BL is None else self.core(*inputs, places.documents_BL)
+        return q_BHLD, k_BGLD, v_BGLD
+
+    def output(self, out_BHLD: Tensor, x_BLE: Tensor) -> Tensor:
+        """What attention adds to the stream, from the core's output and what the layer has read."""
         if self.output_gate is not None:
             out_BHLD = self.output_gate(out_BHLD, x_BLE)
         if self.summed:
             return self.out(out_BHLD.sum(1))
-        return self.out(out_BHLD.transpose(1, 2).reshape(B, L, -1))
+        return self.out(out_BHLD.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each added to the residual stream; its output is the stream after both."""
+    """Attention and feed-forward, each added to the residual stream; its output is the stream after both.
+
+    What stands before and after the attention core is a method each, which can be compiled: the core is not, so that
+    probes can watch it and its kernels are the same in training and measuring.
+    """
 
     def __init__(self, config: ModelConfig, term: DistanceTerm | None) -> None:
         super().__init__()
@@ -86,11 +93,24 @@ class Block(nn.Module):
             self.ffn_post_norm = build_norm(config.norm, config.width)
 
     def forward(self, x_BLE: Tensor, places: Places) -> Tensor:
+        read_BLE, *inputs = self.before_core(x_BLE, places)
+        if places.documents_BL is None:
+            return self.after_core(x_BLE, read_BLE, self.attention.core(*inputs))
+        return self.after_core(x_BLE, read_BLE, self.attention.core(*inputs, places.documents_BL))
+
+    def before_core(self, x_BLE: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What attention reads of the stream, and queries, keys and values."""
+        read_BLE = x_BLE if self.placement == "post" else self.attention_norm(x_BLE)
+        return read_BLE, *self.attention.inputs(read_BLE, places)
+
+    def after_core(self, x_BLE: Tensor, read_BLE: Tensor, out_BHLD: Tensor) -> Tensor:
+        """The stream after attention and feed-forward."""
+        added_BLE = self.attention.output(out_BHLD, read_BLE)
         if self.placement == "post":
-            x_BLE = self.attention_norm(x_BLE + self.attention(x_BLE, places))
+            x_BLE = self.attention_norm(x_BLE + added_BLE)
             return self.ffn_norm(x_BLE + self.ffn(x_BLE))
         if self.placement == "sandwich":
-            x_BLE = x_BLE + self.attention_post_norm(self.attention(self.attention_norm(x_BLE), places))
+            x_BLE = x_BLE + self.attention_post_norm(added_BLE)
             return x_BLE + self.ffn_post_norm(self.ffn(self.ffn_norm(x_BLE)))
-        x_BLE = x_BLE + self.attention(self.attention_norm(x_BLE), places)
+        x_BLE = x_BLE + added_BLE
         return x_BLE + self.ffn(self.ffn_norm(x_BLE))

@@ -21,9 +21,11 @@ def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
     of gates: zero. A module that names the mean and std of its tensors in `initial` has it so.
 
     Each tensor is drawn from its own stream, named by the seed and the tensor's name, so that an intervention that
-    adds a tensor leaves all others as they are in the baseline.
+    adds a tensor leaves all others as they are in the baseline. Tensors on the meta device have no values to set.
     """
     for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            continue
         start, law = _constant(name, config), _own_law(model, name)
         if law is not None:
             parameter.normal_(*law, generator=_stream(seed, name, parameter.device))

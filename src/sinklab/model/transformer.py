@@ -14,6 +14,7 @@ from sinklab.errors import InputError
 from sinklab.model.block import Block, Places
 from sinklab.model.config import ModelConfig
 from sinklab.model.init import initialise
+from sinklab.model.loss import next_token_loss
 from sinklab.model.norm import build_norm
 from sinklab.model.position import T5, Absolute, Alibi, DistanceTerm, Learnable, Relative, Rotary, sinusoid
 from sinklab.model.rotary import rotary_tables
@@ -101,5 +102,5 @@ class Transformer(nn.Module):
         """
         mask = self.config.attention.mask
         first = max(mask.length, 1) if mask.kind == "prefix" else 1
-        logits_BTV = self.head(self.hidden(tokens_BT[:, :-1])[:, first - 1 :])
-        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), tokens_BT[:, first:].flatten())
+        hidden_BTE = self.hidden(tokens_BT[:, :-1])[:, first - 1 :]
+        return next_token_loss(hidden_BTE.flatten(0, 1), self.head.weight, tokens_BT[:, first:].flatten())

@@ -1,7 +1,8 @@
 """Runs side by side on one machine: a process each, told to stop rather than killed.
 
-Every process trains one run and reports through a queue. Ctrl-C reaches the parent only; it asks the processes to
-stop, each saves a checkpoint, and the same call continues later. A process whose parent has died stops by itself.
+Every process trains one run and reports through a queue. Ctrl-C, SIGTERM and SIGUSR1 are requests to the parent; it
+asks the processes to stop, each saves a checkpoint, and the same call continues later. A process whose parent has died
+stops by itself.
 """
 
 import multiprocessing as mp
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sinklab.config import Recipe
+from sinklab.train.signals import PreemptedError, stop_on_signals
 
 
 @dataclass(frozen=True)
@@ -54,14 +56,25 @@ def run_cells(cells: list[Cell], jobs: int, watch: Callable[[Event], None]) -> d
 
     Raises:
         KeyboardInterrupt: Ctrl-C, after every running process has saved and stopped.
+        PreemptedError: SIGTERM or SIGUSR1, to this process or to one of those, likewise.
     """
+    with stop_on_signals(signal.SIGTERM, signal.SIGUSR1) as preempted:
+        return _run_cells(cells, jobs, watch, preempted)
+
+
+def _run_cells(
+    cells: list[Cell], jobs: int, watch: Callable[[Event], None], preempted: Callable[[], bool]
+) -> dict[str, Event]:
     context = mp.get_context("spawn")
     events, stop = context.Queue(), context.Event()
     threads = max(1, (os.cpu_count() or 1) // jobs)
     waiting, running, ended = list(cells), {}, {}
-    interrupted = False
+    interrupted: type[BaseException] | None = None
     while waiting or running:
         try:
+            if not interrupted and (preempted() or _one_was_stopped(ended)):
+                interrupted = PreemptedError
+                stop.set()
             while waiting and len(running) < jobs and not interrupted:
                 cell = waiting.pop(0)
                 process = context.Process(target=_train_cell, args=(cell, threads, events, stop), daemon=True)
@@ -80,11 +93,15 @@ def run_cells(cells: list[Cell], jobs: int, watch: Callable[[Event], None]) -> d
             if interrupted and not running:
                 break
         except KeyboardInterrupt:
-            interrupted = True
+            interrupted = KeyboardInterrupt
             stop.set()
-    if interrupted:
-        raise KeyboardInterrupt
+    if interrupted or _one_was_stopped(ended):
+        raise interrupted or PreemptedError
     return ended
+
+
+def _one_was_stopped(ended: dict[str, Event]) -> bool:
+    return any(event.kind == "stopped" for event in ended.values())
 
 
 def _drain(events: Any) -> list[Event]:
@@ -122,10 +139,11 @@ def _train_cell(cell: Cell, threads: int, events: Any, stop: Any) -> None:
             events.put(Event(cell.name, kind, progress.step, progress.row))
 
         def should_stop() -> bool:
-            return stop.is_set() or (parent is not None and not parent.is_alive())
+            return preempted() or stop.is_set() or (parent is not None and not parent.is_alive())
 
         run = open_run(cell.recipe, prepared(cell.recipe.data), cell.directory)
-        outcome = Trainer(run, watch, should_stop).train()
+        with stop_on_signals(signal.SIGTERM, signal.SIGUSR1) as preempted:
+            outcome = Trainer(run, watch, should_stop).train()
         events.put(Event(cell.name, outcome.status, outcome.step))
     except Exception as error:
         from sinklab.errors import SinklabError

@@ -1,25 +1,33 @@
-"""Checkpoints: a folder per step, written aside, flushed and renamed, so that one that has its name is whole.
+"""Checkpoints: a folder per step, written aside, checksummed and renamed, so that one that has its name was whole.
 
-Tensors are safetensors files (nothing is unpickled), everything else is `state.json`, which holds the SHA-256 of the
-tensor files and is written last.
+    shard-*.safetensors    weights and optimiser, a file per process; readable by any number of processes (`store.py`)
+    state.json             what is no tensor
+    SHA256SUMS             checksums of the other files, as `sha256sum --check` reads them; written last
+
+What becomes of a folder afterwards (a bad disk, a half copy, a stray file) is found by `find_checkpoint`, which names
+a damaged one and takes the one before it.
 """
 
 import json
+import logging
 import os
 import shutil
-import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from safetensors import SafetensorError
+from torch import nn
 
 from sinklab.errors import SinklabError
 from sinklab.files import sha256_of
+from sinklab.train import store
+from sinklab.train.world import ALONE, World
 
-WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+STATE, SUMS = "state.json", "SHA256SUMS"
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -39,102 +47,204 @@ class TrainState:
 
 
 def save_checkpoint(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState, run_hash: str, keep: int
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: TrainState,
+    run_hash: str,
+    keep: int,
+    world: World = ALONE,
 ) -> Path:
-    """Write `folder/step_N` and then remove all but the newest `keep` checkpoints.
+    """Write `folder/step_N`, all processes together, and then remove all but the newest `keep` checkpoints.
 
     Raises:
         SinklabError: the disk is full or not writable; earlier checkpoints are untouched.
     """
     target = folder / f"step_{state.step:08d}"
-    aside: Path | None = None
+    aside = folder / f".{target.name}.new"
+    tensors = store.model_tensors(model) | store.optimizer_tensors(model, optimizer)
+    document = {
+        "schema": 2,
+        "run_hash": run_hash,
+        "state": asdict(state),
+        "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
+    }
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=folder))
-        save_file({k: v.detach().contiguous() for k, v in model.state_dict().items()}, aside / WEIGHTS)
-        save_file(_optimizer_tensors(model, optimizer), aside / OPTIMIZER)
-        sums = {name: sha256_of(aside / name) for name in (WEIGHTS, OPTIMIZER)}
-        document = {"schema": 1, "run_hash": run_hash, "sha256": sums, "state": asdict(state)}
-        (aside / STATE).write_text(json.dumps(document, indent=2), encoding="utf-8")
-        for name in (WEIGHTS, OPTIMIZER, STATE):
-            _flush(aside / name)
-        if target.exists():
-            shutil.rmtree(target)
-        aside.replace(target)
-        _flush(folder)
-    except Exception as error:  # safetensors reports a full disk as its own error type
-        if aside is not None:
+        world.from_first(lambda: _make_empty(aside))
+        store.write_tensors(aside, tensors, together=world.size > 1)
+        world.from_first(lambda: _make_valid(aside, target, document))
+    except (OSError, SinklabError) as error:
+        if world.is_first:
             shutil.rmtree(aside, ignore_errors=True)
         raise SinklabError(
             f"cannot save the checkpoint of step {state.step} in {folder}: {error}. Earlier checkpoints are untouched; "
             "free some space, then run the same command again to continue from the newest."
         ) from error
-    for old in _steps(folder)[:-keep]:
-        shutil.rmtree(old)
+    if world.is_first:
+        _remove_old(folder, target, keep)
     return target
 
 
-def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint, None where there is none. Leftovers of a save that was killed are removed."""
-    if folder.is_dir():
-        for leftover in folder.glob(".step_*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-    steps = _steps(folder)
-    return steps[-1] if steps else None
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a save that was killed has left. Only who holds the run's lock may do so."""
+    for leftover in folder.glob(".step_*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
-def load_weights(checkpoint: Path, model: nn.Module) -> TrainState:
-    """Load a checkpoint's weights into `model` after checking them.
+def find_checkpoint(
+    folder: Path, model: nn.Module, run_hash: str | None = None, at_most: int | None = None
+) -> Path | None:
+    """The newest valid checkpoint for `model`, None where there has never been one; damaged ones are logged by name.
 
-    Raises:
-        SinklabError: a file is missing or does not match its checksum.
-    """
-    document = _checked(checkpoint)
-    model.load_state_dict(load_file(checkpoint / WEIGHTS))
-    return TrainState(**document["state"])
-
-
-def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, run_hash: str) -> TrainState:
-    """Load weights and optimiser state, bit for bit as they were saved.
+    Args:
+        run_hash: whose it must be; anybody's unless given.
+        at_most: of this step or an earlier one.
 
     Raises:
-        SinklabError: a file is missing or does not match its checksum, or the checkpoint is another run's.
+        SinklabError: there are checkpoints, and none of them is valid.
     """
-    if (found := _checked(checkpoint)["run_hash"]) != run_hash:
-        raise SinklabError(f"{checkpoint} belongs to run {found}, not {run_hash}: it was moved here by hand")
-    state = load_weights(checkpoint, model)
-    tensors = load_file(checkpoint / OPTIMIZER)
-    for name, parameter in model.named_parameters():
-        mine = {k.rpartition("/")[2]: v for k, v in tensors.items() if k.rpartition("/")[0] == name}
-        optimizer.state[parameter] = {
-            k: v.clone() if k == "step" else v.to(parameter.device, copy=True) for k, v in mine.items()
-        }
-    return state
+    damaged = []
+    for checkpoint in reversed(_checkpoints(folder)):
+        if at_most is not None and step_of(checkpoint) > at_most:
+            continue
+        reason = _defect(checkpoint, model, run_hash)
+        if reason is None:
+            return checkpoint
+        damaged.append(f"{checkpoint} {reason}")
+        log.warning("checkpoint %s: it is skipped", damaged[-1])
+    if damaged:
+        raise SinklabError(
+            f"no valid checkpoint is left in {folder}: {'; '.join(damaged)}. "
+            "Restore one of them, or delete that folder to train from step 0."
+        )
+    return None
 
 
-def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return {
-        f"{name}/{key}": value.detach().contiguous()
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state[parameter].items()
-    }
+def load_weights(checkpoint: Path, model: nn.Module, world: World = ALONE) -> TrainState:
+    """Load the weights of a checkpoint that `find_checkpoint` has found; all processes together.
+
+    Raises:
+        SinklabError: a file cannot be read.
+    """
+    store.read_tensors(checkpoint, store.model_tensors(model), together=world.size > 1)
+    return TrainState(**_read_state(checkpoint)["state"])
 
 
-def _checked(checkpoint: Path) -> dict[str, Any]:
-    advice = f"Delete {checkpoint} to continue from the checkpoint before it."
+def load_checkpoint(
+    checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World = ALONE
+) -> TrainState:
+    """Load weights and the state of a new optimiser, bit for bit as they were saved; all processes together.
+
+    Raises:
+        SinklabError: a file cannot be read.
+    """
+    stored = [name for name in _read_state(checkpoint)["tensors"] if name.startswith(store.OPTIMIZER)]
+    if stored:
+        store.create_optimizer_state(model, optimizer, stored)
+        store.read_tensors(checkpoint, store.optimizer_tensors(model, optimizer), together=world.size > 1)
+    return load_weights(checkpoint, model, world)
+
+
+def _make_empty(aside: Path) -> None:
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+
+
+def _make_valid(aside: Path, target: Path, document: dict[str, Any]) -> None:
+    (aside / STATE).write_text(json.dumps(document, indent=1), encoding="utf-8")
+    sums = "".join(f"{sha256_of(path)}  {path.name}\n" for path in sorted(aside.iterdir()))
+    (aside / SUMS).write_text(sums, encoding="utf-8")
+    for path in [*aside.iterdir(), aside]:
+        _flush(path)
+    if target.exists():
+        _remove(target)
+    aside.replace(target)
+    _flush(target.parent)
+
+
+def _remove_old(folder: Path, newest: Path, keep: int) -> None:
+    """Keep `newest` and those just before it; later ones were damaged and have been passed over."""
+    checkpoints = _checkpoints(folder)
+    kept = [path for path in checkpoints if path <= newest][-keep:]
+    for path in checkpoints:
+        if path not in kept:
+            _remove(path)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Take the name away first, so that a kill does not leave half a checkpoint under it."""
+    aside = checkpoint.with_name(f".{checkpoint.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    checkpoint.replace(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _defect(checkpoint: Path, model: nn.Module, run_hash: str | None) -> str | None:
+    """What is wrong with a checkpoint, None where nothing is."""
+    checks: tuple[Callable[[], str | None], ...] = (
+        lambda: _wrong_file(checkpoint),
+        lambda: _wrong_state(checkpoint, run_hash),
+        lambda: _wrong_tensor(checkpoint, model),
+    )
     try:
-        document = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-        sums = document["sha256"]
-        wrong = [name for name in (WEIGHTS, OPTIMIZER) if sha256_of(checkpoint / name) != sums[name]]
-    except (OSError, ValueError, KeyError) as error:
-        raise SinklabError(f"checkpoint {checkpoint} is not readable: {error}. {advice}") from error
-    if wrong:
-        raise SinklabError(f"checkpoint {checkpoint} is corrupted: {wrong[0]} does not match its checksum. {advice}")
-    return document
+        return next((found for check in checks if (found := check())), None)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        return f"is not readable ({error or type(error).__name__})"
 
 
-def _steps(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.glob("step_*") if p.is_dir())
+def _wrong_file(checkpoint: Path) -> str | None:
+    if not (checkpoint / SUMS).is_file():
+        return f"has no {SUMS}"
+    lines = (checkpoint / SUMS).read_text(encoding="utf-8").splitlines()
+    sums = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+    present = {path.name for path in checkpoint.iterdir()} - {SUMS}
+    if STATE not in sums:
+        return f"has no {STATE} among its checksums"
+    if missing := sorted(sums.keys() - present):
+        return f"has lost {missing[0]}"
+    if strange := sorted(present - sums.keys()):
+        return f"has {strange[0]}, which is not part of it"
+    changed = [name for name, digest in sums.items() if sha256_of(checkpoint / name) != digest]
+    return f"has a damaged {changed[0]} (its checksum is not the one recorded)" if changed else None
+
+
+def _wrong_state(checkpoint: Path, run_hash: str | None) -> str | None:
+    document = _read_state(checkpoint)
+    TrainState(**document["state"])
+    if run_hash is not None and document["run_hash"] != run_hash:
+        return f"belongs to run {document['run_hash']}, not {run_hash}"
+    if document["state"]["step"] != step_of(checkpoint):
+        return f"holds step {document['state']['step']}"
+    return None
+
+
+def _wrong_tensor(checkpoint: Path, model: nn.Module) -> str | None:
+    found = store.stored_shapes(checkpoint)
+    recorded = {name: tuple(shape) for name, shape in _read_state(checkpoint)["tensors"].items()}
+    weights = {name: shape for name, shape in found.items() if name.startswith(store.MODEL)}
+    wanted = {name: tuple(tensor.shape) for name, tensor in store.model_tensors(model).items()}
+    for have, expected in ((found, recorded), (weights, wanted)):
+        if missing := sorted(expected.keys() - have.keys()):
+            return f"lacks the tensor {missing[0]}"
+        if strange := sorted(have.keys() - expected.keys()):
+            return f"has the tensor {strange[0]} too many"
+        if wrong := sorted(name for name in have if have[name] != expected[name]):
+            return f"has the tensor {wrong[0]} of shape {have[wrong[0]]} instead of {expected[wrong[0]]}"
+    return None
+
+
+def _read_state(checkpoint: Path) -> dict[str, Any]:
+    return json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Everything with a checkpoint's name, oldest first."""
+    return sorted(path for path in folder.glob("step_*") if path.is_dir() and path.name[5:].isdigit())
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def _flush(path: Path) -> None:

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from sinklab.schema import Part
 
 Share = Annotated[float, Field(ge=0, lt=1)]
-
+Parallel = Literal["ddp", "fsdp"]
 
 Betas = Annotated[tuple[Share, Share], Field(description="decay of AdamW's two moments")]
 Clip = Annotated[float | None, Field(gt=0, description="largest global gradient norm; null: no clipping")]
@@ -88,6 +88,18 @@ class TrainConfig(Part):
         description="bf16: autocast, weights stay float32; auto: bf16 where the device multiplies it natively",
     )
     device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N")
+    parallel: Parallel = Field(
+        default="ddp",
+        description="how the processes of torchrun share the work: ddp, whole models; fsdp, sharded ones. One process "
+        "needs neither, and neither is part of the run's hash",
+    )
+
+    compile: Literal["auto", "on", "off"] = Field(
+        default="auto", description="torch.compile around the attention cores; auto: on CUDA. Not part of the hash"
+    )
+    peak_flops: float | None = Field(
+        default=None, gt=0, description="of one card, for the utilisation; default: from a table. Not part of the hash"
+    )
 
     @model_validator(mode="after")
     def _whole_micro_batches(self) -> Self:

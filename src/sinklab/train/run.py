@@ -5,6 +5,7 @@ env.json           the run's hash, its data, versions, device
 tokenizer.json     what turned its text into tokens
 metrics.jsonl      one object per evaluation
 checkpoints/       step_N folders
+lock               held by the process that trains
 measurement.json, measurement.npz, when the run is done
 """
 
@@ -28,9 +29,10 @@ from sinklab.device import multiplies_bf16, pick_device
 from sinklab.errors import InputError, SinklabError
 from sinklab.files import write_json, write_text, written_aside
 from sinklab.model.transformer import Transformer
-from sinklab.train.checkpoint import latest_checkpoint, load_weights
+from sinklab.train.checkpoint import find_checkpoint, load_weights
 
 DEFAULT_ROOT = Path("runs")
+ENVIRONMENT = "env.json"
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,15 @@ def resolve(recipe: Recipe, dataset: TokenDataset) -> Recipe:
         update={"vocab_size": size or dataset.vocab_size, "attention": _with_eos(recipe.model.attention, dataset)}
     )
     train = recipe.train
-    if train.precision == "auto":
-        native = multiplies_bf16(pick_device(train.device))
-        train = train.model_copy(update={"precision": "bf16" if native else "fp32"})
-    return recipe.model_copy(update={"model": model, "train": train})
+    precision = resolved_precision(train.precision, pick_device(train.device))
+    return recipe.model_copy(update={"model": model, "train": train.model_copy(update={"precision": precision})})
+
+
+def resolved_precision(name: Literal["auto", "fp32", "bf16"], device: torch.device) -> Literal["fp32", "bf16"]:
+    """What `train.precision` means on a device."""
+    if name == "auto":
+        return "bf16" if multiplies_bf16(device) else "fp32"
+    return name
 
 
 def _with_eos(attention: AttentionConfig, dataset: TokenDataset) -> AttentionConfig:
@@ -104,25 +111,46 @@ def open_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None) -> 
     Raises:
         InputError: `out` holds another run.
     """
+    run = _run(recipe, dataset, out)
+    if _is_there(run):
+        return run
+    write_text(run.directory / "recipe.yaml", run.recipe.to_yaml())
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        with written_aside(run.directory / name) as aside:
+            shutil.copyfile(dataset.tokenizer_path.with_name(name), aside)
+    write_json(run.directory / ENVIRONMENT, _environment(run))
+    return run
+
+
+def existing_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None) -> Run:
+    """The run's directory as `open_run` has made it; nothing is written.
+
+    Raises:
+        InputError: it is not there, or `out` holds another run.
+    """
+    run = _run(recipe, dataset, out)
+    if not _is_there(run):
+        raise InputError(f"{run.directory} holds no run: train it first, or give its --out")
+    return run
+
+
+def _run(recipe: Recipe, dataset: TokenDataset, out: Path | None) -> Run:
     recipe = resolve(recipe, dataset)
     run_hash = recipe.content_hash(dataset.fingerprint)
-    directory = out or DEFAULT_ROOT / f"{recipe.name}-{run_hash}"
-    run = Run(directory, recipe, dataset, run_hash)
-    env = directory / "env.json"
-    if env.exists():
-        found = json.loads(env.read_text(encoding="utf-8"))["hash"]
-        if found != run_hash:
-            raise InputError(
-                f"{directory} holds run {found}, and this recipe on this data is run {run_hash}: choose another --out, "
-                f"or compare with {directory / 'recipe.yaml'}"
-            )
-        return run
-    write_text(directory / "recipe.yaml", recipe.to_yaml())
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        with written_aside(directory / name) as aside:
-            shutil.copyfile(dataset.tokenizer_path.with_name(name), aside)
-    write_json(env, _environment(run))
-    return run
+    return Run(out or DEFAULT_ROOT / f"{recipe.name}-{run_hash}", recipe, dataset, run_hash)
+
+
+def _is_there(run: Run) -> bool:
+    env = run.directory / ENVIRONMENT
+    if not env.exists():
+        return False
+    found = json.loads(env.read_text(encoding="utf-8"))["hash"]
+    if found != run.hash:
+        raise InputError(
+            f"{run.directory} holds run {found}, and this recipe on this data is run {run.hash}: choose another "
+            f"--out, or compare with {run.directory / 'recipe.yaml'}"
+        )
+    return True
 
 
 @dataclass(frozen=True)
@@ -136,19 +164,19 @@ class TrainedRun:
 
 
 def load_run(directory: Path) -> TrainedRun:
-    """The model of a run directory at its newest checkpoint, in evaluation mode.
+    """The model of a run directory at its newest valid checkpoint, in evaluation mode.
 
     Raises:
         InputError: not a run directory, or nothing has been saved there yet.
-        SinklabError: the checkpoint is corrupted.
+        SinklabError: none of its checkpoints is valid.
     """
     if not (directory / "recipe.yaml").is_file():
         raise InputError(f"{directory} is not a run directory: it has no recipe.yaml")
     recipe = load_recipe(str(directory / "recipe.yaml"))
-    checkpoint = latest_checkpoint(directory / "checkpoints")
+    model = Transformer(recipe.model)
+    checkpoint = find_checkpoint(directory / "checkpoints", model)
     if checkpoint is None:
         raise InputError(f"{directory} has no checkpoint yet: train it with `sinklab train` first")
-    model = Transformer(recipe.model)
     state = load_weights(checkpoint, model)
     return TrainedRun(model.eval(), recipe, directory / "tokenizer.json", state.step)
 

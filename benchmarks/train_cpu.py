@@ -1,0 +1,196 @@
+"""A training step of the tiny recipe on a CPU, beside Hugging Face's Llama of the same sizes, and where its time goes.
+
+    python -m benchmarks.train_cpu [--rounds 9] [--steps 8] [--threads 2] [--save]
+
+Ours is the step of `sinklab train`: batches from the loader, loss, backward, check, clip, AdamW. Theirs is a plain
+loop: the same batches, `LlamaForCausalLM` with sdpa attention, `F.cross_entropy`, clip, the same fused AdamW, the loss
+read at every step. Both in one process, in turn. Goal: 1.25 times the tokens per second, at the recipe's precision.
+
+The profile is PyTorch's, summed over the parts of the model, forward and backward together.
+"""
+
+import argparse
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.timing import RESULTS, environment, in_turn, ratios
+from sinklab.config import Recipe, load_recipe
+from sinklab.data.prepare import prepared
+from sinklab.files import write_json
+from sinklab.model import transformer
+from sinklab.model.block import Block
+from sinklab.train import update
+from sinklab.train.config import AdamW
+from sinklab.train.run import open_run
+from sinklab.train.update import Updater
+
+GOAL = 1.25
+PRECISIONS = ("fp32", "bf16")
+PART = "part: "
+BACKWARD = "autograd::engine::evaluate_function"
+
+
+def ours(recipe: Recipe, folder: Path) -> Updater:
+    """The updater of a fresh run."""
+    return Updater(open_run(recipe, prepared(recipe.data), folder))
+
+
+def theirs(recipe: Recipe, updater: Updater) -> Callable[[], float]:
+    """A step of a plain loop over Hugging Face's model, on our loader's batches."""
+    model, optim = updater.recipe.model, recipe.optim
+    assert isinstance(optim, AdamW)
+    config = LlamaConfig(
+        vocab_size=model.vocab_size or 0,
+        hidden_size=model.width,
+        intermediate_size=model.ffn_width,
+        num_hidden_layers=model.layers,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.key_heads,
+        max_position_embeddings=model.context,
+        rms_norm_eps=model.norm.eps,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    config._attn_implementation = "sdpa"
+    llama = LlamaForCausalLM(config)
+    assert sum(p.numel() for p in llama.parameters()) == sum(p.numel() for p in updater.model.parameters())
+    optimizer = torch.optim.AdamW(
+        llama.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
+    )
+    done = [0]
+
+    def step() -> float:
+        tokens_BT = updater.batches._fetch(done[0])
+        done[0] += 1
+        with torch.autocast("cpu", torch.bfloat16, enabled=recipe.train.precision == "bf16"):
+            logits_BTV = llama(input_ids=tokens_BT[:, :-1]).logits
+            loss = F.cross_entropy(logits_BTV.flatten(0, 1).float(), tokens_BT[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(llama.parameters(), optim.clip or 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+def repeated(step: Callable[[], object], times: int) -> Callable[[], None]:
+    """Several steps as one piece of work."""
+
+    def work() -> None:
+        for _ in range(times):
+            step()
+
+    return work
+
+
+def parts_of(updater: Updater, steps: int) -> dict[str, float]:
+    """Share of a step's time in each part of the model, forward and backward."""
+    for block in updater.model.blocks:
+        assert isinstance(block, Block)
+        for owner, method, part in (
+            (block.attention, "inputs", "attention: projections, rotary"),
+            (block.attention, "output", "attention: projections, rotary"),
+            (block.attention.core, "forward", "attention: core"),
+            (block.ffn, "forward", "ffn"),
+            (block.attention_norm, "forward", "norm"),
+            (block.ffn_norm, "forward", "norm"),
+        ):
+            _name(owner, method, part)
+    _name(updater.model.final_norm, "forward", "norm")
+    _name(transformer, "next_token_loss", "head and loss")
+    _name(updater.optimizer, "step", "optimiser")
+    _name(update.torch.nn.utils, "get_total_norm", "clip")
+    _name(update.torch.nn.utils, "clip_grads_with_norm_", "clip")
+    _name(updater.batches, "batch", "loading")
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        repeated(updater.update, steps)()
+    return _by_part(list(profiler.events() or []))
+
+
+def _name(owner: Any, method: str, part: str) -> None:
+    """Let a method appear in the profile under the name of its part."""
+    function = getattr(owner, method)
+
+    def named(*args: Any, **kwargs: Any) -> Any:
+        with record_function(PART + part):
+            return function(*args, **kwargs)
+
+    setattr(owner, method, named)
+
+
+def _by_part(events: list[Any]) -> dict[str, float]:
+    """Shares of the time: of an event within a named part, and of the backward of what was called within it."""
+    part_of_call = {
+        event.sequence_nr: part
+        for event in events
+        if event.sequence_nr >= 0 and not event.name.startswith(BACKWARD) and (part := _enclosing(event))
+    }
+    total: dict[str, float] = defaultdict(float)
+    for event in events:
+        part = _enclosing(event) or part_of_call.get(_backward_of(event), "other")
+        total[part] += event.self_cpu_time_total
+    whole = sum(total.values())
+    return {part: time / whole for part, time in sorted(total.items(), key=lambda item: -item[1])}
+
+
+def _enclosing(event: Any) -> str | None:
+    while event is not None:
+        if event.name.startswith(PART):
+            return event.name.removeprefix(PART)
+        event = event.cpu_parent
+    return None
+
+
+def _backward_of(event: Any) -> int:
+    """Number of the forward call whose backward the event belongs to, -1 for none."""
+    while event is not None:
+        if event.name.startswith(BACKWARD):
+            return event.sequence_nr
+        event = event.cpu_parent
+    return -1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=8, help="updates per round")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}/train_cpu.json")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    result: dict[str, Any] = {"environment": environment(), "rounds": options.rounds, "steps": options.steps}
+    print(json.dumps(result["environment"]))
+    tokens = 0
+    for precision in PRECISIONS:
+        recipe = load_recipe("tiny", [f"train.precision={precision}"])
+        with tempfile.TemporaryDirectory() as folder:
+            updater = ours(recipe, Path(folder))
+            work = {"llama": theirs(recipe, updater), "sinklab": updater.update}
+            seconds = in_turn({name: repeated(step, options.steps) for name, step in work.items()}, options.rounds)
+            tokens = options.steps * recipe.train.batch_size * recipe.model.context
+            rates = {name: tokens / sorted(times)[len(times) // 2] for name, times in seconds.items()}
+            faster = 1 / ratios(seconds, "llama")["sinklab"]
+            parts = parts_of(updater, options.steps)
+        result[precision] = {"tokens_per_second": rates, "times_llama": faster, "parts": parts}
+        mark = "" if faster >= GOAL else "  below"
+        print(f"\n{precision}: " + ", ".join(f"{name} {rate:,.0f} tokens/s" for name, rate in rates.items()))
+        print(f"sinklab is {faster:.2f} times as fast (goal {GOAL}){mark}")
+        for part, share in parts.items():
+            print(f"  {part:32}{share:7.1%}")
+    if options.save:
+        RESULTS.mkdir(exist_ok=True)
+        write_json(RESULTS / "train_cpu.json", result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Next-token loss from the last hidden states, without the logits of all positions at once.
+
+The head is two fifths of a 60M model's matrix work, and its logits are by far the largest tensor of a step: 3.3 GB in
+float32 for 8 x 2048 tokens and 50,432 words. Above `WHOLE` logits they are taken in chunks of rows, and each chunk's
+gradient is computed while its logits exist: no matrix product is done twice, and what is kept is the gradient of the
+hidden states and of the head. Below it, all at once is faster and what PyTorch does is kept bit for bit.
+
+Rejected: `F.linear_cross_entropy` of PyTorch 2.13 in chunks. Its loss is in the dtype of its inputs (9.125 for 9.33
+nats in bfloat16), it does not follow autocast, and on a CPU it takes three times as long as whole logits. Also
+`torch.utils.checkpoint` around every chunk, which does the head's forward product twice.
+
+N rows (positions), E width, V vocabulary.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sinklab.attention.blocks import accumulate_dtype
+
+IGNORED = -100  # a target that is not predicted, as in `F.cross_entropy`
+WHOLE = 2**22  # logits up to here (16 MB in float32) are built at once
+CHUNK_ELEMENTS = 2**24  # logits of a chunk on a CPU: 64 MB in float32
+CHUNK_ELEMENTS_CUDA = 2**28
+ROWS_MULTIPLE = 128  # matrix kernels like such row counts
+
+
+def next_token_loss(hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor) -> Tensor:
+    """Mean cross-entropy of `targets_N` under the logits hidden @ weight.T, nats per target (scalar).
+
+    Under autocast the products are in its dtype and everything else in float32, chunked or not.
+
+    Args:
+        targets_N: token ids; `IGNORED` ones count neither in the sum nor in the mean.
+    """
+    rows, words = len(hidden_NE), len(weight_VE)
+    if rows * words <= WHOLE:
+        logits_NV = F.linear(hidden_NE, weight_VE)
+        return F.cross_entropy(logits_NV.to(accumulate_dtype(logits_NV.dtype)), targets_N)
+    return chunked_loss(hidden_NE, weight_VE, targets_N, rows_per_chunk(words, hidden_NE.device))
+
+
+def rows_per_chunk(words: int, device: torch.device) -> int:
+    """Positions whose logits are held at a time."""
+    rows = (CHUNK_ELEMENTS_CUDA if device.type == "cuda" else CHUNK_ELEMENTS) // words
+    return max(1, rows - rows % ROWS_MULTIPLE) if rows > ROWS_MULTIPLE else max(1, rows)
+
+
+def chunked_loss(hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor, rows: int) -> Tensor:
+    """`next_token_loss` from the logits of `rows` positions at a time."""
+    kind = hidden_NE.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_NE.dtype
+    with torch.autocast(kind, enabled=False):
+        return _ChunkedLoss.apply(hidden_NE, weight_VE, targets_N, rows, dtype, torch.is_grad_enabled())
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, dtype: torch.dtype, training: bool
+    ) -> Tensor:
+        needs_hidden, needs_weight = (training and needed for needed in ctx.needs_input_grad[:2])
+        count = (targets != IGNORED).sum()
+        words = weight.to(dtype)
+        accumulate = accumulate_dtype(dtype)
+        total = torch.zeros((), dtype=accumulate, device=hidden.device)
+        dhidden = torch.empty_like(hidden) if needs_hidden else None
+        dweight = torch.zeros_like(weight, dtype=accumulate) if needs_weight else None
+        for start in range(0, len(hidden), rows):
+            part, wanted = hidden[start : start + rows].to(dtype), targets[start : start + rows]
+            loss, slope = _of_logits(hidden.device)(part @ words.T, wanted, count, needs_hidden or needs_weight)
+            total += loss
+            if dhidden is not None:
+                dhidden[start : start + rows] = slope @ words
+            if dweight is not None and slope.dtype == accumulate:
+                dweight.addmm_(slope.T, part)
+            elif dweight is not None:
+                dweight += slope.T @ part
+        ctx.save_for_backward(dhidden, dweight)
+        ctx.weight_dtype = weight.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        dhidden, dweight = ctx.saved_tensors
+        dhidden = None if dhidden is None else dhidden * scale.to(dhidden.dtype)
+        dweight = None if dweight is None else (dweight * scale).to(ctx.weight_dtype)
+        return dhidden, dweight, None, None, None, None
+
+
+def _loss_and_slope(logits_NV: Tensor, targets_N: Tensor, count: Tensor, training: bool) -> tuple[Tensor, Tensor]:
+    """The rows' part of the mean loss, and its gradient by the logits in their dtype (the logits may be overwritten).
+
+    Without `training` the second is not computed.
+    """
+    z_NV = logits_NV.to(accumulate_dtype(logits_NV.dtype))
+    kept_N1, words_N1 = (targets_N != IGNORED)[:, None], targets_N.clamp(min=0)[:, None]
+    lse_N1 = z_NV.logsumexp(-1, keepdim=True)
+    loss = (lse_N1 - z_NV.gather(1, words_N1)).masked_fill(~kept_N1, 0).sum() / count
+    if not training:
+        return loss, logits_NV
+    share_NV = z_NV.sub_(lse_N1).exp_()
+    share_NV.scatter_add_(1, words_N1, share_NV.new_full((), -1.0).expand(words_N1.shape))
+    return loss, share_NV.mul_(kept_N1.to(share_NV.dtype) / count).to(logits_NV.dtype)
+
+
+@functools.cache
+def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
+    return torch.compile(_loss_and_slope)
+
+
+def _of_logits(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
+    """On CUDA fused, as the float32 form of a chunk would cost more memory traffic than its matrix products."""
+    return _compiled() if device.type == "cuda" else _loss_and_slope

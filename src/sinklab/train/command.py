@@ -1,0 +1,117 @@
+"""`sinklab train`: a recipe from its name to a trained run, in one process or in those of torchrun."""
+
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from sinklab.config import Recipe, load_recipe
+from sinklab.console import RunBoard, data_progress
+from sinklab.data.prepare import prepared
+from sinklab.data.shards import TokenDataset
+from sinklab.errors import InputError
+from sinklab.sweep.pool import Event
+from sinklab.train.loop import Progress, Trainer
+from sinklab.train.plan import Plan, memory_line, plan_of
+from sinklab.train.replay import Replay, replay
+from sinklab.train.run import existing_run, open_run
+from sinklab.train.signals import stop_on_signals
+from sinklab.train.track import Tracker, TrackerName, require, tracked
+from sinklab.train.world import joined_world
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the command ended.
+
+    Attributes:
+        directory: of the run.
+        exit_status: 0 where the run is done; 130 or 75 where it was asked to stop and has saved.
+        speaks: whether this process is the one that prints results.
+    """
+
+    directory: Path
+    exit_status: int
+    speaks: bool
+
+
+def train_command(
+    recipe: str, overrides: Iterable[str], out: Path | None, console: Console, trackers: Sequence[TrackerName] = ()
+) -> Ended:
+    """Train the recipe, continuing what is found in the run directory; `console` and trackers are told how it goes.
+
+    Raises:
+        InputError: a recipe, text or directory that cannot be used, or a tracker whose package is missing.
+        SinklabError: the run could not go on; what was saved is untouched.
+    """
+    require(trackers)
+    loaded = load_recipe(recipe, overrides)
+    with joined_world(loaded.train.device) as world:
+        if not world.is_first:
+            console.quiet = True
+        dataset = _data(loaded, console)
+        run = world.first_then_others(lambda: open_run(loaded, dataset, out))
+        console.print(f"run {run.hash} in {run.directory}", highlight=False, soft_wrap=True)
+        needs = memory_line(run.recipe, world.device(run.recipe.train.device), world.size)
+        console.print(needs, highlight=False, soft_wrap=True)
+        following: list[Tracker] = []
+        with RunBoard(console, [loaded.name], loaded.train.steps) as board, stop_on_signals() as should_stop:
+
+            def watch(progress: Progress) -> None:
+                board.watch(Event(loaded.name, "step" if progress.row is None else "row", progress.step, progress.row))
+                if progress.row is not None:
+                    for tracker in following:
+                        tracker.row(progress.row)
+
+            trainer = Trainer(run, watch, should_stop, world)
+            with tracked(trackers if world.is_first else (), run, trainer.state.step) as opened:
+                following += opened
+                outcome = trainer.train()
+                if outcome.status == "done" and following:
+                    _show_charts(run.directory, following)
+    return Ended(run.directory, 0 if outcome.status == "done" else should_stop.exit_status, world.is_first)
+
+
+def _show_charts(directory: Path, trackers: Sequence[Tracker]) -> None:
+    from sinklab.report.collect import collect
+    from sinklab.report.export import export_charts
+
+    with tempfile.TemporaryDirectory() as folder:
+        files = export_charts(collect([directory]), Path(folder), ("png",))
+        for tracker in trackers:
+            tracker.charts(files)
+
+
+def plan_command(recipe: str, overrides: Iterable[str]) -> tuple[Plan, bool]:
+    """What the recipe would take here, with as many processes as were started; nothing is trained.
+
+    Returns:
+        The plan, and whether this process is the one that prints it.
+
+    Raises:
+        InputError: a recipe or text that cannot be used.
+    """
+    loaded = load_recipe(recipe, overrides)
+    with joined_world(loaded.train.device) as world:
+        return plan_of(loaded, world.device(loaded.train.device), world.size), world.is_first
+
+
+def replay_command(recipe: str, overrides: Iterable[str], out: Path | None, step: int, console: Console) -> Replay:
+    """Replay the batch of one step of a run.
+
+    Raises:
+        InputError: there is no such run or step, or several processes were started.
+        SinklabError: none of the run's checkpoints is valid.
+    """
+    loaded = load_recipe(recipe, overrides)
+    with joined_world(loaded.train.device) as world:
+        if world.size > 1:
+            raise InputError("--replay needs one process: start it without torchrun")
+        return replay(existing_run(loaded, _data(loaded, console), out), step)
+
+
+def _data(recipe: Recipe, console: Console) -> TokenDataset:
+    with data_progress(console) as progress:
+        return prepared(recipe.data, progress=progress)

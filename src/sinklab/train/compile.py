@@ -1,0 +1,26 @@
+"""`train.compile`: what stands around the attention cores, compiled.
+
+A block is compiled in two parts, before and after its core, and once for all blocks. Not the whole model: the cores
+bring kernels of their own (FlexAttention compiles itself), a probe that is attached to a compiled module is silently
+ignored, and compiling 22 layers as one takes minutes.
+"""
+
+from typing import Literal
+
+import torch
+
+from sinklab.model.transformer import Transformer
+
+Compile = Literal["auto", "on", "off"]
+
+
+def compile_blocks(model: Transformer, choice: Compile, device: torch.device) -> None:
+    """Compile the parts of every block in place, at their first call; `auto` does so on CUDA only.
+
+    Weights, their names and all hooks stay as they are.
+    """
+    if choice == "off" or (choice == "auto" and device.type != "cuda"):
+        return
+    for block in model.blocks:
+        for name in ("before_core", "after_core"):
+            setattr(block, name, torch.compile(getattr(block, name), dynamic=False))

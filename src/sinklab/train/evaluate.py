@@ -1,0 +1,70 @@
+"""What a run is told by: validation loss and sink metric, on the same sequences at every evaluation.
+
+Every process evaluates all of them: the numbers then do not depend on how many there are, and sharded parameters are
+gathered by all alike.
+"""
+
+import torch
+from torch import Tensor
+
+from sinklab.errors import InputError
+from sinklab.measure.measurement import Measurement
+from sinklab.measure.native import measure_transformer
+from sinklab.train.parallel import gathered
+from sinklab.train.run import Run
+from sinklab.train.update import Updater
+
+METRIC_BATCH = 16  # fixed, so that a metric is the same bit for bit whatever memory is free
+
+
+class Evaluator:
+    """Evaluates the model of an updater.
+
+    Args:
+        run: whose validation text and metric are used.
+        updater: whose model is evaluated, on its device and in its precision.
+
+    Raises:
+        InputError: the validation text is too short for the metric.
+    """
+
+    def __init__(self, run: Run, updater: Updater) -> None:
+        self.recipe, self.updater = run.recipe, updater
+        self.batches = _batches(run)
+
+    @torch.no_grad()
+    def loss(self) -> float:
+        """Mean loss over the evaluation sequences, nats per token."""
+        model, device = self.updater.model, self.updater.device
+        model.eval()
+        with self.updater.autocast():
+            losses = [model.loss(batch.to(device)).double() * len(batch) for batch in self.batches]
+        model.train()
+        return (torch.stack(losses).sum() / sum(map(len, self.batches))).item()
+
+    def measure(self) -> Measurement:
+        """The sink metric on the validation text, under the recipe's data interventions."""
+        metric = self.recipe.metric
+        tokens_NT = torch.cat(self.batches)[: metric.sequences, : metric.length]
+        with self.updater.autocast(), gathered(self.updater.model):
+            return measure_transformer(
+                self.updater.model,
+                tokens_NT.to(self.updater.device),
+                eps=metric.eps,
+                batch_size=METRIC_BATCH,
+                model_name=self.recipe.name,
+                bos=self.recipe.data.bos,
+            )
+
+
+def _batches(run: Run) -> list[Tensor]:
+    """Enough validation sequences, in a fixed order, for the loss and for the metric."""
+    metric, valid = run.recipe.metric, run.loader("valid")
+    if valid.chunks < metric.sequences:
+        raise InputError(
+            f"the validation text has {valid.chunks} sequences of {valid.context} tokens and the metric "
+            f"needs {metric.sequences}: use more text, a larger data.valid_fraction or fewer metric.sequences"
+        )
+    count = min(max(run.recipe.train.eval_sequences, metric.sequences), valid.chunks)
+    tokens_NT = torch.cat([valid.batch(i) for i in range(-(-count // valid.batch_size))])[:count]
+    return list(tokens_NT.split(valid.batch_size))

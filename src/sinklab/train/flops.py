@@ -1,0 +1,113 @@
+"""Floating-point operations that a model's formula needs, counted from its parts; and the peaks of known cards.
+
+A multiplication and an addition are two operations. For one sequence of T tokens (L = T + learned leading tokens):
+
+matrices    2 * inputs * outputs * L for every linear map inside the blocks (those inside a kernel's feature map: times
+            query and key heads), projections, feed-forwards and gates alike
+attention   2 * (D + D) * pairs per head and layer: every score and every weighted value, once. Pairs are the (query,
+            key) pairs that the mask allows: L (L + 1) / 2 when causal. Kernels under causal and prefix masks are
+            linear attention instead: 4 * D * D * L, the state written and read (D + 1 for one D where normalised).
+            A bias key adds 2 * D * L
+head        2 * E * V for every token that is predicted
+
+A backward pass needs twice a forward pass, so a step three times it. What a backend recomputes, masks out afterwards
+or needs a second pass for is not counted, nor is anything elementwise: the count says what the result costs, not how
+it was obtained, and the utilisation that follows from it is comparable between operations. Documents are not known
+beforehand: their mask counts as causal.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from sinklab.attention.core import AttentionCore
+from sinklab.attention.linear import linear_mask
+from sinklab.attention.masks import visible_keys
+from sinklab.attention.operations.kernel import Kernel
+from sinklab.model.config import ModelConfig
+from sinklab.model.gate import ValueGating
+from sinklab.model.transformer import Transformer
+
+FORWARD_AND_BACKWARD = 3
+
+# Dense bfloat16 products with float32 sums, per second, as the makers state them. The first name that fits counts.
+PEAKS = {
+    "B200": 2250e12,
+    "GH200": 990e12,
+    "H200": 990e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 990e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+}
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Operations of a forward and backward pass over one sequence, by part."""
+
+    matrices: int
+    attention: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        return self.matrices + self.attention + self.head
+
+
+def model_flops(config: ModelConfig) -> Flops:
+    """What one training sequence of `config.context` tokens needs.
+
+    Args:
+        config: with `vocab_size` set.
+    """
+    model = shape_of(config)
+    positions = config.context + model.leading
+    mask = config.attention.mask
+    predicted = config.context - (mask.length - 1 if mask.kind == "prefix" else 0)
+    return Flops(
+        FORWARD_AND_BACKWARD * _matrix_flops(model) * positions,
+        FORWARD_AND_BACKWARD * config.layers * _attention_flops(config, positions),
+        FORWARD_AND_BACKWARD * 2 * model.head.weight.numel() * predicted,
+    )
+
+
+def shape_of(config: ModelConfig) -> Transformer:
+    """The model without memory behind its tensors."""
+    with torch.device("meta"):
+        return Transformer(config)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bfloat16 operations per second of a card, None where it is not known (and on a CPU)."""
+    if device.type != "cuda":
+        return None
+    card = torch.cuda.get_device_name(device)
+    return next((peak for name, peak in PEAKS.items() if name in card), None)
+
+
+def _matrix_flops(model: Transformer) -> int:
+    """Of the linear maps inside the blocks, per position, forward."""
+    uses_of_features = model.config.heads + model.config.key_heads
+    total = 0
+    for name, module in model.blocks.named_modules():
+        if isinstance(module, nn.Linear):
+            total += 2 * module.weight.numel() * (uses_of_features if ".core." in name else 1)
+        elif isinstance(module, ValueGating):
+            total += 2 * module.weight.numel()
+    return total
+
+
+def _attention_flops(config: ModelConfig, positions: int) -> int:
+    """Of the attention cores of one layer, for one sequence, forward."""
+    width, operation = config.head_width, config.attention.operation
+    core = AttentionCore(config.attention, config.key_heads, width, heads=config.heads)
+    bias = 2 * width * positions if core.bias.key is not None else 0
+    if isinstance(operation, Kernel) and linear_mask(core.mask):
+        state = 2 * width * (width + int(operation.normalised))  # adding k v to the state; reading it costs the same
+        return config.heads * (2 * state * positions + bias)
+    pairs = int(visible_keys(core.mask, positions, torch.device("cpu")).sum())
+    return config.heads * (2 * (width + width) * pairs + bias)

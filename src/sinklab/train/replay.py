@@ -1,0 +1,125 @@
+"""Replaying the batch of one step: where do NaN and infinity begin? Nothing in the run directory is changed."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sinklab.errors import InputError
+from sinklab.train.checkpoint import find_checkpoint, load_checkpoint
+from sinklab.train.run import Run
+from sinklab.train.update import Updater
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What the batch of one step does.
+
+    Attributes:
+        step: the update that the batch is for, counted from 1; its index is step - 1.
+        checkpoint: where the replay began; None for the initial weights.
+        repeated: updates made from there before the batch's own turn.
+        loss: nats per token.
+        grad_norm: of the whole gradient, before clipping.
+        grad_norms: of each parameter that has a gradient.
+        first_not_finite: the first tensor with NaN or infinity: a weight, else a module's output in the order of the
+            forward pass, else the loss, else a gradient in the order of the backward pass; None where there is none.
+    """
+
+    step: int
+    checkpoint: Path | None
+    repeated: int
+    loss: float
+    grad_norm: float
+    grad_norms: dict[str, float]
+    first_not_finite: str | None
+
+    def document(self) -> dict[str, Any]:
+        """As JSON has it: numbers that are not finite are text."""
+        return {
+            "step": self.step,
+            "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
+            "repeated": self.repeated,
+            "loss": _as_json(self.loss),
+            "grad_norm": _as_json(self.grad_norm),
+            "grad_norms": {name: _as_json(norm) for name, norm in self.grad_norms.items()},
+            "first_not_finite": self.first_not_finite,
+        }
+
+
+def replay(run: Run, step: int) -> Replay:
+    """Do forward and backward of the batch of `step`, from the newest valid checkpoint before it.
+
+    Raises:
+        InputError: the run has no such step.
+        NotFiniteError: an earlier step already is not finite; the message names it.
+    """
+    if not 1 <= step <= run.recipe.train.steps:
+        raise InputError(f"--replay {step}: the run has the steps 1..{run.recipe.train.steps}")
+    updater = Updater(run)
+    checkpoint = find_checkpoint(run.checkpoints, updater.model, run.hash, at_most=step - 1)
+    if checkpoint is not None:
+        updater.state = load_checkpoint(checkpoint, updater.model, updater.optimizer)
+    begin = updater.state.step
+    while updater.state.step < step - 1:
+        updater.update()
+    updater.settle()
+    with _watching(updater.model) as found:
+        mean, norm = updater.gradient()
+    loss = mean.item()
+    if not found.forward and not math.isfinite(loss):
+        found.forward.append("the loss")
+    gradients = {name: p.grad for name, p in updater.model.named_parameters() if p.grad is not None}
+    return Replay(
+        step=step,
+        checkpoint=checkpoint,
+        repeated=step - 1 - begin,
+        loss=loss,
+        grad_norm=norm.item(),
+        grad_norms={name: gradient.norm().item() for name, gradient in gradients.items()},
+        first_not_finite=next(iter(found.weights + found.forward + found.backward), None),
+    )
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Names of tensors that are not finite, each list in the order in which they were met."""
+
+    weights: list[str]
+    forward: list[str]
+    backward: list[str]
+
+
+@contextmanager
+def _watching(model: nn.Module) -> Iterator[_Found]:
+    found = _Found([f"weight {name}" for name, p in model.named_parameters() if not _finite(p)], [], [])
+
+    def left(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and not _finite(output):
+            found.forward.append(f"output of {name or 'the model'}")
+
+    def reached(name: str, parameter: Tensor) -> None:
+        if parameter.grad is not None and not _finite(parameter.grad):
+            found.backward.append(f"gradient of {name}")
+
+    handles: list[Any] = [m.register_forward_hook(partial(left, name)) for name, m in model.named_modules()]
+    handles += [p.register_post_accumulate_grad_hook(partial(reached, name)) for name, p in model.named_parameters()]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
+
+
+def _as_json(number: float) -> float | str:
+    return number if math.isfinite(number) else str(number)

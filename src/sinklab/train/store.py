@@ -1,0 +1,114 @@
+"""Tensors of a checkpoint: safetensors files written and read through torch.distributed.checkpoint.
+
+Each process writes its own shards, with their place in the whole tensor in the file's header; any number of processes
+reads them again, each what it needs. Nothing is pickled.
+
+Names: `model/WEIGHT` and `optimizer/WEIGHT/KEY`.
+"""
+
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from sinklab.errors import SinklabError
+
+MODEL, OPTIMIZER = "model/", "optimizer/"
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The weights by their stored names; writing into them writes into the model."""
+    return {MODEL + name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimiser's state by stored names; writing into it writes into the optimiser."""
+    return {
+        f"{OPTIMIZER}{name}/{key}": value.detach()
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state[parameter].items()
+    }
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor], together: bool) -> None:
+    """Write the tensors into an existing folder.
+
+    Args:
+        together: all processes of the world call this; otherwise this one writes alone.
+
+    Raises:
+        SinklabError: a process could not write.
+    """
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    try:
+        with _without_a_word_on_being_alone():
+            save(dict(tensors), storage_writer=writer, no_dist=not together)
+    except CheckpointException as error:  # derives from BaseException
+        raise SinklabError(_reasons(error)) from error
+
+
+def read_tensors(folder: Path, into: Mapping[str, Tensor], together: bool) -> None:
+    """Read these tensors, or this process's shards of them, in place.
+
+    Raises:
+        SinklabError: a process could not read.
+    """
+    reader = HuggingFaceStorageReader(str(folder))
+    try:
+        with _without_a_word_on_being_alone():
+            load(dict(into), storage_reader=reader, no_dist=not together)
+    except CheckpointException as error:
+        raise SinklabError(_reasons(error)) from error
+
+
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every stored tensor, all shards together.
+
+    Raises:
+        ValueError: shards do not make up their tensor.
+        OSError, safetensors.SafetensorError: a file cannot be read.
+    """
+    shapes = {}
+    for name, entry in HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
+            raise ValueError(f"the shards of {name} do not make up a tensor of shape {tuple(entry.size)}")
+        shapes[name] = tuple(entry.size)
+    return shapes
+
+
+def create_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, stored: Collection[str]) -> None:
+    """Let a new optimiser make the tensors that are stored of it, by an update with rate and gradients of zero.
+
+    The optimiser itself knows their kinds, devices and shards; the weights stay as they are.
+    """
+    for name, parameter in model.named_parameters():
+        kept = any(key.startswith(f"{OPTIMIZER}{name}/") for key in stored)
+        parameter.grad = torch.zeros_like(parameter) if kept else None
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    optimizer.zero_grad(set_to_none=True)
+
+
+@contextmanager
+def _without_a_word_on_being_alone() -> Iterator[None]:
+    """torch warns where one process saves for itself, also where that is asked for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _reasons(error: CheckpointException) -> str:
+    return "; ".join(f"process {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))

@@ -1,0 +1,150 @@
+"""Following a run elsewhere: Weights & Biases and TensorBoard get the recipe, every evaluation and the charts.
+
+`metrics.jsonl` is written in any case and is the truth; a tracker only copies. A run that is continued continues what
+is tracked: W&B under the id that is kept in the run directory, TensorBoard without the evaluations that are repeated.
+"""
+
+import importlib.util
+import json
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from sinklab.errors import InputError
+from sinklab.files import write_json
+from sinklab.train.run import Run
+
+PROJECT = "sinklab"
+TrackerName = Literal["wandb", "tensorboard"]
+FIRST_NUMBER = {"sink_rate": 1}  # positions count from 1, the hidden states of `hidden_norm_ratio` from 0
+
+
+class Tracker(Protocol):
+    """What is told about a run."""
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """A line of metrics.jsonl."""
+        ...
+
+    def charts(self, files: Sequence[Path]) -> None:
+        """The charts of the finished run, PNG files named by what they show."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        ...
+
+
+@contextmanager
+def tracked(names: Sequence[TrackerName], run: Run, step: int) -> Iterator[list[Tracker]]:
+    """Trackers of a run that continues at `step`; closed at the end, come what may.
+
+    Raises:
+        InputError: the package of one is not installed.
+    """
+    require(names)
+    with ExitStack() as open_ones:
+        trackers: list[Tracker] = []
+        for name in dict.fromkeys(names):
+            trackers.append(TRACKERS[name](run, step))
+            open_ones.callback(trackers[-1].close)
+        yield trackers
+
+
+def require(names: Sequence[TrackerName]) -> None:
+    """Refuse trackers whose package is missing.
+
+    Raises:
+        InputError: naming the extra to install.
+    """
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise InputError(f"--track {name}: the package is not installed; pip install 'sinklab[track]'")
+
+
+def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """A row's numbers under one name each: `sink_rate/1` is that of the first position; what is null is left out."""
+    found: dict[str, float] = {}
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            found |= {f"{key}/{name}": number for name, number in numbers_of(value).items()}
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            start = FIRST_NUMBER.get(key, 0)
+            found |= {f"{key}/{i}": number for i, number in enumerate(value, start) if number is not None}
+        elif isinstance(value, int | float):
+            found[key] = value
+    return found
+
+
+class _Wandb:
+    """A W&B run; `WANDB_MODE=offline` and its other settings are W&B's own."""
+
+    def __init__(self, run: Run, step: int) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]  # an extra that `dev` leaves out
+
+        self._wandb = wandb
+        identity, known = _identity(run.directory / "tracking.json")
+        self._run = wandb.init(
+            project=PROJECT,
+            name=run.recipe.name,
+            id=identity,
+            resume="allow" if known else None,
+            dir=run.directory,
+            config={**run.recipe.model_dump(mode="json"), "run_hash": run.hash},
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        self._step = step
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        self._step = row["step"]
+        self._run.log(numbers_of(row), step=self._step)
+
+    def charts(self, files: Sequence[Path]) -> None:
+        self._run.log({f"charts/{path.stem}": self._wandb.Image(str(path)) for path in files}, step=self._step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _TensorBoard:
+    """Event files in the folder `tensorboard` of the run directory."""
+
+    def __init__(self, run: Run, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=step + 1 if step else None)
+        self._step = step
+        if step == 0:
+            self._writer.add_text("recipe", "".join(f"    {line}\n" for line in run.recipe.to_yaml().splitlines()), 0)
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        self._step = row["step"]
+        for name, number in numbers_of(row).items():
+            self._writer.add_scalar(name, number, self._step)
+        self._writer.flush()
+
+    def charts(self, files: Sequence[Path]) -> None:
+        import numpy
+        from PIL import Image
+
+        for path in files:
+            with Image.open(path) as image:
+                pixels = numpy.asarray(image.convert("RGB"))
+            self._writer.add_image(f"charts/{path.stem}", pixels, self._step, dataformats="HWC")
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _identity(path: Path) -> tuple[str, bool]:
+    """The run's id at W&B, and whether it had one before."""
+    if path.exists():
+        return json.loads(path.read_text(encoding="utf-8"))["wandb"]["id"], True
+    identity = secrets.token_hex(8)
+    write_json(path, {"wandb": {"project": PROJECT, "id": identity}})
+    return identity, False
+
+
+TRACKERS: dict[TrackerName, Callable[[Run, int], Tracker]] = {"wandb": _Wandb, "tensorboard": _TensorBoard}

@@ -1,0 +1,170 @@
+"""The processes that train one model together: who they are, and what they must agree on.
+
+Started by torchrun, each finds its place in the environment. gloo carries what is on the CPU (decisions, checkpoints),
+NCCL what is on CUDA. Every method here is a collective: all processes call it, in the same order, or none does.
+"""
+
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sinklab.device import pick_device
+from sinklab.errors import InputError, LostProcessError, SinklabError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """Process `rank` of `size`; `local_rank` counts within one machine. Alone unless given."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes files and speaks to the user."""
+        return self.rank == 0
+
+    def device(self, name: str) -> torch.device:
+        """This process's own device: of "auto" and "cuda" the card with its local rank.
+
+        Raises:
+            InputError: there is no such device here.
+        """
+        device = pick_device(name)
+        if device.type != "cuda" or self.size == 1:
+            return device
+        if device.index is not None:
+            raise InputError(f"train.device {name} is one card and there are {self.size} processes: use cuda or auto")
+        return pick_device(f"cuda:{self.local_rank}")
+
+    def rows(self, batch_size: int) -> slice:
+        """This process's rows of the global batch.
+
+        Raises:
+            InputError: the batch cannot be shared equally.
+        """
+        if batch_size % self.size:
+            raise InputError(
+                f"train.batch_size {batch_size} cannot be shared equally by {self.size} processes: "
+                "start a number of processes that divides it"
+            )
+        share = batch_size // self.size
+        return slice(self.rank * share, (self.rank + 1) * share)
+
+    def sum(self, *numbers: float) -> list[float]:
+        """The sums of the numbers over all processes, in float64 and the same on all."""
+        if self.size == 1:
+            return list(numbers)
+        total = torch.tensor(numbers, dtype=torch.float64)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def sum_on_device(self, numbers: Tensor) -> Tensor:
+        """The sum of a tensor over all processes, where it is; `numbers` may be overwritten."""
+        if self.size > 1:
+            dist.all_reduce(numbers)
+        return numbers
+
+    def any(self, flag: bool) -> bool:
+        """Whether any process says yes."""
+        return self.sum(float(flag))[0] > 0
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What `make` returns on the first process, on all of them; its errors are everybody's, too.
+
+        Raises:
+            SinklabError: elsewhere, whatever exception the first process has raised.
+        """
+        if self.size == 1:
+            return make()
+        answer: list[Any] = [None, None]
+        error: Exception | None = None
+        if self.is_first:
+            try:
+                answer[0] = make()
+            except Exception as caught:
+                error = caught
+                answer[1] = (InputError if isinstance(caught, InputError) else SinklabError, str(caught))
+        dist.broadcast_object_list(answer)
+        if error is not None:
+            raise error
+        if answer[1] is not None:
+            kind, message = answer[1]
+            raise kind(message)
+        return answer[0]
+
+    def only_first(self, work: Callable[[], T]) -> T | None:
+        """What `work` returns on the first process, None on the others; its errors are everybody's.
+
+        Raises:
+            SinklabError: elsewhere, whatever exception the first process has raised.
+        """
+        made: list[T] = []
+        self.from_first(lambda: made.append(work()))
+        return made[0] if self.is_first else None
+
+    def first_then_others(self, work: Callable[[], T]) -> T:
+        """Each process's own result of `work`, which the others begin when the first has finished."""
+        made = self.only_first(work)
+        return cast(T, made) if self.is_first else work()
+
+
+ALONE = World()
+
+
+@contextmanager
+def joined_world(device: str = "auto") -> Iterator[World]:
+    """The world that torchrun started this process in; alone without torchrun.
+
+    The connection stays until the process ends, which must be with `os._exit`: a DDP model that outlives its process
+    group takes gloo down with it, and then main thread and gloo's thread may wait for each other for ever.
+
+    Args:
+        device: where the model will be; NCCL is set up for CUDA.
+
+    Raises:
+        InputError: more processes than cards, or an environment that names no meeting point.
+        LostProcessError: while they work together, another process is lost, or this one fails unexpectedly.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        yield ALONE
+        return
+    world = World(int(os.environ.get("RANK", "0")), size, int(os.environ.get("LOCAL_RANK", "0")))
+    mine = world.device(device)
+    if mine.type == "cuda":
+        torch.cuda.set_device(mine)
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if mine.type == "cuda" else "gloo")
+    except ValueError as error:
+        raise InputError(
+            f"WORLD_SIZE is {size} but the environment does not say where the processes meet ({error}): start them "
+            "with torchrun, or unset WORLD_SIZE"
+        ) from error
+    try:
+        yield world
+        world.sum(0.0)  # nobody leaves before everybody is done
+    except SinklabError:
+        raise
+    except Exception as error:
+        if not _is_about_the_others(error):
+            traceback.print_exc()
+        raise LostProcessError(
+            f"process {world.rank} of {size} failed or lost another one ({error}). "
+            "Run the same command again to continue from the newest checkpoint."
+        ) from error
+
+
+def _is_about_the_others(error: Exception) -> bool:
+    """gloo reports a broken connection as a plain RuntimeError that names gloo's source file."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)

@@ -1,0 +1,173 @@
+"""`sinklab` commands as processes of their own, forked from a server that has imported everything once.
+
+A process can be told to send itself a signal, such as a real SIGKILL, at its n-th function call, counted over the whole
+command, within training or within saves: so every instant between two calls can be met, and the same one again.
+"""
+
+import contextlib
+import json
+import multiprocessing as mp
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+IMPORTED_ONCE = ["commands", "sinklab.cli", "sinklab.train.command", "torch._dynamo", "numpy.random", "numpy.ctypeslib"]
+LIMIT_S = 120  # a process that is still there after this hangs
+
+
+Part = Literal["command", "training", "save"]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A signal, and at which function call, counted from 1 within a part of the command."""
+
+    call: int
+    within: Part
+    number: int = signal.SIGKILL
+
+
+@dataclass
+class Command:
+    """A running `sinklab ARGS`.
+
+    Args:
+        args: of the command.
+        log: receives what the command prints.
+        environment: in addition to this process's own.
+        kill: when it sends itself which signal.
+        count: also count function calls, for `calls`.
+    """
+
+    args: Sequence[str]
+    log: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    kill: Kill | None = None
+    count: bool = False
+
+    def __post_init__(self) -> None:
+        self.process: BaseProcess = _server().Process(target=_body, args=(self,))
+        self.process.start()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "process"}
+
+    def wait(self) -> int:
+        """The exit status; -9 where it was killed. A command that hangs is an error."""
+        self.process.join(LIMIT_S)
+        if self.process.is_alive():
+            self.process.kill()
+            raise AssertionError(f"sinklab {' '.join(self.args)} hangs; it printed:\n{self.printed()}")
+        assert self.process.exitcode is not None
+        return self.process.exitcode
+
+    def printed(self) -> str:
+        """Everything on standard output and standard error."""
+        return self.log.read_text(encoding="utf-8")
+
+    def calls(self) -> dict[Part, int]:
+        """How many function calls were made within each part, after the end."""
+        return json.loads(self.log.with_suffix(".calls").read_text())
+
+
+def together(args: Sequence[str], log: Path, size: int, kill: Kill | None = None, victim: int = 0) -> list[Command]:
+    """The same command as `size` processes that find each other as torchrun's do; `kill` is for one of them."""
+    return [
+        Command(args, log.with_suffix(f".{rank}.log"), place, kill if rank == victim else None)
+        for rank, place in enumerate(_places(size))
+    ]
+
+
+def call_together(function: Callable[..., None], size: int, *args: Any) -> list[int]:
+    """Exit statuses of `size` processes that call `function(world, *args)`, a function of some module."""
+    processes = [_server().Process(target=_call, args=(function, place, args)) for place in _places(size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(LIMIT_S)
+        process.kill()
+    return [process.exitcode or 0 for process in processes]
+
+
+def _places(size: int) -> list[dict[str, str]]:
+    """The environment of each of `size` processes on this machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    meeting = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [{**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+
+
+def _server() -> ForkServerContext:
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED_ONCE)
+    return context
+
+
+def _call(function: Callable[..., None], place: Mapping[str, str], args: Sequence[Any]) -> None:
+    import torch
+
+    from sinklab.train.world import joined_world
+
+    os.environ.update(place)
+    torch.set_num_threads(1)
+    try:
+        with joined_world("cpu") as world:
+            function(world, *args)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # see joined_world
+
+
+def _body(command: Command) -> None:
+    import torch
+
+    from sinklab import cli
+
+    with command.log.open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.environ.update(command.environment, COLUMNS="300")
+    torch.set_num_threads(1)
+    sys.argv = ["sinklab", *command.args]
+    with _counting(command) if command.kill or command.count else contextlib.nullcontext():
+        cli.main()
+
+
+@contextlib.contextmanager
+def _counting(command: Command) -> Iterator[None]:
+    from sinklab.train.checkpoint import save_checkpoint
+    from sinklab.train.loop import Trainer
+
+    parts: dict[Any, Part] = {Trainer.train.__code__: "training", save_checkpoint.__code__: "save"}
+    within: set[Part] = {"command"}
+    counts: dict[Part, int] = {"command": 0, "training": 0, "save": 0}
+
+    def called(frame: FrameType, event: str, argument: Any) -> None:
+        part = parts.get(frame.f_code)
+        if part and event == "call":
+            within.add(part)
+        elif part and event == "return":
+            within.remove(part)
+        if event in ("call", "c_call"):
+            for part in within:
+                counts[part] += 1
+            if command.kill and command.kill.within in within and counts[command.kill.within] == command.kill.call:
+                os.kill(os.getpid(), command.kill.number)
+
+    sys.setprofile(called)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        command.log.with_suffix(".calls").write_text(json.dumps(counts))

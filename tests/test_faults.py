@@ -1,0 +1,153 @@
+"""What may go wrong around a run: a loss that is not finite, a second trainer, damaged data, a clock that is set."""
+
+import itertools
+import json
+import random
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sinklab.config import Recipe, build_recipe
+from sinklab.data.prepare import prepare
+from sinklab.data.shards import TokenDataset
+from sinklab.errors import InputError, SinklabError
+from sinklab.train.loop import Trainer
+from sinklab.train.replay import replay
+from sinklab.train.run import existing_run, load_run, open_run, read_metrics
+
+BASE = {
+    "model": {"layers": 1, "width": 16, "heads": 2, "ffn_width": 16, "context": 16},
+    "optim": {"lr": 3e-3},
+    "train": {"steps": 7, "batch_size": 2, "eval_every": 1, "eval_sequences": 4, "save_every": 3, "keep": 9},
+    "metric": {"sequences": 4, "length": 16},
+}
+DIVERGING = {"optim": {"name": "sgd", "lr": 1e12, "clip": None}, "schedule": {"warmup_steps": 0}}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
+    """A small synthetic corpus, prepared."""
+    folder = tmp_path_factory.mktemp("tokens")
+    return prepare("synthetic:bigram_backcopy:length=17,documents=200", "words", folder, valid_fraction=0.1)
+
+
+def recipe(**changes: object) -> Recipe:
+    return build_recipe(BASE, changes)
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("step", [1, 4, 6])
+def test_a_replayed_step_has_the_loss_it_had_and_changes_nothing(
+    step: int, dataset: TokenDataset, tmp_path: Path
+) -> None:
+    Trainer(open_run(recipe(), dataset, tmp_path)).train()
+    row, before = read_metrics(tmp_path / "metrics.jsonl")[step], files(tmp_path)
+    found = replay(existing_run(recipe(), dataset, tmp_path), step)
+    assert (found.loss, found.grad_norm) == (row["train_loss"], row["grad_norm"])
+    assert (found.checkpoint and found.checkpoint.name) == {1: None, 4: "step_00000003", 6: "step_00000003"}[step]
+    assert found.repeated == {1: 0, 4: 0, 6: 2}[step]
+    assert found.first_not_finite is None
+    assert sum(norm**2 for norm in found.grad_norms.values()) == pytest.approx(found.grad_norm**2, rel=1e-5)
+    assert files(tmp_path) == before
+
+
+def test_the_replay_of_a_diverged_step_names_the_first_tensor_that_is_not_finite(
+    dataset: TokenDataset, tmp_path: Path
+) -> None:
+    wanted = recipe(**DIVERGING, train={"eval_every": 100})
+    with pytest.raises(SinklabError, match=r"step (\d) diverged.*--replay \1") as error:
+        Trainer(open_run(wanted, dataset, tmp_path)).train()
+    step = int(str(error.value).split()[1])
+    found = replay(existing_run(wanted, dataset, tmp_path), step)
+    assert found.first_not_finite is not None
+    assert found.first_not_finite.startswith(("output of", "gradient of", "the loss"))
+    json.dumps(found.document(), allow_nan=False)
+
+
+def test_a_replay_finds_the_weight_that_was_spoiled(dataset: TokenDataset, tmp_path: Path) -> None:
+    trainer = Trainer(open_run(recipe(), dataset, tmp_path))
+    trainer._update()
+    with torch.no_grad():
+        trainer.model.head.weight[3, 5] = torch.nan
+    trainer._save()
+    assert replay(trainer.run, 2).first_not_finite == "weight head.weight"
+
+
+@pytest.mark.parametrize("step", [0, 8])
+def test_a_step_that_the_run_does_not_have_is_refused(step: int, dataset: TokenDataset, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=f"--replay {step}: the run has the steps 1..7"):
+        replay(open_run(recipe(), dataset, tmp_path), step)
+    with pytest.raises(InputError, match="holds no run: train it first"):
+        existing_run(recipe(), dataset, tmp_path / "nowhere")
+
+
+def test_a_second_trainer_is_refused_and_reading_is_not(dataset: TokenDataset, tmp_path: Path) -> None:
+    run = open_run(recipe(), dataset, tmp_path)
+    first = Trainer(run)
+    first._update()
+    first._save()
+    with pytest.raises(SinklabError, match=r"is being trained by process \d+ on .*choose another --out"):
+        Trainer(run)
+    assert load_run(tmp_path).step == 1
+    first.train()
+    assert Trainer(run).train().status == "done"
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"), [("vanished", "is missing"), ("altered", "is corrupted"), ("cut", "bytes where")]
+)
+def test_a_damaged_shard_is_named(damage: str, says: str, dataset: TokenDataset, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    shutil.copytree(dataset.directory, folder)
+    shard = folder / dataset.manifest.train.file
+    if damage == "vanished":
+        shard.unlink()
+    else:
+        data = bytearray(shard.read_bytes())
+        data[100] ^= 1
+        shard.write_bytes(data if damage == "altered" else data[:-2])
+    with pytest.raises(SinklabError, match=f"{shard} .*{says}|{shard} {says}"):
+        TokenDataset.open(folder)
+
+
+def test_a_read_only_shard_is_enough(dataset: TokenDataset, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    shutil.copytree(dataset.directory, folder)
+    for path in folder.iterdir():
+        path.chmod(0o444)
+    folder.chmod(0o555)
+    before = files(folder)
+    assert Trainer(open_run(recipe(), TokenDataset.open(folder), tmp_path / "run")).train().status == "done"
+    assert files(folder) == before
+
+
+def test_a_clock_that_is_set_back_does_not_matter(
+    dataset: TokenDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count(time.time(), -3600)
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    Trainer(open_run(recipe(), dataset, tmp_path)).train()
+    assert all(row["tokens_per_second"] > 0 for row in read_metrics(tmp_path / "metrics.jsonl")[1:])
+
+
+def test_training_neither_reads_nor_moves_the_global_random_generators(dataset: TokenDataset, tmp_path: Path) -> None:
+    histories = []
+    for seed in (1, 2):
+        trainer = Trainer(open_run(recipe(), dataset, tmp_path / str(seed)))
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        before = torch.get_rng_state(), str(np.random.get_state()), random.getstate()
+        trainer.train()
+        after = torch.get_rng_state(), str(np.random.get_state()), random.getstate()
+        assert torch.equal(before[0], after[0])
+        assert before[1:] == after[1:]
+        histories.append([row["train_loss"] for row in read_metrics(tmp_path / str(seed) / "metrics.jsonl")])
+    assert histories[0] == histories[1]

@@ -1,0 +1,153 @@
+"""Counted operations and estimated memory, against PyTorch's own counter, formulas on paper, and measured peaks."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from sinklab.config import Recipe, build_recipe
+from sinklab.model.transformer import Transformer
+from sinklab.train.flops import PEAKS, model_flops, peak_flops, shape_of
+from sinklab.train.memory import memory_estimate
+
+SIZES = {"layers": 2, "width": 32, "heads": 4, "ffn_width": 48, "vocab_size": 97, "context": 32}
+CPU = torch.device("cpu")
+
+
+def recipe(**model: object) -> Recipe:
+    return build_recipe({"model": {**SIZES, **model}, "train": {"batch_size": 16}, "metric": {"length": 32}})
+
+
+def counted(wanted: Recipe, length: int) -> int:
+    """What PyTorch counts of a forward and backward pass over one sequence."""
+    model = Transformer(wanted.model)
+    with FlopCounterMode(display=False) as counter:
+        model.loss(torch.randint(97, (1, length + 1))).backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        {"kv_heads": 2},
+        {"ffn": "gelu"},
+        {"gate": "element"},
+        {"gate": "value"},
+        {"head_outputs": "sum"},
+        {"norm": {"qk_norm": True}},
+        {"attention": {"bias": "sink_token"}},
+        {"attention": {"bias": "kv"}},
+        {"attention": {"operation": "sigmoid"}},
+    ],
+    ids=str,
+)
+def test_the_count_is_pytorchs_where_every_query_sees_every_key(model: dict[str, object]) -> None:
+    # The eager backend computes all pairs, and a prefix over the whole sequence allows them all but the last's row.
+    attention = {**dict(model.get("attention", {})), "backend": "eager"}  # type: ignore[call-overload]
+    causal = recipe(**{**model, "attention": attention})
+    positions = SIZES["context"] + shape_of(causal.model).leading
+    ours = model_flops(causal.model)
+    unseen = positions * (positions - 1) // 2
+    in_square = 3 * SIZES["layers"] * 4 * SIZES["width"] * unseen
+    assert ours.total + in_square == counted(causal, SIZES["context"])
+
+
+def test_the_60m_recipe_costs_what_its_formula_says() -> None:
+    sizes = {"layers": 10, "width": 768, "heads": 8, "ffn_width": 1536, "vocab_size": 50432, "context": 2048}
+    flops = model_flops(build_recipe({"model": sizes}).model)
+    assert flops.matrices == 6 * 2048 * 10 * (4 * 768 * 768 + 3 * 768 * 1536)
+    assert flops.attention == 12 * 10 * 768 * 2048 * 2049 // 2
+    assert flops.head == 6 * 2048 * 768 * 50432
+
+
+@pytest.mark.parametrize(
+    ("mask", "pairs"),
+    [
+        ({"kind": "causal"}, 32 * 33 // 2),
+        ({"kind": "window", "width": 8}, 8 * 9 // 2 + 24 * 8),
+        ({"kind": "prefix", "length": 8}, 8 * 8 + sum(range(9, 33))),
+    ],
+)
+def test_attention_counts_the_pairs_that_its_mask_allows(mask: dict[str, object], pairs: int) -> None:
+    flops = model_flops(recipe(attention={"mask": mask}).model)
+    assert flops.attention == 3 * 2 * 4 * 32 * pairs
+    predicted = 32 - (7 if mask["kind"] == "prefix" else 0)
+    assert flops.head == 6 * 32 * 97 * predicted
+
+
+def test_a_kernel_is_linear_in_the_length_and_quadratic_under_a_window() -> None:
+    kernel = {"operation": {"kind": "identity"}}
+    head_width = 8
+    assert model_flops(recipe(attention=kernel).model).attention == 3 * 2 * 4 * (4 * head_width**2) * 32
+    windowed = recipe(attention={**kernel, "mask": {"kind": "window", "width": 8}})
+    assert model_flops(windowed.model).attention == 3 * 2 * 4 * 32 * (8 * 9 // 2 + 24 * 8)
+
+
+def test_the_shape_of_the_1b_model_takes_no_memory() -> None:
+    sizes = {"layers": 22, "width": 2048, "heads": 16, "ffn_width": 5632, "vocab_size": 50432}
+    model = shape_of(build_recipe({"model": sizes}).model)
+    assert sum(p.numel() for p in model.parameters()) == 1_337_026_560
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_the_peak_of_a_card_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = {"NVIDIA H200": 990e12, "NVIDIA H100 80GB HBM3": 990e12, "NVIDIA H100 PCIe": 756e12, "Unknown": None}
+    for name, peak in cards.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert peak_flops(torch.device("cuda", 0)) == peak
+    assert peak_flops(CPU) is None
+    assert all(1e14 < peak < 1e16 for peak in PEAKS.values())
+
+
+SCRIPT = """
+import json, sys
+import torch
+from sinklab.config import build_recipe
+from sinklab.model.transformer import Transformer
+from sinklab.train.memory import memory_estimate
+from sinklab.train.optim import build_optimizer
+
+def status(key):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
+
+torch.set_num_threads(1)
+recipe = build_recipe(json.loads(sys.argv[1]))
+estimate = memory_estimate(recipe, torch.device("cpu")).total
+open("/proc/self/clear_refs", "w").write("5")  # the high-water mark starts again from here
+before = status("VmRSS")
+model = Transformer(recipe.model)
+optimizer = build_optimizer(model, recipe.optim)
+for _ in range(2):
+    with torch.autocast("cpu", torch.bfloat16, enabled=recipe.train.precision == "bf16"):
+        loss = model.loss(torch.randint(recipe.model.vocab_size, (recipe.train.batch_size, recipe.model.context + 1)))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+print(json.dumps([estimate / 2**20, (status("VmHWM") - before) / 1024]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
+@pytest.mark.parametrize(("precision", "attention"), [("fp32", {"bias": "k"}), ("bf16", {})])
+def test_the_estimate_is_near_the_measured_peak(precision: str, attention: dict[str, object]) -> None:
+    model = {"layers": 4, "width": 128, "heads": 4, "ffn_width": 256, "vocab_size": 4096, "context": 256}
+    values = {"model": {**model, "attention": attention}, "train": {"batch_size": 24, "precision": precision}}
+    run = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(values)], capture_output=True, text=True, check=True)
+    estimate, measured = json.loads(run.stdout)
+    assert measured / 1.6 < estimate < measured * 1.6
+
+
+def test_sharing_lowers_what_a_process_holds() -> None:
+    plain = recipe()
+    alone, replica = (memory_estimate(plain, CPU, n) for n in (1, 4))
+    assert replica.weights == alone.weights
+    assert replica.activations < alone.activations / 2
+    sharded = memory_estimate(build_recipe(plain.model_dump(), {"train": {"parallel": "fsdp"}}), CPU, 4)
+    assert sharded.weights == alone.weights // 4
+    assert sharded.optimizer == alone.optimizer // 4

@@ -1,0 +1,173 @@
+"""A run that is killed with SIGKILL anywhere, inside a save too, and continued is the undisturbed run, bit for bit."""
+
+import multiprocessing as mp
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from commands import Command, Kill, together
+from safetensors.torch import load_file
+
+from sinklab.config import build_recipe, load_recipe
+from sinklab.data.prepare import prepare
+from sinklab.files import sha256_of
+from sinklab.interventions import VARIANTS
+from sinklab.measure.measurement import Measurement
+from sinklab.sweep.pool import Cell, Event, run_cells
+from sinklab.train.checkpoint import step_of
+from sinklab.train.run import read_metrics
+from sinklab.train.signals import PreemptedError
+
+BASE = {
+    "model": {"layers": 1, "width": 16, "heads": 2, "ffn_width": 16, "context": 16},
+    "data": {"tokenizer": "words", "valid_fraction": 0.1},
+    "optim": {"lr": 3e-3},
+    "schedule": {"warmup_steps": 4},
+    "train": {"steps": 12, "batch_size": 2, "eval_every": 5, "eval_sequences": 4, "save_every": 3},
+    "metric": {"sequences": 4, "length": 16},
+}
+SOURCE = "synthetic:bigram_backcopy:length=17,documents=200"
+SAMPLE = ("softmax", "k_biases", "sigmoid")
+UNREPEATABLE = {"tokens_per_second", "mfu", "stall_share"}
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small synthetic corpus, prepared."""
+    folder = tmp_path_factory.mktemp("tokens")
+    prepare(SOURCE, "words", folder, valid_fraction=0.1)
+    return folder
+
+
+def written(name: str, tokens: Path, folder: Path) -> Path:
+    """The recipe of a variant as a file."""
+    recipe = build_recipe({**BASE, "data": {**BASE["data"], "source": SOURCE}}, VARIANTS[name].overlay)
+    values = recipe.model_dump(mode="json")
+    values["data"] |= {"source": str(tokens), "tokenizer": "train:1024"}
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def contents(out: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, object]], str]:
+    """Weights and optimiser, metric history and training losses, and the rest of the state."""
+    checkpoint = max((out / "checkpoints").glob("step_*"))
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in checkpoint.glob("*.safetensors"):
+        tensors |= {f"{shard.name} {name}": tensor for name, tensor in load_file(shard).items()}
+    rows = [{k: v for k, v in row.items() if k not in UNREPEATABLE} for row in read_metrics(out / "metrics.jsonl")]
+    return tensors, rows, (checkpoint / "state.json").read_text()
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether the checksums of a checkpoint are there and right."""
+    sums = checkpoint / "SHA256SUMS"
+    lines = sums.read_text().splitlines() if sums.exists() else []
+    return bool(lines) and all(sha256_of(checkpoint / line.split()[1]) == line.split()[0] for line in lines)
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    (tensors, rows, state), (others, other_rows, other_state) = contents(one), contents(other)
+    assert tensors.keys() == others.keys()
+    assert all(torch.equal(tensor, others[name]) for name, tensor in tensors.items())
+    assert rows == other_rows
+    assert state == other_state
+    before, after = Measurement.load(one), Measurement.load(other)
+    assert before.sink_rate == after.sink_rate
+    assert (before.importance == after.importance).all()
+    assert [p.name for p in (one / "checkpoints").iterdir()] == [p.name for p in (other / "checkpoints").iterdir()]
+
+
+def killed_and_continued(name: str, tokens: Path, folder: Path) -> None:
+    recipe = written(name, tokens, folder)
+    whole, pieces = folder / "whole", folder / "pieces"
+    undisturbed = Command(["train", str(recipe), "--out", str(whole)], folder / "whole.log", count=True)
+    assert undisturbed.wait() == 0, undisturbed.printed()
+    moments, calls = random.Random(f"{name}"), undisturbed.calls()
+    kills = [Kill(moments.randint(1, calls[part]), part) for part in ("save", "command")]
+    for number, kill in enumerate(kills):
+        killed = Command(["train", str(recipe), "--out", str(pieces)], folder / f"kill{number}.log", kill=kill)
+        status = killed.wait()
+        assert status == -9 or (number and status == 0), killed.printed()
+        assert all(is_whole(checkpoint) for checkpoint in (pieces / "checkpoints").glob("step_*"))
+    last = Command(["train", str(recipe), "--out", str(pieces)], folder / "last.log")
+    assert last.wait() == 0, last.printed()
+    assert_same_run(whole, pieces)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_killed_run_is_the_undisturbed_run(name: str, tokens: Path, tmp_path: Path) -> None:
+    killed_and_continued(name, tokens, tmp_path)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_the_status_says_whether_to_call_again(
+    number: int, status: int, tokens: Path, tmp_path: Path
+) -> None:
+    args = ["train", str(written("softmax", tokens, tmp_path)), "--set", "train.save_every=12", "--out"]
+    asked = Command([*args, str(tmp_path / "run")], tmp_path / "asked.log", kill=Kill(5000, "training", number))
+    assert asked.wait() == status
+    assert "Run the same command again to continue" in asked.printed()
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert 0 < step_of(saved) < 12
+    again = Command([*args, str(tmp_path / "run")], tmp_path / "again.log")
+    assert again.wait() == 0
+    assert "step 0/12" not in again.printed()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in SAMPLE])
+def test_every_killed_variant_is_the_undisturbed_run(name: str, tokens: Path, tmp_path: Path) -> None:
+    killed_and_continued(name, tokens, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["softmax", "k_biases", "sigmoid"])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_of_which_one_is_killed_are_the_undisturbed_two(
+    name: str, parallel: str, tokens: Path, tmp_path: Path
+) -> None:
+    recipe = written(name, tokens, tmp_path)
+    train = ["train", str(recipe), "--set", f"train.parallel={parallel}", "--out"]
+    whole = together([*train, str(tmp_path / "whole")], tmp_path / "whole", size=2)
+    for command in whole:
+        assert command.wait() == 0, command.printed()
+    moments = random.Random(f"{name} {parallel}")
+    for part in ("save", "training"):
+        victim, kill = moments.randrange(2), Kill(moments.randint(1, 500), part)
+        pair = together([*train, str(tmp_path / "pieces")], tmp_path / part, 2, kill, victim)
+        assert pair[victim].wait() == -9, pair[victim].printed()
+        assert pair[1 - victim].wait() == 1, pair[1 - victim].printed()
+        assert "Run the same command again to continue" in pair[1 - victim].printed()
+    for command in together([*train, str(tmp_path / "pieces")], tmp_path / "last", size=2):
+        assert command.wait() == 0, command.printed()
+    assert_same_run(tmp_path / "whole", tmp_path / "pieces")
+
+
+@pytest.mark.slow
+def test_processes_stop_together_when_one_of_them_is_asked(tokens: Path, tmp_path: Path) -> None:
+    args = ["train", str(written("softmax", tokens, tmp_path)), "--out", str(tmp_path / "run")]
+    pair = together(args, tmp_path / "asked", 2, Kill(5000, "training", signal.SIGTERM), victim=1)
+    assert [process.wait() for process in pair] == [75, 75]
+    pair = together(args, tmp_path / "again", 2)
+    assert [process.wait() for process in pair] == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["the parent", "a run"])
+def test_runs_side_by_side_save_and_stop_when_one_process_is_told_to(who: str, tokens: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(str(written("softmax", tokens, tmp_path)), ["train.steps=3000"])
+    cells = [Cell(name, recipe, tmp_path / name) for name in ("a", "b")]
+
+    def stop(event: Event) -> None:
+        if event.kind == "step" and event.step == 5:
+            told = os.getpid() if who == "the parent" else mp.active_children()[0].pid
+            os.kill(told or 0, signal.SIGTERM)
+
+    with pytest.raises(PreemptedError):
+        run_cells(cells, 2, stop)
+    assert all(list((cell.directory / "checkpoints").glob("step_*")) for cell in cells)

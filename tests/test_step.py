@@ -1,0 +1,195 @@
+"""Around an update: batches in the background, reports read late, compiled blocks, the speed that is written down."""
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from sinklab.config import Recipe, build_recipe
+from sinklab.console import describe
+from sinklab.data.prepare import prepare
+from sinklab.data.shards import TokenDataset
+from sinklab.errors import SinklabError
+from sinklab.interventions import VARIANTS
+from sinklab.measure.native import measure_transformer
+from sinklab.model.transformer import Transformer
+from sinklab.train.compile import compile_blocks
+from sinklab.train.loop import Trainer
+from sinklab.train.prefetch import Prefetcher
+from sinklab.train.reports import Reports
+from sinklab.train.run import open_run, read_metrics
+from sinklab.train.world import ALONE
+
+RECIPE = {
+    "model": {"layers": 2, "width": 16, "heads": 2, "ffn_width": 16, "context": 16},
+    "data": {"source": "synthetic:bigram_backcopy:length=33,documents=300", "tokenizer": "words"},
+    "optim": {"lr": 3e-3},
+    "schedule": {"warmup_steps": 4},
+    "train": {"steps": 8, "batch_size": 4, "eval_every": 4, "eval_sequences": 8, "save_every": 4},
+    "metric": {"sequences": 8, "length": 16},
+}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
+    """Tokens of a small synthetic corpus."""
+    return prepare(recipe().data.source, "words", tmp_path_factory.mktemp("data"), valid_fraction=0.2)
+
+
+def recipe(**changes: object) -> Recipe:
+    return build_recipe(RECIPE, changes)
+
+
+def late_trainer(dataset: TokenDataset, out: Path) -> Trainer:
+    """A trainer that reads reports one update late, as on CUDA."""
+    trainer = Trainer(open_run(recipe(), dataset, out))
+    trainer.updater.reports = Reports(trainer.optimizer, ALONE, late=True)
+    return trainer
+
+
+def test_batches_come_in_order_whatever_was_prepared() -> None:
+    batches = Prefetcher(lambda index: torch.tensor([index]), CPU, end=5)
+    assert [batches.batch(index).item() for index in (0, 1, 2, 7, 3, 4)] == [0, 1, 2, 7, 3, 4]
+
+
+def test_a_batch_is_prepared_while_the_one_before_is_in_use() -> None:
+    asked: list[int] = []
+
+    def fetch(index: int) -> Tensor:
+        asked.append(index)
+        return torch.tensor([index])
+
+    batches = Prefetcher(fetch, CPU, end=2)
+    batches.batch(0)
+    batches._thread.shutdown(wait=True)
+    assert asked == [0, 1]
+    assert batches.batch(1).item() == 1
+    assert asked == [0, 1]
+
+
+def test_an_error_of_the_data_reaches_the_loop() -> None:
+    def fetch(index: int) -> Tensor:
+        raise SinklabError("the shard is gone")
+
+    with pytest.raises(SinklabError, match="the shard is gone"):
+        Prefetcher(fetch, CPU, end=5).batch(0)
+
+
+def test_reading_late_trains_the_same_model(dataset: TokenDataset, tmp_path: Path) -> None:
+    now = Trainer(open_run(recipe(), dataset, tmp_path / "now"))
+    late = late_trainer(dataset, tmp_path / "late")
+    assert now.train() == late.train()
+    weights = late.model.state_dict()
+    assert all(torch.equal(weight, weights[name]) for name, weight in now.model.state_dict().items())
+    kept = ("step", "train_loss", "valid_loss", "grad_norm")
+    rows = [
+        [{k: r[k] for k in kept} for r in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("now", "late")
+    ]
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_nothing_is_updated_from_a_gradient_that_is_not_finite_on(
+    dataset: TokenDataset, tmp_path: Path, late: bool
+) -> None:
+    trainer = (late_trainer if late else lambda d, out: Trainer(open_run(recipe(), d, out)))(dataset, tmp_path)
+    weight, calls = trainer.model.blocks[1].get_parameter("ffn.up.weight"), [0]
+    before: dict[str, Tensor] = {}
+
+    def plant(gradient: Tensor) -> Tensor:
+        calls[0] += 1
+        if calls[0] != 6:
+            return gradient
+        before.update({name: tensor.clone() for name, tensor in tensors(trainer)})
+        return torch.full_like(gradient, torch.nan)
+
+    weight.register_hook(plant)
+    with pytest.raises(SinklabError, match=r"step 6 diverged: .*gradient norm nan.*step_00000004.*--replay 6"):
+        trainer.train()
+    assert trainer.state.step == 5
+    assert all(torch.equal(before[name], tensor) for name, tensor in tensors(trainer))
+    assert calls[0] == (7 if late else 6)  # late, one more gradient is computed and not used
+
+
+def tensors(trainer: Trainer) -> list[tuple[str, Tensor]]:
+    """Weights and optimiser state."""
+    weights = list(trainer.model.named_parameters())
+    moments = [(f"{n}/{k}", v) for n, p in weights for k, v in trainer.optimizer.state[p].items()]
+    return [*((n, p.detach()) for n, p in weights), *moments]
+
+
+def test_every_evaluation_says_how_fast_it_was(dataset: TokenDataset, tmp_path: Path) -> None:
+    Trainer(open_run(recipe(train={"peak_flops": 1e9}), dataset, tmp_path)).train()
+    first, *rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert first["tokens_per_second"] is first["mfu"] is first["stall_share"] is None
+    from sinklab.train.flops import model_flops
+
+    per_token = model_flops(open_run(recipe(train={"peak_flops": 1e9}), dataset, tmp_path).recipe.model).total / 16
+    for row in rows:
+        assert row["mfu"] == pytest.approx(row["tokens_per_second"] * per_token / 1e9)
+        assert 0 <= row["stall_share"] < 1
+
+
+def test_the_progress_line_says_how_fast_it_is() -> None:
+    row = {"valid_loss": 3.0, "sink_rate": [2.0], "sink_rate_bias": None, "tokens_per_second": 1e6}
+    assert describe(row | {"mfu": None, "stall_share": 0.001}).endswith("1,000,000 tokens/s")
+    assert describe(row | {"mfu": 0.41, "stall_share": 0.3}).endswith("41% of peak  waited for data 30%")
+
+
+def test_how_the_work_is_done_does_not_name_another_run() -> None:
+    plain = recipe().content_hash("data")
+    assert recipe(train={"compile": "on", "peak_flops": 1e12}).content_hash("data") == plain
+    assert recipe(train={"steps": 9}).content_hash("data") != plain
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[str, int]]:
+    """Compiling without generating code, which takes long; gives the numbers of graphs and of breaks so far."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    return lambda: {"graphs": counters["stats"]["unique_graphs"], "breaks": len(counters["graph_break"])}
+
+
+@pytest.mark.parametrize("name", ["k_biases", "norm_sandwich"])
+def test_compiled_blocks_give_the_same_gradients_and_measurement(
+    name: str, traced: Callable[[], dict[str, int]]
+) -> None:
+    sizes = {**RECIPE["model"], "layers": 3, "vocab_size": 50}  # type: ignore[dict-item]
+    config = build_recipe({**RECIPE, "model": sizes}, VARIANTS[name].overlay).model
+    plain, compiled = Transformer(config), Transformer(config)
+    compile_blocks(compiled, "on", CPU)
+    assert list(compiled.state_dict()) == list(plain.state_dict())
+    tokens_BT = torch.randint(50, (2, 17), generator=torch.Generator().manual_seed(0))
+    expected, ours = (torch.autograd.grad(m.loss(tokens_BT), list(m.parameters())) for m in (plain, compiled))
+    for gradient, other in zip(expected, ours, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-6)
+    assert traced() == {"graphs": 2, "breaks": 0}  # before and after the core, the same for all three layers
+    measured, again = (measure_transformer(m, tokens_BT[:, :16]) for m in (plain, compiled))
+    torch.testing.assert_close(torch.from_numpy(measured.importance), torch.from_numpy(again.importance))
+    assert measured.hidden_norm_ratio == pytest.approx(again.hidden_norm_ratio)
+
+
+def test_auto_compiles_on_cuda_only() -> None:
+    model = Transformer(build_recipe({"model": {**RECIPE["model"], "vocab_size": 50}, "metric": {"length": 16}}).model)  # type: ignore[dict-item]
+    compile_blocks(model, "auto", CPU)
+    compile_blocks(model, "off", torch.device("cuda"))
+    assert not any("before_core" in vars(block) for block in model.blocks)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_a_compiled_run_learns_like_the_plain_one(dataset: TokenDataset, tmp_path: Path) -> None:
+    for name in ("off", "on"):
+        Trainer(open_run(recipe(train={"compile": name}), dataset, tmp_path / name)).train()
+    losses = [[row["valid_loss"] for row in read_metrics(tmp_path / n / "metrics.jsonl")] for n in ("off", "on")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert json.loads((tmp_path / "on" / "measurement.json").read_text())["sink_rate"]
