@@ -13,7 +13,7 @@ from pathlib import Path
 from sinklab.data.hub import PREFIX, hub_documents
 from sinklab.data.installed import entries, installed_documents, installed_names
 from sinklab.data.synthetic import VERSION, parse, synthetic_documents
-from sinklab.data.textfiles import read_documents, text_files
+from sinklab.data.textfiles import Render, plain_conversation, read_documents, text_files
 from sinklab.errors import InputError
 
 
@@ -44,17 +44,18 @@ def fingerprint(documents: Iterable[str]) -> str:
     return total.hexdigest()
 
 
-def documents(source: str, *, limit_bytes: int | None = None) -> Iterator[str]:
+def documents(source: str, *, limit_bytes: int | None = None, render: Render = plain_conversation) -> Iterator[str]:
     """The documents of a source in their fixed order, one at a time, none of them empty.
 
     Args:
         source: as `DataConfig.source`, except that a prepared directory has no documents any more.
         limit_bytes: stop after this much UTF-8 text; the last document is cut there.
+        render: writes `messages` as text.
 
     Raises:
         InputError: the source is missing, empty or malformed (with the file and the line).
     """
-    texts = _all_documents(source)
+    texts = _all_documents(source, render)
     found = False
     for text in texts if limit_bytes is None else _cut(texts, limit_bytes):
         found = True
@@ -90,16 +91,16 @@ def identity(source: str) -> str:
     return hashlib.sha256(json.dumps(state).encode()).hexdigest()
 
 
-def _all_documents(source: str) -> Iterator[str]:
+def _all_documents(source: str, render: Render) -> Iterator[str]:
     if names := installed_names(source):
         yield from installed_documents(names)
     elif source.startswith(PREFIX):
-        yield from hub_documents(source)
+        yield from hub_documents(source, render)
     elif request := parse(source):
         yield from synthetic_documents(request)
     else:
         for path in text_files(Path(source).expanduser()):
-            yield from read_documents(path)
+            yield from read_documents(path, render)
 
 
 def _cut(texts: Iterator[str], limit_bytes: int) -> Iterator[str]:

@@ -4,16 +4,19 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
-from sinklab.data.textfiles import row_text
+from sinklab.data.textfiles import Render, plain_conversation, row_text
 from sinklab.errors import InputError
 
 PREFIX = "hf:"
 
 
-def hub_documents(source: str) -> Iterator[str]:
+def hub_documents(source: str, render: Render = plain_conversation) -> Iterator[str]:
     """The documents of `hf:NAME[:CONFIG[:SPLIT]]`, one row after the other; the split is `train` unless given.
 
     NAME may also be a local folder that `datasets` can read. Remote code is never run.
+
+    Args:
+        render: writes `messages` as text.
 
     Raises:
         InputError: the extra is missing, or the dataset cannot be fetched or has neither text nor messages.
@@ -28,7 +31,7 @@ def hub_documents(source: str) -> Iterator[str]:
         ) from error
     try:
         for number, row in enumerate(datasets.load_dataset(name, config, split=split, streaming=True), start=1):
-            text = row_text(row, f"{source}, row {number}")
+            text = row_text(row, f"{source}, row {number}", render)
             if text.strip():
                 yield text
     except InputError:

@@ -145,7 +145,13 @@ def _check_size(path: Path, expected: int, manifest: Manifest) -> None:
 
 
 def _check_sum(path: Path, expected: str, manifest: Manifest) -> None:
-    if sha256_of(path) != expected:
+    try:
+        found = sha256_of(path)
+    except OSError as error:
+        raise SinklabError(
+            f"{path} cannot be read: {error.strerror or error}. Make it readable, or: {_remedy(path.parent, manifest)}"
+        ) from error
+    if found != expected:
         raise SinklabError(
             f"{path} is corrupted: its checksum is not the one recorded. {_remedy(path.parent, manifest)}"
         )

@@ -8,11 +8,14 @@ Rows and pieces without any text are passed over.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 from sinklab.errors import InputError
+
+Message = dict[str, str]  # role and content
+Render = Callable[[list[Message], str], str]  # a conversation, and where it stands, to text
 
 SUFFIXES = (".txt", ".jsonl")
 _SEPARATOR = "<|endoftext|>"
@@ -41,16 +44,24 @@ def text_files(path: Path) -> list[Path]:
     return [path]
 
 
-def read_documents(path: Path) -> Iterator[str]:
+def plain_conversation(messages: list[Message], where: str) -> str:
+    """Lines `role: content`."""
+    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
+def read_documents(path: Path, render: Render = plain_conversation) -> Iterator[str]:
     """The documents of one file.
+
+    Args:
+        render: writes `messages` as text.
 
     Raises:
         InputError: it cannot be read, is not UTF-8, or a row is malformed.
     """
-    rows = _jsonl_documents if path.suffix.lower() == ".jsonl" else _txt_documents
     try:
         with path.open(encoding="utf-8-sig") as file:
-            for text in rows(file, path):
+            jsonl = path.suffix.lower() == ".jsonl"
+            for text in _jsonl_documents(file, path, render) if jsonl else _txt_documents(file):
                 if text.strip():
                     yield text
     except UnicodeDecodeError as error:
@@ -59,8 +70,8 @@ def read_documents(path: Path) -> Iterator[str]:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
 
 
-def row_text(row: Any, where: str) -> str:
-    """The text of one row: `text`, or `messages` as lines `role: content`.
+def row_text(row: Any, where: str, render: Render = plain_conversation) -> str:
+    """The text of one row: `text`, or `messages` as `render` writes them.
 
     Raises:
         InputError: the row has neither, or they are not strings; `where` names it.
@@ -68,19 +79,19 @@ def row_text(row: Any, where: str) -> str:
     if isinstance(row, dict) and isinstance(row.get("text"), str):
         text = row["text"]
     elif isinstance(row, dict) and isinstance(row.get("messages"), list):
-        text = "\n".join(_message_text(message, where) for message in row["messages"])
+        text = render([_message(message, where) for message in row["messages"]], where)
     else:
         raise InputError(f'{where}: a row needs "text" (a string) or "messages" (a list of role and content)')
     return text.encode("utf-8", errors="replace").decode("utf-8")  # JSON can carry lone surrogates
 
 
-def _message_text(message: Any, where: str) -> str:
+def _message(message: Any, where: str) -> Message:
     if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
         raise InputError(f'{where}: each message needs "role" and "content", both strings')
-    return f"{message['role']}: {message['content']}"
+    return message
 
 
-def _jsonl_documents(file: TextIO, path: Path) -> Iterator[str]:
+def _jsonl_documents(file: TextIO, path: Path, render: Render) -> Iterator[str]:
     for number, line in enumerate(file, start=1):
         if not line.strip():
             continue
@@ -89,10 +100,10 @@ def _jsonl_documents(file: TextIO, path: Path) -> Iterator[str]:
             row = json.loads(line)
         except ValueError as error:
             raise InputError(f"{where}: not valid JSON ({error}); each line is one JSON object") from error
-        yield row_text(row, where)
+        yield row_text(row, where, render)
 
 
-def _txt_documents(file: TextIO, path: Path) -> Iterator[str]:
+def _txt_documents(file: TextIO) -> Iterator[str]:
     lines: list[str] = []
     length = 0
     separated = False
