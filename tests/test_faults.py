@@ -1,5 +1,7 @@
 """What may go wrong around a run: a loss that is not finite, a second trainer, damaged data, a clock that is set."""
 
+import errno
+import fcntl
 import itertools
 import json
 import random
@@ -15,6 +17,7 @@ from sinklab.config import Recipe, build_recipe
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError, SinklabError
+from sinklab.train.lock import lock_run
 from sinklab.train.loop import Trainer
 from sinklab.train.replay import replay
 from sinklab.train.run import existing_run, load_run, open_run, read_metrics
@@ -98,6 +101,23 @@ def test_a_second_trainer_is_refused_and_reading_is_not(dataset: TokenDataset, t
     assert load_run(tmp_path).step == 1
     first.train()
     assert Trainer(run).train().status == "done"
+
+
+def test_a_file_system_without_locks_is_not_taken_for_a_second_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: object, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(SinklabError, match=r"cannot lock .*No locks available"):
+        lock_run(tmp_path)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is always full is Linux's /dev/full")
+def test_a_full_disk_does_not_keep_the_lock_from_being_held(tmp_path: Path) -> None:
+    (tmp_path / "lock").symlink_to("/dev/full")
+    lock_run(tmp_path).close()
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,7 @@ def test_the_shape_of_the_1b_model_takes_no_memory() -> None:
 
 def test_the_peak_of_a_card_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     cards = {"NVIDIA H200": 990e12, "NVIDIA H100 80GB HBM3": 990e12, "NVIDIA H100 PCIe": 756e12, "Unknown": None}
+    cards |= {"NVIDIA L4": 121e12, "NVIDIA L40": 181e12, "NVIDIA L40S": 362e12}
     for name, peak in cards.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert peak_flops(torch.device("cuda", 0)) == peak

@@ -12,7 +12,7 @@ from tiny_models import text_file, tiny_model
 from sinklab.errors import InputError
 from sinklab.measure.command import measure_command
 from sinklab.measure.domains import domain_files, measure_domains
-from sinklab.measure.many import Watch
+from sinklab.measure.many import Watch, model_files
 from sinklab.measure.measurement import Measurement
 from sinklab.measure.subjects import Request
 from sinklab.report import write_report
@@ -91,6 +91,14 @@ def test_results_of_other_settings_are_never_mixed_in(model: str, texts: Path, t
     text_file(texts / "beta.jsonl", seed=31, documents=13)
     with pytest.raises(InputError, match=r"beta holds a measurement with other settings .*text"):
         measure_domains(model, texts, SMALL, out=tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "merges.txt", "tokenizer.model", "modeling_own.py"])
+def test_a_model_that_reads_text_otherwise_than_before_is_another_model(tmp_path: Path, name: str) -> None:
+    folder = tiny_model(tmp_path / "model")
+    before = model_files(folder)
+    (folder / name).write_text("other", encoding="utf-8")
+    assert model_files(folder) != before
 
 
 def test_a_domain_without_usable_text_does_not_stop_the_others(model: str, texts: Path, tmp_path: Path) -> None:

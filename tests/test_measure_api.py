@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers as hf
 from typer.testing import CliRunner
 
@@ -129,6 +130,30 @@ def test_a_massive_activation_is_found_where_it_was_put(model: Any) -> None:
     with torch.no_grad():
         hidden = model(TOKENS[:1], output_hidden_states=True).hidden_states[2]
     assert found[0].ratio_to_median == pytest.approx(4000 / float(hidden.abs().median()), rel=1e-5)
+
+
+@pytest.mark.parametrize(("left", "right"), [(4, 0), (0, 4)])
+def test_massive_activations_of_padding_hide_none_of_the_real_tokens(model: Any, left: int, right: int) -> None:
+    def put(_: Any, __: Any, output: Any) -> Any:
+        hidden = output if isinstance(output, torch.Tensor) else output[0]
+        hidden[:, left + 2, 5] = -4000.0
+        hidden[:, :left] = 9000.0
+        hidden[:, hidden.shape[1] - right :] = 9000.0
+        return output
+
+    alone = sinklab.measure(model, TOKENS).massive_activations or []
+    mask = F.pad(torch.ones_like(TOKENS), (left, right))
+    padded = F.pad(TOKENS, (left, right))
+    beside = sinklab.measure(model, padded, attention_mask=mask).massive_activations or []
+    assert [(one.layer, one.position, one.dimension) for one in beside] == [
+        (one.layer, one.position, one.dimension) for one in alone
+    ]
+    assert [one.ratio_to_median for one in beside] == pytest.approx([one.ratio_to_median for one in alone], rel=1e-4)
+    model.transformer.h[1].register_forward_hook(put)
+    found = sinklab.measure(model, padded, attention_mask=mask).massive_activations
+    assert found is not None
+    assert (found[0].layer, found[0].position, found[0].dimension, found[0].value) == (2, 3, 5, -4000.0)
+    assert found[0].ratio_to_median > 1000
 
 
 def test_thresholds_from_the_command_line_reach_the_document(data_dir: Any) -> None:

@@ -201,6 +201,33 @@ def test_lengths_that_do_not_increase_up_to_the_sequences_are_refused(lengths: l
         measure_pretrained(_pair("llama")[0], _tokens(), lengths=lengths)
 
 
+def test_lengths_that_the_model_would_turn_otherwise_are_refused() -> None:
+    longrope = {
+        "rope_type": "longrope",
+        "rope_theta": 100.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [9.0] * 4,
+        "original_max_position_embeddings": 16,
+    }
+    config = hf.Phi3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        original_max_position_embeddings=16,
+        pad_token_id=0,
+        rope_parameters=longrope,
+    )
+    model = hf.AutoModelForCausalLM.from_config(config).eval()
+    tokens = torch.randint(3, 64, (2, 32), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(InputError, match=r"sequences of 32 tokens than in those of 12 .* measure 12 apart"):
+        measure_pretrained(model, tokens, lengths=[12, 20])
+    cut = measure_pretrained(model, tokens, lengths=[20]).sink_rate_by_length
+    assert cut == {"20": {"0.3": measure_pretrained(model, tokens[:, :20]).sink_rate}}
+
+
 def test_a_sink_logit_is_reported_as_the_bias() -> None:
     model, eager = _pair("gpt-oss, sinks and window 5")
     tokens = _tokens()

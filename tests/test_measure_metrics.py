@@ -97,6 +97,23 @@ def test_the_norm_ratio_is_the_first_position_over_the_mean_of_the_rest() -> Non
     assert first_to_rest(torch.tensor([[6.0, 1.0, 2.0, 3.0]])).tolist() == [3.0]
 
 
+def test_a_batch_that_a_full_card_cannot_hand_over_is_not_half_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    totals, batch = Accumulator(0.3, 4), _batch(torch.full((2, 3, 1, 4), 0.5))
+
+    def full(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor is batch.value_ABT:
+            raise torch.OutOfMemoryError("out of memory")
+        return tensor
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "cpu", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            totals.add(batch)
+    totals.add(batch)
+    assert totals.sequences == 2
+    assert totals.sink_rate() == [100.0] * 4
+
+
 def test_nan_is_an_error_that_names_the_layer() -> None:
     alpha = torch.full((2, 3, 1, 4), 0.1)
     alpha[1, 1, 0, 2] = torch.nan

@@ -221,6 +221,14 @@ def test_a_model_without_learned_positions_is_refused_and_so_are_positions_it_do
             pass
 
 
+def test_a_table_that_is_left_on_disk_is_refused_and_never_left_unchanged() -> None:
+    config = hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=32)
+    with torch.device("meta"):
+        model: Any = hf.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(InputError, match="left on disk"), swapped_positions(model, 1, 5):
+        pass
+
+
 def test_opt_keeps_two_rows_before_its_first_position() -> None:
     model = _pair("opt")[0]
     table = learned_positions(model)

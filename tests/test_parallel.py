@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from sinklab.config import build_recipe
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError, SinklabError
+from sinklab.train.compile import compile_blocks
 from sinklab.train.loop import Trainer
 from sinklab.train.run import load_run, open_run, read_metrics
 from sinklab.train.world import World
@@ -192,6 +194,25 @@ def fail_in_backward(world: World, args: list[str]) -> None:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor).detach()
+
+
+@pytest.mark.slow
+def test_replicas_compile_without_cutting_blocks_into_buckets(tokens: Path, tmp_path: Path) -> None:
+    assert call_together(compile_whole_parts, 2, command(tokens, tmp_path / "run")) == [0, 0]
+
+
+def compile_whole_parts(world: World, args: list[str]) -> None:
+    """An update with compiled blocks, where cutting fails, as it does in older PyTorch."""
+    from torch._dynamo.backends.distributed import DDPOptimizer
+
+    def refuse(*_: object) -> None:
+        raise NotImplementedError("found a higher order op in the graph")
+
+    DDPOptimizer.compile_fn = refuse  # type: ignore[method-assign]
+    torch.compile = partial(torch.compile, backend="aot_eager")
+    trainer = trainer_of(world, args)
+    compile_blocks(trainer.model, "on", torch.device("cpu"))
+    trainer._update()
 
 
 def test_a_batch_that_cannot_be_shared_equally_is_refused() -> None:

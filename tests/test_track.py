@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import struct
 from collections.abc import Iterator
 from io import StringIO
@@ -87,6 +88,12 @@ def test_tensorboard_gets_the_recipe_every_number_and_the_charts(tmp_path: Path)
 @needs("tensorboard")
 def test_a_continued_run_does_not_repeat_its_evaluations_in_tensorboard(tmp_path: Path) -> None:
     lose_the_end(train(tmp_path, "tensorboard"))
+    assert [event.step for event in events(train(tmp_path, "tensorboard")).Scalars("valid_loss")] == [0, 2, 4]
+
+
+@needs("tensorboard")
+def test_a_run_killed_before_its_first_checkpoint_does_not_repeat_them_either(tmp_path: Path) -> None:
+    shutil.rmtree(train(tmp_path, "tensorboard") / "checkpoints")
     assert [event.step for event in events(train(tmp_path, "tensorboard")).Scalars("valid_loss")] == [0, 2, 4]
 
 

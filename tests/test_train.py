@@ -127,6 +127,12 @@ def test_micro_batches_give_the_whole_batchs_gradient(dataset: TokenDataset, tmp
         torch.testing.assert_close(weight, split[name], rtol=0, atol=2e-5)
 
 
+def test_an_evaluation_takes_no_more_sequences_at_a_time_than_an_update(dataset: TokenDataset, tmp_path: Path) -> None:
+    batches = Trainer(open_run(recipe(train={"micro_batch": 2}), dataset, tmp_path)).evaluator.batches
+    assert {len(batch) for batch in batches} == {2}
+    assert sum(map(len, batches)) == 16
+
+
 def test_training_lowers_the_loss_and_records_every_evaluation(dataset: TokenDataset, tmp_path: Path) -> None:
     train(dataset, tmp_path, recipe(train={"steps": 60}))
     rows = read_metrics(tmp_path / "metrics.jsonl")

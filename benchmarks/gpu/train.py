@@ -11,6 +11,7 @@ Goals on an H200, against 990 TFLOP/s: 60M at 50 % or more, 1B at 55 %, sigmoid 
 """
 
 import argparse
+import gc
 import json
 import statistics
 import tempfile
@@ -54,6 +55,7 @@ def tokens_of(context: int, folder: Path) -> TokenDataset:
 
 def measure(recipe: Recipe, data: TokenDataset, folder: Path, rounds: int, steps: int) -> dict[str, float | None]:
     """Median over the rounds of the seconds of a step, and what follows from it."""
+    gc.collect()  # the model before this one hangs in the cycle of a block and its compiled methods
     updater = Updater(open_run(recipe, data, folder))
     compile_blocks(updater.model, recipe.train.compile, updater.device)
     _several(updater, steps)  # compiles

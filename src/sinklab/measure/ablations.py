@@ -103,8 +103,14 @@ def emerging_activation(model: "PreTrainedModel | Transformer", tokens_T: Tensor
         SinklabError: the blocks of the model could not be found.
     """
     blocks = residual_blocks(model)
+    tokens_1T = tokens_T[None].to(input_device(model))
     with evaluating(model), largest_activations(blocks) as found:
-        model(tokens_T[None].to(input_device(model)))
+        if isinstance(model, Transformer):
+            model.hidden(tokens_1T)
+        else:
+            from sinklab.measure.head import forward_only
+
+            forward_only(model, tokens_1T, {"use_cache": False})
     top = strongest(found)[0]
     return next(one for one in found if (one.position, one.dimension) == (top.position, top.dimension))
 

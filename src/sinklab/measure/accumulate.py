@@ -5,7 +5,7 @@ threshold is applied to every sequence before anything is averaged.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -46,6 +46,11 @@ class Batch:
     prefixes: Sequence[Tensor] = ()
     details: BatchDetails | None = None
 
+    def on_cpu(self) -> "Batch":
+        """The same in the machine's own memory."""
+        tensors = {one.name: x.cpu() for one in fields(self) if isinstance(x := getattr(self, one.name), Tensor)}
+        return replace(self, **tensors, prefixes=[prefix_ABHP.cpu() for prefix_ABHP in self.prefixes])
+
 
 class Accumulator:
     """Sums of batches, for sequences of at most `length` positions.
@@ -77,23 +82,23 @@ class Accumulator:
         Raises:
             SinklabError: NaN or infinity in the attention or the activations; the layer is named.
         """
-        importance = batch.importance_ABHT
+        batch = batch.on_cpu()  # a card that is full would otherwise stop in the middle of the counting (batches.py)
+        importance, valid_BT = batch.importance_ABHT, batch.valid_BT
         _, B, _, T = importance.shape
-        valid_BT = batch.valid_BT
-        valid_BT = torch.ones(B, T, dtype=torch.bool) if valid_BT is None else valid_BT.cpu()
+        valid_BT = torch.ones(B, T, dtype=torch.bool) if valid_BT is None else valid_BT
         self.sequences += B
         self.sequences_T[:T] += valid_BT.sum(0)
-        counted_BT = valid_BT.to(importance.device)[None, :, None]
+        counted_BT = valid_BT[None, :, None]
         for hits_T, eps in zip(self.hits_ET, self.thresholds, strict=True):
-            hits_T[:T] += ((importance > eps) & counted_BT).sum((0, 1, 2)).cpu()
+            hits_T[:T] += ((importance > eps) & counted_BT).sum((0, 1, 2))
         for hits_EP, prefix_ABHP in zip(self._prefix_hits, batch.prefixes, strict=True):
             for hits_P, eps in zip(hits_EP, self.thresholds, strict=True):
-                hits_P += (prefix_ABHP > eps).sum((0, 1, 2)).cpu()
+                hits_P += (prefix_ABHP > eps).sum((0, 1, 2))
         self._sum("attention scores", importance.double().sum(1))
-        self.first.append(importance[..., 0].transpose(0, 1).float().cpu())
+        self.first.append(importance[..., 0].transpose(0, 1).float())
         for name, norms in (("keys", batch.key_ABT), ("values", batch.value_ABT), ("hidden states", batch.hidden_MBT)):
             if norms is not None:
-                self._sum(name, torch.where(valid_BT.to(norms.device), norms, 0).double().sum(1))
+                self._sum(name, torch.where(valid_BT, norms, 0).double().sum(1))
         if batch.bias_ABH is not None:
             self.bias_hits += int((batch.bias_ABH > self.eps).sum())
             self.bias_triples += batch.bias_ABH.numel()
@@ -107,7 +112,6 @@ class Accumulator:
         self.targets += batch.targets
 
     def _sum(self, name: str, part: Tensor) -> None:
-        part = part.cpu()
         broken = ~part.isfinite().flatten(1).all(1)
         if bool(broken.any()):
             layer = int(broken.nonzero()[0]) + (name != "hidden states")
@@ -166,5 +170,5 @@ class Accumulator:
 
 def _added(total_AH: Tensor | None, part_ABH: Tensor) -> Tensor:
     """A running sum over sequences, float64 on the CPU."""
-    part_AH = part_ABH.double().sum(1).cpu()
+    part_AH = part_ABH.double().sum(1)
     return part_AH if total_AH is None else total_AH + part_AH

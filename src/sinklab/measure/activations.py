@@ -38,17 +38,24 @@ class MassiveActivation(Part):
 
 
 @contextmanager
-def largest_activations(blocks: Sequence[nn.Module]) -> Iterator[list[MassiveActivation]]:
+def largest_activations(
+    blocks: Sequence[nn.Module], real: RealTokens | None = None
+) -> Iterator[list[MassiveActivation]]:
     """A list that after the first forward pass holds the largest activation of its first sequence after each block.
 
-    Positions are columns of the batch (1-based), padding included.
+    Args:
+        real: of the first sequence: others of its positions are not looked at, and positions are counted from its
+            first real token. None looks at every column of the batch.
     """
     found: list[MassiveActivation] = []
 
     def leaving(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         if len(found) < len(blocks):
             hidden_BTC = output[0] if isinstance(output, tuple) else output
-            found.append(_largest(hidden_BTC[0].detach(), len(found) + 1))
+            hidden_TC = hidden_BTC[0].detach()
+            if real is not None and real.padded:
+                hidden_TC = hidden_TC[real.mask_BT[0].to(hidden_TC.device)]
+            found.append(_largest(hidden_TC, len(found) + 1))
 
     def entering(_: nn.Module, __: tuple[Any, ...]) -> None:
         if len(found) < len(blocks):  # the first pass, or one after a pass that ended halfway
@@ -63,21 +70,9 @@ def largest_activations(blocks: Sequence[nn.Module]) -> Iterator[list[MassiveAct
             handle.remove()
 
 
-def strongest(found: Sequence[MassiveActivation], real: RealTokens | None = None) -> list[MassiveActivation]:
-    """The STRONGEST of them by ratio to the median, strongest first.
-
-    Args:
-        real: of the first sequence: positions are counted from its first real token, and others are left out. None
-            keeps the columns.
-    """
-    counted = found if real is None else _placed(found, real)
-    return sorted(counted, key=lambda one: -one.ratio_to_median)[:STRONGEST]
-
-
-def _placed(found: Sequence[MassiveActivation], real: RealTokens) -> list[MassiveActivation]:
-    first, count = int(real.index_BR[0, 0]), int(real.count_B[0])
-    moved = [one.model_copy(update={"position": one.position - first}) for one in found]
-    return [one for one in moved if 1 <= one.position <= count]
+def strongest(found: Sequence[MassiveActivation]) -> list[MassiveActivation]:
+    """The STRONGEST of them by ratio to the median, strongest first."""
+    return sorted(found, key=lambda one: -one.ratio_to_median)[:STRONGEST]
 
 
 def _largest(hidden_TC: Tensor, layer: int) -> MassiveActivation:

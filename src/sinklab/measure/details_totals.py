@@ -30,7 +30,7 @@ class _Mean:
 
     def add(self, values_XBY: Tensor, valid_BY: Tensor | None = None) -> None:
         """X any axes before the sequences (layers), Y any after; with a length, the last of Y is padded to it."""
-        values = values_XBY.double().cpu()
+        values = values_XBY.cpu().double()
         if valid_BY is None:
             total, count = values.sum(1), torch.tensor(float(values.shape[1]))
         else:
@@ -161,7 +161,7 @@ class DetailTotals:
             for layer, one in enumerate(batch.layers, 1)
             for place, head in enumerate(head for at, head in batch.maps if at == layer)
         }
-        sums = torch.stack([drawn[wanted].double().cpu() for wanted in batch.maps])
+        sums = torch.stack([drawn[wanted].cpu().double() for wanted in batch.maps])
         short = self._length - sums.shape[-1]
         sums = torch.nn.functional.pad(sums, (0, short, 0, short))
         self._map_sums_PKTT = sums if self._map_sums_PKTT is None else self._map_sums_PKTT + sums
@@ -209,7 +209,7 @@ class DetailTotals:
 
 def _over_layers(parts: Sequence[Tensor]) -> Tensor:
     """Stacked, float64, on the CPU: layers may lie on several devices."""
-    return torch.stack([part.double().cpu() for part in parts])
+    return torch.stack([part.cpu().double() for part in parts])
 
 
 def _wider(x: Tensor, length: int) -> Tensor:

@@ -19,7 +19,9 @@ from sinklab.measure.subjects import Request
 
 REQUEST = "request.json"
 FILES = "files"
-MODEL_FILES = ("*.safetensors", "config.json", "recipe.yaml", "tokenizer*.json")
+WEIGHTS = ("*.safetensors", "config.json", "recipe.yaml", "*.py")
+TOKENIZER = ("tokenizer*", "*.model", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json")
+MODEL_FILES = (*WEIGHTS, *TOKENIZER, "chat_template*", "additional_chat_templates/*")
 
 
 class Watch:
@@ -65,7 +67,10 @@ class Item:
         """
         if self.folder is None or not (self.folder / "measurement.json").is_file():
             return None
-        asked = json.loads((self.folder / REQUEST).read_text("utf-8")) if (self.folder / REQUEST).is_file() else {}
+        try:
+            asked = json.loads((self.folder / REQUEST).read_text("utf-8")) if (self.folder / REQUEST).is_file() else {}
+        except ValueError as error:
+            raise InputError(f"{self.folder / REQUEST} is damaged: delete {self.folder} to measure it again") from error
         differing = sorted(
             key for key in {*asked, *self.request} if _differ(key, asked.get(key), self.request.get(key))
         )

@@ -75,7 +75,7 @@ def measure_transformer(
         if extra is not None:
             stack.enter_context(extra.watching(blocks))
         layers = stack.enter_context(_core_records(cores, model.leading, lengths, extra))
-        largest = stack.enter_context(largest_activations(blocks))
+        largest = stack.enter_context(largest_activations(blocks, _behind(model.leading, tokens_NT[:1])))
         steps = stack.enter_context(reporting(blocks, progress, len(tokens_NT)))
 
         def step(start: int, stop: int) -> None:
@@ -101,7 +101,7 @@ def measure_transformer(
         proxy=any(core.proxy for core in cores),
         backend=str(cores[0].backend),
         dtype=str(first.dtype).removeprefix("torch."),
-        massive_activations=strongest(largest, _behind(model.leading, tokens_NT[:1])),
+        massive_activations=strongest(largest),
         notes=notes,
     )
 

@@ -66,7 +66,7 @@ def measure_pretrained(
     """
     check_request(tokens_NT, eps, batch_size)
     _check_tokens(model, tokens_NT, attention_mask_NT)
-    _check_lengths(lengths, tokens_NT, attention_mask_NT)
+    _check_lengths(model, lengths, tokens_NT, attention_mask_NT)
     mask_NT = torch.ones_like(tokens_NT) if attention_mask_NT is None else attention_mask_NT
     device = input_device(model)
     blocks = decoder_blocks(model)
@@ -76,7 +76,7 @@ def measure_pretrained(
         cost = stack.enter_context(costing(device))
         stack.enter_context(evaluating(model))
         hidden = stack.enter_context(residual_norms(blocks))
-        largest = stack.enter_context(largest_activations(blocks))
+        largest = stack.enter_context(largest_activations(blocks, real_tokens(mask_NT[:1])))
         watch = stack.enter_context(probe(model, lengths, seen))
         if seen is not None:
             stack.enter_context(seen.watching(blocks))
@@ -121,7 +121,7 @@ def measure_pretrained(
         proxy=False,
         backend="+".join(sorted(watch.backends)),
         dtype=str(model.dtype).removeprefix("torch."),
-        massive_activations=strongest(largest, real_tokens(mask_NT[:1])) if blocks else None,
+        massive_activations=strongest(largest) if blocks else None,
         notes=notes,
     )
 
@@ -146,10 +146,32 @@ def _check_tokens(model: PreTrainedModel, tokens_NT: Tensor, attention_mask_NT: 
         )
 
 
-def _check_lengths(lengths: Sequence[int], tokens_NT: Tensor, attention_mask_NT: Tensor | None) -> None:
-    check_lengths(lengths, tokens_NT.shape[1])
+def _check_lengths(
+    model: PreTrainedModel, lengths: Sequence[int], tokens_NT: Tensor, attention_mask_NT: Tensor | None
+) -> None:
+    longest = tokens_NT.shape[1]
+    check_lengths(lengths, longest)
+    for length in lengths:
+        if _turns_otherwise(model, length, longest):
+            raise InputError(
+                f"the model turns its positions otherwise in sequences of {longest} tokens than in those of {length} "
+                f"(its rotary embedding depends on the length), so one pass cannot give both: measure {length} apart"
+            )
     if lengths and attention_mask_NT is not None and not bool(attention_mask_NT.all()):
         raise InputError("several lengths need sequences without padding: leave out the padded ones, or `lengths`")
+
+
+def _turns_otherwise(model: PreTrainedModel, length: int, longest: int) -> bool:
+    """Whether rotary embeddings differ between sequences of two lengths (`dynamic_rope_update` of transformers)."""
+    text = model.config.get_text_config(decoder=True)
+    given = getattr(text, "rope_parameters", None) or {}
+    for rope in given.values() if "rope_type" not in given else (given,):  # one for each kind of layer, or one for all
+        kind = rope.get("rope_type") if isinstance(rope, dict) else None
+        if kind == "longrope" and length <= rope["original_max_position_embeddings"] < longest:
+            return True
+        if kind == "dynamic" and longest > text.max_position_embeddings:
+            return True
+    return False
 
 
 def _arguments(model: PreTrainedModel, real: RealTokens) -> dict[str, Any]:

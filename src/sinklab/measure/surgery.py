@@ -206,6 +206,11 @@ def _rewritten_positions(model: "PreTrainedModel | Transformer", source: dict[in
             "the model has no learned table of positions to change: that is for models such as GPT-2, OPT and GPT-Neo, "
             "or ours with model.position.kind learnable"
         )
+    if table_PC.is_meta:
+        raise InputError(
+            "the model's table of positions is not in memory (it was left on disk), so it cannot be changed: load the "
+            "model onto one device"
+        )
     for position in {*source, *source.values()}:
         if not 1 <= position <= len(table_PC):
             raise InputError(f"position {position} does not exist: the table has positions 1 to {len(table_PC)}")

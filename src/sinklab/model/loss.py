@@ -26,7 +26,7 @@ from sinklab.attention.blocks import accumulate_dtype
 IGNORED = -100  # a target that is not predicted, as in `F.cross_entropy`
 WHOLE = 2**22  # logits up to here (16 MB in float32) are built at once
 CHUNK_ELEMENTS = 2**24  # logits of a chunk on a CPU: 64 MB in float32
-CHUNK_ELEMENTS_CUDA = 2**28
+CHUNK_ELEMENTS_CUDA = 2**25
 ROWS_MULTIPLE = 128  # matrix kernels like such row counts
 
 

@@ -58,7 +58,10 @@ class Evaluator:
 
 
 def _batches(run: Run) -> list[Tensor]:
-    """Enough validation sequences, in a fixed order, for the loss and for the metric."""
+    """Enough validation sequences, in a fixed order, for the loss and for the metric; as many at a time as in training.
+
+    Their number depends on the recipe alone, not on that of the processes, so that the rounding is the same for all.
+    """
     metric, valid = run.recipe.metric, run.loader("valid")
     if valid.chunks < metric.sequences:
         raise InputError(
@@ -67,4 +70,4 @@ def _batches(run: Run) -> list[Tensor]:
         )
     count = min(max(run.recipe.train.eval_sequences, metric.sequences), valid.chunks)
     tokens_NT = torch.cat([valid.batch(i) for i in range(-(-count // valid.batch_size))])[:count]
-    return list(tokens_NT.split(valid.batch_size))
+    return list(tokens_NT.split(run.recipe.train.micro_batch or valid.batch_size))

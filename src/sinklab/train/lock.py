@@ -1,5 +1,6 @@
 """One trainer per run directory. The lock goes with the process, however it ends; reading needs none."""
 
+import contextlib
 import os
 import socket
 from pathlib import Path
@@ -12,7 +13,7 @@ def lock_run(directory: Path) -> IO[str]:
     """Hold the run directory until the returned file is closed.
 
     Raises:
-        SinklabError: another process is training there, or the directory cannot be written.
+        SinklabError: another process is training there, or the directory cannot be written or locked.
     """
     import fcntl
 
@@ -23,7 +24,7 @@ def lock_run(directory: Path) -> IO[str]:
         raise SinklabError(f"cannot write {path}: {error.strerror or error}. Choose another --out.") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError as error:
         file.seek(0)
         holder = file.read().strip() or "another process"
         file.close()
@@ -31,7 +32,12 @@ def lock_run(directory: Path) -> IO[str]:
             f"{directory} is being trained by {holder}: wait until it has ended, stop it with kill (it saves first), "
             "or choose another --out"
         ) from error
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
+    except OSError as error:
+        file.close()
+        raise SinklabError(
+            f"cannot lock {path}: {error.strerror or error}. Choose an --out on a file system with locks."
+        ) from error
+    with contextlib.suppress(OSError):  # on a full disk: held all the same, by nobody in particular
+        os.ftruncate(file.fileno(), 0)
+        os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     return file

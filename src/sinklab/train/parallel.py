@@ -61,6 +61,9 @@ def share(model: Transformer, how: Parallel, world: World) -> SharedLoss:
         register_fsdp_forward_method(model, "loss")
         _name_the_root(model)
         return SharedLoss(model.loss, lambda: _keeping_gradients(model))
+    # Dynamo would cut what is compiled into buckets of gradients. Here every part of a block is compiled by itself, and
+    # older PyTorch cannot cut functions with a backward of their own, such as rotations and FlexAttention.
+    torch._dynamo.config.optimize_ddp = False
     replica = DistributedDataParallel(_Loss(model), gradient_as_bucket_view=True)
     return SharedLoss(replica, replica.no_sync)
 

@@ -114,7 +114,7 @@ class _TensorBoard:
     def __init__(self, run: Run, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=step + 1 if step else None)
+        self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=step + 1 if step else 0)
         self._step = step
         if step == 0:
             self._writer.add_text("recipe", "".join(f"    {line}\n" for line in run.recipe.to_yaml().splitlines()), 0)
