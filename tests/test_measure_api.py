@@ -156,6 +156,18 @@ def test_massive_activations_of_padding_hide_none_of_the_real_tokens(model: Any,
     assert found[0].ratio_to_median > 1000
 
 
+def test_the_largest_activation_of_a_model_that_ignores_the_interface_is_that_of_its_first_sequence() -> None:
+    torch.manual_seed(0)
+    config = hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
+    bloom = hf.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        after_first_TC = bloom(TOKENS[:1], output_hidden_states=True).hidden_states[1][0]
+    found = sinklab.measure(bloom, TOKENS).massive_activations
+    assert found is not None
+    value = next(one.value for one in found if one.layer == 1)
+    assert abs(value) == pytest.approx(after_first_TC.abs().max().item(), rel=1e-4)
+
+
 def test_thresholds_from_the_command_line_reach_the_document(data_dir: Any) -> None:
     folder = data_dir / "models" / "TinyStories-656K"
     options = ["--inputs", "random", "--sequences", "4", "--length", "16", "--eps", "0.3", "--eps", "0.1,0.2"]

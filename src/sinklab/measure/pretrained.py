@@ -76,8 +76,8 @@ def measure_pretrained(
         cost = stack.enter_context(costing(device))
         stack.enter_context(evaluating(model))
         hidden = stack.enter_context(residual_norms(blocks))
+        watch = stack.enter_context(probe(model, lengths, seen))  # may try the model on two tokens first
         largest = stack.enter_context(largest_activations(blocks, real_tokens(mask_NT[:1])))
-        watch = stack.enter_context(probe(model, lengths, seen))
         if seen is not None:
             stack.enter_context(seen.watching(blocks))
         steps = stack.enter_context(reporting(blocks, progress, len(tokens_NT)))
