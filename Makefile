@@ -36,6 +36,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.attention
 	$(BIN)/python -m benchmarks.measure
 	$(BIN)/python -m benchmarks.train_cpu
+	$(BIN)/python -m benchmarks.data
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

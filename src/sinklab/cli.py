@@ -11,6 +11,7 @@ from rich.console import Console
 
 from sinklab.errors import SinklabError
 from sinklab.options import (
+    Absent,
     BatchSize,
     Device,
     Dtype,
@@ -19,6 +20,7 @@ from sinklab.options import (
     Inputs,
     Json,
     Length,
+    MixKind,
     NoBos,
     Precision,
     Seed,
@@ -328,21 +330,36 @@ def data_prepare(
     out: Annotated[Path, typer.Option(help="Directory for the token shards.")],
     valid_fraction: Annotated[float, typer.Option(help="Share of the documents kept for validation.")] = 0.02,
     limit_bytes: Annotated[int | None, typer.Option(min=1, help="Read no more text than this.")] = None,
+    limit_tokens: Annotated[int | None, typer.Option(min=2, help="Write exactly so many tokens.")] = None,
+    mix: Annotated[
+        MixKind | None,
+        typer.Option(help="Domains by weight, or all files at the same pace; one after the other unless given."),
+    ] = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="With --mix weights: YAML of domain: weight; the paper's 17 unless given.")
+    ] = None,
+    absent: Annotated[
+        Absent, typer.Option(help="With --mix weights: what to do about domains without a file.")
+    ] = Absent.refuse,
+    seed: Annotated[int, typer.Option(min=0, help="With --mix: of the order in which they take turns.")] = 0,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes that encode; all cores unless given.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write nothing: say how many bytes and tokens there are.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Turn text into token shards that recipes can name as their data.source."""
-    from sinklab.console import data_progress
-    from sinklab.data.prepare import prepare
+    """Turn text into token shards that recipes can name as their data.source.
 
-    console = _stderr()
-    with data_progress(console) as progress:
-        dataset = prepare(
-            source, tokenizer, out, valid_fraction=valid_fraction, text_limit_bytes=limit_bytes, progress=progress
-        )
-    if as_json:
-        print((out / "data.json").read_text(encoding="utf-8"))
+    Killed and called again it goes on, to the same bytes; so it does with any number of workers.
+    """
+    from sinklab.data.command import Asked, dry_run_command, mix_of, prepare_command
+
+    chosen = mix_of(mix and mix.value, weights, absent.value, seed)
+    asked = Asked(source, tokenizer, valid_fraction, limit_bytes, limit_tokens, chosen)
+    if dry_run:
+        dry_run_command(asked, as_json)
     else:
-        print(f"{out}: {len(dataset.train):,} training and {len(dataset.valid):,} validation tokens")
+        prepare_command(asked, out, workers or os.cpu_count() or 1, as_json, _stderr())
 
 
 def _run_experiment(experiment: "Experiment", out: Path, seeds: int, overlay: dict[str, Any], as_json: bool) -> None:

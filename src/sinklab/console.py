@@ -1,5 +1,6 @@
 """What commands print: live progress in a terminal, plain lines elsewhere; everything but results goes to stderr."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -77,19 +78,42 @@ def describe(row: dict[str, Any]) -> str:
     return "  ".join(parts)
 
 
+class DataBoard:
+    """A bar over the bytes of text while data is prepared, and how fast tokens are written."""
+
+    def __init__(self, console: Console, progress: Progress) -> None:
+        self._console, self._progress = console, progress
+        self._tasks: dict[str, Any] = {}
+        self._start: tuple[float, int] | None = None
+        self._rate = ""
+
+    def __call__(self, stage: str, done: int, total: int | None) -> None:
+        """Show how far a stage is; what `prepare` takes as `progress`."""
+        name = {"tokenizer": "training the tokenizer", "tokens": "preparing tokens"}.get(stage, stage)
+        if stage not in self._tasks:
+            self._tasks[stage] = self._progress.add_task(name, total=total, rate="")
+            if not self._console.is_terminal:
+                self._console.print(f"{name} ...", highlight=False)
+        self._progress.update(self._tasks[stage], completed=done, total=total, rate=self._rate)
+
+    def counted(self, tokens: int) -> None:
+        """Take in how many tokens there are by now; what `prepare` takes as `counted`."""
+        now = time.monotonic()
+        if self._start is None:
+            self._start = now, tokens
+        elif now > self._start[0]:
+            self._rate = f"{(tokens - self._start[1]) / (now - self._start[0]):,.0f} tokens/s"
+
+
 @contextmanager
-def data_progress(console: Console) -> Iterator[Any]:
-    """A bar over the bytes of text while data is prepared; yields the callback that `prepare` takes."""
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TaskProgressColumn(), DownloadColumn())
-    stages = {"tokenizer": "training the tokenizer", "tokens": "preparing tokens"}
+def data_progress(console: Console) -> Iterator[DataBoard]:
+    """A live board while data is prepared; without a terminal, a line per stage."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TaskProgressColumn(),
+        DownloadColumn(),
+        TextColumn("{task.fields[rate]}"),
+    )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        tasks: dict[str, Any] = {}
-
-        def report(stage: str, done: int, total: int | None) -> None:
-            if stage not in tasks:
-                tasks[stage] = progress.add_task(stages.get(stage, stage), total=total)
-                if not console.is_terminal:
-                    console.print(f"{stages.get(stage, stage)} ...", highlight=False)
-            progress.update(tasks[stage], completed=done, total=total)
-
-        yield report
+        yield DataBoard(console, progress)

@@ -15,6 +15,20 @@ class Inputs(StrEnum):
     repeat = "repeat"
 
 
+class MixKind(StrEnum):
+    """How several files become one text."""
+
+    weights = "weights"
+    files = "files"
+
+
+class Absent(StrEnum):
+    """What to do about a domain that a mix names and the text does not have."""
+
+    refuse = "refuse"
+    renormalise = "renormalise"
+
+
 class Precision(StrEnum):
     """The dtype a measured model is loaded in; auto is the one its files have."""
 

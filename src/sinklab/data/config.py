@@ -4,6 +4,8 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
+from sinklab.data.installed import installed_names
+from sinklab.data.selection import Selection
 from sinklab.data.synthetic import WORDS, parse
 from sinklab.data.tokenizers import trained_size
 from sinklab.schema import Part
@@ -43,7 +45,7 @@ class RandomTokens(Part):
         return self
 
 
-class DataConfig(Part):
+class DataConfig(Selection):
     """Text, tokenizer, split and the data interventions.
 
     Attributes:
@@ -54,6 +56,7 @@ class DataConfig(Part):
             a synthetic source.
         valid_fraction: share of the documents kept for validation, at most a half.
         text_limit_bytes: read no more than this much UTF-8 text of the corpus.
+        mix, token_limit: see `Selection`.
         bos: every chunk begins with BOS.
         fixed_token, random_tokens: interventions, applied in training and validation alike.
         token_budget: train only on the first tokens of the training shard.
@@ -80,6 +83,15 @@ class DataConfig(Part):
             raise ValueError(
                 f"source {self.source} with tokenizer {self.tokenizer}: the tokenizer {WORDS} and the sources "
                 "synthetic:NAME belong together"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _only_files_can_be_mixed(self) -> Self:
+        if self.mix is not None and (installed_names(self.source) or parse(self.source)):
+            raise ValueError(
+                f"source {self.source} cannot be mixed: mix needs a folder with a file or folder per domain, "
+                "or hf:NAME of a dataset with one"
             )
         return self
 

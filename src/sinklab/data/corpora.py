@@ -9,6 +9,7 @@ import json
 import platform
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Self
 
 from sinklab.data.hub import PREFIX, hub_documents
 from sinklab.data.installed import entries, installed_documents, installed_names
@@ -18,11 +19,16 @@ from sinklab.errors import InputError
 
 
 class Fingerprint:
-    """SHA-256 over documents in order, each with its length, so that where they are cut matters too."""
+    """SHA-256 over documents in order, each with its length, so that where they are cut matters too.
+
+    Attributes:
+        documents, text_bytes: added so far.
+    """
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
         self.text_bytes = 0
+        self.documents = 0
 
     def add(self, document: str) -> None:
         """Take in the next document."""
@@ -30,10 +36,17 @@ class Fingerprint:
         self._hash.update(len(encoded).to_bytes(8, "little"))
         self._hash.update(encoded)
         self.text_bytes += len(encoded)
+        self.documents += 1
 
     def hexdigest(self) -> str:
         """The SHA-256 (hexadecimal) of what was added so far."""
         return self._hash.hexdigest()
+
+    def copy(self) -> Self:
+        """Another one that goes on from here."""
+        other = type(self)()
+        other._hash, other.text_bytes, other.documents = self._hash.copy(), self.text_bytes, self.documents
+        return other
 
 
 def fingerprint(documents: Iterable[str]) -> str:
@@ -57,7 +70,9 @@ def documents(source: str, *, limit_bytes: int | None = None, render: Render = p
     """
     texts = _all_documents(source, render)
     found = False
-    for text in texts if limit_bytes is None else _cut(texts, limit_bytes):
+    if limit_bytes is not None:
+        texts = (text for _, text in cut((("", text) for text in texts), limit_bytes))
+    for text in texts:
         found = True
         yield text
     if not found:
@@ -103,14 +118,15 @@ def _all_documents(source: str, render: Render) -> Iterator[str]:
             yield from read_documents(path, render)
 
 
-def _cut(texts: Iterator[str], limit_bytes: int) -> Iterator[str]:
+def cut(documents: Iterable[tuple[str, str]], limit_bytes: int) -> Iterator[tuple[str, str]]:
+    """The first `limit_bytes` of UTF-8 text of named documents; the last one is cut there."""
     left = limit_bytes
-    for text in texts:
+    for name, text in documents:
         encoded = text.encode()
         if len(encoded) < left:
             left -= len(encoded)
-            yield text
+            yield name, text
             continue
         if rest := encoded[:left].decode(errors="ignore"):
-            yield rest
+            yield name, rest
         return

@@ -2,21 +2,24 @@
 
 import importlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from sinklab.data.textfiles import Render, plain_conversation, row_text
 from sinklab.errors import InputError
 
 PREFIX = "hf:"
+_TEXTS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")  # what datasets reads as text or rows by its name
 
 
-def hub_documents(source: str, render: Render = plain_conversation) -> Iterator[str]:
+def hub_documents(source: str, render: Render = plain_conversation, files: list[str] | None = None) -> Iterator[str]:
     """The documents of `hf:NAME[:CONFIG[:SPLIT]]`, one row after the other; the split is `train` unless given.
 
     NAME may also be a local folder that `datasets` can read. Remote code is never run.
 
     Args:
         render: writes `messages` as text.
+        files: of the dataset to read; all of the split unless given.
 
     Raises:
         InputError: the extra is missing, or the dataset cannot be fetched or has neither text nor messages.
@@ -29,8 +32,9 @@ def hub_documents(source: str, render: Render = plain_conversation) -> Iterator[
             f"source {source} needs the package datasets: install sinklab with its data extra "
             '(pip install "sinklab[data]"), or give a .txt or .jsonl file'
         ) from error
+    what: dict[str, Any] = {"split": split} if files is None else {"split": "train", "data_files": files}
     try:
-        for number, row in enumerate(datasets.load_dataset(name, config, split=split, streaming=True), start=1):
+        for number, row in enumerate(datasets.load_dataset(name, config, streaming=True, **what), start=1):
             text = row_text(row, f"{source}, row {number}", render)
             if text.strip():
                 yield text
@@ -41,6 +45,35 @@ def hub_documents(source: str, render: Render = plain_conversation) -> Iterator[
             f"cannot read {source} (name {name}, config {config or 'default'}, split {split}): {error}. "
             "Check the name, the config, the split and the connection."
         ) from error
+
+
+def hub_files(source: str) -> list[str]:
+    """The .jsonl and .txt files of a dataset, sorted; those below a folder named as the split, where there is one.
+
+    Raises:
+        InputError: the dataset cannot be listed, or has no such file.
+    """
+    name, _, split = _parts(source)
+    try:
+        found = _listed(name)
+    except Exception as error:  # network, hub and name errors share no base class
+        raise InputError(
+            f"cannot list the files of {source} ({type(error).__name__}): {error}. Check the name and the connection."
+        ) from error
+    texts = sorted(file for file in found if file.lower().endswith(_TEXTS))
+    files = [file for file in texts if split in file.split("/")[:-1]] or texts
+    if not files:
+        raise InputError(f"source {source} has none of the files that can be mixed: {', '.join(_TEXTS)}")
+    return files
+
+
+def _listed(name: str) -> list[str]:
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    from huggingface_hub import HfApi
+
+    return HfApi().list_repo_files(name, repo_type="dataset")
 
 
 def _parts(source: str) -> tuple[str, str | None, str]:

@@ -1,8 +1,7 @@
-"""Token ids appended to two growing files, each document to the side that its text decides."""
+"""Token ids appended to two growing files, each document to the side that its text decides; it can be continued."""
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -11,6 +10,9 @@ import numpy as np
 
 from sinklab.data.shards import DTYPES, Shard
 from sinklab.files import sha256_of
+from sinklab.schema import Part
+
+_BLOCK = 2**22
 
 
 def rank(document: str) -> float:
@@ -18,39 +20,79 @@ def rank(document: str) -> float:
     return int.from_bytes(hashlib.sha256(document.encode()).digest()[:6], "big") / 2**48
 
 
-@dataclass
-class _Side:
-    """One growing shard, and the document in it that stands nearest to the other side."""
+class Nearest(Part):
+    """The document of a side that stands nearest to the other one, which it joins if that stays empty."""
 
-    path: Path
-    file: BinaryIO
+    distance: float
+    first: int
+    tokens: int
+
+
+class Side(Part):
+    """How far one shard has grown.
+
+    Attributes:
+        tokens, documents: in it.
+        nearest: None while it is empty.
+        sha256: of what the last part added to it.
+    """
+
     tokens: int = 0
     documents: int = 0
-    nearest: tuple[float, int, int] | None = None  # distance to the threshold, first token, number of tokens
+    nearest: Nearest | None = None
+    sha256: str = ""
 
 
 class SplitWriter:
-    """Writes train.bin and valid.bin; on leaving the block neither is empty if two documents were added."""
+    """Lets train.bin and valid.bin grow part by part; what stands behind the sides it is given is cut off.
 
-    def __init__(self, folder: Path, dtype: str, valid_fraction: float) -> None:
+    Args:
+        folder: where the two files are or will be.
+        dtype: of the ids, a key of `shards.DTYPES`.
+        valid_fraction: see `rank`.
+        train, valid: how far they have grown before.
+    """
+
+    def __init__(
+        self, folder: Path, dtype: str, valid_fraction: float, train: Side | None = None, valid: Side | None = None
+    ) -> None:
         self._dtype = DTYPES[dtype]
         self._threshold = valid_fraction
-        self._train = self._side(folder / "train.bin")
-        self._valid = self._side(folder / "valid.bin")
+        self.train, self.valid = train or Side(), valid or Side()
+        self._train = _opened(folder / "train.bin", self.train.tokens * self._dtype.itemsize)
+        self._valid = _opened(folder / "valid.bin", self.valid.tokens * self._dtype.itemsize)
 
     @property
     def documents(self) -> int:
         """How many were added, on both sides together."""
-        return self._train.documents + self._valid.documents
+        return self.train.documents + self.valid.documents
 
-    def add(self, document: str, ids: Sequence[int]) -> None:
-        """Append the ids of a document, its EOS included, to the shard that its text decides."""
-        distance = rank(document) - self._threshold
-        self._append(self._valid if distance < 0 else self._train, abs(distance), np.asarray(ids, self._dtype))
+    @property
+    def tokens(self) -> int:
+        """How many were added, on both sides together."""
+        return self.train.tokens + self.valid.tokens
 
-    def shards(self) -> tuple[Shard, Shard]:
-        """Training and validation, once both are complete."""
-        return _described(self._train), _described(self._valid)
+    def add(self, ids: np.ndarray, lengths: np.ndarray, ranks: np.ndarray) -> None:
+        """Append documents, each to the shard that its text decides.
+
+        Args:
+            ids: (tokens,) of all of them, EOS included.
+            lengths: (documents,) tokens of each.
+            ranks: (documents,) of each.
+        """
+        distances = ranks - self._threshold
+        kept_back = distances < 0
+        mask = np.repeat(kept_back, lengths)
+        self.train = self._append(self._train, self.train, ids[~mask], lengths[~kept_back], distances[~kept_back])
+        self.valid = self._append(self._valid, self.valid, ids[mask], lengths[kept_back], -distances[kept_back])
+
+    def finish(self) -> tuple[Shard, Shard]:
+        """Training and validation, whole and on the disk; neither is empty. At least two documents were added."""
+        self._fill_an_empty_side()
+        for file in (self._train, self._valid):
+            file.flush()
+            os.fsync(file.fileno())
+        return _described(self._train, self.train), _described(self._valid, self.valid)
 
     def __enter__(self) -> Self:
         return self
@@ -59,39 +101,63 @@ class SplitWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if error is None and self.documents > 1:
-                self._fill_an_empty_side()
+            self._train.close()
         finally:
-            self._train.file.close()
-            self._valid.file.close()
+            self._valid.close()
 
-    def _side(self, path: Path) -> _Side:
-        return _Side(path, path.open("w+b"))
-
-    def _append(self, side: _Side, distance: float, ids: np.ndarray) -> None:
-        if side.nearest is None or distance < side.nearest[0]:
-            side.nearest = (distance, side.tokens, len(ids))
-        side.file.write(ids.tobytes())
-        side.tokens += len(ids)
-        side.documents += 1
+    def _append(self, file: BinaryIO, side: Side, ids: np.ndarray, lengths: np.ndarray, distances: np.ndarray) -> Side:
+        content = ids.tobytes()
+        file.write(content)
+        file.flush()
+        nearest = side.nearest
+        if len(lengths) and (nearest is None or distances.min() < nearest.distance):
+            index = int(distances.argmin())
+            first = side.tokens + int(lengths[:index].sum())
+            nearest = Nearest(distance=float(distances[index]), first=first, tokens=int(lengths[index]))
+        return Side(
+            tokens=side.tokens + len(ids),
+            documents=side.documents + len(lengths),
+            nearest=nearest,
+            sha256=hashlib.sha256(content).hexdigest(),
+        )
 
     def _fill_an_empty_side(self) -> None:
         """Few documents can all fall on one side: the one nearest to the threshold then changes over."""
-        if self._train.documents and self._valid.documents:
+        if self.train.documents and self.valid.documents:
             return
-        full, empty = (self._train, self._valid) if self._train.documents else (self._valid, self._train)
+        full, file = (self.train, self._train) if self.train.documents else (self.valid, self._valid)
         assert full.nearest is not None
-        distance, first, count = full.nearest
-        full.file.seek(0)
-        ids = np.frombuffer(full.file.read(), self._dtype)
-        moved, kept = ids[first : first + count], np.delete(ids, slice(first, first + count))
-        full.file.seek(0)
-        full.file.truncate()
-        full.file.write(kept.tobytes())
-        full.tokens -= count
-        full.documents -= 1
-        self._append(empty, distance, moved)
+        moved = full.nearest
+        ids = _taken_out(file, moved.first, moved.tokens, self._dtype)
+        left = Side(tokens=full.tokens - moved.tokens, documents=full.documents - 1)
+        other = self._valid if full is self.train else self._train
+        arrived = self._append(other, Side(), ids, np.array([moved.tokens]), np.array([moved.distance]))
+        self.train, self.valid = (left, arrived) if full is self.train else (arrived, left)
 
 
-def _described(side: _Side) -> Shard:
-    return Shard(file=side.path.name, tokens=side.tokens, documents=side.documents, sha256=sha256_of(side.path))
+def _opened(path: Path, size: int) -> BinaryIO:
+    file = path.open("r+b" if path.exists() else "w+b")
+    file.truncate(size)
+    file.seek(size)
+    return file
+
+
+def _taken_out(file: BinaryIO, first: int, count: int, dtype: np.dtype) -> np.ndarray:
+    """Cut `count` ids out of a file, what follows moving up block by block; returns them."""
+    start, size = first * dtype.itemsize, count * dtype.itemsize
+    file.seek(start)
+    ids = np.frombuffer(file.read(size), dtype)
+    while True:
+        file.seek(start + size)
+        block = file.read(_BLOCK)
+        file.seek(start)
+        file.write(block)
+        start += len(block)
+        if not block:
+            file.truncate(start)
+            return ids
+
+
+def _described(file: BinaryIO, side: Side) -> Shard:
+    path = Path(file.name)
+    return Shard(file=path.name, tokens=side.tokens, documents=side.documents, sha256=sha256_of(path))

@@ -4,9 +4,9 @@ Which documents are kept for validation is decided by the SHA-256 of each text: 
 nor how many there are matters, and copies of a text fall on the same side. At least one document is on each side.
 Every document is followed by EOS.
 
-Files are written in a folder `partial` inside the target, moved up when they are whole, and data.json comes last;
-a lock keeps a second process waiting, which then finds the work done. A process killed anywhere leaves no data.json,
-and the next one begins afresh.
+Files grow in a folder `partial` inside the target, are moved up when they are whole, and data.json comes last; a lock
+keeps a second process waiting, which then finds the work done. A process killed anywhere leaves no data.json, and the
+next one goes on from the last finished part (`building.py`, `journal.py`) to the same bytes.
 """
 
 import hashlib
@@ -18,22 +18,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from sinklab.data.building import Builder
 from sinklab.data.config import DataConfig
-from sinklab.data.corpora import Fingerprint, documents, identity, total_bytes
-from sinklab.data.packing import SplitWriter
-from sinklab.data.shards import MANIFEST, Manifest, Settings, TokenDataset, dtype_for, is_prepared
+from sinklab.data.corpora import identity
+from sinklab.data.journal import FILE as JOURNAL
+from sinklab.data.selection import Mix
+from sinklab.data.shards import MANIFEST, Manifest, Settings, TokenDataset, is_prepared
 from sinklab.data.synthetic import WORDS, parse, word_tokenizer
+from sinklab.data.texts import Text
 from sinklab.data.tokenizers import Tokenizer, load_tokenizer, train_bpe, trained_size
 from sinklab.errors import InputError, SinklabError
-from sinklab.files import sha256_of, write_json
+from sinklab.files import sha256_of, write_json, write_text
 
 Progress = Callable[[str, int, int | None], None]
 """Called with the stage ("tokenizer", "tokens"), the bytes of text done and the bytes in all, where known."""
 
+Counted = Callable[[int], None]
+"""Called with the number of tokens that stand in the shards so far."""
+
 BPE_SAMPLE_BYTES = 8 * 2**20
 """A tokenizer is trained on every n-th document, n such that the sample is about this large at most."""
-
-_BATCH_BYTES = 2**20
 
 
 def prepare(
@@ -43,42 +47,80 @@ def prepare(
     *,
     valid_fraction: float = 0.02,
     text_limit_bytes: int | None = None,
+    mix: Mix | None = None,
+    token_limit: int | None = None,
+    workers: int = 1,
     progress: Progress | None = None,
+    counted: Counted | None = None,
 ) -> TokenDataset:
     """Write the token shards of a source into `out`; a finished `out` with the same settings is opened as it is.
 
     Args:
-        source, tokenizer, valid_fraction, text_limit_bytes: as in `DataConfig`.
+        source, tokenizer, valid_fraction, text_limit_bytes, mix, token_limit: as in `DataConfig`.
         out: a folder; what else lies in it is left alone.
-        progress: see `Progress`.
+        workers: processes that encode; the result is the same. A script that asks for more than one needs
+            `if __name__ == "__main__":`, since they are spawned.
+        progress, counted: see `Progress` and `Counted`.
 
     Raises:
         InputError: the source or tokenizer cannot be used, the text is a single document, or `out` holds data made
             with other settings; a number is out of range.
-        SinklabError: the disk is full or not writable; nothing half-written is left.
+        SinklabError: the disk is full or not writable, or a process was lost; what was finished is kept, and the
+            same call goes on from there.
+    """
+    settings = settings_of(
+        source,
+        tokenizer,
+        valid_fraction=valid_fraction,
+        text_limit_bytes=text_limit_bytes,
+        mix=mix,
+        token_limit=token_limit,
+    )
+    return _prepare(settings, out, workers, progress, counted)
+
+
+def settings_of(
+    source: str,
+    tokenizer: str,
+    *,
+    valid_fraction: float = 0.02,
+    text_limit_bytes: int | None = None,
+    mix: Mix | None = None,
+    token_limit: int | None = None,
+) -> Settings:
+    """What is to be prepared, once it is known to be possible.
+
+    Raises:
+        InputError: a number is out of range, or there is no such source.
     """
     trained_size(tokenizer)
     if not 0 < valid_fraction <= 0.5:
         raise InputError(f"valid_fraction is {valid_fraction}: it must be greater than 0 and at most 0.5")
     if text_limit_bytes is not None and text_limit_bytes < 1:
         raise InputError(f"text_limit_bytes is {text_limit_bytes}: it must be at least 1, or left out")
-    settings = Settings(
+    if token_limit is not None and token_limit < 2:
+        raise InputError(f"token_limit is {token_limit}: it must be at least 2, or left out")
+    return Settings(
         source=source,
         tokenizer=tokenizer,
         valid_fraction=valid_fraction,
         text_limit_bytes=text_limit_bytes,
+        mix=mix,
+        token_limit=token_limit,
         identity=_identity(source, tokenizer),
     )
-    return _prepare(settings, out, progress)
 
 
-def prepared(config: DataConfig, cache: Path | None = None, progress: Progress | None = None) -> TokenDataset:
+def prepared(
+    config: DataConfig, cache: Path | None = None, progress: Progress | None = None, workers: int = 1
+) -> TokenDataset:
     """The data of a recipe: opened where it is prepared, otherwise prepared once and kept in the cache.
 
     Args:
-        config: where `source` is a prepared directory, its tokenizer, split and limit are those it was made with.
+        config: where `source` is a prepared directory, its tokenizer, split, mix and limits are those it was made
+            with.
         cache: a folder; SINKLAB_CACHE, or ~/.cache/sinklab, unless given.
-        progress: see `Progress`.
+        progress, workers: as `prepare`.
 
     Raises:
         InputError, SinklabError: as `prepare` and `TokenDataset.open`.
@@ -91,21 +133,25 @@ def prepared(config: DataConfig, cache: Path | None = None, progress: Progress |
         tokenizer=config.tokenizer,
         valid_fraction=config.valid_fraction,
         text_limit_bytes=config.text_limit_bytes,
+        mix=config.mix,
+        token_limit=config.token_limit,
         identity=_identity(config.source, config.tokenizer),
     )
     key = hashlib.sha256(settings.model_dump_json().encode()).hexdigest()[:20]
-    return _prepare(settings, (cache or _cache_folder()) / "data" / key, progress)
+    return _prepare(settings, (cache or _cache_folder()) / "data" / key, workers, progress)
 
 
-def _prepare(settings: Settings, out: Path, progress: Progress | None) -> TokenDataset:
+def _prepare(
+    settings: Settings, out: Path, workers: int, progress: Progress | None, counted: Counted | None = None
+) -> TokenDataset:
     if not is_prepared(out):
         try:
             with _locked(out):
                 if not is_prepared(out):
-                    _build(settings, out, progress or _silent)
+                    _build(settings, out, workers, progress or _silent, counted or _uncounted)
         except OSError as error:
             raise SinklabError(
-                f"cannot prepare data in {out}: {error.strerror or error}. Nothing half-written counts: free some "
+                f"cannot prepare data in {out}: {error.strerror or error}. What was finished is kept: free some "
                 "space, or choose another folder with --out or SINKLAB_CACHE, and run the same command again."
             ) from error
     dataset = TokenDataset.open(out)
@@ -117,91 +163,89 @@ def _prepare(settings: Settings, out: Path, progress: Progress | None) -> TokenD
     return dataset
 
 
-def _build(settings: Settings, out: Path, progress: Progress) -> None:
+def _build(settings: Settings, out: Path, workers: int, progress: Progress, counted: Counted) -> None:
     partial = out / "partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+    asked = partial / "settings.json"
+    wanted = settings.model_dump_json()
+    if not asked.is_file() or asked.read_text(encoding="utf-8") != wanted:
+        shutil.rmtree(partial, ignore_errors=True)  # begun with other settings, or the text has changed since
+        partial.mkdir()
     try:
-        manifest = _write_shards(settings, partial, progress)
-        for path in sorted(partial.iterdir()):
-            path.replace(out / path.name)
-        write_json(out / MANIFEST, manifest.model_dump(mode="json"))
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if not asked.is_file():
+            write_text(asked, wanted)
+        manifest = _write_shards(settings, partial, workers, progress, counted)
+        for name in ("train.bin", "valid.bin", "tokenizer.json", "tokenizer_config.json"):
+            (partial / name).replace(out / name)
+        unset = {"shares"} if manifest.shares is None else None
+        write_json(out / MANIFEST, manifest.model_dump(mode="json", exclude=unset))
+    except BaseException:
+        if not (partial / JOURNAL).is_file() or not (partial / JOURNAL).stat().st_size:
+            shutil.rmtree(partial, ignore_errors=True)  # nothing is finished
+        raise
+    shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_shards(settings: Settings, folder: Path, progress: Progress) -> Manifest:
-    total = total_bytes(settings.source)
-    if total is not None and settings.text_limit_bytes is not None:
-        total = min(total, settings.text_limit_bytes)
-    tokenizer = _tokenizer(settings, folder, total, progress)
-    vocab_size = tokenizer.vocab_size
-    text = Fingerprint()
-    with SplitWriter(folder, dtype_for(vocab_size), settings.valid_fraction) as writer:
-        for batch in _batches(documents(settings.source, limit_bytes=settings.text_limit_bytes)):
-            for document, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
-                text.add(document)
-                writer.add(document, [*ids, tokenizer.eos_id])
-            progress("tokens", text.text_bytes, total)
-    if writer.documents < 2:
-        raise InputError(
-            f"source {settings.source} is a single document, which cannot be split into training and validation: "
-            "give more text, or several files or rows"
-        )
-    train, valid = writer.shards()
+def _write_shards(settings: Settings, folder: Path, workers: int, progress: Progress, counted: Counted) -> Manifest:
+    text = Text(settings)
+    tokenizer = _tokenizer(settings, text, folder, progress)
+    builder = Builder(folder, tokenizer, settings.valid_fraction, settings.token_limit)
+
+    def report(done: int, tokens: int) -> None:
+        progress("tokens", done, text.total_bytes)
+        counted(tokens)
+
+    with builder.build(text.named_documents(tokenizer), workers, report) as writer:
+        if writer.documents < 2:
+            (folder / JOURNAL).unlink(missing_ok=True)
+            raise InputError(
+                f"source {settings.source} is a single document, which cannot be split into training and validation: "
+                "give more text, or several files or rows"
+            )
+        train, valid = writer.finish()
     return Manifest(
-        dtype=dtype_for(vocab_size),
-        vocab_size=vocab_size,
+        dtype=builder.dtype,
+        vocab_size=tokenizer.vocab_size,
         eos_id=tokenizer.eos_id,
         bos_id=tokenizer.bos_id,
-        text_bytes=text.text_bytes,
-        text_sha256=text.hexdigest(),
+        text_bytes=builder.text.text_bytes,
+        text_sha256=builder.text.hexdigest(),
         tokenizer_sha256=sha256_of(folder / "tokenizer.json"),
         train=train,
         valid=valid,
+        shares=builder.shares or None,
         settings=settings,
     )
 
 
-def _tokenizer(settings: Settings, folder: Path, total: int | None, progress: Progress) -> Tokenizer:
+def _tokenizer(settings: Settings, text: Text, folder: Path, progress: Progress) -> Tokenizer:
+    if (folder / "tokenizer_config.json").is_file():  # written last, by whoever was interrupted
+        return load_tokenizer(str(folder))
     if request := parse(settings.source):
         if settings.tokenizer != WORDS:
             raise InputError(f"source {settings.source} comes with its own tokenizer: use tokenizer {WORDS}")
         return word_tokenizer(request, folder)
     size = trained_size(settings.tokenizer)
     if size is not None:
-        return train_bpe(_sample(settings, total, progress), size, folder)
+        return train_bpe(_sample(text, progress), size, folder)
     tokenizer = load_tokenizer(settings.tokenizer)
     tokenizer.save(folder)
     return tokenizer
 
 
-def _sample(settings: Settings, total: int | None, progress: Progress) -> Iterator[str]:
+def _sample(text: Text, progress: Progress) -> Iterator[str]:
     """Every n-th document; of a stream of unknown length the first ones."""
+    total = text.total_bytes
     every = 1 if total is None else max(1, math.ceil(total / BPE_SAMPLE_BYTES))
     done = taken = 0
-    for index, text in enumerate(documents(settings.source, limit_bytes=settings.text_limit_bytes)):
-        done += len(text)
+    for index, (_, document) in enumerate(text.named_documents()):
+        done += len(document)
         if index % every:
             continue
-        taken += len(text)
+        taken += len(document)
         progress("tokenizer", done, total)
-        yield text
+        yield document
         if total is None and taken >= BPE_SAMPLE_BYTES:
             return
-
-
-def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _identity(source: str, tokenizer: str) -> str:
@@ -230,4 +274,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _silent(stage: str, done: int, total: int | None) -> None:
+    pass
+
+
+def _uncounted(tokens: int) -> None:
     pass

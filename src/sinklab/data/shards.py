@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, ValidationError
 
+from sinklab.data.selection import Selection
 from sinklab.errors import InputError, SinklabError
 from sinklab.files import sha256_of
 from sinklab.schema import Part
@@ -23,7 +24,7 @@ MANIFEST = "data.json"
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
-class Settings(Part):
+class Settings(Selection):
     """What the data was asked to be; the same settings give the same shards."""
 
     source: str
@@ -43,8 +44,15 @@ class Shard(Part):
     sha256: str
 
 
+class Share(Part):
+    """What one domain (or file, where all go at the same pace) has given to a mix."""
+
+    documents: int = 0
+    tokens: int = 0
+
+
 class Manifest(Part):
-    """The contents of data.json."""
+    """The contents of data.json; `shares` only where the text is a mix."""
 
     schema_version: Literal[1] = 1
     dtype: Literal["uint16", "uint32"]
@@ -56,6 +64,7 @@ class Manifest(Part):
     tokenizer_sha256: str
     train: Shard
     valid: Shard
+    shares: dict[str, Share] | None = None
     settings: Settings
 
 
@@ -80,7 +89,7 @@ class TokenDataset:
         dtype = DTYPES[manifest.dtype]
         self.train = np.memmap(directory / manifest.train.file, dtype=dtype, mode="r")
         self.valid = np.memmap(directory / manifest.valid.file, dtype=dtype, mode="r")
-        parts = manifest.model_dump(mode="json", exclude={"settings"})
+        parts = manifest.model_dump(mode="json", exclude={"settings", "shares"})
         self.fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     @classmethod

@@ -1,0 +1,294 @@
+"""Text at scale: mixed by weight, encoded in parallel, limited, estimated; killed anywhere, the bytes are the same."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sinklab.cli import app
+from sinklab.config import build_recipe
+from sinklab.data import building
+from sinklab.data.config import DataConfig
+from sinklab.data.encoding import Encode, cuts_at_words, encoder
+from sinklab.data.estimate import estimate
+from sinklab.data.mixing import mixed, streams
+from sinklab.data.prepare import prepare, settings_of
+from sinklab.data.selection import UniformMix, WeightedMix, paper_weights
+from sinklab.data.tokenizers import Tokenizer, load_tokenizer, train_bpe
+from sinklab.errors import InputError, SinklabError
+
+FILES = ("train.bin", "valid.bin", "data.json", "tokenizer.json")
+
+
+def write_rows(path: Path, texts: list[str]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def prose(word: str, documents: int) -> list[str]:
+    return [f"{word} {i} " + f"the {word} says it's {i % 17} times " * (1 + i % 5) for i in range(documents)]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Three domains: a file, a numbered file, a folder."""
+    folder = tmp_path / "corpus"
+    write_rows(folder / "law.jsonl", prose("law", 400))
+    write_rows(folder / "code-00.jsonl", prose("code", 400))
+    write_rows(folder / "wiki" / "a.jsonl", prose("wiki", 400))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("bpe")
+    train_bpe(prose("law", 50) + prose("wiki", 50), 300, folder)
+    return str(folder)
+
+
+@pytest.fixture
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(building, "PART_CHARACTERS", 4096)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in FILES}
+
+
+# The words of a text
+
+
+@pytest.fixture(scope="module")
+def neox(data_dir: Path) -> Tokenizer:
+    return load_tokenizer(str(data_dir / "tokenizers" / "gptneox"))
+
+
+AWKWARD = st.lists(
+    st.sampled_from([*"'sdlmt 1=_-<|>\n\t\r\x0b\x1c\x85\xa0\u2003\u3000éèД界²½̸́", "'ll", "   ", "\n\n", "<|endoftext|>"])
+    | st.characters(codec="utf-8"),
+    max_size=30,
+).map("".join)
+
+
+@pytest.fixture(scope="module")
+def word_by_word(neox: Tokenizer) -> Encode:
+    return encoder(neox, np.dtype("<u2"))
+
+
+@settings(deadline=None, max_examples=300)
+@given(text=AWKWARD)
+def test_word_by_word_the_ids_are_those_of_the_whole_text(neox: Tokenizer, word_by_word: Encode, text: str):
+    (found,) = word_by_word([text])
+    assert found.tolist() == neox.encode_batch([text])[0]
+
+
+def test_tokenizers_whose_words_are_not_known_encode_whole_texts(neox: Tokenizer):
+    description = json.loads(neox.backend.to_str())
+    assert cuts_at_words(description)
+    assert not cuts_at_words(description | {"normalizer": {"type": "Lowercase"}})
+    assert not cuts_at_words(description | {"pre_tokenizer": {"type": "Metaspace"}})
+    word = {"content": "two words", "special": False, "lstrip": False, "rstrip": False, "single_word": False}
+    assert not cuts_at_words(description | {"added_tokens": [word]})
+
+
+# Mixes
+
+
+def test_the_papers_weights_are_the_seventeen_of_its_corpus():
+    weights = paper_weights()
+    assert (len(weights), weights["pile_cc"], weights["philpapers"]) == (17, 0.1121, 0.0027)
+
+
+def test_each_domain_has_the_share_of_the_tokens_that_its_weight_says(corpus: Path, bpe: str, tmp_path: Path):
+    mix = WeightedMix(weights={"law": 3, "code": 2, "wiki": 1})
+    data = prepare(str(corpus), bpe, tmp_path / "out", mix=mix, token_limit=20_000)
+    shares = data.manifest.shares
+    assert shares is not None
+    assert sum(share.tokens for share in shares.values()) == 20_000
+    for name, weight in mix.weights.items():
+        assert shares[name].tokens / 20_000 == pytest.approx(weight / 6, abs=0.03)
+
+
+def test_a_mix_ends_where_the_first_domain_does(corpus: Path):
+    mix = WeightedMix(weights={"law": 8, "wiki": 1})
+    voices = streams(str(corpus), mix)
+    names = [name for name, _ in mixed(voices, mix, {"law": 1.0, "wiki": 1.0})]
+    assert names.count("law") == 400
+    assert 30 <= names.count("wiki") <= 70
+
+
+def test_files_at_the_same_pace_give_all_they_have(corpus: Path):
+    mix = UniformMix()
+    voices = streams(str(corpus), mix)
+    taken = list(mixed(voices, mix, {voice.name: 1.0 for voice in voices}))
+    assert sorted(text for _, text in taken) == sorted(prose("law", 400) + prose("code", 400) + prose("wiki", 400))
+    halfway = [name for name, _ in taken[:600]]
+    assert all(170 <= halfway.count(voice.name) <= 230 for voice in voices)
+
+
+def test_the_seed_decides_the_order_of_a_mix(corpus: Path):
+    def order(seed: int) -> list[tuple[str, str]]:
+        mix = WeightedMix(weights={"law": 1, "code": 1}, seed=seed)
+        return list(mixed(streams(str(corpus), mix), mix, {"law": 0.4, "code": 0.4}))
+
+    assert order(1) == order(1) != order(2)
+
+
+def test_absent_domains_are_named_or_left_out(corpus: Path):
+    with pytest.raises(InputError, match=r"no file for 17 of 17 domains: arxiv, dm_mathematics"):
+        streams(str(corpus), WeightedMix())
+    some = {"law": 1.0, "poems": 2.0}
+    with pytest.raises(InputError, match=r"no file for 1 of 2 domains: poems"):
+        streams(str(corpus), WeightedMix(weights=some))
+    (left,) = streams(str(corpus), WeightedMix(weights=some, absent="renormalise"))
+    assert left.name == "law"
+
+
+def test_a_recipe_may_mix_and_its_hash_says_so_while_others_keep_theirs(corpus: Path):
+    plain = build_recipe({"data": {"source": str(corpus)}})
+    mix = build_recipe({"data": {"source": str(corpus), "mix": "weights", "token_limit": 100}})
+    seeded = build_recipe({"data": {"source": str(corpus), "mix": {"kind": "weights", "seed": 1}, "token_limit": 100}})
+    assert {"mix", "token_limit"} & plain.data.model_dump().keys() == set()
+    assert len({recipe.content_hash("data") for recipe in (plain, mix, seeded)}) == 3
+    assert DataConfig.model_validate_json(seeded.data.model_dump_json()) == seeded.data
+    with pytest.raises(InputError, match="stdlib cannot be mixed"):
+        build_recipe({"data": {"source": "stdlib", "mix": "files"}})
+
+
+# Limits and estimates
+
+
+@pytest.mark.usefixtures("_small_parts")
+@pytest.mark.parametrize("limit", [5_000, 7_777])
+def test_a_limit_on_tokens_is_exact_and_the_last_document_ends_with_eos(
+    corpus: Path, bpe: str, tmp_path: Path, limit: int
+):
+    data = prepare(str(corpus), bpe, tmp_path / "out", valid_fraction=0.3, token_limit=limit)
+    assert len(data.train) + len(data.valid) == limit
+    assert {int(data.train[-1]), int(data.valid[-1])} == {data.eos_id}
+    whole = prepare(str(corpus), bpe, tmp_path / "whole", valid_fraction=0.3)
+    assert np.array_equal(data.train[:-1], whole.train[: len(data.train) - 1])
+
+
+def test_a_dry_run_writes_nothing_and_comes_near(corpus: Path, bpe: str, tmp_path: Path, capsys: pytest.CaptureFixture):
+    out = tmp_path / "out"
+    app(
+        ["data", "prepare", str(corpus), "--tokenizer", bpe, "--out", str(out), "--dry-run", "--json"],
+        standalone_mode=False,
+    )
+    told = json.loads(capsys.readouterr().out)
+    assert not out.exists()
+    data = prepare(str(corpus), bpe, out)
+    assert told["tokens"] == pytest.approx(len(data.train) + len(data.valid), rel=0.25)
+    mix = WeightedMix(weights={"law": 1, "code": 3})
+    found = estimate(settings_of(str(corpus), bpe, mix=mix, token_limit=4_000))
+    assert [(a.name, a.taken) for a in found.amounts] == [("law", 1000), ("code", 3000)]
+    assert (found.tokens, found.shard_bytes) == (4_000, 8_000)
+
+
+# Interruptions
+
+PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+from sinklab.data import building
+from sinklab.data.prepare import prepare
+from sinklab.data.selection import WeightedMix
+building.PART_CHARACTERS = 4096
+calls = [0]
+def counted(tokens):
+    calls[0] += 1
+    if calls[0] == int(sys.argv[4]):
+        os.kill(os.getpid(), signal.SIGKILL)
+if __name__ == "__main__":
+    mix = WeightedMix(weights={"law": 2, "code": 1})
+    prepare(sys.argv[1], sys.argv[2], Path(sys.argv[3]), mix=mix, workers=int(sys.argv[5]), counted=counted)
+"""
+
+
+def killed(corpus: Path, bpe: str, out: Path, after: int, workers: int, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM, encoding="utf-8")
+    done = subprocess.run([sys.executable, program, corpus, bpe, out, str(after), str(workers)], check=False)
+    assert done.returncode == -9
+    assert not (out / "data.json").exists()
+
+
+@pytest.mark.usefixtures("_small_parts")
+def test_killed_and_called_again_the_bytes_are_those_of_an_undisturbed_call(corpus: Path, bpe: str, tmp_path: Path):
+    mix = WeightedMix(weights={"law": 2, "code": 1})
+    prepare(str(corpus), bpe, tmp_path / "undisturbed", mix=mix)
+    out = tmp_path / "out"
+    killed(corpus, bpe, out, after=3, workers=2, tmp_path=tmp_path)
+    before = (out / "partial" / "journal.jsonl").read_bytes()
+    assert before.count(b"\n") == 3
+    with (out / "partial" / "train.bin").open("ab") as shard:
+        shard.write(b"torn")
+    with (out / "partial" / "journal.jsonl").open("ab") as journal:
+        journal.write(b'{"documents": 9')
+    calls: list[int] = []
+    prepare(str(corpus), bpe, out, mix=mix, counted=calls.append)
+    assert contents(out) == contents(tmp_path / "undisturbed")
+    parts_in_all: list[int] = []
+    prepare(str(corpus), bpe, tmp_path / "again", mix=mix, counted=parts_in_all.append)
+    assert len(calls) == len(parts_in_all) - 3
+    assert not (out / "partial").exists()
+
+
+@pytest.mark.usefixtures("_small_parts")
+@pytest.mark.parametrize("damage", ["bit", "text", "text with the same name and time"])
+def test_what_has_changed_since_the_interruption_is_noticed(corpus: Path, bpe: str, tmp_path: Path, damage: str):
+    out = tmp_path / "out"
+    killed(corpus, bpe, out, after=3, workers=1, tmp_path=tmp_path)
+    mix = WeightedMix(weights={"law": 2, "code": 1})
+    path = corpus / "law.jsonl"
+    if damage == "bit":
+        ids = bytearray((out / "partial" / "train.bin").read_bytes())
+        ids[-5] ^= 1
+        (out / "partial" / "train.bin").write_bytes(ids)
+    else:
+        before = path.stat()
+        path.write_text(path.read_text(encoding="utf-8").replace("law 20 ", "LAW 20 "), encoding="utf-8")
+        if damage == "text with the same name and time":
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    prepare(str(corpus), bpe, out, mix=mix)
+    prepare(str(corpus), bpe, tmp_path / "fresh", mix=mix)
+    assert contents(out) == contents(tmp_path / "fresh")
+
+
+@pytest.mark.usefixtures("_small_parts")
+def test_one_worker_and_two_write_the_same_bytes(corpus: Path, bpe: str, tmp_path: Path):
+    for workers in (1, 2):
+        prepare(str(corpus), bpe, tmp_path / str(workers), workers=workers)
+    assert contents(tmp_path / "1") == contents(tmp_path / "2")
+
+
+@pytest.mark.usefixtures("_small_parts")
+def test_an_error_far_into_the_text_keeps_what_was_finished(
+    corpus: Path, bpe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    out = tmp_path / "out"
+    whole = building.SplitWriter.add
+    parts: Iterator[int] = iter(range(100))
+
+    def full_disk(self: building.SplitWriter, *arrays: np.ndarray) -> None:
+        if next(parts) == 2:
+            raise OSError(28, "No space left on device")
+        whole(self, *arrays)
+
+    monkeypatch.setattr(building.SplitWriter, "add", full_disk)
+    with pytest.raises(SinklabError, match=r"No space left on device.*What was finished is kept"):
+        prepare(str(corpus), bpe, out)
+    assert (out / "partial" / "journal.jsonl").read_bytes().count(b"\n") == 2
+    monkeypatch.setattr(building.SplitWriter, "add", whole)
+    prepare(str(corpus), bpe, out)
+    prepare(str(corpus), bpe, tmp_path / "fresh")
+    assert contents(out) == contents(tmp_path / "fresh")
