@@ -124,8 +124,8 @@ class _WordByWord:
         if self._characters > _REMEMBERED:
             known.clear()
             self._characters = 0
-        self._learn([word for word in {word for words in cut for word in words} if word not in known])
-        return [np.frombuffer(b"".join([known[word] for word in words]), self._dtype) for words in cut]
+        self._learn(list(set().union(*cut) - known.keys()))
+        return [np.frombuffer(b"".join(map(known.__getitem__, words)), self._dtype) for words in cut]
 
     def _learn(self, words: list[str]) -> None:
         chunks = [words[first : first + _TOGETHER] for first in range(0, len(words), _TOGETHER)]

@@ -26,8 +26,10 @@ NOT_INTERVENTIONS = {
     "data.tokenizer",
     "data.valid_fraction",
     "data.text_limit_bytes",
+    "data.token_limit",
+    "data.mix",
 }
-"""Sizes, and how things are computed or stored: keys of the same parts that are no interventions."""
+"""Sizes, which text, and how things are computed or stored: keys of the same parts that are no interventions."""
 
 TYPES = {bool: "true | false", int: "whole number", float: "number", str: "text"}
 
@@ -61,7 +63,7 @@ class Intervention:
 def catalogue() -> list[Intervention]:
     """Every intervention: a row per kind of every choice and per value of every part."""
     rows = [row for root in ROOTS for row in _rows(Recipe.model_fields[root], root, None)]
-    return [row for row in rows if row.key not in NOT_INTERVENTIONS]
+    return [row for row in rows if not any(f"{row.key}.".startswith(f"{key}.") for key in NOT_INTERVENTIONS)]
 
 
 def kinds() -> set[str]:
