@@ -12,6 +12,7 @@ import transformers as hf
 import sinklab
 from sinklab.errors import InputError
 from sinklab.measure.command import measure_command
+from sinklab.measure.subjects import Loading
 
 TOKENS = torch.randint(3, 64, (6, 12), generator=torch.Generator().manual_seed(1))
 FAMILIES: dict[str, Any] = {
@@ -90,7 +91,7 @@ def test_spreading_a_model_over_devices_needs_accelerate_and_says_so(data_dir: P
     options: dict[str, Any] = {"inputs": "random", "sequences": 2, "length": 8}
     if find_spec("accelerate") is None:
         with pytest.raises(InputError, match=r"install the package that it needs.*[Aa]ccelerate"):
-            measure_command(folder, None, device="map", **options)
+            measure_command(folder, None, loading=Loading(device="map"), **options)
     else:
-        placed = measure_command(folder, None, device="map", **options)
+        placed = measure_command(folder, None, loading=Loading(device="map"), **options)
         assert placed.sink_rate == measure_command(folder, None, **options).sink_rate

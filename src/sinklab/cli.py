@@ -219,6 +219,7 @@ def measure(
     from sinklab.measure.calls import Call, domains_command, families_command, model_command, one_model
     from sinklab.measure.command import parse_eps, parse_maps
     from sinklab.measure.examine import Study
+    from sinklab.measure.subjects import Loading
 
     asked: dict[str, Any] = {
         "inputs": inputs.value,
@@ -234,7 +235,7 @@ def measure(
         "study": Study(ablate or (), swap_position, replace_position),
         "seed": seed,
     }
-    loading = {"dtype": dtype.value, "device": device, "trust_remote_code": trust_remote_code}
+    loading = Loading(dtype.value, device, trust_remote_code)
     call = Call(text, asked, loading, out, as_json, _stderr())
     name = one_model(model, family, by_domain, models_dir, dry_run)
     if name is None:
@@ -271,6 +272,7 @@ def compare(
     """
     from sinklab.measure.calls import Call, compare_command
     from sinklab.measure.command import parse_eps
+    from sinklab.measure.subjects import Loading
 
     asked: dict[str, Any] = {
         "inputs": inputs.value,
@@ -281,7 +283,7 @@ def compare(
         "batch_size": batch_size,
         "seed": seed,
     }
-    loading = {"dtype": dtype.value, "device": device, "trust_remote_code": trust_remote_code}
+    loading = Loading(dtype.value, device, trust_remote_code)
     compare_command(models, Call(text, asked, loading, out, as_json, _stderr()))
 
 

@@ -19,7 +19,7 @@ from sinklab.measure.families import measure_families
 from sinklab.measure.many import Outcome
 from sinklab.measure.many_terminal import print_comparison, print_domains, print_families, print_sizes
 from sinklab.measure.sizes import Size, document, sizes
-from sinklab.measure.subjects import Request
+from sinklab.measure.subjects import Loading, Request
 from sinklab.measure.terminal import print_measurement
 from sinklab.report import write_report
 
@@ -33,7 +33,7 @@ class Call:
     Attributes:
         text: a file or folder.
         asked: of every model, the fields of `Request`.
-        loading: `dtype`, `device` and `trust_remote_code` of every model.
+        loading: how every model is loaded.
         out: where results are kept.
         as_json: print the document instead of tables.
         console: for everything but the result.
@@ -41,7 +41,7 @@ class Call:
 
     text: Path | None
     asked: Mapping[str, Any]
-    loading: Mapping[str, Any]
+    loading: Loading
     out: Path | None
     as_json: bool
     console: Console
@@ -89,7 +89,7 @@ def model_command(model: str, call: Call) -> None:
             model,
             call.text,
             **call.asked,
-            **call.loading,
+            loading=call.loading,
             out=call.out,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
@@ -105,7 +105,7 @@ def domains_command(model: str, call: Call) -> None:
     """
     total = len(domain_files(call.text)) if call.text is not None and call.text.is_dir() else 0
     with Board(call.console, "domains", total) as board:
-        domains = measure_domains(model, call.text, call.request, **call.loading, out=call.out, watch=board)
+        domains = measure_domains(model, call.text, call.request, loading=call.loading, out=call.out, watch=board)
     _show(domains, print_domains, call)
     _complain(domains.outcome, "domains")
 
@@ -117,7 +117,7 @@ def compare_command(models: Sequence[str], call: Call) -> None:
         InputError, SinklabError: as `compare_models`.
     """
     with Board(call.console, "models", len(models)) as board:
-        comparison = compare_models(models, call.text, call.request, **call.loading, out=call.out, watch=board)
+        comparison = compare_models(models, call.text, call.request, loading=call.loading, out=call.out, watch=board)
     _show(comparison, print_comparison, call)
 
 
@@ -129,7 +129,7 @@ def families_command(names: Sequence[str], models_dir: Path | None, dry_run: boo
         SinklabError: some model could not be measured; the others are printed and kept.
     """
     if dry_run:
-        _show_sizes(sizes(names, call.request, models_dir=models_dir, dtype=call.loading["dtype"]), call)
+        _show_sizes(sizes(names, call.request, models_dir=models_dir, dtype=call.loading.dtype), call)
         return
     call = replace(call, out=call.out or FAMILIES_OUT)
     with Board(call.console, "models", len(models_of(names))) as board:
@@ -138,7 +138,7 @@ def families_command(names: Sequence[str], models_dir: Path | None, dry_run: boo
             call.text,
             call.request,
             models_dir=models_dir,
-            **call.loading,
+            loading=call.loading,
             out=call.out,
             watch=board,
         )
@@ -159,7 +159,7 @@ def _show_sizes(found: Sequence[Size], call: Call) -> None:
     if call.as_json:
         print(json.dumps(document(found), indent=2))
     else:
-        print_sizes(found, call.loading["dtype"], Console())
+        print_sizes(found, call.loading.dtype, Console())
 
 
 def _complain(outcome: Outcome, what: str) -> None:

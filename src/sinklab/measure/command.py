@@ -8,16 +8,14 @@ from typing import Any
 from sinklab.errors import InputError
 from sinklab.measure.hooks import Progress
 from sinklab.measure.measurement import Measurement
-from sinklab.measure.subjects import Request, load_subject
+from sinklab.measure.subjects import AS_IT_IS, Loading, Request, load_subject
 
 
 def measure_command(
     model: str,
     text: Path | None,
     *,
-    dtype: str = "auto",
-    device: str = "auto",
-    trust_remote_code: bool = False,
+    loading: Loading = AS_IT_IS,
     out: Path | None = None,
     progress: Progress | None = None,
     **asked: Any,
@@ -27,7 +25,7 @@ def measure_command(
     Args:
         model: a run directory (it has a recipe.yaml), a model directory, or a name on the Hugging Face hub.
         text: a .txt or .jsonl file or a folder of them; needed for natural inputs only.
-        dtype, device, trust_remote_code: see `load_pretrained`.
+        loading: how the model is loaded.
         progress: called with (sequences done, sequences in all).
         asked: the fields of `Request`.
 
@@ -37,7 +35,7 @@ def measure_command(
     """
     request = Request(**asked)
     request.check_text(text)
-    subject = load_subject(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    subject = load_subject(model, loading)
     measurement = subject.measure(text, request, progress)
     if out is not None:
         measurement.save(out)

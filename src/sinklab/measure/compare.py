@@ -17,7 +17,7 @@ from sinklab.files import write_json
 from sinklab.measure.hooks import Progress
 from sinklab.measure.many import Item, Watch, measure_all, truth
 from sinklab.measure.measurement import Measurement
-from sinklab.measure.subjects import Request, load_subject
+from sinklab.measure.subjects import AS_IT_IS, Loading, Request, load_subject
 
 DOCUMENT = "comparison.json"
 POSITIONS = 4
@@ -72,9 +72,7 @@ def compare_models(
     text: Path | None,
     request: Request,
     *,
-    dtype: str = "auto",
-    device: str = "auto",
-    trust_remote_code: bool = False,
+    loading: Loading = AS_IT_IS,
     out: Path | None = None,
     watch: Watch | None = None,
 ) -> Comparison:
@@ -94,14 +92,14 @@ def compare_models(
     source = None if text is None else identity(str(text))
 
     def measure(model: str, progress: Progress) -> Measurement:
-        subject = load_subject(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        subject = load_subject(model, loading)
         return subject.measure(text, request, progress)
 
     items = [
         Item(
             name,
             None if out is None else out / name,
-            truth(model, Path(model).expanduser(), source, dtype, request),
+            truth(model, Path(model).expanduser(), source, loading.dtype, request),
             partial(measure, model),
         )
         for name, model in labels(models).items()

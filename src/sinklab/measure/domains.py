@@ -16,7 +16,7 @@ from sinklab.files import write_json
 from sinklab.measure.hooks import Progress
 from sinklab.measure.many import Item, Outcome, Watch, measure_all, truth
 from sinklab.measure.measurement import Measurement
-from sinklab.measure.subjects import Request, Subject, load_subject
+from sinklab.measure.subjects import AS_IT_IS, Loading, Request, Subject, load_subject
 
 DOCUMENT = "domains.json"
 
@@ -45,9 +45,7 @@ def measure_domains(
     folder: Path | None,
     request: Request,
     *,
-    dtype: str = "auto",
-    device: str = "auto",
-    trust_remote_code: bool = False,
+    loading: Loading = AS_IT_IS,
     out: Path | None = None,
     watch: Watch | None = None,
 ) -> Domains:
@@ -76,13 +74,13 @@ def measure_domains(
         Item(
             name,
             None if out is None else out / name,
-            truth(model, Path(model).expanduser(), identity(str(file)), dtype, request),
+            truth(model, Path(model).expanduser(), identity(str(file)), loading.dtype, request),
             partial(measure, file),
         )
         for name, file in domain_files(folder).items()
     ]
     if any(item.finished() is None for item in items):
-        loaded.append(load_subject(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code))
+        loaded.append(load_subject(model, loading))
 
     def save(outcome: Outcome) -> None:
         if out is not None:

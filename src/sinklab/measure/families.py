@@ -4,14 +4,11 @@ A model that cannot be loaded or measured does not stop the others. Finished one
 interrupted and repeated.
 """
 
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from sinklab.data.corpora import identity
 from sinklab.errors import InputError
@@ -20,7 +17,7 @@ from sinklab.files import write_json
 from sinklab.measure.hooks import Progress
 from sinklab.measure.many import Item, Outcome, Watch, measure_all, truth
 from sinklab.measure.measurement import Measurement
-from sinklab.measure.subjects import Request, load_subject
+from sinklab.measure.subjects import AS_IT_IS, Loading, Request, load_subject
 
 DOCUMENT = "families.json"
 
@@ -63,9 +60,7 @@ def measure_families(
     request: Request,
     *,
     models_dir: Path | None = None,
-    dtype: str = "auto",
-    device: str = "auto",
-    trust_remote_code: bool = False,
+    loading: Loading = AS_IT_IS,
     out: Path | None = None,
     watch: Watch | None = None,
 ) -> Families:
@@ -89,16 +84,15 @@ def measure_families(
     source = None if text is None else identity(str(text))
 
     def measure(model: OpenModel, progress: Progress) -> Measurement:
-        _release_memory()
         place = place_of(model, models_dir)
-        subject = load_subject(place, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        subject = load_subject(place, loading)
         return subject.measure(text, request, progress)
 
     items = [
         Item(
             model.id,
             None if out is None else out / model.id,
-            truth(model.id, directory_of(model, models_dir), source, dtype, request),
+            truth(model.id, directory_of(model, models_dir), source, loading.dtype, request),
             partial(measure, model),
         )
         for model in models
@@ -164,10 +158,3 @@ def _is_measured(folder: Path) -> bool:
 
 def _candidates(model: OpenModel, models_dir: Path) -> tuple[Path, Path]:
     return models_dir / model.id, models_dir / model.id.rpartition("/")[2]
-
-
-def _release_memory() -> None:
-    """A model needs the memory of the one before it."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -4,12 +4,15 @@ Beside every measurement stands `request.json`, everything that decides its resu
 finished; a call that asks for something else is refused, so that no table mixes settings.
 """
 
+import gc
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from sinklab.errors import InputError, SinklabError
 from sinklab.files import write_json
@@ -123,6 +126,7 @@ def measure_all(
             watch.keeps(item.name, kept)
             continue
         watch.starts(item.name)
+        _release_memory()
         result = _attempt(item, watch, others_go_on)
         if isinstance(result, str):
             outcome.failed[item.name] = result
@@ -178,3 +182,10 @@ def _sentence(error: Exception) -> str:
         return str(error)
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _release_memory() -> None:
+    """A model needs the memory of the one before it."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -84,6 +84,24 @@ class Request:
         }
 
 
+@dataclass(frozen=True)
+class Loading:
+    """How a model is loaded.
+
+    Attributes:
+        dtype: auto (as its files have it), float32, bfloat16 or float16.
+        device: auto, cpu, cuda, cuda:N, or map: spread over all of them.
+        trust_remote_code: run the code that comes with it.
+    """
+
+    dtype: str = "auto"
+    device: str = "auto"
+    trust_remote_code: bool = False
+
+
+AS_IT_IS = Loading()
+
+
 class Subject(Protocol):
     """A loaded model, which can be asked more than once."""
 
@@ -101,25 +119,25 @@ class Subject(Protocol):
         ...
 
 
-def load_subject(name: str, *, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False) -> Subject:
+def load_subject(name: str, loading: Loading) -> Subject:
     """Load a run directory (it has a recipe.yaml), a model directory, or a model of the Hugging Face hub by its name.
 
     Raises:
         InputError: it cannot be loaded.
     """
     if (Path(name) / "recipe.yaml").is_file():
-        return _Run(name, dtype, device)
-    return _Pretrained(name, dtype, device, trust_remote_code)
+        return _Run(name, loading)
+    return _Pretrained(name, loading)
 
 
 class _Pretrained:
     """A Hugging Face model with its tokenizer."""
 
-    def __init__(self, name: str, dtype: str, device: str, trust_remote_code: bool) -> None:
+    def __init__(self, name: str, loading: Loading) -> None:
         from sinklab.measure.loading import load_pretrained
 
         self._name = name
-        self._model, self._tokenizer = load_pretrained(name, dtype, device, trust_remote_code)
+        self._model, self._tokenizer = load_pretrained(name, loading.dtype, loading.device, loading.trust_remote_code)
 
     def measure(self, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
         from sinklab.measure.loading import check_length
@@ -160,12 +178,12 @@ class _Pretrained:
 class _Run:
     """A run directory of ours."""
 
-    def __init__(self, name: str, dtype: str, device: str) -> None:
+    def __init__(self, name: str, loading: Loading) -> None:
         from sinklab.data.tokenizers import load_tokenizer
         from sinklab.measure.loading import pick_dtype
         from sinklab.train.run import load_run
 
-        where, kind = pick_device(device), pick_dtype(dtype)
+        where, kind = pick_device(loading.device), pick_dtype(loading.dtype)
         self._name, run = name, load_run(Path(name))
         self._recipe = run.recipe
         self._tokenizer = load_tokenizer(str(run.tokenizer_path))
