@@ -1,4 +1,4 @@
-"""Text at scale: mixed by weight, encoded in parallel, limited, estimated; killed anywhere, the bytes are the same."""
+"""Text at scale: mixed by weight, encoded fast, limited, estimated; killed anywhere, the bytes are the same."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import fastokens
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,12 +17,12 @@ from sinklab.cli import app
 from sinklab.config import build_recipe
 from sinklab.data import building
 from sinklab.data.config import DataConfig
-from sinklab.data.encoding import Encode, cuts_at_words, encoder
 from sinklab.data.estimate import estimate
 from sinklab.data.mixing import mixed, streams
 from sinklab.data.prepare import prepare, settings_of
 from sinklab.data.selection import UniformMix, WeightedMix, paper_weights
-from sinklab.data.tokenizers import Tokenizer, load_tokenizer, train_bpe
+from sinklab.data.synthetic import parse, word_tokenizer
+from sinklab.data.tokenizers import load_tokenizer, train_bpe
 from sinklab.errors import InputError, SinklabError
 
 FILES = ("train.bin", "valid.bin", "data.json", "tokenizer.json")
@@ -63,40 +64,74 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in FILES}
 
 
-# The words of a text
-
-
-@pytest.fixture(scope="module")
-def neox(data_dir: Path) -> Tokenizer:
-    return load_tokenizer(str(data_dir / "tokenizers" / "gptneox"))
-
+# Encoding
 
 AWKWARD = st.lists(
-    st.sampled_from([*"'sdlmt 1=_-<|>\n\t\r\x0b\x1c\x85\xa0\u2003\u3000éèД界²½̸́", "'ll", "   ", "\n\n", "<|endoftext|>"])
+    st.sampled_from([*"'sdlmt 1=_-<|>\n\t\r\x0b\x1c\x85\xa0\u2003\u3000éèД界²½̸́", "'ll", "   ", "\n\n", "<|endoftext|>"])
     | st.characters(codec="utf-8"),
     max_size=30,
 ).map("".join)
 
 
-@pytest.fixture(scope="module")
-def word_by_word(neox: Tokenizer) -> Encode:
-    return encoder(neox, np.dtype("<u2"))
+def tokenizer_json(name: str, data_dir: Path, bpe: str) -> Path:
+    folders = {
+        "neox": data_dir / "tokenizers" / "gptneox",
+        "llama": data_dir / "models" / "TinyStories-656K",
+        "trained": Path(bpe),
+    }
+    return folders[name] / "tokenizer.json"
 
 
-@settings(deadline=None, max_examples=300)
-@given(text=AWKWARD)
-def test_word_by_word_the_ids_are_those_of_the_whole_text(neox: Tokenizer, word_by_word: Encode, text: str):
-    (found,) = word_by_word([text])
-    assert found.tolist() == neox.encode_batch([text])[0]
+@pytest.mark.parametrize("name", ["neox", "llama", "trained"])
+def test_the_ids_are_those_of_the_tokenizers_library(name: str, data_dir: Path, bpe: str):
+    tokenizer = load_tokenizer(str(tokenizer_json(name, data_dir, bpe)))
+    assert tokenizer._encode.__name__ == "quick"
+
+    @settings(deadline=None, max_examples=300)
+    @given(texts=st.lists(AWKWARD, min_size=1, max_size=3))
+    def check(texts: list[str]):
+        rows = tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False)
+        assert tokenizer.encode_batch(texts) == [row.ids for row in rows]
+
+    check()
+    assert tokenizer.encode_batch([]) == []
 
 
-def test_tokenizers_whose_words_are_not_known_encode_whole_texts(neox: Tokenizer):
-    description = json.loads(neox.backend.to_str())
-    assert cuts_at_words(description)
-    assert not cuts_at_words(description | {"normalizer": {"type": "Lowercase"}})
-    assert not cuts_at_words(description | {"pre_tokenizer": {"type": "Metaspace"}})
-    word = {"content": "two words", "special": False, "lstrip": False, "rstrip": False, "single_word": False}
-    assert not cuts_at_words(description | {"added_tokens": [word]})
+def test_what_fastokens_cannot_read_is_encoded_by_tokenizers(tmp_path: Path):
+    request = parse("synthetic:bigram_backcopy:length=32,documents=8")
+    assert request is not None
+    tokenizer = word_tokenizer(request, tmp_path)
+    assert tokenizer._encode.__name__ == "exact"
+    words = list(tokenizer.backend.get_vocab())[:3]
+    assert tokenizer.encode_batch([" ".join(words), ""]) == [[tokenizer.backend.token_to_id(w) for w in words], []]
+
+
+def test_fastokens_is_left_aside_where_it_gives_other_ids(bpe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    other = train_bpe(prose("code", 50), 270, tmp_path).backend.to_str()
+    read = fastokens.Tokenizer.from_json_str
+    monkeypatch.setattr(fastokens.Tokenizer, "from_json_str", staticmethod(lambda _: read(other)))
+    tokenizer = load_tokenizer(bpe)
+    assert tokenizer.encode_batch(["the law"]) == [tokenizer.backend.encode("the law").ids]
+
+
+PEAK = """
+import resource, sys
+from pathlib import Path
+from sinklab.data.prepare import prepare
+prepare(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
+
+
+def test_memory_does_not_grow_with_the_text(bpe: str, tmp_path: Path):
+    def peak_mb(copies: int) -> int:
+        text = write_rows(
+            tmp_path / f"{copies}.jsonl", [f"{i} {row}" for i in range(copies) for row in prose("law", 2000)]
+        )
+        arguments = [sys.executable, "-c", PEAK, str(text), bpe, str(tmp_path / f"out-{copies}")]
+        return int(subprocess.run(arguments, check=True, capture_output=True, text=True).stdout)
+
+    assert peak_mb(80) < peak_mb(10) + 16  # 20 MB of text and 2.5
 
 
 # Mixes
@@ -208,16 +243,15 @@ def counted(tokens):
     calls[0] += 1
     if calls[0] == int(sys.argv[4]):
         os.kill(os.getpid(), signal.SIGKILL)
-if __name__ == "__main__":
-    mix = WeightedMix(weights={"law": 2, "code": 1})
-    prepare(sys.argv[1], sys.argv[2], Path(sys.argv[3]), mix=mix, workers=int(sys.argv[5]), counted=counted)
+mix = WeightedMix(weights={"law": 2, "code": 1})
+prepare(sys.argv[1], sys.argv[2], Path(sys.argv[3]), mix=mix, counted=counted)
 """
 
 
-def killed(corpus: Path, bpe: str, out: Path, after: int, workers: int, tmp_path: Path) -> None:
+def killed(corpus: Path, bpe: str, out: Path, after: int, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM, encoding="utf-8")
-    done = subprocess.run([sys.executable, program, corpus, bpe, out, str(after), str(workers)], check=False)
+    done = subprocess.run([sys.executable, program, corpus, bpe, out, str(after)], check=False)
     assert done.returncode == -9
     assert not (out / "data.json").exists()
 
@@ -227,7 +261,7 @@ def test_killed_and_called_again_the_bytes_are_those_of_an_undisturbed_call(corp
     mix = WeightedMix(weights={"law": 2, "code": 1})
     prepare(str(corpus), bpe, tmp_path / "undisturbed", mix=mix)
     out = tmp_path / "out"
-    killed(corpus, bpe, out, after=3, workers=2, tmp_path=tmp_path)
+    killed(corpus, bpe, out, after=3, tmp_path=tmp_path)
     before = (out / "partial" / "journal.jsonl").read_bytes()
     assert before.count(b"\n") == 3
     with (out / "partial" / "train.bin").open("ab") as shard:
@@ -247,7 +281,7 @@ def test_killed_and_called_again_the_bytes_are_those_of_an_undisturbed_call(corp
 @pytest.mark.parametrize("damage", ["bit", "text", "text with the same name and time"])
 def test_what_has_changed_since_the_interruption_is_noticed(corpus: Path, bpe: str, tmp_path: Path, damage: str):
     out = tmp_path / "out"
-    killed(corpus, bpe, out, after=3, workers=1, tmp_path=tmp_path)
+    killed(corpus, bpe, out, after=3, tmp_path=tmp_path)
     mix = WeightedMix(weights={"law": 2, "code": 1})
     path = corpus / "law.jsonl"
     if damage == "bit":
@@ -262,13 +296,6 @@ def test_what_has_changed_since_the_interruption_is_noticed(corpus: Path, bpe: s
     prepare(str(corpus), bpe, out, mix=mix)
     prepare(str(corpus), bpe, tmp_path / "fresh", mix=mix)
     assert contents(out) == contents(tmp_path / "fresh")
-
-
-@pytest.mark.usefixtures("_small_parts")
-def test_one_worker_and_two_write_the_same_bytes(corpus: Path, bpe: str, tmp_path: Path):
-    for workers in (1, 2):
-        prepare(str(corpus), bpe, tmp_path / str(workers), workers=workers)
-    assert contents(tmp_path / "1") == contents(tmp_path / "2")
 
 
 @pytest.mark.usefixtures("_small_parts")

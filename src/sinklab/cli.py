@@ -344,7 +344,6 @@ def data_prepare(
         Absent, typer.Option(help="With --mix weights: what to do about domains without a file.")
     ] = Absent.refuse,
     seed: Annotated[int, typer.Option(min=0, help="With --mix: of the order in which they take turns.")] = 0,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes that encode; all cores unless given.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write nothing: say how many bytes and tokens there are.")
     ] = False,
@@ -352,7 +351,8 @@ def data_prepare(
 ) -> None:
     """Turn text into token shards that recipes can name as their data.source.
 
-    Killed and called again it goes on, to the same bytes; so it does with any number of workers.
+    Killed and called again it goes on, to the same bytes. RAYON_NUM_THREADS sets how many threads encode; all cores
+    unless given.
     """
     from sinklab.data.command import Asked, dry_run_command, mix_of, prepare_command
 
@@ -361,7 +361,7 @@ def data_prepare(
     if dry_run:
         dry_run_command(asked, as_json)
     else:
-        prepare_command(asked, out, workers or os.cpu_count() or 1, as_json, _stderr())
+        prepare_command(asked, out, as_json, _stderr())
 
 
 def _run_experiment(experiment: "Experiment", out: Path, seeds: int, overlay: dict[str, Any], as_json: bool) -> None:

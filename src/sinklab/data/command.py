@@ -71,7 +71,7 @@ def dry_run_command(asked: Asked, as_json: bool) -> None:
         print_estimate(found, Console())
 
 
-def prepare_command(asked: Asked, out: Path, workers: int, as_json: bool, console: Console) -> None:
+def prepare_command(asked: Asked, out: Path, as_json: bool, console: Console) -> None:
     """Prepare the data and print what came out.
 
     Raises:
@@ -88,7 +88,6 @@ def prepare_command(asked: Asked, out: Path, workers: int, as_json: bool, consol
             text_limit_bytes=asked.text_limit_bytes,
             mix=asked.mix,
             token_limit=asked.token_limit,
-            workers=workers,
             progress=board,
             counted=board.counted,
         )

@@ -49,7 +49,6 @@ def prepare(
     text_limit_bytes: int | None = None,
     mix: Mix | None = None,
     token_limit: int | None = None,
-    workers: int = 1,
     progress: Progress | None = None,
     counted: Counted | None = None,
 ) -> TokenDataset:
@@ -58,15 +57,13 @@ def prepare(
     Args:
         source, tokenizer, valid_fraction, text_limit_bytes, mix, token_limit: as in `DataConfig`.
         out: a folder; what else lies in it is left alone.
-        workers: processes that encode; the result is the same. A script that asks for more than one needs
-            `if __name__ == "__main__":`, since they are spawned.
         progress, counted: see `Progress` and `Counted`.
 
     Raises:
         InputError: the source or tokenizer cannot be used, the text is a single document, or `out` holds data made
             with other settings; a number is out of range.
-        SinklabError: the disk is full or not writable, or a process was lost; what was finished is kept, and the
-            same call goes on from there.
+        SinklabError: the disk is full or not writable; what was finished is kept, and the same call goes on from
+            there.
     """
     settings = settings_of(
         source,
@@ -76,7 +73,7 @@ def prepare(
         mix=mix,
         token_limit=token_limit,
     )
-    return _prepare(settings, out, workers, progress, counted)
+    return _prepare(settings, out, progress, counted)
 
 
 def settings_of(
@@ -111,16 +108,14 @@ def settings_of(
     )
 
 
-def prepared(
-    config: DataConfig, cache: Path | None = None, progress: Progress | None = None, workers: int = 1
-) -> TokenDataset:
+def prepared(config: DataConfig, cache: Path | None = None, progress: Progress | None = None) -> TokenDataset:
     """The data of a recipe: opened where it is prepared, otherwise prepared once and kept in the cache.
 
     Args:
         config: where `source` is a prepared directory, its tokenizer, split, mix and limits are those it was made
             with.
         cache: a folder; SINKLAB_CACHE, or ~/.cache/sinklab, unless given.
-        progress, workers: as `prepare`.
+        progress: as `prepare`.
 
     Raises:
         InputError, SinklabError: as `prepare` and `TokenDataset.open`.
@@ -138,17 +133,15 @@ def prepared(
         identity=_identity(config.source, config.tokenizer),
     )
     key = hashlib.sha256(settings.model_dump_json().encode()).hexdigest()[:20]
-    return _prepare(settings, (cache or _cache_folder()) / "data" / key, workers, progress)
+    return _prepare(settings, (cache or _cache_folder()) / "data" / key, progress)
 
 
-def _prepare(
-    settings: Settings, out: Path, workers: int, progress: Progress | None, counted: Counted | None = None
-) -> TokenDataset:
+def _prepare(settings: Settings, out: Path, progress: Progress | None, counted: Counted | None = None) -> TokenDataset:
     if not is_prepared(out):
         try:
             with _locked(out):
                 if not is_prepared(out):
-                    _build(settings, out, workers, progress or _silent, counted or _uncounted)
+                    _build(settings, out, progress or _silent, counted or _uncounted)
         except OSError as error:
             raise SinklabError(
                 f"cannot prepare data in {out}: {error.strerror or error}. What was finished is kept: free some "
@@ -163,7 +156,7 @@ def _prepare(
     return dataset
 
 
-def _build(settings: Settings, out: Path, workers: int, progress: Progress, counted: Counted) -> None:
+def _build(settings: Settings, out: Path, progress: Progress, counted: Counted) -> None:
     partial = out / "partial"
     asked = partial / "settings.json"
     wanted = settings.model_dump_json()
@@ -173,7 +166,7 @@ def _build(settings: Settings, out: Path, workers: int, progress: Progress, coun
     try:
         if not asked.is_file():
             write_text(asked, wanted)
-        manifest = _write_shards(settings, partial, workers, progress, counted)
+        manifest = _write_shards(settings, partial, progress, counted)
         for name in ("train.bin", "valid.bin", "tokenizer.json", "tokenizer_config.json"):
             (partial / name).replace(out / name)
         unset = {"shares"} if manifest.shares is None else None
@@ -185,7 +178,7 @@ def _build(settings: Settings, out: Path, workers: int, progress: Progress, coun
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_shards(settings: Settings, folder: Path, workers: int, progress: Progress, counted: Counted) -> Manifest:
+def _write_shards(settings: Settings, folder: Path, progress: Progress, counted: Counted) -> Manifest:
     text = Text(settings)
     tokenizer = _tokenizer(settings, text, folder, progress)
     builder = Builder(folder, tokenizer, settings.valid_fraction, settings.token_limit)
@@ -194,7 +187,7 @@ def _write_shards(settings: Settings, folder: Path, workers: int, progress: Prog
         progress("tokens", done, text.total_bytes)
         counted(tokens)
 
-    with builder.build(text.named_documents(tokenizer), workers, report) as writer:
+    with builder.build(text.named_documents(tokenizer), report) as writer:
         if writer.documents < 2:
             (folder / JOURNAL).unlink(missing_ok=True)
             raise InputError(

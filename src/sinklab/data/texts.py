@@ -90,5 +90,5 @@ def _tokens_per_byte(name: str, texts: Iterator[str], tokenizer: Tokenizer) -> f
             break
     if not sample:
         raise InputError(f"{name} holds no text: every document in it is empty")
-    tokens = sum(len(ids) for ids in tokenizer.encode_batch(sample))
-    return tokens / sum(len(text.encode()) for text in sample)
+    _, lengths = tokenizer.encode_flat(sample)
+    return int(lengths.sum()) / sum(len(text.encode()) for text in sample)

@@ -1,15 +1,19 @@
 """Tokenizers, one small face for all of them: read from a folder, fetched by name, or trained on the corpus.
 
-`tokenizer.json` is read directly with the `tokenizers` library: it is what every fast tokenizer is underneath,
-needs no `transformers`, and releases the interpreter lock while it encodes a batch on all cores.
+`tokenizer.json` is read directly with the `tokenizers` library: it is what every fast tokenizer is underneath, and
+needs no `transformers`.
 """
 
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from sinklab.data.encoding import Encode, encoder
 from sinklab.errors import InputError
 from sinklab.files import write_json, write_text
 
@@ -45,7 +49,16 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text. Nothing is added, and text that spells a special token stays text."""
-        return [row.ids for row in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        ids, lengths = self.encode_flat(texts)
+        return [row.tolist() for row in np.split(ids, lengths.cumsum()[:-1])] if texts else []
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """As `encode_batch`: (tokens,) the ids of all texts one after the other, and (texts,) how many each has."""
+        return self._encode(texts)
+
+    @cached_property
+    def _encode(self) -> Encode:
+        return encoder(self.backend)
 
     def save(self, directory: Path) -> Path:
         """Write tokenizer.json and tokenizer_config.json, as `AutoTokenizer` reads them; returns the former."""
