@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+EXTRAS := .venv-extras
 
-.PHONY: setup lab test test-slow test-browser bench check clean
+.PHONY: setup lab test test-slow test-browser test-extras bench check clean
 
 setup: $(STAMP)
 
@@ -31,6 +32,14 @@ test-slow: $(STAMP)
 test-browser: $(STAMP)
 	$(BIN)/pytest -m browser
 
+test-extras: $(EXTRAS)/.installed
+	$(EXTRAS)/bin/pytest tests/test_track.py tests/test_data_corpora.py tests/test_measure_placed.py
+
+$(EXTRAS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(EXTRAS)
+	$(EXTRAS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,track,quantised]'
+	@touch $@
+
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.import_time
 	$(BIN)/python -m benchmarks.attention
@@ -39,4 +48,4 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.data
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(EXTRAS) .pytest_cache .ruff_cache .hypothesis
