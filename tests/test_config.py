@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sinklab.config import Recipe, load_recipe
+from sinklab.config import Recipe, build_recipe, load_recipe
 from sinklab.errors import InputError
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -44,6 +44,24 @@ def test_another_kind_drops_the_old_kinds_values() -> None:
         "tiny", ["model.attention.mask={kind: window, width: 8}", "model.attention.mask={kind: prefix, length: 2}"]
     )
     assert recipe.model.attention.mask.model_dump() == {"kind": "prefix", "length": 2}
+
+
+def test_overrides_mean_the_same_in_any_order() -> None:
+    chosen = ["optim.lr=0.5", "optim.name=sgd", "model.attention.mask.width=8", "model.attention.mask=window"]
+    recipe, reversed_ = load_recipe("tiny", chosen), load_recipe("tiny", chosen[::-1])
+    assert recipe == reversed_
+    assert (recipe.optim.name, recipe.optim.lr) == ("sgd", 0.5)
+    assert recipe.model.attention.mask.model_dump() == {"kind": "window", "width": 8}
+
+
+def test_on_and_off_are_words_in_yaml_too() -> None:
+    assert [load_recipe("tiny", [f"train.compile={word}"]).train.compile for word in ("on", "off")] == ["on", "off"]
+
+
+@pytest.mark.parametrize("name", ["", "../up", "a/b", "."])
+def test_a_name_is_a_part_of_a_path(name: str) -> None:
+    with pytest.raises(InputError, match="name: String should match pattern"):
+        build_recipe({"name": name})
 
 
 def test_a_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:

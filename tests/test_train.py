@@ -19,7 +19,7 @@ from sinklab.measure.measurement import Measurement
 from sinklab.train.config import ScheduleConfig
 from sinklab.train.loop import Trainer
 from sinklab.train.optim import learning_rate
-from sinklab.train.run import load_run, open_run, read_metrics
+from sinklab.train.run import establish, load_run, open_run, read_metrics
 
 RECIPE = {
     "model": {"layers": 2, "width": 32, "heads": 2, "ffn_width": 48, "context": 32},
@@ -174,10 +174,50 @@ def test_a_save_that_was_killed_leaves_the_checkpoint_before_it(dataset: TokenDa
     assert not torn.exists()
 
 
-def test_a_directory_with_another_run_is_refused(dataset: TokenDataset, tmp_path: Path) -> None:
-    open_run(recipe(), dataset, tmp_path)
-    with pytest.raises(InputError, match="choose another --out"):
+def test_a_directory_with_another_run_is_refused_and_why(dataset: TokenDataset, tmp_path: Path) -> None:
+    establish(open_run(recipe(), dataset, tmp_path))
+    with pytest.raises(InputError, match=r"\(seed is 0 there and 1 here\): choose another --out"):
         open_run(recipe(seed=1), dataset, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["recipe.yaml", "tokenizer.json", "metrics.jsonl", "checkpoints"])
+def test_a_directory_with_other_peoples_files_is_left_alone(dataset: TokenDataset, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(InputError, match=f"holds {name}, which no run has written: choose another --out"):
+        Trainer(open_run(recipe(), dataset, tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    with pytest.raises(InputError, match="is a file: choose another --out"):
+        open_run(recipe(), dataset, tmp_path / name)
+
+
+def test_a_recipe_that_is_refused_leaves_no_directory(dataset: TokenDataset, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(InputError, match="sequences"):
+        Trainer(open_run(recipe(metric={"sequences": 10**6}), dataset, out))
+    assert not out.exists()
+    assert train(dataset, out, recipe()).state.step == 12
+
+
+def test_who_comes_second_is_refused_also_where_both_found_an_empty_directory(
+    dataset: TokenDataset, tmp_path: Path
+) -> None:
+    first, second = open_run(recipe(), dataset, tmp_path), open_run(recipe(seed=1), dataset, tmp_path)
+    Trainer(first).train()
+    with pytest.raises(InputError, match="seed is 0 there and 1 here"):
+        Trainer(second)
+    assert load_run(tmp_path).recipe.seed == 0
+
+
+def test_what_is_missing_of_a_runs_own_files_is_written_again(dataset: TokenDataset, tmp_path: Path) -> None:
+    train(dataset, tmp_path, recipe())
+    (tmp_path / "recipe.yaml").unlink()
+    (tmp_path / "tokenizer.json").unlink()
+    Trainer(open_run(recipe(), dataset, tmp_path))
+    assert load_run(tmp_path).recipe.seed == 0
+    assert (tmp_path / "tokenizer.json").read_bytes() == dataset.tokenizer_path.read_bytes()
+    (tmp_path / "env.json").write_text("{")
+    with pytest.raises(SinklabError, match=r"env\.json cannot be read"):
+        open_run(recipe(), dataset, tmp_path)
 
 
 def test_a_finished_run_loads_back(dataset: TokenDataset, tmp_path: Path) -> None:
@@ -192,7 +232,7 @@ def test_a_finished_run_loads_back(dataset: TokenDataset, tmp_path: Path) -> Non
 def test_a_directory_without_a_checkpoint_says_what_to_do(dataset: TokenDataset, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not a run directory"):
         load_run(tmp_path)
-    open_run(recipe(), dataset, tmp_path)
+    establish(open_run(recipe(), dataset, tmp_path))
     with pytest.raises(InputError, match="train it with `sinklab train` first"):
         load_run(tmp_path)
 

@@ -17,16 +17,30 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from sinklab.data.config import DataConfig
+from sinklab.data.selection import Selection
 from sinklab.errors import InputError
 from sinklab.model.config import ModelConfig
 from sinklab.schema import Part
 from sinklab.train.config import AdamW, MetricConfig, OptimConfig, ScheduleConfig, TrainConfig
 
+KINDS = ("kind", "name")
+"""The keys that say which of several kinds a part is."""
+
+DATA_ORIGIN = {"source", "tokenizer", "valid_fraction", "text_limit_bytes", *Selection.model_fields}
+"""What the fingerprint of prepared data stands for."""
+
+MANNER = {"save_every", "keep", "device", "parallel", "compile", "peak_flops"}
+"""What may change from one call to the next that continues the run."""
+
 
 class Recipe(Part):
     """Everything that decides a run's result."""
 
-    name: str = Field(default="run", description="for people; it does not change the run")
+    name: str = Field(
+        default="run",
+        pattern=r"^[^/\\\x00-\x1f.][^/\\\x00-\x1f]*$",
+        description="for people; it does not change the run",
+    )
     seed: int = Field(default=0, ge=0, description="of the initial weights and the order of the data")
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -49,10 +63,10 @@ class Recipe(Part):
     def content_hash(self, data_fingerprint: str) -> str:
         """16 hexadecimal digits of everything that decides the result: the recipe and the data.
 
-        The name is left out, and how the work is done: how several processes share it, whose number may change from
-        day to day, whether it is compiled, and how fast the card could be.
+        The name is left out; where the data came from, since its fingerprint says what it is; and how the work is done:
+        on what device, how several processes share it, how often it is saved.
         """
-        recipe = self.model_dump(mode="json", exclude={"name": True, "train": {"parallel", "compile", "peak_flops"}})
+        recipe = self.model_dump(mode="json", exclude={"name": True, "data": DATA_ORIGIN, "train": MANNER})
         truth = {"recipe": recipe, "data": data_fingerprint}
         return hashlib.sha256(json.dumps(truth, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -78,7 +92,8 @@ def recipe_text(name: str) -> str:
 
 
 def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
-    """Read a recipe file (or a packaged recipe by name) and apply `KEY=VALUE` overrides.
+    """Read a recipe file (or a packaged recipe by name) and apply `KEY=VALUE` overrides, in whatever order: a kind
+    before its values.
 
     Raises:
         InputError: not YAML, or a key, type or combination that is not allowed; the message names the field.
@@ -89,7 +104,7 @@ def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
         raise InputError(f"{name} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise InputError(f"{name} must hold a mapping of recipe keys, not a {type(values).__name__}")
-    return build_recipe(values, *(parse_override(text) for text in overrides), origin=name)
+    return build_recipe(values, *(parse_override(text) for text in sorted(overrides, key=_depth)), origin=name)
 
 
 def build_recipe(values: Mapping[str, Any], *overlays: Mapping[str, Any], origin: str = "recipe") -> Recipe:
@@ -105,6 +120,12 @@ def build_recipe(values: Mapping[str, Any], *overlays: Mapping[str, Any], origin
         return Recipe.model_validate(merged)
     except ValidationError as error:
         raise InputError(_explain(error, origin)) from error
+
+
+def _depth(override: str) -> int:
+    """How deep in the recipe an override begins; one that names a kind belongs to what it is the kind of."""
+    *above, last = override.partition("=")[0].split(".")
+    return len(above) + (last not in KINDS)
 
 
 def parse_override(text: str) -> dict[str, Any]:
@@ -224,4 +245,4 @@ def _part_at(path: tuple[int | str, ...]) -> type[BaseModel] | None:
 
 def _tags(member: Any) -> list[Any]:
     fields = getattr(member, "model_fields", {})
-    return [f.default for name, f in fields.items() if name in ("kind", "name")]
+    return [f.default for name, f in fields.items() if name in KINDS]

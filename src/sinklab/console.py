@@ -31,10 +31,10 @@ class RunBoard:
     def __init__(self, console: Console, names: list[str], steps: int) -> None:
         self.console, self.steps = console, steps
         self.progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[latest]}"),
+            TextColumn("{task.fields[latest]}", markup=False),
             TimeRemainingColumn(),
             console=console,
             disable=not console.is_terminal,
@@ -54,7 +54,9 @@ class RunBoard:
             latest = describe(event.row)
             self.progress.update(self.tasks[event.cell], completed=event.step, latest=latest)
             if not self.console.is_terminal:
-                self.console.print(f"{event.cell}: step {event.step}/{self.steps}  {latest}", highlight=False)
+                self.console.print(
+                    f"{event.cell}: step {event.step}/{self.steps}  {latest}", highlight=False, markup=False
+                )
         elif event.kind == "step":
             self.progress.update(self.tasks[event.cell], completed=event.step)
         else:
@@ -109,7 +111,7 @@ class DataBoard:
 def data_progress(console: Console) -> Iterator[DataBoard]:
     """A live board while data is prepared; without a terminal, a line per stage."""
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
         TaskProgressColumn(),
         DownloadColumn(),

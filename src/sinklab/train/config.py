@@ -1,8 +1,8 @@
 """The training parts of a recipe: optimiser, schedule, loop, metric."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from sinklab.schema import Part
 
@@ -91,15 +91,20 @@ class TrainConfig(Part):
     parallel: Parallel = Field(
         default="ddp",
         description="how the processes of torchrun share the work: ddp, whole models; fsdp, sharded ones. One process "
-        "needs neither, and neither is part of the run's hash",
+        "needs neither",
     )
-
     compile: Literal["auto", "on", "off"] = Field(
-        default="auto", description="torch.compile around the attention cores; auto: on CUDA. Not part of the hash"
+        default="auto", description="torch.compile around the attention cores; auto: on CUDA"
     )
     peak_flops: float | None = Field(
-        default=None, gt=0, description="of one card, for the utilisation; default: from a table. Not part of the hash"
+        default=None, gt=0, description="of one card, for the utilisation; default: from a table"
     )
+
+    @field_validator("compile", mode="before")
+    @classmethod
+    def _on_and_off_are_no_booleans(cls, value: Any) -> Any:
+        """YAML 1.1 reads them as such."""
+        return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
 
     @model_validator(mode="after")
     def _whole_micro_batches(self) -> Self:

@@ -8,36 +8,69 @@ from typing import IO
 
 from sinklab.errors import SinklabError
 
+LOCK = "lock"
+
 
 def lock_run(directory: Path) -> IO[str]:
-    """Hold the run directory until the returned file is closed.
+    """Hold the run directory, which is made where it is not there, until the returned file is closed.
 
     Raises:
         SinklabError: another process is training there, or the directory cannot be written or locked.
     """
+    while True:
+        file = _locked(directory)
+        if _is_at(file, directory / LOCK):  # and was not removed by `leave` before it was locked
+            break
+        file.close()
+    with contextlib.suppress(OSError):  # on a full disk: held all the same, by nobody in particular
+        os.ftruncate(file.fileno(), 0)
+        os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    return file
+
+
+def holder(directory: Path) -> str:
+    """Who holds the run directory or held it last, nothing where that cannot be told."""
+    try:
+        return (directory / LOCK).read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def leave(directory: Path) -> None:
+    """Remove a directory in which there is nothing but the lock, which the caller holds."""
+    if [path.name for path in directory.iterdir()] == [LOCK]:
+        (directory / LOCK).unlink()
+        with contextlib.suppress(OSError):
+            directory.rmdir()
+
+
+def _locked(directory: Path) -> IO[str]:
     import fcntl
 
-    path = directory / "lock"
+    path = directory / LOCK
     try:
+        directory.mkdir(parents=True, exist_ok=True)
         file = path.open("a+", encoding="utf-8")
     except OSError as error:
         raise SinklabError(f"cannot write {path}: {error.strerror or error}. Choose another --out.") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        file.seek(0)
-        holder = file.read().strip() or "another process"
         file.close()
         raise SinklabError(
-            f"{directory} is being trained by {holder}: wait until it has ended, stop it with kill (it saves first), "
-            "or choose another --out"
+            f"{directory} is being trained by {holder(directory) or 'another process'}: wait until it has ended, "
+            "stop it with kill (it saves first), or choose another --out"
         ) from error
     except OSError as error:
         file.close()
         raise SinklabError(
             f"cannot lock {path}: {error.strerror or error}. Choose an --out on a file system with locks."
         ) from error
-    with contextlib.suppress(OSError):  # on a full disk: held all the same, by nobody in particular
-        os.ftruncate(file.fileno(), 0)
-        os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     return file
+
+
+def _is_at(file: IO[str], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False

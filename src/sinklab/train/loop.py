@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sinklab.errors import SinklabError
+from sinklab.errors import InputError, SinklabError
 from sinklab.files import append_line, write_text
 from sinklab.train.checkpoint import (
     TrainState,
@@ -23,9 +23,9 @@ from sinklab.train.checkpoint import (
 )
 from sinklab.train.compile import compile_blocks
 from sinklab.train.evaluate import Evaluator
-from sinklab.train.lock import lock_run
+from sinklab.train.lock import holder, leave, lock_run
 from sinklab.train.reports import NotFiniteError
-from sinklab.train.run import Run, read_metrics
+from sinklab.train.run import Run, establish, read_metrics
 from sinklab.train.speed import Speedometer
 from sinklab.train.update import Updater
 from sinklab.train.world import ALONE, World
@@ -70,15 +70,29 @@ class Trainer:
         world: World = ALONE,
     ) -> None:
         self.run, self.recipe, self.watch, self.should_stop, self.world = run, run.recipe, watch, should_stop, world
+        self._must_agree(run.hash, "have different recipes or texts: start all of them with the same command")
         with ExitStack() as holding:
-            world.only_first(lambda: holding.enter_context(lock_run(run.directory)))
+            world.only_first(lambda: self._hold(holding))
+            seen = "see different directories: give an --out on a disk that all of them share"
+            self._must_agree(holder(run.directory), seen)
             self.updater = Updater(run, world)
             self.evaluator = Evaluator(run, self.updater)
+            world.only_first(lambda: establish(run))
             self.model, self.optimizer = self.updater.model, self.updater.optimizer
             compile_blocks(self.model, self.recipe.train.compile, self.updater.device)
             self._checkpoint = self._continue()
             self._held = holding.pop_all()
         self._speed = Speedometer(self.recipe, self.updater.device, world.size)
+
+    def _hold(self, holding: ExitStack) -> None:
+        """Keep others out of the run directory; a recipe that is refused leaves none behind."""
+        holding.enter_context(lock_run(self.run.directory))
+        holding.callback(leave, self.run.directory)
+
+    def _must_agree(self, mine: str, otherwise: str) -> None:
+        first = self.world.from_first(lambda: mine)
+        if self.world.any(mine != first):
+            raise InputError(f"the processes {otherwise}")
 
     @property
     def state(self) -> TrainState:

@@ -1,7 +1,7 @@
 """A run directory: self-contained, named by what it computes, continued rather than repeated.
 
-recipe.yaml        the resolved recipe, defaults included
 env.json           the run's hash, its data, versions, device
+recipe.yaml        the resolved recipe, defaults included
 tokenizer.json     what turned its text into tokens
 metrics.jsonl      one object per evaluation
 checkpoints/       step_N folders
@@ -10,17 +10,13 @@ measurement.json, measurement.npz, when the run is done
 """
 
 import json
-import platform
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-import sinklab
 from sinklab.attention.config import AttentionConfig
 from sinklab.config import Recipe, load_recipe
 from sinklab.data.loader import Loader, train_loader, valid_loader
@@ -30,9 +26,12 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.files import write_json, write_text, written_aside
 from sinklab.model.transformer import Transformer
 from sinklab.train.checkpoint import find_checkpoint, load_weights
+from sinklab.train.identity import ENVIRONMENT, difference, environment, recorded_hash
 
 DEFAULT_ROOT = Path("runs")
-ENVIRONMENT = "env.json"
+RECIPE = "recipe.yaml"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+OWN = (RECIPE, *TOKENIZER, "metrics.jsonl", "checkpoints", "measurement.json", "measurement.npz")
 
 
 @dataclass(frozen=True)
@@ -103,54 +102,62 @@ def _with_eos(attention: AttentionConfig, dataset: TokenDataset) -> AttentionCon
 
 
 def open_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None) -> Run:
-    """Create the run's directory, or open it to continue.
+    """The run of a recipe on data, new or there already; nothing is written (`establish` does).
 
     Args:
         out: default `runs/NAME-HASH`.
 
     Raises:
-        InputError: `out` holds another run.
+        InputError: `out` holds another run, or files that no run has written.
+        SinklabError: its env.json is damaged.
     """
-    run = _run(recipe, dataset, out)
-    if _is_there(run):
-        return run
-    write_text(run.directory / "recipe.yaml", run.recipe.to_yaml())
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        with written_aside(run.directory / name) as aside:
-            shutil.copyfile(dataset.tokenizer_path.with_name(name), aside)
-    write_json(run.directory / ENVIRONMENT, _environment(run))
+    recipe = resolve(recipe, dataset)
+    run_hash = recipe.content_hash(dataset.fingerprint)
+    run = Run(out or DEFAULT_ROOT / f"{recipe.name}-{run_hash}", recipe, dataset, run_hash)
+    if run.directory.exists() and not run.directory.is_dir():
+        raise InputError(f"{run.directory} is a file: choose another --out")
+    found = recorded_hash(run.directory)
+    if found is None and (strange := [name for name in OWN if (run.directory / name).exists()]):
+        raise InputError(f"{run.directory} holds {strange[0]}, which no run has written: choose another --out")
+    if found not in (None, run_hash):
+        raise InputError(
+            f"{run.directory} holds run {found}, and this recipe on this data is run {run_hash}"
+            f"{difference(run.directory / RECIPE, recipe)}: choose another --out"
+        )
     return run
 
 
 def existing_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None) -> Run:
-    """The run's directory as `open_run` has made it; nothing is written.
+    """The run as `open_run` has it, which must have been begun.
 
     Raises:
         InputError: it is not there, or `out` holds another run.
     """
-    run = _run(recipe, dataset, out)
-    if not _is_there(run):
+    run = open_run(recipe, dataset, out)
+    if recorded_hash(run.directory) is None:
         raise InputError(f"{run.directory} holds no run: train it first, or give its --out")
     return run
 
 
-def _run(recipe: Recipe, dataset: TokenDataset, out: Path | None) -> Run:
-    recipe = resolve(recipe, dataset)
-    run_hash = recipe.content_hash(dataset.fingerprint)
-    return Run(out or DEFAULT_ROOT / f"{recipe.name}-{run_hash}", recipe, dataset, run_hash)
+def establish(run: Run) -> None:
+    """Write what identifies the run into its directory, as far as it is not there. Only who holds its lock may do so.
 
+    env.json is first: a directory that has it belongs to the run, and what a kill has left out is written by the next.
 
-def _is_there(run: Run) -> bool:
-    env = run.directory / ENVIRONMENT
-    if not env.exists():
-        return False
-    found = json.loads(env.read_text(encoding="utf-8"))["hash"]
-    if found != run.hash:
-        raise InputError(
-            f"{run.directory} holds run {found}, and this recipe on this data is run {run.hash}: choose another "
-            f"--out, or compare with {run.directory / 'recipe.yaml'}"
-        )
-    return True
+    Raises:
+        InputError: meanwhile another run has been begun there.
+        SinklabError: it cannot be written.
+    """
+    open_run(run.recipe, run.dataset, run.directory)
+    if not (run.directory / ENVIRONMENT).exists():
+        data = {"fingerprint": run.dataset.fingerprint, "source": run.recipe.data.source}
+        write_json(run.directory / ENVIRONMENT, {"hash": run.hash, "data": data, **environment(run.recipe)})
+    if not (run.directory / RECIPE).exists():
+        write_text(run.directory / RECIPE, run.recipe.to_yaml())
+    for name in TOKENIZER:
+        if not (run.directory / name).exists():
+            with written_aside(run.directory / name) as aside:
+                shutil.copyfile(run.dataset.tokenizer_path.with_name(name), aside)
 
 
 @dataclass(frozen=True)
@@ -166,15 +173,17 @@ class TrainedRun:
 def load_run(directory: Path) -> TrainedRun:
     """The model of a run directory at its newest valid checkpoint, in evaluation mode.
 
+    The run may be in progress.
+
     Raises:
         InputError: not a run directory, or nothing has been saved there yet.
         SinklabError: none of its checkpoints is valid.
     """
-    if not (directory / "recipe.yaml").is_file():
-        raise InputError(f"{directory} is not a run directory: it has no recipe.yaml")
-    recipe = load_recipe(str(directory / "recipe.yaml"))
+    if not (directory / RECIPE).is_file():
+        raise InputError(f"{directory} is not a run directory: it has no {RECIPE}")
+    recipe = load_recipe(str(directory / RECIPE))
     model = Transformer(recipe.model)
-    checkpoint = find_checkpoint(directory / "checkpoints", model)
+    checkpoint = find_checkpoint(directory / "checkpoints", model, recorded_hash(directory))
     if checkpoint is None:
         raise InputError(f"{directory} has no checkpoint yet: train it with `sinklab train` first")
     state = load_weights(checkpoint, model)
@@ -199,36 +208,3 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                 break
             raise SinklabError(f"{path}, line {number} is not JSON: the file was edited or damaged") from error
     return rows
-
-
-def _environment(run: Run) -> dict[str, Any]:
-    import numpy
-
-    return {
-        "hash": run.hash,
-        "data": {"fingerprint": run.dataset.fingerprint, "source": run.recipe.data.source},
-        "sinklab": sinklab.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": numpy.__version__,
-        "platform": platform.platform(),
-        "device": _device_name(pick_device(run.recipe.train.device)),
-        "backend": run.recipe.model.attention.backend,
-        "threads": torch.get_num_threads(),
-        "git": _git_commit(),
-        "command": sys.argv,
-    }
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
-
-
-def _git_commit() -> str | None:
-    """The commit sinklab runs from, where it runs from a checkout."""
-    try:
-        where = Path(__file__).parent
-        result = subprocess.run(["git", "-C", where, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return result.stdout.strip()

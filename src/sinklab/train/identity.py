@@ -1,0 +1,85 @@
+"""env.json: which run a directory holds, and with what it was begun."""
+
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+import sinklab
+from sinklab.config import Recipe
+from sinklab.device import pick_device
+from sinklab.errors import SinklabError
+
+ENVIRONMENT = "env.json"
+
+
+def recorded_hash(directory: Path) -> str | None:
+    """The hash of the run that a directory holds, None where it holds none.
+
+    Raises:
+        SinklabError: env.json is damaged.
+    """
+    path = directory / ENVIRONMENT
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["hash"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SinklabError(f"{path} cannot be read ({error}): restore it, or choose another --out") from error
+
+
+def difference(path: Path, recipe: Recipe) -> str:
+    """In brackets, the first settings in which a recipe differs from the one in a file."""
+    try:
+        there = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return ""
+    old, new = (dict(_leaves(values)) for values in (there, recipe.model_dump(mode="json")))
+    differing = [key for key in {**new, **old} if old.get(key) != new.get(key) and key != "name"]
+    shown = ", ".join(f"{key} is {old.get(key)} there and {new.get(key)} here" for key in differing[:3])
+    return f" ({shown})" if shown else " (the text or the tokenizer is another)"
+
+
+def _leaves(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(values, dict):
+        yield path, values
+        return
+    for key, value in values.items():
+        yield from _leaves(value, f"{path}.{key}" if path else key)
+
+
+def environment(recipe: Recipe) -> dict[str, Any]:
+    """With what a run is trained here: versions, device, threads, commit, command."""
+    return {
+        "sinklab": sinklab.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "platform": platform.platform(),
+        "device": _device_name(pick_device(recipe.train.device)),
+        "backend": recipe.model.attention.backend,
+        "threads": torch.get_num_threads(),
+        "git": _git_commit(),
+        "command": sys.argv,
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
+
+
+def _git_commit() -> str | None:
+    """The commit sinklab runs from, where it runs from a checkout."""
+    try:
+        where = Path(__file__).parent
+        result = subprocess.run(["git", "-C", where, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return result.stdout.strip()
