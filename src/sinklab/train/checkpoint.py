@@ -54,11 +54,16 @@ def save_checkpoint(
     run_hash: str,
     keep: int,
     world: World = ALONE,
+    previous: Path | None = None,
 ) -> Path:
     """Write `folder/step_N`, all processes together, and then remove all but the newest `keep` checkpoints.
 
+    Args:
+        previous: the newest valid one so far; what lies between the two is damaged, and goes.
+
     Raises:
-        SinklabError: the disk is full or not writable; earlier checkpoints are untouched.
+        SinklabError: the disk is full or not writable, or not the same for all processes; earlier checkpoints are
+            untouched.
     """
     target = folder / f"step_{state.step:08d}"
     aside = folder / f".{target.name}.new"
@@ -81,7 +86,7 @@ def save_checkpoint(
             "free some space, then run the same command again to continue from the newest."
         ) from error
     if world.is_first:
-        _remove_old(folder, target, keep)
+        _remove_old(folder, target, keep, previous)
     return target
 
 
@@ -110,6 +115,8 @@ def find_checkpoint(
         reason = _defect(checkpoint, model, run_hash)
         if reason is None:
             return checkpoint
+        if not checkpoint.is_dir():  # the run is in progress: it has saved a newer one and removed this
+            return find_checkpoint(folder, model, run_hash, at_most)
         damaged.append(f"{checkpoint} {reason}")
         log.warning("checkpoint %s: it is skipped", damaged[-1])
     if damaged:
@@ -151,6 +158,8 @@ def _make_empty(aside: Path) -> None:
 
 
 def _make_valid(aside: Path, target: Path, document: dict[str, Any]) -> None:
+    if store.stored_shapes(aside) != {name: tuple(shape) for name, shape in document["tensors"].items()}:
+        raise SinklabError("it lacks what other processes have written: all must see the same folder")
     (aside / STATE).write_text(json.dumps(document, indent=1), encoding="utf-8")
     sums = "".join(f"{sha256_of(path)}  {path.name}\n" for path in sorted(aside.iterdir()))
     (aside / SUMS).write_text(sums, encoding="utf-8")
@@ -162,10 +171,10 @@ def _make_valid(aside: Path, target: Path, document: dict[str, Any]) -> None:
     _flush(target.parent)
 
 
-def _remove_old(folder: Path, newest: Path, keep: int) -> None:
-    """Keep `newest` and those just before it; later ones were damaged and have been passed over."""
+def _remove_old(folder: Path, newest: Path, keep: int, previous: Path | None) -> None:
+    """Keep `newest` and valid ones before it; those after `previous` were damaged and have been passed over."""
     checkpoints = _checkpoints(folder)
-    kept = [path for path in checkpoints if path <= newest][-keep:]
+    kept = [path for path in checkpoints if path == newest or (previous is not None and path <= previous)][-keep:]
     for path in checkpoints:
         if path not in kept:
             _remove(path)
@@ -202,7 +211,7 @@ def _wrong_file(checkpoint: Path) -> str | None:
         return f"has no {STATE} among its checksums"
     if missing := sorted(sums.keys() - present):
         return f"has lost {missing[0]}"
-    if strange := sorted(present - sums.keys()):
+    if strange := sorted(name for name in present - sums.keys() if name.endswith(store.SUFFIX)):
         return f"has {strange[0]}, which is not part of it"
     changed = [name for name, digest in sums.items() if sha256_of(checkpoint / name) != digest]
     return f"has a damaged {changed[0]} (its checksum is not the one recorded)" if changed else None

@@ -191,6 +191,7 @@ class Trainer:
                 self.run.hash,
                 self.recipe.train.keep,
                 self.world,
+                previous=self._checkpoint,
             )
 
     def _continue(self) -> Path | None:

@@ -13,6 +13,7 @@ from sinklab.data.tokenizers import trained_size
 from sinklab.train.flops import Flops, model_flops, peak_flops, shape_of
 from sinklab.train.memory import MemoryEstimate, memory_estimate
 from sinklab.train.run import resolved_precision
+from sinklab.train.world import World
 
 MB = 2**20
 
@@ -56,8 +57,9 @@ def plan_of(recipe: Recipe, device: torch.device, processes: int = 1) -> Plan:
     Text is prepared only where the vocabulary's size is not known otherwise.
 
     Raises:
-        InputError: text that cannot be used.
+        InputError: text that cannot be used, or a batch that the processes cannot share equally.
     """
+    World(size=processes).rows(recipe.train.batch_size)
     recipe = _resolved(recipe, device)
     train, config = recipe.train, recipe.model
     flops = model_flops(config)

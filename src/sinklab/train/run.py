@@ -183,11 +183,15 @@ def load_run(directory: Path) -> TrainedRun:
         raise InputError(f"{directory} is not a run directory: it has no {RECIPE}")
     recipe = load_recipe(str(directory / RECIPE))
     model = Transformer(recipe.model)
-    checkpoint = find_checkpoint(directory / "checkpoints", model, recorded_hash(directory))
-    if checkpoint is None:
-        raise InputError(f"{directory} has no checkpoint yet: train it with `sinklab train` first")
-    state = load_weights(checkpoint, model)
-    return TrainedRun(model.eval(), recipe, directory / "tokenizer.json", state.step)
+    while (checkpoint := find_checkpoint(directory / "checkpoints", model, recorded_hash(directory))) is not None:
+        try:
+            state = load_weights(checkpoint, model)
+        except (OSError, SinklabError):
+            if checkpoint.is_dir():
+                raise
+            continue  # the run has removed it meanwhile, and saved a newer one
+        return TrainedRun(model.eval(), recipe, directory / "tokenizer.json", state.step)
+    raise InputError(f"{directory} has no checkpoint yet: train it with `sinklab train` first")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

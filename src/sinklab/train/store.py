@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from sinklab.errors import SinklabError
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
+SUFFIX = ".safetensors"
+"""Every file in a folder that ends so is read."""
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

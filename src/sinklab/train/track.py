@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 from sinklab.errors import InputError
 from sinklab.files import write_json
-from sinklab.train.run import Run
+from sinklab.train.run import Run, read_metrics
 
 PROJECT = "sinklab"
 TrackerName = Literal["wandb", "tensorboard"]
@@ -22,7 +22,13 @@ FIRST_NUMBER = {"sink_rate": 1}  # positions count from 1, the hidden states of 
 
 
 class Tracker(Protocol):
-    """What is told about a run."""
+    """What is told about a run.
+
+    Attributes:
+        is_new: it has not been told about this run before.
+    """
+
+    is_new: bool
 
     def row(self, row: Mapping[str, Any]) -> None:
         """A line of metrics.jsonl."""
@@ -41,6 +47,8 @@ class Tracker(Protocol):
 def tracked(names: Sequence[TrackerName], run: Run, step: int) -> Iterator[list[Tracker]]:
     """Trackers of a run that continues at `step`; closed at the end, come what may.
 
+    One that is new to the run is told first what it has missed.
+
     Raises:
         InputError: the package of one is not installed.
     """
@@ -48,8 +56,11 @@ def tracked(names: Sequence[TrackerName], run: Run, step: int) -> Iterator[list[
     with ExitStack() as open_ones:
         trackers: list[Tracker] = []
         for name in dict.fromkeys(names):
-            trackers.append(TRACKERS[name](run, step))
-            open_ones.callback(trackers[-1].close)
+            tracker = TRACKERS[name](run, step)
+            open_ones.callback(tracker.close)
+            for row in read_metrics(run.metrics) if tracker.is_new else ():
+                tracker.row(row)
+            trackers.append(tracker)
         yield trackers
 
 
@@ -86,6 +97,7 @@ class _Wandb:
 
         self._wandb = wandb
         identity, known = _identity(run.directory / "tracking.json")
+        self.is_new = not known
         self._run = wandb.init(
             project=PROJECT,
             name=run.recipe.name,
@@ -114,9 +126,11 @@ class _TensorBoard:
     def __init__(self, run: Run, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=step + 1 if step else 0)
+        folder = run.directory / "tensorboard"
+        self.is_new = not folder.exists()
+        self._writer = SummaryWriter(str(folder), purge_step=0 if self.is_new or not step else step + 1)
         self._step = step
-        if step == 0:
+        if self.is_new or not step:
             self._writer.add_text("recipe", "".join(f"    {line}\n" for line in run.recipe.to_yaml().splitlines()), 0)
 
     def row(self, row: Mapping[str, Any]) -> None:
