@@ -61,10 +61,11 @@ def forward_and_backward(
         shape: batch, heads, head width.
     """
     batch, heads, width = shape
-    core = AttentionCore(AttentionConfig.model_validate(values), heads, width).to(device)
+    core = AttentionCore(AttentionConfig.model_validate(values), heads, width)
     generator = torch.Generator().manual_seed(0)
     for parameter in core.parameters():
         torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+    core = core.to(device)
     q, k, v, gradient = (
         torch.randn(batch, heads, tokens, width, generator=generator).to(device, dtype) for _ in range(4)
     )

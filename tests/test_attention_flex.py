@@ -15,6 +15,7 @@ from attention_cases import (
     qkv,
 )
 
+from sinklab.attention import flex as flex_backend
 from sinklab.attention import masks
 from sinklab.attention.primitive import attend
 from sinklab.attention.scores import (
@@ -27,6 +28,8 @@ from sinklab.attention.scores import (
     softcap,
     times,
 )
+from sinklab.config import build_recipe
+from sinklab.model.transformer import Transformer
 
 MASKS = {
     "causal": masks.CAUSAL,
@@ -75,6 +78,16 @@ def test_every_operation_runs_on_flex(operation: str) -> None:
     with torch.no_grad():
         out, expected = (core(q, k, v, *arguments(core)) for core in (flex, chunked))
     torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_the_blocks_of_a_document_mask_are_found_once_for_all_layers() -> None:
+    sizes = {"layers": 3, "width": 16, "heads": 2, "ffn_width": 16, "context": 8, "vocab_size": 9}
+    attention = {"mask": {"kind": "document", "eos_id": 3}, "backend": "flex"}
+    model = Transformer(build_recipe({"model": {**sizes, "attention": attention}, "metric": {"length": 8}}).model)
+    before = flex_backend._block_mask.cache_info().misses
+    with torch.no_grad():
+        model(torch.tensor([[1, 2, 3, 4, 5, 3, 1, 1], [3, 1, 2, 2, 2, 2, 3, 1]]))
+    assert flex_backend._block_mask.cache_info().misses == before + 1
 
 
 def test_flex_says_that_it_does_not_train_on_a_cpu() -> None:

@@ -96,7 +96,13 @@ def test_the_shape_of_the_1b_model_takes_no_memory() -> None:
 
 
 def test_the_peak_of_a_card_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    cards = {"NVIDIA H200": 990e12, "NVIDIA H100 80GB HBM3": 990e12, "NVIDIA H100 PCIe": 756e12, "Unknown": None}
+    cards = {
+        "NVIDIA H200": 990e12,
+        "NVIDIA H200 NVL": 835e12,
+        "NVIDIA H100 80GB HBM3": 990e12,
+        "NVIDIA H100 PCIe": 756e12,
+        "Unknown": None,
+    }
     cards |= {"NVIDIA L4": 121e12, "NVIDIA L40": 181e12, "NVIDIA L40S": 362e12}
     for name, peak in cards.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
@@ -151,4 +157,6 @@ def test_sharing_lowers_what_a_process_holds() -> None:
     assert replica.activations < alone.activations / 2
     sharded = memory_estimate(build_recipe(plain.model_dump(), {"train": {"parallel": "fsdp"}}), CPU, 4)
     assert sharded.weights == alone.weights // 4
-    assert sharded.optimizer == alone.optimizer // 4
+    assert sharded.optimizer == sharded.gradients * 2 == alone.optimizer // 4
+    parts = {"train": {"parallel": "fsdp", "micro_batch": 1}}
+    assert memory_estimate(build_recipe(plain.model_dump(), parts), CPU, 4).gradients == alone.gradients

@@ -30,7 +30,7 @@ def step(tokens, words, width, rows, bf16):
     open("/proc/self/clear_refs", "w").write("5")  # the high-water mark starts again from here
     before = status("VmRSS")
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        loss = chunked_loss(hidden, head, targets, rows or rows_per_chunk(words, hidden.device))
+        loss = chunked_loss(hidden, head, targets, rows or rows_per_chunk(tokens, words, hidden.device))
     loss.backward()
     return (status("VmHWM") - before) / 1024
 
@@ -108,8 +108,37 @@ def test_a_models_loss_is_the_same_in_chunks(mask: object, monkeypatch: pytest.M
 
 
 def test_a_chunk_has_at_least_one_row() -> None:
-    assert rows_per_chunk(10**9, torch.device("cpu")) == 1
-    assert rows_per_chunk(50432, torch.device("cpu")) == 256
+    assert rows_per_chunk(1000, 10**9, torch.device("cpu")) == 1
+    assert rows_per_chunk(2**20, 50432, torch.device("cpu")) == 256
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_compiled_the_loss_is_the_same_and_stores_no_probabilities_to_write_into(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def kept(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    hidden_NE, weight_VE, targets_N = problem(torch.float64)
+    hidden_NE, weight_VE = (x.detach().to(dtype).requires_grad_() for x in (hidden_NE, weight_VE))
+
+    def gradients() -> list[Tensor]:
+        return with_gradients(chunked_loss(hidden_NE, weight_VE, targets_N, 20), hidden_NE, weight_VE)
+
+    expected, fused = gradients(), torch.compile(module._loss_and_slope, backend=kept)
+    monkeypatch.setattr(module, "_of_logits", lambda device: fused)
+    for ours, theirs in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert graphs
+    assert not [node for graph in graphs for node in graph.graph.nodes if "scatter" in str(node.target)]
+
+
+def test_chunks_on_cuda_grow_with_the_batch_and_stay_a_sixteenth() -> None:
+    cuda = torch.device("cuda")
+    assert [rows_per_chunk(rows, 50432, cuda) for rows in (2048, 16384, 65536)] == [640, 1024, 4096]
 
 
 def peak_megabytes(tokens: int, words: int, width: int, rows: int, bf16: bool) -> float:

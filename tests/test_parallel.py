@@ -221,6 +221,16 @@ def test_a_batch_that_cannot_be_shared_equally_is_refused() -> None:
     assert [World(rank, 4).rows(8) for rank in range(4)] == [slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 8)]
 
 
+def test_every_process_takes_its_own_card_and_touches_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    touched: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("sinklab.train.world.pick_device", lambda name: touched.append(name) or torch.device(name))
+    assert [World(5, 8, 1).device(name).index for name in ("auto", "cuda")] == [1, 1]
+    assert set(touched) == {"cuda:1"}
+    with pytest.raises(InputError, match="cuda:0 is one card and there are 8 processes"):
+        World(5, 8, 1).device("cuda:0")
+
+
 def test_the_run_is_the_same_run_however_its_processes_share_the_work() -> None:
     hashes = {build_recipe(BASE, {"train": {"parallel": how}}).content_hash("data") for how in ("ddp", "fsdp")}
     assert len(hashes) == 1

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sinklab.compiling import compiled
 from sinklab.config import Recipe, build_recipe
 from sinklab.console import describe
 from sinklab.data.prepare import prepare
@@ -177,6 +178,12 @@ def test_compiled_blocks_give_the_same_gradients_and_measurement(
     measured, again = (measure_transformer(m, tokens_BT[:, :16]) for m in (plain, compiled))
     torch.testing.assert_close(torch.from_numpy(measured.importance), torch.from_numpy(again.importance))
     assert measured.hidden_norm_ratio == pytest.approx(again.hidden_norm_ratio)
+
+
+def test_a_function_that_is_called_in_many_forms_is_compiled_for_each(traced: Callable[[], dict[str, int]]) -> None:
+    larger = compiled(lambda x, factor: x * factor, dynamic=False)
+    assert [larger(torch.ones(()), factor).item() for factor in range(2, 22)] == list(range(2, 22))
+    assert traced()["graphs"] == 20
 
 
 def test_auto_compiles_on_cuda_only() -> None:

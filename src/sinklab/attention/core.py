@@ -135,7 +135,9 @@ class AttentionCore(nn.Module):
                 "attention.mask document needs to know the documents: pass documents_BL, the document number of every "
                 "position, with the tokens"
             )
-        return self._in_place(masks.Document(documents_BL[:, self.leading :]))
+        # One tensor for all layers where nothing leads: flex then finds the blocks of this mask made.
+        documents = documents_BL[:, self.leading :] if self.leading else documents_BL
+        return self._in_place(masks.Document(documents))
 
     def _in_place(self, mask: masks.Mask) -> masks.Mask:
         """Without the keys that an ablation hides, and behind the leading token."""

@@ -14,6 +14,7 @@ from torch.nn.attention import flex_attention as flex
 
 from sinklab.attention.masks import Document, Mask, innermost
 from sinklab.attention.scores import Score
+from sinklab.compiling import compiled
 
 NARROWEST = 16  # the kernel's smallest head width
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -79,7 +80,7 @@ def _by_row(mask: Mask) -> bool:
 
 @functools.cache
 def _compiled() -> Any:
-    return torch.compile(flex.flex_attention, dynamic=False)
+    return compiled(flex.flex_attention, dynamic=False)
 
 
 @functools.cache

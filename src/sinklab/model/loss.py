@@ -22,11 +22,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sinklab.attention.blocks import accumulate_dtype
+from sinklab.compiling import compiled
 
 IGNORED = -100  # a target that is not predicted, as in `F.cross_entropy`
 WHOLE = 2**22  # logits up to here (16 MB in float32) are built at once
 CHUNK_ELEMENTS = 2**24  # logits of a chunk on a CPU: 64 MB in float32
-CHUNK_ELEMENTS_CUDA = 2**25
+CHUNK_ELEMENTS_CUDA = 2**25  # and where that is more, a sixteenth of all: each chunk rewrites the head's gradient
 ROWS_MULTIPLE = 128  # matrix kernels like such row counts
 
 
@@ -42,12 +43,13 @@ def next_token_loss(hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor) -> 
     if rows * words <= WHOLE:
         logits_NV = F.linear(hidden_NE, weight_VE)
         return F.cross_entropy(logits_NV.to(accumulate_dtype(logits_NV.dtype)), targets_N)
-    return chunked_loss(hidden_NE, weight_VE, targets_N, rows_per_chunk(words, hidden_NE.device))
+    return chunked_loss(hidden_NE, weight_VE, targets_N, rows_per_chunk(rows, words, hidden_NE.device))
 
 
-def rows_per_chunk(words: int, device: torch.device) -> int:
-    """Positions whose logits are held at a time."""
-    rows = (CHUNK_ELEMENTS_CUDA if device.type == "cuda" else CHUNK_ELEMENTS) // words
+def rows_per_chunk(rows: int, words: int, device: torch.device) -> int:
+    """Positions of `rows` whose logits are held at a time."""
+    elements = max(CHUNK_ELEMENTS_CUDA, rows * words // 16) if device.type == "cuda" else CHUNK_ELEMENTS
+    rows = elements // words
     return max(1, rows - rows % ROWS_MULTIPLE) if rows > ROWS_MULTIPLE else max(1, rows)
 
 
@@ -106,13 +108,16 @@ def _loss_and_slope(logits_NV: Tensor, targets_N: Tensor, count: Tensor, trainin
     if not training:
         return loss, logits_NV
     share_NV = z_NV.sub_(lse_N1).exp_()
-    share_NV.scatter_add_(1, words_N1, share_NV.new_full((), -1.0).expand(words_N1.shape))
+    if torch.compiler.is_compiling():  # fused with what follows, where a scatter has `share_NV` stored before it
+        share_NV = share_NV - (torch.arange(z_NV.shape[1], device=z_NV.device) == words_N1).to(share_NV.dtype)
+    else:
+        share_NV.scatter_add_(1, words_N1, share_NV.new_full((), -1.0).expand(words_N1.shape))
     return loss, share_NV.mul_(kept_N1.to(share_NV.dtype) / count).to(logits_NV.dtype)
 
 
 @functools.cache
 def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
-    return torch.compile(_loss_and_slope)
+    return compiled(_loss_and_slope)
 
 
 def _of_logits(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:

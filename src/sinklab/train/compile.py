@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from sinklab.compiling import compiled
 from sinklab.model.transformer import Transformer
 
 Compile = Literal["auto", "on", "off"]
@@ -23,4 +24,4 @@ def compile_blocks(model: Transformer, choice: Compile, device: torch.device) ->
         return
     for block in model.blocks:
         for name in ("before_core", "after_core"):
-            setattr(block, name, torch.compile(getattr(block, name), dynamic=False))
+            setattr(block, name, compiled(getattr(block, name), dynamic=False))

@@ -35,6 +35,7 @@ FORWARD_AND_BACKWARD = 3
 PEAKS = {
     "B200": 2250e12,
     "GH200": 990e12,
+    "H200 NVL": 835e12,
     "H200": 990e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,

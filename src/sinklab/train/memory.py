@@ -1,7 +1,7 @@
 """What a process of a run will hold in memory, before it is started.
 
 weights       4 bytes per parameter (float32, also under bf16 autocast); one share of them with FSDP
-gradients     4 bytes per parameter, as weights
+gradients     4 bytes per parameter, as weights; all of them where FSDP adds up several micro-batches before it shares
 optimizer     AdamW 8, Muon 4 for hidden matrices and 8 for the rest, SGD 4 (without momentum 0), as weights
 activations   what autograd keeps between forward and backward of a micro-batch. It is counted, not guessed: a model of
               the recipe's sizes but one layer runs forward on the CPU at two short lengths; no operation here keeps
@@ -11,7 +11,8 @@ loss          logits and their gradients as far as they exist at a time, the gra
 working       gradients inside one block, taken as large as what the block keeps
 
 Not in it: the libraries themselves (CUDA: about 0.5 GB), what the allocator loses to fragments, and what
-`torch.compile` saves by not keeping everything; with FSDP, the whole of one block is added to `working`.
+`torch.compile` saves by not keeping everything; with FSDP, the whole of one block and of all that is outside the blocks
+is added to `working`.
 """
 
 from dataclasses import asdict, dataclass
@@ -73,10 +74,11 @@ def memory_estimate(recipe: Recipe, device: torch.device, processes: int = 1) ->
     positions = sequences * (config.context + model.leading)
     block = fixed.inside + per_position.inside * positions
     activations = config.layers * block + fixed.outside + per_position.outside * positions
-    gathered = FLOAT32 * sum(p.numel() for p in model.blocks[0].parameters()) if sharded else 0
+    others = sum(p.numel() for block in model.blocks[1:] for p in block.parameters())
+    gathered = FLOAT32 * (parameters - others) if sharded else 0
     return MemoryEstimate(
         weights=FLOAT32 * parameters // share,
-        gradients=FLOAT32 * parameters // share,
+        gradients=FLOAT32 * parameters // (share if sequences == mine else 1),
         optimizer=_optimizer_bytes(model, recipe.optim) // share,
         activations=round(activations),
         loss=_loss_bytes(config, sequences * config.context, device, train.precision == "bf16"),
@@ -133,7 +135,8 @@ def _loss_bytes(config: ModelConfig, positions: int, device: torch.device, bf16:
     head = words * config.width
     if positions * words <= WHOLE:
         return positions * words * (2 * FLOAT32 + (2 * narrow if bf16 else 0))
-    rows = min(positions, rows_per_chunk(words, device))
-    fused = device.type == "cuda"  # there the float32 form of the logits is not stored
-    chunk = rows * words * (2 * narrow if fused else 2 * FLOAT32 + (2 * narrow if bf16 else 0))
-    return chunk + 2 * FLOAT32 * (head + positions * config.width) + (narrow * head if bf16 else 0)
+    rows = min(positions, rows_per_chunk(positions, words, device))
+    fused = device.type == "cuda"  # no float32 form of the logits is stored; the gradient of the chunk before still is
+    chunk = rows * words * (3 * narrow if fused else 2 * FLOAT32 + (2 * narrow if bf16 else 0))
+    gradients = FLOAT32 * (head + positions * config.width)
+    return gradients + max(gradients, chunk + (narrow * head if bf16 else 0))  # in the backward, or in the forward pass

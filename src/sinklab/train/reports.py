@@ -106,5 +106,5 @@ def _begin_copy(report: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     host = torch.empty_like(report, device="cpu", pin_memory=True)
     host.copy_(report, non_blocking=True)
     copied = torch.cuda.Event()
-    copied.record()
+    copied.record(torch.cuda.current_stream(report.device))
     return host, copied

@@ -40,12 +40,12 @@ class World:
         Raises:
             InputError: there is no such device here.
         """
+        if self.size > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
+            return pick_device(f"cuda:{self.local_rank}")  # at once: touching "cuda" takes memory of the first card
         device = pick_device(name)
-        if device.type != "cuda" or self.size == 1:
-            return device
-        if device.index is not None:
+        if self.size > 1 and device.type == "cuda":
             raise InputError(f"train.device {name} is one card and there are {self.size} processes: use cuda or auto")
-        return pick_device(f"cuda:{self.local_rank}")
+        return device
 
     def rows(self, batch_size: int) -> slice:
         """This process's rows of the global batch.
