@@ -12,7 +12,6 @@ has been reached.
 import argparse
 import gc
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -46,10 +45,10 @@ def recipe_of(variant: str, tokens: Path, steps: int, settings: list[str], dry: 
 
 
 def tokens_of(folder: Path, dry: bool) -> TokenDataset:
-    """The text of this machine, prepared once by all its cores."""
+    """The text of this machine, prepared once."""
     if dry:
         return prepare("stdlib", "train:512", folder, valid_fraction=0.2, text_limit_bytes=DRY_BYTES)
-    return prepare(SOURCE, TOKENIZER, folder, workers=os.cpu_count() or 1, text_limit_bytes=TEXT_BYTES)
+    return prepare(SOURCE, TOKENIZER, folder, text_limit_bytes=TEXT_BYTES)
 
 
 def train(recipe: Recipe, data: TokenDataset, folder: Path, should_stop: Callable[[], bool]) -> dict[str, Any]:
