@@ -1,7 +1,7 @@
 """`sinklab` commands as processes of their own, forked from a server that has imported everything once.
 
 A process can be told to send itself a signal, such as a real SIGKILL, at its n-th function call, counted over the whole
-command, within training or within saves: so every instant between two calls can be met, and the same one again.
+command or within a part of it: so every instant between two calls can be met, and the same one again.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ IMPORTED_ONCE = ["commands", "sinklab.cli", "sinklab.train.command", "torch._dyn
 LIMIT_S = 120  # a process that is still there after this hangs
 
 
-Part = Literal["command", "training", "save"]
+Part = Literal["command", "preparation", "journal", "setup", "training", "save"]
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,19 @@ class Command:
         return json.loads(self.log.with_suffix(".calls").read_text())
 
 
-def together(args: Sequence[str], log: Path, size: int, kill: Kill | None = None, victim: int = 0) -> list[Command]:
+def together(
+    args: Sequence[str],
+    log: Path,
+    size: int,
+    kill: Kill | None = None,
+    victim: int = 0,
+    environment: Mapping[str, str] | None = None,
+) -> list[Command]:
     """The same command as `size` processes that find each other as torchrun's do; `kill` is for one of them."""
+    places = [{**(environment or {}), **place} for place in _places(size)]
     return [
         Command(args, log.with_suffix(f".{rank}.log"), place, kill if rank == victim else None)
-        for rank, place in enumerate(_places(size))
+        for rank, place in enumerate(places)
     ]
 
 
@@ -121,7 +129,7 @@ def _call(function: Callable[..., None], place: Mapping[str, str], args: Sequenc
     os.environ.update(place)
     torch.set_num_threads(1)
     try:
-        with joined_world("cpu") as world:
+        with joined_world() as world:
             function(world, *args)
     except BaseException:
         traceback.print_exc()
@@ -146,12 +154,20 @@ def _body(command: Command) -> None:
 
 @contextlib.contextmanager
 def _counting(command: Command) -> Iterator[None]:
+    from sinklab.data.journal import Journal
+    from sinklab.data.prepare import _write_shards
     from sinklab.train.checkpoint import save_checkpoint
     from sinklab.train.loop import Trainer
 
-    parts: dict[Any, Part] = {Trainer.train.__code__: "training", save_checkpoint.__code__: "save"}
+    parts: dict[Any, Part] = {
+        _write_shards.__code__: "preparation",
+        Journal.add.__code__: "journal",
+        Trainer.__init__.__code__: "setup",
+        Trainer.train.__code__: "training",
+        save_checkpoint.__code__: "save",
+    }
     within: set[Part] = {"command"}
-    counts: dict[Part, int] = {"command": 0, "training": 0, "save": 0}
+    counts: dict[Part, int] = {"command": 0, **dict.fromkeys(parts.values(), 0)}
 
     def called(frame: FrameType, event: str, argument: Any) -> None:
         part = parts.get(frame.f_code)

@@ -13,6 +13,7 @@ from sinklab.data.config import DataConfig
 from sinklab.data.corpora import documents, fingerprint
 from sinklab.data.prepare import prepare, prepared
 from sinklab.data.shards import TokenDataset, dtype_for
+from sinklab.data.tokenfile import TokenFile
 from sinklab.data.tokenizers import load_tokenizer
 from sinklab.errors import InputError, SinklabError
 
@@ -24,12 +25,13 @@ def rows_file(path: Path, texts: list[str]) -> str:
     return str(path)
 
 
-def split_at_eos(data: TokenDataset, shard: np.ndarray) -> list[str]:
+def split_at_eos(data: TokenDataset, shard: TokenFile) -> list[str]:
     """The documents of a shard, decoded."""
     tokenizer = load_tokenizer(str(data.tokenizer_path))
-    ends = np.flatnonzero(shard == data.eos_id)
+    ids = shard[:]
+    ends = np.flatnonzero(ids == data.eos_id)
     assert ends[-1] == len(shard) - 1
-    return [tokenizer.backend.decode(part[part != data.eos_id].tolist()) for part in np.split(shard, ends + 1)[:-1]]
+    return [tokenizer.backend.decode(part[part != data.eos_id].tolist()) for part in np.split(ids, ends + 1)[:-1]]
 
 
 @pytest.fixture
@@ -80,7 +82,7 @@ def test_the_manifest_says_what_was_read(source: str, tmp_path: Path):
     assert (manifest.train.tokens, manifest.valid.tokens) == (len(data.train), len(data.valid))
     assert (data.vocab_size, data.eos_id, data.bos_id) == (300, 0, 1)
     assert data.train.dtype == np.dtype("<u2")
-    assert int(data.train.max()) < data.vocab_size
+    assert int(data.train[:].max()) < data.vocab_size
 
 
 def test_the_fingerprint_is_of_the_contents_and_not_of_the_place(source: str, tmp_path: Path):
@@ -101,7 +103,7 @@ def test_real_text_with_the_papers_tokenizer(data_dir: Path, tmp_path: Path):
     tokenizer = str(data_dir / "tokenizers" / "gptneox")
     data = prepare(source, tokenizer, tmp_path / "out", valid_fraction=0.1)
     assert (data.vocab_size, data.eos_id, data.bos_id) == (50277, 0, 0)
-    assert np.count_nonzero(data.train == 0) + np.count_nonzero(data.valid == 0) == 500
+    assert np.count_nonzero(data.train[:] == 0) + np.count_nonzero(data.valid[:] == 0) == 500
     assert sorted(split_at_eos(data, data.train) + split_at_eos(data, data.valid)) == sorted(documents(source))
 
 

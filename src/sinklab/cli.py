@@ -2,14 +2,13 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from sinklab.errors import SinklabError
+from sinklab.ending import end
 from sinklab.options import (
     Absent,
     BatchSize,
@@ -29,7 +28,6 @@ from sinklab.options import (
     Track,
     TrustRemoteCode,
 )
-from sinklab.train.signals import CALL_AGAIN, INTERRUPTED, PreemptedError
 
 if TYPE_CHECKING:
     from sinklab.experiments.definition import Experiment
@@ -47,35 +45,7 @@ app.add_typer(data_app, name="data")
 
 def main() -> None:
     """Run the command line; our errors end in a sentence on stderr and their exit status."""
-    status = _status()
-    if status in (INTERRUPTED, CALL_AGAIN):
-        _stderr().print("interrupted; what was reached is saved. Run the same command again to continue.")
-    if os.environ.get("WORLD_SIZE", "1") != "1":  # see joined_world
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    sys.exit(status)
-
-
-def _status() -> int:
-    """The exit status of the command, which has been run."""
-    try:
-        status = app(standalone_mode=False)
-    except SinklabError as error:
-        _say_error(str(error))
-        return error.exit_status
-    except (KeyboardInterrupt, typer.Abort):
-        return INTERRUPTED
-    except PreemptedError:
-        return CALL_AGAIN
-    except typer.Exit as end:
-        return end.exit_code
-    except Exception as error:
-        if not hasattr(error, "exit_code") or not hasattr(error, "format_message"):
-            raise
-        _say_error(f"{error.format_message()} See --help.")  # type: ignore[attr-defined]
-        return 2
-    return status if isinstance(status, int) else 0
+    end(app)
 
 
 @app.command()
@@ -388,9 +358,3 @@ def _run_experiment(experiment: "Experiment", out: Path, seeds: int, overlay: di
 
 def _stderr() -> Console:
     return Console(stderr=True)
-
-
-def _say_error(message: str) -> None:
-    console = _stderr()
-    console.print("error:", style="bold red", end=" ")
-    console.print(message, markup=False, highlight=False, soft_wrap=True)

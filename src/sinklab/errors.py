@@ -2,9 +2,14 @@
 
 
 class SinklabError(Exception):
-    """The work could not be finished (exit status 1). The message says what happened and what to do."""
+    """The work could not be finished (exit status 1). The message says what happened and what to do.
+
+    Attributes:
+        said_elsewhere: another process of the same command has the same error and tells the user.
+    """
 
     exit_status = 1
+    said_elsewhere = False
 
 
 class InputError(SinklabError, ValueError):

@@ -12,6 +12,7 @@ import torch
 
 from sinklab.data.config import DataConfig
 from sinklab.data.shards import TokenDataset
+from sinklab.data.tokenfile import TokenFile
 from sinklab.errors import InputError
 
 _ORDER, _DRAWN = 1, 2  # the random streams that one seed feeds
@@ -21,7 +22,7 @@ class Loader:
     """Random access to the batches of a shard.
 
     Args:
-        tokens: (tokens,) integer ids, such as `TokenDataset.train`.
+        tokens: (tokens,) integer ids, such as `TokenDataset.train`; read when a batch needs them.
         context: tokens that the model reads; a chunk has one more, for the last prediction.
         batch_size: chunks per batch, over all processes.
         seed: decides the order and the random tokens.
@@ -36,7 +37,7 @@ class Loader:
 
     def __init__(
         self,
-        tokens: np.ndarray,
+        tokens: TokenFile | np.ndarray,
         *,
         context: int,
         batch_size: int,
@@ -49,17 +50,17 @@ class Loader:
         if context < 1 or batch_size < 1:
             raise InputError(f"context and batch_size must be at least 1; got {context} and {batch_size}")
         _check_interventions(config, context, vocab_size)
-        tokens = _within_budget(tokens, config.token_budget) if shuffle else tokens
+        count = _within_budget(len(tokens), config.token_budget) if shuffle else len(tokens)
         stride = context if config.bos else context + 1
-        self.chunks = len(tokens) // stride
+        self.chunks = count // stride
         if self.chunks == 0:
             raise InputError(
-                f"the {'training' if shuffle else 'validation'} text has {len(tokens):,} tokens and one chunk needs "
+                f"the {'training' if shuffle else 'validation'} text has {count:,} tokens and one chunk needs "
                 f"{stride:,} (context {context}): give more text, "
                 + ("raise data.token_budget, " if shuffle else "raise data.valid_fraction, ")
                 + "or shorten the context"
             )
-        self._chunks_NS = tokens[: self.chunks * stride].reshape(self.chunks, stride)
+        self._tokens, self._stride = tokens, stride
         self._bos_id = bos_id if config.bos else None
         self._config = config
         self._vocab_size = vocab_size
@@ -87,6 +88,7 @@ class Loader:
 
         Raises:
             IndexError: `index` is negative, or past the end of a validation loader.
+            SinklabError: the shard cannot be read any more.
         """
         places = np.arange(index * self.batch_size, (index + 1) * self.batch_size)
         if index < 0 or (not self._shuffle and index >= len(self)):
@@ -102,7 +104,9 @@ class Loader:
         chunks_BT = np.empty((len(ids), self.context + 1), dtype=np.int64)
         if self._bos_id is not None:
             chunks_BT[:, 0] = self._bos_id
-        chunks_BT[:, -self._chunks_NS.shape[1] :] = self._chunks_NS[ids]
+        stride = self._stride
+        for row_T, chunk in zip(chunks_BT, ids.tolist(), strict=True):
+            row_T[-stride:] = self._tokens[chunk * stride : (chunk + 1) * stride]
         self._intervene(chunks_BT, ids)
         return torch.from_numpy(chunks_BT)
 
@@ -139,7 +143,7 @@ def valid_loader(data: TokenDataset, *, context: int, batch_size: int, seed: int
 
 def _of(
     data: TokenDataset,
-    tokens: np.ndarray,
+    tokens: TokenFile,
     *,
     context: int,
     batch_size: int,
@@ -159,13 +163,13 @@ def _of(
     )
 
 
-def _within_budget(tokens: np.ndarray, budget: int | None) -> np.ndarray:
-    if budget is not None and budget > len(tokens):
+def _within_budget(tokens: int, budget: int | None) -> int:
+    if budget is not None and budget > tokens:
         raise InputError(
-            f"data.token_budget is {budget:,} and the training shard has {len(tokens):,} tokens: "
+            f"data.token_budget is {budget:,} and the training shard has {tokens:,} tokens: "
             "lower it, raise data.text_limit_bytes, or give more text"
         )
-    return tokens[:budget]
+    return tokens if budget is None else budget
 
 
 def _check_interventions(config: DataConfig, context: int, vocab_size: int) -> None:

@@ -4,7 +4,7 @@
     data.json                counts, ids, settings, fingerprint and checksums; written last: with it the data is whole
     tokenizer.json, tokenizer_config.json
 
-A flat file without a header can be memory-mapped, cut anywhere, and read by ten lines of any language.
+A flat file without a header can be cut anywhere, and read by ten lines of any language.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from sinklab.data.selection import Selection
+from sinklab.data.tokenfile import TokenFile
 from sinklab.errors import InputError, SinklabError
 from sinklab.files import sha256_of
 from sinklab.schema import Part
@@ -72,23 +73,21 @@ class TokenDataset:
     """Prepared data, open for reading.
 
     Attributes:
-        train, valid: (tokens,) read-only memory maps of uint16 or uint32.
+        train, valid: the ids, (tokens,) uint16 or uint32; `train[start:stop]` reads them as an array.
         vocab_size, eos_id, bos_id: of the tokenizer the data was made with.
         fingerprint: one SHA-256 for everything a training run sees: text, tokenizer, split and ids.
         tokenizer_path: the tokenizer.json that belongs to the data.
         directory, manifest: where it lies, and the contents of data.json.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
+    def __init__(self, directory: Path, manifest: Manifest, train: TokenFile, valid: TokenFile) -> None:
         self.directory = directory
         self.manifest = manifest
         self.vocab_size = manifest.vocab_size
         self.eos_id = manifest.eos_id
         self.bos_id = manifest.bos_id
         self.tokenizer_path = directory / "tokenizer.json"
-        dtype = DTYPES[manifest.dtype]
-        self.train = np.memmap(directory / manifest.train.file, dtype=dtype, mode="r")
-        self.valid = np.memmap(directory / manifest.valid.file, dtype=dtype, mode="r")
+        self.train, self.valid = train, valid
         parts = manifest.model_dump(mode="json", exclude={"settings", "shares"})
         self.fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -105,18 +104,19 @@ class TokenDataset:
             SinklabError: a file is missing, cut short or changed; the message names it and the remedy.
         """
         manifest = _manifest(directory)
-        width = DTYPES[manifest.dtype].itemsize
-        for shard in (manifest.train, manifest.valid):
-            path = directory / shard.file
-            _check_size(path, shard.tokens * width, manifest)
-            if verify:
-                _check_sum(path, shard.sha256, manifest)
+        dtype, remedy = DTYPES[manifest.dtype], _remedy(directory, manifest)
+        train, valid = (
+            TokenFile(directory / shard.file, dtype, shard.tokens, shard.sha256, remedy)
+            for shard in (manifest.train, manifest.valid)
+        )
         tokenizer = directory / "tokenizer.json"
         if not tokenizer.is_file():
-            raise SinklabError(f"{tokenizer} is missing. {_remedy(directory, manifest)}")
+            raise SinklabError(f"{tokenizer} is missing. {remedy}")
         if verify:
-            _check_sum(tokenizer, manifest.tokenizer_sha256, manifest)
-        return cls(directory, manifest)
+            train.verify()
+            valid.verify()
+            _check_tokenizer(tokenizer, manifest.tokenizer_sha256, remedy)
+        return cls(directory, manifest, train, valid)
 
 
 def is_prepared(directory: Path) -> bool:
@@ -144,26 +144,15 @@ def _manifest(directory: Path) -> Manifest:
         raise SinklabError(f"{path} is damaged ({where}: {first['msg']}). {_remedy(directory, None)}") from error
 
 
-def _check_size(path: Path, expected: int, manifest: Manifest) -> None:
-    if not path.is_file():
-        raise SinklabError(f"{path} is missing. {_remedy(path.parent, manifest)}")
-    if (size := path.stat().st_size) != expected:
-        raise SinklabError(
-            f"{path} has {size:,} bytes where {expected:,} were written. {_remedy(path.parent, manifest)}"
-        )
-
-
-def _check_sum(path: Path, expected: str, manifest: Manifest) -> None:
+def _check_tokenizer(path: Path, expected: str, remedy: str) -> None:
     try:
         found = sha256_of(path)
     except OSError as error:
         raise SinklabError(
-            f"{path} cannot be read: {error.strerror or error}. Make it readable, or: {_remedy(path.parent, manifest)}"
+            f"{path} cannot be read: {error.strerror or error}. Make it readable, or: {remedy}"
         ) from error
     if found != expected:
-        raise SinklabError(
-            f"{path} is corrupted: its checksum is not the one recorded. {_remedy(path.parent, manifest)}"
-        )
+        raise SinklabError(f"{path} is corrupted: its checksum is not the one recorded. {remedy}")
 
 
 def _remedy(directory: Path, manifest: Manifest | None) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sinklab.config import Recipe
-from sinklab.train.signals import PreemptedError, stop_on_signals
+from sinklab.train.signals import PREEMPTING, PreemptedError, stop_on_signals
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def run_cells(cells: list[Cell], jobs: int, watch: Callable[[Event], None]) -> d
         KeyboardInterrupt: Ctrl-C, after every running process has saved and stopped.
         PreemptedError: SIGTERM or SIGUSR1, to this process or to one of those, likewise.
     """
-    with stop_on_signals(signal.SIGTERM, signal.SIGUSR1) as preempted:
+    with stop_on_signals(*PREEMPTING) as preempted:
         return _run_cells(cells, jobs, watch, preempted)
 
 
@@ -126,23 +126,23 @@ def _train_cell(cell: Cell, threads: int, events: Any, stop: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = mp.parent_process()
     try:
-        import torch
+        with stop_on_signals(*PREEMPTING) as preempted:
+            import torch
 
-        from sinklab.data.prepare import prepared
-        from sinklab.train.loop import Progress, Trainer
-        from sinklab.train.run import open_run
+            from sinklab.data.prepare import prepared
+            from sinklab.train.loop import Progress, Trainer
+            from sinklab.train.run import open_run
 
-        torch.set_num_threads(threads)
+            torch.set_num_threads(threads)
 
-        def watch(progress: Progress) -> None:
-            kind = "step" if progress.row is None else "row"
-            events.put(Event(cell.name, kind, progress.step, progress.row))
+            def watch(progress: Progress) -> None:
+                kind = "step" if progress.row is None else "row"
+                events.put(Event(cell.name, kind, progress.step, progress.row))
 
-        def should_stop() -> bool:
-            return preempted() or stop.is_set() or (parent is not None and not parent.is_alive())
+            def should_stop() -> bool:
+                return preempted() or stop.is_set() or (parent is not None and not parent.is_alive())
 
-        run = open_run(cell.recipe, prepared(cell.recipe.data), cell.directory)
-        with stop_on_signals(signal.SIGTERM, signal.SIGUSR1) as preempted:
+            run = open_run(cell.recipe, prepared(cell.recipe.data), cell.directory)
             outcome = Trainer(run, watch, should_stop).train()
         events.put(Event(cell.name, outcome.status, outcome.step))
     except Exception as error:

@@ -81,10 +81,12 @@ def save_checkpoint(
     except (OSError, SinklabError) as error:
         if world.is_first:
             shutil.rmtree(aside, ignore_errors=True)
-        raise SinklabError(
+        failed = SinklabError(
             f"cannot save the checkpoint of step {state.step} in {folder}: {error}. Earlier checkpoints are untouched; "
             "free some space, then run the same command again to continue from the newest."
-        ) from error
+        )
+        # The others learn as a SinklabError what one has met as an OSError.
+        raise (world.shared_error(failed) if isinstance(error, SinklabError) else failed) from error
     if world.is_first:
         _remove_old(folder, target, keep, previous)
     return target

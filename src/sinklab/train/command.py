@@ -1,7 +1,7 @@
 """`sinklab train`: a recipe from its name to a trained run, in one process or in those of torchrun."""
 
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,13 +13,13 @@ from sinklab.data.prepare import prepared
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError
 from sinklab.sweep.pool import Event
-from sinklab.train.loop import Progress, Trainer
+from sinklab.train.loop import Outcome, Progress, Trainer
 from sinklab.train.plan import Plan, memory_line, plan_of
 from sinklab.train.replay import Replay, replay
-from sinklab.train.run import existing_run, open_run
+from sinklab.train.run import Run, existing_run, open_run
 from sinklab.train.signals import stop_on_signals
 from sinklab.train.track import Tracker, TrackerName, require, tracked
-from sinklab.train.world import joined_world
+from sinklab.train.world import World, joined_world
 
 
 @dataclass(frozen=True)
@@ -46,32 +46,41 @@ def train_command(
         InputError: a recipe, text or directory that cannot be used, or a tracker whose package is missing.
         SinklabError: the run could not go on; what was saved is untouched.
     """
-    require(trackers)
-    loaded = load_recipe(recipe, overrides)
-    with joined_world(loaded.train.device) as world:
+    with joined_world() as world:
         if not world.is_first:
             console.quiet = True
-        dataset = _data(loaded, console)
-        run = world.first_then_others(lambda: open_run(loaded, dataset, out))
-        console.print(f"run {run.hash} in {run.directory}", highlight=False, soft_wrap=True)
-        needs = memory_line(run.recipe, world.device(run.recipe.train.device), world.size)
-        console.print(needs, highlight=False, soft_wrap=True)
-        following: list[Tracker] = []
-        with RunBoard(console, [loaded.name], loaded.train.steps) as board, stop_on_signals() as should_stop:
-
-            def watch(progress: Progress) -> None:
-                board.watch(Event(loaded.name, "step" if progress.row is None else "row", progress.step, progress.row))
-                if progress.row is not None:
-                    for tracker in following:
-                        tracker.row(progress.row)
-
-            trainer = Trainer(run, watch, should_stop, world)
-            with tracked(trackers if world.is_first else (), run, trainer.state.step) as opened:
-                following += opened
-                outcome = trainer.train()
-                if outcome.status == "done" and following:
-                    _show_charts(run.directory, following)
+        world.together(lambda: require(trackers))
+        loaded = world.together(lambda: _recipe(recipe, overrides, world))
+        dataset = world.together(lambda: _data(loaded, console))
+        with stop_on_signals() as should_stop:
+            run = world.first_then_others(lambda: open_run(loaded, dataset, out))
+            outcome = _trained(run, world, console, should_stop, trackers)
     return Ended(run.directory, 0 if outcome.status == "done" else should_stop.exit_status, world.is_first)
+
+
+def _trained(
+    run: Run, world: World, console: Console, should_stop: Callable[[], bool], trackers: Sequence[TrackerName]
+) -> Outcome:
+    name = run.recipe.name
+    console.print(f"run {run.hash} in {run.directory}", highlight=False, soft_wrap=True)
+    needs = memory_line(run.recipe, world.device(run.recipe.train.device), world.size)
+    console.print(needs, highlight=False, soft_wrap=True)
+    following: list[Tracker] = []
+    with RunBoard(console, [name], run.recipe.train.steps) as board:
+
+        def watch(progress: Progress) -> None:
+            board.watch(Event(name, "step" if progress.row is None else "row", progress.step, progress.row))
+            if progress.row is not None:
+                for tracker in following:
+                    tracker.row(progress.row)
+
+        trainer = Trainer(run, watch, should_stop, world)
+        with tracked(trackers if world.is_first else (), run, trainer.state.step) as opened:
+            following += opened
+            outcome = trainer.train()
+            if outcome.status == "done" and following:
+                _show_charts(run.directory, following)
+    return outcome
 
 
 def _show_charts(directory: Path, trackers: Sequence[Tracker]) -> None:
@@ -93,9 +102,10 @@ def plan_command(recipe: str, overrides: Iterable[str]) -> tuple[Plan, bool]:
     Raises:
         InputError: a recipe or text that cannot be used.
     """
-    loaded = load_recipe(recipe, overrides)
-    with joined_world(loaded.train.device) as world:
-        return plan_of(loaded, world.device(loaded.train.device), world.size), world.is_first
+    with joined_world() as world:
+        loaded = world.together(lambda: _recipe(recipe, overrides, world))
+        plan = world.together(lambda: plan_of(loaded, world.device(loaded.train.device), world.size))
+        return plan, world.is_first
 
 
 def replay_command(recipe: str, overrides: Iterable[str], out: Path | None, step: int, console: Console) -> Replay:
@@ -105,11 +115,18 @@ def replay_command(recipe: str, overrides: Iterable[str], out: Path | None, step
         InputError: there is no such run or step, or several processes were started.
         SinklabError: none of the run's checkpoints is valid.
     """
-    loaded = load_recipe(recipe, overrides)
-    with joined_world(loaded.train.device) as world:
+    with joined_world() as world:
         if world.size > 1:
-            raise InputError("--replay needs one process: start it without torchrun")
+            raise world.shared_error(InputError("--replay needs one process: start it without torchrun"))
+        loaded = load_recipe(recipe, overrides)
         return replay(existing_run(loaded, _data(loaded, console), out), step)
+
+
+def _recipe(name: str, overrides: Iterable[str], world: World) -> Recipe:
+    """The recipe, and its device made ready."""
+    recipe = load_recipe(name, overrides)
+    world.use(recipe.train.device)
+    return recipe
 
 
 def _data(recipe: Recipe, console: Console) -> TokenDataset:

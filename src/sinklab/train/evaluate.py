@@ -26,11 +26,12 @@ class Evaluator:
 
     Raises:
         InputError: the validation text is too short for the metric.
+        SinklabError: it has been cut short or changed since it was opened, or cannot be read.
     """
 
     def __init__(self, run: Run, updater: Updater) -> None:
         self.recipe, self.updater = run.recipe, updater
-        self.batches = _batches(run)
+        self.batches = updater.world.together(lambda: _batches(run))
 
     @torch.no_grad()
     def loss(self) -> float:
@@ -70,4 +71,5 @@ def _batches(run: Run) -> list[Tensor]:
         )
     count = min(max(run.recipe.train.eval_sequences, metric.sequences), valid.chunks)
     tokens_NT = torch.cat([valid.batch(i) for i in range(-(-count // valid.batch_size))])[:count]
+    run.dataset.valid.check_unchanged()
     return list(tokens_NT.split(run.recipe.train.micro_batch or valid.batch_size))

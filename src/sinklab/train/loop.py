@@ -54,7 +54,8 @@ class Trainer:
     Args:
         run: an opened run directory; what is found there is continued.
         watch: called with `Progress` after each update and evaluation.
-        should_stop: asked before each update; True, on any process, saves a checkpoint and returns.
+        should_stop: asked before each update and the first evaluation; True, on any process, saves a checkpoint and
+            returns. Once True it stays so.
         world: the processes that train together; all of them make a trainer.
 
     Raises:
@@ -103,7 +104,8 @@ class Trainer:
         """Continue to the recipe's last step; evaluate at step 0, every `eval_every` steps and at the end.
 
         Raises:
-            SinklabError: a loss or gradient is not finite (nothing has been updated), or the disk is full.
+            SinklabError: a loss or gradient is not finite (nothing has been updated), the training shard has been cut
+                short or changed or cannot be read, or the disk is full.
         """
         try:
             return self._train()
@@ -112,11 +114,11 @@ class Trainer:
 
     def _train(self) -> Outcome:
         options, state = self.recipe.train, self.state
-        if state.step == 0:
+        if state.step == 0 and not self._is_asked_to_stop():
             self._evaluate()
         self._speed.begin(state.step, self.updater.batches.waited)
         while state.step < options.steps:
-            if self.world.any(self.should_stop()):
+            if self._is_asked_to_stop():
                 self._save()
                 return Outcome("stopped", state.step)
             loss = self._update()
@@ -129,6 +131,9 @@ class Trainer:
         measurement = self.evaluator.measure()
         self.world.only_first(lambda: measurement.save(self.run.directory))
         return Outcome("done", state.step)
+
+    def _is_asked_to_stop(self) -> bool:
+        return self.world.any(self.should_stop())
 
     def _update(self) -> float:
         """One step; returns the newest training loss that is known, in nats per token."""
@@ -149,11 +154,12 @@ class Trainer:
         try:
             yield
         except NotFiniteError as error:
-            raise SinklabError(
+            diverged = SinklabError(
                 f"{error} Last checkpoint: {self._checkpoint or 'none yet'}. The same command with "
                 f"--replay {self.state.step + 1} says where it begins. Try a smaller optim.lr or a longer "
                 "schedule.warmup_steps."
-            ) from error
+            )
+            raise self.world.shared_error(diverged) from error
 
     def _evaluate(self) -> None:
         with self._settled():
@@ -183,6 +189,7 @@ class Trainer:
         if self._checkpoint is not None and step_of(self._checkpoint) == self.state.step:
             return  # what is valid is not written over
         with self._settled():
+            self.world.together(self.run.dataset.train.check_unchanged)  # what changed text has taught is not kept
             self._checkpoint = save_checkpoint(
                 self.run.checkpoints,
                 self.model,

@@ -1,8 +1,12 @@
-"""Signals as requests: finish the update, save, stop, and end with a status that says whether to call again."""
+"""Signals as requests: stop, and end with a status that says whether to call again.
+
+Where work can be stopped anywhere, since what is finished is on the disk, it is left by an exception. Training is
+asked: it finishes the update and saves.
+"""
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -12,9 +16,14 @@ INTERRUPTED = 130
 CALL_AGAIN = 75
 """Exit status after SIGTERM or SIGUSR1 (EX_TEMPFAIL of sysexits.h): saved, and the same command continues."""
 
+PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)
 
-class PreemptedError(Exception):
-    """A signal other than Ctrl-C has stopped the work; what was reached is saved."""
+
+class PreemptedError(BaseException):
+    """A signal other than Ctrl-C has stopped the work; what was reached is saved.
+
+    Like KeyboardInterrupt it is no Exception, and nobody takes it for a failure of what it has stopped.
+    """
 
 
 class StopRequest:
@@ -48,10 +57,32 @@ class StopRequest:
 def stop_on_signals(*numbers: int) -> Iterator[StopRequest]:
     """Within it, the first of these signals (SIGINT, SIGTERM and SIGUSR1 unless given) is a request to stop."""
     request = StopRequest()
-    wanted = numbers or (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    before = {number: signal.signal(number, request.handle) for number in wanted}
-    try:
+    with _handled(numbers or (signal.SIGINT, *PREEMPTING), request.handle):
         yield request
+
+
+@contextmanager
+def left_on_signals() -> Iterator[None]:
+    """Within it, SIGTERM and SIGUSR1 raise PreemptedError in the main thread, as SIGINT raises KeyboardInterrupt."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise PreemptedError
+
+    with _handled(PREEMPTING, leave):
+        yield
+
+
+def ignore_signals() -> None:
+    """For a process that is ending because it was asked to."""
+    for number in (signal.SIGINT, *PREEMPTING):
+        signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def _handled(numbers: Iterable[int], handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

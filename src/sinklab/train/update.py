@@ -42,7 +42,7 @@ class Updater:
     def __init__(self, run: Run, world: World = ALONE) -> None:
         self.recipe, self.world = run.recipe, world
         self.device = world.device(self.recipe.train.device)
-        rows, loader = world.rows(self.recipe.train.batch_size), run.loader("train")
+        rows, loader = world.together(lambda: (world.rows(self.recipe.train.batch_size), run.loader("train")))
         self.batches = Prefetcher(lambda index: loader.batch(index, rows), self.device, self.recipe.train.steps)
         self.model = Transformer(self.recipe.model, self.recipe.seed).to(self.device)
         self._shared = share(self.model, self.recipe.train.parallel, world)

@@ -7,6 +7,7 @@ NCCL what is on CUDA. Every method here is a collective: all processes call it, 
 import os
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -19,6 +20,7 @@ from sinklab.device import pick_device
 from sinklab.errors import InputError, LostProcessError, SinklabError
 
 T = TypeVar("T")
+E = TypeVar("E", bound=SinklabError)
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,12 @@ class World:
         if self.size > 1 and device.type == "cuda":
             raise InputError(f"train.device {name} is one card and there are {self.size} processes: use cuda or auto")
         return device
+
+    def use(self, name: str) -> None:
+        """Let CUDA mean this process's own card; raises as `device`."""
+        device = self.device(name)
+        if device.type == "cuda" and self.size > 1:
+            torch.cuda.set_device(device)
 
     def rows(self, batch_size: int) -> slice:
         """This process's rows of the global batch.
@@ -100,8 +108,36 @@ class World:
             raise error
         if answer[1] is not None:
             kind, message = answer[1]
-            raise kind(message)
+            raise self.shared_error(kind(message))
         return answer[0]
+
+    def shared_error(self, error: E) -> E:
+        """The error, which every process raises, marked so that the first alone says it."""
+        error.said_elsewhere = not self.is_first
+        return error
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Each process's own result of `work`; the error of one is everybody's.
+
+        Args:
+            work: no collective; it may be called by the processes at different times.
+
+        Raises:
+            SinklabError: what `work` has raised on the first of the processes where it failed.
+        """
+        if self.size == 1:
+            return work()
+        made: list[T] = []
+        failed: tuple[type[SinklabError], str] | None = None
+        try:
+            made.append(work())
+        except SinklabError as error:
+            failed = (InputError if isinstance(error, InputError) else SinklabError, str(error))
+        failures: list[Any] = [None] * self.size
+        dist.all_gather_object(failures, failed)
+        for kind, message in filter(None, failures):
+            raise self.shared_error(kind(message))
+        return made[0]
 
     def only_first(self, work: Callable[[], T]) -> T | None:
         """What `work` returns on the first process, None on the others; its errors are everybody's.
@@ -123,17 +159,16 @@ ALONE = World()
 
 
 @contextmanager
-def joined_world(device: str = "auto") -> Iterator[World]:
+def joined_world() -> Iterator[World]:
     """The world that torchrun started this process in; alone without torchrun.
+
+    Where there is CUDA, NCCL is made ready, whether it will be used or not.
 
     The connection stays until the process ends, which must be with `os._exit`: a DDP model that outlives its process
     group takes gloo down with it, and then main thread and gloo's thread may wait for each other for ever.
 
-    Args:
-        device: where the model will be; NCCL is set up for CUDA.
-
     Raises:
-        InputError: more processes than cards, or an environment that names no meeting point.
+        InputError: an environment that names no meeting point.
         LostProcessError: while they work together, another process is lost, or this one fails unexpectedly.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -141,11 +176,11 @@ def joined_world(device: str = "auto") -> Iterator[World]:
         yield ALONE
         return
     world = World(int(os.environ.get("RANK", "0")), size, int(os.environ.get("LOCAL_RANK", "0")))
-    mine = world.device(device)
-    if mine.type == "cuda":
-        torch.cuda.set_device(mine)
+    cuda = torch.cuda.is_available() and dist.is_nccl_available()
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if mine.type == "cuda" else "gloo")
+        # In a thread: signals are handled while the main one waits in Python, and not while it waits for others in C++.
+        joining = ThreadPoolExecutor(1).submit(dist.init_process_group, "cpu:gloo,cuda:nccl" if cuda else "gloo")
+        joining.result()
     except ValueError as error:
         raise InputError(
             f"WORLD_SIZE is {size} but the environment does not say where the processes meet ({error}): start them "

@@ -1,0 +1,68 @@
+"""How a command ends: its exit status and, where there is something to say, a sentence on stderr, said once."""
+
+import os
+import sys
+from typing import NoReturn
+
+import typer
+from rich.console import Console
+
+from sinklab.errors import SinklabError
+from sinklab.train.signals import CALL_AGAIN, INTERRUPTED, PreemptedError, ignore_signals, left_on_signals
+
+
+def end(app: typer.Typer) -> NoReturn:
+    """Run the command that the process was called with, and exit with its status."""
+    with left_on_signals():
+        status = _status(app)
+    if status in (INTERRUPTED, CALL_AGAIN):
+        ignore_signals()
+        if _is_first():
+            _stderr().print("interrupted; what was finished is kept. Run the same command again to continue.")
+    if _has_others():  # see joined_world
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+def _status(app: typer.Typer) -> int:
+    """The exit status of the command, which has been run."""
+    try:
+        status = app(standalone_mode=False)
+    except SinklabError as error:
+        if not error.said_elsewhere:
+            _say_error(str(error))
+        return error.exit_status
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except PreemptedError:
+        return CALL_AGAIN
+    except typer.Exit as leaving:
+        return leaving.exit_code
+    except Exception as error:
+        if not hasattr(error, "exit_code") or not hasattr(error, "format_message"):
+            raise
+        if _is_first():  # all read the same command line
+            _say_error(f"{error.format_message()} See --help.")  # type: ignore[attr-defined]
+        return 2
+    return status if isinstance(status, int) else 0
+
+
+def _has_others() -> bool:
+    """Whether torchrun has started several processes."""
+    return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def _is_first() -> bool:
+    return not _has_others() or os.environ.get("RANK", "0") == "0"
+
+
+def _say_error(message: str) -> None:
+    console = _stderr()
+    console.print("error:", style="bold red", end=" ")
+    console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+
+def _stderr() -> Console:
+    return Console(stderr=True)

@@ -1,0 +1,212 @@
+"""A shard while it is in use: cut short, changed, touched, deleted, on a disk that fails."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from commands import call_together
+from safetensors.torch import load_file
+
+from sinklab.config import Recipe, build_recipe
+from sinklab.data.prepare import prepare
+from sinklab.data.shards import TokenDataset
+from sinklab.errors import SinklabError
+from sinklab.train.loop import Progress, Trainer
+from sinklab.train.run import open_run
+from sinklab.train.world import ALONE, World
+
+VALUES: dict[str, Any] = {
+    "model": {"layers": 1, "width": 16, "heads": 2, "ffn_width": 16, "context": 16},
+    "optim": {"lr": 3e-3},
+    "train": {"steps": 9, "batch_size": 4, "eval_every": 4, "eval_sequences": 4, "save_every": 3, "keep": 9},
+    "metric": {"sequences": 4, "length": 16},
+}
+DAMAGE_AFTER = 4
+NO_PROC = pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="Linux's /proc/self/mem cannot be read at 0")
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small synthetic corpus, prepared."""
+    folder = tmp_path_factory.mktemp("tokens")
+    prepare("synthetic:bigram_backcopy:length=17,documents=200", "words", folder, valid_fraction=0.1)
+    return folder
+
+
+@pytest.fixture
+def data(tokens: Path, tmp_path: Path) -> Path:
+    """A copy that may be damaged."""
+    return Path(shutil.copytree(tokens, tmp_path / "data"))
+
+
+def recipe() -> Recipe:
+    return build_recipe(VALUES)
+
+
+def saved(out: Path) -> dict[str, dict[str, bytes]]:
+    """Everything in the checkpoints of a run."""
+    return {folder.name: contents(folder) for folder in sorted(out.glob("checkpoints/step_*"))}
+
+
+def contents(checkpoint: Path) -> dict[str, bytes]:
+    (shard,) = checkpoint.glob("*.safetensors")
+    tensors = {name: tensor.numpy().tobytes() for name, tensor in load_file(shard).items()}
+    return tensors | {"state": (checkpoint / "state.json").read_bytes()}
+
+
+def cut(shard: Path) -> None:
+    os.truncate(shard, 0)
+
+
+def cut_and_back(shard: Path) -> None:
+    content = shard.read_bytes()
+    os.truncate(shard, 0)
+    shard.write_bytes(content)
+
+
+def change(shard: Path) -> None:
+    content = bytearray(shard.read_bytes())
+    content[100] ^= 1
+    with shard.open("r+b") as file:
+        file.write(content)
+
+
+def train(data: Path, out: Path, damage: Callable[[Path], None], world: World = ALONE) -> str:
+    """Train, with the shard damaged in mid-run; returns how it ended."""
+    dataset = TokenDataset.open(data)
+
+    def watch(progress: Progress) -> None:
+        if progress.step == DAMAGE_AFTER and progress.row is None:
+            damage(data / "train.bin")
+
+    run = world.first_then_others(lambda: open_run(recipe(), dataset, out))
+    try:
+        return Trainer(run, watch, world=world).train().status
+    except SinklabError as error:
+        return str(error)
+
+
+def train_damaged(world: World, data: Path, out: Path, damage: Callable[[Path], None]) -> None:
+    """In a process of its own, since reading what is not there may end it."""
+    (out.parent / "said.json").write_text(json.dumps(train(data, out, damage)))
+
+
+@pytest.mark.parametrize(("damage", "says"), [(cut, "was cut short"), (change, "is corrupted: its checksum is not")])
+def test_a_run_whose_text_is_damaged_stops_and_continues_when_it_is_back(
+    damage: Callable[[Path], None], says: str, tokens: Path, data: Path, tmp_path: Path
+) -> None:
+    assert train(tokens, tmp_path / "whole", lambda shard: None) == "done"
+    whole, shard, run = saved(tmp_path / "whole"), data / "train.bin", tmp_path / "run"
+    content = shard.read_bytes()
+    assert call_together(train_damaged, 1, data, run, damage) == [0]
+    said = json.loads((tmp_path / "said.json").read_text())
+    assert says in said
+    assert str(shard) in said
+    assert "sinklab data prepare" in said
+    assert saved(run) == {"step_00000003": whole["step_00000003"]}
+    shard.write_bytes(content)
+    assert train(data, run, lambda shard: None) == "done"
+    assert saved(run) == whole
+
+
+@pytest.mark.parametrize("harmless", [os.utime, os.unlink, cut_and_back])
+def test_a_run_goes_on_while_the_bytes_it_reads_are_the_same(
+    harmless: Callable[[Path], None], tokens: Path, data: Path, tmp_path: Path
+) -> None:
+    assert train(tokens, tmp_path / "whole", lambda shard: None) == "done"
+    assert train(data, tmp_path / "run", harmless) == "done"
+    assert saved(tmp_path / "run") == saved(tmp_path / "whole")
+
+
+def test_the_command_ends_with_status_1_and_a_sentence(data: Path, tmp_path: Path) -> None:
+    values = VALUES | {"data": {"source": str(data)}, "train": VALUES["train"] | {"steps": 100_000, "keep": 2}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    command = [sys.executable, "-m", "sinklab", "train", "recipe.yaml", "--out", "run"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    process = subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    next(line for line in process.stderr if "step 4/" in line)
+    cut(data / "train.bin")
+    rest = process.stderr.read()
+    assert process.wait() == 1
+    assert rest.count("error:") == 1
+    assert f"{data / 'train.bin'} was cut short" in rest or f"{data / 'train.bin'} has 0 bytes where" in rest
+    assert "Traceback" not in rest
+
+
+def train_with_one_bad_disk(world: World, data: Path, out: Path) -> None:
+    """The second process's disk fails for good."""
+    dataset = TokenDataset.open(data)
+    run = world.first_then_others(lambda: open_run(recipe(), dataset, out))
+    trainer = Trainer(run, world=world)
+    if world.rank == 1:
+        break_disk(dataset)
+    try:
+        trainer.train()
+    except SinklabError as error:
+        (out.parent / f"said{world.rank}.json").write_text(json.dumps(str(error)))
+        raise
+
+
+def break_disk(dataset: TokenDataset) -> None:
+    """Reading fails with a true EIO from now on."""
+    os.dup2(os.open("/proc/self/mem", os.O_RDONLY), dataset.train._file)
+
+
+@NO_PROC
+def test_where_the_disk_of_one_process_fails_it_says_so_and_all_stop(data: Path, tmp_path: Path) -> None:
+    assert call_together(train_with_one_bad_disk, 2, data, tmp_path / "run") == [1, 1]
+    assert "train.bin cannot be read: Input/output error" in json.loads((tmp_path / "said1.json").read_text())
+    assert not saved(tmp_path / "run")
+
+
+def train_on_copies(world: World, folder: Path) -> None:
+    """Each process reads a copy of its own; the second one's is changed. Both are told the same."""
+    told = train(folder / f"data{world.rank}", folder / "run", change if world.rank == 1 else os.utime, world)
+    (folder / f"said{world.rank}.json").write_text(json.dumps(told))
+
+
+def test_text_that_has_changed_for_one_process_is_saved_by_none(tokens: Path, tmp_path: Path) -> None:
+    for rank in range(2):
+        shutil.copytree(tokens, tmp_path / f"data{rank}")
+    assert call_together(train_on_copies, 2, tmp_path) == [0, 0]
+    first, second = (json.loads((tmp_path / f"said{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    assert f"{tmp_path / 'data1' / 'train.bin'} is corrupted" in first
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000003"]
+
+
+@NO_PROC
+def test_a_disk_that_fails_is_named_with_its_reason(data: Path) -> None:
+    dataset = TokenDataset.open(data)
+    break_disk(dataset)
+    with pytest.raises(SinklabError, match=r"train\.bin cannot be read: Input/output error\. .*sinklab data prepare"):
+        dataset.train[:5]
+
+
+@pytest.mark.parametrize("damage", [cut, change])
+def test_validation_text_that_is_damaged_after_it_was_opened_is_named(
+    damage: Callable[[Path], None], data: Path, tmp_path: Path
+) -> None:
+    run = open_run(recipe(), TokenDataset.open(data), tmp_path / "run")
+    damage(data / "valid.bin")
+    with pytest.raises(SinklabError, match=r"valid\.bin (was cut short|is corrupted)"):
+        Trainer(run)
+
+
+def test_ids_are_those_in_the_file(data: Path) -> None:
+    tokens, ids = TokenDataset.open(data).train, np.fromfile(data / "train.bin", np.uint16)
+    assert len(tokens) == len(ids)
+    for where in (slice(None), slice(3, 8), slice(-4, None), slice(len(ids) - 2, len(ids) + 5), slice(5, 3)):
+        assert np.array_equal(tokens[where], ids[where])
+    assert (tokens[0], tokens[-1]) == (ids[0], ids[-1])
+    with pytest.raises(IndexError):
+        tokens[len(ids)]

@@ -1,0 +1,178 @@
+"""Signals before the first step and outside of training: what is finished is kept, the status says to call again."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import Command, Kill, together
+
+from sinklab.train.run import read_metrics
+
+RECIPE = {
+    "model": {"layers": 1, "width": 16, "heads": 2, "ffn_width": 16, "context": 16},
+    "train": {"steps": 3, "batch_size": 2, "eval_every": 3, "eval_sequences": 4, "save_every": 3},
+    "metric": {"sequences": 4, "length": 16},
+}
+STATUSES = [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
+SAYS = "interrupted; what was finished is kept. Run the same command again to continue."
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text of some parts (see `data/building.py`) and a recipe for it."""
+    folder = tmp_path_factory.mktemp("signals")
+    words, draw = [f"word{i} " for i in range(500)], random.Random(0)
+    with (folder / "text.jsonl").open("w") as file:
+        for _ in range(250):
+            file.write(json.dumps({"text": "".join(draw.choices(words, k=2000))}) + "\n")
+    data = {"source": str(folder / "text.jsonl"), "tokenizer": "train:300"}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"data": data}))
+    return folder
+
+
+def training(folder: Path, out: Path) -> list[str]:
+    return ["train", str(folder / "recipe.yaml"), "--out", str(out)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> Command:
+    """A run that prepared its text, ended, and counted."""
+    environment = {"SINKLAB_CACHE": str(folder / "cache")}
+    command = Command(training(folder, folder / "run"), folder / "whole.log", environment, count=True)
+    assert command.wait() == 0, command.printed()
+    return command
+
+
+def shards(cache: Path) -> list[bytes]:
+    (data,) = (cache / "data").iterdir()
+    assert not (data / "partial").exists()
+    return [(data / name).read_bytes() for name in ("train.bin", "valid.bin", "data.json", "tokenizer.json")]
+
+
+@pytest.mark.parametrize(("number", "status"), STATUSES)
+def test_a_signal_while_text_is_prepared_keeps_what_is_finished(
+    number: int, status: int, folder: Path, undisturbed: Command, tmp_path: Path
+) -> None:
+    args, environment = training(folder, tmp_path / "run"), {"SINKLAB_CACHE": str(tmp_path / "cache")}
+    moments, calls = random.Random(number), undisturbed.calls()
+    half = calls["journal"] // 2
+    kills = [
+        Kill(moments.randint(half, 2 * half), "journal", number),  # not all parts are finished, but some
+        Kill(moments.randint(1, calls["preparation"] // 4), "preparation", number),
+    ]
+    for index, kill in enumerate(kills):
+        asked = Command(args, tmp_path / f"asked{index}.log", environment, kill)
+        assert asked.wait() == status, asked.printed()
+        assert asked.printed().count(SAYS) == 1
+        assert "Traceback" not in asked.printed()
+        (journal,) = (tmp_path / "cache" / "data").glob("*/partial/journal.jsonl")
+        assert journal.read_text()
+    again = Command(args, tmp_path / "again.log", environment)
+    assert again.wait() == 0, again.printed()
+    assert shards(tmp_path / "cache") == shards(folder / "cache")
+
+
+def test_data_prepare_ends_like_training(folder: Path, undisturbed: Command, tmp_path: Path) -> None:
+    args = ["data", "prepare", str(folder / "text.jsonl"), "--tokenizer", "train:300", "--workers", "1", "--out"]
+    kill = Kill(undisturbed.calls()["preparation"] // 2, "preparation", signal.SIGTERM)
+    asked = Command([*args, str(tmp_path / "out")], tmp_path / "asked.log", kill=kill)
+    assert asked.wait() == 75, asked.printed()
+    assert asked.printed().count(SAYS) == 1
+    again = Command([*args, str(tmp_path / "out")], tmp_path / "again.log")
+    assert again.wait() == 0, again.printed()
+    (whole,) = (folder / "cache" / "data").iterdir()
+    assert (tmp_path / "out" / "train.bin").read_bytes() == (whole / "train.bin").read_bytes()
+
+
+@pytest.mark.parametrize(("number", "status"), STATUSES)
+def test_a_signal_while_the_run_is_set_up_stops_it_before_the_first_step(
+    number: int, status: int, folder: Path, undisturbed: Command, tmp_path: Path
+) -> None:
+    args, environment = training(folder, tmp_path / "run"), {"SINKLAB_CACHE": str(folder / "cache")}
+    kill = Kill(random.Random(number).randint(1, undisturbed.calls()["setup"]), "setup", number)
+    asked = Command(args, tmp_path / "asked.log", environment, kill)
+    assert asked.wait() == status, asked.printed()
+    assert asked.printed().count(SAYS) == 1
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000000"]
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    again = Command(args, tmp_path / "again.log", environment)
+    assert again.wait() == 0, again.printed()
+    losses = [[row["valid_loss"] for row in read_metrics(out / "run" / "metrics.jsonl")] for out in (folder, tmp_path)]
+    assert losses[0] == losses[1]
+
+
+def test_measuring_ends_with_the_status_that_says_call_again(
+    folder: Path, undisturbed: Command, tmp_path: Path
+) -> None:
+    args = ["measure", str(folder / "run"), "--text", str(folder / "text.jsonl"), "--length", "16", "--sequences", "9"]
+    whole = Command(args, tmp_path / "whole.log", count=True)
+    assert whole.wait() == 0, whole.printed()
+    kill = Kill(whole.calls()["command"] // 2, "command", signal.SIGTERM)
+    asked = Command(args, tmp_path / "asked.log", kill=kill)
+    assert asked.wait() == 75, asked.printed()
+    assert asked.printed().endswith(SAYS + "\n")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["--set", "model.layer=3"], "model.layer: unknown key"),
+        (["--set", "train.batch_size=3"], "batch_size 3 cannot be shared equally"),
+        (["--set", "data.source=nowhere.txt"], "nowhere.txt"),
+        (["--steps", "3"], "No such option"),
+    ],
+)
+def test_of_several_processes_the_first_says_what_all_know(
+    settings: list[str], says: str, folder: Path, undisturbed: Command, tmp_path: Path
+) -> None:
+    args = [*training(folder, tmp_path / "run"), *settings]
+    pair = together(args, tmp_path / "log", 2, environment={"SINKLAB_CACHE": str(folder / "cache")})
+    assert [process.wait() for process in pair] == [2, 2]
+    assert says in pair[0].printed()
+    assert pair[1].printed() == ""
+
+
+def test_of_several_processes_the_first_says_that_they_were_interrupted(
+    folder: Path, undisturbed: Command, tmp_path: Path
+) -> None:
+    args = [*training(folder, tmp_path / "run"), "--set", "train.steps=100000"]
+    environment = {"SINKLAB_CACHE": str(folder / "cache")}
+    kill = Kill(5000, "training", signal.SIGTERM)
+    pair = together(args, tmp_path / "log", 2, kill, victim=1, environment=environment)
+    assert [process.wait() for process in pair] == [75, 75]
+    assert pair[0].printed().count(SAYS) == 1
+    assert pair[1].printed() == ""
+
+
+@pytest.mark.slow
+def test_torchrun_that_is_asked_while_text_is_prepared_ends_with_one_sentence(folder: Path, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "sinklab"]
+    large = tmp_path / "text.jsonl"
+    with large.open("wb") as file:
+        for _ in range(10):
+            with (folder / "text.jsonl").open("rb") as part:
+                shutil.copyfileobj(part, file)
+    args = [*training(folder, tmp_path / "run"), "--set", f"data.source={large}"]
+    cache = tmp_path / "cache"
+    environment = {**os.environ, "SINKLAB_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*torchrun, *args], env=environment, stderr=subprocess.PIPE, text=True)
+
+    def finished() -> int:
+        return sum(path.stat().st_size for path in cache.glob("data/*/partial/journal.jsonl"))
+
+    while not finished():
+        assert process.poll() is None
+    process.terminate()
+    assert process.stderr is not None
+    printed = process.stderr.read()
+    assert process.wait() != 0
+    assert printed.count(SAYS) == 1
+    assert "error:" not in printed
+    assert finished()
