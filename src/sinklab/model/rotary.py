@@ -15,6 +15,8 @@ def rotary_tables(length: int, head_width: int, theta: float, device: torch.devi
 
 def rotate(x_BHTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
     """Turn the pair (x_i, x_{i + D/2}) of position t by the angle of (t, i); computed in float32 at least."""
+    if torch.compiler.is_compiling():  # fused by it; and the Dynamo of PyTorch 2.11 takes a wrong gradient from below
+        return _rotated(x_BHTD, cos_TC, sin_TC)
     return _Rotation.apply(x_BHTD, cos_TC, sin_TC)  # type: ignore[return-value]
 
 
@@ -24,14 +26,18 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BHTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
         ctx.save_for_backward(cos_TC, sin_TC)
-        kept, crossed = _products(x_BHTD, cos_TC, sin_TC)
-        return kept.add_(crossed).to(x_BHTD.dtype)
+        return _rotated(x_BHTD, cos_TC, sin_TC)
 
     @staticmethod
     def backward(ctx: Any, gradient_BHTD: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         cos_TC, sin_TC = ctx.saved_tensors
         kept, crossed = (x.to(gradient_BHTD.dtype) for x in _products(gradient_BHTD, cos_TC, -sin_TC))
         return kept.add_(crossed), None, None
+
+
+def _rotated(x_BHTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
+    kept, crossed = _products(x_BHTD, cos_TC, sin_TC)
+    return kept.add_(crossed).to(x_BHTD.dtype)
 
 
 def _products(x_BHTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> tuple[Tensor, Tensor]:

@@ -59,7 +59,7 @@ def save_checkpoint(
     """Write `folder/step_N`, all processes together, and then remove all but the newest `keep` checkpoints.
 
     Args:
-        previous: the newest valid one so far; what lies between the two is damaged, and goes.
+        previous: the newest valid one so far, where that is known; what lies between the two is damaged, and goes.
 
     Raises:
         SinklabError: the disk is full or not writable, or not the same for all processes; earlier checkpoints are
@@ -174,9 +174,10 @@ def _make_valid(aside: Path, target: Path, document: dict[str, Any]) -> None:
 
 
 def _remove_old(folder: Path, newest: Path, keep: int, previous: Path | None) -> None:
-    """Keep `newest` and valid ones before it; those after `previous` were damaged and have been passed over."""
+    """Keep `newest` and valid ones before it: those after `previous`, or after `newest`, have been passed over."""
     checkpoints = _checkpoints(folder)
-    kept = [path for path in checkpoints if path == newest or (previous is not None and path <= previous)][-keep:]
+    sound = [path for path in checkpoints if path < newest and (previous is None or path <= previous)]
+    kept = [*sound, newest][-keep:]
     for path in checkpoints:
         if path not in kept:
             _remove(path)
