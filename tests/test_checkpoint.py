@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from sinklab.config import build_recipe
 from sinklab.errors import SinklabError
 from sinklab.files import sha256_of
 from sinklab.model.transformer import Transformer
+from sinklab.train import store
 from sinklab.train.checkpoint import (
     SUMS,
     TrainState,
@@ -155,6 +156,39 @@ def test_what_a_killed_save_has_left_is_no_checkpoint_and_goes(two: Path) -> Non
     assert find_checkpoint(two, trained()[0], "run") == two / "step_00000008"
     remove_leftovers(two)
     assert sorted(path.name for path in two.iterdir()) == ["step_00000004", "step_00000008"]
+
+
+def test_a_file_of_the_system_in_a_checkpoint_does_no_harm(two: Path) -> None:
+    (two / "step_00000008" / ".DS_Store").write_bytes(b"anything")
+    assert find_checkpoint(two, trained()[0], "run") == two / "step_00000008"
+
+
+def test_a_checkpoint_that_lacks_what_others_have_written_is_not_made_valid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = store.write_tensors
+
+    def half(folder: Path, tensors: Mapping[str, Tensor], together: bool) -> None:
+        whole(folder, dict(list(tensors.items())[::2]), together)  # as if the others wrote on a disk of their own
+
+    model, optimizer = trained()
+    save_checkpoint(tmp_path, model, optimizer, TrainState(4), "run", keep=1)
+    monkeypatch.setattr(store, "write_tensors", half)
+    with pytest.raises(SinklabError, match="lacks what other processes have written: all must see the same folder"):
+        save_checkpoint(tmp_path, model, optimizer, TrainState(8), "run", keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000004"]
+
+
+@pytest.mark.parametrize("previous", [None, "step_00000004"])
+def test_a_damaged_checkpoint_between_two_sound_ones_does_not_count_among_those_kept(
+    two: Path, previous: str | None
+) -> None:
+    flip(shard(two / "step_00000008"))
+    model, optimizer = trained()
+    known = two / previous if previous else None
+    save_checkpoint(two, model, optimizer, TrainState(12), "run", keep=2, previous=known)
+    kept = ["step_00000004" if previous else "step_00000008", "step_00000012"]
+    assert sorted(path.name for path in two.iterdir()) == kept
 
 
 def test_a_passed_over_checkpoint_does_not_count_among_those_kept(two: Path) -> None:

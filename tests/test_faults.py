@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from sinklab.config import Recipe, build_recipe
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError, SinklabError
+from sinklab.train.checkpoint import save_checkpoint
 from sinklab.train.lock import lock_run
 from sinklab.train.loop import Trainer
 from sinklab.train.replay import replay
@@ -79,7 +81,9 @@ def test_a_replay_finds_the_weight_that_was_spoiled(dataset: TokenDataset, tmp_p
     trainer._update()
     with torch.no_grad():
         trainer.model.head.weight[3, 5] = torch.nan
-    trainer._save()
+    with pytest.raises(SinklabError, match="step 1 diverged: its update has made weights that are not finite"):
+        trainer._save()
+    save_checkpoint(trainer.run.checkpoints, trainer.model, trainer.optimizer, trainer.state, trainer.run.hash, keep=1)
     assert replay(trainer.run, 2).first_not_finite == "weight head.weight"
 
 
@@ -112,6 +116,38 @@ def test_a_file_system_without_locks_is_not_taken_for_a_second_trainer(
     monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.raises(SinklabError, match=r"cannot lock .*No locks available"):
         lock_run(tmp_path)
+
+
+@pytest.mark.parametrize("rate", [1e30, 1e38])
+def test_an_update_that_overflows_is_said_to_have_diverged(rate: float, dataset: TokenDataset, tmp_path: Path) -> None:
+    trainer = Trainer(
+        open_run(recipe(optim={"name": "sgd", "lr": rate}, schedule={"warmup_steps": 0}), dataset, tmp_path)
+    )
+    with pytest.raises(SinklabError, match=r"step \d+ diverged.*Last checkpoint: .*Try a smaller optim\.lr"):
+        trainer.train()
+
+
+def test_evaluations_that_are_lost_are_missed(
+    dataset: TokenDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Trainer(open_run(recipe(), dataset, tmp_path)).train()
+    assert "has lost" not in caplog.text
+    (tmp_path / "metrics.jsonl").unlink()
+    Trainer(open_run(recipe(), dataset, tmp_path))
+    assert "has lost the evaluation of step 0" in caplog.text
+
+
+def test_a_run_in_progress_can_be_read_at_any_time(dataset: TokenDataset, tmp_path: Path) -> None:
+    trainer = Trainer(open_run(recipe(train={"steps": 60, "save_every": 1, "keep": 1}), dataset, tmp_path))
+    training = threading.Thread(target=trainer.train)
+    training.start()
+    steps = []
+    while training.is_alive():
+        if list((tmp_path / "checkpoints").glob("step_*")):
+            steps.append(load_run(tmp_path).step)
+    training.join()
+    assert steps == sorted(steps)
+    assert len(set(steps)) > 3
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is always full is Linux's /dev/full")

@@ -11,7 +11,7 @@ import torch
 import yaml
 from commands import Command, call_together, together
 
-from sinklab.config import build_recipe
+from sinklab.config import build_recipe, parse_override
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError, SinklabError
@@ -108,6 +108,24 @@ def test_the_number_of_processes_may_change_in_mid_run(parallel: str, tokens: Pa
     assert trained(tokens, changing, 2, "train.parallel=fsdp") == pytest.approx(alone, rel=1e-6)
 
 
+@pytest.mark.parametrize("other", ["seed", "directory"])
+def test_processes_that_do_not_train_the_same_run_are_refused(other: str, tokens: Path, tmp_path: Path) -> None:
+    args = command(tokens, tmp_path / "run")
+    assert call_together(refused, 2, args, other) == [0, 0]
+    assert not (tmp_path / "run").exists()
+
+
+def refused(world: World, args: list[str], other: str) -> None:
+    """Make a trainer of a run that is the second process's own."""
+    if world.rank == 1 and other == "directory":
+        args = [*args[:-1], f"{args[-1]}-elsewhere"]
+    if world.rank == 1 and other == "seed":
+        args = [*args[:2], "--set", "seed=1", *args[2:]]
+    says = {"seed": "have different recipes or texts", "directory": "see different directories"}
+    with pytest.raises(InputError, match=says[other]):
+        trainer_of(world, args)
+
+
 def stop_at(world: World, args: list[str], step: int) -> None:
     """Train until so many updates are done, then be asked to stop; only the last process is asked."""
     trainer = trainer_of(world, args)
@@ -119,10 +137,10 @@ def stop_at(world: World, args: list[str], step: int) -> None:
 def trainer_of(world: World, args: list[str]) -> Trainer:
     """What `sinklab train` makes of its arguments."""
     values = yaml.safe_load(Path(args[1]).read_text())
-    overlays = [{"train": {"parallel": value.split("=")[1]}} for value in args if value.startswith("train.parallel")]
+    overlays = [parse_override(value) for value in args if value.startswith(("train.parallel=", "seed="))]
     recipe = build_recipe(values, *overlays)
     dataset = TokenDataset.open(Path(recipe.data.source))
-    run = world.first_then_others(lambda: open_run(recipe, dataset, Path(args[-1])))
+    run = open_run(recipe, dataset, Path(args[-1]))
     return Trainer(run, world=world)
 
 

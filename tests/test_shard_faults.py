@@ -87,7 +87,7 @@ def train(data: Path, out: Path, damage: Callable[[Path], None], world: World = 
         if progress.step == DAMAGE_AFTER and progress.row is None:
             damage(data / "train.bin")
 
-    run = world.first_then_others(lambda: open_run(recipe(), dataset, out))
+    run = open_run(recipe(), dataset, out)
     try:
         return Trainer(run, watch, world=world).train().status
     except SinklabError as error:
@@ -145,7 +145,7 @@ def test_the_command_ends_with_status_1_and_a_sentence(data: Path, tmp_path: Pat
 def train_with_one_bad_disk(world: World, data: Path, out: Path) -> None:
     """The second process's disk fails for good."""
     dataset = TokenDataset.open(data)
-    run = world.first_then_others(lambda: open_run(recipe(), dataset, out))
+    run = open_run(recipe(), dataset, out)
     trainer = Trainer(run, world=world)
     if world.rank == 1:
         break_disk(dataset)

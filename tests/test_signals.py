@@ -80,7 +80,7 @@ def test_a_signal_while_text_is_prepared_keeps_what_is_finished(
 
 
 def test_data_prepare_ends_like_training(folder: Path, undisturbed: Command, tmp_path: Path) -> None:
-    args = ["data", "prepare", str(folder / "text.jsonl"), "--tokenizer", "train:300", "--workers", "1", "--out"]
+    args = ["data", "prepare", str(folder / "text.jsonl"), "--tokenizer", "train:300", "--out"]
     kill = Kill(undisturbed.calls()["preparation"] // 2, "preparation", signal.SIGTERM)
     asked = Command([*args, str(tmp_path / "out")], tmp_path / "asked.log", kill=kill)
     assert asked.wait() == 75, asked.printed()

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from rich.console import Console
 
+from sinklab.config import load_recipe
 from sinklab.errors import InputError
 from sinklab.train.command import plan_command, train_command
-from sinklab.train.plan import print_plan
+from sinklab.train.plan import plan_of, print_plan
 from sinklab.train.run import read_metrics
 from sinklab.train.track import TRACKERS, numbers_of, require
 
@@ -50,7 +52,7 @@ def train(folder: Path, tracker: Any, **train: int) -> Path:
     """A tracked run in `folder/run`; a second call continues it."""
     (folder / "recipe.yaml").write_text(yaml.safe_dump({**RECIPE, "train": RECIPE["train"] | train}))  # type: ignore[operator]
     run = folder / "run"
-    train_command(str(folder / "recipe.yaml"), [], run, Console(quiet=True), [tracker])
+    train_command(str(folder / "recipe.yaml"), [], run, Console(quiet=True), [tracker] if tracker else [])
     return run
 
 
@@ -95,6 +97,15 @@ def test_a_continued_run_does_not_repeat_its_evaluations_in_tensorboard(tmp_path
 def test_a_run_killed_before_its_first_checkpoint_does_not_repeat_them_either(tmp_path: Path) -> None:
     shutil.rmtree(train(tmp_path, "tensorboard") / "checkpoints")
     assert [event.step for event in events(train(tmp_path, "tensorboard")).Scalars("valid_loss")] == [0, 2, 4]
+
+
+@needs("tensorboard")
+def test_who_follows_a_finished_run_is_told_all_of_it_and_once(tmp_path: Path) -> None:
+    train(tmp_path, None)
+    for _ in range(2):
+        found = events(train(tmp_path, "tensorboard"))
+        assert [event.step for event in found.Scalars("valid_loss")] == [0, 2, 4]
+        assert [len(found.Images(f"charts/{name}")) for name in sorted(CHARTS)] == [1, 1, 1]
 
 
 def log_entries(data: bytes) -> Iterator[bytes]:
@@ -175,6 +186,11 @@ def test_a_dry_run_says_what_a_packaged_recipe_takes(name: str, parameters: int)
     printed = StringIO()
     print_plan(plan, Console(width=100, file=printed))
     assert f"{parameters:,}" in printed.getvalue()
+
+
+def test_a_dry_run_refuses_what_training_would() -> None:
+    with pytest.raises(InputError, match="cannot be shared equally by 3 processes"):
+        plan_of(load_recipe("60m"), torch.device("cpu"), processes=3)
 
 
 def test_the_papers_recipes_fit_one_card_of_80_gb() -> None:

@@ -53,7 +53,7 @@ def train_command(
         loaded = world.together(lambda: _recipe(recipe, overrides, world))
         dataset = world.together(lambda: _data(loaded, console))
         with stop_on_signals() as should_stop:
-            run = world.first_then_others(lambda: open_run(loaded, dataset, out))
+            run = world.together(lambda: open_run(loaded, dataset, out))
             outcome = _trained(run, world, console, should_stop, trackers)
     return Ended(run.directory, 0 if outcome.status == "done" else should_stop.exit_status, world.is_first)
 
@@ -62,7 +62,7 @@ def _trained(
     run: Run, world: World, console: Console, should_stop: Callable[[], bool], trackers: Sequence[TrackerName]
 ) -> Outcome:
     name = run.recipe.name
-    console.print(f"run {run.hash} in {run.directory}", highlight=False, soft_wrap=True)
+    console.print(f"run {run.hash} in {run.directory}", highlight=False, markup=False, soft_wrap=True)
     needs = memory_line(run.recipe, world.device(run.recipe.train.device), world.size)
     console.print(needs, highlight=False, soft_wrap=True)
     following: list[Tracker] = []
@@ -75,11 +75,13 @@ def _trained(
                     tracker.row(progress.row)
 
         trainer = Trainer(run, watch, should_stop, world)
+        was_done = trainer.state.step == run.recipe.train.steps
         with tracked(trackers if world.is_first else (), run, trainer.state.step) as opened:
             following += opened
             outcome = trainer.train()
-            if outcome.status == "done" and following:
-                _show_charts(run.directory, following)
+            without = [tracker for tracker in following if tracker.is_new or not was_done]
+            if outcome.status == "done" and without:
+                _show_charts(run.directory, without)
     return outcome
 
 

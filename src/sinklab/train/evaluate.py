@@ -14,6 +14,7 @@ from sinklab.train.parallel import gathered
 from sinklab.train.run import Run
 from sinklab.train.update import Updater
 
+LOSS_TOKENS = 2**15  # at a time, unless one sequence is longer
 METRIC_BATCH = 16  # fixed, so that a metric is the same bit for bit whatever memory is free
 
 
@@ -59,7 +60,7 @@ class Evaluator:
 
 
 def _batches(run: Run) -> list[Tensor]:
-    """Enough validation sequences, in a fixed order, for the loss and for the metric; as many at a time as in training.
+    """Enough validation sequences, in a fixed order, for loss and metric; no more at a time than in training.
 
     Their number depends on the recipe alone, not on that of the processes, so that the rounding is the same for all.
     """
@@ -72,4 +73,5 @@ def _batches(run: Run) -> list[Tensor]:
     count = min(max(run.recipe.train.eval_sequences, metric.sequences), valid.chunks)
     tokens_NT = torch.cat([valid.batch(i) for i in range(-(-count // valid.batch_size))])[:count]
     run.dataset.valid.check_unchanged()
-    return list(tokens_NT.split(run.recipe.train.micro_batch or valid.batch_size))
+    together = min(run.recipe.train.micro_batch or valid.batch_size, max(1, LOSS_TOKENS // valid.context))
+    return list(tokens_NT.split(together))

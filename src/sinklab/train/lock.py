@@ -31,7 +31,8 @@ def lock_run(directory: Path) -> IO[str]:
 def holder(directory: Path) -> str:
     """Who holds the run directory or held it last, nothing where that cannot be told."""
     try:
-        return (directory / LOCK).read_text(encoding="utf-8").strip()
+        with (directory / LOCK).open(encoding="utf-8") as file:
+            return file.readline(200).strip()
     except OSError:
         return ""
 

@@ -5,6 +5,8 @@ continued is the undisturbed run, bit for bit. Of several processes the first wr
 """
 
 import json
+import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -29,6 +31,8 @@ from sinklab.train.run import Run, establish, read_metrics
 from sinklab.train.speed import Speedometer
 from sinklab.train.update import Updater
 from sinklab.train.world import ALONE, World
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,8 @@ class Trainer:
         """Between updates, off the clock, when all of them are known to be good."""
         with self._explaining():
             self.updater.settle()
+        if self.world.any(not self.updater.has_finite_weights()):
+            raise self._diverged(f"step {self.state.step} diverged: its update has made weights that are not finite.")
         with self._speed.paused():
             yield
 
@@ -154,12 +160,13 @@ class Trainer:
         try:
             yield
         except NotFiniteError as error:
-            diverged = SinklabError(
-                f"{error} Last checkpoint: {self._checkpoint or 'none yet'}. The same command with "
-                f"--replay {self.state.step + 1} says where it begins. Try a smaller optim.lr or a longer "
-                "schedule.warmup_steps."
-            )
-            raise self.world.shared_error(diverged) from error
+            replayed = f" The same command with --replay {self.state.step + 1} says where it begins."
+            raise self._diverged(str(error), replayed) from error
+
+    def _diverged(self, how: str, more: str = "") -> SinklabError:
+        advice = "Try a smaller optim.lr or a longer schedule.warmup_steps."
+        message = f"{how} Last checkpoint: {self._checkpoint or 'none yet'}.{more} {advice}"
+        return self.world.shared_error(SinklabError(message))
 
     def _evaluate(self) -> None:
         with self._settled():
@@ -171,12 +178,15 @@ class Trainer:
 
     def _row(self) -> dict[str, Any]:
         """A line of metrics.jsonl."""
-        state, measurement = self.state, self.evaluator.measure()
+        state, loss = self.state, self.evaluator.loss()
+        if not math.isfinite(loss):
+            raise self._diverged(f"step {state.step} diverged: the validation loss is {loss} after it.")
+        measurement = self.evaluator.measure()
         return {
             "step": state.step,
             "tokens": state.step * self.recipe.train.batch_size * self.recipe.model.context,
             "train_loss": state.loss_sum / state.loss_count if state.loss_count else None,
-            "valid_loss": self.evaluator.loss(),
+            "valid_loss": loss,
             "sink_rate": measurement.sink_rate,
             "sink_rate_bias": measurement.sink_rate_bias,
             "hidden_norm_ratio": measurement.hidden_norm_ratio,
@@ -213,8 +223,10 @@ class Trainer:
 
     def _forget_later_rows(self) -> None:
         """Drop evaluations made after the checkpoint that is continued: they will be made again."""
-        step = self.state.step
+        step, every = self.state.step, self.recipe.train.eval_every
         kept = [row for row in read_metrics(self.run.metrics) if row["step"] <= step] if step else []
+        if lost := sorted({*range(0, step + 1, every)} - {row["step"] for row in kept}) if step else []:
+            log.warning("%s has lost the evaluation of step %s: it is not made again", self.run.metrics, lost[0])
         text = "".join(json.dumps(row) + "\n" for row in kept)
         if self.run.metrics.exists() and self.run.metrics.read_text(encoding="utf-8") != text:
             write_text(self.run.metrics, text)

@@ -98,6 +98,11 @@ def _keeping_gradients(model: nn.Module) -> Iterator[None]:
         model.set_requires_gradient_sync(True)
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This process's shard of a tensor; a tensor that is not sharded as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def whole(tensor: Tensor) -> Tensor:
     """A tensor with the shards of all processes put together; a tensor that is not sharded as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -14,7 +14,7 @@ from torch import Tensor
 from sinklab.model.transformer import Transformer
 from sinklab.train.checkpoint import TrainState
 from sinklab.train.optim import build_optimizer, learning_rate
-from sinklab.train.parallel import share, whole
+from sinklab.train.parallel import local, share, whole
 from sinklab.train.prefetch import Prefetcher
 from sinklab.train.reports import NotFiniteError, Reports
 from sinklab.train.run import Run
@@ -86,6 +86,10 @@ class Updater:
             NotFiniteError: as `update`.
         """
         self._take_reports(all_of_them=True)
+
+    def has_finite_weights(self) -> bool:
+        """Of this process. A step too large overflows weights though its gradient was finite."""
+        return bool(torch.stack([local(p.detach()).isfinite().all() for p in self.model.parameters()]).all())
 
     def _take_reports(self, all_of_them: bool = False) -> None:
         state = self.state

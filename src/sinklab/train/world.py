@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -148,11 +148,6 @@ class World:
         made: list[T] = []
         self.from_first(lambda: made.append(work()))
         return made[0] if self.is_first else None
-
-    def first_then_others(self, work: Callable[[], T]) -> T:
-        """Each process's own result of `work`, which the others begin when the first has finished."""
-        made = self.only_first(work)
-        return cast(T, made) if self.is_first else work()
 
 
 ALONE = World()
