@@ -54,6 +54,12 @@ def test_overrides_mean_the_same_in_any_order() -> None:
     assert recipe.model.attention.mask.model_dump() == {"kind": "window", "width": 8}
 
 
+def test_a_recipe_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match=r"cannot read .*recipe\.yaml"):
+        load_recipe(str(tmp_path / "recipe.yaml"))
+
+
 def test_on_and_off_are_words_in_yaml_too() -> None:
     assert [load_recipe("tiny", [f"train.compile={word}"]).train.compile for word in ("on", "off")] == ["on", "off"]
 

@@ -18,7 +18,7 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.train.compile import compile_blocks
 from sinklab.train.loop import Trainer
 from sinklab.train.run import load_run, open_run, read_metrics
-from sinklab.train.world import World
+from sinklab.train.world import World, joined_world
 
 BASE = {
     "model": {"layers": 1, "width": 32, "heads": 2, "ffn_width": 48, "context": 16},
@@ -106,6 +106,16 @@ def test_the_number_of_processes_may_change_in_mid_run(parallel: str, tokens: Pa
     statuses = [call_together(stop_at, processes, args, step) for processes, step in ((2, 7), (4, 15), (1, 22))]
     assert statuses == [[0] * 2, [0] * 4, [0]]
     assert trained(tokens, changing, 2, "train.parallel=fsdp") == pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.parametrize("place", [{"WORLD_SIZE": "two"}, {"WORLD_SIZE": ""}, {"RANK": "2", "WORLD_SIZE": "2"}])
+def test_an_environment_that_names_no_place_is_refused(
+    place: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match="not a place among processes: start them with torchrun"), joined_world():
+        pass
 
 
 @pytest.mark.parametrize("other", ["seed", "directory"])

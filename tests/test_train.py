@@ -251,6 +251,9 @@ def test_the_learning_rate_follows_the_schedule() -> None:
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert learning_rate(110, 110, 1.0, cosine) == pytest.approx(0.1)
     assert learning_rate(99, 110, 1.0, ScheduleConfig(shape="flat", warmup_steps=10)) == 1.0
+    wsd = ScheduleConfig(shape="wsd", warmup_steps=8, decay_fraction=0.5)
+    rates = [learning_rate(step, 10, 1.0, wsd) for step in range(10)]
+    assert rates == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.8, 0.6, 0.4, 0.2])
 
 
 @pytest.fixture

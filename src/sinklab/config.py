@@ -79,11 +79,14 @@ def recipe_text(name: str) -> str:
     """The text of a recipe file, or of one that comes with sinklab (`tiny`, `60m`, `1b`).
 
     Raises:
-        InputError: there is neither such a file nor such a recipe.
+        InputError: there is neither such a file nor such a recipe, or it is not readable text.
     """
     path = Path(name)
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"cannot read {name}: {error}") from error
     packaged = resources.files("sinklab") / "recipes" / (name if name.endswith(".yaml") else f"{name}.yaml")
     if packaged.is_file():
         return packaged.read_text(encoding="utf-8")

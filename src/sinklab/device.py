@@ -15,7 +15,7 @@ def pick_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.empty(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         first_line = str(error).splitlines()[0]
         raise InputError(f"device {name} is not usable here; use auto, cpu, cuda or cuda:N ({first_line})") from error

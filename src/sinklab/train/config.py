@@ -44,9 +44,9 @@ class Sgd(Part):
 class Muon(Part):
     """Muon for the matrices inside the blocks, AdamW for embeddings, head, norms, biases and other vectors.
 
-    A matrix moves along the orthogonalised Nesterov momentum of its gradient (torch.optim.Muon, five Newton-Schulz
-    iterations), scaled by 0.2 sqrt(max(rows, columns)): the update then has AdamW's size (2502.16982), and one
-    learning rate and weight decay serve both.
+    A matrix, as it is stored (queries, keys and values are one), moves along the orthogonalised Nesterov momentum of
+    its gradient (torch.optim.Muon, five Newton-Schulz iterations), scaled by 0.2 sqrt(max(rows, columns)): the update
+    then has AdamW's size (2502.16982), and one learning rate and weight decay serve both.
     """
 
     name: Literal["muon"] = "muon"

@@ -116,14 +116,17 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) 
     Warm-up: peak * (step + 1) / warmup_steps. Then
     - flat: peak;
     - cosine: min_lr + (peak - min_lr) * (1 + cos(pi * p)) / 2, p from 0 at the end of the warm-up to 1;
-    - wsd: peak, and in the last decay_fraction of all steps min_lr + (peak - min_lr) * p, p the share of it left.
+    - wsd: peak, and in the last decay_fraction of all steps min_lr + (peak - min_lr) * p, p the share of it left; also
+      while it is still warming up, where that is less.
     """
-    if step < schedule.warmup_steps:
-        return peak * (step + 1) / schedule.warmup_steps
     span = peak - schedule.min_lr
+    ceiling = peak
+    if schedule.shape == "wsd" and steps - step < (length := schedule.decay_fraction * steps):
+        ceiling = schedule.min_lr + span * (steps - step) / length
+    if step < schedule.warmup_steps:
+        return min(ceiling, peak * (step + 1) / schedule.warmup_steps)
     if schedule.shape == "wsd":
-        length = schedule.decay_fraction * steps
-        return schedule.min_lr + span * (steps - step) / length if steps - step < length else peak
+        return ceiling
     if schedule.shape == "flat":
         return peak
     progress = (step - schedule.warmup_steps) / max(1, steps - schedule.warmup_steps)

@@ -163,14 +163,13 @@ def joined_world() -> Iterator[World]:
     group takes gloo down with it, and then main thread and gloo's thread may wait for each other for ever.
 
     Raises:
-        InputError: an environment that names no meeting point.
+        InputError: an environment that names no place or no meeting point.
         LostProcessError: while they work together, another process is lost, or this one fails unexpectedly.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
+    world = _placed()
+    if world.size == 1:
         yield ALONE
         return
-    world = World(int(os.environ.get("RANK", "0")), size, int(os.environ.get("LOCAL_RANK", "0")))
     cuda = torch.cuda.is_available() and dist.is_nccl_available()
     try:
         # In a thread: signals are handled while the main one waits in Python, and not while it waits for others in C++.
@@ -178,8 +177,8 @@ def joined_world() -> Iterator[World]:
         joining.result()
     except ValueError as error:
         raise InputError(
-            f"WORLD_SIZE is {size} but the environment does not say where the processes meet ({error}): start them "
-            "with torchrun, or unset WORLD_SIZE"
+            f"WORLD_SIZE is {world.size} but the environment does not say where the processes meet ({error}): start "
+            "them with torchrun, or unset WORLD_SIZE"
         ) from error
     try:
         yield world
@@ -190,9 +189,21 @@ def joined_world() -> Iterator[World]:
         if not _is_about_the_others(error):
             traceback.print_exc()
         raise LostProcessError(
-            f"process {world.rank} of {size} failed or lost another one ({error}). "
+            f"process {world.rank} of {world.size} failed or lost another one ({error}). "
             "Run the same command again to continue from the newest checkpoint."
         ) from error
+
+
+def _placed() -> World:
+    """This process's place, from the environment."""
+    given = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"} | os.environ
+    rank, size, local_rank = (given[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    if not all(value.isdecimal() for value in (rank, size, local_rank)) or int(rank) >= int(size):
+        raise InputError(
+            f"RANK {rank!r}, WORLD_SIZE {size!r} and LOCAL_RANK {local_rank!r} in the environment are not a place "
+            "among processes: start them with torchrun, or unset all three"
+        )
+    return World(int(rank), int(size), int(local_rank))
 
 
 def _is_about_the_others(error: Exception) -> bool:
