@@ -97,7 +97,7 @@ class Trainer:
     def _must_agree(self, mine: str, otherwise: str) -> None:
         first = self.world.from_first(lambda: mine)
         if self.world.any(mine != first):
-            raise InputError(f"the processes {otherwise}")
+            raise self.world.shared_error(InputError(f"the processes {otherwise}"))
 
     @property
     def state(self) -> TrainState:

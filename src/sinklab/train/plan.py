@@ -90,8 +90,12 @@ def _resolved(recipe: Recipe, device: torch.device) -> Recipe:
 def memory_line(recipe: Recipe, device: torch.device, processes: int) -> str:
     """The estimate for a resolved recipe, in one line."""
     memory = memory_estimate(recipe, device, processes)
-    parts = ", ".join(f"{name} {size / MB:,.0f}" for name, size in asdict(memory).items())
-    return f"memory per process, estimated: {memory.total / MB:,.0f} MB ({parts})"
+    parts = ", ".join(f"{name} {_mb(size)}" for name, size in asdict(memory).items())
+    return f"memory per process, estimated: {_mb(memory.total)} MB ({parts})"
+
+
+def _mb(size: int) -> str:
+    return f"{size / MB:,.0f}" if size >= 10 * MB else f"{size / MB:.1f}"
 
 
 def print_plan(plan: Plan, console: Console) -> None:
@@ -104,8 +108,8 @@ def print_plan(plan: Plan, console: Console) -> None:
         "tokens": f"{plan.tokens:,}, {plan.tokens_per_step:,} a step",
         "operations": f"{plan.flops_per_step:.3g} a step, {per_token:.3g} a token",
         **{f"  {name}": f"{part / plan.flops.total:.0%}" for name, part in asdict(plan.flops).items()},
-        "memory per process": f"{plan.memory.total / MB:,.0f} MB",
-        **{f"  {name}": f"{size / MB:,.0f} MB" for name, size in asdict(plan.memory).items()},
+        "memory per process": f"{_mb(plan.memory.total)} MB",
+        **{f"  {name}": f"{_mb(size)} MB" for name, size in asdict(plan.memory).items()},
     }
     if plan.hours_at_peak is not None:
         rows["at the full speed of the card"] = f"{plan.hours_at_peak:.1f} hours"
