@@ -2,13 +2,16 @@
 
     python -m benchmarks.data [--rounds 5] [--save]
 
-Row by row: one process reads a row, encodes it with one call of the tokenizer and appends the ids and EOS to an
-array. Both sides start from the files and the tokenizer's name, in turn, round after round, and end with the same ids
-on the disk. Text: the folder domains/ of SINKLAB_DATA; tokenizer: GPT-NeoX. Goal: 5 times the tokens per second.
+Row by row, as the released script goes about it: a file is one task of a pool of processes, as many as cores; a task
+loads the tokenizer, reads a row, encodes it with one call, makes a tensor of the ids and an array of the tensor, and
+appends that to a shard. And the same in one process that loads the tokenizer once. All start from the files and the
+tokenizer's name, in turn, round after round, and end with the same ids on the disk. Text: the folder domains/ of
+SINKLAB_DATA; tokenizer: GPT-NeoX. Goal: 5 times the tokens per second of the faster of the two.
 """
 
 import argparse
 import json
+import multiprocessing as mp
 import os
 import shutil
 import statistics
@@ -17,26 +20,43 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from benchmarks.timing import RESULTS, environment, in_turn, ratios
 from sinklab.data.prepare import prepare
-from sinklab.data.tokenizers import load_tokenizer
+from sinklab.data.tokenizers import Tokenizer, load_tokenizer
 from sinklab.files import write_json
 
 GOAL = 5.0
 DATA = Path(os.environ.get("SINKLAB_DATA", Path(__file__).parents[2] / "shared" / "data"))
-ROW_BY_ROW, OURS = "row by row", "data prepare"
+POOL, ALONE, OURS = "row by row, a pool", "row by row, one process", "data prepare"
 
 
-def row_by_row(source: Path, tokenizer: str, out: Path) -> None:
-    """One call of the tokenizer per row, in one process."""
+def by_a_pool(source: Path, tokenizer: str, out: Path) -> None:
+    """A file per task, a process per core."""
+    files = sorted(source.glob("*.jsonl"))
+    with mp.get_context("fork").Pool(min(os.cpu_count() or 1, len(files))) as pool:
+        pool.starmap(file_by_itself, [(path, tokenizer, out) for path in files])
+
+
+def by_one_process(source: Path, tokenizer: str, out: Path) -> None:
+    """One file after the other."""
     loaded = load_tokenizer(tokenizer)
-    with out.open("wb") as shard:
-        for path in sorted(source.glob("*.jsonl")):
-            with path.open(encoding="utf-8") as rows:
-                for row in rows:
-                    ids = loaded.backend.encode(json.loads(row)["text"], add_special_tokens=False).ids
-                    shard.write(np.array([*ids, loaded.eos_id], np.uint16).tobytes())
+    for path in sorted(source.glob("*.jsonl")):
+        row_by_row(path, loaded, out)
+
+
+def file_by_itself(path: Path, tokenizer: str, out: Path) -> None:
+    """A task of the pool."""
+    row_by_row(path, load_tokenizer(tokenizer), out)
+
+
+def row_by_row(path: Path, tokenizer: Tokenizer, out: Path) -> None:
+    """One call of the tokenizer per row, and EOS after it."""
+    with path.open(encoding="utf-8") as rows, (out / path.stem).open("wb") as shard:
+        for row in rows:
+            ids = tokenizer.backend.encode(json.loads(row)["text"], add_special_tokens=False).ids
+            shard.write(torch.tensor([*ids, tokenizer.eos_id], dtype=torch.int).numpy().astype(np.uint16).tobytes())
 
 
 def ours(source: Path, tokenizer: str, out: Path) -> None:
@@ -58,25 +78,28 @@ def main() -> None:
     args = parser.parse_args()
     tokenizer = str(DATA / "tokenizers" / "gptneox")
     with tempfile.TemporaryDirectory() as folder:
-        rows, out = Path(folder) / "rows", Path(folder) / "ours"
+        source, rows, out = DATA / "domains", Path(folder) / "rows", Path(folder) / "ours"
+        rows.mkdir()
         contestants: dict[str, Callable[[], object]] = {
-            ROW_BY_ROW: lambda: row_by_row(DATA / "domains", tokenizer, rows),
-            OURS: lambda: ours(DATA / "domains", tokenizer, out),
+            POOL: lambda: by_a_pool(source, tokenizer, rows),
+            ALONE: lambda: by_one_process(source, tokenizer, rows),
+            OURS: lambda: ours(source, tokenizer, out),
         }
         seconds = in_turn(contestants, args.rounds)
-        theirs = ids_in(rows)
+        theirs = ids_in(*rows.iterdir())
         assert np.array_equal(np.bincount(theirs), np.bincount(ids_in(out / "train.bin", out / "valid.bin")))
-    speed = 1 / ratios(seconds, ROW_BY_ROW)[OURS]
+    speeds = {name: 1 / ratios(seconds, name)[OURS] for name in (POOL, ALONE)}
+    speed = min(speeds.values())
     for name, times in seconds.items():
         median = statistics.median(times)
-        print(f"{name:12} {median:7.2f} s  {len(theirs) / median:12,.0f} tokens/s")
+        print(f"{name:24} {median:7.2f} s  {len(theirs) / median:12,.0f} tokens/s")
     print(f"{speed:.1f} times as fast; goal {GOAL}: {'reached' if speed >= GOAL else 'missed'}")
     if args.save:
         document = {
             "environment": environment(),
             "tokens": len(theirs),
             "seconds": seconds,
-            "speed": speed,
+            "speed": speeds,
             "goal": GOAL,
         }
         write_json(RESULTS / "data_cpu.json", document)

@@ -42,7 +42,7 @@ class Tokenizer:
     eos_id: int
     bos_id: int
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """One more than the largest id, added tokens included: what an embedding must hold."""
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
