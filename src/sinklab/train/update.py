@@ -45,7 +45,8 @@ class Updater:
         rows, loader = world.together(lambda: (world.rows(self.recipe.train.batch_size), run.loader("train")))
         self.batches = Prefetcher(lambda index: loader.batch(index, rows), self.device, self.recipe.train.steps)
         self.model = Transformer(self.recipe.model, self.recipe.seed).to(self.device)
-        self._shared = share(self.model, self.recipe.train.parallel, world)
+        with self.autocast():  # FSDP needs a forward pass
+            self._shared = share(self.model, self.recipe.train.parallel, world)
         self.optimizer = build_optimizer(self.model, self.recipe.optim)
         late = self.device.type == "cuda" and isinstance(self.optimizer, torch.optim.AdamW)
         self.reports = Reports(self.optimizer, world, late)
