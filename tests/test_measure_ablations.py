@@ -197,3 +197,8 @@ def test_a_run_directory_is_ablated_as_it_was_trained(tmp_path: Path) -> None:
     assert hidden.first_target == 4
     with pytest.raises(InputError, match="no BOS that could be left out"):
         measure_command(str(run), text, sequences=5, length=12, no_bos=True, study=Study(["no_bos"]))
+
+
+def test_an_ablation_without_a_loss_is_refused_before_a_model_is_loaded() -> None:
+    with pytest.raises(InputError, match="an ablation shows the change in loss"):
+        measure_command("nowhere", None, inputs="random", loss=False, study=Study(("mask_first",)))

@@ -34,7 +34,7 @@ def measure_command(
         SinklabError: the model cannot be measured, or the result not be saved.
     """
     request = Request(**asked)
-    request.check_text(text)
+    request.check(text)
     subject = load_subject(model, loading)
     measurement = subject.measure(text, request, progress)
     if out is not None:

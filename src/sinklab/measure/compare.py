@@ -88,7 +88,7 @@ def compare_models(
     """
     if len(models) < 2:
         raise InputError("a comparison needs two models or more: sinklab compare A B --text FILE")
-    request.check_text(text)
+    request.check(text)
     source = None if text is None else identity(str(text))
 
     def measure(model: str, progress: Progress) -> Measurement:

@@ -80,7 +80,7 @@ def measure_families(
     asked = models_of(names)
     models = [model for model in models_of([EVERY]) if model in asked or (out and _is_measured(out / model.id))]
     check_models_dir(models_dir)
-    request.check_text(text)
+    request.check(text)
     source = None if text is None else identity(str(text))
 
     def measure(model: OpenModel, progress: Progress) -> Measurement:

@@ -54,12 +54,14 @@ class Request:
     details: bool = False
     maps: Sequence[tuple[int, int]] = ()
 
-    def check_text(self, text: Path | None) -> None:
-        """Refuse natural inputs without a text.
+    def check(self, text: Path | None) -> None:
+        """Refuse what no model could answer.
 
         Raises:
-            InputError: there is none.
+            InputError: natural inputs without a text, or ablations without a loss.
         """
+        if self.study.ablate and not (self.loss and self.length > 1):
+            raise InputError("an ablation shows the change in loss: measure with the loss, on two tokens or more")
         if self.inputs == "natural" and text is None:
             raise InputError("natural inputs need a text: give --text FILE (.txt or .jsonl), or --inputs random")
 
@@ -148,7 +150,7 @@ class _Pretrained:
         conversations = Conversations(self._tokenizer, keep_bos=not (special or request.no_bos))
         tokens_NT, prefix = request.drawn(len(self._tokenizer)), []
         if tokens_NT is None:
-            request.check_text(text)
+            request.check(text)
             assert text is not None
             prefix = [] if request.no_bos else special
             tokens_NT = natural_tokens(
@@ -199,7 +201,7 @@ class _Run:
             )
         tokens_NT, bos, conversations = request.drawn(self._tokenizer.vocab_size), False, Conversations()
         if tokens_NT is None:
-            request.check_text(text)
+            request.check(text)
             assert text is not None
             bos = self._recipe.data.bos and not request.no_bos
             data = self._recipe.data.model_copy(update={"bos": bos})
