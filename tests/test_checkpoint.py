@@ -179,6 +179,21 @@ def test_a_checkpoint_that_lacks_what_others_have_written_is_not_made_valid(
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000004"]
 
 
+def test_a_checkpoint_that_lacks_the_middle_of_a_tensor_is_not_made_valid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def outer(folder: Path, tensors: Mapping[str, Tensor], together: bool) -> None:
+        """The parts of the first and the third of three processes."""
+        for number, row in enumerate((0, 2)):
+            places = json.dumps({"model/x": {"saved_offsets": [row, 0]}})
+            save_file({"model/x": torch.zeros(1, 2)}, folder / f"{number}.safetensors", {"DCP_SHARDING_INFO": places})
+
+    monkeypatch.setattr(store, "write_tensors", outer)
+    with pytest.raises(SinklabError, match=r"cannot save .* do not make up a tensor .*must see the same folder"):
+        save_checkpoint(tmp_path, *trained(), TrainState(4), "run", keep=1)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("previous", [None, "step_00000004"])
 def test_a_damaged_checkpoint_between_two_sound_ones_does_not_count_among_those_kept(
     two: Path, previous: str | None

@@ -107,6 +107,15 @@ def test_a_second_trainer_is_refused_and_reading_is_not(dataset: TokenDataset, t
     assert Trainer(run).train().status == "done"
 
 
+def test_a_run_directory_that_is_removed_meanwhile_does_not_hide_the_error(
+    dataset: TokenDataset, tmp_path: Path
+) -> None:
+    trainer = Trainer(open_run(recipe(), dataset, tmp_path / "run"))
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(SinklabError, match=r"cannot write .*metrics\.jsonl"):
+        trainer.train()
+
+
 def test_a_file_system_without_locks_is_not_taken_for_a_second_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -118,7 +119,7 @@ def test_an_environment_that_names_no_place_is_refused(
         pass
 
 
-@pytest.mark.parametrize("other", ["seed", "directory"])
+@pytest.mark.parametrize("other", ["seed", "train.save_every", "directory"])
 def test_processes_that_do_not_train_the_same_run_are_refused(other: str, tokens: Path, tmp_path: Path) -> None:
     args = command(tokens, tmp_path / "run")
     assert call_together(refused, 2, args, other) == [0, 0]
@@ -129,10 +130,10 @@ def refused(world: World, args: list[str], other: str) -> None:
     """Make a trainer of a run that is the second process's own."""
     if world.rank == 1 and other == "directory":
         args = [*args[:-1], f"{args[-1]}-elsewhere"]
-    if world.rank == 1 and other == "seed":
-        args = [*args[:2], "--set", "seed=1", *args[2:]]
-    says = {"seed": "have different recipes or texts", "directory": "see different directories"}
-    with pytest.raises(InputError, match=says[other]):
+    if world.rank == 1 and other != "directory":
+        args = [*args[:2], "--set", f"{other}=1", *args[2:]]
+    says = "see different directories" if other == "directory" else "have different recipes or texts"
+    with pytest.raises(InputError, match=says):
         trainer_of(world, args)
 
 
@@ -147,7 +148,7 @@ def stop_at(world: World, args: list[str], step: int) -> None:
 def trainer_of(world: World, args: list[str]) -> Trainer:
     """What `sinklab train` makes of its arguments."""
     values = yaml.safe_load(Path(args[1]).read_text())
-    overlays = [parse_override(value) for value in args if value.startswith(("train.parallel=", "seed="))]
+    overlays = [parse_override(value) for option, value in pairwise(args) if option == "--set"]
     recipe = build_recipe(values, *overlays)
     dataset = TokenDataset.open(Path(recipe.data.source))
     run = open_run(recipe, dataset, Path(args[-1]))

@@ -10,9 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 from commands import Command, Kill, together
 
+from sinklab.ending import end
+from sinklab.errors import SinklabError
 from sinklab.train.run import read_metrics
 
 RECIPE = {
@@ -149,6 +152,39 @@ def test_of_several_processes_the_first_says_that_they_were_interrupted(
     assert [process.wait() for process in pair] == [75, 75]
     assert pair[0].printed().count(SAYS) == 1
     assert pair[1].printed() == ""
+
+
+class AskedWhileSaidError(SinklabError):
+    """A signal arrives when the command has already failed, once."""
+
+    asked = False
+
+    def __str__(self) -> str:
+        if not self.asked:
+            self.asked = True
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().__str__()
+
+
+def test_a_signal_that_comes_late_does_not_end_in_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["sinklab"])
+    app = typer.Typer()
+
+    @app.command()
+    def fail() -> None:
+        raise AskedWhileSaidError("what failed")
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        with pytest.raises(SystemExit) as ended:
+            end(app)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert ended.value.code == 75
+    assert SAYS in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow

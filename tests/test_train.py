@@ -180,6 +180,19 @@ def test_a_directory_with_another_run_is_refused_and_why(dataset: TokenDataset, 
         open_run(recipe(seed=1), dataset, tmp_path)
 
 
+def test_what_does_not_decide_the_result_is_not_named_as_the_difference(dataset: TokenDataset, tmp_path: Path) -> None:
+    establish(open_run(recipe(), dataset, tmp_path))
+    elsewhere = {"source": "other.txt", "valid_fraction": 0.3, "text_limit_bytes": 9}
+    manner = {"save_every": 99, "keep": 99, "device": "cpu", "peak_flops": 1.0}
+    changed = recipe(name="other", data=elsewhere, train={**manner, "steps": 99})
+    with pytest.raises(InputError, match=r"\(train\.steps is 12 there and 99 here, data\.source is .* there and other"):
+        open_run(changed, dataset, tmp_path)
+    spoiled = (tmp_path / "env.json").read_text().replace('"hash": "', '"hash": "0')
+    (tmp_path / "env.json").write_text(spoiled)
+    with pytest.raises(InputError, match=r"\(the text, the tokenizer or the version of sinklab is another\)"):
+        open_run(recipe(train=manner), dataset, tmp_path)
+
+
 @pytest.mark.parametrize("name", ["recipe.yaml", "tokenizer.json", "metrics.jsonl", "checkpoints"])
 def test_a_directory_with_other_peoples_files_is_left_alone(dataset: TokenDataset, tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("mine")

@@ -6,6 +6,7 @@ A choice among kinds (a discriminated union) may be given by its bare name where
 
 import hashlib
 import json
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from sinklab.data.config import DataConfig
 from sinklab.data.selection import Selection
@@ -36,11 +37,7 @@ MANNER = {"save_every", "keep", "device", "parallel", "compile", "peak_flops"}
 class Recipe(Part):
     """Everything that decides a run's result."""
 
-    name: str = Field(
-        default="run",
-        pattern=r"^[^/\\\x00-\x1f.][^/\\\x00-\x1f]*$",
-        description="for people; it does not change the run",
-    )
+    name: str = Field(default="run", description="for people; it does not change the run")
     seed: int = Field(default=0, ge=0, description="of the initial weights and the order of the data")
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -48,6 +45,13 @@ class Recipe(Part):
     schedule: ScheduleConfig = ScheduleConfig()
     train: TrainConfig = TrainConfig()
     metric: MetricConfig = MetricConfig()
+
+    @field_validator("name")
+    @classmethod
+    def _begins_a_directory_name(cls, name: str) -> str:
+        if not re.fullmatch(r"[^/\\\x00-\x1f.][^/\\\x00-\x1f]*", name):
+            raise ValueError(f"{name!r} cannot begin a directory's name: give one without slashes or a leading dot")
+        return name
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:

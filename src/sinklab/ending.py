@@ -13,8 +13,13 @@ from sinklab.train.signals import CALL_AGAIN, INTERRUPTED, PreemptedError, ignor
 
 def end(app: typer.Typer) -> NoReturn:
     """Run the command that the process was called with, and exit with its status."""
-    with left_on_signals():
-        status = _status(app)
+    try:
+        with left_on_signals():
+            status = _status(app)
+    except (KeyboardInterrupt, typer.Abort):
+        status = INTERRUPTED
+    except PreemptedError:
+        status = CALL_AGAIN
     if status in (INTERRUPTED, CALL_AGAIN):
         ignore_signals()
         if _is_first():
@@ -34,10 +39,6 @@ def _status(app: typer.Typer) -> int:
         if not error.said_elsewhere:
             _say_error(str(error))
         return error.exit_status
-    except (KeyboardInterrupt, typer.Abort):
-        return INTERRUPTED
-    except PreemptedError:
-        return CALL_AGAIN
     except typer.Exit as leaving:
         return leaving.exit_code
     except Exception as error:

@@ -160,7 +160,11 @@ def _make_empty(aside: Path) -> None:
 
 
 def _make_valid(aside: Path, target: Path, document: dict[str, Any]) -> None:
-    if store.stored_shapes(aside) != {name: tuple(shape) for name, shape in document["tensors"].items()}:
+    try:
+        stored = store.stored_shapes(aside)
+    except (ValueError, SafetensorError) as error:
+        raise SinklabError(f"{error}: all processes must see the same folder") from error
+    if stored != {name: tuple(shape) for name, shape in document["tensors"].items()}:
         raise SinklabError("it lacks what other processes have written: all must see the same folder")
     (aside / STATE).write_text(json.dumps(document, indent=1), encoding="utf-8")
     sums = "".join(f"{sha256_of(path)}  {path.name}\n" for path in sorted(aside.iterdir()))

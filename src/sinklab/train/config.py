@@ -104,7 +104,7 @@ class TrainConfig(Part):
     @classmethod
     def _on_and_off_are_no_booleans(cls, value: Any) -> Any:
         """YAML 1.1 reads them as such."""
-        return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
     @model_validator(mode="after")
     def _whole_micro_batches(self) -> Self:

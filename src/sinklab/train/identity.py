@@ -4,7 +4,7 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,13 @@ import torch
 import yaml
 
 import sinklab
-from sinklab.config import Recipe
+from sinklab.config import DATA_ORIGIN, MANNER, Recipe
 from sinklab.device import pick_device
 from sinklab.errors import SinklabError
 
 ENVIRONMENT = "env.json"
+INDIFFERENT = {"name", *(f"train.{key}" for key in MANNER)}
+ORIGIN = {f"data.{key}" for key in DATA_ORIGIN}
 
 
 def recorded_hash(directory: Path) -> str | None:
@@ -36,15 +38,25 @@ def recorded_hash(directory: Path) -> str | None:
 
 
 def difference(path: Path, recipe: Recipe) -> str:
-    """In brackets, the first settings in which a recipe differs from the one in a file."""
+    """In brackets, the first settings in which the run of a recipe differs from that of the recipe in a file.
+
+    Where the data came from is named after what decides more than that, and how the work is done not at all.
+    """
     try:
         there = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return ""
     old, new = (dict(_leaves(values)) for values in (there, recipe.model_dump(mode="json")))
-    differing = [key for key in {**new, **old} if old.get(key) != new.get(key) and key != "name"]
+    differing = sorted(
+        (key for key in {**new, **old} if old.get(key) != new.get(key) and not _is_below(key, INDIFFERENT)),
+        key=lambda key: _is_below(key, ORIGIN),
+    )
     shown = ", ".join(f"{key} is {old.get(key)} there and {new.get(key)} here" for key in differing[:3])
-    return f" ({shown})" if shown else " (the text or the tokenizer is another)"
+    return f" ({shown})" if shown else " (the text, the tokenizer or the version of sinklab is another)"
+
+
+def _is_below(key: str, parts: Collection[str]) -> bool:
+    return any(f"{key}.".startswith(f"{part}.") for part in parts)
 
 
 def _leaves(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -25,6 +25,7 @@ def lock_run(directory: Path) -> IO[str]:
     with contextlib.suppress(OSError):  # on a full disk: held all the same, by nobody in particular
         os.ftruncate(file.fileno(), 0)
         os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        os.fsync(file.fileno())  # a network file system shows it to other machines only then
     return file
 
 
@@ -38,10 +39,10 @@ def holder(directory: Path) -> str:
 
 
 def leave(directory: Path) -> None:
-    """Remove a directory in which there is nothing but the lock, which the caller holds."""
-    if [path.name for path in directory.iterdir()] == [LOCK]:
-        (directory / LOCK).unlink()
-        with contextlib.suppress(OSError):
+    """Remove a directory in which there is nothing but the lock, which the caller holds, if that is possible."""
+    with contextlib.suppress(OSError):  # also where the directory has gone meanwhile
+        if [path.name for path in directory.iterdir()] == [LOCK]:
+            (directory / LOCK).unlink()
             directory.rmdir()
 
 

@@ -75,7 +75,8 @@ class Trainer:
         world: World = ALONE,
     ) -> None:
         self.run, self.recipe, self.watch, self.should_stop, self.world = run, run.recipe, watch, should_stop, world
-        self._must_agree(run.hash, "have different recipes or texts: start all of them with the same command")
+        same = "have different recipes or texts: start all of them with the same command"
+        self._must_agree((run.hash, run.recipe.train), same)  # the hash leaves out when all save, and how they share
         with ExitStack() as holding:
             world.only_first(lambda: self._hold(holding))
             seen = "see different directories: give an --out on a disk that all of them share"
@@ -94,7 +95,7 @@ class Trainer:
         holding.enter_context(lock_run(self.run.directory))
         holding.callback(leave, self.run.directory)
 
-    def _must_agree(self, mine: str, otherwise: str) -> None:
+    def _must_agree(self, mine: object, otherwise: str) -> None:
         first = self.world.from_first(lambda: mine)
         if self.world.any(mine != first):
             raise self.world.shared_error(InputError(f"the processes {otherwise}"))

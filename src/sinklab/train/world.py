@@ -1,7 +1,8 @@
 """The processes that train one model together: who they are, and what they must agree on.
 
 Started by torchrun, each finds its place in the environment. gloo carries what is on the CPU (decisions, checkpoints),
-NCCL what is on CUDA. Every method here is a collective: all processes call it, in the same order, or none does.
+NCCL what is on CUDA. Every method that asks the others is a collective: all processes call it, in the same order, or
+none does.
 """
 
 import os
