@@ -156,7 +156,8 @@ def test_a_run_in_progress_can_be_read_at_any_time(dataset: TokenDataset, tmp_pa
             steps.append(load_run(tmp_path).step)
     training.join()
     assert steps == sorted(steps)
-    assert len(set(steps)) > 3
+    assert len(set(steps)) > 1
+    assert load_run(tmp_path).step == 60
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is always full is Linux's /dev/full")

@@ -16,6 +16,7 @@ from sinklab.config import build_recipe, parse_override
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError, SinklabError
+from sinklab.train import lock
 from sinklab.train.compile import compile_blocks
 from sinklab.train.loop import Trainer
 from sinklab.train.run import load_run, open_run, read_metrics
@@ -132,7 +133,8 @@ def refused(world: World, args: list[str], other: str) -> None:
         args = [*args[:-1], f"{args[-1]}-elsewhere"]
     if world.rank == 1 and other != "directory":
         args = [*args[:2], "--set", f"{other}=1", *args[2:]]
-    says = "see different directories" if other == "directory" else "have different recipes or texts"
+    says = "see different directories" if other == "directory" else "have different recipes, texts"
+    lock.SHOWS_WITHIN_S = 0.1
     with pytest.raises(InputError, match=says):
         trainer_of(world, args)
 

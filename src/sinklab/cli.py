@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from sinklab.ending import end
+from sinklab.ending import end, stderr
 from sinklab.options import (
     Absent,
     BatchSize,
@@ -110,13 +110,13 @@ def train(
     if replay is not None:
         from sinklab.train.terminal import print_replay
 
-        found = replay_command(recipe, overrides or [], out, replay, _stderr())
+        found = replay_command(recipe, overrides or [], out, replay, stderr())
         if as_json:
             print(json.dumps(found.document(), indent=2))
         else:
             print_replay(found, Console())
         return
-    ended = train_command(recipe, overrides or [], out, _stderr(), [name.value for name in track or []])
+    ended = train_command(recipe, overrides or [], out, stderr(), [name.value for name in track or []])
     if ended.exit_status:
         raise typer.Exit(ended.exit_status)
     if as_json and ended.speaks:
@@ -206,7 +206,7 @@ def measure(
         "seed": seed,
     }
     loading = Loading(dtype.value, device, trust_remote_code)
-    call = Call(text, asked, loading, out, as_json, _stderr())
+    call = Call(text, asked, loading, out, as_json, stderr())
     name = one_model(model, family, by_domain, models_dir, dry_run)
     if name is None:
         families_command(family or [], models_dir, dry_run, call)
@@ -254,7 +254,7 @@ def compare(
         "seed": seed,
     }
     loading = Loading(dtype.value, device, trust_remote_code)
-    compare_command(models, Call(text, asked, loading, out, as_json, _stderr()))
+    compare_command(models, Call(text, asked, loading, out, as_json, stderr()))
 
 
 @app.command()
@@ -287,7 +287,7 @@ def report(
 
     path = write_report(directories, out, tuple(formats or ()))
     print_report(collect(directories), Console())
-    _stderr().print(f"report: {path}", highlight=False, soft_wrap=True)
+    stderr().print(f"report: {path}", highlight=False, soft_wrap=True)
 
 
 @data_app.command("prepare")
@@ -331,7 +331,7 @@ def data_prepare(
     if dry_run:
         dry_run_command(asked, as_json)
     else:
-        prepare_command(asked, out, as_json, _stderr())
+        prepare_command(asked, out, as_json, stderr())
 
 
 def _run_experiment(experiment: "Experiment", out: Path, seeds: int, overlay: dict[str, Any], as_json: bool) -> None:
@@ -342,7 +342,7 @@ def _run_experiment(experiment: "Experiment", out: Path, seeds: int, overlay: di
     from sinklab.sweep.experiment import cells_of, prepare_data, train_cells
     from sinklab.sweep.pool import processes_for
 
-    console = _stderr()
+    console = stderr()
     cells = cells_of(experiment, out, seeds, overlay)
     with data_progress(console) as progress:
         prepare_data(cells, progress)
@@ -354,7 +354,3 @@ def _run_experiment(experiment: "Experiment", out: Path, seeds: int, overlay: di
     else:
         print_report(collect([out]), Console())
     console.print(f"report: {path}", highlight=False, soft_wrap=True)
-
-
-def _stderr() -> Console:
-    return Console(stderr=True)

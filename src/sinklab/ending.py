@@ -23,7 +23,7 @@ def end(app: typer.Typer) -> NoReturn:
     if status in (INTERRUPTED, CALL_AGAIN):
         ignore_signals()
         if _is_first():
-            _stderr().print("interrupted; what was finished is kept. Run the same command again to continue.")
+            stderr().print("interrupted; what was finished is kept. Run the same command again to continue.")
     if _has_others():  # see joined_world
         sys.stdout.flush()
         sys.stderr.flush()
@@ -60,10 +60,11 @@ def _is_first() -> bool:
 
 
 def _say_error(message: str) -> None:
-    console = _stderr()
+    console = stderr()
     console.print("error:", style="bold red", end=" ")
     console.print(message, markup=False, highlight=False, soft_wrap=True)
 
 
-def _stderr() -> Console:
+def stderr() -> Console:
+    """For everything but results."""
     return Console(stderr=True)

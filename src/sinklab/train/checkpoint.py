@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -27,6 +27,7 @@ from sinklab.train import store
 from sinklab.train.world import ALONE, World
 
 STATE, SUMS = "state.json", "SHA256SUMS"
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -126,6 +127,29 @@ def find_checkpoint(
             f"no valid checkpoint is left in {folder}: {'; '.join(damaged)}. "
             "Restore one of them, or delete that folder to train from step 0."
         )
+    return None
+
+
+def take_newest(
+    folder: Path,
+    model: nn.Module,
+    load: Callable[[Path], T],
+    run_hash: str | None = None,
+    at_most: int | None = None,
+) -> tuple[Path, T] | None:
+    """The checkpoint that `find_checkpoint` finds and what `load` makes of it; None where there has never been one.
+
+    For readers without the run's lock: one that the run removes meanwhile, having saved a newer one, is passed over.
+
+    Raises:
+        SinklabError, OSError: as `find_checkpoint` and `load`.
+    """
+    while (checkpoint := find_checkpoint(folder, model, run_hash, at_most)) is not None:
+        try:
+            return checkpoint, load(checkpoint)
+        except (OSError, SinklabError):
+            if checkpoint.is_dir():
+                raise
     return None
 
 

@@ -3,12 +3,14 @@
 import contextlib
 import os
 import socket
+import time
 from pathlib import Path
 from typing import IO
 
 from sinklab.errors import SinklabError
 
 LOCK = "lock"
+SHOWS_WITHIN_S = 60  # a network file system remembers for so long that a file was not there
 
 
 def lock_run(directory: Path) -> IO[str]:
@@ -38,12 +40,21 @@ def holder(directory: Path) -> str:
         return ""
 
 
-def leave(directory: Path) -> None:
-    """Remove a directory in which there is nothing but the lock, which the caller holds, if that is possible."""
+def sees(directory: Path, said: str) -> bool:
+    """Whether the holder is who others say; what another machine has written may take a while to show."""
+    end = time.monotonic() + SHOWS_WITHIN_S
+    while holder(directory) != said and time.monotonic() < end:
+        time.sleep(0.2)
+    return holder(directory) == said
+
+
+def leave(directory: Path, is_new: bool) -> None:
+    """Remove the lock, which the caller holds, where nothing else is in the directory; a new directory goes, too."""
     with contextlib.suppress(OSError):  # also where the directory has gone meanwhile
         if [path.name for path in directory.iterdir()] == [LOCK]:
             (directory / LOCK).unlink()
-            directory.rmdir()
+            if is_new:
+                directory.rmdir()
 
 
 def _locked(directory: Path) -> IO[str]:

@@ -25,7 +25,7 @@ from sinklab.train.checkpoint import (
 )
 from sinklab.train.compile import compile_blocks
 from sinklab.train.evaluate import Evaluator
-from sinklab.train.lock import holder, leave, lock_run
+from sinklab.train.lock import holder, leave, lock_run, sees
 from sinklab.train.reports import NotFiniteError
 from sinklab.train.run import Run, establish, read_metrics
 from sinklab.train.speed import Speedometer
@@ -75,12 +75,12 @@ class Trainer:
         world: World = ALONE,
     ) -> None:
         self.run, self.recipe, self.watch, self.should_stop, self.world = run, run.recipe, watch, should_stop, world
-        same = "have different recipes or texts: start all of them with the same command"
-        self._must_agree((run.hash, run.recipe.train), same)  # the hash leaves out when all save, and how they share
+        what = (run.hash, run.recipe.train)  # the hash leaves out when all save, and how they share the work
+        self._must_all(what == world.from_first(lambda: what), "have different recipes, texts or kinds of device")
         with ExitStack() as holding:
             world.only_first(lambda: self._hold(holding))
-            seen = "see different directories: give an --out on a disk that all of them share"
-            self._must_agree(holder(run.directory), seen)
+            said = world.from_first(lambda: holder(run.directory))
+            self._must_all(sees(run.directory, said), "see different directories: give an --out that all of them share")
             self.updater = Updater(run, world)
             self.evaluator = Evaluator(run, self.updater)
             world.only_first(lambda: establish(run))
@@ -92,12 +92,12 @@ class Trainer:
 
     def _hold(self, holding: ExitStack) -> None:
         """Keep others out of the run directory; a recipe that is refused leaves none behind."""
+        is_new = not self.run.directory.exists()
         holding.enter_context(lock_run(self.run.directory))
-        holding.callback(leave, self.run.directory)
+        holding.callback(leave, self.run.directory, is_new)
 
-    def _must_agree(self, mine: object, otherwise: str) -> None:
-        first = self.world.from_first(lambda: mine)
-        if self.world.any(mine != first):
+    def _must_all(self, agree: bool, otherwise: str) -> None:
+        if self.world.any(not agree):
             raise self.world.shared_error(InputError(f"the processes {otherwise}"))
 
     @property

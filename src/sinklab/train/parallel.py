@@ -64,7 +64,7 @@ def share(model: Transformer, how: Parallel, world: World) -> SharedLoss:
     # Dynamo would cut what is compiled into buckets of gradients. Here every part of a block is compiled by itself, and
     # older PyTorch cannot cut functions with a backward of their own, such as rotations and FlexAttention.
     torch._dynamo.config.optimize_ddp = False
-    replica = DistributedDataParallel(_Loss(model), gradient_as_bucket_view=True, broadcast_buffers=False)
+    replica = DistributedDataParallel(_Loss(model), gradient_as_bucket_view=True)
     return SharedLoss(replica, replica.no_sync)
 
 

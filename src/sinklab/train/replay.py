@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sinklab.errors import InputError
-from sinklab.train.checkpoint import find_checkpoint, load_checkpoint
+from sinklab.train.checkpoint import TrainState, load_checkpoint, take_newest
 from sinklab.train.run import Run
 from sinklab.train.update import Updater
 
@@ -63,18 +63,17 @@ def replay(run: Run, step: int) -> Replay:
     if not 1 <= step <= run.recipe.train.steps:
         raise InputError(f"--replay {step}: the run has the steps 1..{run.recipe.train.steps}")
     updater = Updater(run)
-    checkpoint = find_checkpoint(run.checkpoints, updater.model, run.hash, at_most=step - 1)
-    if checkpoint is not None:
-        updater.state = load_checkpoint(checkpoint, updater.model, updater.optimizer)
+    found = take_newest(run.checkpoints, updater.model, partial(_load, updater), run.hash, at_most=step - 1)
+    checkpoint, updater.state = found or (None, updater.state)
     begin = updater.state.step
     while updater.state.step < step - 1:
         updater.update()
     updater.settle()
-    with _watching(updater.model) as found:
+    with _watching(updater.model) as strange:
         mean, norm = updater.gradient()
     loss = mean.item()
-    if not found.forward and not math.isfinite(loss):
-        found.forward.append("the loss")
+    if not strange.forward and not math.isfinite(loss):
+        strange.forward.append("the loss")
     gradients = {name: p.grad for name, p in updater.model.named_parameters() if p.grad is not None}
     return Replay(
         step=step,
@@ -83,8 +82,12 @@ def replay(run: Run, step: int) -> Replay:
         loss=loss,
         grad_norm=norm.item(),
         grad_norms={name: gradient.norm().item() for name, gradient in gradients.items()},
-        first_not_finite=next(iter(found.weights + found.forward + found.backward), None),
+        first_not_finite=next(iter(strange.weights + strange.forward + strange.backward), None),
     )
+
+
+def _load(updater: Updater, checkpoint: Path) -> TrainState:
+    return load_checkpoint(checkpoint, updater.model, updater.optimizer)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from sinklab.device import multiplies_bf16, pick_device
 from sinklab.errors import InputError, SinklabError
 from sinklab.files import write_json, write_text, written_aside
 from sinklab.model.transformer import Transformer
-from sinklab.train.checkpoint import find_checkpoint, load_weights
+from sinklab.train.checkpoint import load_weights, take_newest
 from sinklab.train.identity import ENVIRONMENT, difference, environment, recorded_hash
 
 DEFAULT_ROOT = Path("runs")
@@ -177,21 +177,18 @@ def load_run(directory: Path) -> TrainedRun:
 
     Raises:
         InputError: not a run directory, or nothing has been saved there yet.
-        SinklabError: none of its checkpoints is valid.
+        SinklabError: none of its checkpoints is valid, or its env.json is damaged.
     """
     if not (directory / RECIPE).is_file():
         raise InputError(f"{directory} is not a run directory: it has no {RECIPE}")
     recipe = load_recipe(str(directory / RECIPE))
     model = Transformer(recipe.model)
-    while (checkpoint := find_checkpoint(directory / "checkpoints", model, recorded_hash(directory))) is not None:
-        try:
-            state = load_weights(checkpoint, model)
-        except (OSError, SinklabError):
-            if checkpoint.is_dir():
-                raise
-            continue  # the run has removed it meanwhile, and saved a newer one
-        return TrainedRun(model.eval(), recipe, directory / "tokenizer.json", state.step)
-    raise InputError(f"{directory} has no checkpoint yet: train it with `sinklab train` first")
+    found = take_newest(
+        directory / "checkpoints", model, lambda path: load_weights(path, model), recorded_hash(directory)
+    )
+    if found is None:
+        raise InputError(f"{directory} has no checkpoint yet: train it with `sinklab train` first")
+    return TrainedRun(model.eval(), recipe, directory / "tokenizer.json", found[1].step)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

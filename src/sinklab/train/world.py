@@ -197,7 +197,9 @@ def joined_world() -> Iterator[World]:
 
 def _placed() -> World:
     """This process's place, from the environment."""
-    given = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"} | os.environ
+    if "WORLD_SIZE" not in os.environ:
+        return ALONE
+    given = {"RANK": "0", "LOCAL_RANK": "0"} | os.environ
     rank, size, local_rank = (given[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if not all(value.isdecimal() for value in (rank, size, local_rank)) or int(rank) >= int(size):
         raise InputError(
