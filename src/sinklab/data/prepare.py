@@ -36,6 +36,8 @@ Progress = Callable[[str, int, int | None], None]
 Counted = Callable[[int], None]
 """Called with the number of tokens that stand in the shards so far."""
 
+LOCK = "prepare.lock"
+
 BPE_SAMPLE_BYTES = 8 * 2**20
 """A tokenizer is trained on every n-th document, n such that the sample is about this large at most."""
 
@@ -260,10 +262,16 @@ def _locked(folder: Path) -> Iterator[None]:
     """Hold `folder` alone. The lock goes with the process, however it ends."""
     import fcntl
 
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "prepare.lock").open("w") as file:
+    with (folder / LOCK).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        except BaseException:
+            if is_new and [path.name for path in folder.iterdir()] == [LOCK]:
+                shutil.rmtree(folder, ignore_errors=True)  # nothing has come of it
+            raise
 
 
 def _silent(stage: str, done: int, total: int | None) -> None:
