@@ -1,6 +1,7 @@
 """The loss without full logits: the numbers of plain cross-entropy, at a fraction of the memory."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from test_attention_memory import ALLOCATOR
 from torch import Tensor
 
 from sinklab.config import build_recipe
@@ -144,7 +146,8 @@ def test_chunks_on_cuda_grow_with_the_batch_and_stay_a_sixteenth() -> None:
 def peak_megabytes(tokens: int, words: int, width: int, rows: int, bf16: bool) -> float:
     """Of the loss, forward and backward, over what was held before."""
     arguments = [str(int(value)) for value in (tokens, words, width, rows, bf16)]
-    result = subprocess.run([sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", SCRIPT, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | ALLOCATOR)
     return json.loads(result.stdout)
 
 
