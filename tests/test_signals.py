@@ -67,7 +67,7 @@ def test_a_signal_while_text_is_prepared_keeps_what_is_finished(
     moments, calls = random.Random(number), undisturbed.calls()
     half = calls["journal"] // 2
     kills = [
-        Kill(moments.randint(half, half + half // 2), "journal", number),  # not all parts are finished, but some
+        Kill(moments.randint(half // 2, half), "journal", number),  # not all parts are finished, but some
         Kill(moments.randint(1, calls["preparation"] // 4), "preparation", number),
     ]
     for index, kill in enumerate(kills):
