@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -202,6 +204,29 @@ def test_bad_rows_stop_the_work_and_leave_nothing_valid(tmp_path: Path):
     assert not (tmp_path / "out").exists()
 
 
+def test_who_waits_for_one_that_fails_is_told_the_same(tmp_path: Path):
+    path, out, told = tmp_path / "bad.jsonl", tmp_path / "out", []
+    path.write_text('{"text": "fine"}\n{"text"\n', encoding="utf-8")
+
+    def wait_and_fail() -> None:
+        try:
+            prepare(str(path), "train:300", out)
+        except Exception as error:
+            told.append(error)
+
+    waiting = threading.Thread(target=wait_and_fail)
+
+    def let_it_wait(stage: str, done: int, total: int | None) -> None:
+        waiting.start()
+        time.sleep(0.5)
+
+    with pytest.raises(InputError, match=r"bad\.jsonl, line 2") as error:
+        prepare(str(path), "train:300", out, progress=let_it_wait)
+    waiting.join(30)
+    assert [str(other) for other in told] == [str(error.value)]
+    assert not out.exists()
+
+
 def test_the_cache_is_filled_once_and_found_again(source: str, tmp_path: Path):
     config = DataConfig(source=source, tokenizer="train:300")
     worked: list[str] = []
@@ -247,6 +272,8 @@ def run(program: str, *arguments: str) -> subprocess.Popen[str]:
 
 PREPARE = """
 import sys
+import threading
+import time
 from pathlib import Path
 from sinklab.data.config import DataConfig
 from sinklab.data.prepare import prepared

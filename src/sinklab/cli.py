@@ -321,8 +321,7 @@ def data_prepare(
 ) -> None:
     """Turn text into token shards that recipes can name as their data.source.
 
-    Killed and called again it goes on, to the same bytes. RAYON_NUM_THREADS sets how many threads encode; all cores
-    unless given.
+    Killed and called again it goes on, to the same bytes. It encodes on all cores, or RAYON_NUM_THREADS of them.
     """
     from sinklab.data.command import Asked, dry_run_command, mix_of, prepare_command
 

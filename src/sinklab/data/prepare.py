@@ -28,7 +28,7 @@ from sinklab.data.synthetic import WORDS, parse, word_tokenizer
 from sinklab.data.texts import Text
 from sinklab.data.tokenizers import Tokenizer, load_tokenizer, train_bpe, trained_size
 from sinklab.errors import InputError, SinklabError
-from sinklab.files import sha256_of, write_json, write_text
+from sinklab.files import is_at, sha256_of, write_json, write_text
 
 Progress = Callable[[str, int, int | None], None]
 """Called with the stage ("tokenizer", "tokens"), the bytes of text done and the bytes in all, where known."""
@@ -262,16 +262,20 @@ def _locked(folder: Path) -> Iterator[None]:
     """Hold `folder` alone. The lock goes with the process, however it ends."""
     import fcntl
 
-    is_new = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield
-        except BaseException:
-            if is_new and [path.name for path in folder.iterdir()] == [LOCK]:
-                shutil.rmtree(folder, ignore_errors=True)  # nothing has come of it
-            raise
+    while True:
+        is_new = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / LOCK).open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not is_at(file, folder / LOCK):
+                continue  # who held it has failed and removed the folder
+            try:
+                yield
+            except BaseException:
+                if is_new and [path.name for path in folder.iterdir()] == [LOCK]:
+                    shutil.rmtree(folder, ignore_errors=True)  # nothing has come of it
+                raise
+            return
 
 
 def _silent(stage: str, done: int, total: int | None) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO
 
 from sinklab.errors import SinklabError
+from sinklab.files import is_at
 
 LOCK = "lock"
 SHOWS_WITHIN_S = 60  # a network file system remembers for so long that a file was not there
@@ -21,7 +22,7 @@ def lock_run(directory: Path) -> IO[str]:
     """
     while True:
         file = _locked(directory)
-        if _is_at(file, directory / LOCK):  # and was not removed by `leave` before it was locked
+        if is_at(file, directory / LOCK):  # and was not removed by `leave` before it was locked
             break
         file.close()
     with contextlib.suppress(OSError):  # on a full disk: held all the same, by nobody in particular
@@ -80,10 +81,3 @@ def _locked(directory: Path) -> IO[str]:
             f"cannot lock {path}: {error.strerror or error}. Choose an --out on a file system with locks."
         ) from error
     return file
-
-
-def _is_at(file: IO[str], path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
