@@ -11,9 +11,9 @@ from pathlib import Path
 
 from benchmarks.timing import RESULTS, environment
 from sinklab.experiments.definition import load_experiment
+from sinklab.experiments.pool import Event
+from sinklab.experiments.running import cells_of, prepare_data, train_cells
 from sinklab.files import write_json
-from sinklab.sweep.experiment import cells_of, prepare_data, train_cells
-from sinklab.sweep.pool import Event
 
 
 def report(event: Event) -> None:

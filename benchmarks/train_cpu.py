@@ -23,14 +23,14 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.timing import RESULTS, environment, in_turn, ratios
-from sinklab.config import Recipe, load_recipe
 from sinklab.data.prepare import prepared
 from sinklab.files import write_json
 from sinklab.model import transformer
 from sinklab.model.block import Block
 from sinklab.train import update
 from sinklab.train.config import AdamW
-from sinklab.train.run import open_run
+from sinklab.train.directory.run import open_run
+from sinklab.train.recipe import Recipe, load_recipe
 from sinklab.train.update import Updater
 
 GOAL = 1.25

@@ -20,7 +20,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-IMPORTED_ONCE = ["commands", "sinklab.cli", "sinklab.train.command", "torch._dynamo", "numpy.random", "numpy.ctypeslib"]
+IMPORTED_ONCE = [
+    "commands",
+    "sinklab.commands.app",
+    "sinklab.commands.training",
+    "torch._dynamo",
+    "numpy.random",
+    "numpy.ctypeslib",
+]
 LIMIT_S = 120  # a process that is still there after this hangs
 
 
@@ -150,7 +157,7 @@ def _call(function: Callable[..., None], place: Mapping[str, str], args: Sequenc
 def _body(command: Command) -> None:
     import torch
 
-    from sinklab import cli
+    from sinklab.commands import app as cli
 
     with command.log.open("w") as log:
         os.dup2(log.fileno(), 1)
@@ -167,7 +174,7 @@ def _body(command: Command) -> None:
 def _counting(command: Command) -> Iterator[None]:
     from sinklab.data.journal import Journal
     from sinklab.data.prepare import _write_shards
-    from sinklab.train.checkpoint import save_checkpoint
+    from sinklab.train.directory.checkpoint import save_checkpoint
     from sinklab.train.loop import Trainer
 
     parts: dict[Any, Part] = {

@@ -7,8 +7,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from sinklab.config import Recipe, build_recipe
 from sinklab.errors import InputError
+from sinklab.train.recipe import Recipe, build_recipe
 
 Choice = dict[str, Any]
 """A kind and its values, as a recipe has them."""

@@ -28,8 +28,8 @@ from sinklab.attention.scores import (
     softcap,
     times,
 )
-from sinklab.config import build_recipe
 from sinklab.model.transformer import Transformer
+from sinklab.train.recipe import build_recipe
 
 MASKS = {
     "causal": masks.CAUSAL,

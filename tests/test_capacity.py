@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from sinklab import cli
-from sinklab.config import Recipe, load_recipe
+from sinklab.commands import app as cli
 from sinklab.errors import InputError
-from sinklab.train import capacity
-from sinklab.train.capacity import check_fits
-from sinklab.train.memory import memory_estimate
+from sinklab.train.planning import capacity
+from sinklab.train.planning.capacity import check_fits
+from sinklab.train.planning.memory import memory_estimate
+from sinklab.train.recipe import Recipe, load_recipe
 from sinklab.train.world import ALONE, World
 
 CPU = ["train.device=cpu", "train.precision=fp32", "model.vocab_size=1024"]

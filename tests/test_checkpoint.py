@@ -15,12 +15,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sinklab.config import build_recipe
 from sinklab.errors import SinklabError
 from sinklab.files import sha256_of
 from sinklab.model.transformer import Transformer
-from sinklab.train import store
-from sinklab.train.checkpoint import (
+from sinklab.train.directory import store
+from sinklab.train.directory.checkpoint import (
     SUMS,
     TrainState,
     find_checkpoint,
@@ -29,6 +28,7 @@ from sinklab.train.checkpoint import (
     save_checkpoint,
 )
 from sinklab.train.optim import build_optimizer
+from sinklab.train.recipe import build_recipe
 
 RECIPE = build_recipe(
     {"model": {"layers": 1, "width": 16, "heads": 2, "ffn_width": 16, "context": 16, "vocab_size": 31}},

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import sinklab
-from sinklab import cli
+from sinklab.commands import app as cli
 
 Run = Callable[..., tuple[int, str, str]]
 QUICK = ["model.layers=1", "model.width=32", "model.heads=2", "model.ffn_width=32", "model.context=32"]
@@ -68,7 +68,7 @@ def test_the_version_is_printed_and_nothing_else(run: Run) -> None:
 @pytest.mark.parametrize(("typed", "offered"), [("sinklab mea", "measure"), ("sinklab measure --by", "--by-domain")])
 def test_a_shell_is_offered_commands_and_options(typed: str, offered: str) -> None:
     env = os.environ | {"_SINKLAB_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
-    code = "import sys; sys.argv[0] = 'sinklab'; from sinklab.cli import main; main()"
+    code = "import sys; sys.argv[0] = 'sinklab'; from sinklab.commands.app import main; main()"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
     assert offered in shown.stdout.split()
     assert shown.stderr == ""

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sinklab.config import Recipe, build_recipe, load_recipe
 from sinklab.errors import InputError
+from sinklab.train.recipe import Recipe, build_recipe, load_recipe
 
 NUMBERS = [
     "model.width",

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinklab.cli import app
-from sinklab.config import build_recipe
+from sinklab.commands.app import app
 from sinklab.data import building
 from sinklab.data.config import DataConfig
 from sinklab.data.estimate import estimate
@@ -24,6 +23,7 @@ from sinklab.data.selection import UniformMix, WeightedMix, paper_weights
 from sinklab.data.synthetic import parse, word_tokenizer
 from sinklab.data.tokenizers import load_tokenizer, train_bpe
 from sinklab.errors import InputError, SinklabError
+from sinklab.train.recipe import build_recipe
 
 FILES = ("train.bin", "valid.bin", "data.json", "tokenizer.json")
 

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from sinklab.config import Recipe, build_recipe
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError, SinklabError
-from sinklab.train.checkpoint import save_checkpoint
-from sinklab.train.lock import lock_run
+from sinklab.train.directory.checkpoint import save_checkpoint
+from sinklab.train.directory.lock import lock_run
+from sinklab.train.directory.run import existing_run, load_run, open_run, read_metrics
 from sinklab.train.loop import Progress, Trainer
+from sinklab.train.recipe import Recipe, build_recipe
 from sinklab.train.replay import replay
-from sinklab.train.run import existing_run, load_run, open_run, read_metrics
 
 BASE = {
     "model": {"layers": 1, "width": 16, "heads": 2, "ffn_width": 16, "context": 16},

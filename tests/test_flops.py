@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from sinklab.config import Recipe, build_recipe
 from sinklab.model.transformer import Transformer
-from sinklab.train.flops import PEAKS, model_flops, peak_flops, shape_of
-from sinklab.train.memory import memory_estimate
+from sinklab.train.planning.flops import PEAKS, model_flops, peak_flops, shape_of
+from sinklab.train.planning.memory import memory_estimate
+from sinklab.train.recipe import Recipe, build_recipe
 
 SIZES = {"layers": 2, "width": 32, "heads": 4, "ffn_width": 48, "vocab_size": 97, "context": 32}
 CPU = torch.device("cpu")
@@ -114,9 +114,9 @@ def test_the_peak_of_a_card_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch
 SCRIPT = """
 import json, sys
 import torch
-from sinklab.config import build_recipe
+from sinklab.train.recipe import build_recipe
 from sinklab.model.transformer import Transformer
-from sinklab.train.memory import memory_estimate
+from sinklab.train.planning.memory import memory_estimate
 from sinklab.train.optim import build_optimizer
 
 def status(key):

@@ -18,10 +18,10 @@ from tiny_models import text_file, tiny_model
 from torch import nn
 
 import sinklab
-from sinklab import cli
+from sinklab.commands import app as cli
 from sinklab.errors import InputError, SinklabError
-from sinklab.measure import loading
-from sinklab.measure.loading import check_name
+from sinklab.measure.huggingface import loading
+from sinklab.measure.huggingface.loading import check_name
 from sinklab.measure.measurement import Measurement
 from sinklab.report import write_report
 

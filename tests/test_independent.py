@@ -10,9 +10,9 @@ from independent_recipes import cell_is_legal, covering_cells, covering_recipe, 
 from torch import Tensor
 
 from sinklab.attention.core import AttentionCore
-from sinklab.config import Recipe
 from sinklab.measure.native import measure_transformer
 from sinklab.model.transformer import Transformer
+from sinklab.train.recipe import Recipe
 
 CLOSE = 1e-8
 FLOAT32 = 2**-23

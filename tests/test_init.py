@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sinklab.config import build_recipe
 from sinklab.model.transformer import Transformer
+from sinklab.train.recipe import build_recipe
 
 SIZES = {"layers": 2, "width": 128, "heads": 2, "ffn_width": 192, "vocab_size": 1000, "context": 400}
 SHARES = torch.linspace(0.1, 0.9, 17)

@@ -6,15 +6,15 @@ from statistics import mean
 import pytest
 import torch
 
-from sinklab.config import Recipe, build_recipe
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import SinklabError
 from sinklab.interventions import NEUTRAL, VARIANTS, catalogue
 from sinklab.interventions.catalogue import NOT_INTERVENTIONS, kinds
 from sinklab.model.config import ModelConfig
+from sinklab.train.directory.run import open_run
 from sinklab.train.loop import Trainer
-from sinklab.train.run import open_run
+from sinklab.train.recipe import Recipe, build_recipe
 
 BASE = {
     "model": {"layers": 2, "width": 32, "heads": 2, "ffn_width": 48, "context": 32},

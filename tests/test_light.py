@@ -14,10 +14,10 @@ class Refuse:
             raise ImportError(f"{name} was imported on a training path")
 sys.meta_path.insert(0, Refuse())
 import json, pathlib, tempfile
-from sinklab.config import build_recipe
+from sinklab.train.recipe import build_recipe
 from sinklab.data.prepare import prepare
 from sinklab.train.loop import Trainer
-from sinklab.train.run import open_run
+from sinklab.train.directory.run import open_run
 folder = pathlib.Path(tempfile.mkdtemp())
 text = folder / "text.jsonl"
 text.write_text("".join(json.dumps({"text": f"word {i} and {i * i} " * 9}) + "\\n" for i in range(200)))
@@ -35,7 +35,7 @@ def python(code: str) -> str:
 
 
 def test_import_sinklab_brings_in_nothing_heavy() -> None:
-    code = f"import sys, sinklab, sinklab.cli; print([m for m in {HEAVY} if m in sys.modules])"
+    code = f"import sys, sinklab, sinklab.commands.app; print([m for m in {HEAVY} if m in sys.modules])"
     assert python(code) == "[]"
 
 

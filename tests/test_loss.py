@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from test_attention_memory import ALLOCATOR
 from torch import Tensor
 
-from sinklab.config import build_recipe
 from sinklab.model import loss as module
 from sinklab.model.loss import IGNORED, chunked_loss, next_token_loss, rows_per_chunk
 from sinklab.model.transformer import Transformer
+from sinklab.train.recipe import build_recipe
 
 SCRIPT = """
 import sys

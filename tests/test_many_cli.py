@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_models import text_file, tiny_model
 
-from sinklab import cli
+from sinklab.commands import app as cli
 
 Run = Callable[..., tuple[int, str, str]]
 SMALL = ("--sequences", "3", "--length", "8")

@@ -7,14 +7,14 @@ import pytest
 import transformers as hf
 from tiny_models import REFUSING, TEMPLATE, chat_file, text_file, tiny_model
 
+from sinklab.commands.measure_one import measure_command
 from sinklab.errors import InputError
-from sinklab.measure.command import measure_command
-from sinklab.measure.compare import compare_models, labels
 from sinklab.measure.conversations import Conversations
 from sinklab.measure.inputs import default_prefix, natural_tokens, pretrained_encode
 from sinklab.measure.measurement import Measurement
-from sinklab.measure.subjects import Request
 from sinklab.report import write_report
+from sinklab.survey.compare import compare_models, labels
+from sinklab.survey.loaded import Request
 
 SMALL = Request(sequences=4, length=16, eps=(0.3, 0.2))
 

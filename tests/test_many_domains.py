@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from tiny_models import text_file, tiny_model
 
+from sinklab.commands.measure_one import measure_command
 from sinklab.errors import InputError
-from sinklab.measure.command import measure_command
-from sinklab.measure.domains import domain_files, measure_domains
-from sinklab.measure.many import Watch, model_files
 from sinklab.measure.measurement import Measurement
-from sinklab.measure.subjects import Request
 from sinklab.report import write_report
 from sinklab.report.collect import collect
 from sinklab.report.summary import headline, table
+from sinklab.survey.domains import domain_files, measure_domains
+from sinklab.survey.items import Watch, model_files
+from sinklab.survey.loaded import Request
 
 SMALL = Request(sequences=4, length=16)
 COST = ("seconds", "peak_memory_mb")

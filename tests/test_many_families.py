@@ -10,16 +10,16 @@ import transformers as hf
 from tiny_models import text_file, tiny_model
 
 from sinklab.errors import InputError
-from sinklab.experiments.open_models import families, models_of
-from sinklab.measure.examine import Study
-from sinklab.measure.families import measure_families, published
-from sinklab.measure.many import Watch
 from sinklab.measure.measurement import Measurement
-from sinklab.measure.sizes import sizes
-from sinklab.measure.subjects import Request
+from sinklab.measure.surgery.study import Study
 from sinklab.report import write_report
 from sinklab.report.collect import collect
 from sinklab.report.summary import table
+from sinklab.survey.families import measure_families, published
+from sinklab.survey.items import Watch
+from sinklab.survey.loaded import Request
+from sinklab.survey.open_models import families, models_of
+from sinklab.survey.sizes import sizes
 
 PAPERS = Request(sequences=100, length=64)
 

@@ -11,9 +11,9 @@ from closeness import assert_close
 from typer.testing import CliRunner
 
 import sinklab
-from sinklab.cli import app
+from sinklab.commands.app import app
+from sinklab.commands.measure_one import parse_eps
 from sinklab.errors import InputError, SinklabError
-from sinklab.measure.command import parse_eps
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 

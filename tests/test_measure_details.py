@@ -18,14 +18,14 @@ from transformers import AutoModelForCausalLM
 
 from sinklab.attention.importance import score_rows
 from sinklab.attention.masks import CAUSAL, Window
+from sinklab.commands.measure_one import parse_maps
 from sinklab.errors import InputError
-from sinklab.measure.command import parse_maps
-from sinklab.measure.details import Details
-from sinklab.measure.details_layer import Angles, layer_details
 from sinklab.measure.measurement import Measurement
 from sinklab.measure.native import measure_transformer
 from sinklab.measure.padding import real_tokens
 from sinklab.measure.pretrained import measure_pretrained
+from sinklab.measure.statistics.details import Details
+from sinklab.measure.statistics.layer import Angles, layer_details
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 

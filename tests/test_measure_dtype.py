@@ -13,19 +13,19 @@ import transformers as hf
 from tiny_models import tiny_model
 
 from sinklab.device import float32_if_emulated, multiplies_natively
-from sinklab.experiments.open_models import models_of
-from sinklab.measure.sizes import GB, sizes
-from sinklab.measure.subjects import Request
-from sinklab.train.run import resolved_precision
+from sinklab.survey.loaded import Request
+from sinklab.survey.open_models import models_of
+from sinklab.survey.sizes import GB, sizes
+from sinklab.train.directory.run import resolved_precision
 
 CPU = torch.device("cpu")
 WITHOUT_NATIVE = """
 import json, sys
-from sinklab.measure.command import measure_command
-from sinklab.measure.sizes import sizes
-from sinklab.measure.loading import Loading
-from sinklab.measure.subjects import Request
-from sinklab.train.run import resolved_precision
+from sinklab.commands.measure_one import measure_command
+from sinklab.survey.sizes import sizes
+from sinklab.measure.huggingface.loading import Loading
+from sinklab.survey.loaded import Request
+from sinklab.train.directory.run import resolved_precision
 import torch
 
 found = {}

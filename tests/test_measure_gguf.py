@@ -17,13 +17,13 @@ from tiny_gguf import as_gguf, llama, needed
 from tiny_models import TEMPLATE, chat_file, text_file
 
 import sinklab
+from sinklab.commands.measure_one import measure_command
 from sinklab.errors import InputError
-from sinklab.measure import gguf_files
-from sinklab.measure.command import measure_command
-from sinklab.measure.compare import compare_models
-from sinklab.measure.domains import measure_domains
-from sinklab.measure.loading import Loading, load_pretrained
-from sinklab.measure.subjects import Request
+from sinklab.measure.huggingface import gguf as gguf_files
+from sinklab.measure.huggingface.loading import Loading, load_pretrained
+from sinklab.survey.compare import compare_models
+from sinklab.survey.domains import measure_domains
+from sinklab.survey.loaded import Request
 
 SHAPE: dict[str, Any] = {"sequences": 4, "length": 24}
 SMALL = Request(**SHAPE)
@@ -201,7 +201,7 @@ def test_more_than_the_memory_holds_is_refused_before_it_is_unpacked(
 
 @pytest.mark.parametrize("package", ["gguf", "accelerate"])
 def test_the_command_that_installs_an_absent_package_is_named(exact: Path, package: str) -> None:
-    code = f"import sys; sys.modules[{package!r}] = None; from sinklab import cli; cli.main()"
+    code = f"import sys; sys.modules[{package!r}] = None; from sinklab.commands import app as cli; cli.main()"
     ran = subprocess.run(
         [sys.executable, "-c", code, "measure", str(exact), "--inputs", "random"], capture_output=True, text=True
     )

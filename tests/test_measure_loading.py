@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sinklab.commands.measure_one import measure_command
 from sinklab.device import pick_device
 from sinklab.errors import InputError
-from sinklab.measure.command import measure_command
-from sinklab.measure.loading import load_pretrained, pick_dtype
+from sinklab.measure.huggingface.loading import load_pretrained, pick_dtype
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import transformers as hf
 from closeness import assert_same_rates
 
 import sinklab
+from sinklab.commands.measure_one import measure_command
 from sinklab.errors import InputError
-from sinklab.measure.command import measure_command
-from sinklab.measure.loading import Loading
+from sinklab.measure.huggingface.loading import Loading
 
 TOKENS = torch.randint(3, 64, (6, 12), generator=torch.Generator().manual_seed(1))
 FAMILIES: dict[str, Any] = {

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from tiny_models import tiny_model
 
+from sinklab.commands.measure_one import measure_command
+from sinklab.commands.measuring import one_model
 from sinklab.errors import InputError
-from sinklab.measure.calls import one_model
-from sinklab.measure.command import measure_command
-from sinklab.measure.compare import compare_models
-from sinklab.measure.loading import Loading
-from sinklab.measure.subjects import Request
+from sinklab.measure.huggingface.loading import Loading
+from sinklab.survey.compare import compare_models
+from sinklab.survey.loaded import Request
 
 NAME = "nobody/tiny"
 COMMITS = {"main": "a" * 40, "step3": "b" * 40}

@@ -9,19 +9,19 @@ import torch
 from closeness import assert_close, assert_same_rates
 from rich.console import Console
 
-from sinklab.config import build_recipe
+from sinklab.commands.measure_one import measure_command
+from sinklab.commands.terminal.measurement import print_measurement
 from sinklab.data.corpora import documents
 from sinklab.data.prepare import prepared
 from sinklab.data.tokenizers import load_tokenizer
 from sinklab.errors import InputError
-from sinklab.measure.command import measure_command
 from sinklab.measure.measurement import Measurement
 from sinklab.measure.native import measure_transformer
-from sinklab.measure.terminal import print_measurement
 from sinklab.report.collect import collect
 from sinklab.report.summary import cell_rows
+from sinklab.train.directory.run import load_run, open_run
 from sinklab.train.loop import Trainer
-from sinklab.train.run import load_run, open_run
+from sinklab.train.recipe import build_recipe
 
 LENGTH = 16
 

@@ -20,10 +20,16 @@ from test_measure_native import _tokens as our_tokens
 
 from sinklab.attention import masks
 from sinklab.errors import InputError, SinklabError
+from sinklab.measure.huggingface.probe import probe
 from sinklab.measure.native import measure_transformer
 from sinklab.measure.pretrained import measure_pretrained
-from sinklab.measure.probing import probe
-from sinklab.measure.surgery import learned_positions, masked_first_keys, replaced_position, swapped_positions, zeroed
+from sinklab.measure.surgery.changes import (
+    learned_positions,
+    masked_first_keys,
+    replaced_position,
+    swapped_positions,
+    zeroed,
+)
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 

@@ -13,11 +13,11 @@ from closeness import assert_close
 from rich.console import Console
 
 import sinklab
-from sinklab.measure.hf_attention import read_call
+from sinklab.commands.terminal.measurement import print_measurement
+from sinklab.measure.huggingface.call import read_call
 from sinklab.measure.measurement import Measurement
 from sinklab.measure.native import measure_transformer
 from sinklab.measure.pretrained import measure_pretrained
-from sinklab.measure.terminal import print_measurement
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from closeness import assert_close
 
-from sinklab.config import Recipe, build_recipe
 from sinklab.errors import InputError
 from sinklab.model.llama import to_llama
 from sinklab.model.transformer import Transformer
-from sinklab.train.flops import model_flops
+from sinklab.train.planning.flops import model_flops
+from sinklab.train.recipe import Recipe, build_recipe
 
 SMALL = {
     "model": {"layers": 2, "width": 32, "heads": 4, "ffn_width": 48, "vocab_size": 97, "context": 32},

@@ -15,10 +15,10 @@ from transformers.models.mistral.modeling_mistral import MistralForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
 from sinklab.attention.core import AttentionCore
-from sinklab.config import Recipe, build_recipe
 from sinklab.model.llama import llama_config, llama_weights
 from sinklab.model.rotary import rotary_tables, rotate
 from sinklab.model.transformer import Transformer
+from sinklab.train.recipe import Recipe, build_recipe
 
 H, G, T, D, E = 4, 2, 24, 8, 32
 SIZES: dict[str, Any] = {"hidden_size": E, "num_attention_heads": H, "num_key_value_heads": G, "head_dim": D}

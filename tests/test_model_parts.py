@@ -8,7 +8,6 @@ import torch
 from closeness import assert_close
 from torch import Tensor, nn
 
-from sinklab.config import Recipe, build_recipe, load_recipe
 from sinklab.data.prepare import prepared
 from sinklab.measure.native import measure_transformer
 from sinklab.model.block import Attention
@@ -16,7 +15,8 @@ from sinklab.model.gate import OutputGating, ValueGating
 from sinklab.model.norm import DynamicTanh, RmsNorm
 from sinklab.model.rotary import rotary_tables, rotate
 from sinklab.model.transformer import Transformer
-from sinklab.train.run import open_run
+from sinklab.train.directory.run import open_run
+from sinklab.train.recipe import Recipe, build_recipe, load_recipe
 
 SMALL = {
     "model": {"layers": 2, "width": 32, "heads": 4, "ffn_width": 48, "vocab_size": 97, "context": 32},

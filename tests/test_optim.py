@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from sinklab.config import Recipe, build_recipe
 from sinklab.errors import InputError, SinklabError
 from sinklab.model.transformer import Transformer
-from sinklab.train.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from sinklab.train.config import Muon, ScheduleConfig
+from sinklab.train.directory.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from sinklab.train.optim import MuonAndAdamW, build_optimizer, hidden_matrices, learning_rate
+from sinklab.train.recipe import Recipe, build_recipe
 
 SMALL = {
     "model": {"layers": 2, "width": 16, "heads": 2, "ffn_width": 24, "vocab_size": 31, "context": 16},

@@ -11,9 +11,9 @@ import pytest
 from report_fixtures import make_lab, make_measurement, make_run
 from tiny_models import text_file, tiny_model
 
-from sinklab import cli
+from sinklab.commands import app as cli
 from sinklab.errors import InputError
-from sinklab.measure import loading
+from sinklab.measure.huggingface import loading
 from sinklab.report import write_report
 
 Run = Callable[..., tuple[int, str, str]]

@@ -12,14 +12,14 @@ import torch
 import yaml
 from commands import Command, call_together, together
 
-from sinklab.config import build_recipe, parse_override
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError, SinklabError
-from sinklab.train import lock
 from sinklab.train.compile import compile_blocks
+from sinklab.train.directory import lock
+from sinklab.train.directory.run import load_run, open_run, read_metrics
 from sinklab.train.loop import Trainer
-from sinklab.train.run import load_run, open_run, read_metrics
+from sinklab.train.recipe import build_recipe, parse_override
 from sinklab.train.world import World, joined_world
 
 BASE = {

@@ -10,11 +10,11 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from sinklab.attention.core import AttentionCore
 from sinklab.attention.primitive import attend
-from sinklab.config import build_recipe
 from sinklab.errors import InputError
 from sinklab.model.config import ModelConfig
 from sinklab.model.position import T5, Alibi, DistanceTerm, Relative, alibi_slopes, bucket_numbers, sinusoid
 from sinklab.model.transformer import Transformer
+from sinklab.train.recipe import build_recipe
 
 SMALL = {
     "model": {"layers": 2, "width": 32, "heads": 4, "ffn_width": 48, "vocab_size": 97, "context": 32},

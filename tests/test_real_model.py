@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 import sinklab
-from sinklab.measure.command import measure_command
+from sinklab.commands.measure_one import measure_command
 from sinklab.measure.measurement import Measurement
 
 pytestmark = pytest.mark.real

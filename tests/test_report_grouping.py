@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from report_fixtures import make_run
 
-from sinklab.config import load_recipe
 from sinklab.errors import InputError
 from sinklab.report.collect import collect
 from sinklab.report.grouping import changes
 from sinklab.report.summary import cell_rows, headline, table
+from sinklab.train.recipe import load_recipe
 
 RESOLVED = ["model.vocab_size=1024"]
 """What a run fills in."""

@@ -178,9 +178,10 @@ def test_a_directory_without_runs_leaves_no_report_behind(tmp_path: Path) -> Non
 def test_reading_and_the_terminal_work_without_the_chart_libraries() -> None:
     program = (
         "import sys; sys.modules['altair'] = sys.modules['vl_convert'] = None\n"
-        "import sinklab, sinklab.report, sinklab.report.collect, sinklab.report.summary, sinklab.report.terminal\n"
+        "import sinklab, sinklab.report, sinklab.report.collect, sinklab.report.summary\n"
+        "import sinklab.commands.terminal.report\n"
         "import importlib.util\n"
-        "if importlib.util.find_spec('sinklab.cli'): import sinklab.cli\n"
+        "if importlib.util.find_spec('sinklab.commands.app'): import sinklab.commands.app\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

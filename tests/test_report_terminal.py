@@ -6,9 +6,9 @@ from pathlib import Path
 from report_fixtures import make_lab, make_measurement, make_run
 from rich.console import Console
 
+from sinklab.commands.terminal.report import print_report, sparkline
 from sinklab.measure.measurement import Measurement
 from sinklab.report.collect import ReportData, collect
-from sinklab.report.terminal import print_report, sparkline
 
 
 def printed(data: ReportData, width: int = 140) -> str:

@@ -12,15 +12,15 @@ import yaml
 from commands import Command, Kill, together
 from safetensors.torch import load_file
 
-from sinklab.config import build_recipe, load_recipe
 from sinklab.data.prepare import prepare
+from sinklab.experiments.pool import Cell, Event, run_cells
 from sinklab.files import sha256_of
 from sinklab.interventions import VARIANTS
 from sinklab.measure.measurement import Measurement
-from sinklab.sweep.pool import Cell, Event, run_cells
-from sinklab.train.checkpoint import step_of
-from sinklab.train.run import read_metrics
-from sinklab.train.signals import PreemptedError
+from sinklab.signals import PreemptedError
+from sinklab.train.directory.checkpoint import step_of
+from sinklab.train.directory.run import read_metrics
+from sinklab.train.recipe import build_recipe, load_recipe
 
 BASE = {
     "model": {"layers": 1, "width": 16, "heads": 2, "ffn_width": 16, "context": 16},

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sinklab import cli
-from sinklab.config import Recipe, load_recipe
+from sinklab.commands import app as cli
+from sinklab.commands.tables import print_table
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError, SinklabError
 from sinklab.report.collect import collect
 from sinklab.report.runs import list_runs, runs_table
-from sinklab.tables import print_table
+from sinklab.train.directory.run import establish, open_run
 from sinklab.train.loop import Trainer
-from sinklab.train.run import establish, open_run
+from sinklab.train.recipe import Recipe, load_recipe
 
 SMALL = ["model.layers=1", "model.width=16", "model.heads=2", "model.ffn_width=16", "model.context=16"]
 SMALL += ["metric.length=16", "metric.sequences=4", "train.batch_size=2", "train.eval_sequences=4"]

@@ -7,14 +7,14 @@ import pytest
 import torch
 from closeness import assert_close, assert_same_rates
 
-from sinklab.config import build_recipe
 from sinklab.data.prepare import prepare
 from sinklab.measure.measurement import Measurement
 from sinklab.measure.native import measure_transformer
 from sinklab.measure.pretrained import measure_pretrained
 from sinklab.model.llama import to_llama
+from sinklab.train.directory.run import load_run, open_run
 from sinklab.train.loop import Trainer
-from sinklab.train.run import load_run, open_run
+from sinklab.train.recipe import build_recipe
 
 RECIPE = {
     "model": {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "ffn_width": 48, "context": 48},

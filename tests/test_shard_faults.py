@@ -15,12 +15,12 @@ import yaml
 from commands import call_together
 from safetensors.torch import load_file
 
-from sinklab.config import Recipe, build_recipe
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import SinklabError
+from sinklab.train.directory.run import open_run
 from sinklab.train.loop import Progress, Trainer
-from sinklab.train.run import open_run
+from sinklab.train.recipe import Recipe, build_recipe
 from sinklab.train.world import ALONE, World
 
 VALUES: dict[str, Any] = {

@@ -16,10 +16,10 @@ import typer
 import yaml
 from commands import Command, Kill, together
 
-from sinklab.ending import end
+from sinklab.commands.ending import end
 from sinklab.errors import SinklabError
-from sinklab.train.run import read_metrics
-from sinklab.train.signals import PreemptedError, left_on_signals
+from sinklab.signals import PreemptedError, left_on_signals
+from sinklab.train.directory.run import read_metrics
 
 RECIPE = {
     "model": {"layers": 1, "width": 16, "heads": 2, "ffn_width": 16, "context": 16},
@@ -128,7 +128,7 @@ def test_measuring_ends_with_the_status_that_says_call_again(
     assert asked.printed().endswith("interrupted; nothing was written. Run the same command again to begin anew.\n")
 
 
-@pytest.mark.parametrize("module", ["typer", "sinklab.cli", "sinklab.config", "torch"])
+@pytest.mark.parametrize("module", ["typer", "sinklab.commands.app", "sinklab.train.recipe", "torch"])
 def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback(module: str, folder: Path, tmp_path: Path) -> None:
     """The signal is sent when the module is about to be imported."""
     (tmp_path / "sitecustomize.py").write_text(

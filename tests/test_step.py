@@ -11,9 +11,8 @@ import torch
 from closeness import assert_close
 from torch import Tensor
 
+from sinklab.commands.console import describe
 from sinklab.compiling import compiled
-from sinklab.config import Recipe, build_recipe
-from sinklab.console import describe
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import SinklabError
@@ -21,10 +20,11 @@ from sinklab.interventions import VARIANTS
 from sinklab.measure.native import measure_transformer
 from sinklab.model.transformer import Transformer
 from sinklab.train.compile import compile_blocks
+from sinklab.train.directory.run import open_run, read_metrics
+from sinklab.train.finite import Reports
 from sinklab.train.loop import Trainer
 from sinklab.train.prefetch import Prefetcher
-from sinklab.train.reports import Reports
-from sinklab.train.run import open_run, read_metrics
+from sinklab.train.recipe import Recipe, build_recipe
 from sinklab.train.world import ALONE
 
 RECIPE = {
@@ -130,7 +130,7 @@ def test_every_evaluation_says_how_fast_it_was(dataset: TokenDataset, tmp_path: 
     Trainer(open_run(recipe(train={"peak_flops": 1e9}), dataset, tmp_path)).train()
     first, *rows = read_metrics(tmp_path / "metrics.jsonl")
     assert first["tokens_per_second"] is first["mfu"] is first["stall_share"] is None
-    from sinklab.train.flops import model_flops
+    from sinklab.train.planning.flops import model_flops
 
     per_token = model_flops(open_run(recipe(train={"peak_flops": 1e9}), dataset, tmp_path).recipe.model).total / 16
     for row in rows:

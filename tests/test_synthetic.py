@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from sinklab.config import load_recipe
 from sinklab.data.loader import train_loader
 from sinklab.data.prepare import prepare, prepared
 from sinklab.data.synthetic import TASKS, parse, synthetic_documents
 from sinklab.errors import InputError
 from sinklab.measure.measurement import Measurement
+from sinklab.train.directory.run import load_run, open_run
 from sinklab.train.loop import Trainer
-from sinklab.train.run import load_run, open_run
+from sinklab.train.recipe import load_recipe
 
 
 def documents(source: str) -> list[list[str]]:

@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.table import Table
 from test_measure_result import _measurement
 
+from sinklab.commands.tables import print_table
+from sinklab.commands.terminal.measurement import print_measurement
+from sinklab.commands.terminal.survey import print_sizes
 from sinklab.measure.accumulate import Accumulator, Batch
 from sinklab.measure.cost import Cost
-from sinklab.measure.many_terminal import print_sizes
 from sinklab.measure.measurement import Measurement, measurement_from
-from sinklab.measure.sizes import Size
-from sinklab.measure.terminal import print_measurement
-from sinklab.tables import print_table
+from sinklab.survey.sizes import Size
 
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 

@@ -6,9 +6,9 @@ import re
 import pytest
 from rich.console import Console
 
-from sinklab.console import RunBoard
-from sinklab.sweep.pool import Event
-from sinklab.timing import Forecast, Length, duration
+from sinklab.commands.console import RunBoard
+from sinklab.commands.timing import Forecast, Length, duration
+from sinklab.experiments.pool import Event
 
 LENGTH = Length(steps=100, eval_every=10)
 ROW = {"valid_loss": 3.0, "sink_rate": [1.0], "sink_rate_bias": None, "tokens_per_second": 100.0}

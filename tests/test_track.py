@@ -15,11 +15,11 @@ import torch
 import yaml
 from rich.console import Console
 
-from sinklab.config import load_recipe
+from sinklab.commands.training import plan_command, train_command
 from sinklab.errors import InputError
-from sinklab.train.command import plan_command, train_command
-from sinklab.train.plan import plan_of, print_plan
-from sinklab.train.run import read_metrics
+from sinklab.train.directory.run import read_metrics
+from sinklab.train.planning.plan import plan_of, print_plan
+from sinklab.train.recipe import load_recipe
 from sinklab.train.track import TRACKERS, numbers_of, require
 
 RECIPE = {

@@ -12,15 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sinklab.config import Recipe, build_recipe
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError, SinklabError, StoppedError
 from sinklab.measure.measurement import Measurement
 from sinklab.train.config import ScheduleConfig
+from sinklab.train.directory.run import establish, load_run, open_run, read_metrics
 from sinklab.train.loop import Outcome, Trainer
 from sinklab.train.optim import learning_rate
-from sinklab.train.run import establish, load_run, open_run, read_metrics
+from sinklab.train.recipe import Recipe, build_recipe
 
 RECIPE = {
     "model": {"layers": 2, "width": 32, "heads": 2, "ffn_width": 48, "context": 32},

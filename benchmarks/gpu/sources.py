@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from benchmarks.timing import RESULTS, environment
-from sinklab.config import Recipe, load_recipe
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.files import write_json
+from sinklab.train.directory.run import open_run, read_metrics
 from sinklab.train.loop import Progress, Trainer
-from sinklab.train.run import open_run, read_metrics
+from sinklab.train.recipe import Recipe, load_recipe
 
 VARIANTS = {"softmax": [], "sigmoid": ["model.attention.operation=sigmoid"]}
 SOURCE, TOKENIZER, TEXT_BYTES = "stdlib+site-packages", "train:16384", 400_000_000  # about one epoch

@@ -22,14 +22,14 @@ from typing import Any
 import torch
 
 from benchmarks.timing import RESULTS, environment
-from sinklab.config import Recipe, load_recipe
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.files import write_json
 from sinklab.train.compile import compile_blocks
-from sinklab.train.flops import model_flops, peak_flops
-from sinklab.train.memory import memory_estimate
-from sinklab.train.run import open_run
+from sinklab.train.directory.run import open_run
+from sinklab.train.planning.flops import model_flops, peak_flops
+from sinklab.train.planning.memory import memory_estimate
+from sinklab.train.recipe import Recipe, load_recipe
 from sinklab.train.update import Updater
 
 VARIANTS = {"softmax": [], "k_biases": ["model.attention.bias=k"], "sigmoid": ["model.attention.operation=sigmoid"]}

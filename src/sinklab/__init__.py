@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sinklab.measure.api import measure
+    from sinklab.measure.huggingface.probe import probe
     from sinklab.measure.measurement import Measurement
-    from sinklab.measure.probing import probe
 
 __version__ = "0.1.0"
 __all__ = ["Measurement", "measure", "probe"]
@@ -27,7 +27,7 @@ def __getattr__(name: str) -> Any:
     if name == "measure":
         return import_module("sinklab.measure")
     if name == "probe":
-        return import_module("sinklab.measure.probing").probe
+        return import_module("sinklab.measure.huggingface.probe").probe
     if name == "Measurement":
         return import_module("sinklab.measure.measurement").Measurement
     raise AttributeError(f"module 'sinklab' has no attribute {name!r}")

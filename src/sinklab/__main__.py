@@ -13,7 +13,7 @@ def main() -> None:
     asked = signal.getsignal(signal.SIGINT)
     if asked is signal.default_int_handler:  # a job in the background ignores it
         signal.signal(signal.SIGINT, _leave)
-    from sinklab import cli
+    from sinklab.commands import app as cli
 
     try:
         signal.signal(signal.SIGINT, asked)

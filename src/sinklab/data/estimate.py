@@ -3,14 +3,10 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from sinklab.data.shards import DTYPES, Settings, dtype_for
 from sinklab.data.texts import Text, Voice
 from sinklab.data.tokenizers import load_tokenizer, trained_size
 from sinklab.errors import InputError
-from sinklab.tables import print_table
 
 
 @dataclass(frozen=True)
@@ -68,26 +64,12 @@ def estimate(settings: Settings) -> Estimate:
     amounts = [
         Amount(voice.name, voice.bytes, tokens, part) for voice, tokens, part in zip(voices, there, taken, strict=True)
     ]
-    total = _sum(taken)
-    if settings.text_limit_bytes is not None and total is not None:
+    tokens = total(taken)
+    if settings.text_limit_bytes is not None and tokens is not None:
         rates = [voice.tokens_per_byte for voice in voices]
-        total = min(total, int(settings.text_limit_bytes * sum(rates) / len(rates)))
+        tokens = min(tokens, int(settings.text_limit_bytes * sum(rates) / len(rates)))
     width = DTYPES[dtype_for(tokenizer.vocab_size)].itemsize
-    return Estimate(amounts, total, None if total is None else total * width)
-
-
-def print_estimate(found: Estimate, console: Console) -> None:
-    """A table of the estimate."""
-    table = Table("domain")
-    for name in ("bytes of text files", "tokens in them", "tokens taken"):
-        table.add_column(name, justify="right")
-    for amount in found.amounts:
-        table.add_row(amount.name, *(_number(value) for value in (amount.bytes, amount.tokens, amount.taken)))
-    table.add_section()
-    sizes = [amount.bytes for amount in found.amounts]
-    table.add_row("all", _number(_sum(sizes)), _number(_sum([a.tokens for a in found.amounts])), _number(found.tokens))
-    print_table(table, console)
-    console.print(f"shards: {_number(found.shard_bytes)} bytes. Estimated; nothing was written.", highlight=False)
+    return Estimate(amounts, tokens, None if tokens is None else tokens * width)
 
 
 def _taken(voices: list[Voice], there: list[int | None], limit: int | None) -> list[int | None]:
@@ -96,20 +78,17 @@ def _taken(voices: list[Voice], there: list[int | None], limit: int | None) -> l
     given = [weight for weight in weights if weight is not None]
     known = [tokens for tokens in there if tokens is not None]
     if len(given) < len(weights):
-        total = _sum(there)
-        if limit is None or (total is not None and total <= limit):
+        whole = total(there)
+        if limit is None or (whole is not None and whole <= limit):
             return list(there)
-        return [limit] if len(there) == 1 else [None if t is None or not total else t * limit // total for t in there]
+        return [limit] if len(there) == 1 else [None if t is None or not whole else t * limit // whole for t in there]
     if len(known) == len(there):
-        whole = min(tokens * sum(given) / weight for tokens, weight in zip(known, given, strict=True))
-        limit = int(whole) if limit is None else min(limit, int(whole))
+        least = min(tokens * sum(given) / weight for tokens, weight in zip(known, given, strict=True))
+        limit = int(least) if limit is None else min(limit, int(least))
     return [None if limit is None else int(limit * weight / sum(given)) for weight in given]
 
 
-def _sum(values: list[int | None]) -> int | None:
+def total(values: list[int | None]) -> int | None:
+    """The sum, None where a part is not known."""
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None
-
-
-def _number(value: int | None) -> str:
-    return "not known" if value is None else f"{value:,}"

@@ -7,7 +7,6 @@ import yaml
 from pydantic import Field, model_validator
 
 from sinklab.errors import InputError
-from sinklab.experiments.open_models import FILE as OPEN_MODELS
 from sinklab.schema import Part
 
 
@@ -65,7 +64,7 @@ def load_experiment(name: str) -> Experiment:
     """
     folder = resources.files("sinklab") / "experiments"
     file = folder / f"{name}.yaml"
-    if not file.is_file() or file.name == OPEN_MODELS:
-        known = sorted(p.name[:-5] for p in folder.iterdir() if p.name.endswith(".yaml") and p.name != OPEN_MODELS)
+    if not file.is_file():
+        known = sorted(p.name[:-5] for p in folder.iterdir() if p.name.endswith(".yaml"))
         raise InputError(f"no experiment {name!r}; there are: {', '.join(known)}")
     return Experiment.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))

@@ -9,9 +9,9 @@ from typing import Any, Literal
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from sinklab.config import Recipe
 from sinklab.interventions.variants import NEUTRAL
 from sinklab.schema import Part
+from sinklab.train.recipe import Recipe
 
 ROOTS = ("model", "data", "optim", "schedule")
 

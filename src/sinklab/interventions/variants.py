@@ -1,7 +1,7 @@
 """Overlays by name: every kind of every choice once, and the values at which an intervention changes nothing.
 
-An overlay is laid over a base recipe (`sinklab.config.build_recipe`). Those here fit any model whose width over heads
-is a multiple of 4, and any context above 8.
+An overlay is laid over a base recipe (`sinklab.train.recipe.build_recipe`). Those here fit any model whose width over
+heads is a multiple of 4, and any context above 8.
 """
 
 from collections.abc import Mapping

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from sinklab.errors import SinklabError
 from sinklab.measure import metrics
-from sinklab.measure.details_totals import DetailTotals
-from sinklab.measure.details_watch import BatchDetails
+from sinklab.measure.statistics.totals import DetailTotals
+from sinklab.measure.statistics.watch import BatchDetails
 from sinklab.measure.visible import View, joined, visibility_note
 
 VISIBLE = "attention scores over visible queries"

@@ -8,12 +8,12 @@ import numpy as np
 from torch import Tensor
 
 from sinklab.errors import InputError
-from sinklab.measure.examine import Study, examine
 from sinklab.measure.given import check_causal_lm, check_words, token_matrix
 from sinklab.measure.hooks import Progress, check_request
+from sinklab.measure.huggingface.turns import measured_in_turn
 from sinklab.measure.measurement import Inputs, Measurement
 from sinklab.measure.padding import real_tokens
-from sinklab.measure.turns import measured_in_turn
+from sinklab.measure.surgery.study import Study, examine
 from sinklab.model.transformer import Transformer
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from sinklab.measure import metrics
 from sinklab.measure.accumulate import VISIBLE, Accumulator
 from sinklab.measure.activations import MassiveActivation
 from sinklab.measure.cost import Cost
-from sinklab.measure.details import Details, with_arrays
 from sinklab.measure.findings import Ablation, Propositions
 from sinklab.measure.frames import TableName, data_frame, write_csv, write_parquet
+from sinklab.measure.statistics.details import Details, with_arrays
 from sinklab.schema import Part
 
 Percent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
@@ -187,7 +187,7 @@ class Measurement(Part):
         Raises:
             InputError: there is no such chart, or altair is not installed.
         """
-        from sinklab.report.notebook import chart
+        from sinklab.commands.notebook import chart
 
         return chart(self, what)
 
@@ -220,7 +220,7 @@ class Measurement(Part):
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from sinklab.report.notebook import html
+        from sinklab.commands.notebook import html
 
         return html(self)
 

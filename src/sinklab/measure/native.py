@@ -14,13 +14,13 @@ from sinklab.measure.accumulate import Accumulator, Batch
 from sinklab.measure.activations import largest_activations, strongest
 from sinklab.measure.batches import in_batches, reporting
 from sinklab.measure.cost import costing
-from sinklab.measure.details_layer import Angles
-from sinklab.measure.details_watch import BatchDetails, DetailsWatch
 from sinklab.measure.hooks import Progress, check_lengths, check_request, evaluating, residual_norms, stacked
 from sinklab.measure.measurement import Inputs, Measurement, measurement_from
 from sinklab.measure.memory import fitting_batch, sizes_of_run
 from sinklab.measure.metrics import accumulation, token_norms
 from sinklab.measure.padding import RealTokens, real_tokens
+from sinklab.measure.statistics.layer import Angles
+from sinklab.measure.statistics.watch import BatchDetails, DetailsWatch
 from sinklab.measure.visible import View, view_of, visible_layers
 from sinklab.model.loss import next_token_loss
 from sinklab.model.transformer import Transformer

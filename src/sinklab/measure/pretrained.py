@@ -13,18 +13,18 @@ from sinklab.errors import InputError
 from sinklab.measure.accumulate import Accumulator, Batch
 from sinklab.measure.activations import largest_activations, strongest
 from sinklab.measure.batches import in_batches, reporting
-from sinklab.measure.context import check_length, rotary_parameters
 from sinklab.measure.cost import costing
-from sinklab.measure.details_watch import BatchDetails, DetailsWatch
-from sinklab.measure.gguf_files import is_unpacked
-from sinklab.measure.head import forward_loss, forward_only, makes_logits_in_pieces
 from sinklab.measure.hooks import Progress, check_lengths, check_request, evaluating, residual_norms, stacked
-from sinklab.measure.huggingface import decoder_blocks
-from sinklab.measure.loading import input_device, quantisation, vocabulary_size
+from sinklab.measure.huggingface.context import check_length, rotary_parameters
+from sinklab.measure.huggingface.gguf import is_unpacked
+from sinklab.measure.huggingface.interface import decoder_blocks
+from sinklab.measure.huggingface.loading import input_device, quantisation, vocabulary_size
+from sinklab.measure.huggingface.loss import forward_loss, forward_only, makes_logits_in_pieces
+from sinklab.measure.huggingface.probe import AnyProbe, probe
 from sinklab.measure.measurement import Inputs, Measurement, measurement_from
 from sinklab.measure.memory import fitting_batch, sizes_of_pretrained
 from sinklab.measure.padding import RealTokens, real_tokens
-from sinklab.measure.probing import AnyProbe, probe
+from sinklab.measure.statistics.watch import BatchDetails, DetailsWatch
 from sinklab.measure.visible import visible_layers
 
 

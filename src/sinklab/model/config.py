@@ -1,15 +1,29 @@
 """The model part of a recipe: sizes, and one discriminated choice for each thing that can be exchanged."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from sinklab.attention.config import AttentionConfig
 from sinklab.model.gate import Gate, NoGate
-from sinklab.model.init import DeclaredInit, Init
 from sinklab.model.norm import NormConfig
 from sinklab.model.position import Position, Rotary
 from sinklab.schema import LARGEST, Part
+
+
+class DeclaredInit(Part):
+    """The paper's: linear and embedding weights normal with std sqrt(2 / (5 d_in)), feed-forward outputs smaller."""
+
+    kind: Literal["declared"] = "declared"
+
+
+class TorchInit(Part):
+    """PyTorch's defaults: linear weights uniform in +-1 / sqrt(d_in), embeddings normal with std 1."""
+
+    kind: Literal["torch"] = "torch"
+
+
+Init = Annotated[DeclaredInit | TorchInit, Field(discriminator="kind")]
 
 
 class ModelConfig(Part):

@@ -22,16 +22,11 @@ q, k and v are one matrix here, and so are the two halves of a gated feed-forwar
 import hashlib
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
-from sinklab.schema import Part
-
-if TYPE_CHECKING:
-    from sinklab.model.config import ModelConfig
+from sinklab.model.config import ModelConfig
 
 Law = Callable[[Tensor, torch.Generator], Tensor]
 """Fills a tensor in place."""
@@ -40,23 +35,8 @@ SMALL = 0.02  # std of what the paper calls biases, and of its sink token
 TABLES = ("embedding.weight", "position_table", "distance.weight")
 
 
-class DeclaredInit(Part):
-    """The paper's: linear and embedding weights normal with std sqrt(2 / (5 d_in)), feed-forward outputs smaller."""
-
-    kind: Literal["declared"] = "declared"
-
-
-class TorchInit(Part):
-    """PyTorch's defaults: linear weights uniform in +-1 / sqrt(d_in), embeddings normal with std 1."""
-
-    kind: Literal["torch"] = "torch"
-
-
-Init = Annotated[DeclaredInit | TorchInit, Field(discriminator="kind")]
-
-
 @torch.no_grad()
-def initialise(model: nn.Module, config: "ModelConfig", seed: int) -> None:
+def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
     """Set all weights of a transformer by the law of `config.init`.
 
     Each tensor is drawn from its own stream, named by the seed and the tensor's name, so that an intervention that
@@ -69,7 +49,7 @@ def initialise(model: nn.Module, config: "ModelConfig", seed: int) -> None:
             law(parameter, _stream(seed, name, parameter.device))
 
 
-def _by_both(model: nn.Module, name: str, config: "ModelConfig") -> Law | None:
+def _by_both(model: nn.Module, name: str, config: ModelConfig) -> Law | None:
     owner, _, leaf = name.rpartition(".")
     initial = getattr(model.get_submodule(owner), "initial", {})
     if leaf in initial:
@@ -84,7 +64,7 @@ def _by_both(model: nn.Module, name: str, config: "ModelConfig") -> Law | None:
     return _normal(SMALL) if ".bias." in name or name == "sink_token" else None
 
 
-def _declared(name: str, d_in: int, config: "ModelConfig") -> Law:
+def _declared(name: str, d_in: int, config: ModelConfig) -> Law:
     if name.endswith("gate.bias"):
         return _constant(0.0)
     if name.endswith("ffn.down.weight"):
@@ -92,7 +72,7 @@ def _declared(name: str, d_in: int, config: "ModelConfig") -> Law:
     return _normal(SMALL if name == "distance.weight" else math.sqrt(2 / (5 * d_in)))
 
 
-def _torch(name: str, d_in: int, config: "ModelConfig") -> Law:
+def _torch(name: str, d_in: int, config: ModelConfig) -> Law:
     if name in TABLES:
         return _normal(1.0)
     return _uniform(1 / math.sqrt(config.head_width if name.endswith("gate.bias") else d_in))

@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from sinklab.config import KINDS, MANNER, load_recipe
 from sinklab.errors import InputError
+from sinklab.train.recipe import KINDS, MANNER, load_recipe
 
 if TYPE_CHECKING:
     from sinklab.report.collect import Run

@@ -12,8 +12,8 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.files import parse_json, parse_yaml
 from sinklab.report.collect import folders_with, read_history
 from sinklab.report.grouping import changes, leaves
-from sinklab.train.checkpoint import steps_saved
-from sinklab.train.lock import is_held
+from sinklab.train.directory.checkpoint import steps_saved
+from sinklab.train.directory.lock import is_held
 
 State = Literal["running", "done", "stopped", "failed", "not begun", "damaged"]
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from sinklab.errors import InputError
 from sinklab.measure.measurement import Measurement
 from sinklab.measure.native import measure_transformer
+from sinklab.train.directory.run import Run
 from sinklab.train.parallel import gathered
-from sinklab.train.run import Run
 from sinklab.train.update import Updater
 
 LOSS_TOKENS = 2**15  # at a time, unless one sequence is longer

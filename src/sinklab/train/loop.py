@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from sinklab.errors import InputError, SinklabError, StoppedError
 from sinklab.files import write_json
-from sinklab.train.checkpoint import (
+from sinklab.train.compile import compile_blocks
+from sinklab.train.directory.checkpoint import (
     TrainState,
     find_checkpoint,
     load_checkpoint,
@@ -22,12 +23,11 @@ from sinklab.train.checkpoint import (
     save_checkpoint,
     step_of,
 )
-from sinklab.train.compile import compile_blocks
+from sinklab.train.directory.history import History
+from sinklab.train.directory.lock import holder, leave, lock_run, sees
+from sinklab.train.directory.run import Run, establish, read_metrics
 from sinklab.train.evaluate import Evaluator
-from sinklab.train.history import History
-from sinklab.train.lock import holder, leave, lock_run, sees
-from sinklab.train.reports import NotFiniteError
-from sinklab.train.run import Run, establish, read_metrics
+from sinklab.train.finite import NotFiniteError
 from sinklab.train.speed import Speedometer
 from sinklab.train.update import Updater
 from sinklab.train.world import ALONE, World

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sinklab.config import Recipe
-from sinklab.train.flops import model_flops, peak_flops
+from sinklab.train.planning.flops import model_flops, peak_flops
+from sinklab.train.recipe import Recipe
 
 
 @dataclass(frozen=True)

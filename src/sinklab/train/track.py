@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 from sinklab.errors import InputError
 from sinklab.files import write_json
-from sinklab.train.run import Run, read_metrics
+from sinklab.train.directory.run import Run, read_metrics
 
 PROJECT = "sinklab"
 TrackerName = Literal["wandb", "tensorboard"]

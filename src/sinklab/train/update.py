@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from sinklab.model.transformer import Transformer
-from sinklab.train.checkpoint import TrainState
+from sinklab.train.directory.checkpoint import TrainState
+from sinklab.train.directory.run import Run
+from sinklab.train.finite import NotFiniteError, Reports
 from sinklab.train.optim import build_optimizer, learning_rate
 from sinklab.train.parallel import local, share, whole
 from sinklab.train.prefetch import Prefetcher
-from sinklab.train.reports import NotFiniteError, Reports
-from sinklab.train.run import Run
 from sinklab.train.world import ALONE, World
 
 

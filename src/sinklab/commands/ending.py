@@ -1,0 +1,95 @@
+"""How a command ends: its exit status and, where there is something to say, a sentence on stderr, said once."""
+
+import os
+import sys
+from typing import NoReturn
+
+import typer
+from rich.console import Console
+
+from sinklab.errors import SinklabError, is_out_of_memory
+from sinklab.files import FULL
+from sinklab.signals import (
+    CALL_AGAIN,
+    INTERRUPTED,
+    PreemptedError,
+    ignore_signals,
+    left_on_signals,
+    was_kept,
+)
+
+_KEPT = "interrupted; what was finished is kept. Run the same command again to continue."
+_NOT_KEPT = "interrupted; nothing was written. Run the same command again to begin anew."
+_OUT_OF_MEMORY = (
+    "this does not fit into the memory there is: use a smaller model, shorter sequences or fewer at a time "
+    "(train.micro_batch, --batch-size). What was saved before is untouched"
+)
+
+
+def end(app: typer.Typer) -> NoReturn:
+    """Run the command that the process was called with, and exit with its status."""
+    try:
+        with left_on_signals():
+            status = _status(app)
+    except (KeyboardInterrupt, typer.Abort):
+        status = INTERRUPTED
+    except PreemptedError:
+        status = CALL_AGAIN
+    kept = was_kept()
+    if status in (INTERRUPTED, CALL_AGAIN):
+        ignore_signals()
+        if _is_first():
+            stderr().print(_KEPT if kept else _NOT_KEPT, soft_wrap=True)
+    if _has_others():  # see joined_world
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+def _status(app: typer.Typer) -> int:
+    """The exit status of the command, which has been run."""
+    try:
+        status = app(standalone_mode=False)
+    except SinklabError as error:
+        if not error.said_elsewhere:
+            _say_error(str(error))
+        return error.exit_status
+    except typer.Exit as leaving:
+        return leaving.exit_code
+    except OSError as error:
+        if error.errno not in FULL or error.filename is not None:
+            raise
+        _say_error(f"the result could not be printed ({error.strerror}): free some space, or print it elsewhere")
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  what is left of it would fail again at the end
+        return 1
+    except Exception as error:
+        if is_out_of_memory(error):
+            _say_error(f"{_OUT_OF_MEMORY} ({str(error).strip() or type(error).__name__})")
+            return 2
+        if not hasattr(error, "exit_code") or not hasattr(error, "format_message"):
+            raise
+        if _is_first():  # all read the same command line
+            _say_error(f"{error.format_message()} See --help.")  # type: ignore[attr-defined]
+        return 2
+    return status if isinstance(status, int) else 0
+
+
+def _has_others() -> bool:
+    """Whether torchrun has started several processes."""
+    return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def _is_first() -> bool:
+    return not _has_others() or os.environ.get("RANK", "0") == "0"
+
+
+def _say_error(message: str) -> None:
+    console = stderr()
+    console.print("error:", style="bold red", end=" ")
+    console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+
+def stderr() -> Console:
+    """For everything but results."""
+    return Console(stderr=True)

@@ -1,0 +1,74 @@
+"""How many measurements go on, in a terminal: a bar over all and one over the present; plain lines elsewhere."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from sinklab.commands.terminal.report import printable
+from sinklab.measure.measurement import Measurement
+from sinklab.survey.items import Watch
+
+
+class Board(Watch):
+    """Shows what is measured, how far it has come, and every result in a line.
+
+    Args:
+        console: where to print.
+        what: what there are many of, such as "domains".
+        total: how many.
+    """
+
+    def __init__(self, console: Console, what: str, total: int) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._all = self._progress.add_task(what, total=total)
+        self._present = self._progress.add_task("", total=None)
+
+    def __enter__(self) -> "Board":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._progress.stop()
+
+    def starts(self, name: str) -> None:
+        """Show the bar of `name`."""
+        self._progress.reset(self._present, description=escape(printable(name)), total=None)
+
+    def advances(self, done: float, total: int) -> None:
+        """Move the bar."""
+        self._progress.update(self._present, completed=done, total=total)
+
+    def ends(self, name: str, measurement: Measurement) -> None:
+        """Print the result in a line."""
+        self._say(name, _in_a_line(measurement))
+
+    def fails(self, name: str, why: str) -> None:
+        """Print why."""
+        self._say(name, f"failed: {why}")
+
+    def keeps(self, name: str, measurement: Measurement) -> None:
+        """Print the earlier result in a line."""
+        self._say(name, f"{_in_a_line(measurement)} (kept)")
+
+    def _say(self, name: str, what: str) -> None:
+        self._progress.advance(self._all)
+        self._console.print(printable(f"{name}: {what}"), markup=False, highlight=False, soft_wrap=True)
+
+
+def _in_a_line(measurement: Measurement) -> str:
+    parts = [f"Sink_1 {measurement.sink_rate[0]:.2f} %"]
+    if measurement.loss is not None:
+        parts.append(f"loss {measurement.loss:.4f}")
+    parts.append(f"{measurement.sequences} sequences")
+    return ", ".join(parts)

@@ -1,0 +1,66 @@
+"""How the end of a run, and a replayed step, look in a terminal."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+from sinklab.commands.tables import print_table
+from sinklab.train.directory.run import read_metrics
+from sinklab.train.recipe import Recipe
+from sinklab.train.replay import Replay
+
+LARGEST = 12
+
+
+def print_end(directory: Path, recipe: Recipe, console: Console) -> None:
+    """The last evaluation of a finished run, where it is, and what can be done with it."""
+    rows = read_metrics(directory / "metrics.jsonl")
+    if rows:
+        print_table(_end_table(rows[-1], recipe), console)
+    where = shlex.quote(str(directory))
+    console.print(f"in {directory}:", highlight=False, markup=False, soft_wrap=True)
+    doing = {f"sinklab measure {where} --text FILE": "another text", f"sinklab report {where}": "charts"}
+    if recipe.schedule.shape == "flat":
+        more = f"sinklab train ... --set train.steps={2 * recipe.train.steps} --out {where}"
+        doing[more] = "go on from here"
+    width = max(map(len, doing))
+    for command, what in doing.items():
+        console.print(f"  {command:{width}}   {what}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _end_table(row: dict[str, Any], recipe: Recipe) -> Table:
+    title = Text(f"{recipe.name}, step {row['step']:,} of {recipe.train.steps:,}", "table.title")
+    table = Table(show_header=False, title=title)
+    rates = row["sink_rate"]
+    shown = {
+        "tokens": f"{row['tokens']:,}",
+        "validation loss": f"{row['valid_loss']:.3f} nats / token",
+        "Sink_1": f"{rates[0]:.1f} % of heads",
+        "on the bias": None if row["sink_rate_bias"] is None else f"{row['sink_rate_bias']:.1f} % of heads",
+        "norm ratio": f"{max(row['hidden_norm_ratio']):.1f}, largest block",
+    }
+    for name, value in shown.items():
+        if value is not None:
+            table.add_row(name, value)
+    return table
+
+
+def print_replay(found: Replay, console: Console) -> None:
+    """The loss, the first tensor that is not finite, and the parameters with the largest gradients."""
+    begin = "the initial weights" if found.checkpoint is None else str(found.checkpoint)
+    console.print(f"step {found.step} from {begin}, {found.repeated} updates repeated", highlight=False, soft_wrap=True)
+    console.print(f"loss {found.loss:.6g}, gradient norm {found.grad_norm:.6g}", highlight=False)
+    console.print(f"first tensor that is not finite: {found.first_not_finite or 'none'}", highlight=False)
+    table = Table(
+        "parameter",
+        Column("gradient norm", justify="right"),
+        title=f"the {LARGEST} largest gradients, not finite ones first",
+    )
+    ranked = sorted(found.grad_norms.items(), key=lambda item: (item[1] == item[1], -item[1]))
+    for name, norm in ranked[:LARGEST]:
+        table.add_row(name, f"{norm:.4g}")
+    print_table(table, console)

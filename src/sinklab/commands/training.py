@@ -1,0 +1,168 @@
+"""`sinklab train`: a recipe from its name to a trained run, in one process or in those of torchrun."""
+
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from sinklab.commands.console import RunBoard, data_progress
+from sinklab.commands.timing import Length
+from sinklab.data.prepare import prepared
+from sinklab.data.shards import TokenDataset
+from sinklab.errors import InputError, StoppedError
+from sinklab.experiments.pool import Event
+from sinklab.signals import stop_on_signals
+from sinklab.train.directory.run import Run, existing_run, open_run
+from sinklab.train.loop import Outcome, Progress, Trainer
+from sinklab.train.planning.capacity import check_fits
+from sinklab.train.planning.plan import Plan, memory_line, plan_of, sized
+from sinklab.train.recipe import Recipe, load_recipe
+from sinklab.train.replay import Replay, replay
+from sinklab.train.track import Tracker, TrackerName, require, tracked
+from sinklab.train.world import World, joined_world
+
+PLAIN: Any = {"highlight": False, "markup": False, "soft_wrap": True}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the command ended.
+
+    Attributes:
+        directory: of the run.
+        exit_status: 0 where the run is done; 130 or 75 where it was asked to stop and has saved.
+        speaks: whether this process is the one that prints results.
+        recipe: of the run, resolved.
+    """
+
+    directory: Path
+    exit_status: int
+    speaks: bool
+    recipe: Recipe
+
+
+def train_command(
+    recipe: str,
+    overrides: Iterable[str],
+    out: Path | None,
+    console: Console,
+    trackers: Sequence[TrackerName] = (),
+    anyway: bool = False,
+) -> Ended:
+    """Train the recipe, continuing what is found in the run directory; `console` and trackers are told how it goes.
+
+    Args:
+        anyway: also where the estimate is beyond the memory there is.
+
+    Raises:
+        InputError: a recipe, text or directory that cannot be used, a model beyond the memory, or a tracker whose
+            package is missing.
+        SinklabError: the run could not go on; what was saved is untouched.
+    """
+    with joined_world() as world:
+        if not world.is_first:
+            console.quiet = True
+        world.together(lambda: require(trackers))
+        loaded = world.together(lambda: _recipe(recipe, overrides, world))
+        if not anyway:
+            world.together(lambda: _check_fits(loaded, world, console))
+        dataset = world.together(lambda: _data(loaded, console))
+        with stop_on_signals() as should_stop:
+            run = world.together(lambda: open_run(loaded, dataset, out))
+            try:
+                outcome = _trained(run, world, console, should_stop, trackers)
+            except StoppedError:  # before there was a model
+                return Ended(run.directory, should_stop.exit_status, world.is_first, run.recipe)
+    if outcome.status == "stopped":
+        steps = run.recipe.train.steps
+        console.print(f"stopped at step {outcome.step} of {steps}, saved in {run.directory}", **PLAIN)
+    status = 0 if outcome.status == "done" else should_stop.exit_status
+    return Ended(run.directory, status, world.is_first, run.recipe)
+
+
+def _trained(
+    run: Run, world: World, console: Console, should_stop: Callable[[], bool], trackers: Sequence[TrackerName]
+) -> Outcome:
+    name = run.recipe.name
+    longer = "" if run.shorter is None else f", which goes on from that of {run.shorter} steps"
+    console.print(f"run {run.hash} in {run.directory}{longer}", **PLAIN)
+    needs = memory_line(run.recipe, world.device(run.recipe.train.device), world.size)
+    console.print(needs, **PLAIN)
+    following: list[Tracker] = []
+    with RunBoard(console, {name: Length(run.recipe.train.steps, run.recipe.train.eval_every)}) as board:
+
+        def watch(progress: Progress) -> None:
+            board.watch(Event(name, "step" if progress.row is None else "row", progress.step, progress.row))
+            if progress.row is not None:
+                for tracker in following:
+                    tracker.row(progress.row)
+
+        trainer = Trainer(run, watch, should_stop, world)
+        board.watch(Event(name, "ready", trainer.state.step))
+        was_done = trainer.state.step == run.recipe.train.steps
+        with tracked(trackers if world.is_first else (), run, trainer.state.step) as opened:
+            following += opened
+            outcome = trainer.train()
+            without = [tracker for tracker in following if tracker.is_new or not was_done]
+            if outcome.status == "done" and without:
+                _show_charts(run.directory, without)
+    return outcome
+
+
+def _show_charts(directory: Path, trackers: Sequence[Tracker]) -> None:
+    from sinklab.report.collect import collect
+    from sinklab.report.export import export_charts
+
+    with tempfile.TemporaryDirectory() as folder:
+        files = export_charts(collect([directory]), Path(folder), ("png",))
+        for tracker in trackers:
+            tracker.charts(files)
+
+
+def plan_command(recipe: str, overrides: Iterable[str]) -> tuple[Plan, bool]:
+    """What the recipe would take here, with as many processes as were started; nothing is trained.
+
+    Returns:
+        The plan, and whether this process is the one that prints it.
+
+    Raises:
+        InputError: a recipe or text that cannot be used.
+    """
+    with joined_world() as world:
+        loaded = world.together(lambda: _recipe(recipe, overrides, world))
+        plan = world.together(lambda: plan_of(loaded, world.device(loaded.train.device), world.size))
+        return plan, world.is_first
+
+
+def replay_command(recipe: str, overrides: Iterable[str], out: Path | None, step: int, console: Console) -> Replay:
+    """Replay the batch of one step of a run.
+
+    Raises:
+        InputError: there is no such run or step, or several processes were started.
+        SinklabError: none of the run's checkpoints is valid.
+    """
+    with joined_world() as world:
+        if world.size > 1:
+            raise world.shared_error(InputError("--replay needs one process: start it without torchrun"))
+        loaded = load_recipe(recipe, overrides)
+        return replay(existing_run(loaded, _data(loaded, console), out), step)
+
+
+def _recipe(name: str, overrides: Iterable[str], world: World) -> Recipe:
+    """The recipe, and its device made ready."""
+    recipe = load_recipe(name, overrides)
+    world.use(recipe.train.device)
+    return recipe
+
+
+def _check_fits(recipe: Recipe, world: World, console: Console) -> None:
+    """Before the text is prepared, where the size of the vocabulary is known without."""
+    check_fits(sized(recipe, world.device(recipe.train.device), lambda: _data(recipe, console)), world)
+
+
+def _data(recipe: Recipe, console: Console) -> TokenDataset:
+    with data_progress(console) as progress:
+        return prepared(recipe.data, progress=progress)

@@ -1,0 +1,190 @@
+"""Several models on the same text, side by side: base against chat, small against large.
+
+Each model reads the text through its own tokenizer, and conversations through its own chat template. Tokenizers
+differ, so the sequences of two models are alike in text and not in tokens, and losses are per token of each.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from sinklab.data.corpora import identity
+from sinklab.errors import InputError, UnsavedError
+from sinklab.files import write_json
+from sinklab.measure.hooks import Progress
+from sinklab.measure.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision
+from sinklab.measure.measurement import Measurement
+from sinklab.survey.items import Item, Outcome, Watch, check_places, measure_all, truth
+from sinklab.survey.loaded import Request, load_subject
+
+DOCUMENT = "comparison.json"
+POSITIONS = 4
+
+Quantity = tuple[str, str, Callable[[Measurement], float | None]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the comparison.
+
+    Attributes:
+        quantity, unit: what is compared.
+        values: by model; None where a model has no such thing.
+        differences: from the first model, by model; None where one of the two is.
+    """
+
+    quantity: str
+    unit: str
+    values: dict[str, float | None]
+    differences: dict[str, float | None]
+
+    def document(self) -> dict[str, Any]:
+        """The line as plain JSON."""
+        return {"quantity": self.quantity, "unit": self.unit, "values": self.values, "differences": self.differences}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The measurements by model, the first being the one that the others are held against."""
+
+    text: str | None
+    measured: dict[str, Measurement]
+
+    def rows(self) -> list[Row]:
+        """The quantities that at least one of the models has."""
+        rows = [_row(quantity, self.measured) for quantity in _quantities(self.measured.values())]
+        return [row for row in rows if any(value is not None for value in row.values.values())]
+
+    def document(self) -> dict[str, Any]:
+        """What `comparison.json` holds."""
+        return {
+            "schema": 1,
+            "text": self.text,
+            "rows": [row.document() for row in self.rows()],
+            "models": {name: measurement.document() for name, measurement in self.measured.items()},
+        }
+
+
+def compare_models(
+    models: Sequence[str],
+    text: Path | None,
+    request: Request,
+    *,
+    loading: Loading = AS_IT_IS,
+    out: Path | None = None,
+    watch: Watch | None = None,
+) -> Comparison:
+    """Measure two or more models, one after the other, on the same text or the same kind of generated tokens.
+
+    Args:
+        models: run directories, model directories or names on the Hugging Face hub.
+        out: keeps each model's measurement in a folder of its name, and `comparison.json`; continues what it finds.
+
+    Raises:
+        InputError: fewer than two models, one given twice, no text, or results of other settings in `out`.
+        UnsavedError: a result could not be saved; it holds the comparison so far.
+        SinklabError: a model could not be measured; what is finished stays.
+    """
+    if len(models) < 2:
+        raise InputError("a comparison needs two models or more: sinklab compare A B --text FILE")
+    for model in models:
+        check_name(model)
+    request.check(text)
+    for model in models:
+        check_revision(model, loading.revision)
+    source = None if text is None else identity(str(text))
+
+    def measure(model: str, progress: Progress) -> Measurement:
+        subject = load_subject(model, loading)
+        return subject.measure(text, request, progress)
+
+    items = [
+        Item(
+            name,
+            None if out is None else out / name,
+            truth(model, Path(model).expanduser(), source, loading, request),
+            partial(measure, model),
+        )
+        for name, model in labels(models).items()
+    ]
+
+    def comparison_of(outcome: Outcome) -> Comparison:
+        return Comparison(None if text is None else str(text), outcome.measured)
+
+    def save(outcome: Outcome) -> None:
+        if out is not None and len(outcome.measured) == len(items):
+            write_json(out / DOCUMENT, comparison_of(outcome).document())
+
+    check_places(items, out, DOCUMENT)
+    try:
+        return comparison_of(measure_all(items, watch or Watch(), save, others_go_on=False))
+    except UnsavedError as error:
+        raise UnsavedError(str(error), comparison_of(error.result)) from error
+
+
+def labels(models: Sequence[str]) -> dict[str, str]:
+    """Models by the shortest names that tell them apart: a hub name as it is, of a path the last folders.
+
+    Raises:
+        InputError: a model is there twice.
+    """
+    parts = {model: _parts(model) for model in models}
+    for count in range(1, 2 + max(map(len, parts.values()))):
+        named = {"/".join(own if _on_hub(model) else own[-count:]): model for model, own in parts.items()}
+        if len(named) == len(models):
+            return named
+    twice = next(model for model in models if sum(_parts(other) == _parts(model) for other in models) > 1)
+    raise InputError(f"{twice} is given twice: name models that differ")
+
+
+def _on_hub(model: str) -> bool:
+    return not Path(model).expanduser().exists()
+
+
+def _parts(model: str) -> tuple[str, ...]:
+    """The folders of a path, or the parts of a hub name, without anything that leads upwards."""
+    path = Path(model) if _on_hub(model) else Path(model).expanduser().resolve()
+    return tuple(part for part in path.parts if part not in (path.anchor, "..", "."))
+
+
+def _row(quantity: Quantity, measured: Mapping[str, Measurement]) -> Row:
+    name, unit, value = quantity
+    values = {model: value(measurement) for model, measurement in measured.items()}
+    first, *others = values
+    return Row(name, unit, values, {other: _difference(values[other], values[first]) for other in others})
+
+
+def _difference(value: float | None, reference: float | None) -> float | None:
+    return None if value is None or reference is None else value - reference
+
+
+def _quantities(measured: Any) -> list[Quantity]:
+    """What is compared; sink rates at every threshold that was asked for."""
+    first: Measurement = next(iter(measured))
+    quantities: list[Quantity] = [
+        (f"Sink_{k + 1}", "% of heads", lambda m, k=k: m.sink_rate[k]) for k in range(min(POSITIONS, first.length))
+    ]
+    others = [eps for eps in first.sink_rates or {} if float(eps) != first.eps]
+    quantities += [
+        (f"Sink_1 at eps {eps}", "% of heads", lambda m, eps=eps: (m.sink_rates or {})[eps][0]) for eps in others
+    ]
+    quantities.append(("Sink_1, visible queries", "% of heads", lambda m: (m.sink_rate_visible or [None])[0]))
+    return [
+        *quantities,
+        ("sink on the bias", "% of heads", lambda m: m.sink_rate_bias),
+        ("importance of position 1", "mean", lambda m: float(m.importance[:, :, 0].mean())),
+        ("loss", "nats/token", lambda m: m.loss),
+        ("|h_1| over the rest", "largest block", lambda m: max(m.hidden_norm_ratio or [], default=None)),
+        ("|k_1| over the rest", "mean layer", lambda m: fmean(m.key_norm_ratio) if m.key_norm_ratio else None),
+        ("|v_1| over the rest", "mean layer", lambda m: fmean(m.value_norm_ratio) if m.value_norm_ratio else None),
+        ("largest activation", "absolute", lambda m: _massive(m, "value")),
+        ("largest activation", "over median", lambda m: _massive(m, "ratio_to_median")),
+    ]
+
+
+def _massive(measurement: Measurement, what: str) -> float | None:
+    found = [abs(getattr(one, what)) for one in measurement.massive_activations or []]
+    return max(found, default=None)

@@ -1,0 +1,222 @@
+"""Many measurements for one answer, each kept in a folder of its own: an interruption loses none that is finished.
+
+Beside every measurement stands `request.json`, everything that decides its result. The same call again keeps what is
+finished; a call that asks for something else is refused, so that no table mixes settings.
+"""
+
+import gc
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sinklab.errors import InputError, SinklabError, UnsavedError
+from sinklab.files import parse_json, write_json
+from sinklab.measure.hooks import Progress
+from sinklab.measure.huggingface.loading import Loading
+from sinklab.measure.measurement import Measurement
+from sinklab.outputs import MEASUREMENT, REPORT, check_results
+from sinklab.survey.loaded import Request
+
+REQUEST = "request.json"
+FILES = "files"
+WEIGHTS = ("*.safetensors", "*.gguf", "config.json", "recipe.yaml", "*.py")
+TOKENIZER = ("tokenizer*", "*.model", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json")
+MODEL_FILES = (*WEIGHTS, *TOKENIZER, "chat_template*", "additional_chat_templates/*")
+
+
+class Watch:
+    """Is told how the work goes. This one says nothing."""
+
+    def starts(self, name: str) -> None:
+        """`name` is measured now."""
+
+    def advances(self, done: float, total: int) -> None:
+        """Sequences done, of the measurement that started last."""
+
+    def ends(self, name: str, measurement: Measurement) -> None:
+        """`name` is measured."""
+
+    def fails(self, name: str, why: str) -> None:
+        """`name` could not be measured."""
+
+    def keeps(self, name: str, measurement: Measurement) -> None:
+        """`name` was measured by an earlier call."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One of the measurements.
+
+    Attributes:
+        name: its name in the result.
+        folder: where it is kept; None keeps it nowhere.
+        request: everything that decides its result, as plain JSON.
+        measure: does it.
+    """
+
+    name: str
+    folder: Path | None
+    request: Mapping[str, Any]
+    measure: Callable[[Progress], Measurement]
+
+    def finished(self) -> Measurement | None:
+        """The measurement that an earlier call left; None where there is none.
+
+        Raises:
+            InputError: what is there was made with other settings, or is damaged.
+        """
+        if self.folder is None or not (self.folder / "measurement.json").is_file():
+            return None
+        try:
+            asked = parse_json((self.folder / REQUEST).read_text("utf-8")) if (self.folder / REQUEST).is_file() else {}
+        except ValueError as error:
+            raise InputError(f"{self.folder / REQUEST} is damaged: delete {self.folder} to measure it again") from error
+        differing = sorted(
+            key for key in {*asked, *self.request} if _differ(key, asked.get(key), self.request.get(key))
+        )
+        if differing:
+            key = differing[0]
+            raise InputError(
+                f"{self.folder} holds a measurement with other settings ({key} is {asked.get(key)} there and "
+                f"{self.request.get(key)} now): choose another --out, or repeat the call that made it"
+            )
+        return Measurement.load(self.folder)
+
+    def keep(self, measurement: Measurement) -> None:
+        """Save the measurement with its request, if it has a folder."""
+        if self.folder is not None:
+            write_json(self.folder / REQUEST, self.request)
+            measurement.save(self.folder)
+
+
+@dataclass
+class Outcome:
+    """What came of the items, in their order: measurements, and for the others a sentence."""
+
+    measured: dict[str, Measurement] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def check_places(items: Sequence[Item], out: Path | None, document: str) -> None:
+    """Refuse places that cannot hold the results, before anything is measured.
+
+    Args:
+        out: where `document` and the report will be.
+
+    Raises:
+        InputError: a folder that cannot be written, or a file in it that is not one of ours.
+    """
+    if out is not None:
+        check_results(out, (document, REPORT))
+    for item in items:
+        if item.folder is not None:
+            check_results(item.folder, (*MEASUREMENT, REQUEST))
+
+
+def measure_all(
+    items: Sequence[Item],
+    watch: Watch,
+    save: Callable[[Outcome], None] = lambda outcome: None,
+    *,
+    others_go_on: bool = True,
+) -> Outcome:
+    """Measure what is not finished yet.
+
+    Args:
+        save: called with everything so far, whenever there is more.
+        others_go_on: one that fails does not stop the others.
+
+    Raises:
+        InputError: an item's folder holds a measurement with other settings; nothing has been measured then.
+        UnsavedError: a result could not be saved; it holds the outcome so far, that result included.
+        Exception: whatever an item raised, where the others do not go on.
+    """
+    finished = {item.name: item.finished() for item in items}
+    outcome = Outcome()
+    for item in items:
+        if kept := finished[item.name]:
+            outcome.measured[item.name] = kept
+            watch.keeps(item.name, kept)
+            continue
+        watch.starts(item.name)
+        _release_memory()
+        result = _attempt(item, watch, others_go_on)
+        if isinstance(result, str):
+            outcome.failed[item.name] = result
+            watch.fails(item.name, result)
+        else:
+            outcome.measured[item.name] = result
+            with _unsaved(outcome):
+                item.keep(result)
+            watch.ends(item.name, result)
+        with _unsaved(outcome):
+            save(outcome)
+    with _unsaved(outcome):
+        save(outcome)
+    return outcome
+
+
+@contextmanager
+def _unsaved(outcome: Outcome) -> Iterator[None]:
+    try:
+        yield
+    except SinklabError as error:
+        raise UnsavedError(str(error), outcome) from error
+
+
+def _attempt(item: Item, watch: Watch, others_go_on: bool) -> Measurement | str:
+    """The measurement, or a sentence on why there is none: the error itself would keep its model in memory."""
+    try:
+        return item.measure(watch.advances)
+    except Exception as error:  # the code of a foreign model can raise anything
+        if not others_go_on:
+            raise
+        return _sentence(error)
+
+
+def truth(model: str, place: Path | None, text: str | None, loading: Loading, request: Request) -> dict[str, Any]:
+    """Everything that decides a measurement's result, as plain JSON.
+
+    Args:
+        model: its name.
+        place: where it lies, a directory or a file; None for a model of the hub.
+        text: what tells the text from another one; None where there is none.
+    """
+    decides = {key: value for key, value in asdict(request).items() if key != "batch_size"}
+    files = None if place is None else model_files(place)
+    loaded = {"revision": loading.revision, "dtype": loading.dtype}
+    return json.loads(json.dumps({"model": model, FILES: files, "text": text, **loaded, **decides}))
+
+
+def model_files(place: Path) -> str | None:
+    """A SHA-256 that changes when the model in a directory or file may have changed; None where there is neither."""
+    if not place.exists():
+        return None
+    files = {path for pattern in MODEL_FILES for path in place.rglob(pattern)} if place.is_dir() else {place}
+    state = [[str(p.relative_to(place)), p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(files)]
+    return hashlib.sha256(json.dumps(state).encode()).hexdigest()
+
+
+def _differ(key: str, before: Any, now: Any) -> bool:
+    """A model that is no longer here, or was not then, cannot be told from itself."""
+    return before != now and not (key == FILES and None in (before, now))
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, SinklabError):
+        return str(error)
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _release_memory() -> None:
+    """A model needs the memory of the one before it."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

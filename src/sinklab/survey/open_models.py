@@ -1,0 +1,84 @@
+"""The open models that the paper measures, with their sizes and the sink rates it prints: `open_models.yaml`."""
+
+from collections.abc import Sequence
+from functools import cache
+from importlib import resources
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import Field, model_validator
+
+from sinklab.errors import InputError
+from sinklab.schema import Part
+
+FILE = "open_models.yaml"
+EVERY = "all"
+
+
+class Setting(Part):
+    """What the printed sink rates were measured with, apart from the text."""
+
+    sequences: int
+    length: int
+    eps: float
+
+
+class OpenModel(Part):
+    """One model of the list.
+
+    Attributes:
+        id: its name on the Hugging Face hub.
+        family: the name it is asked for by.
+        dtype: of its checkpoint.
+        parameters: tied embeddings counted once.
+        width, vocabulary: of the residual stream and the token embedding.
+        published: Sink_1 in percent, by kind of input; empty where the paper prints none.
+        source: where it prints them.
+    """
+
+    id: str = Field(pattern=r"^[\w.-]+/[\w.-]+$")
+    family: str
+    dtype: Literal["float32", "float16", "bfloat16"]
+    parameters: int = Field(gt=0)
+    width: int = Field(gt=0)
+    vocabulary: int = Field(gt=0)
+    published: dict[Literal["natural", "random", "repeat"], float] = Field(default_factory=dict)
+    source: str | None = None
+
+    @model_validator(mode="after")
+    def _numbers_have_a_source(self) -> Self:
+        if bool(self.published) != (self.source is not None):
+            raise ValueError(f"{self.id}: published numbers and their source go together")
+        return self
+
+
+@cache
+def setting() -> Setting:
+    """What the printed sink rates were measured with."""
+    return Setting.model_validate(_document()["setting"])
+
+
+@cache
+def families() -> dict[str, tuple[OpenModel, ...]]:
+    """The models by family."""
+    return {
+        name: tuple(OpenModel(family=name, dtype=family["dtype"], **model) for model in family["models"])
+        for name, family in _document()["families"].items()
+    }
+
+
+def models_of(names: Sequence[str]) -> list[OpenModel]:
+    """The models of the families, each once, in the order of the list; `all` is every family.
+
+    Raises:
+        InputError: there is no such family; says which there are.
+    """
+    known = families()
+    if unknown := [name for name in names if name not in (*known, EVERY)]:
+        raise InputError(f"no family {unknown[0]!r}; there are: {', '.join((*known, EVERY))}")
+    return [model for name, models in known.items() if name in names or EVERY in names for model in models]
+
+
+def _document() -> dict[str, Any]:
+    file = resources.files("sinklab") / "survey" / FILE
+    return yaml.safe_load(file.read_text(encoding="utf-8"))

@@ -1,0 +1,306 @@
+"""Checkpoints: a folder per step, written aside, checksummed and renamed, so that one that has its name was whole.
+
+    shard-*.safetensors    weights and optimiser, a file per process; readable by any number of processes (`store.py`)
+    state.json             what is no tensor
+    SHA256SUMS             checksums of the other files, as `sha256sum --check` reads them; written last
+
+What becomes of a folder afterwards (a bad disk, a half copy, a stray file) is found by `find_checkpoint`, which names
+a damaged one and takes the one before it.
+"""
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from sinklab.errors import SinklabError
+from sinklab.files import is_full, sha256_of
+from sinklab.train.directory import store
+from sinklab.train.world import ALONE, World
+
+STATE, SUMS = "state.json", "SHA256SUMS"
+T = TypeVar("T")
+Hashes = str | tuple[str, ...]
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class TrainState:
+    """What a run has reached besides weights and optimiser.
+
+    Attributes:
+        step: updates done; also the index of the next batch.
+        loss_sum, loss_count: training loss since the last evaluation, nats per token.
+        grad_norm: of the last update, before clipping.
+    """
+
+    step: int = 0
+    loss_sum: float = 0.0
+    loss_count: int = 0
+    grad_norm: float = 0.0
+
+
+def save_checkpoint(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: TrainState,
+    run_hash: str,
+    keep: int,
+    world: World = ALONE,
+    previous: Path | None = None,
+) -> Path:
+    """Write `folder/step_N`, all processes together, and then remove all but the newest `keep` checkpoints.
+
+    Args:
+        previous: the newest valid one so far, where that is known; what lies between the two is damaged, and goes.
+
+    Raises:
+        SinklabError: the disk is full or not writable, or not the same for all processes; earlier checkpoints are
+            untouched.
+    """
+    target = folder / f"step_{state.step:08d}"
+    aside = folder / f".{target.name}.new"
+    tensors = store.model_tensors(model) | store.optimizer_tensors(model, optimizer)
+    document = {
+        "schema": 2,
+        "run_hash": run_hash,
+        "state": asdict(state),
+        "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
+    }
+    try:
+        world.from_first(lambda: _make_empty(aside))
+        store.write_tensors(aside, tensors, together=world.size > 1)
+        world.from_first(lambda: _make_valid(aside, target, document))
+    except (OSError, SinklabError) as error:
+        if world.is_first:
+            shutil.rmtree(aside, ignore_errors=True)
+        failed = SinklabError(
+            f"cannot save the checkpoint of step {state.step} in {folder}: {error}. Earlier checkpoints are untouched; "
+            f"{'free some space' if is_full(error) else 'make it writable'}, then run the same command again to "
+            "continue from the newest."
+        )
+        # The others learn as a SinklabError what one has met as an OSError.
+        raise (world.shared_error(failed) if isinstance(error, SinklabError) else failed) from error
+    if world.is_first:
+        _remove_old(folder, target, keep, previous)
+    return target
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a save that was killed has left. Only who holds the run's lock may do so."""
+    for leftover in folder.glob(".step_*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def find_checkpoint(
+    folder: Path, model: nn.Module, run_hash: Hashes | None = None, at_most: int | None = None
+) -> Path | None:
+    """The newest valid checkpoint for `model`, None where there has never been one; damaged ones are logged by name.
+
+    Args:
+        run_hash: whose it must be, or one of whose; anybody's unless given.
+        at_most: of this step or an earlier one.
+
+    Raises:
+        SinklabError: there are checkpoints, and none of them is valid.
+    """
+    damaged = []
+    for checkpoint in reversed(_checkpoints(folder)):
+        if at_most is not None and step_of(checkpoint) > at_most:
+            continue
+        reason = _defect(checkpoint, model, run_hash)
+        if reason is None:
+            return checkpoint
+        if not checkpoint.is_dir():  # the run is in progress: it has saved a newer one and removed this
+            return find_checkpoint(folder, model, run_hash, at_most)
+        damaged.append(f"{checkpoint} {reason}")
+        log.warning("checkpoint %s: it is skipped", damaged[-1])
+    if damaged:
+        raise SinklabError(
+            f"no valid checkpoint is left in {folder}: {'; '.join(damaged)}. "
+            "Restore one of them, or delete that folder to train from step 0."
+        )
+    return None
+
+
+def take_newest(
+    folder: Path,
+    model: nn.Module,
+    load: Callable[[Path], T],
+    run_hash: Hashes | None = None,
+    at_most: int | None = None,
+) -> tuple[Path, T] | None:
+    """The checkpoint that `find_checkpoint` finds and what `load` makes of it; None where there has never been one.
+
+    For readers without the run's lock: one that the run removes meanwhile, having saved a newer one, is passed over.
+
+    Raises:
+        SinklabError, OSError: as `find_checkpoint` and `load`.
+    """
+    while (checkpoint := find_checkpoint(folder, model, run_hash, at_most)) is not None:
+        try:
+            return checkpoint, load(checkpoint)
+        except (OSError, SinklabError):
+            if checkpoint.is_dir():
+                raise
+    return None
+
+
+def load_weights(checkpoint: Path, model: nn.Module, world: World = ALONE) -> TrainState:
+    """Load the weights of a checkpoint that `find_checkpoint` has found; all processes together.
+
+    Raises:
+        SinklabError: a file cannot be read.
+    """
+    store.read_tensors(checkpoint, store.model_tensors(model), together=world.size > 1)
+    return TrainState(**_read_state(checkpoint)["state"])
+
+
+def load_checkpoint(
+    checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World = ALONE
+) -> TrainState:
+    """Load weights and the state of a new optimiser, bit for bit as they were saved; all processes together.
+
+    Raises:
+        SinklabError: a file cannot be read.
+    """
+    stored = [name for name in _read_state(checkpoint)["tensors"] if name.startswith(store.OPTIMIZER)]
+    if stored:
+        store.create_optimizer_state(model, optimizer, stored)
+        store.read_tensors(checkpoint, store.optimizer_tensors(model, optimizer), together=world.size > 1)
+    return load_weights(checkpoint, model, world)
+
+
+def _make_empty(aside: Path) -> None:
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+
+
+def _make_valid(aside: Path, target: Path, document: dict[str, Any]) -> None:
+    try:
+        stored = store.stored_shapes(aside)
+    except (ValueError, SafetensorError) as error:
+        raise SinklabError(f"{error}: all processes must see the same folder") from error
+    if stored != {name: tuple(shape) for name, shape in document["tensors"].items()}:
+        raise SinklabError("it lacks what other processes have written: all must see the same folder")
+    (aside / STATE).write_text(json.dumps(document, indent=1), encoding="utf-8")
+    sums = "".join(f"{sha256_of(path)}  {path.name}\n" for path in sorted(aside.iterdir()))
+    (aside / SUMS).write_text(sums, encoding="utf-8")
+    for path in [*aside.iterdir(), aside]:
+        _flush(path)
+    if target.exists():
+        _remove(target)
+    aside.replace(target)
+    _flush(target.parent)
+
+
+def _remove_old(folder: Path, newest: Path, keep: int, previous: Path | None) -> None:
+    """Keep `newest` and valid ones before it: those after `previous`, or after `newest`, have been passed over."""
+    checkpoints = _checkpoints(folder)
+    sound = [path for path in checkpoints if path < newest and (previous is None or path <= previous)]
+    kept = [*sound, newest][-keep:]
+    for path in checkpoints:
+        if path not in kept:
+            _remove(path)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Take the name away first, so that a kill does not leave half a checkpoint under it."""
+    aside = checkpoint.with_name(f".{checkpoint.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    checkpoint.replace(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _defect(checkpoint: Path, model: nn.Module, run_hash: Hashes | None) -> str | None:
+    """What is wrong with a checkpoint, None where nothing is."""
+    checks: tuple[Callable[[], str | None], ...] = (
+        lambda: _wrong_file(checkpoint),
+        lambda: _wrong_state(checkpoint, run_hash),
+        lambda: _wrong_tensor(checkpoint, model),
+    )
+    try:
+        return next((found for check in checks if (found := check())), None)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        return f"is not readable ({error or type(error).__name__})"
+
+
+def _wrong_file(checkpoint: Path) -> str | None:
+    if not (checkpoint / SUMS).is_file():
+        return f"has no {SUMS}"
+    lines = (checkpoint / SUMS).read_text(encoding="utf-8").splitlines()
+    sums = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+    present = {path.name for path in checkpoint.iterdir()} - {SUMS}
+    if STATE not in sums:
+        return f"has no {STATE} among its checksums"
+    if missing := sorted(sums.keys() - present):
+        return f"has lost {missing[0]}"
+    if strange := sorted(name for name in present - sums.keys() if name.endswith(store.SUFFIX)):
+        return f"has {strange[0]}, which is not part of it"
+    changed = [name for name, digest in sums.items() if sha256_of(checkpoint / name) != digest]
+    return f"has a damaged {changed[0]} (its checksum is not the one recorded)" if changed else None
+
+
+def _wrong_state(checkpoint: Path, run_hash: Hashes | None) -> str | None:
+    document = _read_state(checkpoint)
+    TrainState(**document["state"])
+    wanted = (run_hash,) if isinstance(run_hash, str) else run_hash
+    if wanted is not None and document["run_hash"] not in wanted:
+        return f"belongs to run {document['run_hash']}, not {wanted[0]}"
+    if document["state"]["step"] != step_of(checkpoint):
+        return f"holds step {document['state']['step']}"
+    return None
+
+
+def _wrong_tensor(checkpoint: Path, model: nn.Module) -> str | None:
+    found = store.stored_shapes(checkpoint)
+    recorded = {name: tuple(shape) for name, shape in _read_state(checkpoint)["tensors"].items()}
+    weights = {name: shape for name, shape in found.items() if name.startswith(store.MODEL)}
+    wanted = {name: tuple(tensor.shape) for name, tensor in store.model_tensors(model).items()}
+    for have, expected in ((found, recorded), (weights, wanted)):
+        if missing := sorted(expected.keys() - have.keys()):
+            return f"lacks the tensor {missing[0]}"
+        if strange := sorted(have.keys() - expected.keys()):
+            return f"has the tensor {strange[0]} too many"
+        if wrong := sorted(name for name in have if have[name] != expected[name]):
+            return f"has the tensor {wrong[0]} of shape {have[wrong[0]]} instead of {expected[wrong[0]]}"
+    return None
+
+
+def _read_state(checkpoint: Path) -> dict[str, Any]:
+    return json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Everything with a checkpoint's name, oldest first."""
+    for _ in range(3):  # while one comes and one goes, a folder may be read without either
+        if found := sorted(path for path in folder.glob("step_*") if path.is_dir() and path.name[5:].isdigit()):
+            return found
+    return []
+
+
+def steps_saved(folder: Path) -> list[int]:
+    """The steps of all checkpoints there are, valid or not, oldest first."""
+    return [step_of(checkpoint) for checkpoint in _checkpoints(folder)]
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,111 @@
+"""env.json: which run a directory holds, and with what it was begun."""
+
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import sinklab
+from sinklab.device import pick_device
+from sinklab.errors import InputError, SinklabError
+from sinklab.train.recipe import DATA_ORIGIN, MANNER, Recipe, load_recipe
+
+ENVIRONMENT = "env.json"
+INDIFFERENT = {"name", *(f"train.{key}" for key in MANNER)}
+ORIGIN = {f"data.{key}" for key in DATA_ORIGIN}
+
+
+def recorded_hash(directory: Path) -> str | None:
+    """The hash of the run that a directory holds, None where it holds none.
+
+    Raises:
+        SinklabError: env.json is damaged.
+    """
+    path = directory / ENVIRONMENT
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["hash"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SinklabError(f"{path} cannot be read ({error}): restore it, or choose another --out") from error
+
+
+def earlier_hashes(directory: Path) -> tuple[str, ...]:
+    """Of the shorter runs that the run in a directory has gone on from, whose checkpoints are its own.
+
+    Raises:
+        SinklabError: env.json is damaged.
+    """
+    path = directory / ENVIRONMENT
+    if not path.exists():
+        return ()
+    try:
+        return tuple(str(run["hash"]) for run in json.loads(path.read_text(encoding="utf-8")).get("continues", ()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SinklabError(f"{path} cannot be read ({error}): restore it, or choose another --out") from error
+
+
+def difference(path: Path, recipe: Recipe) -> str:
+    """In brackets, the first settings in which the run of a recipe differs from that of the recipe in a file.
+
+    Where the data came from is named after what decides more than that, and how the work is done not at all.
+    """
+    try:
+        there = load_recipe(str(path))  # with the defaults of keys that it is older than
+    except InputError:
+        return ""
+    old, new = (dict(_leaves(one.model_dump(mode="json"))) for one in (there, recipe))
+    differing = sorted(
+        (key for key in {**new, **old} if old.get(key) != new.get(key) and not _is_below(key, INDIFFERENT)),
+        key=lambda key: _is_below(key, ORIGIN),
+    )
+    shown = ", ".join(f"{key} is {old.get(key)} there and {new.get(key)} here" for key in differing[:3])
+    return f" ({shown})" if shown else " (the text, the tokenizer or the version of sinklab is another)"
+
+
+def _is_below(key: str, parts: Collection[str]) -> bool:
+    return any(f"{key}.".startswith(f"{part}.") for part in parts)
+
+
+def _leaves(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(values, dict):
+        yield path, values
+        return
+    for key, value in values.items():
+        yield from _leaves(value, f"{path}.{key}" if path else key)
+
+
+def environment(recipe: Recipe) -> dict[str, Any]:
+    """With what a run is trained here: versions, device, threads, commit, command."""
+    return {
+        "sinklab": sinklab.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "platform": platform.platform(),
+        "device": _device_name(pick_device(recipe.train.device)),
+        "backend": recipe.model.attention.backend,
+        "threads": torch.get_num_threads(),
+        "git": _git_commit(),
+        "command": sys.argv,
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
+
+
+def _git_commit() -> str | None:
+    """The commit sinklab runs from, where it runs from a checkout."""
+    try:
+        where = Path(__file__).parent
+        result = subprocess.run(["git", "-C", where, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return result.stdout.strip()

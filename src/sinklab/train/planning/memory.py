@@ -1,0 +1,142 @@
+"""What a process of a run will hold in memory, before it is started.
+
+weights       4 bytes per parameter (float32, also under bf16 autocast); one share of them with FSDP
+gradients     4 bytes per parameter, as weights; all of them where FSDP adds up several micro-batches before it shares
+optimizer     AdamW 8, Muon 4 for hidden matrices and 8 for the rest, SGD 4 (without momentum 0), as weights
+activations   what autograd keeps between forward and backward of a micro-batch. It is counted, not guessed: a model of
+              the recipe's sizes but one layer runs forward on the CPU at two short lengths; no operation here keeps
+              more than linearly many bytes per position, so that the two give the bytes per position and the bytes
+              that do not depend on it (copies of the weights in bfloat16)
+loss          logits and their gradients as far as they exist at a time, the gradient of the head in float32
+working       gradients inside one block, taken as large as what the block keeps
+
+Not in it: the libraries themselves (CUDA: about 0.5 GB), what the allocator loses to fragments, and what
+`torch.compile` saves by not keeping everything; with FSDP, the whole of one block and of all that is outside the blocks
+is added to `working`.
+"""
+
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from sinklab.model.config import ModelConfig
+from sinklab.model.loss import WHOLE, rows_per_chunk
+from sinklab.model.transformer import Transformer
+from sinklab.train.config import Muon, OptimConfig, Sgd
+from sinklab.train.optim import hidden_matrices
+from sinklab.train.planning.flops import shape_of
+from sinklab.train.recipe import Recipe
+
+FLOAT32 = 4
+LENGTHS = (32, 64)  # of the forward passes in which bytes are counted
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes, by part (see the module)."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    loss: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Bytes that autograd keeps of a forward pass: inside the blocks, and outside of them."""
+
+    inside: float
+    outside: float
+
+
+def memory_estimate(recipe: Recipe, device: torch.device, processes: int = 1) -> MemoryEstimate:
+    """What one of `processes` will need at its fullest.
+
+    Args:
+        recipe: with the model's `vocab_size` and a `precision` other than auto.
+        device: of the process; it decides how many logits are held at a time.
+    """
+    config, train = recipe.model, recipe.train
+    model = shape_of(config)
+    sharded = processes > 1 and train.parallel == "fsdp"
+    share = processes if sharded else 1
+    parameters = sum(p.numel() for p in model.parameters())
+    mine = train.batch_size // processes
+    sequences = min(train.micro_batch or mine, mine)
+    fixed, per_position = _kept(config, train.precision == "bf16")
+    positions = sequences * (config.context + model.leading)
+    block = fixed.inside + per_position.inside * positions
+    activations = config.layers * block + fixed.outside + per_position.outside * positions
+    others = sum(p.numel() for block in model.blocks[1:] for p in block.parameters())
+    gathered = FLOAT32 * (parameters - others) if sharded else 0
+    return MemoryEstimate(
+        weights=FLOAT32 * parameters // share,
+        gradients=FLOAT32 * parameters // (share if sequences == mine else 1),
+        optimizer=_optimizer_bytes(model, recipe.optim) // share,
+        activations=round(activations),
+        loss=_loss_bytes(config, sequences * config.context, device, train.precision == "bf16"),
+        working=round(block) + gathered,
+    )
+
+
+def _kept(config: ModelConfig, bf16: bool) -> tuple[_Kept, _Kept]:
+    """Bytes of one layer and of the rest that do not depend on the positions, and bytes per position."""
+    lengths = LENGTHS if config.context >= max(LENGTHS) else (config.context // 2, config.context)
+    model = Transformer(config.model_copy(update={"layers": 1, "vocab_size": 2}))
+    first, second = (_kept_at(model, length, bf16) for length in lengths)
+    between = lengths[1] - lengths[0]
+    slope = _Kept((second.inside - first.inside) / between, (second.outside - first.outside) / between)
+    reach = lengths[0] + model.leading
+    return _Kept(max(0.0, first.inside - slope.inside * reach), 0.0), slope
+
+
+def _kept_at(model: Transformer, length: int, bf16: bool) -> _Kept:
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[bool, dict[int, Tensor]] = {True: {}, False: {}}
+    inside = [False]
+
+    def keep(tensor: Tensor) -> Tensor:
+        where = tensor.untyped_storage().data_ptr()
+        if where not in own and where not in kept[not inside[0]]:
+            kept[inside[0]][where] = tensor  # held, so that its place in memory is not used again
+        return tensor
+
+    block = model.blocks[0]
+    block.register_forward_pre_hook(lambda *_: inside.__setitem__(0, True))
+    block.register_forward_hook(lambda *_: inside.__setitem__(0, False))
+    tokens = torch.zeros(1, length, dtype=torch.long)
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=bf16),
+    ):
+        model.hidden(tokens)
+    sizes = {where: sum(t.untyped_storage().nbytes() for t in kept[where].values()) for where in (True, False)}
+    return _Kept(sizes[True], sizes[False])
+
+
+def _optimizer_bytes(model: Transformer, config: OptimConfig) -> int:
+    parameters = sum(p.numel() for p in model.parameters())
+    if isinstance(config, Sgd):
+        return FLOAT32 * parameters if config.momentum else 0
+    matrices = sum(p.numel() for p in hidden_matrices(model)) if isinstance(config, Muon) else 0
+    return FLOAT32 * (2 * parameters - matrices)
+
+
+def _loss_bytes(config: ModelConfig, positions: int, device: torch.device, bf16: bool) -> int:
+    words = config.vocab_size or 0
+    narrow = 2 if bf16 else FLOAT32
+    head = words * config.width
+    if positions * words <= WHOLE:
+        return positions * words * (2 * FLOAT32 + (2 * narrow if bf16 else 0))
+    rows = min(positions, rows_per_chunk(positions, words, device))
+    fused = device.type == "cuda"  # no float32 form of the logits is stored; the gradient of the chunk before still is
+    chunk = rows * words * (3 * narrow if fused else 2 * FLOAT32 + (2 * narrow if bf16 else 0))
+    gradients = FLOAT32 * (head + positions * config.width)
+    return gradients + max(gradients, chunk + (narrow * head if bf16 else 0))  # in the backward, or in the forward pass

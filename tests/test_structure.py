@@ -1,0 +1,97 @@
+"""The floors of the house: what may import what, how large a file or folder may be."""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import sinklab
+
+SOURCE = Path(sinklab.__file__).parent
+FLOORS = (
+    ("__main__", "commands"),
+    ("report",),
+    ("experiments",),
+    ("survey",),
+    ("interventions",),
+    ("train",),
+    ("measure",),
+    ("model",),
+    ("data",),
+    ("attention",),
+    ("errors", "schema", "outputs", "files", "device", "compiling", "signals", "__init__"),
+)
+"""From the top down. Nothing imports what stands above it; files at the very bottom serve all floors."""
+
+DOORS = {("measure.measurement", "commands.notebook")}
+"""Loaded when a measurement is shown in a notebook, and only then: the methods are where its users look for them."""
+
+LINES = 300
+FILES = 20
+
+
+def modules() -> dict[str, Path]:
+    """Every module of sinklab by its dotted name, without the `sinklab.` in front."""
+    files = [path.relative_to(SOURCE) for path in SOURCE.rglob("*.py")]
+    return {".".join(path.with_suffix("").parts).removesuffix(".__init__"): SOURCE / path for path in files}
+
+
+def imports(path: Path, known: set[str]) -> Iterator[str]:
+    """The modules of ours that a file imports anywhere: at the top, within a function, for type checkers only."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "sinklab":
+            package = node.module.removeprefix("sinklab").lstrip(".")
+            for alias in node.names:
+                inside = f"{package}.{alias.name}".lstrip(".")
+                yield inside if inside in known else package or "__init__"
+        elif isinstance(node, ast.Import):
+            yield from (
+                alias.name.removeprefix("sinklab.") for alias in node.names if alias.name.startswith("sinklab.")
+            )
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+            called = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+            named = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            if called == "import_module":
+                yield from (name.removeprefix("sinklab.") for name in named if name.startswith("sinklab."))
+
+
+def floor(module: str) -> int:
+    """The number of a module's floor, 0 at the top."""
+    first = module.partition(".")[0]
+    return next(number for number, names in enumerate(FLOORS) if first in names)
+
+
+ARROWS = {
+    name: {other for other in imports(path, set(modules())) if other != name and (name, other) not in DOORS}
+    for name, path in modules().items()
+}
+
+
+def test_every_folder_and_file_stands_on_a_floor() -> None:
+    known = {name for names in FLOORS for name in names}
+    assert {name.partition(".")[0] for name in modules()} == known
+
+
+@pytest.mark.parametrize("module", sorted(set(modules()) - {"__init__"}))  # which names what its users may see
+def test_nothing_imports_what_stands_above_it(module: str) -> None:
+    above = {other for other in ARROWS[module] if floor(other) < floor(module)}
+    assert not above, f"{module} imports {', '.join(sorted(above))}"
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    waiting = {name: arrows & set(ARROWS) for name, arrows in ARROWS.items() if name != "__init__"}
+    while free := {name for name, arrows in waiting.items() if not arrows & set(waiting)}:
+        waiting = {name: arrows for name, arrows in waiting.items() if name not in free}
+    assert not waiting, f"a circle through {', '.join(sorted(waiting))}"
+
+
+def test_no_file_is_too_long_to_be_read_at_once() -> None:
+    lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in modules().items()}
+    assert {name: length for name, length in lengths.items() if length > LINES} == {}
+
+
+def test_no_folder_is_too_full_to_be_searched_by_eye() -> None:
+    counts = Counter(path.parent for path in modules().values())
+    assert {str(folder): count for folder, count in counts.items() if count > FILES} == {}
