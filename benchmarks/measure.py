@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from benchmarks.timing import RESULTS, environment, in_turn, ratios
 from sinklab.files import write_json
-from sinklab.measure.pretrained import measure_pretrained
+from sinklab.measuring.pretrained import measure_pretrained
 
 SEQUENCES = {64: 16, 1024: 4, 2048: 2}  # more at a time where they are short; else one
 RELEASED = (1024, 2048)

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from sinklab.measure.measurement import Measurement
+from sinklab.measuring.measurement import Measurement
 
 
 def assert_close(

@@ -23,7 +23,7 @@ from typing import Any, Literal
 IMPORTED_ONCE = [
     "commands",
     "sinklab.commands.app",
-    "sinklab.commands.training",
+    "sinklab.commands.train",
     "torch._dynamo",
     "numpy.random",
     "numpy.ctypeslib",

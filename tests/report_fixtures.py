@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from sinklab.measure.measurement import Measurement
+from sinklab.measuring.measurement import Measurement
 
 LAYERS, HEADS, LENGTH, SEQUENCES = 4, 4, 64, 8
 HOSTILE = "<script>alert(1)</script>"

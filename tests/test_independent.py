@@ -10,7 +10,7 @@ from independent_recipes import cell_is_legal, covering_cells, covering_recipe, 
 from torch import Tensor
 
 from sinklab.attention.core import AttentionCore
-from sinklab.measure.native import measure_transformer
+from sinklab.measuring.native import measure_transformer
 from sinklab.model.transformer import Transformer
 from sinklab.train.recipe import Recipe
 

@@ -9,9 +9,9 @@ from tiny_models import REFUSING, TEMPLATE, chat_file, text_file, tiny_model
 
 from sinklab.commands.measure_one import measure_command
 from sinklab.errors import InputError
-from sinklab.measure.conversations import Conversations
-from sinklab.measure.inputs import default_prefix, natural_tokens, pretrained_encode
-from sinklab.measure.measurement import Measurement
+from sinklab.measuring.conversations import Conversations
+from sinklab.measuring.inputs import default_prefix, natural_tokens, pretrained_encode
+from sinklab.measuring.measurement import Measurement
 from sinklab.report import write_report
 from sinklab.survey.compare import compare_models, labels
 from sinklab.survey.loaded import Request

@@ -11,7 +11,7 @@ from tiny_models import text_file, tiny_model
 
 from sinklab.commands.measure_one import measure_command
 from sinklab.errors import InputError
-from sinklab.measure.measurement import Measurement
+from sinklab.measuring.measurement import Measurement
 from sinklab.report import write_report
 from sinklab.report.collect import collect
 from sinklab.report.summary import headline, table

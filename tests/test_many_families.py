@@ -10,8 +10,8 @@ import transformers as hf
 from tiny_models import text_file, tiny_model
 
 from sinklab.errors import InputError
-from sinklab.measure.measurement import Measurement
-from sinklab.measure.surgery.study import Study
+from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.surgery.study import Study
 from sinklab.report import write_report
 from sinklab.report.collect import collect
 from sinklab.report.summary import table

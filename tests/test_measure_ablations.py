@@ -21,10 +21,10 @@ import sinklab
 from sinklab.commands.measure_one import measure_command
 from sinklab.commands.terminal.measurement import print_measurement
 from sinklab.errors import InputError, SinklabError
-from sinklab.measure.measurement import Measurement
-from sinklab.measure.surgery.ablations import emerging_activation
-from sinklab.measure.surgery.changes import zeroed
-from sinklab.measure.surgery.study import Study
+from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.surgery.ablations import emerging_activation
+from sinklab.measuring.surgery.changes import zeroed
+from sinklab.measuring.surgery.study import Study
 
 ABLATED = ["mask_first:1", "mask_first:4", "no_bos", "zero_massive"]
 
@@ -124,7 +124,7 @@ def test_a_massive_activation_on_a_learned_sink_token_is_called_that() -> None:
 def test_an_ablation_that_had_no_effect_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from contextlib import nullcontext
 
-    monkeypatch.setattr("sinklab.measure.surgery.ablations.masked_first_keys", lambda *_: nullcontext())
+    monkeypatch.setattr("sinklab.measuring.surgery.ablations.masked_first_keys", lambda *_: nullcontext())
     for model, tokens in ((_pair("llama")[0], _tokens()), (our_model("softmax"), our_tokens())):
         with pytest.raises(SinklabError, match=r"still seen by later queries in layer [12]"):
             sinklab.measure(model, tokens, ablate=["mask_first:2"])

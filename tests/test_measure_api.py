@@ -34,7 +34,7 @@ def test_measure_takes_a_model_and_tokens(model: Any) -> None:
 
 
 def test_measure_still_holds_its_modules(model: Any) -> None:
-    from sinklab.measure.metrics import sink_rate
+    from sinklab.measuring.metrics import sink_rate
 
     assert sink_rate(torch.ones(1, 1, 1, 3), 0.3).tolist() == [100, 100, 100]
     assert sinklab.measure(model, TOKENS).layers == 3

@@ -20,12 +20,12 @@ from sinklab.attention.importance import score_rows
 from sinklab.attention.masks import CAUSAL, Window
 from sinklab.commands.measure_one import parse_maps
 from sinklab.errors import InputError
-from sinklab.measure.measurement import Measurement
-from sinklab.measure.native import measure_transformer
-from sinklab.measure.padding import real_tokens
-from sinklab.measure.pretrained import measure_pretrained
-from sinklab.measure.statistics.details import Details
-from sinklab.measure.statistics.layer import Angles, layer_details
+from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.native import measure_transformer
+from sinklab.measuring.padding import real_tokens
+from sinklab.measuring.pretrained import measure_pretrained
+from sinklab.measuring.statistics.details import Details
+from sinklab.measuring.statistics.layer import Angles, layer_details
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 

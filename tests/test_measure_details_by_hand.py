@@ -9,11 +9,11 @@ import torch
 from sinklab.attention.blocks import Block
 from sinklab.attention.importance import Rows, score_rows
 from sinklab.attention.masks import CAUSAL, Window
-from sinklab.measure.padding import real_tokens
-from sinklab.measure.statistics.details import bucket_starts
-from sinklab.measure.statistics.layer import Angles, layer_details
-from sinklab.measure.statistics.totals import DetailTotals
-from sinklab.measure.statistics.watch import BatchDetails, kurtosis
+from sinklab.measuring.padding import real_tokens
+from sinklab.measuring.statistics.details import bucket_starts
+from sinklab.measuring.statistics.layer import Angles, layer_details
+from sinklab.measuring.statistics.totals import DetailTotals
+from sinklab.measuring.statistics.watch import BatchDetails, kurtosis
 
 UNIFORM = torch.ones(4, 4).tril() / torch.arange(1, 5)[:, None]
 

@@ -23,7 +23,7 @@ WITHOUT_NATIVE = """
 import json, sys
 from sinklab.commands.measure_one import measure_command
 from sinklab.survey.sizes import sizes
-from sinklab.measure.huggingface.loading import Loading
+from sinklab.measuring.huggingface.loading import Loading
 from sinklab.survey.loaded import Request
 from sinklab.train.directory.run import resolved_precision
 import torch

@@ -12,9 +12,9 @@ from measure_reference import eager_reference, sink_rate_by_loops
 from transformers.models.falcon import modeling_falcon as falcon
 
 from sinklab.errors import InputError, SinklabError
-from sinklab.measure.huggingface.interface import attention_layers
-from sinklab.measure.huggingface.probe import probe
-from sinklab.measure.pretrained import measure_pretrained
+from sinklab.measuring.huggingface.interface import attention_layers
+from sinklab.measuring.huggingface.probe import probe
+from sinklab.measuring.pretrained import measure_pretrained
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -294,7 +294,7 @@ def test_long_logits_are_never_whole_and_the_loss_is_the_same(monkeypatch: pytes
         whole = measure_pretrained(model, tokens, attention_mask_NT=mask)
         with monkeypatch.context() as patch:
             patch.setattr(
-                "sinklab.measure.huggingface.loss.LOGITS_AT_ONCE", 64 * len(tokens) * 4
+                "sinklab.measuring.huggingface.loss.LOGITS_AT_ONCE", 64 * len(tokens) * 4
             )  # four positions at a time
             pieces = measure_pretrained(model, tokens, attention_mask_NT=mask)
         assert pieces.loss == pytest.approx(whole.loss, rel=1e-5)

@@ -14,8 +14,8 @@ from test_measure_result import H, L, T, _measurement
 
 import sinklab
 from sinklab.errors import InputError
-from sinklab.measure.frames import columns
-from sinklab.measure.measurement import Measurement
+from sinklab.measuring.frames import columns
+from sinklab.measuring.measurement import Measurement
 
 
 def rows_of(path: Path) -> tuple[list[str], list[list[str]]]:
@@ -66,7 +66,7 @@ def test_an_unknown_table_or_chart_is_refused_with_those_there_are() -> None:
 
 
 def test_without_a_data_frame_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sinklab.measure.frames.find_spec", lambda name: None)
+    monkeypatch.setattr("sinklab.measuring.frames.find_spec", lambda name: None)
     with pytest.raises(InputError, match="pip install pandas"):
         _measurement().to_dataframe()
     with pytest.raises(InputError, match="pip install pyarrow"):

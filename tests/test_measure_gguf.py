@@ -19,8 +19,8 @@ from tiny_models import TEMPLATE, chat_file, text_file
 import sinklab
 from sinklab.commands.measure_one import measure_command
 from sinklab.errors import InputError
-from sinklab.measure.huggingface import gguf as gguf_files
-from sinklab.measure.huggingface.loading import Loading, load_pretrained
+from sinklab.measuring.huggingface import gguf as gguf_files
+from sinklab.measuring.huggingface.loading import Loading, load_pretrained
 from sinklab.survey.compare import compare_models
 from sinklab.survey.domains import measure_domains
 from sinklab.survey.loaded import Request

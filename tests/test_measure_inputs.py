@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sinklab.errors import InputError
-from sinklab.measure.inputs import natural_tokens, random_tokens, repeated_tokens
+from sinklab.measuring.inputs import natural_tokens, random_tokens, repeated_tokens
 
 
 def _letters(text: str) -> list[int]:

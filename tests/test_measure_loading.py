@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from sinklab.commands.measure_one import measure_command
 from sinklab.device import pick_device
 from sinklab.errors import InputError
-from sinklab.measure.huggingface.loading import load_pretrained, pick_dtype
+from sinklab.measuring.huggingface.loading import load_pretrained, pick_dtype
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from measure_reference import importance_by_loops, sink_rate_by_loops
 
 from sinklab.errors import InputError, SinklabError
-from sinklab.measure.accumulate import Accumulator, Batch
-from sinklab.measure.metrics import first_to_rest, importance_from_sums, sink_rate
-from sinklab.measure.padding import real_tokens
+from sinklab.measuring.accumulate import Accumulator, Batch
+from sinklab.measuring.metrics import first_to_rest, importance_from_sums, sink_rate
+from sinklab.measuring.padding import real_tokens
 
 SHAPES = st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.integers(1, 6))
 SEEDS = st.integers(0, 2**31 - 1)

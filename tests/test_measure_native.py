@@ -12,8 +12,8 @@ from measure_reference import importance_by_loops, sink_rate_by_loops
 
 import sinklab
 from sinklab.errors import InputError, SinklabError
-from sinklab.measure.measurement import Measurement
-from sinklab.measure.native import measure_transformer
+from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.native import measure_transformer
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 

@@ -13,7 +13,7 @@ from closeness import assert_same_rates
 import sinklab
 from sinklab.commands.measure_one import measure_command
 from sinklab.errors import InputError
-from sinklab.measure.huggingface.loading import Loading
+from sinklab.measuring.huggingface.loading import Loading
 
 TOKENS = torch.randint(3, 64, (6, 12), generator=torch.Generator().manual_seed(1))
 FAMILIES: dict[str, Any] = {

@@ -12,10 +12,10 @@ from measure_reference import Reference, eager_reference
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sinklab.commands.measure_one import measure_command
-from sinklab.measure.huggingface.probe import probe
-from sinklab.measure.inputs import default_prefix, natural_tokens, pretrained_encode
-from sinklab.measure.measurement import Measurement
-from sinklab.measure.pretrained import measure_pretrained
+from sinklab.measuring.huggingface.probe import probe
+from sinklab.measuring.inputs import default_prefix, natural_tokens, pretrained_encode
+from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.pretrained import measure_pretrained
 
 EPS = 0.2  # at which some of this small model's heads are above and some below
 SEQUENCES, LENGTH = 12, 32

@@ -15,8 +15,8 @@ import sinklab
 from sinklab.commands.measure_one import measure_command
 from sinklab.commands.terminal.measurement import print_measurement
 from sinklab.errors import InputError
-from sinklab.measure.inputs import repeated_tokens
-from sinklab.measure.surgery.propositions import check_propositions, softmax_of_distances
+from sinklab.measuring.inputs import repeated_tokens
+from sinklab.measuring.surgery.propositions import check_propositions, softmax_of_distances
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 
@@ -133,7 +133,7 @@ def test_a_coarse_model_is_checked_in_float32_and_left_as_it_was(kind: str, dtyp
 
 def test_what_a_coarse_precision_shows_beyond_its_rounding_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _deep().bfloat16()
-    monkeypatch.setattr("sinklab.measure.surgery.precision.free_bytes", lambda device: 0)  # no room for float32
+    monkeypatch.setattr("sinklab.measuring.surgery.precision.free_bytes", lambda device: 0)  # no room for float32
     found = check_propositions(model, [3, 17], length=40)
     assert (found.dtype, found.holds) == ("bfloat16", None)
     assert found.hidden_deviation > found.tolerance

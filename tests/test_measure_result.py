@@ -11,9 +11,9 @@ from rich.console import Console
 
 from sinklab.commands.terminal.measurement import print_measurement
 from sinklab.errors import InputError
-from sinklab.measure.accumulate import Accumulator, Batch
-from sinklab.measure.cost import Cost
-from sinklab.measure.measurement import Measurement, measurement_from
+from sinklab.measuring.accumulate import Accumulator, Batch
+from sinklab.measuring.cost import Cost
+from sinklab.measuring.measurement import Measurement, measurement_from
 
 L, H, T, N = 2, 3, 16, 4
 

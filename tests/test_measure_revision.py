@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from tiny_models import tiny_model
 
+from sinklab.commands.measure import one_model
 from sinklab.commands.measure_one import measure_command
-from sinklab.commands.measuring import one_model
 from sinklab.errors import InputError
-from sinklab.measure.huggingface.loading import Loading
+from sinklab.measuring.huggingface.loading import Loading
 from sinklab.survey.compare import compare_models
 from sinklab.survey.loaded import Request
 

@@ -15,8 +15,8 @@ from sinklab.data.corpora import documents
 from sinklab.data.prepare import prepared
 from sinklab.data.tokenizers import load_tokenizer
 from sinklab.errors import InputError
-from sinklab.measure.measurement import Measurement
-from sinklab.measure.native import measure_transformer
+from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.native import measure_transformer
 from sinklab.report.collect import collect
 from sinklab.report.summary import cell_rows
 from sinklab.train.directory.run import load_run, open_run

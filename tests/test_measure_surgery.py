@@ -20,10 +20,10 @@ from test_measure_native import _tokens as our_tokens
 
 from sinklab.attention import masks
 from sinklab.errors import InputError, SinklabError
-from sinklab.measure.huggingface.probe import probe
-from sinklab.measure.native import measure_transformer
-from sinklab.measure.pretrained import measure_pretrained
-from sinklab.measure.surgery.changes import (
+from sinklab.measuring.huggingface.probe import probe
+from sinklab.measuring.native import measure_transformer
+from sinklab.measuring.pretrained import measure_pretrained
+from sinklab.measuring.surgery.changes import (
     learned_positions,
     masked_first_keys,
     replaced_position,

@@ -13,7 +13,7 @@ from test_measure_native import _tokens as our_tokens
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import sinklab
-from sinklab.measure.measurement import Measurement
+from sinklab.measuring.measurement import Measurement
 
 ROUNDS = 4
 

@@ -14,10 +14,10 @@ from rich.console import Console
 
 import sinklab
 from sinklab.commands.terminal.measurement import print_measurement
-from sinklab.measure.huggingface.call import read_call
-from sinklab.measure.measurement import Measurement
-from sinklab.measure.native import measure_transformer
-from sinklab.measure.pretrained import measure_pretrained
+from sinklab.measuring.huggingface.call import read_call
+from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.native import measure_transformer
+from sinklab.measuring.pretrained import measure_pretrained
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from sinklab.attention.operations.differential import Lambda
-from sinklab.measure.native import measure_transformer
+from sinklab.measuring.native import measure_transformer
 from sinklab.model.block import Attention, Places
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer

@@ -9,7 +9,7 @@ from closeness import assert_close
 from torch import Tensor, nn
 
 from sinklab.data.prepare import prepared
-from sinklab.measure.native import measure_transformer
+from sinklab.measuring.native import measure_transformer
 from sinklab.model.block import Attention
 from sinklab.model.gate import OutputGating, ValueGating
 from sinklab.model.norm import DynamicTanh, RmsNorm

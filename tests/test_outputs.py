@@ -13,7 +13,7 @@ from tiny_models import text_file, tiny_model
 
 from sinklab.commands import app as cli
 from sinklab.errors import InputError
-from sinklab.measure.huggingface import loading
+from sinklab.measuring.huggingface import loading
 from sinklab.report import write_report
 
 Run = Callable[..., tuple[int, str, str]]

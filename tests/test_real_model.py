@@ -20,7 +20,7 @@ from transformers.masking_utils import eager_mask
 
 import sinklab
 from sinklab.commands.measure_one import measure_command
-from sinklab.measure.measurement import Measurement
+from sinklab.measuring.measurement import Measurement
 
 pytestmark = pytest.mark.real
 EPS, SEQUENCES, LENGTH = 0.3, 100, 64

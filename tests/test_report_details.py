@@ -13,8 +13,8 @@ from report_fixtures import make_measurement
 from rich.console import Console
 
 from sinklab.commands.terminal.measurement import print_measurement
-from sinklab.measure.measurement import Measurement
-from sinklab.measure.native import measure_transformer
+from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.native import measure_transformer
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 from sinklab.report import theme, write_report

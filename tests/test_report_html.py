@@ -12,8 +12,8 @@ import pytest
 from report_fixtures import HOSTILE, make_lab, make_measurement, make_run
 
 from sinklab.errors import InputError
-from sinklab.measure.findings import Ablation, Propositions
-from sinklab.measure.measurement import Measurement
+from sinklab.measuring.findings import Ablation, Propositions
+from sinklab.measuring.measurement import Measurement
 from sinklab.report import write_report
 from sinklab.report.html import content_policy, json_for_script
 

@@ -7,7 +7,7 @@ from report_fixtures import make_lab, make_measurement, make_run
 from rich.console import Console
 
 from sinklab.commands.terminal.report import print_report, sparkline
-from sinklab.measure.measurement import Measurement
+from sinklab.measuring.measurement import Measurement
 from sinklab.report.collect import ReportData, collect
 
 

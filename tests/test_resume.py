@@ -16,7 +16,7 @@ from sinklab.data.prepare import prepare
 from sinklab.experiments.pool import Cell, Event, run_cells
 from sinklab.files import sha256_of
 from sinklab.interventions import VARIANTS
-from sinklab.measure.measurement import Measurement
+from sinklab.measuring.measurement import Measurement
 from sinklab.signals import PreemptedError
 from sinklab.train.directory.checkpoint import step_of
 from sinklab.train.directory.run import read_metrics

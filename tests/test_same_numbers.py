@@ -8,9 +8,9 @@ import torch
 from closeness import assert_close, assert_same_rates
 
 from sinklab.data.prepare import prepare
-from sinklab.measure.measurement import Measurement
-from sinklab.measure.native import measure_transformer
-from sinklab.measure.pretrained import measure_pretrained
+from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.native import measure_transformer
+from sinklab.measuring.pretrained import measure_pretrained
 from sinklab.model.llama import to_llama
 from sinklab.train.directory.run import load_run, open_run
 from sinklab.train.loop import Trainer

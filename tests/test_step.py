@@ -17,7 +17,7 @@ from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import SinklabError
 from sinklab.interventions import VARIANTS
-from sinklab.measure.native import measure_transformer
+from sinklab.measuring.native import measure_transformer
 from sinklab.model.transformer import Transformer
 from sinklab.train.compile import compile_blocks
 from sinklab.train.directory.run import open_run, read_metrics

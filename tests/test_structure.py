@@ -17,7 +17,7 @@ FLOORS = (
     ("survey",),
     ("interventions",),
     ("train",),
-    ("measure",),
+    ("measuring",),
     ("model",),
     ("data",),
     ("attention",),
@@ -25,7 +25,7 @@ FLOORS = (
 )
 """From the top down. Nothing imports what stands above it; files at the very bottom serve all floors."""
 
-DOORS = {("measure.measurement", "commands.notebook")}
+DOORS = {("measuring.measurement", "commands.notebook")}
 """Loaded when a measurement is shown in a notebook, and only then: the methods are where its users look for them."""
 
 LINES = 300

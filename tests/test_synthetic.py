@@ -11,7 +11,7 @@ from sinklab.data.loader import train_loader
 from sinklab.data.prepare import prepare, prepared
 from sinklab.data.synthetic import TASKS, parse, synthetic_documents
 from sinklab.errors import InputError
-from sinklab.measure.measurement import Measurement
+from sinklab.measuring.measurement import Measurement
 from sinklab.train.directory.run import load_run, open_run
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import load_recipe

@@ -12,9 +12,9 @@ from test_measure_result import _measurement
 from sinklab.commands.tables import print_table
 from sinklab.commands.terminal.measurement import print_measurement
 from sinklab.commands.terminal.survey import print_sizes
-from sinklab.measure.accumulate import Accumulator, Batch
-from sinklab.measure.cost import Cost
-from sinklab.measure.measurement import Measurement, measurement_from
+from sinklab.measuring.accumulate import Accumulator, Batch
+from sinklab.measuring.cost import Cost
+from sinklab.measuring.measurement import Measurement, measurement_from
 from sinklab.survey.sizes import Size
 
 NUMBER = re.compile(r"\d+(?:\.\d+)?")

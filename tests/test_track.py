@@ -15,7 +15,7 @@ import torch
 import yaml
 from rich.console import Console
 
-from sinklab.commands.training import plan_command, train_command
+from sinklab.commands.train import plan_command, train_command
 from sinklab.errors import InputError
 from sinklab.train.directory.run import read_metrics
 from sinklab.train.planning.plan import plan_of, print_plan

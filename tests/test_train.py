@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError, SinklabError, StoppedError
-from sinklab.measure.measurement import Measurement
+from sinklab.measuring.measurement import Measurement
 from sinklab.train.config import ScheduleConfig
 from sinklab.train.directory.run import establish, load_run, open_run, read_metrics
 from sinklab.train.loop import Outcome, Trainer

@@ -15,9 +15,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sinklab.measure.api import measure
-    from sinklab.measure.huggingface.probe import probe
-    from sinklab.measure.measurement import Measurement
+    from sinklab.measuring.api import measure
+    from sinklab.measuring.huggingface.probe import probe
+    from sinklab.measuring.measurement import Measurement
 
 __version__ = "0.1.0"
 __all__ = ["Measurement", "measure", "probe"]
@@ -25,11 +25,11 @@ __all__ = ["Measurement", "measure", "probe"]
 
 def __getattr__(name: str) -> Any:
     if name == "measure":
-        return import_module("sinklab.measure")
+        return import_module("sinklab.measuring.api").measure
     if name == "probe":
-        return import_module("sinklab.measure.huggingface.probe").probe
+        return import_module("sinklab.measuring.huggingface.probe").probe
     if name == "Measurement":
-        return import_module("sinklab.measure.measurement").Measurement
+        return import_module("sinklab.measuring.measurement").Measurement
     raise AttributeError(f"module 'sinklab' has no attribute {name!r}")
 
 

@@ -117,7 +117,7 @@ def train(
 
     SIGTERM and SIGUSR1 save and end with status 75: call again to continue. Ctrl-C does the same with status 130.
     """
-    from sinklab.commands.training import plan_command, replay_command, train_command
+    from sinklab.commands.train import plan_command, replay_command, train_command
 
     if dry_run:
         from sinklab.train.planning.plan import print_plan
@@ -218,11 +218,11 @@ def measure(
     With --by-domain or --family there are many measurements, each kept in a directory of its own below --out: the
     same call continues after an interruption.
     """
+    from sinklab.commands.measure import Call, announce, domains_command, families_command, model_command, one_model
     from sinklab.commands.measure_one import parse_eps, parse_maps
-    from sinklab.commands.measuring import Call, announce, domains_command, families_command, model_command, one_model
-    from sinklab.measure.frames import check_formats
-    from sinklab.measure.huggingface.loading import Loading
-    from sinklab.measure.surgery.study import Study
+    from sinklab.measuring.frames import check_formats
+    from sinklab.measuring.huggingface.loading import Loading
+    from sinklab.measuring.surgery.study import Study
 
     tables = [kind.value for kind in formats or ()]
     check_formats(tables, out, one=not (by_domain or family))
@@ -281,9 +281,9 @@ def compare(
     Each reads the text through its own tokenizer, and conversations (messages) through its own chat template.
     Differences are from the first model.
     """
+    from sinklab.commands.measure import Call, announce, compare_command
     from sinklab.commands.measure_one import parse_eps
-    from sinklab.commands.measuring import Call, announce, compare_command
-    from sinklab.measure.huggingface.loading import Loading
+    from sinklab.measuring.huggingface.loading import Loading
 
     asked: dict[str, Any] = {
         "inputs": inputs.value,

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from sinklab.errors import InputError, SinklabError, UnsavedError
-from sinklab.measure.hooks import Progress
-from sinklab.measure.huggingface.loading import AS_IT_IS, Loading, check_name
-from sinklab.measure.measurement import Measurement
+from sinklab.measuring.hooks import Progress
+from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading, check_name
+from sinklab.measuring.measurement import Measurement
 from sinklab.outputs import MEASUREMENT, REPORT, check_results
 from sinklab.survey.loaded import Request, load_subject
 

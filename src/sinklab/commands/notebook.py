@@ -9,7 +9,7 @@ from rich.console import Console
 from sinklab.errors import InputError
 
 if TYPE_CHECKING:
-    from sinklab.measure.measurement import Measurement
+    from sinklab.measuring.measurement import Measurement
 
 CHARTS = {"heads": "importance-heads", "layers": "importance-layers", "positions": "importance-positions"}
 CHARTS |= {"norms": "norms"}

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
-from sinklab.measure.statistics.details import PREFIX
+from sinklab.measuring.statistics.details import PREFIX
 from sinklab.report import lines
 from sinklab.report.collect import ReportData, Run
 from sinklab.report.figure import DataTable, Figure

@@ -19,7 +19,7 @@ from sinklab.report.grouping import grouped
 from sinklab.report.suites import Suite, in_order, read_suites
 
 if TYPE_CHECKING:
-    from sinklab.measure.measurement import Measurement
+    from sinklab.measuring.measurement import Measurement
 
 SEED_FOLDER = re.compile(r"seed_(\d+)")
 NUMBERS = {"tokens", "train_loss", "valid_loss", "sink_rate_bias", "lr", "grad_norm", "tokens_per_second"}
@@ -313,7 +313,7 @@ def _step(record: Any) -> int:
 def _read_measurement(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     if not (folder / "measurement.json").is_file():
         return {}, {}
-    from sinklab.measure.measurement import Measurement
+    from sinklab.measuring.measurement import Measurement
 
     measured = Measurement.load(folder)
     return measured.document(), _arrays(measured)
@@ -326,7 +326,7 @@ def run_of(measurement: "Measurement") -> Run:
 
 
 def _arrays(measured: "Measurement") -> dict[str, np.ndarray]:
-    from sinklab.measure.measurement import ARRAYS
+    from sinklab.measuring.measurement import ARRAYS
 
     arrays = {name: getattr(measured, name) for name in ARRAYS}
     if measured.details is not None:

@@ -6,7 +6,7 @@ from statistics import fmean
 
 import numpy as np
 
-from sinklab.measure.statistics.details import ALIGNED, FIRST_FEW, PREFIX
+from sinklab.measuring.statistics.details import ALIGNED, FIRST_FEW, PREFIX
 from sinklab.report import heatmaps, lines
 from sinklab.report.bucket_figures import by_distance, by_query
 from sinklab.report.collect import ReportData

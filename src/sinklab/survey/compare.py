@@ -14,9 +14,9 @@ from typing import Any
 from sinklab.data.corpora import identity
 from sinklab.errors import InputError, UnsavedError
 from sinklab.files import write_json
-from sinklab.measure.hooks import Progress
-from sinklab.measure.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision
-from sinklab.measure.measurement import Measurement
+from sinklab.measuring.hooks import Progress
+from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision
+from sinklab.measuring.measurement import Measurement
 from sinklab.survey.items import Item, Outcome, Watch, check_places, measure_all, truth
 from sinklab.survey.loaded import Request, load_subject
 

@@ -17,9 +17,9 @@ import torch
 
 from sinklab.errors import InputError, SinklabError, UnsavedError
 from sinklab.files import parse_json, write_json
-from sinklab.measure.hooks import Progress
-from sinklab.measure.huggingface.loading import Loading
-from sinklab.measure.measurement import Measurement
+from sinklab.measuring.hooks import Progress
+from sinklab.measuring.huggingface.loading import Loading
+from sinklab.measuring.measurement import Measurement
 from sinklab.outputs import MEASUREMENT, REPORT, check_results
 from sinklab.survey.loaded import Request
 

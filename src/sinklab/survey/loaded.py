@@ -13,12 +13,12 @@ from sinklab.data.corpora import documents
 from sinklab.data.textfiles import text_files
 from sinklab.device import pick_device
 from sinklab.errors import InputError
-from sinklab.measure.conversations import Conversations
-from sinklab.measure.hooks import Progress, check_eps, check_lengths
-from sinklab.measure.huggingface.loading import Loading, check_revision
-from sinklab.measure.inputs import default_prefix, natural_tokens, pretrained_encode, random_tokens, repeated_tokens
-from sinklab.measure.measurement import Inputs, Measurement
-from sinklab.measure.surgery.study import Study, examine
+from sinklab.measuring.conversations import Conversations
+from sinklab.measuring.hooks import Progress, check_eps, check_lengths
+from sinklab.measuring.huggingface.loading import Loading, check_revision
+from sinklab.measuring.inputs import default_prefix, natural_tokens, pretrained_encode, random_tokens, repeated_tokens
+from sinklab.measuring.measurement import Inputs, Measurement
+from sinklab.measuring.surgery.study import Study, examine
 
 if TYPE_CHECKING:
     from sinklab.data.config import DataConfig
@@ -144,16 +144,16 @@ class _Pretrained:
     """A Hugging Face model with its tokenizer."""
 
     def __init__(self, name: str, loading: Loading) -> None:
-        from sinklab.measure.huggingface.loading import load_pretrained
+        from sinklab.measuring.huggingface.loading import load_pretrained
 
         self._name, self._revision = name, loading.revision
         self._loaded = load_pretrained(name, loading)
         self._model, self._tokenizer = self._loaded.model, self._loaded.tokenizer
 
     def measure(self, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
-        from sinklab.measure.huggingface.context import check_length
-        from sinklab.measure.huggingface.loading import vocabulary_size
-        from sinklab.measure.pretrained import measure_pretrained
+        from sinklab.measuring.huggingface.context import check_length
+        from sinklab.measuring.huggingface.loading import vocabulary_size
+        from sinklab.measuring.pretrained import measure_pretrained
 
         check_length(self._model.config, request.length)
         special = default_prefix(self._tokenizer)
@@ -192,7 +192,7 @@ class _Run:
 
     def __init__(self, name: str, loading: Loading) -> None:
         from sinklab.data.tokenizers import load_tokenizer
-        from sinklab.measure.huggingface.loading import pick_dtype
+        from sinklab.measuring.huggingface.loading import pick_dtype
         from sinklab.train.directory.run import load_run
 
         where, kind = pick_device(loading.device), pick_dtype(loading.dtype)
@@ -202,7 +202,7 @@ class _Run:
         self._model = run.model.to(where, kind if isinstance(kind, torch.dtype) else None)
 
     def measure(self, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
-        from sinklab.measure.native import measure_transformer
+        from sinklab.measuring.native import measure_transformer
 
         context = self._recipe.model.context
         if request.length > context:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from sinklab.device import float32_if_emulated, pick_device
-from sinklab.measure.huggingface.loading import DEVICE_MAP
-from sinklab.measure.memory import LARGEST, LOGITS_AT_ONCE, Sizes
+from sinklab.measuring.huggingface.loading import DEVICE_MAP
+from sinklab.measuring.memory import LARGEST, LOGITS_AT_ONCE, Sizes
 from sinklab.survey.families import check_models_dir, directory_of, published
 from sinklab.survey.loaded import Request
 from sinklab.survey.open_models import OpenModel, models_of

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sinklab.errors import InputError
-from sinklab.measure.measurement import Measurement
-from sinklab.measure.native import measure_transformer
+from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.native import measure_transformer
 from sinklab.train.directory.run import Run
 from sinklab.train.parallel import gathered
 from sinklab.train.update import Updater

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from sinklab.measure.statistics.details import FIRST_FEW, Details
+from sinklab.measuring.statistics.details import FIRST_FEW, Details
 
 SHOWN_SINKS = 3
 

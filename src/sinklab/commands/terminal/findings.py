@@ -5,8 +5,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from sinklab.commands.tables import print_table
-from sinklab.measure.findings import Propositions
-from sinklab.measure.measurement import Measurement
+from sinklab.measuring.findings import Propositions
+from sinklab.measuring.measurement import Measurement
 
 
 def print_findings(m: Measurement, console: Console) -> None:

@@ -7,7 +7,7 @@ from rich.table import Table
 from sinklab.commands.tables import print_table
 from sinklab.commands.terminal.details import details_tables
 from sinklab.commands.terminal.findings import print_findings
-from sinklab.measure.measurement import Measurement
+from sinklab.measuring.measurement import Measurement
 
 POSITIONS = 6
 

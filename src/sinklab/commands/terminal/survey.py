@@ -10,7 +10,7 @@ from rich.text import Text
 
 from sinklab.commands.tables import print_table
 from sinklab.commands.terminal.report import printable
-from sinklab.measure.measurement import Measurement
+from sinklab.measuring.measurement import Measurement
 from sinklab.survey.compare import Comparison
 from sinklab.survey.domains import Domains
 from sinklab.survey.families import Families, sink_1

@@ -9,7 +9,7 @@ from dataclasses import asdict
 import torch
 
 from sinklab.errors import InputError
-from sinklab.measure.memory import total_bytes
+from sinklab.measuring.memory import total_bytes
 from sinklab.model.config import ModelConfig
 from sinklab.train.planning.flops import shape_of
 from sinklab.train.planning.memory import FLOAT32, memory_estimate

@@ -1,0 +1,207 @@
+"""Reducing a measurement while it runs: nothing of size sequences x layers x heads x positions is kept.
+
+Kept are counts of alpha > eps per position, sums over sequences, and alpha of the first position per sequence. The
+threshold is applied to every sequence before anything is averaged.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sinklab.errors import SinklabError
+from sinklab.measuring import metrics
+from sinklab.measuring.statistics.totals import DetailTotals
+from sinklab.measuring.statistics.watch import BatchDetails
+from sinklab.measuring.visible import View, joined, visibility_note
+
+VISIBLE = "attention scores over visible queries"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one forward pass shows, index 0 being the first real token. A attention layers, M blocks.
+
+    Attributes:
+        importance_ABHT: alpha per sequence.
+        bias_ABH: alpha of the added bias or sink token, of the layers that have one; None where none has.
+        hidden_MBT: l2 norm of the residual stream before the first block and after every block; None if unknown.
+        key_ABT: l2 norm of the keys, mean over heads.
+        value_ABT: l2 norm of the values, mean over heads.
+        loss: summed over the batch's targets, nats.
+        targets: how many tokens were predicted.
+        valid_BT: bool, False past the end of a sequence; None where all sequences are whole.
+        row_sums_ABH: mean raw row sum of scores that do not sum to one; None where they do.
+        prefixes: alpha (A, B, H, length) of the sequences cut at each of the accumulator's lengths.
+        details: what was asked for beyond; None where nothing was.
+        visible_ABHT: mean over the queries that may see each key; None where that is alpha in every layer.
+        views: by layer what is seen otherwise (visible.py); empty where it is nothing.
+    """
+
+    importance_ABHT: Tensor
+    bias_ABH: Tensor | None
+    hidden_MBT: Tensor | None
+    key_ABT: Tensor
+    value_ABT: Tensor
+    loss: float
+    targets: int
+    valid_BT: Tensor | None = None
+    row_sums_ABH: Tensor | None = None
+    prefixes: Sequence[Tensor] = ()
+    details: BatchDetails | None = None
+    visible_ABHT: Tensor | None = None
+    views: Sequence[View | None] = ()
+
+    def on_cpu(self) -> "Batch":
+        """The same in the machine's own memory."""
+        tensors = {one.name: x.cpu() for one in fields(self) if isinstance(x := getattr(self, one.name), Tensor)}
+        return replace(self, **tensors, prefixes=[prefix_ABHP.cpu() for prefix_ABHP in self.prefixes])
+
+
+class Accumulator:
+    """Sums of batches, for sequences of at most `length` positions.
+
+    Args:
+        eps: the thresholds of the sink rate; the first is the headline.
+        length: T, the positions of the longest sequence.
+        lengths: at which the sequences are cut as well.
+    """
+
+    def __init__(self, eps: float | Sequence[float], length: int, lengths: Sequence[int] = ()) -> None:
+        self.thresholds = tuple(map(float, np.atleast_1d(eps)))
+        self.eps, self.length = self.thresholds[0], length
+        self.sequences = self.targets = self.bias_hits = self.bias_triples = 0
+        self.loss = 0.0
+        self.hits_ET = torch.zeros(len(self.thresholds), length, dtype=torch.int64)
+        self.visible_hits_ET: Tensor | None = None
+        self.views: dict[int, View] = {}
+        self.sequences_T = torch.zeros(length, dtype=torch.int64)
+        self.lengths = tuple(lengths)
+        self._prefix_hits = [torch.zeros(len(self.thresholds), cut, dtype=torch.int64) for cut in self.lengths]
+        self.first: list[Tensor] = []
+        self.bias_AH: Tensor | None = None
+        self.row_sums_AH: Tensor | None = None
+        self.details: DetailTotals | None = None
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, batch: Batch) -> None:
+        """Take in one batch.
+
+        Raises:
+            SinklabError: NaN or infinity in the attention or the activations; the layer is named.
+        """
+        batch = batch.on_cpu()  # a card that is full would otherwise stop in the middle of the counting (batches.py)
+        importance, valid_BT = batch.importance_ABHT, batch.valid_BT
+        _, B, _, T = importance.shape
+        valid_BT = torch.ones(B, T, dtype=torch.bool) if valid_BT is None else valid_BT
+        self.sequences += B
+        self.sequences_T[:T] += valid_BT.sum(0)
+        counted_BT = valid_BT[None, :, None]
+        if batch.visible_ABHT is not None and self.visible_hits_ET is None:  # until now it was the same
+            self.visible_hits_ET = self.hits_ET.clone()
+            if "attention scores" in self._sums:
+                self._sums[VISIBLE] = self._sums["attention scores"].clone()
+        self.hits_ET[:, :T] += self._hits(importance, counted_BT)
+        if self.visible_hits_ET is not None:
+            visible = importance if batch.visible_ABHT is None else batch.visible_ABHT
+            self.visible_hits_ET[:, :T] += self._hits(visible, counted_BT)
+            self._sum(VISIBLE, visible.double().sum(1))
+        for layer, view in enumerate(batch.views):
+            if both := joined((self.views.get(layer), view)):
+                self.views[layer] = both
+        for hits_EP, prefix_ABHP in zip(self._prefix_hits, batch.prefixes, strict=True):
+            for hits_P, eps in zip(hits_EP, self.thresholds, strict=True):
+                hits_P += (prefix_ABHP > eps).sum((0, 1, 2))
+        self._sum("attention scores", importance.double().sum(1))
+        self.first.append(importance[..., 0].transpose(0, 1).float())
+        for name, norms in (("keys", batch.key_ABT), ("values", batch.value_ABT), ("hidden states", batch.hidden_MBT)):
+            if norms is not None:
+                self._sum(name, torch.where(valid_BT, norms, 0).double().sum(1))
+        if batch.bias_ABH is not None:
+            self.bias_hits += int((batch.bias_ABH > self.eps).sum())
+            self.bias_triples += batch.bias_ABH.numel()
+            self.bias_AH = _added(self.bias_AH, batch.bias_ABH)
+        if batch.row_sums_ABH is not None:
+            self.row_sums_AH = _added(self.row_sums_AH, batch.row_sums_ABH)
+        if batch.details is not None:
+            self.details = self.details or DetailTotals(self.eps, self.length)
+            self.details.add(batch.details, importance, batch.hidden_MBT, valid_BT)
+        self.loss += batch.loss
+        self.targets += batch.targets
+
+    def _hits(self, importance_ABHT: Tensor, counted: Tensor) -> Tensor:
+        return torch.stack([((importance_ABHT > eps) & counted).sum((0, 1, 2)) for eps in self.thresholds])
+
+    def _sum(self, name: str, part: Tensor) -> None:
+        broken = ~part.isfinite().flatten(1).all(1)
+        if bool(broken.any()):
+            layer = int(broken.nonzero()[0]) + (name != "hidden states")
+            where = "before the first layer" if layer == 0 else f"in layer {layer}"
+            raise SinklabError(
+                f"the {name} contain NaN or infinity {where}; the model or its dtype is at fault: "
+                "try --dtype float32, or an earlier checkpoint"
+            )
+        if name not in self._sums:
+            self._sums[name] = part.new_zeros(*part.shape[:-1], self.length)
+        self._sums[name][..., : part.shape[-1]] += part
+
+    def sink_rate(self, threshold: int = 0) -> list[float]:
+        """Percent per position, position 1 first, for one of the thresholds."""
+        return self._rate(self.hits_ET[threshold])
+
+    def sink_rate_visible(self, threshold: int = 0) -> list[float] | None:
+        """The same of the means over the queries that may see each key; None where they are alpha everywhere."""
+        return None if self.visible_hits_ET is None else self._rate(self.visible_hits_ET[threshold])
+
+    def _rate(self, hits_T: Tensor) -> list[float]:
+        layers, heads, _ = self._sums["attention scores"].shape
+        return metrics.percent(hits_T, self.sequences_T * layers * heads).tolist()
+
+    def visibility_note(self) -> str | None:
+        """In which layers the two means differ; None where they do not."""
+        return visibility_note([self.views.get(layer) for layer in range(len(self._sums["attention scores"]))])
+
+    def sink_rate_by_length(self) -> dict[str, dict[str, list[float]]]:
+        """Percent per position, by length and threshold: {"16": {"0.3": [...]}}."""
+        layers, heads, _ = self._sums["attention scores"].shape
+        triples = self.sequences * layers * heads
+        return {
+            str(cut): {
+                f"{eps:g}": metrics.percent(hits_P, triples).tolist()
+                for eps, hits_P in zip(self.thresholds, hits_EP, strict=True)
+            }
+            for cut, hits_EP in zip(self.lengths, self._prefix_hits, strict=True)
+        }
+
+    def sink_rate_bias(self) -> float | None:
+        """Percent for the added bias or sink token; None where there is none."""
+        return 100 * self.bias_hits / self.bias_triples if self.bias_triples else None
+
+    def importance_bias(self) -> Tensor | None:
+        """Mean over sequences of the share on the added bias (L, H); None unless every layer has one."""
+        layers = len(self._sums["attention scores"])
+        return None if self.bias_AH is None or len(self.bias_AH) != layers else self.bias_AH / self.sequences
+
+    def row_sums(self) -> Tensor | None:
+        """Mean over sequences and queries of the raw row sums (L, H); None where rows sum to one."""
+        return None if self.row_sums_AH is None else self.row_sums_AH / self.sequences
+
+    def mean(self, name: str) -> Tensor | None:
+        """Mean over sequences of "attention scores", VISIBLE (L, H, T), "keys", "values" or "hidden states" (L, T)."""
+        return self._sums[name] / self.sequences_T if name in self._sums else None
+
+    def importance_first(self) -> Tensor:
+        """alpha of the first position: (N, L, H)."""
+        return torch.cat(self.first)
+
+    def mean_loss(self) -> float | None:
+        """Nats per predicted token; None where nothing was predicted (length 1)."""
+        return self.loss / self.targets if self.targets else None
+
+
+def _added(total_AH: Tensor | None, part_ABH: Tensor) -> Tensor:
+    """A running sum over sequences, float64 on the CPU."""
+    part_AH = part_ABH.double().sum(1)
+    return part_AH if total_AH is None else total_AH + part_AH

@@ -1,0 +1,90 @@
+"""Massive activations: single channels of the residual stream, far above all others, that come with a sink.
+
+In every model that has them they stand at few positions (the first token above all) and in few fixed dimensions, from
+an early block to the last but one. They are looked for in the first sequence only: they hardly depend on the input, and
+a median over every activation of every sequence would cost more than the rest of the measurement.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from pydantic import Field, FiniteFloat
+from torch import Tensor, nn
+
+from sinklab.measuring.padding import RealTokens
+from sinklab.schema import Part
+
+STRONGEST = 8  # blocks reported
+
+
+class MassiveActivation(Part):
+    """The largest |activation| after one block.
+
+    Attributes:
+        layer: block, 1-based; the activation stands in the residual stream after it.
+        position: of the token, 1-based.
+        dimension: of the residual stream, 0-based.
+        value: signed.
+        ratio_to_median: |value| over the median |activation| after that block.
+    """
+
+    layer: int = Field(ge=1)
+    position: int = Field(ge=1)
+    dimension: int = Field(ge=0)
+    value: FiniteFloat
+    ratio_to_median: FiniteFloat
+
+
+@contextmanager
+def largest_activations(
+    blocks: Sequence[nn.Module], real: RealTokens | None = None
+) -> Iterator[list[MassiveActivation]]:
+    """A list that after the first forward pass holds the largest activation of its first sequence after each block.
+
+    Args:
+        real: of the first sequence: others of its positions are not looked at, and positions are counted from its
+            first real token. None looks at every column of the batch.
+    """
+    found: list[MassiveActivation] = []
+
+    def leaving(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        if len(found) < len(blocks):
+            hidden_BTC = output[0] if isinstance(output, tuple) else output
+            hidden_TC = hidden_BTC[0].detach()
+            if real is not None and real.padded:
+                hidden_TC = hidden_TC[real.mask_BT[0].to(hidden_TC.device)]
+            found.append(_largest(hidden_TC, len(found) + 1))
+
+    def entering(_: nn.Module, __: tuple[Any, ...]) -> None:
+        if len(found) < len(blocks):  # the first pass, or one after a pass that ended halfway
+            found.clear()
+
+    handles = [block.register_forward_hook(leaving) for block in blocks]
+    handles += [block.register_forward_pre_hook(entering) for block in blocks[:1]]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def strongest(found: Sequence[MassiveActivation]) -> list[MassiveActivation]:
+    """The STRONGEST of them by ratio to the median, strongest first."""
+    return sorted(found, key=lambda one: -one.ratio_to_median)[:STRONGEST]
+
+
+def _largest(hidden_TC: Tensor, layer: int) -> MassiveActivation:
+    size = hidden_TC.abs()
+    position, dimension = divmod(int(size.argmax()), size.shape[1])
+    value = float(hidden_TC[position, dimension])
+    value = value if math.isfinite(value) else 0.0  # NaN is reported by layer where sums are taken
+    median = float(size.float().median())
+    return MassiveActivation(
+        layer=layer,
+        position=position + 1,
+        dimension=dimension,
+        value=value,
+        ratio_to_median=abs(value) / median if median > 0 else 0.0,
+    )

@@ -1,0 +1,110 @@
+"""`sinklab.measure(model, tokens)`: one function for a model in memory, ours or Hugging Face's."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from sinklab.errors import InputError
+from sinklab.measuring.given import check_causal_lm, check_words, token_matrix
+from sinklab.measuring.hooks import Progress, check_request
+from sinklab.measuring.huggingface.turns import measured_in_turn
+from sinklab.measuring.measurement import Inputs, Measurement
+from sinklab.measuring.padding import real_tokens
+from sinklab.measuring.surgery.study import Study, examine
+from sinklab.model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def measure(
+    model: "PreTrainedModel | Transformer",
+    tokens: Tensor | np.ndarray | Sequence[Sequence[int]],
+    *,
+    attention_mask: Tensor | np.ndarray | Sequence[Sequence[int]] | None = None,
+    eps: float | Sequence[float] = 0.3,
+    lengths: Sequence[int] = (),
+    batch_size: int | None = None,
+    loss: bool = True,
+    details: bool = False,
+    maps: Sequence[tuple[int, int]] = (),
+    ablate: Sequence[str] = (),
+    model_name: str = "",
+    inputs: Inputs = "natural",
+    bos: bool | None = None,
+    progress: Progress | None = None,
+) -> Measurement:
+    """Sinks, norms and loss of a causal language model on the given tokens; the model is left as it was found.
+
+    Args:
+        model: a Hugging Face causal language model, or a sinklab transformer.
+        tokens: ids (sequences, length): a tensor on any device, an array, or rows of numbers.
+        attention_mask: 1 at real tokens, 0 at padding on the left or right; Hugging Face models only.
+        eps: threshold of the sink rate, a share of attention in (0, 1); of several, the first is the headline.
+        lengths: increasing: the sink rate of the sequences cut at each as well; without padding.
+        batch_size: sequences per forward pass; changes memory and speed, not the result. By default as many as fit the
+            memory, at most 16; halved where they do not fit.
+        loss: False leaves it out, and with it the logits: a third of the work of a small model with many words.
+        details: also angles, entropy, distances, secondary sinks and kurtosis (details.py); costs more.
+        maps: (layer, head), 1-based: keep the matrices of attention, cosine and norm product; implies details.
+        ablate: also without something: "mask_first:N", "no_bos", "zero_massive" (ablations.py); without padding.
+        model_name, inputs: recorded with the result.
+        bos: whether position 1 is a special token. By default it is where every sequence begins with the
+            `bos_token_id` of the model's config; a sinklab transformer has none, so say it there.
+        progress: called with (sequences done, sequences in all) after every batch.
+
+    Raises:
+        InputError: no model, nothing to measure, tokens that are no ids or outside the vocabulary, a mask that is not
+            a padding mask, a threshold that is no share, a word that is not among those allowed.
+        SinklabError: attention that could not be recorded, or NaN in the activations (the layer is named).
+    """
+    if not isinstance(model, Transformer):
+        check_causal_lm(model)
+    tokens_NT = token_matrix(tokens)
+    check_request(tokens_NT, eps, batch_size)
+    check_words(inputs, ablate)
+    mask_NT = None if attention_mask is None else token_matrix(attention_mask, "the entries of attention_mask")
+    bos = _begins_with_bos(model, tokens_NT, mask_NT) if bos is None else bos
+    options: dict[str, Any] = {
+        "eps": eps,
+        "batch_size": batch_size,
+        "loss": loss,
+        "model_name": model_name,
+        "inputs": inputs,
+        "bos": bos,
+    }
+    first_pass: dict[str, Any] = {"lengths": lengths, "details": details, "maps": maps, "progress": progress}
+    if isinstance(model, Transformer):
+        from sinklab.measuring.native import measure_transformer
+
+        if attention_mask is not None:
+            raise InputError("a sinklab transformer reads whole sequences: leave out attention_mask")
+        measured = partial(measure_transformer, model, **options)
+    else:
+        from sinklab.measuring.pretrained import measure_pretrained
+
+        measured = partial(measure_pretrained, model, **options)
+    with measured_in_turn(model):
+        if mask_NT is None:
+            return examine(model, tokens_NT, measured, Study(ablate), bos_tokens=int(bos), **first_pass)
+        if ablate:
+            raise InputError("ablations need sequences without padding: leave out the padded ones, or `ablate`")
+        return measured(tokens_NT, attention_mask_NT=mask_NT, **first_pass)
+
+
+def _begins_with_bos(
+    model: "PreTrainedModel | Transformer", tokens_NT: Tensor, attention_mask_NT: Tensor | None
+) -> bool:
+    """Whether the first real token of every sequence is the BOS that the model's config names."""
+    if isinstance(model, Transformer):
+        return False
+    bos_id = model.config.get_text_config(decoder=True).bos_token_id
+    if bos_id is None:
+        return False
+    first_N1 = tokens_NT[:, :1]
+    if attention_mask_NT is not None and attention_mask_NT.shape == tokens_NT.shape:
+        first_N1 = tokens_NT.gather(1, real_tokens(attention_mask_NT).index_BR[:, :1].to(tokens_NT.device))
+    return bool((first_N1 == bos_id).all())

@@ -1,0 +1,81 @@
+"""Batches that fit the memory: halved when they do not, which the result says; and how far they have come."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from sinklab.errors import SinklabError, is_out_of_memory
+from sinklab.measuring.hooks import Progress
+
+
+def in_batches(sequences: int, batch_size: int, step: Callable[[int, int], None]) -> list[str]:
+    """Call step(start, stop) over all sequences; out of memory halves the batch and repeats the part that failed.
+
+    Args:
+        step: must leave no trace where it raises.
+
+    Returns:
+        notes for the reader of the result; empty where every batch fitted.
+
+    Raises:
+        SinklabError: one sequence alone does not fit.
+    """
+    size, start = min(batch_size, sequences), 0
+    while start < sequences:
+        stop = min(start + size, sequences)
+        try:
+            step(start, stop)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            if stop - start == 1:
+                raise SinklabError(
+                    "out of memory with one sequence at a time: lower --length, or try --dtype bfloat16"
+                ) from error
+            size = (stop - start) // 2
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            continue
+        start = stop
+    if size == min(batch_size, sequences):
+        return []
+    return [f"out of memory: the batch was halved from {min(batch_size, sequences)} to {size} sequences"]
+
+
+class Steps:
+    """Tells a progress display how many sequences are done; a block that has run is a part of its batch."""
+
+    def __init__(self, progress: Progress | None, blocks: int, sequences: int) -> None:
+        self._progress, self._blocks, self._sequences = progress, blocks, sequences
+        self._start = self._stop = self._ran = 0
+
+    def begin(self, start: int, stop: int) -> None:
+        """A batch begins, or is begun once more."""
+        self._start, self._stop, self._ran = start, stop, 0
+
+    def end(self) -> None:
+        """The batch is done."""
+        if self._progress:
+            self._progress(self._stop, self._sequences)
+
+    def block_ran(self, *_: Any) -> None:
+        """A hook: what is left after the last block is the head."""
+        self._ran += 1
+        if self._progress:
+            done = (self._stop - self._start) * self._ran / (self._blocks + 1)
+            self._progress(self._start + done, self._sequences)
+
+
+@contextmanager
+def reporting(blocks: Sequence[nn.Module], progress: Progress | None, sequences: int) -> Iterator[Steps]:
+    """Report the blocks and batches of a measurement: one long sequence may take minutes."""
+    steps = Steps(progress, len(blocks), sequences)
+    handles = [block.register_forward_hook(steps.block_ran) for block in blocks]
+    try:
+        yield steps
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,85 @@
+"""What a caller from Python may hand over: a model and tokens, and a sentence for everything else."""
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sinklab.errors import InputError
+from sinklab.measuring.measurement import Inputs
+
+INPUTS = get_args(Inputs)
+
+
+def check_causal_lm(model: Any) -> None:
+    """Refuse what is no Hugging Face model.
+
+    Raises:
+        InputError: says what it is instead.
+    """
+    if isinstance(model, str):
+        raise InputError(
+            f"the model is a string, {model[:80]!r}: load it first, as AutoModelForCausalLM.from_pretrained does; "
+            "`sinklab measure` takes names"
+        )
+    if not isinstance(model, nn.Module) or not hasattr(getattr(model, "config", None), "get_text_config"):
+        raise InputError(
+            f"the model is {_a(model)}: expected a Hugging Face causal language model, as "
+            "AutoModelForCausalLM.from_pretrained gives it, or a transformer of sinklab"
+        )
+
+
+def check_words(inputs: Any, ablate: Any) -> None:
+    """Refuse what would be noticed only after the measuring, or read letter by letter.
+
+    Raises:
+        InputError: `inputs` of no known kind, or `ablate` that is one name and no list of them.
+    """
+    if inputs not in INPUTS:
+        raise InputError(f"inputs are {inputs!r}: choose from {', '.join(INPUTS)}")
+    if isinstance(ablate, str):
+        raise InputError(f"ablate is one name: give a list, ablate=[{ablate[:80]!r}]")
+
+
+def token_matrix(tokens: Any, name: str = "tokens") -> Tensor:
+    """Whole numbers in rows, as int64 on the device where they are.
+
+    Args:
+        tokens: a tensor, an array, or rows of numbers.
+
+    Raises:
+        InputError: rows of different lengths, or no whole numbers.
+    """
+    tensor = tokens if isinstance(tokens, Tensor) else _from_rows(tokens, name)
+    if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise InputError(f"{name} are {kind} numbers; expected whole numbers, as a tokenizer gives them")
+    return tensor.long()
+
+
+def _from_rows(rows: Any, name: str) -> Tensor:
+    if isinstance(rows, np.ndarray):
+        if rows.dtype.kind not in "iub":
+            raise InputError(f"{name} are an array of {rows.dtype}; expected whole numbers")
+        return torch.from_numpy(rows.astype(np.int64))
+    if isinstance(rows, str | bytes | dict) or not isinstance(rows, Sequence):
+        raise InputError(f"{name} are {_a(rows)}; expected rows of token ids, (sequences, length)")
+    if not all(isinstance(row, Sequence | np.ndarray | Tensor) and not isinstance(row, str | bytes) for row in rows):
+        raise InputError(f"{name} have no rows; expected a list of sequences, such as [[1, 2, 3]]")
+    lengths = {len(row) for row in rows}
+    if len(lengths) > 1:
+        raise InputError(
+            f"the sequences have {min(lengths)} to {max(lengths)} tokens: cut them to one length, or pad them and give "
+            "attention_mask"
+        )
+    try:
+        return torch.tensor([list(row) for row in rows] or [[]])
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise InputError(f"{name} are no matrix of whole numbers: {error}") from error
+
+
+def _a(thing: Any) -> str:
+    kind = type(thing)
+    return f"of type {kind.__name__}" if kind.__module__ == "builtins" else f"of type {kind.__module__}.{kind.__name__}"

@@ -1,0 +1,248 @@
+"""Watching any Hugging Face causal language model that dispatches its attention through `AttentionInterface`.
+
+While a probe is on, the model's configs name an attention function of our own. It computes the output and the column
+sums of the attention matrix from the same scores (one_pass.py). Where gradients are wanted, on CUDA, and under another
+probe it passes the call on to PyTorch's fused attention (or computes it with our primitive where that cannot: softcap,
+sink logits) and takes the sums beside it. The same name is registered for masks with `sdpa_mask`: without that,
+transformers silently drops padding and sliding windows. Rejected: `output_attentions` (forces eager, keeps every
+T x T matrix); patching modules by class name (one patch per architecture).
+
+A model that ignores the interface is not measured as zero: the recorded calls are counted, and where there were none
+the probe reads the attention matrices that the model itself gives (returned.py).
+"""
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+from sinklab.errors import SinklabError
+from sinklab.measuring.huggingface.call import read_call
+from sinklab.measuring.huggingface.records import Batches, LayerRecord, LayerTotals
+from sinklab.measuring.padding import RealTokens, real_tokens
+from sinklab.measuring.statistics.layer import Angles
+from sinklab.measuring.statistics.watch import DetailsWatch
+
+_PREFIX = "sinklab-"
+_numbers = itertools.count()
+
+
+class UnrecordedError(SinklabError):
+    """The attention of some layer did not pass through the interface."""
+
+
+class Probe:
+    """What was recorded of the sequences that the model has read, while it decodes from a cache as well.
+
+    Attributes:
+        layers: one record per attention layer, in the order of their calls.
+        real: where the real tokens stand; None before the first pass.
+        backends: what computed the attention outputs ("one pass", "sdpa", "chunked").
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsWatch | None = None
+    ) -> None:
+        self._lengths, self._details = tuple(lengths), details
+        self._batches = Batches()
+        self._real: RealTokens | None = None
+        self._whole = False
+        self.backends: set[str] = set()
+        self._model = model
+        self._signature = inspect.signature(model.forward)
+        self._expected = attention_layers(model.config)
+        self._totals: list[LayerTotals] = []
+        self._calls = 0
+        self._running = self._paused = False
+        self._mask_BT: Tensor | None = None
+        self._seen = 0
+        self._pass_on = "sdpa"
+
+    @property
+    def layers(self) -> list[LayerRecord]:
+        """Importance and norms of all sequences, each over all its passes since it began."""
+        return self._batches.layers(self._latest())
+
+    @property
+    def real(self) -> RealTokens | None:
+        """Where the real tokens of all sequences stand; None before the first pass."""
+        return self._batches.real(self._real)
+
+    def clear(self) -> None:
+        """Forget what was recorded."""
+        self._batches, self._totals, self._seen, self._real = Batches(), [], 0, None
+
+    def _latest(self) -> list[LayerRecord]:
+        return [] if self._real is None else [totals.record(self._real) for totals in self._totals]
+
+    def attention(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        **extras: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The attention function that transformers calls."""
+        if not self._running:
+            raise SinklabError("a probed model was not called itself, only a part of it: call model(...)")
+        call = read_call(module, query, key, value, attention_mask, scaling, extras)
+        T = query.shape[2]
+        if not self._calls:
+            self._seen += T
+            mask_BT = self._mask_BT
+            self._real = real_tokens(query.new_ones(query.shape[0], self._seen) if mask_BT is None else mask_BT)
+        assert self._real is not None
+        counted_BT = self._real.mask_BT[:, -T:].to(query.device) if self._real.padded else None
+        if self._calls == len(self._totals):
+            self._totals.append(LayerTotals(self._lengths))
+        passing_on = self._pass_on.startswith(_PREFIX) or torch.is_grad_enabled() or query.is_cuda
+        if passing_on and not self._lengths:
+            out, sums = None, call.column_sums(counted_BT)
+        else:
+            out, sums, prefixes_BHES = call.one_pass(counted_BT, self._lengths)
+            if self._lengths:
+                self._totals[self._calls].add_prefixes(prefixes_BHES)
+        self._totals[self._calls].add(sums, call.visible_queries(counted_BT), key.detach(), value.detach(), T)
+        if self._details is not None:
+            self._details.values(value)
+            self._details.attention(call.rows(), query.shape[1], Angles(query, key, call.mask))
+        self._calls += 1
+        if out is not None:
+            self.backends.add("one pass")
+            return out, None
+        if self._pass_on.startswith(_PREFIX) or call.plain:
+            self.backends.add("sdpa")
+            passed_on = AttentionInterface._global_mapping[self._pass_on]
+            return passed_on(module, query, key, value, attention_mask, scaling=scaling, **extras)
+        self.backends.add("chunked")
+        return call.output(), None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Calls of the model inside the block record nothing; none of them may reach an attention layer."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def _entering(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._paused:
+            return
+        given = self._signature.bind_partial(*args, **kwargs).arguments
+        cache = given.get("past_key_values")
+        if cache is None or not cache.get_seq_length():
+            self._batches.begin(given.get("input_ids"), self._real, self._latest() if self._whole else ())
+            self._totals, self._seen, self._real = [], 0, None
+        self._calls, self._running, self._whole = 0, True, False
+        self._mask_BT = given.get("attention_mask")
+
+    def _leaving(self, _: nn.Module, __: tuple[Any, ...], ___: Any) -> None:
+        if self._paused:
+            return
+        self._running = False
+        if self._calls != self._expected:
+            raise self._unrecorded()
+        self._whole = True
+
+    def _unrecorded(self) -> UnrecordedError:
+        return UnrecordedError(
+            f"the attention of {self._calls} of {self._expected} layers could be recorded: the model type "
+            f"{self._model.config.model_type!r} does not pass all of its attention through transformers' attention "
+            "interface, so sinks in it cannot be measured. Measure a model of another type, or try a newer version "
+            "of transformers."
+        )
+
+
+@contextmanager
+def interface_probe(
+    model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsWatch | None = None
+) -> Iterator[Probe]:
+    """`probe` for a model that passes its attention through the interface.
+
+    Raises:
+        UnrecordedError: in a forward pass, where some layer's attention did not.
+    """
+    watch = Probe(model, lengths, details)
+    current = str(model.config._attn_implementation)
+    watch._pass_on = current if current.startswith(_PREFIX) else "sdpa"
+    handles = [
+        model.register_forward_pre_hook(watch._entering, with_kwargs=True),
+        model.register_forward_hook(watch._leaving),
+    ]
+    try:
+        with attention_function(model, watch.attention):
+            yield watch
+    except (AttributeError, KeyError, TypeError) as error:
+        if watch._running and not watch._calls:  # a model that ignores the interface and trips over its masks (MPT)
+            raise watch._unrecorded() from error
+        raise
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def attention_function(model: PreTrainedModel, function: Callable[..., tuple[Tensor, Tensor | None]]) -> Iterator[None]:
+    """All attention that the model passes through the interface is computed by `function`, with boolean masks."""
+    name = f"{_PREFIX}{next(_numbers)}"
+    before = [(config, config._attn_implementation_internal) for config in model_configs(model)]
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    try:
+        for config, _ in before:
+            config._attn_implementation_internal = name
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
+        AttentionInterface._global_mapping.pop(name, None)
+        AttentionMaskInterface._global_mapping.pop(name, None)
+
+
+def attention_layers(config: PretrainedConfig) -> int:
+    """How many layers of the language model have softmax attention (not all of them in a hybrid).
+
+    Raises:
+        SinklabError: none has.
+    """
+    text = config.get_text_config(decoder=True)
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
+    if not kinds:
+        return text.num_hidden_layers
+    count = sum(("attention" in kind and "linear" not in kind) or kind == "hybrid" for kind in kinds)
+    if not count:
+        raise SinklabError(f"no layer of a {config.model_type!r} model has softmax attention: there is no sink to see")
+    return count
+
+
+def decoder_blocks(model: PreTrainedModel) -> list[nn.Module]:
+    """The blocks of the residual stream in order; empty where they are not kept in one list."""
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == layers:
+            return list(module)
+    return []
+
+
+def model_configs(model: PreTrainedModel) -> list[PretrainedConfig]:
+    """Every config that some module of the model reads, each once, sub-configs included."""
+    found: dict[int, PretrainedConfig] = {}
+    read = (getattr(module, "config", None) for module in model.modules())
+    waiting = [config for config in read if isinstance(config, PretrainedConfig)]
+    while waiting:
+        config = waiting.pop()
+        if id(config) not in found:
+            found[id(config)] = config
+            subs = (getattr(config, name, None) for name in config.sub_configs)
+            waiting += [sub for sub in subs if isinstance(sub, PretrainedConfig)]
+    return list(found.values())

@@ -1,0 +1,185 @@
+"""What one attention layer has shown since its sequence began: one pass of a whole sequence, or many while decoding."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sinklab.attention.importance import ColumnSums
+from sinklab.errors import SinklabError
+from sinklab.measuring import metrics
+from sinklab.measuring.padding import RealTokens, real_tokens
+from sinklab.measuring.visible import View, seen_over
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """What one attention layer showed so far, index 0 being the first real token of each sequence.
+
+    Attributes:
+        importance_BHT: alpha, float32; 0 past the end of a sequence.
+        bias_BH: alpha of the sink logit; None where the layer has none.
+        key_norm_BT, value_norm_BT: l2 norm, mean over key heads.
+        prefixes: alpha (B, H, length) of the sequences cut at each of the probe's lengths.
+        visible_BHT: mean over the queries that may see each position; None where these are all from it on.
+        view: what is seen otherwise; None likewise.
+    """
+
+    importance_BHT: Tensor
+    bias_BH: Tensor | None
+    key_norm_BT: Tensor
+    value_norm_BT: Tensor
+    prefixes: tuple[Tensor, ...] = ()
+    visible_BHT: Tensor | None = None
+    view: View | None = None
+
+
+class Batches:
+    """What a probe has recorded of sequences before those that it watches now."""
+
+    def __init__(self) -> None:
+        self._done: list[tuple[RealTokens, list[LayerRecord]]] = []
+        self._tokens_BT: Tensor | None = None
+
+    def begin(self, tokens_BT: Tensor | None, real: RealTokens | None, layers: Sequence[LayerRecord]) -> None:
+        """Other sequences begin, after those that `real` and `layers` are of; or the same, once more and longer.
+
+        Args:
+            tokens_BT: their ids, where they are known.
+            layers: empty where there were none, or their last pass failed.
+        """
+        if real is not None and layers and not _goes_on(self._tokens_BT, tokens_BT):
+            self._done.append((real, list(layers)))
+        self._tokens_BT = tokens_BT
+
+    def real(self, latest: RealTokens | None) -> RealTokens | None:
+        """Where the real tokens of all sequences stand."""
+        masks = [real.mask_BT for real, _ in self._done] + ([latest.mask_BT] if latest else [])
+        if len(masks) < 2:
+            return latest or (self._done[0][0] if self._done else None)
+        longest = max(mask_BT.shape[1] for mask_BT in masks)
+        padded = [F.pad(mask_BT, (0, longest - mask_BT.shape[1])) for mask_BT in masks]
+        return real_tokens(torch.cat([mask_BT.to(padded[0].device) for mask_BT in padded]))
+
+    def layers(self, latest: Sequence[LayerRecord]) -> list[LayerRecord]:
+        """The records of all sequences, those watched now being the last; 0 past the end of shorter ones."""
+        batches = [*(layers for _, layers in self._done), *([list(latest)] if latest else [])]
+        if len(batches) < 2:
+            return batches[0] if batches else []
+        return [_joined(parts) for parts in zip(*batches, strict=True)]
+
+
+def _goes_on(before_BT: Tensor | None, now_BT: Tensor | None) -> bool:
+    if before_BT is None or now_BT is None or len(before_BT) != len(now_BT) or before_BT.shape[1] >= now_BT.shape[1]:
+        return False
+    return torch.equal(before_BT, now_BT[:, : before_BT.shape[1]])
+
+
+def _joined(parts: Sequence[LayerRecord]) -> LayerRecord:
+    longest = max(part.importance_BHT.shape[-1] for part in parts)
+
+    def lengthened(x: Tensor) -> Tensor:
+        return F.pad(x, (0, longest - x.shape[-1]))
+
+    bias = [part.bias_BH for part in parts if part.bias_BH is not None]
+    visible = [(part, part.visible_BHT) for part in parts]  # short sequences may fit into a window
+    view = next((part.view for part in parts if part.view is not None), None)
+    return LayerRecord(
+        torch.cat([lengthened(part.importance_BHT) for part in parts]),
+        torch.cat(bias) if bias else None,
+        torch.cat([lengthened(part.key_norm_BT) for part in parts]),
+        torch.cat([lengthened(part.value_norm_BT) for part in parts]),
+        tuple(torch.cat(prefixes) for prefixes in zip(*(part.prefixes for part in parts), strict=True)),
+        torch.cat([lengthened(part.importance_BHT if x is None else x) for part, x in visible]) if view else None,
+        view,
+    )
+
+
+class LayerTotals:
+    """Column sums and norms of one layer, over the passes of one sequence. T new queries meet S keys in each."""
+
+    def __init__(self, lengths: Sequence[int] = ()) -> None:
+        self._lengths = lengths
+        self._prefixes_BHES: Tensor | None = None
+        self._sums_BHT: Tensor | None = None
+        self._earlier_BHT: Tensor | None = None
+        self._seen_by_BGT: Tensor | None = None
+        self._bias_BH: Tensor | None = None
+        self._key_norms: list[Tensor] = []
+        self._value_norms: list[Tensor] = []
+
+    @torch.no_grad()
+    def add(self, sums: ColumnSums, seen_by_BGS: Tensor, key_BGSD: Tensor, value_BGSV: Tensor, queries: int) -> None:
+        """Take in a pass. A cache that drops keys behind a sliding window hands over the last S of them.
+
+        Args:
+            seen_by_BGS: how many of the pass's counted queries may see each key; batch and head may be 1.
+
+        Raises:
+            SinklabError: more keys than tokens have been seen: a cache filled outside of the probe, or a static one.
+        """
+        before = 0 if self._sums_BHT is None else self._sums_BHT.shape[-1]
+        seen, keys = before + queries, key_BGSD.shape[2]
+        if keys > seen:
+            raise SinklabError(
+                f"{keys} keys met {seen} tokens that the probe has seen: put the probe around the whole sequence, the "
+                "first call included, with a dynamic cache (the default) or use_cache=False"
+            )
+        self._sums_BHT = _grown(self._sums_BHT, sums.keys_BHS, seen)
+        self._seen_by_BGT = _grown(self._seen_by_BGT, seen_by_BGS, seen)
+        if sums.earlier_BHS is not None:
+            self._earlier_BHT = _grown(self._earlier_BHT, sums.earlier_BHS, seen)
+        if sums.bias_BH is not None:
+            self._bias_BH = sums.bias_BH if self._bias_BH is None else self._bias_BH + sums.bias_BH
+        self._key_norms.append(metrics.token_norms(key_BGSD[:, :, -queries:]).mean(1))
+        self._value_norms.append(metrics.token_norms(value_BGSV[:, :, -queries:]).mean(1))
+
+    def add_prefixes(self, prefixes_BHES: Tensor) -> None:
+        """Take in the sums over the queries before each length."""
+        self._prefixes_BHES = prefixes_BHES
+
+    @torch.no_grad()
+    def record(self, real: RealTokens) -> LayerRecord:
+        """Means over the real tokens so far."""
+        assert self._sums_BHT is not None
+        assert self._seen_by_BGT is not None
+        count_B = real.count_B.to(self._sums_BHT.device)
+        importance_BHT = metrics.importance_from_sums(real.align(self._sums_BHT), count_B)
+        visible_BHT, view = self._visible(real, count_B)
+        return LayerRecord(
+            importance_BHT,
+            None if self._bias_BH is None else self._bias_BH / count_B[:, None],
+            real.align(torch.cat(self._key_norms, -1)),
+            real.align(torch.cat(self._value_norms, -1)),
+            self._cut(),
+            visible_BHT,
+            view,
+        )
+
+    def _visible(self, real: RealTokens, count_B: Tensor) -> tuple[Tensor | None, View | None]:
+        assert self._sums_BHT is not None
+        assert self._seen_by_BGT is not None
+        sums_BHT = self._sums_BHT
+        if self._earlier_BHT is not None:
+            sums_BHT = sums_BHT + F.pad(self._earlier_BHT, (0, sums_BHT.shape[-1] - self._earlier_BHT.shape[-1]))
+        seen_by_BGT = real.align(self._seen_by_BGT.expand(len(sums_BHT), -1, -1))
+        return seen_over(real.align(sums_BHT), seen_by_BGT, count_B)
+
+    def _cut(self) -> tuple[Tensor, ...]:
+        if self._prefixes_BHES is None:
+            return ()
+        sums = zip(self._lengths, self._prefixes_BHES.unbind(2), strict=True)
+        return tuple(prefix_importance(sums_BHS, length) for length, sums_BHS in sums)
+
+
+def _grown(total_BHT: Tensor | None, part_BHS: Tensor, positions: int) -> Tensor:
+    """Sums over the passes so far, at all positions, with those of another pass added to the last S of them."""
+    part_BHT = F.pad(part_BHS, (positions - part_BHS.shape[-1], 0))
+    return part_BHT if total_BHT is None else F.pad(total_BHT, (0, positions - total_BHT.shape[-1])) + part_BHT
+
+
+def prefix_importance(sums_BHS: Tensor, length: int) -> Tensor:
+    """alpha (B, H, length) from sums over the first `length` queries, of sequences without padding."""
+    return metrics.importance_from_sums(sums_BHS[..., :length], torch.full((len(sums_BHS),), length))

@@ -1,0 +1,210 @@
+"""Models that ignore the attention interface (Falcon, Bloom, MPT, GPT-J, GPT-Neo), through `output_attentions`.
+
+Each such model computes its attention matrices itself and returns them. They are reduced as they come, layer by
+layer, by hooks that pass on an empty matrix in their place, so that one layer's matrix is held at a time, never all.
+Keys and values are read from the cache that the model returns. This costs O(T^2) memory and eager attention's time:
+the result names it ("eager").
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from sinklab.attention.blocks import Block
+from sinklab.attention.importance import Rows
+from sinklab.attention.masks import CAUSAL, Mask, Window, visible_queries
+from sinklab.errors import SinklabError
+from sinklab.measuring import metrics
+from sinklab.measuring.huggingface.interface import attention_layers, decoder_blocks, model_configs
+from sinklab.measuring.huggingface.records import Batches, LayerRecord, prefix_importance
+from sinklab.measuring.padding import RealTokens, real_tokens
+from sinklab.measuring.statistics.watch import DetailsWatch
+from sinklab.measuring.visible import View, seen_over
+
+
+class ReturnedProbe:
+    """What was recorded of the sequences read; as `huggingface.Probe`, for models that return their matrices."""
+
+    def __init__(
+        self, model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsWatch | None = None
+    ) -> None:
+        self._lengths, self._details = tuple(lengths), details
+        self._prefixes: list[tuple[Tensor, ...]] = []
+        self._batches = Batches()
+        self._latest: list[LayerRecord] = []
+        self._real: RealTokens | None = None
+        self.backends = {"eager"}
+        self._model = model
+        self._signature = inspect.signature(model.forward)
+        self._expected = attention_layers(model.config)
+        self._importance: list[Tensor] = []
+        self._visible: list[tuple[Tensor | None, View | None]] = []
+        self._paused = False
+
+    @property
+    def layers(self) -> list[LayerRecord]:
+        """Importance and norms of all sequences."""
+        return self._batches.layers(self._latest)
+
+    @property
+    def real(self) -> RealTokens | None:
+        """Where the real tokens of all sequences stand; None before the first pass."""
+        return self._batches.real(self._real)
+
+    def clear(self) -> None:
+        """Forget what was recorded."""
+        self._batches, self._latest, self._real = Batches(), [], None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Calls of the model inside the block record nothing; none of them may reach an attention layer."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def _entering(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._paused:
+            return None
+        given = self._signature.bind_partial(*args, **kwargs).arguments
+        if given.get("past_key_values") is not None:
+            raise SinklabError(
+                f"a {self._model.config.model_type!r} model is read from its own attention matrices, which works on "
+                "whole sequences only: call the model without past_key_values"
+            )
+        tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+        mask_BT = given.get("attention_mask")
+        self._batches.begin(given.get("input_ids"), self._real, self._latest)
+        self._real = real_tokens(torch.ones(tokens.shape[:2]) if mask_BT is None else mask_BT)
+        self._latest, self._importance, self._visible, self._prefixes = [], [], [], []
+        return args, kwargs | {"output_attentions": True, "use_cache": True, "return_dict": True}
+
+    def _matrix(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+        """Reduce the attention matrix in a module's output, and pass on an empty one."""
+        if self._paused or self._real is None or not isinstance(output, tuple):
+            return None
+        T = self._real.mask_BT.shape[1]
+        for place, part in enumerate(output):
+            if isinstance(part, Tensor) and part.ndim == 4 and part.shape[2:] == (T, T):
+                mask = _mask(self._model.config, len(self._importance))
+                sums_BHR, seen_by_BGR, count_B = _sums(part.detach(), self._real, mask)
+                self._importance.append(metrics.importance_from_sums(sums_BHR, count_B))
+                self._visible.append(seen_over(sums_BHR, seen_by_BGR, count_B))
+                if self._details is not None:
+                    self._details.attention([_rows(part.detach())], part.shape[1], angles=None)
+                sums = [(length, part.detach()[:, :, :length].float().sum(2)) for length in self._lengths]
+                self._prefixes.append(tuple(prefix_importance(sums_BHS, length) for length, sums_BHS in sums))
+                return (*output[:place], part.new_empty(0), *output[place + 1 :])
+        return None
+
+    def _leaving(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        if self._paused:
+            return
+        cache, real = output.past_key_values, self._real
+        stored = getattr(cache, "layers", [])
+        if real is None or not len(self._importance) == len(stored) == self._expected:
+            raise SinklabError(
+                f"the attention of {len(self._importance)} of {self._expected} layers could be recorded: the model "
+                f"type {self._model.config.model_type!r} neither passes its attention through transformers' attention "
+                "interface nor returns its attention matrices, so sinks in it cannot be measured. Measure a model of "
+                "another type, or try a newer version of transformers."
+            )
+        if self._details is not None:
+            for kept in stored:
+                self._details.values(kept.values)
+        with torch.no_grad():
+            self._latest = [
+                LayerRecord(
+                    importance,
+                    None,
+                    real.align(metrics.token_norms(kept.keys).mean(1)),
+                    real.align(metrics.token_norms(kept.values).mean(1)),
+                    prefixes,
+                    *visible,
+                )
+                for importance, visible, prefixes, kept in zip(
+                    self._importance, self._visible, self._prefixes, stored, strict=True
+                )
+            ]
+
+
+@torch.no_grad()
+def _sums(weights_BHTT: Tensor, real: RealTokens, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
+    """Column sums over the real queries, how many of them may see each key, and how many there are."""
+    device, T = weights_BHTT.device, weights_BHTT.shape[-1]
+    real_BT = real.mask_BT.to(device)
+    counted_BT = real_BT.to(metrics.accumulation(weights_BHTT.dtype))
+    sums_BHT = torch.einsum("bhqk,bq->bhk", weights_BHTT.to(counted_BT.dtype).tril(), counted_BT)
+    seen_by_BGT = visible_queries(mask, T, T, device, real_BT)
+    return real.align(sums_BHT), real.align(seen_by_BGT), real.count_B.to(device)
+
+
+def _mask(config: PretrainedConfig, layer: int) -> Mask:
+    """Who sees whom: of these models only GPT-Neo has layers that look back a limited way."""
+    kinds = getattr(config, "attention_layers", None)
+    return Window(config.window_size) if kinds and kinds[layer] == "local" else CAUSAL
+
+
+def _rows(weights_BHTT: Tensor) -> Rows:
+    T = weights_BHTT.shape[-1]
+    return Rows(Block(0, T, 0, T), weights_BHTT.to(metrics.accumulation(weights_BHTT.dtype)).tril(), None)
+
+
+@contextmanager
+def returned_probe(
+    model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsWatch | None = None
+) -> Iterator[ReturnedProbe]:
+    """`probe` for a model that ignores the attention interface.
+
+    Raises:
+        SinklabError: in a forward pass, where the attention of some layer could not be recorded, or with a cache.
+    """
+    watch = ReturnedProbe(model, lengths, details)
+    handles = [
+        model.register_forward_pre_hook(watch._entering, with_kwargs=True),
+        model.register_forward_hook(watch._leaving),
+    ]
+    handles += [module.register_forward_hook(watch._matrix) for module in _inside_blocks(model)]
+    try:
+        with eager_attention(model):
+            yield watch
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def eager_attention(model: PreTrainedModel) -> Iterator[None]:
+    """The model computes its attention matrices itself."""
+    before = [(config, config._attn_implementation_internal) for config in model_configs(model)]
+    handles = [module.register_forward_pre_hook(_alibi_once, with_kwargs=True) for module in _inside_blocks(model)]
+    try:
+        for config, _ in before:
+            config._attn_implementation_internal = "eager"
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
+
+
+def _inside_blocks(model: PreTrainedModel) -> list[nn.Module]:
+    return [module for block in decoder_blocks(model) for module in block.modules() if module is not block]
+
+
+def _alibi_once(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Falcon's eager attention adds ALiBi to its scores and then a mask that, differing by head, holds it already.
+
+    Its fused attention, which the model has by default, has it once (transformers 5.17 to 5.23).
+    """
+    alibi, mask = kwargs.get("alibi"), kwargs.get("attention_mask")
+    if isinstance(alibi, Tensor) and isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] > 1:
+        return args, kwargs | {"alibi": torch.zeros_like(alibi)}
+    return None

@@ -1,0 +1,322 @@
+"""The result of a measurement and its two files, `measurement.json` and `measurement.npz` (schema 1).
+
+L attention layers, H heads, T positions, N sequences, M blocks of the residual stream. In a model where every block
+has attention, M = L. What does not apply to a model is None, and left out of the .npz; NaN is never written.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+from pydantic import ConfigDict, Field, FiniteFloat, ValidationError, model_validator
+
+from sinklab.errors import InputError
+from sinklab.files import parse_json, write_json, written_aside
+from sinklab.measuring import metrics
+from sinklab.measuring.accumulate import VISIBLE, Accumulator
+from sinklab.measuring.activations import MassiveActivation
+from sinklab.measuring.cost import Cost
+from sinklab.measuring.findings import Ablation, Propositions
+from sinklab.measuring.frames import TableName, data_frame, write_csv, write_parquet
+from sinklab.measuring.statistics.details import Details, with_arrays
+from sinklab.schema import Part
+
+Percent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
+Inputs = Literal["natural", "random", "repeat"]
+ARRAYS = (
+    "importance",
+    "importance_visible",
+    "importance_first",
+    "importance_bias",
+    "row_sums",
+    "hidden_norm",
+    "key_norm",
+    "value_norm",
+)
+LEFT_OUT = ("step", "planned_steps", "details", "ablations", "propositions")  # of the document, where there are none
+OPTIONAL = {"importance_visible": None, "importance_bias": None, "row_sums": None, "hidden_norm": None}
+
+
+class Measurement(Part):
+    """Sinks, norms and loss of one model on one set of sequences.
+
+    Attributes:
+        model: name or path of what was measured.
+        revision: branch, tag or commit that was asked for, of a model of the hub; None for its main branch, and here.
+        commit: of the hub, that this was; None for a model that does not come from there.
+        step, planned_steps: of a run of ours, the step it was measured at and its last one; None for other models.
+        inputs: what the sequences are made of.
+        sequences: N.
+        length: T, the positions of the longest sequence, BOS included.
+        eps: threshold of the sink rate.
+        bos: whether position 1 is a special token put there by the tokenizer or the loader.
+        proxy: whether importance is that of proxy scores, |sim| / sum |sim| (the model's own do not sum to one).
+        layers: L.
+        heads: H.
+        sink_rate: percent of (sequence, layer, head) triples with alpha_k > eps, position 1 first.
+        sink_rates: the same for every threshold asked for, keyed by it ("0.3"); None where there was only one.
+        sink_rate_visible, sink_rates_visible: as sink_rate and sink_rates, of the mean over the queries that may see a
+            key, not over all from it on; None where that is the same in every layer (no window, no documents).
+        sink_rate_by_length: of the same sequences cut shorter, by length and threshold: {"16": {"0.3": [..]}}.
+        sink_rate_bias: the same for an added bias, sink logit or sink token; None where the model has none.
+        loss: nats per token over targets 2..T, those after the prefix under a prefix mask; None where there are none.
+        hidden_norm_ratio: |h_1| / mean over t > 1 of |h_t| before the first block and after every block (M + 1).
+        key_norm_ratio, value_norm_ratio: the same for keys and values, per attention layer (L).
+        backend: what computed the attention; "eager" where the model's own matrices had to be read.
+        dtype: of the model.
+        seconds: wall-clock, forward passes and metric.
+        peak_memory_mb: of the device (CUDA) or of the whole process; None where unknown.
+        massive_activations: the largest |activation| of each of the strongest blocks (activations.py); None if unknown.
+        details: what was asked for beyond (details.py); None, and left out of the files, where nothing was.
+        notes: what the reader must know, such as a batch that had to be halved.
+        ablations: what became of the loss and of Sink_1 without something (ablations.py); None unless asked for.
+        propositions: what the paper proves of repeated tokens, checked (propositions.py); None for other inputs.
+        importance: alpha, mean over sequences (L, H, T).
+        importance_visible: mean over the queries that may see a key (L, H, T); None where that is alpha everywhere.
+        importance_first: alpha of position 1 (N, L, H).
+        importance_bias: alpha of the added bias or sink token, mean over sequences (L, H); None without one.
+        row_sums: mean over sequences and queries of the sum of raw scores (L, H); None where rows sum to one.
+        hidden_norm: mean l2 norm (M + 1, T).
+        key_norm, value_norm: mean l2 norm over sequences and heads (L, T).
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, populate_by_name=True)
+
+    schema_version: Literal[1] = Field(default=1, alias="schema")
+    model: str
+    revision: str | None = None
+    commit: str | None = None
+    step: int | None = None
+    planned_steps: int | None = None
+    inputs: Inputs
+    sequences: int = Field(ge=1)
+    length: int = Field(ge=1)
+    eps: float = Field(gt=0, lt=1)
+    bos: bool
+    proxy: bool
+    layers: int = Field(ge=1)
+    heads: int = Field(ge=1)
+    sink_rate: list[Percent]
+    sink_rates: dict[str, list[Percent]] | None = None
+    sink_rate_visible: list[Percent] | None = None
+    sink_rates_visible: dict[str, list[Percent]] | None = None
+    sink_rate_by_length: dict[str, dict[str, list[Percent]]] | None = None
+    sink_rate_bias: Percent | None
+    loss: FiniteFloat | None
+    hidden_norm_ratio: list[FiniteFloat] | None
+    key_norm_ratio: list[FiniteFloat] | None
+    value_norm_ratio: list[FiniteFloat] | None
+    backend: str
+    dtype: str
+    seconds: float = Field(ge=0)
+    peak_memory_mb: FiniteFloat | None
+    massive_activations: list[MassiveActivation] | None = None
+    details: Details | None = None
+    notes: list[str] = Field(default_factory=list)
+    ablations: list[Ablation] | None = None
+    propositions: Propositions | None = None
+    importance: np.ndarray = Field(exclude=True, repr=False)
+    importance_visible: np.ndarray | None = Field(default=None, exclude=True, repr=False)
+    importance_first: np.ndarray = Field(exclude=True, repr=False)
+    importance_bias: np.ndarray | None = Field(default=None, exclude=True, repr=False)
+    row_sums: np.ndarray | None = Field(default=None, exclude=True, repr=False)
+    hidden_norm: np.ndarray | None = Field(exclude=True, repr=False)
+    key_norm: np.ndarray = Field(exclude=True, repr=False)
+    value_norm: np.ndarray = Field(exclude=True, repr=False)
+
+    @model_validator(mode="after")
+    def _shapes_agree(self) -> Self:
+        L, H, T, N = self.layers, self.heads, self.length, self.sequences
+        expected = {
+            "importance": (L, H, T),
+            "importance_first": (N, L, H),
+            "key_norm": (L, T),
+            "value_norm": (L, T),
+        }
+        if self.hidden_norm is not None and self.hidden_norm_ratio is not None:
+            expected["hidden_norm"] = (len(self.hidden_norm_ratio), T)
+        for name, shape in {"importance_visible": (L, H, T), "importance_bias": (L, H), "row_sums": (L, H)}.items():
+            if getattr(self, name) is not None:
+                expected[name] = shape
+        for name, shape in expected.items():
+            array: np.ndarray = getattr(self, name)
+            if array.shape != shape:
+                raise ValueError(f"{name} has shape {array.shape}, expected {shape}")
+            if not np.isfinite(array).all():
+                raise ValueError(f"{name} contains NaN or infinity")
+        if self.details is not None and self.details.entropy.shape != (L, H):
+            raise ValueError(f"details_entropy has shape {self.details.entropy.shape}, expected {(L, H)}")
+        for name in ("sink_rate", "sink_rate_visible"):
+            rates: list[float] | None = getattr(self, name)
+            if rates is not None and len(rates) != T:
+                raise ValueError(f"{name} has {len(rates)} values, expected {T}")
+        return self
+
+    def of_step(self, step: int, planned_steps: int) -> Self:
+        """The same as the measurement of a run after so many of its steps; the notes say where it is unfinished."""
+        unfinished = [f"measured at step {step:,} of {planned_steps:,}: the run is not finished"]
+        notes = [*self.notes, *(unfinished if step < planned_steps else [])]
+        return self.model_copy(update={"step": step, "planned_steps": planned_steps, "notes": notes})
+
+    def document(self) -> dict[str, Any]:
+        """What `measurement.json` holds; steps of models that are no runs, and what was not asked for, are left out."""
+        absent = {name for name in LEFT_OUT if getattr(self, name) is None}
+        return self.model_dump(mode="json", by_alias=True, exclude=absent)
+
+    def save(self, folder: Path | str) -> None:
+        """Write `measurement.npz`, then `measurement.json`, each whole or not at all.
+
+        Raises:
+            InputError: `folder` is a file.
+            SinklabError: the disk is full or the folder cannot be written.
+        """
+        folder = Path(folder)
+        if folder.exists() and not folder.is_dir():
+            raise InputError(f"{folder} is a file: give the folder of the measurement")
+        arrays = {name: array for name in ARRAYS if (array := getattr(self, name)) is not None}
+        if self.details is not None:
+            arrays |= self.details.arrays()
+        with written_aside(folder / "measurement.npz") as aside, aside.open("wb") as file:
+            np.savez(file, **arrays)
+        write_json(folder / "measurement.json", self.document())
+
+    def plot(self, what: Literal["heads", "layers", "positions", "norms"] = "heads") -> Any:
+        """An Altair chart: importance of the first token by head, of every position by layer or in all, or the norms.
+
+        Raises:
+            InputError: there is no such chart, or altair is not installed.
+        """
+        from sinklab.commands.notebook import chart
+
+        return chart(self, what)
+
+    def to_dataframe(self, table: TableName = "importance") -> Any:
+        """A frame of pandas, polars or pyarrow, whichever is installed: a row for every head and position (frames.py).
+
+        Args:
+            table: "importance", "positions" or "layers".
+
+        Raises:
+            InputError: there is no such table, or none of the three is installed.
+        """
+        return data_frame(self, table)
+
+    def to_csv(self, path: str | Path, table: TableName = "importance") -> None:
+        """The same table as comma-separated values.
+
+        Raises:
+            InputError, SinklabError: as `frames.write_csv`.
+        """
+        write_csv(self, Path(path), table)
+
+    def to_parquet(self, path: str | Path, table: TableName = "importance") -> None:
+        """The same table as a Parquet file; needs pyarrow.
+
+        Raises:
+            InputError, SinklabError: as `frames.write_parquet`.
+        """
+        write_parquet(self, Path(path), table)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from sinklab.commands.notebook import html
+
+        return html(self)
+
+    @classmethod
+    def load(cls, folder: Path | str) -> "Measurement":
+        """Read what `save` wrote.
+
+        Raises:
+            InputError: a file is missing or damaged, or the two do not belong together.
+        """
+        folder = Path(folder)
+        advice = f"{folder} holds no usable measurement; run `sinklab measure` again with --out {folder}"
+        try:
+            document = parse_json((folder / "measurement.json").read_text(encoding="utf-8"))
+            if not isinstance(document, dict):
+                raise ValueError("measurement.json holds no mapping of keys to values")
+            with np.load(folder / "measurement.npz", allow_pickle=False) as file:
+                arrays = {name: file[name] for name in ARRAYS if name in file}
+                if document.get("details"):
+                    document["details"] = with_arrays(document["details"], dict(file))
+            return cls.model_validate({**OPTIONAL, **document, **arrays})
+        except FileNotFoundError as error:
+            raise InputError(f"{advice}: {Path(error.filename).name} is missing") from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "measurement.npz"
+            raise InputError(f"{advice}: {where}: {first['msg']}") from error
+        except Exception as error:  # damaged archives raise whatever their reader stumbles over
+            raise InputError(f"{advice}: {error}") from error
+
+
+def measurement_from(
+    totals: Accumulator,
+    cost: Cost,
+    *,
+    model: str,
+    inputs: Inputs,
+    bos: bool,
+    proxy: bool,
+    backend: str,
+    dtype: str,
+    massive_activations: list[MassiveActivation] | None = None,
+    notes: Sequence[str] = (),
+) -> Measurement:
+    """The finished measurement from what was accumulated."""
+    importance, keys, values = (totals.mean(name) for name in ("attention scores", "keys", "values"))
+    hidden, bias, row_sums = totals.mean("hidden states"), totals.importance_bias(), totals.row_sums()
+    visible, visibility = totals.mean(VISIBLE), totals.visibility_note()
+    if importance is None or keys is None or values is None:
+        raise InputError("there are no sequences to measure: give at least one")
+
+    def array(tensor: Any) -> np.ndarray:
+        return tensor.float().numpy()
+
+    def ratio(norm_LT: Any) -> list[float] | None:
+        return None if norm_LT is None or totals.length < 2 else metrics.first_to_rest(norm_LT).tolist()
+
+    return Measurement(
+        model=model,
+        inputs=inputs,
+        sequences=totals.sequences,
+        length=totals.length,
+        eps=totals.eps,
+        bos=bos,
+        proxy=proxy,
+        layers=importance.shape[0],
+        heads=importance.shape[1],
+        sink_rate=totals.sink_rate(),
+        sink_rates=_every_rate(totals, totals.sink_rate),
+        sink_rate_visible=totals.sink_rate_visible(),
+        sink_rates_visible=None if visible is None else _every_rate(totals, totals.sink_rate_visible),
+        sink_rate_by_length=totals.sink_rate_by_length() or None,
+        sink_rate_bias=totals.sink_rate_bias(),
+        loss=totals.mean_loss(),
+        hidden_norm_ratio=ratio(hidden),
+        key_norm_ratio=ratio(keys),
+        value_norm_ratio=ratio(values),
+        backend=backend,
+        dtype=dtype,
+        seconds=cost.seconds,
+        peak_memory_mb=cost.peak_memory_mb,
+        massive_activations=massive_activations,
+        details=None if totals.details is None else totals.details.details(),
+        notes=[*notes, *([visibility] if visibility else [])],
+        importance=array(importance),
+        importance_visible=None if visible is None else array(visible),
+        importance_first=array(totals.importance_first()),
+        importance_bias=None if bias is None else array(bias),
+        row_sums=None if row_sums is None else array(row_sums),
+        hidden_norm=None if hidden is None else array(hidden),
+        key_norm=array(keys),
+        value_norm=array(values),
+    )
+
+
+def _every_rate(totals: Accumulator, rate: Callable[[int], Any]) -> dict[str, list[float]] | None:
+    if len(totals.thresholds) == 1:
+        return None
+    return {f"{eps:g}": rate(i) for i, eps in enumerate(totals.thresholds)}

@@ -1,0 +1,201 @@
+"""Ablations: the same sequences without the first keys, without BOS, or without the massive activation.
+
+    mask_first:N   no query after the N-th sees the first N keys                      (surgery.masked_first_keys)
+    no_bos         the sequences without the special tokens that stand first
+    zero_massive   the largest activation is set to zero after the block where it appears      (surgery.zeroed)
+
+The loss before and after is over the same targets: those predicted by a query that lost something (mask_first), those
+that both kinds of sequence have (no_bos), or all. What a channel carried flows on, so zeroing it where it appears
+removes it from the later blocks too, unless they make it anew (Sun et al., 2402.17762, section 3, zero it so).
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from sinklab.errors import InputError, SinklabError
+from sinklab.measuring.activations import MassiveActivation, largest_activations, strongest
+from sinklab.measuring.findings import Ablation
+from sinklab.measuring.hooks import evaluating
+from sinklab.measuring.huggingface.loading import input_device
+from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.surgery.changes import masked_first_keys, residual_blocks, zeroed
+from sinklab.model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ABLATIONS = "mask_first:N, no_bos or zero_massive"
+DIGITS = 9  # of a number that is worth reading
+Remeasure = Callable[[Tensor, int], Measurement]  # tokens_NT, the first target that counts
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One ablation of one model, to be carried out once.
+
+    Attributes:
+        name: as it was asked for.
+        what: a sentence for the reader.
+        surgery: what is done to the model.
+        first_target: position of the first target that counts, in the whole sequences.
+        dropped: tokens left out in front.
+        hidden: keys that no later query may see.
+    """
+
+    name: str
+    what: str
+    surgery: AbstractContextManager[None]
+    first_target: int = 2
+    dropped: int = 0
+    hidden: int = 0
+
+
+def measure_ablations(
+    tokens_NT: Tensor, plans: Sequence[Plan], baseline: Measurement, remeasure: Remeasure
+) -> list[Ablation]:
+    """What the loss and the sinks become under each ablation; the model is left as it was found.
+
+    Args:
+        tokens_NT: whole sequences, without padding.
+        baseline: the measurement of the same sequences.
+        remeasure: measures the model again, as it then is.
+
+    Raises:
+        SinklabError: an ablation that could not be carried out.
+    """
+    losses = {2: baseline.loss}  # or from the model's own first target on, before which no plan begins
+    found = []
+    for plan in plans:
+        if plan.first_target not in losses:
+            losses[plan.first_target] = remeasure(tokens_NT, plan.first_target).loss
+        with plan.surgery:
+            ablated = remeasure(tokens_NT[:, plan.dropped :], plan.first_target - plan.dropped)
+        _check_hidden(ablated, plan.hidden)
+        before = losses[plan.first_target]
+        assert before is not None
+        assert ablated.loss is not None
+        found.append(
+            Ablation(
+                name=plan.name,
+                what=plan.what,
+                first_target=plan.first_target,
+                loss_before=before,
+                loss_after=ablated.loss,
+                loss_change=ablated.loss - before,
+                sink_rate_before=baseline.sink_rate[0],
+                sink_rate_after=ablated.sink_rate[0],
+                sink_rate=ablated.sink_rate,
+            )
+        )
+    return found
+
+
+def emerging_activation(model: "PreTrainedModel | Transformer", tokens_T: Tensor) -> MassiveActivation:
+    """The largest activation of one sequence, relative to the median, after the first block where it is the largest.
+
+    Its position counts a learned sink token, if there is one.
+
+    Raises:
+        SinklabError: the blocks of the model could not be found.
+    """
+    blocks = residual_blocks(model)
+    tokens_1T = tokens_T[None].to(input_device(model))
+    with evaluating(model), largest_activations(blocks) as found:
+        if isinstance(model, Transformer):
+            model.hidden(tokens_1T)
+        else:
+            from sinklab.measuring.huggingface.loss import forward_only
+
+            forward_only(model, tokens_1T, {"use_cache": False})
+    top = strongest(found)[0]
+    return next(one for one in found if (one.position, one.dimension) == (top.position, top.dimension))
+
+
+def plan_ablation(name: str, model: "PreTrainedModel | Transformer", tokens_NT: Tensor, bos_tokens: int = 0) -> Plan:
+    """What is to be done for the ablation of this name.
+
+    Args:
+        tokens_NT: whole sequences, without padding; the massive activation is looked for in the first.
+        bos_tokens: how many special tokens stand first.
+
+    Raises:
+        InputError: an unknown name, more keys to hide than the sequences have, no BOS to leave out.
+        SinklabError: the blocks of the model could not be found.
+    """
+    hidden = check_ablation(name, tokens_NT.shape[1])
+    first_target = model.config.first_target if isinstance(model, Transformer) else 2
+    if hidden:
+        return _mask_first(model, hidden, first_target)
+    if name == "no_bos":
+        return _no_bos(bos_tokens, tokens_NT.shape[1], first_target)
+    return _zero_massive(model, tokens_NT[0], first_target)
+
+
+def check_ablation(name: str, length: int) -> int:
+    """Refuse an ablation that no model could be given on sequences of `length` tokens; returns the keys it hides.
+
+    Raises:
+        InputError: an unknown name, or more keys to hide than the sequences have.
+    """
+    kind, _, number = name.partition(":")
+    if kind != "mask_first" or not number.isdecimal():
+        if name in ("no_bos", "zero_massive"):
+            return 0
+        raise InputError(f"the ablation {name!r} is unknown: give {ABLATIONS}")
+    if length < 3:
+        raise InputError(f"{name} needs sequences of 3 tokens or more, so that a later query predicts")
+    if len(number) > DIGITS or not 1 <= int(number) <= length - 2:
+        raise InputError(
+            f"{name} on sequences of {length} tokens: give 1 to {length - 2}, so that a later query predicts"
+        )
+    return int(number)
+
+
+def _mask_first(model: "PreTrainedModel | Transformer", n: int, first_target: int) -> Plan:
+    keys = "the first key is" if n == 1 else f"the first {n} keys are"
+    return Plan(
+        f"mask_first:{n}",
+        f"{keys} hidden from later queries",
+        masked_first_keys(model, n),
+        first_target=max(n + 2, first_target),
+        hidden=n,
+    )
+
+
+def _no_bos(bos_tokens: int, length: int, first_target: int) -> Plan:
+    if not bos_tokens:
+        raise InputError("no_bos: the sequences have no BOS that could be left out (see `bos` of the measurement)")
+    if length - bos_tokens < first_target:
+        raise InputError(f"no_bos on sequences of {length} tokens leaves none to predict: give longer ones")
+    first_target += bos_tokens
+    return Plan("no_bos", "the sequences without BOS", nullcontext(), first_target=first_target, dropped=bos_tokens)
+
+
+def _zero_massive(model: "PreTrainedModel | Transformer", tokens_T: Tensor, first_target: int) -> Plan:
+    one = emerging_activation(model, tokens_T)
+    position = one.position - (model.leading if isinstance(model, Transformer) else 0)
+    where = f"position {position}" if position else "the learned sink token"
+    return Plan(
+        "zero_massive",
+        f"dimension {one.dimension} at {where} is zeroed after layer {one.layer} "
+        f"(it was {one.value:.1f}, {one.ratio_to_median:.0f} times the median)",
+        zeroed(model, one.layer, position, one.dimension),
+        first_target=first_target,
+    )
+
+
+def _check_hidden(ablated: Measurement, hidden: int) -> None:
+    """Rows sum to at most one, so `hidden` keys that only the first `hidden` queries see get at most that much."""
+    queries = ablated.length - np.arange(hidden)
+    taken = (ablated.importance[..., :hidden] * queries).sum(-1)
+    if hidden and taken.max() > hidden * (1 + 1e-3):
+        layer = int(taken.max(-1).argmax()) + 1
+        raise SinklabError(
+            f"the first keys are still seen by later queries in layer {layer}: this model's attention does not follow "
+            "the attention mask that it is given, so mask_first cannot be measured"
+        )

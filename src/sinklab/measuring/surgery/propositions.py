@@ -1,0 +1,170 @@
+"""The paper's four propositions on a token that is repeated, as numeric checks.
+
+With equal tokens and no position added to them, all embeddings are equal. Then so are all values of the first layer,
+and an average of equal values does not depend on the weights: hidden states stay equal through every layer. With equal
+queries and keys, q.k is the same for every pair, but for what the positional embedding does to it:
+
+    1  none             A[t, j] = 1 / t
+    2  relative, t5     A[t, j] = exp(g(t - j)) / sum over i = 1..t of exp(g(t - i)), g the term of the distance
+    3  alibi            the same with g(d) = -m d, so that the last key has most
+    4  rotary           A[t, j] <= e^(2 xi) / (e^(2 xi) + t - 1), xi = |q| |k| / sqrt(d)
+
+The fourth holds because a turned product lies in [-xi, xi]: the numerator is at most e^xi, and each of the t - 1 other
+terms of the sum at least e^-xi. Under a window t is the number of keys in it. So no repeated token is a sink in these
+models, unless xi is large. Positions added to the embedding, learned or not, make the hidden states differ: nothing
+forbids a sink there, and the same check, against 1 / t, fails.
+
+Rounding grows with the blocks: in bfloat16 equal hidden states of a real model come out different by 42 percent. So a
+model is checked in float32 where the memory suffices (precision.py), and what a coarser precision shows beyond its
+rounding decides nothing.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sinklab.attention.config import CausalMask
+from sinklab.attention.operations import Softmax
+from sinklab.errors import InputError
+from sinklab.measuring.findings import PositionKind, Propositions
+from sinklab.measuring.surgery.changes import learned_positions, residual_blocks
+from sinklab.measuring.surgery.matrices import Matrices, attention_matrices
+from sinklab.measuring.surgery.precision import in_float32, is_coarse
+from sinklab.model.position import T5, Relative, alibi_slopes, bucket_numbers
+from sinklab.model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LENGTH = 64  # tried at most, unless told: whole matrices are kept
+NUMBERS: dict[PositionKind, int] = {"none": 1, "relative": 2, "t5": 2, "alibi": 3, "rotary": 4}
+STATEMENTS = {
+    1: "attention to a repeated token is 1/t on every key",
+    2: "attention to a repeated token is the softmax of the terms of the distances",
+    3: "attention to a repeated token is the softmax of the slope times the distances, most on the last key",
+    4: "attention to a repeated token is at most e^(2 xi) / (e^(2 xi) + t - 1), xi = |q| |k| / sqrt(d)",
+    None: "positions added to the embedding make the hidden states of a repeated token differ; no proposition applies",
+}
+
+
+def check_propositions(
+    model: "PreTrainedModel | Transformer", token: int | Sequence[int], length: int = LENGTH
+) -> Propositions:
+    """How far the model is from what the paper proves of its positional embedding, in float32 if that can be had.
+
+    Args:
+        token: one, or several, each read alone.
+        length: how often it is repeated. Whole matrices of this size are kept.
+
+    Raises:
+        InputError: nothing to repeat, or a model of which none of the propositions speaks.
+        SinklabError: the blocks of the model could not be found.
+    """
+    ids = [token] if isinstance(token, int) else list(token)
+    if not ids or length < 2:
+        raise InputError(f"{len(ids)} tokens repeated {length} times: give at least one, and a length of at least 2")
+    kind = position_kind(model)
+    with in_float32(model):
+        seen = attention_matrices(model, torch.tensor(ids)[:, None].expand(-1, length))
+    dtype = seen.hidden[0].dtype
+    tolerance = torch.finfo(dtype).eps ** 0.5
+    hidden = max(_spread(h_BTC) for h_BTC in seen.hidden)
+    deviation = slack = None
+    if kind == "rotary":
+        slack = _slack(seen)
+    else:
+        expected_HTT = softmax_of_distances(_distance_terms(model, kind, seen.attention[0].shape[1], length))
+        deviation = max(float((A.double().cpu() - expected_HTT).abs().max()) for A in seen.attention)
+    number = NUMBERS.get(kind)
+    within = max(hidden, deviation or 0.0, -(slack or 0.0)) <= tolerance
+    return Propositions(
+        position=kind,
+        number=number,
+        statement=STATEMENTS[number],
+        tokens=len(ids),
+        length=length,
+        hidden_deviation=hidden,
+        attention_deviation=deviation,
+        bound_slack=slack,
+        tolerance=tolerance,
+        dtype=str(dtype).removeprefix("torch."),
+        holds=None if is_coarse(dtype) and not within else within,
+    )
+
+
+def position_kind(model: "PreTrainedModel | Transformer") -> PositionKind:
+    """The model's positional embedding.
+
+    Raises:
+        InputError: one of which the propositions do not speak, or attention that is not causal softmax on the
+            sequence's own keys.
+    """
+    if isinstance(model, Transformer):
+        attention = model.config.attention
+        plain = attention.operation == Softmax() and attention.bias.kind == "none" and attention.mask == CausalMask()
+        if not plain:
+            raise InputError("the paper's propositions are about causal softmax attention without biases")
+        return model.config.position.kind
+    from sinklab.measuring.huggingface.interface import attention_layers
+    from sinklab.measuring.huggingface.probe import dispatches
+
+    kind = model.config.model_type
+    if attention_layers(model.config) == len(residual_blocks(model)):
+        if learned_positions(model) is not None:
+            return "learnable"
+        if kind in ("bloom", "mpt"):
+            return "alibi"
+        rotary = any(type(part).__name__.endswith("RotaryEmbedding") for part in model.modules())
+        sink_logits = any(hasattr(part, "sinks") for part in model.modules())
+        if rotary and not sink_logits and dispatches(model):
+            return "rotary"
+    raise InputError(f"which of the paper's propositions would speak of a {kind!r} model is not known")
+
+
+def softmax_of_distances(terms_HT: Tensor) -> Tensor:
+    """A[t, j] = exp(g(t - j)) / sum over i <= t of exp(g(t - i)), float64: (H, T, T).
+
+    Args:
+        terms_HT: g of every head and the distances 0 .. T - 1.
+    """
+    H, T = terms_HT.shape
+    place_T = torch.arange(T)
+    distance_TT = place_T[:, None] - place_T
+    logits_HTT = terms_HT.double()[:, distance_TT.clamp(min=0)]
+    return logits_HTT.masked_fill(distance_TT < 0, -torch.inf).softmax(-1)
+
+
+def _distance_terms(model: "PreTrainedModel | Transformer", kind: PositionKind, heads: int, length: int) -> Tensor:
+    """g of every head and distance, (H, T); zero where positions do not act on the scores."""
+    distance_T = torch.arange(length)
+    if kind == "alibi":
+        steepest = (
+            8
+            if isinstance(model, Transformer)
+            else getattr(getattr(model.config, "attn_config", None), "alibi_bias_max", 8)
+        )
+        return -(alibi_slopes(heads).double() ** (steepest / 8))[:, None] * distance_T
+    if isinstance(model, Transformer) and isinstance(position := model.config.position, Relative | T5):
+        bucket_T = bucket_numbers(position.buckets, position.max_distance)[distance_T.clamp(max=position.max_distance)]
+        table = model.distance.weight if model.distance is not None else None
+        return bucket_T.expand(heads, -1) if table is None else table.detach().cpu()[bucket_T].T
+    return torch.zeros(heads, length)
+
+
+def _spread(hidden_BTC: Tensor) -> float:
+    """The largest |h_t - h_1| / |h_1|."""
+    first_B1C = hidden_BTC[:, :1].double()
+    tiny = torch.finfo(hidden_BTC.dtype).tiny
+    return float(((hidden_BTC - first_B1C).norm(dim=-1) / first_B1C.norm(dim=-1).clamp(min=tiny)).max())
+
+
+def _slack(seen: Matrices) -> float:
+    """The least distance of a score below the bound of proposition 4, of queries that see more than themselves."""
+    least = torch.inf
+    for attention_BHTT, xi_BH in zip(seen.attention, seen.logit_bounds, strict=True):
+        others_BHT = (attention_BHTT > 0).sum(-1) - 1
+        bound_BHT = 1 / (1 + others_BHT * torch.exp(-2 * xi_BH)[..., None])
+        least = min(least, float((bound_BHT - attention_BHTT.amax(-1))[others_BHT > 0].min()))
+    return least
