@@ -23,7 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import yaml
+from safetensors.torch import load_file
+from torch import Tensor
 
 DATA = Path(os.environ.get("SINKLAB_DATA", Path(__file__).parents[2] / "shared" / "data"))
 COMMANDS = ("", "lab", "train", "measure", "compare", "interventions", "report", "runs", "data", "data prepare")
@@ -127,8 +130,6 @@ def _run(named: tuple[str, list[str]]) -> str:
     name, arguments = named
     log = Path("log") / name
     log.parent.mkdir(parents=True, exist_ok=True)
-    import torch
-
     import sinklab.commands.app as cli
 
     torch.set_num_threads(1)
@@ -160,10 +161,11 @@ def _write_texts() -> None:
     Path("text/more.jsonl").write_text("\n".join(every) + "\n", "utf-8")
     chats = (DATA / "chat" / "messages.jsonl").read_text("utf-8").splitlines()[:20]
     Path("text/chat.jsonl").write_text("\n".join(chats) + "\n", "utf-8")
+    for file in Path("text").rglob("*.jsonl"):
+        os.utime(file, (0, 0))  # by which a text is known again
 
 
 def _write_model(name: str) -> None:
-    import torch
     import transformers as hf
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -290,8 +292,14 @@ def _reports(source: Path) -> dict[str, list[str]]:
 
 CLOCK = re.compile(
     r"(seconds|tokens_per_second|peak_memory|memory_mb|stall|time|mfu|speed|created|version|git|hours|host|per_second)"
+    r"|^(files|text)$"  # of request.json: when they were written
 )
-DURATION = re.compile(r"\b\d[\d,.]*\s?(s|ms|min|MB|GB|tokens/s|h)\b|\d+:\d\d(:\d\d)?")
+DURATION = re.compile(
+    r"waited for data \d+%|\b\d[\d,.]*\s?(s|ms|min|MB|GB|tokens/s|h|it/s)\b|\d+:\d\d(:\d\d)?( UTC)?|\d{4}-\d\d-\d\d"
+)
+
+
+LEFT_OUT = ("lock", "SHA256SUMS")  # names a process; sums of files whose headers come in any order
 
 
 def compare(before: Path, after: Path, common: bool) -> int:
@@ -300,7 +308,7 @@ def compare(before: Path, after: Path, common: bool) -> int:
     names = {path.relative_to(root) for root in (before, after) for path in root.rglob("*") if path.is_file()}
     counted = 0
     for name in sorted(names):
-        if name.parts[0] == "cache" or name.name.startswith((".", "events.out")) or name.suffix == ".lock":
+        if name.parts[0] == "cache" or name.name.startswith((".", "events.out")) or name.name in LEFT_OUT:
             continue
         absent = [root for root in (before, after) if not (root / name).is_file()]
         if absent and common:
@@ -328,9 +336,12 @@ def _differences(one: Path, other: Path) -> Iterator[str]:
                         yield f"{key} is in one only"
                     elif first[key].dtype != second[key].dtype or first[key].tobytes() != second[key].tobytes():
                         yield f"{key} differs"
-        case ".html" if one.parent.name != "drawn" and "drawn" not in one.parts:
+        case ".safetensors":
+            first, second = load_file(one), load_file(other)
+            yield from (key for key in sorted({*first, *second}) if not _same_tensor(first.get(key), second.get(key)))
+        case ".html" if "drawn" not in one.parts:
             return  # drawn from results with other times
-        case ".out" | ".err" | ".md" | ".yaml":
+        case ".out" | ".err" | ".md" | ".yaml" | ".html":
             first, second = (DURATION.sub("#", path.read_text("utf-8")).splitlines() for path in (one, other))
             if first[:1] == ["{"] or first[:1] == ["["]:
                 yield from _unequal(json.loads(one.read_text("utf-8")), json.loads(other.read_text("utf-8")), "")
@@ -340,6 +351,10 @@ def _differences(one: Path, other: Path) -> Iterator[str]:
         case _:
             if one.read_bytes() != other.read_bytes():
                 yield "bytes differ"
+
+
+def _same_tensor(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _unequal(one: Any, other: Any, where: str) -> Iterator[str]:
