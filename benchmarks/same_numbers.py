@@ -292,14 +292,14 @@ def _reports(source: Path) -> dict[str, list[str]]:
 
 CLOCK = re.compile(
     r"(seconds|tokens_per_second|peak_memory|memory_mb|stall|time|mfu|speed|created|version|git|hours|host|per_second)"
-    r"|^(files|text)$"  # of request.json: when they were written
+    r"|^(files|text|identity)$"  # when they were written
 )
 DURATION = re.compile(
     r"waited for data \d+%|\b\d[\d,.]*\s?(s|ms|min|MB|GB|tokens/s|h|it/s)\b|\d+:\d\d(:\d\d)?( UTC)?|\d{4}-\d\d-\d\d"
 )
 
 
-LEFT_OUT = ("lock", "SHA256SUMS")  # names a process; sums of files whose headers come in any order
+LEFT_OUT = ("lock", "SHA256SUMS", "lab.err", "lab.out")  # name a process, or are in an order that is left open
 
 
 def compare(before: Path, after: Path, common: bool) -> int:
@@ -342,7 +342,7 @@ def _differences(one: Path, other: Path) -> Iterator[str]:
         case ".html" if "drawn" not in one.parts:
             return  # drawn from results with other times
         case ".out" | ".err" | ".md" | ".yaml" | ".html":
-            first, second = (DURATION.sub("#", path.read_text("utf-8")).splitlines() for path in (one, other))
+            first, second = _lines(one), _lines(other)
             if first[:1] == ["{"] or first[:1] == ["["]:
                 yield from _unequal(json.loads(one.read_text("utf-8")), json.loads(other.read_text("utf-8")), "")
             elif first != second:
@@ -351,6 +351,12 @@ def _differences(one: Path, other: Path) -> Iterator[str]:
         case _:
             if one.read_bytes() != other.read_bytes():
                 yield "bytes differ"
+
+
+def _lines(path: Path) -> list[str]:
+    """Of a text, without what the clock says and what transformers does."""
+    lines = path.read_text("utf-8").splitlines()
+    return [DURATION.sub("#", line) for line in lines if not line.startswith("[transformers]")]
 
 
 def _same_tensor(one: Tensor | None, other: Tensor | None) -> bool:
