@@ -19,14 +19,8 @@ from sinklab.errors import SinklabError
 from sinklab.files import sha256_of
 from sinklab.model.transformer import Transformer
 from sinklab.train.directory import store
-from sinklab.train.directory.checkpoint import (
-    SUMS,
-    TrainState,
-    find_checkpoint,
-    load_checkpoint,
-    remove_leftovers,
-    save_checkpoint,
-)
+from sinklab.train.directory.checkpoint import find_checkpoint, load_checkpoint, remove_leftovers, save_checkpoint
+from sinklab.train.directory.defects import SUMS, TrainState
 from sinklab.train.optim import build_optimizer
 from sinklab.train.recipe import build_recipe
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sinklab.data.corpora import documents, fingerprint, identity, total_bytes
-from sinklab.data.installed import entries
+from sinklab.data.sources.corpora import documents, fingerprint, identity, total_bytes
+from sinklab.data.sources.installed import entries
 from sinklab.errors import InputError
 
 

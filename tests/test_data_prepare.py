@@ -1,20 +1,21 @@
 """Token shards: what is in them, that they are whole or not valid, and that work is done once."""
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
 
 from sinklab.data.config import DataConfig
-from sinklab.data.corpora import documents, fingerprint
 from sinklab.data.prepare import prepare, prepared
 from sinklab.data.shards import TokenDataset, dtype_for
+from sinklab.data.sources.corpora import documents, fingerprint
 from sinklab.data.tokenfile import TokenFile
 from sinklab.data.tokenizers import load_tokenizer
 from sinklab.errors import InputError, SinklabError
@@ -204,8 +205,9 @@ def test_bad_rows_stop_the_work_and_leave_nothing_valid(tmp_path: Path):
     assert not (tmp_path / "out").exists()
 
 
-def test_who_waits_for_one_that_fails_is_told_the_same(tmp_path: Path):
+def test_who_waits_for_one_that_fails_is_told_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path, out, told = tmp_path / "bad.jsonl", tmp_path / "out", []
+    waits, lock = threading.Event(), fcntl.flock
     path.write_text('{"text": "fine"}\n{"text"\n', encoding="utf-8")
 
     def wait_and_fail() -> None:
@@ -216,10 +218,18 @@ def test_who_waits_for_one_that_fails_is_told_the_same(tmp_path: Path):
 
     waiting = threading.Thread(target=wait_and_fail)
 
+    def locked(file: IO[str], how: int) -> None:
+        if threading.current_thread() is waiting and not waits.is_set():
+            with pytest.raises(BlockingIOError):  # another holds it
+                lock(file, how | fcntl.LOCK_NB)
+            waits.set()
+        lock(file, how)
+
     def let_it_wait(stage: str, done: int, total: int | None) -> None:
         waiting.start()
-        time.sleep(0.5)
+        assert waits.wait(30)
 
+    monkeypatch.setattr(fcntl, "flock", locked)
     with pytest.raises(InputError, match=r"bad\.jsonl, line 2") as error:
         prepare(str(path), "train:300", out, progress=let_it_wait)
     waiting.join(30)
@@ -273,8 +283,9 @@ def run(program: str, *arguments: str) -> subprocess.Popen[str]:
 PREPARE = """
 import sys
 import threading
-import time
+
 from pathlib import Path
+from typing import IO
 from sinklab.data.config import DataConfig
 from sinklab.data.prepare import prepared
 from sinklab.errors import SinklabError

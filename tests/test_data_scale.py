@@ -20,7 +20,7 @@ from sinklab.data.estimate import estimate
 from sinklab.data.mixing import mixed, streams
 from sinklab.data.prepare import prepare, settings_of
 from sinklab.data.selection import UniformMix, WeightedMix, paper_weights
-from sinklab.data.synthetic import parse, word_tokenizer
+from sinklab.data.sources.synthetic import parse, word_tokenizer
 from sinklab.data.tokenizers import load_tokenizer, train_bpe
 from sinklab.errors import InputError, SinklabError
 from sinklab.train.recipe import build_recipe

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sinklab.data import encoding, tokenizers
-from sinklab.data.corpora import documents
+from sinklab.data.sources.corpora import documents
 from sinklab.data.tokenizers import load_tokenizer, train_bpe
 from sinklab.errors import InputError
 

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from sinklab.commands.measure_one import measure_command
 from sinklab.commands.terminal.measurement import print_measurement
-from sinklab.data.corpora import documents
 from sinklab.data.prepare import prepared
+from sinklab.data.sources.corpora import documents
 from sinklab.data.tokenizers import load_tokenizer
 from sinklab.errors import InputError
 from sinklab.measuring.measurement import Measurement

@@ -9,7 +9,7 @@ import torch
 
 from sinklab.data.loader import train_loader
 from sinklab.data.prepare import prepare, prepared
-from sinklab.data.synthetic import TASKS, parse, synthetic_documents
+from sinklab.data.sources.synthetic import TASKS, parse, synthetic_documents
 from sinklab.errors import InputError
 from sinklab.measuring.measurement import Measurement
 from sinklab.train.directory.run import load_run, open_run

@@ -11,10 +11,10 @@ from typing import Literal
 
 import numpy as np
 
-from sinklab.data.corpora import Fingerprint
 from sinklab.data.journal import Entry, Journal
 from sinklab.data.packing import SplitWriter, rank
 from sinklab.data.shards import DTYPES, Share, dtype_for
+from sinklab.data.sources.corpora import Fingerprint
 from sinklab.data.tokenizers import Tokenizer
 
 Named = tuple[str, str]  # the voice of a mix (nothing where there is none), and a document

@@ -4,9 +4,9 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from sinklab.data.installed import installed_names
 from sinklab.data.selection import Selection
-from sinklab.data.synthetic import WORDS, parse
+from sinklab.data.sources.installed import installed_names
+from sinklab.data.sources.synthetic import WORDS, parse
 from sinklab.data.tokenizers import trained_size
 from sinklab.schema import Part
 

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from sinklab.data.hub import PREFIX, hub_documents, hub_files
 from sinklab.data.selection import Mix, WeightedMix
-from sinklab.data.textfiles import read_documents, text_files
+from sinklab.data.sources.hub import PREFIX, hub_documents, hub_files
+from sinklab.data.sources.textfiles import read_documents, text_files
 from sinklab.errors import InputError
 
 _HEAD_START = 1024  # tokens

@@ -11,7 +11,6 @@ next one goes on from the last finished part (`building.py`, `journal.py`) to th
 
 import hashlib
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -20,18 +19,15 @@ from pathlib import Path
 
 from sinklab.data.building import Builder
 from sinklab.data.config import DataConfig
-from sinklab.data.corpora import identity
 from sinklab.data.journal import FILE as JOURNAL
 from sinklab.data.selection import Mix
 from sinklab.data.shards import MANIFEST, Manifest, Settings, TokenDataset, is_prepared
-from sinklab.data.synthetic import WORDS, parse, word_tokenizer
+from sinklab.data.sources.corpora import identity
+from sinklab.data.text_tokenizer import StageProgress, tokenizer_of
 from sinklab.data.texts import Text
-from sinklab.data.tokenizers import Tokenizer, load_tokenizer, train_bpe, trained_size
+from sinklab.data.tokenizers import trained_size
 from sinklab.errors import InputError, SinklabError
 from sinklab.files import is_at, is_full, sha256_of, write_json, write_text
-
-Progress = Callable[[str, int, int | None], None]
-"""Called with the stage ("tokenizer", "tokens"), the bytes of text done and the bytes in all, where known."""
 
 Counted = Callable[[int], None]
 """Called with the number of tokens that stand in the shards so far."""
@@ -39,9 +35,6 @@ Counted = Callable[[int], None]
 LOCK = "prepare.lock"
 FILES = ("train.bin", "valid.bin", "tokenizer.json", "tokenizer_config.json")
 PARTIAL, ASKED = "partial", "settings.json"
-
-BPE_SAMPLE_BYTES = 8 * 2**20
-"""A tokenizer is trained on every n-th document, n such that the sample is about this large at most."""
 
 
 def prepare(
@@ -53,7 +46,7 @@ def prepare(
     text_limit_bytes: int | None = None,
     mix: Mix | None = None,
     token_limit: int | None = None,
-    progress: Progress | None = None,
+    progress: StageProgress | None = None,
     counted: Counted | None = None,
 ) -> TokenDataset:
     """Write the token shards of a source into `out`; a finished `out` with the same settings is opened as it is.
@@ -61,7 +54,7 @@ def prepare(
     Args:
         source, tokenizer, valid_fraction, text_limit_bytes, mix, token_limit: as in `DataConfig`.
         out: a folder; what else lies in it is left alone.
-        progress, counted: see `Progress` and `Counted`.
+        progress, counted: see `StageProgress` and `Counted`.
 
     Raises:
         InputError: the source or tokenizer cannot be used, the text is a single document, or `out` holds data made
@@ -112,7 +105,7 @@ def settings_of(
     )
 
 
-def prepared(config: DataConfig, cache: Path | None = None, progress: Progress | None = None) -> TokenDataset:
+def prepared(config: DataConfig, cache: Path | None = None, progress: StageProgress | None = None) -> TokenDataset:
     """The data of a recipe: opened where it is prepared, otherwise prepared once and kept in the cache.
 
     Args:
@@ -144,7 +137,9 @@ def _remedy(error: OSError) -> str:
     return "What was finished is kept: free some space, or choose" if is_full(error) else "Choose"
 
 
-def _prepare(settings: Settings, out: Path, progress: Progress | None, counted: Counted | None = None) -> TokenDataset:
+def _prepare(
+    settings: Settings, out: Path, progress: StageProgress | None, counted: Counted | None = None
+) -> TokenDataset:
     try:
         if not is_prepared(out):
             if not (out / LOCK).exists():  # before anything is written; again when it is ours alone
@@ -183,7 +178,7 @@ def _check_folder(out: Path) -> None:
         )
 
 
-def _build(settings: Settings, out: Path, progress: Progress, counted: Counted) -> None:
+def _build(settings: Settings, out: Path, progress: StageProgress, counted: Counted) -> None:
     _check_folder(out)
     partial = out / PARTIAL
     asked = partial / ASKED
@@ -206,9 +201,9 @@ def _build(settings: Settings, out: Path, progress: Progress, counted: Counted) 
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_shards(settings: Settings, folder: Path, progress: Progress, counted: Counted) -> Manifest:
+def _write_shards(settings: Settings, folder: Path, progress: StageProgress, counted: Counted) -> Manifest:
     text = Text(settings)
-    tokenizer = _tokenizer(settings, text, folder, progress)
+    tokenizer = tokenizer_of(settings, text, folder, progress)
     builder = Builder(folder, tokenizer, settings.valid_fraction, settings.token_limit)
 
     def report(done: int, tokens: int) -> None:
@@ -236,37 +231,6 @@ def _write_shards(settings: Settings, folder: Path, progress: Progress, counted:
         shares=builder.shares or None,
         settings=settings,
     )
-
-
-def _tokenizer(settings: Settings, text: Text, folder: Path, progress: Progress) -> Tokenizer:
-    if (folder / "tokenizer_config.json").is_file():  # written last, by whoever was interrupted
-        return load_tokenizer(str(folder))
-    if request := parse(settings.source):
-        if settings.tokenizer != WORDS:
-            raise InputError(f"source {settings.source} comes with its own tokenizer: use tokenizer {WORDS}")
-        return word_tokenizer(request, folder)
-    size = trained_size(settings.tokenizer)
-    if size is not None:
-        return train_bpe(_sample(text, progress), size, folder)
-    tokenizer = load_tokenizer(settings.tokenizer)
-    tokenizer.save(folder)
-    return tokenizer
-
-
-def _sample(text: Text, progress: Progress) -> Iterator[str]:
-    """Every n-th document; of a stream of unknown length the first ones."""
-    total = text.total_bytes
-    every = 1 if total is None else max(1, math.ceil(total / BPE_SAMPLE_BYTES))
-    done = taken = 0
-    for index, (_, document) in enumerate(text.named_documents()):
-        done += len(document)
-        if index % every:
-            continue
-        taken += len(document)
-        progress("tokenizer", done, total)
-        yield document
-        if total is None and taken >= BPE_SAMPLE_BYTES:
-            return
 
 
 def _identity(source: str, tokenizer: str) -> str:

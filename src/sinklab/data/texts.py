@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sinklab.data.corpora import cut, documents, total_bytes
 from sinklab.data.mixing import Stream, mixed, streams
 from sinklab.data.shards import Settings
+from sinklab.data.sources.corpora import cut, documents, total_bytes
 from sinklab.data.tokenizers import Tokenizer
 from sinklab.errors import InputError
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import yaml
 
-from sinklab.data.prepare import Progress as DataProgress
 from sinklab.data.prepare import prepared
+from sinklab.data.text_tokenizer import StageProgress
 from sinklab.errors import SinklabError
 from sinklab.experiments.definition import Experiment
 from sinklab.experiments.pool import Cell, Event, run_cells
@@ -33,7 +33,7 @@ def cells_of(experiment: Experiment, out: Path, seeds: int, overlay: Mapping[str
     return cells
 
 
-def prepare_data(cells: list[Cell], progress: DataProgress | None = None) -> None:
+def prepare_data(cells: list[Cell], progress: StageProgress | None = None) -> None:
     """Prepare the data of all cells in the cache, each kind once.
 
     Raises:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from sinklab.data.textfiles import Message, plain_conversation
+from sinklab.data.sources.textfiles import Message, plain_conversation
 from sinklab.errors import InputError
 
 if TYPE_CHECKING:

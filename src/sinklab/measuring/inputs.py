@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sinklab.data.corpora import documents
-from sinklab.data.textfiles import Render, plain_conversation, read_documents, read_pieces, text_files
+from sinklab.data.sources.corpora import documents
+from sinklab.data.sources.textfiles import Render, plain_conversation, read_documents, read_pieces, text_files
 from sinklab.errors import InputError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from sinklab.data.corpora import identity
+from sinklab.data.sources.corpora import identity
 from sinklab.errors import InputError, UnsavedError
 from sinklab.files import write_json
 from sinklab.measuring.hooks import Progress

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sinklab.data.corpora import identity
-from sinklab.data.textfiles import text_files
+from sinklab.data.sources.corpora import identity
+from sinklab.data.sources.textfiles import text_files
 from sinklab.errors import InputError, UnsavedError
 from sinklab.files import write_json
 from sinklab.measuring.hooks import Progress

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from sinklab.data.corpora import documents
-from sinklab.data.textfiles import text_files
+from sinklab.data.sources.corpora import documents
+from sinklab.data.sources.textfiles import text_files
 from sinklab.device import pick_device
 from sinklab.errors import InputError
 from sinklab.measuring.conversations import Conversations

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from sinklab.errors import InputError
-from sinklab.train.directory.checkpoint import TrainState, load_checkpoint, take_newest
+from sinklab.train.directory.checkpoint import load_checkpoint, take_newest
+from sinklab.train.directory.defects import TrainState
 from sinklab.train.directory.run import Run
 from sinklab.train.update import Updater
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from sinklab.model.transformer import Transformer
-from sinklab.train.directory.checkpoint import TrainState
+from sinklab.train.directory.defects import TrainState
 from sinklab.train.directory.run import Run
 from sinklab.train.finite import NotFiniteError, Reports
 from sinklab.train.optim import build_optimizer, learning_rate

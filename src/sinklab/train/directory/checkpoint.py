@@ -4,8 +4,8 @@
     state.json             what is no tensor
     SHA256SUMS             checksums of the other files, as `sha256sum --check` reads them; written last
 
-What becomes of a folder afterwards (a bad disk, a half copy, a stray file) is found by `find_checkpoint`, which names
-a damaged one and takes the one before it.
+What becomes of a folder afterwards (a bad disk, a half copy, a stray file; defects.py) is found by `find_checkpoint`,
+which names a damaged one and takes the one before it.
 """
 
 import json
@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,28 +24,11 @@ from torch import nn
 from sinklab.errors import SinklabError
 from sinklab.files import is_full, sha256_of
 from sinklab.train.directory import store
+from sinklab.train.directory.defects import STATE, SUMS, Hashes, TrainState, defect, read_state, step_of
 from sinklab.train.world import ALONE, World
 
-STATE, SUMS = "state.json", "SHA256SUMS"
 T = TypeVar("T")
-Hashes = str | tuple[str, ...]
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class TrainState:
-    """What a run has reached besides weights and optimiser.
-
-    Attributes:
-        step: updates done; also the index of the next batch.
-        loss_sum, loss_count: training loss since the last evaluation, nats per token.
-        grad_norm: of the last update, before clipping.
-    """
-
-    step: int = 0
-    loss_sum: float = 0.0
-    loss_count: int = 0
-    grad_norm: float = 0.0
 
 
 def save_checkpoint(
@@ -117,7 +100,7 @@ def find_checkpoint(
     for checkpoint in reversed(_checkpoints(folder)):
         if at_most is not None and step_of(checkpoint) > at_most:
             continue
-        reason = _defect(checkpoint, model, run_hash)
+        reason = defect(checkpoint, model, run_hash)
         if reason is None:
             return checkpoint
         if not checkpoint.is_dir():  # the run is in progress: it has saved a newer one and removed this
@@ -162,7 +145,7 @@ def load_weights(checkpoint: Path, model: nn.Module, world: World = ALONE) -> Tr
         SinklabError: a file cannot be read.
     """
     store.read_tensors(checkpoint, store.model_tensors(model), together=world.size > 1)
-    return TrainState(**_read_state(checkpoint)["state"])
+    return TrainState(**read_state(checkpoint)["state"])
 
 
 def load_checkpoint(
@@ -173,7 +156,7 @@ def load_checkpoint(
     Raises:
         SinklabError: a file cannot be read.
     """
-    stored = [name for name in _read_state(checkpoint)["tensors"] if name.startswith(store.OPTIMIZER)]
+    stored = [name for name in read_state(checkpoint)["tensors"] if name.startswith(store.OPTIMIZER)]
     if stored:
         store.create_optimizer_state(model, optimizer, stored)
         store.read_tensors(checkpoint, store.optimizer_tensors(model, optimizer), together=world.size > 1)
@@ -221,65 +204,6 @@ def _remove(checkpoint: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _defect(checkpoint: Path, model: nn.Module, run_hash: Hashes | None) -> str | None:
-    """What is wrong with a checkpoint, None where nothing is."""
-    checks: tuple[Callable[[], str | None], ...] = (
-        lambda: _wrong_file(checkpoint),
-        lambda: _wrong_state(checkpoint, run_hash),
-        lambda: _wrong_tensor(checkpoint, model),
-    )
-    try:
-        return next((found for check in checks if (found := check())), None)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        return f"is not readable ({error or type(error).__name__})"
-
-
-def _wrong_file(checkpoint: Path) -> str | None:
-    if not (checkpoint / SUMS).is_file():
-        return f"has no {SUMS}"
-    lines = (checkpoint / SUMS).read_text(encoding="utf-8").splitlines()
-    sums = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
-    present = {path.name for path in checkpoint.iterdir()} - {SUMS}
-    if STATE not in sums:
-        return f"has no {STATE} among its checksums"
-    if missing := sorted(sums.keys() - present):
-        return f"has lost {missing[0]}"
-    if strange := sorted(name for name in present - sums.keys() if name.endswith(store.SUFFIX)):
-        return f"has {strange[0]}, which is not part of it"
-    changed = [name for name, digest in sums.items() if sha256_of(checkpoint / name) != digest]
-    return f"has a damaged {changed[0]} (its checksum is not the one recorded)" if changed else None
-
-
-def _wrong_state(checkpoint: Path, run_hash: Hashes | None) -> str | None:
-    document = _read_state(checkpoint)
-    TrainState(**document["state"])
-    wanted = (run_hash,) if isinstance(run_hash, str) else run_hash
-    if wanted is not None and document["run_hash"] not in wanted:
-        return f"belongs to run {document['run_hash']}, not {wanted[0]}"
-    if document["state"]["step"] != step_of(checkpoint):
-        return f"holds step {document['state']['step']}"
-    return None
-
-
-def _wrong_tensor(checkpoint: Path, model: nn.Module) -> str | None:
-    found = store.stored_shapes(checkpoint)
-    recorded = {name: tuple(shape) for name, shape in _read_state(checkpoint)["tensors"].items()}
-    weights = {name: shape for name, shape in found.items() if name.startswith(store.MODEL)}
-    wanted = {name: tuple(tensor.shape) for name, tensor in store.model_tensors(model).items()}
-    for have, expected in ((found, recorded), (weights, wanted)):
-        if missing := sorted(expected.keys() - have.keys()):
-            return f"lacks the tensor {missing[0]}"
-        if strange := sorted(have.keys() - expected.keys()):
-            return f"has the tensor {strange[0]} too many"
-        if wrong := sorted(name for name in have if have[name] != expected[name]):
-            return f"has the tensor {wrong[0]} of shape {have[wrong[0]]} instead of {expected[wrong[0]]}"
-    return None
-
-
-def _read_state(checkpoint: Path) -> dict[str, Any]:
-    return json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-
-
 def _checkpoints(folder: Path) -> list[Path]:
     """Everything with a checkpoint's name, oldest first."""
     for _ in range(3):  # while one comes and one goes, a folder may be read without either
@@ -291,11 +215,6 @@ def _checkpoints(folder: Path) -> list[Path]:
 def steps_saved(folder: Path) -> list[int]:
     """The steps of all checkpoints there are, valid or not, oldest first."""
     return [step_of(checkpoint) for checkpoint in _checkpoints(folder)]
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step in a checkpoint's name."""
-    return int(checkpoint.name.removeprefix("step_"))
 
 
 def _flush(path: Path) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sinklab.data.textfiles import Render, plain_conversation, row_text
+from sinklab.data.sources.textfiles import Render, plain_conversation, row_text
 from sinklab.errors import InputError
 
 PREFIX = "hf:"

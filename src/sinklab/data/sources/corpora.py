@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Self
 
-from sinklab.data.hub import PREFIX, hub_documents
-from sinklab.data.installed import entries, installed_documents, installed_names
-from sinklab.data.synthetic import VERSION, parse, synthetic_documents
-from sinklab.data.textfiles import Render, plain_conversation, read_documents, text_files
+from sinklab.data.sources.hub import PREFIX, hub_documents
+from sinklab.data.sources.installed import entries, installed_documents, installed_names
+from sinklab.data.sources.synthetic import VERSION, parse, synthetic_documents
+from sinklab.data.sources.textfiles import Render, plain_conversation, read_documents, text_files
 from sinklab.errors import InputError
 
 
