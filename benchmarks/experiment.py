@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.timing import RESULTS, environment
 from sinklab.experiments.definition import load_experiment
 from sinklab.experiments.pool import Event
-from sinklab.experiments.running import cells_of, prepare_data, train_cells
+from sinklab.experiments.running import prepare_data, runs_of, train_runs
 from sinklab.files import write_json
 
 
@@ -21,9 +21,7 @@ def report(event: Event) -> None:
     if event.row is not None or event.kind not in ("step", "row"):
         row = event.row or {}
         sinks = row.get("sink_rate") or [float("nan")]
-        print(
-            f"{event.cell:24} {event.kind:8} step {event.step:5} Sink_1 {sinks[0]:6.2f} % {event.message}", flush=True
-        )
+        print(f"{event.run:24} {event.kind:8} step {event.step:5} Sink_1 {sinks[0]:6.2f} % {event.message}", flush=True)
 
 
 def main() -> None:
@@ -37,14 +35,11 @@ def main() -> None:
     options = parser.parse_args()
     experiment = load_experiment(options.experiment)
     out = options.out or Path("runs") / experiment.id
-    cells = [
-        cell
-        for cell in cells_of(experiment, out, options.seeds, {})
-        if cell.recipe.name in (options.cells or experiment.cells)
-    ]
+    wanted = options.cells or experiment.cells
+    runs = [run for run in runs_of(experiment, out, options.seeds, {}) if run.recipe.name in wanted]
     start = time.perf_counter()
-    prepare_data(cells)
-    summary = train_cells(experiment, cells, out, options.jobs, report)
+    prepare_data(runs)
+    summary = train_runs(experiment, runs, out, options.jobs, report)
     if options.save:
         result = {"environment": environment(), "seconds": time.perf_counter() - start, "summary": summary}
         write_json(RESULTS / f"{experiment.id}.json", result)

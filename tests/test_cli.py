@@ -53,7 +53,8 @@ def settings(text: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["lab"], ["train"], ["measure"], ["report"], ["runs"], ["data"], ["data", "prepare"]]
+    "command",
+    [[], ["lab"], ["train"], ["measure"], ["experiments"], ["reproduce"], ["report"], ["runs"], ["data", "prepare"]],
 )
 def test_every_command_has_help(run: Run, command: list[str]) -> None:
     status, out, _ = run(*command, "--help")

@@ -13,7 +13,7 @@ from commands import Command, Kill, together
 from safetensors.torch import load_file
 
 from sinklab.data.prepare import prepare
-from sinklab.experiments.pool import Cell, Event, run_cells
+from sinklab.experiments.pool import Event, PlannedRun, train_side_by_side
 from sinklab.files import sha256_of
 from sinklab.interventions import VARIANTS
 from sinklab.measuring.measurement import Measurement
@@ -161,7 +161,7 @@ def test_processes_stop_together_when_one_of_them_is_asked(tokens: Path, tmp_pat
 @pytest.mark.parametrize("who", ["the parent", "a run"])
 def test_runs_side_by_side_save_and_stop_when_one_process_is_told_to(who: str, tokens: Path, tmp_path: Path) -> None:
     recipe = load_recipe(str(written("softmax", tokens, tmp_path)), ["train.steps=3000"])
-    cells = [Cell(name, recipe, tmp_path / name) for name in ("a", "b")]
+    runs = [PlannedRun(name, recipe, tmp_path / name) for name in ("a", "b")]
 
     def stop(event: Event) -> None:
         if event.kind == "step" and event.step == 5:
@@ -169,5 +169,5 @@ def test_runs_side_by_side_save_and_stop_when_one_process_is_told_to(who: str, t
             os.kill(told or 0, signal.SIGTERM)
 
     with pytest.raises(PreemptedError):
-        run_cells(cells, 2, stop)
-    assert all(list((cell.directory / "checkpoints").glob("step_*")) for cell in cells)
+        train_side_by_side(runs, 2, stop)
+    assert all(list((run.directory / "checkpoints").glob("step_*")) for run in runs)

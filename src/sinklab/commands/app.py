@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from sinklab import __version__
+from sinklab.commands import reproduce
 from sinklab.commands.ending import end, stderr
 from sinklab.commands.options import (
     LARGEST,
@@ -64,29 +65,7 @@ def everywhere(
     """A laboratory for attention sinks in language models: train, measure, report."""
 
 
-@app.command()
-def lab(
-    out: Annotated[Path, typer.Option(help="Directory of the runs, summary.json and report.html.")] = Path("runs/lab"),
-    steps: Annotated[int | None, typer.Option(min=1, help="Updates per model; the recipe's unless given.")] = None,
-    text: Annotated[Path | None, typer.Option(help="Train on this .txt or .jsonl file or folder instead.")] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Models per cell, with seeds 0, 1, ...")] = 1,
-    as_json: Json = False,
-) -> None:
-    """Train three tiny models side by side and watch the sink appear, move and stay away.
-
-    Softmax grows a sink on the first token; with K biases it moves to the bias; sigmoid without normalisation grows
-    none. Ends with a table and report.html. Interrupt it with Ctrl-C and call it again to continue.
-    """
-    from sinklab.commands.experiment import experiment_command
-    from sinklab.experiments.definition import load_experiment
-
-    overlay: dict[str, Any] = {}
-    if steps is not None:
-        overlay["train"] = {"steps": steps}
-    if text is not None:
-        overlay["data"] = {"source": str(text)}
-    with keeping_what_is_finished():
-        experiment_command(load_experiment("lab"), out, seeds, overlay, as_json, stderr())
+app.command()(reproduce.lab)
 
 
 @app.command()
@@ -298,6 +277,10 @@ def compare(
     loading = Loading(dtype.value, device, trust_remote_code, revision, say=partial(announce, console))
     with keeping_what_is_finished() if out is not None else nullcontext():
         compare_command(models, Call(text, asked, loading, out, as_json, console))
+
+
+app.command()(reproduce.experiments)
+app.command()(reproduce.reproduce)
 
 
 @app.command()

@@ -67,16 +67,16 @@ class RunBoard:
         """Show an event."""
         now, latest = self.clock(), event.kind
         if event.kind in ("ready", "step", "row"):
-            self.forecast.reached(event.cell, event.step, now, evaluated=event.kind == "row")
-            self.steps[event.cell] = event.step
+            self.forecast.reached(event.run, event.step, now, evaluated=event.kind == "row")
+            self.steps[event.run] = event.step
         else:
-            self.forecast.ended(event.cell)
-            self.steps[event.cell] = event.step or self.steps[event.cell]
+            self.forecast.ended(event.run)
+            self.steps[event.run] = event.step or self.steps[event.run]
         if event.row is not None:
             latest = describe(event.row)
         if event.kind != "step":
-            self.progress.update(self.tasks[event.cell], latest=latest)
-        self.progress.update(self.tasks[event.cell], completed=self.steps[event.cell])
+            self.progress.update(self.tasks[event.run], latest=latest)
+        self.progress.update(self.tasks[event.run], completed=self.steps[event.run])
         if event.row is not None or now - self.looked >= LOOKS_EVERY:
             self.looked = now
             self._show(event, now, latest if event.row is not None else "")
@@ -87,7 +87,7 @@ class RunBoard:
         self.progress.update(self.whole, completed=sum(self.steps.values()), latest=left)
         if not self.console.is_terminal and (latest or now - self.said >= SPEAKS_EVERY):
             self.said = now
-            reached = f"{event.cell}: step {event.step}/{self.lengths[event.cell].steps}"
+            reached = f"{event.run}: step {event.step}/{self.lengths[event.run].steps}"
             whole = left if len(self.lengths) == 1 or not left else f"{left} for all"
             said = "  ".join(filter(None, (reached, latest, whole)))
             self.console.print(said, highlight=False, markup=False, soft_wrap=True)

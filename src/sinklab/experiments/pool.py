@@ -20,8 +20,8 @@ from sinklab.train.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One run of a sweep: its name for people, its recipe and its directory."""
+class PlannedRun:
+    """A run to be trained: its name for people, its recipe and its directory."""
 
     name: str
     recipe: Recipe
@@ -33,7 +33,7 @@ class Event:
     """Something a run reports.
 
     Attributes:
-        cell: its name.
+        run: its name.
         kind: `ready` when the model is there, `step` after an update, `row` after an evaluation, then one of `done`,
             `stopped`, `failed`.
         step: updates done.
@@ -41,36 +41,36 @@ class Event:
         message: why, for `failed`.
     """
 
-    cell: str
+    run: str
     kind: Literal["ready", "step", "row", "done", "stopped", "failed"]
     step: int = 0
     row: dict[str, Any] | None = None
     message: str = ""
 
 
-def processes_for(cells: int, cores: int) -> int:
+def processes_for(runs: int, cores: int) -> int:
     """How many runs at a time: all of up to two per core (they share the cores evenly), else one per core."""
-    return cells if cells <= 2 * cores else cores
+    return runs if runs <= 2 * cores else cores
 
 
-def run_cells(cells: list[Cell], jobs: int, watch: Callable[[Event], None]) -> dict[str, Event]:
-    """Train all cells, `jobs` at a time; returns each cell's last event.
+def train_side_by_side(runs: list[PlannedRun], jobs: int, watch: Callable[[Event], None]) -> dict[str, Event]:
+    """Train all runs, `jobs` at a time; returns each one's last event.
 
     Raises:
         KeyboardInterrupt: Ctrl-C, after every running process has saved and stopped.
         PreemptedError: SIGTERM or SIGUSR1, to this process or to one of those, likewise.
     """
     with stop_on_signals(*PREEMPTING) as preempted:
-        return _run_cells(cells, jobs, watch, preempted)
+        return _train_all(runs, jobs, watch, preempted)
 
 
-def _run_cells(
-    cells: list[Cell], jobs: int, watch: Callable[[Event], None], preempted: Callable[[], bool]
+def _train_all(
+    runs: list[PlannedRun], jobs: int, watch: Callable[[Event], None], preempted: Callable[[], bool]
 ) -> dict[str, Event]:
     context = mp.get_context("spawn")
     events, stop = context.Queue(), context.Event()
     threads = max(1, (os.cpu_count() or 1) // jobs)
-    waiting, running, ended = list(cells), {}, {}
+    waiting, running, ended = list(runs), {}, {}
     interrupted: type[BaseException] | None = None
     while waiting or running:
         try:
@@ -78,15 +78,15 @@ def _run_cells(
                 interrupted = PreemptedError
                 stop.set()
             while waiting and len(running) < jobs and not interrupted:
-                cell = waiting.pop(0)
-                process = context.Process(target=_train_cell, args=(cell, threads, events, stop), daemon=True)
+                run = waiting.pop(0)
+                process = context.Process(target=_train, args=(run, threads, events, stop), daemon=True)
                 with _ctrl_c_held_back():
                     process.start()
-                running[cell.name] = process
+                running[run.name] = process
             for event in _drain(events):
                 watch(event)
                 if event.kind in ("done", "stopped", "failed"):
-                    ended[event.cell] = event
+                    ended[event.run] = event
             for name, process in list(running.items()):
                 if not process.is_alive() and (name in ended or events.empty()):
                     del running[name]
@@ -134,7 +134,7 @@ def _death(exitcode: int | None) -> str:
     return f"the process ended with status {exitcode} and no message; run the same command again to continue"
 
 
-def _train_cell(cell: Cell, threads: int, events: Any, stop: Any) -> None:
+def _train(planned: PlannedRun, threads: int, events: Any, stop: Any) -> None:
     """The body of a process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = mp.parent_process()
@@ -151,22 +151,22 @@ def _train_cell(cell: Cell, threads: int, events: Any, stop: Any) -> None:
 
             def watch(progress: Progress) -> None:
                 kind = "step" if progress.row is None else "row"
-                events.put(Event(cell.name, kind, progress.step, progress.row))
+                events.put(Event(planned.name, kind, progress.step, progress.row))
 
             def should_stop() -> bool:
                 return preempted() or stop.is_set() or (parent is not None and not parent.is_alive())
 
-            run = open_run(cell.recipe, prepared(cell.recipe.data), cell.directory)
+            run = open_run(planned.recipe, prepared(planned.recipe.data), planned.directory)
             try:
                 trainer = Trainer(run, watch, should_stop)
-                events.put(Event(cell.name, "ready", trainer.state.step))
+                events.put(Event(planned.name, "ready", trainer.state.step))
                 outcome = trainer.train()
-                ended = Event(cell.name, outcome.status, outcome.step)
+                ended = Event(planned.name, outcome.status, outcome.step)
             except StoppedError:  # before there was a model
-                ended = Event(cell.name, "stopped")
+                ended = Event(planned.name, "stopped")
         events.put(ended)
     except Exception as error:
         from sinklab.errors import SinklabError
 
         text = str(error) if isinstance(error, SinklabError) else f"{type(error).__name__}: {error}"
-        events.put(Event(cell.name, "failed", message=text))
+        events.put(Event(planned.name, "failed", message=text))

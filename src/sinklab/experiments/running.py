@@ -10,41 +10,41 @@ from sinklab.data.prepare import prepared
 from sinklab.data.text_tokenizer import StageProgress
 from sinklab.errors import SinklabError
 from sinklab.experiments.definition import Experiment
-from sinklab.experiments.pool import Cell, Event, run_cells
+from sinklab.experiments.pool import Event, PlannedRun, train_side_by_side
 from sinklab.experiments.summary import read_result, summarise
 from sinklab.files import write_json
 from sinklab.train.recipe import build_recipe, recipe_text
 
 
-def cells_of(experiment: Experiment, out: Path, seeds: int, overlay: Mapping[str, Any]) -> list[Cell]:
+def runs_of(experiment: Experiment, out: Path, seeds: int, overlay: Mapping[str, Any]) -> list[PlannedRun]:
     """Every cell with every seed, in directories `out/CELL/seed_N`; `overlay` is laid over every recipe.
 
     Raises:
         InputError: an overlay that makes an invalid recipe; the message names the field.
     """
     base = yaml.safe_load(recipe_text(experiment.base))
-    cells = []
-    for name, delta in experiment.cells.items():
+    runs = []
+    for name, overlays in experiment.cells.items():
         for seed in range(seeds):
             label = name if seeds == 1 else f"{name} seed {seed}"
             top = {"name": name, "seed": seed}
-            recipe = build_recipe(base, delta, overlay, top, origin=f"cell {name} of {experiment.id}")
-            cells.append(Cell(label, recipe, out / name / f"seed_{seed}"))
-    return cells
+            recipe = build_recipe(base, *overlays, overlay, top, origin=f"cell {name} of {experiment.id}")
+            runs.append(PlannedRun(label, recipe, out / name / f"seed_{seed}"))
+    return runs
 
 
-def prepare_data(cells: list[Cell], progress: StageProgress | None = None) -> None:
-    """Prepare the data of all cells in the cache, each kind once.
+def prepare_data(runs: list[PlannedRun], progress: StageProgress | None = None) -> None:
+    """Prepare the data of all runs in the cache, each kind once.
 
     Raises:
         InputError: text that cannot be used.
     """
-    for recipe in {cell.recipe.data.model_dump_json(): cell.recipe for cell in cells}.values():
+    for recipe in {run.recipe.data.model_dump_json(): run.recipe for run in runs}.values():
         prepared(recipe.data, progress=progress)
 
 
-def train_cells(
-    experiment: Experiment, cells: list[Cell], out: Path, jobs: int, watch: Callable[[Event], None]
+def train_runs(
+    experiment: Experiment, runs: list[PlannedRun], out: Path, jobs: int, watch: Callable[[Event], None]
 ) -> dict[str, Any]:
     """Train what is not finished yet and write `out/summary.json`; returns the summary.
 
@@ -52,9 +52,9 @@ def train_cells(
         SinklabError: some runs failed; the others are finished and summarised.
         KeyboardInterrupt: Ctrl-C; everything is saved and the same call continues.
     """
-    ended = run_cells(cells, jobs, watch)
+    ended = train_side_by_side(runs, jobs, watch)
     finished = {name for name, event in ended.items() if event.kind == "done"}
-    summary = summarise_finished(experiment, cells, finished)
+    summary = summarise_finished(experiment, runs, finished)
     write_json(out / "summary.json", summary)
     failed = {name: event.message for name, event in ended.items() if event.kind == "failed"}
     if failed:
@@ -62,10 +62,10 @@ def train_cells(
     return summary
 
 
-def summarise_finished(experiment: Experiment, cells: list[Cell], finished: set[str]) -> dict[str, Any]:
-    """The summary of the finished cells."""
+def summarise_finished(experiment: Experiment, runs: list[PlannedRun], finished: set[str]) -> dict[str, Any]:
+    """The summary of the finished runs."""
     results: dict[str, list[Any]] = {}
-    for cell in cells:
-        if cell.name in finished:
-            results.setdefault(cell.recipe.name, []).append(read_result(cell.directory))
+    for run in runs:
+        if run.name in finished:
+            results.setdefault(run.recipe.name, []).append(read_result(run.directory))
     return summarise(experiment, results)
