@@ -110,7 +110,7 @@ def test_hidden_keys_of_our_model_are_those_of_an_explicit_mask(variant: str) ->
             allowed[0, 0, t, k] = seen and not (t >= N and k < N)
     reference: Any = copy.deepcopy(model)
     for block in reference.blocks:
-        block.attention.core.mask = masks.Dense(allowed, causal=variant != "prefix")
+        block.attention.core.mask = masks.Dense(allowed, later=variant == "prefix")
     expected = measure_transformer(reference, tokens)
     with masked_first_keys(model, N):
         measured = measure_transformer(model, tokens)

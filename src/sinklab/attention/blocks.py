@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sinklab.attention.masks import Mask
 from sinklab.attention.scores import Score
+from sinklab.attention.visible import Mask
 
 BLOCK_ELEMENTS = 2**18  # scores held at a time: 1 MB in float32, which stays in a core's cache
 BLOCK_ELEMENTS_CUDA = 2**24  # 64 MB: there, fewer and larger kernels
@@ -114,6 +114,7 @@ def mask_block_(
         low = high = block.low
     for part in (slice(0, low - block.low), slice(high - block.low, block.high - block.low)):
         if part.start < part.stop:
-            b, h, q, k = indices(logits_BHTS, block, offset)
-            logits_BHTS[..., part].masked_fill_(~mask.allowed(b, h, q, k[part]), value)
+            first, end, keys_from = block.start + offset, block.stop + offset, block.low
+            seen = mask.block(first, end, keys_from + part.start, keys_from + part.stop, logits_BHTS.device)
+            logits_BHTS[..., part].masked_fill_(~seen, value)
     return logits_BHTS

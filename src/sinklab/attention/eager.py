@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from sinklab.attention.blocks import Block, accumulate_dtype, indices
-from sinklab.attention.masks import Mask
 from sinklab.attention.scores import Score
+from sinklab.attention.visible import Mask
 
 
 def eager_logits(q_BHTD: Tensor, k_BGSD: Tensor, score: Score | None, mask: Mask, scale: float) -> Tensor:

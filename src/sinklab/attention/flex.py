@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from sinklab.attention.masks import Document, Mask, innermost
 from sinklab.attention.scores import Score
+from sinklab.attention.visible import Mask
 from sinklab.compiling import compiled
 
 NARROWEST = 16  # the kernel's smallest head width
@@ -34,7 +34,7 @@ def flex_attend(
     Raises:
         ValueError: a gradient is wanted on a CPU, where FlexAttention has none.
     """
-    (B, H, T, _), S = q_BHTD.shape, k_BGSD.shape[2]
+    (_, H, T, _), S = q_BHTD.shape, k_BGSD.shape[2]
     tensors = (q_BHTD, k_BGSD, v_BGSV, *(score.tensors if score else ()))
     if not q_BHTD.is_cuda and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise ValueError("the flex backend trains on CUDA only; use backend auto, chunked or eager on a CPU")
@@ -45,7 +45,7 @@ def flex_attend(
         k_BGSD,
         v_BGSV if v_BGSV.shape[-1] else k_BGSD[..., :NARROWEST],  # not k itself: two inputs must not be one tensor
         score_mod=None if score is None else _score_mod(score, offset),
-        block_mask=_block_mask(mask, B if _by_row(mask) else 1, T, S, str(q_BHTD.device)),
+        block_mask=_block_mask(mask, T, S, str(q_BHTD.device)),
         scale=scale,
         enable_gqa=k_BGSD.shape[1] != H,
         **_lse_argument(),
@@ -64,18 +64,15 @@ def _score_mod(score: Score, offset: int) -> Any:
 
 
 @functools.lru_cache(maxsize=16)
-def _block_mask(mask: Mask, rows: int, queries: int, keys: int, device: str) -> Any:
+def _block_mask(mask: Mask, queries: int, keys: int, device: str) -> Any:
     """Which blocks of the matrix are computed; the same object for the same mask, so that it is built once."""
     offset = keys - queries
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return mask.allowed(b, h, q + offset, k)
 
-    return flex.create_block_mask(mask_mod, rows if rows > 1 else None, None, queries, keys, device=device)
-
-
-def _by_row(mask: Mask) -> bool:
-    return isinstance(innermost(mask), Document)
+    rows, heads = (count if count > 1 else None for count in (mask.rows, mask.heads))
+    return flex.create_block_mask(mask_mod, rows, heads, queries, keys, device=device)
 
 
 @functools.cache

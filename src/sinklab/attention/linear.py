@@ -9,22 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sinklab.attention.blocks import grouped_product
-from sinklab.attention.masks import Causal, Leading, Mask, Prefix
+from sinklab.attention.visible import RunningSum
 
 CHUNK = 64
 
 
-def linear_mask(mask: Mask) -> bool:
-    """Whether the keys of a row are a running sum: causal and prefix masks, also behind a sink token."""
-    return isinstance(mask.rest if isinstance(mask, Leading) else mask, Causal | Prefix)
-
-
-def linear_sums(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor, mask: Mask) -> Tensor:
-    """sum over the visible keys s of (q_t.k_s) v_s: (B, H, T, V). `mask` is a `linear_mask`; T = S."""
-    leading, rest = (mask.count, mask.rest) if isinstance(mask, Leading) else (0, mask)
-    if not isinstance(rest, Prefix):
+def linear_sums(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor, rows: RunningSum) -> Tensor:
+    """sum over the visible keys s of (q_t.k_s) v_s: (B, H, T, V). `rows` says which those are; T = S."""
+    if not rows.shared:
         return causal_sums(q_BHTD, k_BGTD, v_BGTV)
-    end = min(leading + rest.length, k_BGTD.shape[2])
+    leading, end = rows.leading, min(rows.shared, k_BGTD.shape[2])
     later_BGTD = torch.cat((torch.zeros_like(k_BGTD[:, :, :end]), k_BGTD[:, :, end:]), dim=2)
     own = causal_sums(q_BHTD[:, :, :leading], k_BGTD[:, :, :leading], v_BGTV[:, :, :leading])
     state_BGDV = k_BGTD[:, :, :end].mT @ v_BGTV[:, :, :end]

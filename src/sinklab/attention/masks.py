@@ -1,44 +1,25 @@
-"""Which keys a query may see, as small closures in FlexAttention's signature.
+"""The masks, as small closures in FlexAttention's signature; positions are absolute key positions, 0-based."""
 
-Positions are absolute key positions, 0-based: with S keys and T queries, query t stands at position S - T + t.
-Besides the rule itself (`allowed`) a mask knows, for a block of queries, which keys any of them may see
-(`key_range`, so that blocks outside are never computed) and which keys all of them see (`full_range`, so that
-no mask is applied there).
-"""
-
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-
-class Mask(Protocol):
-    """The rule of who may attend to whom."""
-
-    @property
-    def causal(self) -> bool:
-        """True when no query sees a later key."""
-        ...
-
-    def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Whether query position `q` may see key position `k` in batch row `b`, head `h` (broadcast, bool)."""
-        ...
-
-    def key_range(self, first: int, end: int, keys: int) -> tuple[int, int]:
-        """The half-open range of keys that some query in positions [first, end) may see."""
-        ...
-
-    def full_range(self, first: int, end: int, keys: int) -> tuple[int, int]:
-        """A half-open range of keys that every query in positions [first, end) sees (may be empty)."""
-        ...
+from sinklab.attention.scores import broadcast_index
+from sinklab.attention.visible import Mask, RunningSum
 
 
 @dataclass(frozen=True)
-class Causal:
+class Causal(Mask):
     """Query t sees keys s <= t."""
 
-    causal: bool = True
+    @property
+    def plain(self) -> bool:
+        return True
+
+    @property
+    def running_sum(self) -> RunningSum:
+        return RunningSum()
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return k <= q
@@ -51,11 +32,10 @@ class Causal:
 
 
 @dataclass(frozen=True)
-class Window:
-    """Query t sees keys t - width + 1 .. t (recipe.yaml, `window`)."""
+class Window(Mask):
+    """Query t sees keys t - width + 1 .. t (figure 6)."""
 
     width: int
-    causal: bool = True
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) & (k > q - self.width)
@@ -69,11 +49,18 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Prefix:
-    """Causal, and every query also sees the first `length` keys (recipe.yaml, `prefix_lm`)."""
+class Prefix(Mask):
+    """Causal, and every query also sees the first `length` keys (figure 5)."""
 
     length: int
-    causal: bool = False
+
+    @property
+    def causal(self) -> bool:
+        return False
+
+    @property
+    def running_sum(self) -> RunningSum:
+        return RunningSum(shared=self.length)
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) | (k < self.length)
@@ -86,8 +73,8 @@ class Prefix:
 
 
 @dataclass(frozen=True)
-class Leading:
-    """Another mask behind `count` learned tokens: every query sees them, they see only themselves causally."""
+class Around(Mask):
+    """A mask put around another, which changes what queries see of the first keys and tells apart what `rest` does."""
 
     rest: Mask
     count: int = 1
@@ -95,6 +82,33 @@ class Leading:
     @property
     def causal(self) -> bool:
         return self.rest.causal
+
+    @property
+    def rows(self) -> int:
+        return self.rest.rows
+
+    @property
+    def heads(self) -> int:
+        return self.rest.heads
+
+    @property
+    def may_be_empty(self) -> bool:
+        return self.rest.may_be_empty
+
+    def of(self, row: int, heads: slice) -> Mask:
+        return replace(self, rest=self.rest.of(row, heads))
+
+
+@dataclass(frozen=True)
+class Leading(Around):
+    """Another mask behind `count` learned tokens: every query sees them, they see only themselves causally."""
+
+    @property
+    def running_sum(self) -> RunningSum | None:
+        inner = self.rest.running_sum
+        if inner is None or not inner.shared:
+            return inner
+        return RunningSum(self.count + inner.leading, self.count + inner.shared)
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         led, leads = (k < self.count) & (k <= q), (q >= self.count) & (k >= self.count)
@@ -112,18 +126,11 @@ class Leading:
 
 
 @dataclass(frozen=True)
-class HiddenFirst:
+class HiddenFirst(Around):
     """Another mask from which the first `count` keys are taken away for every query after them.
 
     Queries among the first `count` keep what they saw, so that no row is empty.
     """
-
-    rest: Mask
-    count: int
-
-    @property
-    def causal(self) -> bool:
-        return self.rest.causal
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return self.rest.allowed(b, h, q, k) & ((q < self.count) | (k >= self.count))
@@ -139,7 +146,7 @@ class HiddenFirst:
 
 
 @dataclass(frozen=True, eq=False)
-class Document:
+class Document(Mask):
     """Causal within documents: query t sees those keys s <= t that carry its own document number.
 
     Args:
@@ -147,7 +154,13 @@ class Document:
     """
 
     documents_BS: Tensor
-    causal: bool = True
+
+    @property
+    def rows(self) -> int:
+        return len(self.documents_BS)
+
+    def of(self, row: int, heads: slice) -> Mask:
+        return Document(self.documents_BS[row : row + 1])
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         # A mask behind leading tokens is asked about positions before its first, and the answer is not used.
@@ -167,21 +180,48 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Dense:
-    """An explicit mask, as model libraries hand it over.
+class Dense(Mask):
+    """An explicit mask, as model libraries hand it over; a query may see nothing, as padding does.
 
     Args:
         allowed_BHTS: bool, True = attend; batch and head may be 1. T queries stand at the last T key positions.
-        causal: set to False when some query is allowed a later key.
+        later: whether some query is allowed a later key.
     """
 
     allowed_BHTS: Tensor
-    causal: bool = True
+    later: bool = False
+
+    @property
+    def causal(self) -> bool:
+        return not self.later
+
+    @property
+    def rows(self) -> int:
+        return self.allowed_BHTS.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.allowed_BHTS.shape[1]
+
+    @property
+    def may_be_empty(self) -> bool:
+        return True
+
+    @property
+    def _offset(self) -> int:
+        """The position of the first query."""
+        return self.allowed_BHTS.shape[3] - self.allowed_BHTS.shape[2]
+
+    def of(self, row: int, heads: slice) -> Mask:
+        mine = slice(row, row + 1) if self.rows > 1 else slice(None)
+        return replace(self, allowed_BHTS=self.allowed_BHTS[mine, heads if self.heads > 1 else slice(None)])
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        rows, heads, queries, keys = self.allowed_BHTS.shape
-        b, h = (b if rows > 1 else b[:1] * 0), (h if heads > 1 else h[:1] * 0)
-        return self.allowed_BHTS[b, h, q - (keys - queries), k]
+        b, h = broadcast_index(b, self.rows), broadcast_index(h, self.heads)
+        return self.allowed_BHTS[b, h, q - self._offset, k]
+
+    def block(self, first: int, end: int, low: int, high: int, device: torch.device) -> Tensor:
+        return self.allowed_BHTS[:, :, first - self._offset : end - self._offset, low:high]
 
     def key_range(self, first: int, end: int, keys: int) -> tuple[int, int]:
         return 0, (min(end, keys) if self.causal else keys)
@@ -191,67 +231,3 @@ class Dense:
 
 
 CAUSAL = Causal()
-
-
-def innermost(mask: Mask) -> Mask:
-    """The mask that others were put around."""
-    while isinstance(mask, Leading | HiddenFirst):
-        mask = mask.rest
-    return mask
-
-
-def visible_keys(mask: Mask, positions: int, device: torch.device) -> Tensor:
-    """How many keys each of `positions` queries sees: (B or 1, T), counted in blocks of rows."""
-    keys = torch.arange(positions, device=device)
-    rows, heads = (
-        torch.arange(_batch(mask), device=device).view(-1, 1, 1, 1),
-        torch.zeros(1, 1, 1, device=device).long(),
-    )
-    counts = [mask.allowed(rows, heads, q.view(-1, 1), keys).sum(-1) for q in keys.split(COUNTED_ROWS)]
-    return torch.cat(counts, dim=-1).view(-1, positions)
-
-
-COUNTED_ROWS = 128
-
-
-def visible_queries(
-    mask: Mask, queries: int, keys: int, device: torch.device, counted_BT: Tensor | None = None
-) -> Tensor:
-    """How many of the counted queries may see each key: (B or 1, H or 1, keys), counted in blocks of rows.
-
-    Args:
-        queries: T; they stand at the last T of `keys` positions.
-        counted_BT: bool, which queries count (padding does not); None counts all.
-    """
-    if isinstance(mask, Causal) and counted_BT is None:
-        return torch.arange(keys, 0, -1, device=device).clamp(max=queries).view(1, 1, -1)
-    rows, heads = _batch(mask), _heads(mask)
-    counts_BHS = torch.zeros(max(rows, 1 if counted_BT is None else len(counted_BT)), heads, keys, device=device)
-    counts_BHS, offset = counts_BHS.long(), keys - queries
-    b, h = (torch.arange(count, device=device) for count in (rows, heads))
-    for start in range(0, queries, COUNTED_ROWS):
-        stop = min(start + COUNTED_ROWS, queries)
-        low, high = mask.key_range(start + offset, stop + offset, keys)
-        if isinstance(mask, Dense):
-            seen = mask.allowed_BHTS[:, :, start:stop, low:high]
-        else:
-            q, k = torch.arange(start + offset, stop + offset, device=device), torch.arange(low, high, device=device)
-            seen = mask.allowed(b.view(-1, 1, 1, 1), h.view(-1, 1, 1), q.view(-1, 1), k)
-        if counted_BT is not None:
-            seen = seen & counted_BT[:, None, start:stop, None]
-        counts_BHS[..., low:high] += seen.sum(-2)
-    return counts_BHS
-
-
-def _batch(mask: Mask) -> int:
-    """Rows of the batch that the mask tells apart."""
-    rest = innermost(mask)
-    if isinstance(rest, Document):
-        return len(rest.documents_BS)
-    return len(rest.allowed_BHTS) if isinstance(rest, Dense) else 1
-
-
-def _heads(mask: Mask) -> int:
-    """Heads that the mask tells apart."""
-    rest = innermost(mask)
-    return rest.allowed_BHTS.shape[1] if isinstance(rest, Dense) else 1

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinklab.attention.blocks import Block, check_shapes, default_scale, indices
+from sinklab.attention.blocks import check_shapes, default_scale
 from sinklab.attention.chunked import chunked_attend
 from sinklab.attention.eager import eager_attend
 from sinklab.attention.flex import flex_attend, flex_serves
@@ -81,7 +81,7 @@ def attend_output(
     It does so where the kernel is exact and pays: plain causal softmax with T = S, except for short sequences in
     bfloat16 on a CPU.
     """
-    plain = score is None and mask == CAUSAL and q_BHTD.shape[2] == k_BGSD.shape[2]
+    plain = score is None and mask.plain and q_BHTD.shape[2] == k_BGSD.shape[2]
     large = q_BHTD.is_cuda or q_BHTD.dtype != torch.bfloat16 or q_BHTD.shape[2] > FUSED_FROM
     if backend == "sdpa" or (backend == "auto" and plain and large):
         check_shapes(q_BHTD, k_BGSD)
@@ -114,11 +114,10 @@ def _fused(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, score: Score | None, 
             "use backend auto, chunked or eager"
         )
     T, S = q_BHTD.shape[2], k_BGSD.shape[2]
-    plain = mask == CAUSAL and T == S
+    plain = mask.plain and T == S
     allowed = None
     if not plain:
-        allowed = mask.allowed(*indices(q_BHTD, Block(0, T, 0, S), S - T))
-        allowed = allowed.reshape((1,) * (4 - allowed.ndim) + allowed.shape)
+        allowed = mask.block(S - T, S, 0, S, q_BHTD.device).expand(mask.rows, mask.heads, T, S)
     return F.scaled_dot_product_attention(
         q_BHTD,
         k_BGSD,

@@ -52,6 +52,11 @@ class Score:
         return Score(chained(after.function), self.tensors + after.tensors, similarity, after.vanishes)
 
 
+def broadcast_index(index: Tensor, length: int) -> Tensor:
+    """Where to look along an axis of `length` entries, of which a single one serves every index."""
+    return torch.zeros_like(index) if length == 1 else index
+
+
 def compose(*scores: Score | None) -> Score | None:
     """The given score functions in turn; None stands for the identity."""
     result: Score | None = None

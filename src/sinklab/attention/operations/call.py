@@ -8,9 +8,9 @@ from torch import Tensor
 
 from sinklab.attention.biases import ExtraKey, extra_logits
 from sinklab.attention.blocks import default_scale
-from sinklab.attention.masks import Mask
 from sinklab.attention.primitive import Backend, log_normaliser
 from sinklab.attention.scores import Score, compose
+from sinklab.attention.visible import Mask
 
 
 @dataclass(frozen=True)

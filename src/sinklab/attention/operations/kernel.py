@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sinklab.attention.biases import extra_logits
 from sinklab.attention.blocks import accumulate_dtype, default_scale
 from sinklab.attention.importance import Rows, score_rows
-from sinklab.attention.linear import linear_mask, linear_sums
+from sinklab.attention.linear import linear_sums
 from sinklab.attention.operations.base import OperationPart
 from sinklab.attention.operations.call import Call
 from sinklab.attention.primitive import attend
@@ -86,8 +86,9 @@ class Kernel(OperationPart):
 
 def _signed_sums(call: Call, v_BGTV: Tensor, signed: bool) -> Tensor:
     """sum_s sim_ts v_s over the sequence's own keys: (B, H, T, V)."""
-    if call.backend in ("auto", "chunked") and linear_mask(call.mask):
-        return linear_sums(call.q_BHTD * default_scale(call.q_BHTD), call.k_BGTD, v_BGTV, call.mask)
+    rows = call.mask.running_sum
+    if call.backend in ("auto", "chunked") and rows is not None:
+        return linear_sums(call.q_BHTD * default_scale(call.q_BHTD), call.k_BGTD, v_BGTV, rows)
     total = torch.zeros(())
     for sign in (1, -1) if signed else (1,):
         out, lse = attend(call.q_BHTD, call.k_BGTD, v_BGTV, score=log_relu(sign), mask=call.mask, backend=call.backend)

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from sinklab.attention.biases import SMALLEST_LOGIT
 from sinklab.attention.chunked import LARGEST_LOG_SUM
-from sinklab.attention.masks import visible_keys
 from sinklab.attention.operations.base import LogSimilarity, Weighing
 from sinklab.attention.operations.call import Call
 from sinklab.attention.scores import Score, log_of
+from sinklab.attention.visible import visible_keys
 
 
 class ClippedSoftmax(LogSimilarity):

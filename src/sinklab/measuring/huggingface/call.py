@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from sinklab.attention import masks
 from sinklab.attention.importance import ColumnSums, Rows, column_sums, score_rows
 from sinklab.attention.primitive import attend
-from sinklab.attention.scores import Score, compose, softcap
+from sinklab.attention.scores import Score, broadcast_index, compose, softcap
+from sinklab.attention.visible import visible_queries
 from sinklab.errors import SinklabError
 from sinklab.measuring.huggingface.one_pass import Scores, attend_and_sum
 from sinklab.measuring.metrics import accumulation
@@ -47,8 +48,8 @@ class AttentionCall:
         T, S = self.query_BHTD.shape[2], self.key_BGSD.shape[2]
         mask = self.mask
         if self.additive is not None:  # what is added to a hidden score is the lowest number there is, or near it
-            mask = masks.Dense(self.additive > torch.finfo(self.additive.dtype).min / 2, causal=False)
-        return masks.visible_queries(mask, T, S, self.query_BHTD.device, counted_BT)
+            mask = masks.Dense(self.additive > torch.finfo(self.additive.dtype).min / 2, later=True)
+        return visible_queries(mask, T, S, self.query_BHTD.device, counted_BT)
 
     def column_sums(self, counted_BT: Tensor | None) -> ColumnSums:
         """Column sums of the attention matrix over the counted queries, in float32 whatever the model's dtype."""
@@ -133,7 +134,7 @@ def read_call(
 
 def _allowed(module: nn.Module, mask: Tensor | None, extras: dict[str, Any], cached: int) -> masks.Mask:
     if mask is not None:
-        return masks.Dense(mask, causal=not bool(mask.triu(1 + cached).any()))
+        return masks.Dense(mask, later=bool(mask.triu(1 + cached).any()))
     is_causal = extras.get("is_causal")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise SinklabError(
@@ -149,6 +150,6 @@ def _additive(bias: Tensor | None) -> Score | None:
     rows, heads, queries, keys = bias.shape
 
     def add(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, bias_BHTS: Tensor) -> Tensor:
-        return z + bias_BHTS[b if rows > 1 else b * 0, h if heads > 1 else h * 0, q - (keys - queries), k]
+        return z + bias_BHTS[broadcast_index(b, rows), broadcast_index(h, heads), q - (keys - queries), k]
 
     return Score(add, (bias,))

@@ -9,7 +9,6 @@ for the sums; neither was faster on the machine they were tried on.
 B batch, H query heads, G key heads, T queries, S keys, D key width, V value width; no gradients.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from sinklab.attention import blocks as bl
 from sinklab.attention.importance import ColumnSums
-from sinklab.attention.masks import Causal, Dense, Mask
+from sinklab.attention.masks import Mask
 from sinklab.attention.scores import Score
 
 BLOCK_SCORES = 2**20  # scores of a block: 4 MB in float32
@@ -63,7 +62,7 @@ def attend_and_sum(
     segments_BHES = q_BHTD.new_zeros(B, H, len(ends) + 1, S, dtype=dtype)
     bias_BH = None if scores.sink_logits_H is None else q_BHTD.new_zeros(B, H, dtype=dtype)
     earlier_BHS = None if scores.mask.causal else q_BHTD.new_zeros(B, H, S, dtype=dtype)
-    uniform = isinstance(scores.mask, Causal) and scores.score is None and bias_BH is None and counted_BT is None
+    uniform = scores.mask.plain and scores.score is None and bias_BH is None and counted_BT is None
     rows = 1 if uniform else B  # where all sequences are treated alike, they are one sequence with B times the heads
     q, k, v = (x.to(dtype).reshape(rows, -1, *x.shape[2:]) for x in (q_BHTD * scores.scale, k_BGSD, v_BGSV))
     walk = _Walk(scores, q.shape[1] // k.shape[1], S, (*ends, T), q.new_empty(0))
@@ -166,13 +165,10 @@ class _Walk:
         return z_HQS, share
 
     def _hide(self, z_HQS: Tensor, b: int, heads: slice, block: bl.Block, offset: int) -> Tensor | None:
-        """-inf where a query may not look; which rows see nothing at all, where an explicit mask can have such."""
-        mask = self.scores.mask
-        if isinstance(mask, Dense):
-            allowed = mask.allowed_BHTS
-            allowed = allowed[b if len(allowed) > 1 else 0, heads if allowed.shape[1] > 1 else slice(None)]
-            hidden = ~allowed[:, block.start : block.stop, block.low : block.high]
-            z_HQS.masked_fill_(hidden, -math.inf)
-            return hidden.all(-1, keepdim=True)
+        """-inf where a query may not look; which rows see nothing at all, where a mask can have such."""
+        mask = self.scores.mask.of(b, heads)
         bl.mask_block_(z_HQS[None], block, offset, self.keys, mask)
-        return None
+        if not mask.may_be_empty:
+            return None
+        seen = mask.block(block.start + offset, block.stop + offset, block.low, block.high, z_HQS.device)
+        return ~seen[0].any(-1, keepdim=True)

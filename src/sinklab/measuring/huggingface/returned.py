@@ -17,7 +17,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from sinklab.attention.blocks import Block
 from sinklab.attention.importance import Rows
-from sinklab.attention.masks import CAUSAL, Mask, Window, visible_queries
+from sinklab.attention.masks import CAUSAL, Mask, Window
+from sinklab.attention.visible import visible_queries
 from sinklab.errors import SinklabError
 from sinklab.measuring import metrics
 from sinklab.measuring.huggingface.interface import attention_layers, decoder_blocks, model_configs

@@ -22,9 +22,8 @@ import torch
 from torch import nn
 
 from sinklab.attention.core import AttentionCore
-from sinklab.attention.linear import linear_mask
-from sinklab.attention.masks import visible_keys
 from sinklab.attention.operations.kernel import Kernel
+from sinklab.attention.visible import visible_keys
 from sinklab.model.config import ModelConfig
 from sinklab.model.gate import ValueGating
 from sinklab.model.transformer import Transformer
@@ -107,7 +106,7 @@ def _attention_flops(config: ModelConfig, positions: int) -> int:
     width, operation = config.head_width, config.attention.operation
     core = AttentionCore(config.attention, config.key_heads, width, heads=config.heads)
     bias = 2 * width * positions if core.bias.key is not None else 0
-    if isinstance(operation, Kernel) and linear_mask(core.mask):
+    if isinstance(operation, Kernel) and core.mask.running_sum is not None:
         state = 2 * width * (width + int(operation.normalised))  # adding k v to the state; reading it costs the same
         return config.heads * (2 * state * positions + bias)
     pairs = int(visible_keys(core.mask, positions, torch.device("cpu")).sum())
