@@ -26,7 +26,7 @@ from benchmarks.timing import RESULTS, environment, in_turn, ratios
 from sinklab.data.prepare import prepared
 from sinklab.files import write_json
 from sinklab.model import transformer
-from sinklab.model.block import Block
+from sinklab.model.block import DecoderBlock
 from sinklab.train import update
 from sinklab.train.config import AdamW
 from sinklab.train.directory.run import open_run
@@ -96,7 +96,7 @@ def repeated(step: Callable[[], object], times: int) -> Callable[[], None]:
 def parts_of(updater: Updater, steps: int) -> dict[str, float]:
     """Share of a step's time in each part of the model, forward and backward."""
     for block in updater.model.blocks:
-        assert isinstance(block, Block)
+        assert isinstance(block, DecoderBlock)
         for owner, method, part in (
             (block.attention, "inputs", "attention: projections, rotary"),
             (block.attention, "output", "attention: projections, rotary"),

@@ -20,7 +20,7 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.train.directory.checkpoint import save_checkpoint
 from sinklab.train.directory.lock import lock_run
 from sinklab.train.directory.run import existing_run, load_run, open_run, read_metrics
-from sinklab.train.loop import Progress, Trainer
+from sinklab.train.loop import StepReport, Trainer
 from sinklab.train.recipe import Recipe, build_recipe
 from sinklab.train.replay import replay
 
@@ -150,7 +150,7 @@ def test_evaluations_that_are_lost_are_missed(
 def test_metrics_that_go_in_mid_run_are_written_again_and_it_is_said(
     how: str, dataset: TokenDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def lose(progress: Progress) -> None:
+    def lose(progress: StepReport) -> None:
         if progress.row is None and progress.step in (4, 7):
             metrics.unlink() if how == "is gone" else metrics.write_bytes(b"\xff\n")
 

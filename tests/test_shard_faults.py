@@ -19,7 +19,7 @@ from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import SinklabError
 from sinklab.train.directory.run import open_run
-from sinklab.train.loop import Progress, Trainer
+from sinklab.train.loop import StepReport, Trainer
 from sinklab.train.recipe import Recipe, build_recipe
 from sinklab.train.world import ALONE, World
 
@@ -83,7 +83,7 @@ def train(data: Path, out: Path, damage: Callable[[Path], None], world: World = 
     """Train, with the shard damaged in mid-run; returns how it ended."""
     dataset = TokenDataset.open(data)
 
-    def watch(progress: Progress) -> None:
+    def watch(progress: StepReport) -> None:
         if progress.step == DAMAGE_AFTER and progress.row is None:
             damage(data / "train.bin")
 

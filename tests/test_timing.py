@@ -7,10 +7,10 @@ import pytest
 from rich.console import Console
 
 from sinklab.commands.console import RunBoard
-from sinklab.commands.timing import Forecast, Length, duration
+from sinklab.commands.timing import Forecast, RunLength, duration
 from sinklab.experiments.pool import Event
 
-LENGTH = Length(steps=100, eval_every=10)
+LENGTH = RunLength(steps=100, eval_every=10)
 ROW = {"valid_loss": 3.0, "sink_rate": [1.0], "sink_rate_bias": None, "tokens_per_second": 100.0}
 UPDATE, EVALUATION = 2.0, 7.0
 
@@ -24,12 +24,12 @@ class Clock:
         return self.now
 
 
-def whole(length: Length = LENGTH) -> float:
+def whole(length: RunLength = LENGTH) -> float:
     """Seconds of a run at the pace of these tests: every update, every evaluation, the measurement at the end."""
     return length.steps * UPDATE + (length.steps // length.eval_every + 2) * EVALUATION
 
 
-def events(name: str, until: int, clock: Clock, length: Length = LENGTH) -> list[tuple[float, Event]]:
+def events(name: str, until: int, clock: Clock, length: RunLength = LENGTH) -> list[tuple[float, Event]]:
     """What a run reports up to a step, and when."""
     found, now = [(clock.now, Event(name, "ready"))], clock.now
     for step in range(until + 1):
@@ -79,7 +79,7 @@ def test_a_run_that_is_continued_is_not_timed_from_its_beginning() -> None:
 def test_the_board_says_after_some_steps_when_all_will_be_done_and_keeps_saying_it(terminal: bool) -> None:
     printed, clock = io.StringIO(), Clock()
     console = Console(file=printed, width=200, force_terminal=terminal)
-    lengths = {"a": Length(1000, 500), "b": Length(1000, 500)}
+    lengths = {"a": RunLength(1000, 500), "b": RunLength(1000, 500)}
     with RunBoard(console, lengths, 2, clock) as board:
         for step in range(300):
             for name in "ab":

@@ -18,7 +18,7 @@ from sinklab.errors import InputError, SinklabError, StoppedError
 from sinklab.measuring.measurement import Measurement
 from sinklab.train.config import ScheduleConfig
 from sinklab.train.directory.run import establish, load_run, open_run, read_metrics
-from sinklab.train.loop import Outcome, Trainer
+from sinklab.train.loop import RunOutcome, Trainer
 from sinklab.train.optim import learning_rate
 from sinklab.train.recipe import Recipe, build_recipe
 
@@ -157,7 +157,7 @@ def test_a_run_that_is_stopped_within_an_evaluation_is_the_undisturbed_run(
     asked, trainer = [0], None
     train(dataset, tmp_path / "whole", recipe())
     trainer = Trainer(open_run(recipe(), dataset, tmp_path / "halves"), should_stop=should_stop)
-    assert trainer.train() == Outcome("stopped", step)
+    assert trainer.train() == RunOutcome("stopped", step)
     assert asked[0] == question  # obeyed at once: between batches, or between the blocks of the metric
     there = [row["step"] for row in read_metrics(tmp_path / "halves" / "metrics.jsonl")]
     assert (step in there) == (question == 11)  # that was the measurement at the end

@@ -24,7 +24,7 @@ from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.files import write_json
 from sinklab.train.directory.run import open_run, read_metrics
-from sinklab.train.loop import Progress, Trainer
+from sinklab.train.loop import StepReport, Trainer
 from sinklab.train.recipe import Recipe, load_recipe
 
 VARIANTS = {"softmax": [], "sigmoid": ["model.attention.operation=sigmoid"]}
@@ -55,7 +55,7 @@ def train(recipe: Recipe, data: TokenDataset, folder: Path, should_stop: Callabl
     """Train to the end, or until told to stop; what has been reached so far."""
     gc.collect()  # the model before this one hangs in the cycle of a block and its compiled methods
 
-    def watch(progress: Progress) -> None:
+    def watch(progress: StepReport) -> None:
         if progress.row is not None:
             print(json.dumps({"run": folder.name, **_point(progress.row)}), flush=True)
 

@@ -99,7 +99,7 @@ def train(
     from sinklab.commands.train import plan_command, replay_command, train_command
 
     if dry_run:
-        from sinklab.train.planning.plan import print_plan
+        from sinklab.commands.terminal.training import print_plan
 
         plan, speaks = plan_command(recipe, overrides or [])
         if speaks and as_json:

@@ -15,7 +15,7 @@ from rich.progress import (
     TextColumn,
 )
 
-from sinklab.commands.timing import Forecast, Length, duration
+from sinklab.commands.timing import Forecast, RunLength, duration
 from sinklab.experiments.pool import Event
 
 
@@ -34,7 +34,7 @@ class RunBoard:
     def __init__(
         self,
         console: Console,
-        lengths: Mapping[str, Length],
+        lengths: Mapping[str, RunLength],
         jobs: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

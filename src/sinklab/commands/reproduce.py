@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from sinklab.experiments.definition import Experiment
 
 RUNS = Path("runs")
-Steps = Annotated[int | None, typer.Option(min=1, help="Updates per model; the recipe's unless given.")]
+Updates = Annotated[int | None, typer.Option(min=1, help="Updates per model; the recipe's unless given.")]
 TrainingText = Annotated[Path | None, typer.Option(help="Train on this .txt or .jsonl file or folder instead.")]
 Seeds = Annotated[int, typer.Option(min=1, help="Models per cell, with seeds 0, 1, ...")]
 
 
 def lab(
     out: Annotated[Path, typer.Option(help="Directory of the runs, summary.json and report.html.")] = RUNS / "lab",
-    steps: Steps = None,
+    steps: Updates = None,
     text: TrainingText = None,
     seeds: Seeds = 1,
     as_json: Json = False,
@@ -59,7 +59,7 @@ def reproduce(
     out: Annotated[
         Path | None, typer.Option(help="Directory of the runs, summary.json and report.html; runs/ID unless given.")
     ] = None,
-    steps: Steps = None,
+    steps: Updates = None,
     text: TrainingText = None,
     seeds: Seeds = 1,
     jobs: Annotated[int | None, typer.Option(min=1, help="Models at a time; as many as the cores suggest.")] = None,
@@ -102,7 +102,7 @@ def run_experiment(
     """
     from sinklab.commands.console import RunBoard, data_progress
     from sinklab.commands.terminal.report import print_report
-    from sinklab.commands.timing import Length
+    from sinklab.commands.timing import RunLength
     from sinklab.experiments.pool import processes_for
     from sinklab.experiments.running import prepare_data, runs_of, train_runs
     from sinklab.outputs import REPORT, check_results
@@ -113,7 +113,7 @@ def run_experiment(
     runs = runs_of(experiment, out, seeds, overlay)
     with data_progress(console) as progress:
         prepare_data(runs, progress)
-    lengths = {run.name: Length(run.recipe.train.steps, run.recipe.train.eval_every) for run in runs}
+    lengths = {run.name: RunLength(run.recipe.train.steps, run.recipe.train.eval_every) for run in runs}
     jobs = jobs or processes_for(len(runs), os.cpu_count() or 1)
     with RunBoard(console, lengths, jobs) as board:
         summary = train_runs(experiment, runs, out, jobs, board.watch)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Length:
+class RunLength:
     """Of a run: its updates, and after how many of them it is evaluated each time."""
 
     steps: int
@@ -38,7 +38,7 @@ class Forecast:
         jobs: so many at a time.
     """
 
-    def __init__(self, lengths: Mapping[str, Length], jobs: int) -> None:
+    def __init__(self, lengths: Mapping[str, RunLength], jobs: int) -> None:
         self._lengths, self._jobs = dict(lengths), jobs
         self._paces = {name: _Pace() for name in lengths}
 

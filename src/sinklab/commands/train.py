@@ -9,16 +9,16 @@ from typing import Any
 from rich.console import Console
 
 from sinklab.commands.console import RunBoard, data_progress
-from sinklab.commands.timing import Length
+from sinklab.commands.timing import RunLength
 from sinklab.data.prepare import prepared
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError, StoppedError
 from sinklab.experiments.pool import Event
 from sinklab.signals import stop_on_signals
 from sinklab.train.directory.run import Run, existing_run, open_run
-from sinklab.train.loop import Outcome, Progress, Trainer
+from sinklab.train.loop import RunOutcome, StepReport, Trainer
 from sinklab.train.planning.capacity import check_fits
-from sinklab.train.planning.plan import Plan, memory_line, plan_of, sized
+from sinklab.train.planning.plan import TrainingPlan, memory_line, plan_of, sized
 from sinklab.train.recipe import Recipe, load_recipe
 from sinklab.train.replay import Replay, replay
 from sinklab.train.track import Tracker, TrackerName, require, tracked
@@ -85,16 +85,16 @@ def train_command(
 
 def _trained(
     run: Run, world: World, console: Console, should_stop: Callable[[], bool], trackers: Sequence[TrackerName]
-) -> Outcome:
+) -> RunOutcome:
     name = run.recipe.name
     longer = "" if run.shorter is None else f", which goes on from that of {run.shorter} steps"
     console.print(f"run {run.hash} in {run.directory}{longer}", **PLAIN)
     needs = memory_line(run.recipe, world.device(run.recipe.train.device), world.size)
     console.print(needs, **PLAIN)
     following: list[Tracker] = []
-    with RunBoard(console, {name: Length(run.recipe.train.steps, run.recipe.train.eval_every)}) as board:
+    with RunBoard(console, {name: RunLength(run.recipe.train.steps, run.recipe.train.eval_every)}) as board:
 
-        def watch(progress: Progress) -> None:
+        def watch(progress: StepReport) -> None:
             board.watch(Event(name, "step" if progress.row is None else "row", progress.step, progress.row))
             if progress.row is not None:
                 for tracker in following:
@@ -122,7 +122,7 @@ def _show_charts(directory: Path, trackers: Sequence[Tracker]) -> None:
             tracker.charts(files)
 
 
-def plan_command(recipe: str, overrides: Iterable[str]) -> tuple[Plan, bool]:
+def plan_command(recipe: str, overrides: Iterable[str]) -> tuple[TrainingPlan, bool]:
     """What the recipe would take here, with as many processes as were started; nothing is trained.
 
     Returns:

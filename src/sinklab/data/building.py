@@ -17,8 +17,8 @@ from sinklab.data.shards import DTYPES, Share, dtype_for
 from sinklab.data.sources.corpora import Fingerprint
 from sinklab.data.tokenizers import Tokenizer
 
-Named = tuple[str, str]  # the voice of a mix (nothing where there is none), and a document
-Part = list[Named]
+NamedDocument = tuple[str, str]  # the voice of a mix (nothing where there is none), and a document
+NamedDocuments = list[NamedDocument]
 
 PART_CHARACTERS = 2**20
 
@@ -56,7 +56,7 @@ class Builder:
         self.shares: dict[str, Share] = {}
         self.journal = Journal(folder, DTYPES[self.dtype].itemsize)
 
-    def build(self, documents: Iterator[Named], progress: Callable[[int, int], None]) -> SplitWriter:
+    def build(self, documents: Iterator[NamedDocument], progress: Callable[[int, int], None]) -> SplitWriter:
         """Write everything; the shards still have to be finished.
 
         Args:
@@ -80,7 +80,7 @@ class Builder:
             raise
         return writer
 
-    def _replayed(self, parts: Iterator[Part]) -> tuple[Part | None, Entry | None]:
+    def _replayed(self, parts: Iterator[NamedDocuments]) -> tuple[NamedDocuments | None, Entry | None]:
         """Read the text of finished parts again; returns the first part that has changed, and the last sound entry."""
         for index, entry in enumerate(self.journal.entries):
             part = next(parts, [])
@@ -100,7 +100,7 @@ class Builder:
     def _full(self, writer: SplitWriter) -> bool:
         return self.token_limit is not None and writer.tokens >= self.token_limit
 
-    def _write(self, writer: SplitWriter, part: Part) -> None:
+    def _write(self, writer: SplitWriter, part: NamedDocuments) -> None:
         encoded = _encoded([text for _, text in part], self.tokenizer, DTYPES[self.dtype])
         if self.token_limit is not None:
             encoded = _limited(encoded, self.token_limit - writer.tokens, self.tokenizer.eos_id)
@@ -139,8 +139,8 @@ def _limited(encoded: Encoded, tokens: int, eos_id: int) -> Encoded:
     return Encoded(ids, np.diff(ends[:count], prepend=0), encoded.ranks[:count])
 
 
-def _parts(documents: Iterator[Named]) -> Iterator[Part]:
-    part: Part = []
+def _parts(documents: Iterator[NamedDocument]) -> Iterator[NamedDocuments]:
+    part: NamedDocuments = []
     size = 0
     for document in documents:
         part.append(document)
@@ -152,7 +152,7 @@ def _parts(documents: Iterator[Named]) -> Iterator[Part]:
         yield part
 
 
-def _chained(first: Part | None, rest: Iterator[Part]) -> Iterator[Part]:
+def _chained(first: NamedDocuments | None, rest: Iterator[NamedDocuments]) -> Iterator[NamedDocuments]:
     if first:
         yield first
     yield from rest

@@ -17,7 +17,7 @@ import numpy as np
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
-Encode = Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]
+EncodeBatch = Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]
 """From texts to (tokens,) the ids of all of them one after the other, and (texts,) how many each has."""
 
 PIECE = 2**19  # characters; what is no longer is encoded whole
@@ -39,7 +39,7 @@ PROBES = (
 )
 
 
-def encoder(backend: "Backend") -> Encode:
+def encoder(backend: "Backend") -> EncodeBatch:
     """The fastest exact way to encode; nothing is added, and text that spells a special token stays text."""
 
     def whole(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -106,5 +106,5 @@ def _cut(text: str, start: int, stop: int, changes_nothing: Callable[[str, str],
     return None
 
 
-def _joined(whole: Encode, parts: list[str]) -> np.ndarray:
+def _joined(whole: EncodeBatch, parts: list[str]) -> np.ndarray:
     return np.concatenate([whole(parts[i : i + AT_ONCE])[0] for i in range(0, len(parts), AT_ONCE)])

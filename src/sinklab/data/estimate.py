@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sinklab.data.shards import DTYPES, Settings, dtype_for
-from sinklab.data.texts import Text, Voice
+from sinklab.data.texts import RequestedText, Voice
 from sinklab.data.tokenizers import load_tokenizer, trained_size
 from sinklab.errors import InputError
 
@@ -57,7 +57,7 @@ def estimate(settings: Settings) -> Estimate:
             "give the tokenizer of a model, or a folder with tokenizer.json"
         )
     tokenizer = load_tokenizer(settings.tokenizer)
-    text = Text(settings)
+    text = RequestedText(settings)
     voices = text.voices(tokenizer)
     there = [None if voice.bytes is None else int(voice.bytes * voice.tokens_per_byte) for voice in voices]
     taken = _taken(voices, there, settings.token_limit)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from sinklab.data.packing import Side
+from sinklab.data.packing import SplitState
 from sinklab.data.shards import Share
 from sinklab.files import append_line, write_text
 from sinklab.schema import Part
@@ -30,8 +30,8 @@ class Entry(Part):
     documents: int
     text_bytes: int
     text_sha256: str
-    train: Side
-    valid: Side
+    train: SplitState
+    valid: SplitState
     shares: dict[str, Share]
 
 
@@ -77,7 +77,7 @@ def _lines(path: Path) -> list[Entry]:
     return entries
 
 
-def _sound(path: Path, sides: list[Side], token_bytes: int) -> int:
+def _sound(path: Path, sides: list[SplitState], token_bytes: int) -> int:
     """How many parts, from the first one on, stand in the file as they were written."""
     if not path.exists():
         return 0

@@ -28,7 +28,7 @@ class Nearest(Part):
     tokens: int
 
 
-class Side(Part):
+class SplitState(Part):
     """How far one shard has grown.
 
     Attributes:
@@ -54,11 +54,16 @@ class SplitWriter:
     """
 
     def __init__(
-        self, folder: Path, dtype: str, valid_fraction: float, train: Side | None = None, valid: Side | None = None
+        self,
+        folder: Path,
+        dtype: str,
+        valid_fraction: float,
+        train: SplitState | None = None,
+        valid: SplitState | None = None,
     ) -> None:
         self._dtype = DTYPES[dtype]
         self._threshold = valid_fraction
-        self.train, self.valid = train or Side(), valid or Side()
+        self.train, self.valid = train or SplitState(), valid or SplitState()
         self._train = _opened(folder / "train.bin", self.train.tokens * self._dtype.itemsize)
         self._valid = _opened(folder / "valid.bin", self.valid.tokens * self._dtype.itemsize)
 
@@ -105,7 +110,9 @@ class SplitWriter:
         finally:
             self._valid.close()
 
-    def _append(self, file: BinaryIO, side: Side, ids: np.ndarray, lengths: np.ndarray, distances: np.ndarray) -> Side:
+    def _append(
+        self, file: BinaryIO, side: SplitState, ids: np.ndarray, lengths: np.ndarray, distances: np.ndarray
+    ) -> SplitState:
         content = ids.tobytes()
         file.write(content)
         file.flush()
@@ -114,7 +121,7 @@ class SplitWriter:
             index = int(distances.argmin())
             first = side.tokens + int(lengths[:index].sum())
             nearest = Nearest(distance=float(distances[index]), first=first, tokens=int(lengths[index]))
-        return Side(
+        return SplitState(
             tokens=side.tokens + len(ids),
             documents=side.documents + len(lengths),
             nearest=nearest,
@@ -129,9 +136,9 @@ class SplitWriter:
         assert full.nearest is not None
         moved = full.nearest
         ids = _taken_out(file, moved.first, moved.tokens, self._dtype)
-        left = Side(tokens=full.tokens - moved.tokens, documents=full.documents - 1)
+        left = SplitState(tokens=full.tokens - moved.tokens, documents=full.documents - 1)
         other = self._valid if full is self.train else self._train
-        arrived = self._append(other, Side(), ids, np.array([moved.tokens]), np.array([moved.distance]))
+        arrived = self._append(other, SplitState(), ids, np.array([moved.tokens]), np.array([moved.distance]))
         self.train, self.valid = (left, arrived) if full is self.train else (arrived, left)
 
 
@@ -158,6 +165,6 @@ def _taken_out(file: BinaryIO, first: int, count: int, dtype: np.dtype) -> np.nd
             return ids
 
 
-def _described(file: BinaryIO, side: Side) -> Shard:
+def _described(file: BinaryIO, side: SplitState) -> Shard:
     path = Path(file.name)
     return Shard(file=path.name, tokens=side.tokens, documents=side.documents, sha256=sha256_of(path))

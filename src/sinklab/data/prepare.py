@@ -24,7 +24,7 @@ from sinklab.data.selection import Mix
 from sinklab.data.shards import MANIFEST, Manifest, Settings, TokenDataset, is_prepared
 from sinklab.data.sources.corpora import identity
 from sinklab.data.text_tokenizer import StageProgress, tokenizer_of
-from sinklab.data.texts import Text
+from sinklab.data.texts import RequestedText
 from sinklab.data.tokenizers import trained_size
 from sinklab.errors import InputError, SinklabError
 from sinklab.files import is_at, is_full, sha256_of, write_json, write_text
@@ -202,7 +202,7 @@ def _build(settings: Settings, out: Path, progress: StageProgress, counted: Coun
 
 
 def _write_shards(settings: Settings, folder: Path, progress: StageProgress, counted: Counted) -> Manifest:
-    text = Text(settings)
+    text = RequestedText(settings)
     tokenizer = tokenizer_of(settings, text, folder, progress)
     builder = Builder(folder, tokenizer, settings.valid_fraction, settings.token_limit)
 

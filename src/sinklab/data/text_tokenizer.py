@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sinklab.data.shards import Settings
 from sinklab.data.sources.synthetic import WORDS, parse, word_tokenizer
-from sinklab.data.texts import Text
+from sinklab.data.texts import RequestedText
 from sinklab.data.tokenizers import Tokenizer, load_tokenizer, train_bpe, trained_size
 from sinklab.errors import InputError
 
@@ -17,7 +17,7 @@ BPE_SAMPLE_BYTES = 8 * 2**20
 """A tokenizer is trained on every n-th document, n such that the sample is about this large at most."""
 
 
-def tokenizer_of(settings: Settings, text: Text, folder: Path, progress: StageProgress) -> Tokenizer:
+def tokenizer_of(settings: Settings, text: RequestedText, folder: Path, progress: StageProgress) -> Tokenizer:
     """The tokenizer that the text is read with, whose files stand in `folder` afterwards.
 
     Raises:
@@ -37,7 +37,7 @@ def tokenizer_of(settings: Settings, text: Text, folder: Path, progress: StagePr
     return tokenizer
 
 
-def _sample(text: Text, progress: StageProgress) -> Iterator[str]:
+def _sample(text: RequestedText, progress: StageProgress) -> Iterator[str]:
     """Every n-th document; of a stream of unknown length the first ones."""
     total = text.total_bytes
     every = 1 if total is None else max(1, math.ceil(total / BPE_SAMPLE_BYTES))

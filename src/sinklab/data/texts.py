@@ -30,7 +30,7 @@ class Voice:
     tokens_per_byte: float
 
 
-class Text:
+class RequestedText:
     """The documents of a source as settings select them.
 
     Attributes:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sinklab.data.encoding import PIECE, Encode, encoder, pieces
+from sinklab.data.encoding import PIECE, EncodeBatch, encoder, pieces
 from sinklab.errors import InputError
 from sinklab.files import write_json, write_text
 
@@ -58,7 +58,7 @@ class Tokenizer:
         return self._encode(texts)
 
     @cached_property
-    def _encode(self) -> Encode:
+    def _encode(self) -> EncodeBatch:
         return encoder(self.backend)
 
     def save(self, directory: Path) -> Path:

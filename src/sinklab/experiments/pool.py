@@ -145,11 +145,11 @@ def _train(planned: PlannedRun, threads: int, events: Any, stop: Any) -> None:
             from sinklab.data.prepare import prepared
             from sinklab.errors import StoppedError
             from sinklab.train.directory.run import open_run
-            from sinklab.train.loop import Progress, Trainer
+            from sinklab.train.loop import StepReport, Trainer
 
             torch.set_num_threads(threads)
 
-            def watch(progress: Progress) -> None:
+            def watch(progress: StepReport) -> None:
                 kind = "step" if progress.row is None else "row"
                 events.put(Event(planned.name, kind, progress.step, progress.row))
 

@@ -82,7 +82,7 @@ class Attention(nn.Module):
         return self.out(out_BHLD.transpose(1, 2).flatten(2))
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """Attention and feed-forward, each added to the residual stream; its output is the stream after both.
 
     What stands before and after the attention core is a method each, which can be compiled: the core is not, so that

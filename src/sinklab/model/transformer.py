@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sinklab.attention.blocks import accumulate_dtype
 from sinklab.errors import InputError
-from sinklab.model.block import Block, Places
+from sinklab.model.block import DecoderBlock, Places
 from sinklab.model.config import ModelConfig
 from sinklab.model.init import initialise
 from sinklab.model.loss import next_token_loss
@@ -47,7 +47,7 @@ class Transformer(nn.Module):
         learned = isinstance(position, Learnable)
         self.position_table = nn.Parameter(torch.empty(config.context, config.width)) if learned else None
         self.distance = DistanceTerm(position, config.heads) if isinstance(position, Relative | T5 | Alibi) else None
-        self.blocks = nn.ModuleList(Block(config, self.distance, layer) for layer in range(1, config.layers + 1))
+        self.blocks = nn.ModuleList(DecoderBlock(config, self.distance, layer) for layer in range(1, config.layers + 1))
         post = config.norm.placement == "post"
         self.final_norm = nn.Identity() if post else build_norm(config.norm, config.width)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)

@@ -6,10 +6,10 @@ from pydantic import Field, field_validator, model_validator
 
 from sinklab.schema import LARGEST, Part
 
-Share = Annotated[float, Field(ge=0, lt=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 Parallel = Literal["ddp", "fsdp"]
 
-Betas = Annotated[tuple[Share, Share], Field(description="decay of AdamW's two moments")]
+Betas = Annotated[tuple[Fraction, Fraction], Field(description="decay of AdamW's two moments")]
 Clip = Annotated[float | None, Field(gt=0, description="largest global gradient norm; null: no clipping")]
 
 

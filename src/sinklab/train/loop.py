@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Progress:
+class StepReport:
     """What a watcher is told: after every update (`row` is None) and after every evaluation."""
 
     step: int
@@ -39,7 +39,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How a call of `Trainer.train` ended: at which step, and whether the run is done or was asked to stop."""
 
     status: Literal["done", "stopped"]
@@ -51,7 +51,7 @@ class Trainer:
 
     Args:
         run: an opened run directory; what is found there is continued.
-        watch: called with `Progress` after each update and evaluation.
+        watch: called with `StepReport` after each update and evaluation.
         should_stop: asked before each update and between the batches of an evaluation; True, on any process, saves a
             checkpoint and returns. Once True it stays so.
         world: the processes that train together; all of them make a trainer.
@@ -65,7 +65,7 @@ class Trainer:
     def __init__(
         self,
         run: Run,
-        watch: Callable[[Progress], None] = lambda progress: None,
+        watch: Callable[[StepReport], None] = lambda progress: None,
         should_stop: Callable[[], bool] = lambda: False,
         world: World = ALONE,
     ) -> None:
@@ -101,7 +101,7 @@ class Trainer:
         """What has been reached."""
         return self.updater.state
 
-    def train(self) -> Outcome:
+    def train(self) -> RunOutcome:
         """Continue to the recipe's last step; evaluate at step 0, every `eval_every` steps and at the end.
 
         Raises:
@@ -113,7 +113,7 @@ class Trainer:
             return self._train()
         except StoppedError:
             self._save()
-            return Outcome("stopped", self.state.step)
+            return RunOutcome("stopped", self.state.step)
         except SinklabError as error:
             if self.world.is_first and self.run.directory.is_dir():
                 with suppress(SinklabError):  # a disk that is full may be why
@@ -122,7 +122,7 @@ class Trainer:
         finally:
             self._held.close()
 
-    def _train(self) -> Outcome:
+    def _train(self) -> RunOutcome:
         options, state = self.recipe.train, self.state
         self._speed.begin(state.step, self.updater.batches.waited)
         if state.step == self._unevaluated:
@@ -132,14 +132,14 @@ class Trainer:
             self._look()
             loss = self._update()
             last = state.step == options.steps
-            self.watch(Progress(state.step, loss))
+            self.watch(StepReport(state.step, loss))
             if state.step % options.eval_every == 0 or last:
                 self._evaluate()
             if state.step % options.save_every == 0 or last:
                 self._save()
         measurement = self.evaluator.measure().of_step(state.step, options.steps)
         self.world.only_first(lambda: measurement.save(self.run.directory))
-        return Outcome("done", state.step)
+        return RunOutcome("done", state.step)
 
     def _look(self) -> None:
         """Whether any process was asked to stop, said as a StoppedError on all of them."""
@@ -181,7 +181,7 @@ class Trainer:
             self.world.only_first(lambda: self._history.add(row))
             if self._is_regular:  # a longer run has no evaluation where this one happens to end
                 self.state.loss_sum, self.state.loss_count = 0.0, 0
-            self.watch(Progress(self.state.step, row["valid_loss"], row))
+            self.watch(StepReport(self.state.step, row["valid_loss"], row))
         self._speed.begin(self.state.step, self.updater.batches.waited)
 
     @property

@@ -1,6 +1,7 @@
-"""How the end of a run, and a replayed step, look in a terminal."""
+"""How a plan, the end of a run, and a replayed step look in a terminal."""
 
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from rich.text import Text
 
 from sinklab.commands.tables import print_table
 from sinklab.train.directory.run import read_metrics
+from sinklab.train.planning.plan import TrainingPlan, megabytes
 from sinklab.train.recipe import Recipe
 from sinklab.train.replay import Replay
 
@@ -64,3 +66,24 @@ def print_replay(found: Replay, console: Console) -> None:
     for name, norm in ranked[:LARGEST]:
         table.add_row(name, f"{norm:.4g}")
     print_table(table, console)
+
+
+def print_plan(plan: TrainingPlan, console: Console) -> None:
+    """A table of the plan."""
+    title = Text(f"{plan.name} on {plan.processes} x {plan.device}", "table.title")
+    table = Table(show_header=False, title=title)
+    per_token = plan.flops_per_step / plan.tokens_per_step
+    rows = {
+        "parameters": f"{plan.parameters:,}",
+        "steps": f"{plan.steps:,}",
+        "tokens": f"{plan.tokens:,}, {plan.tokens_per_step:,} a step",
+        "operations": f"{plan.flops_per_step:.3g} a step, {per_token:.3g} a token",
+        **{f"  {name}": f"{part / plan.flops.total:.0%}" for name, part in asdict(plan.flops).items()},
+        "memory per process": f"{megabytes(plan.memory.total)} MB",
+        **{f"  {name}": f"{megabytes(size)} MB" for name, size in asdict(plan.memory).items()},
+    }
+    if plan.hours_at_peak is not None:
+        rows["at the full speed of the card"] = f"{plan.hours_at_peak:.1f} hours"
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console.print(table)

@@ -27,7 +27,7 @@ _TOPICS = Path("pydoc_data", "topics.py")
 
 
 @dataclass(frozen=True)
-class Entry:
+class InstalledText:
     """A piece of an installed corpus: a file, or a topic of pydoc's reference (then `text` is set)."""
 
     name: str
@@ -42,7 +42,7 @@ def installed_names(source: str) -> list[str] | None:
     return names if all(name in CORPORA for name in names) else None
 
 
-def entries(names: list[str]) -> list[Entry]:
+def entries(names: list[str]) -> list[InstalledText]:
     """Everything in the named corpora, in the fixed order.
 
     Raises:
@@ -69,7 +69,7 @@ def installed_documents(names: list[str]) -> Iterator[str]:
             yield text
 
 
-def _below(corpus: str) -> Iterator[Entry]:
+def _below(corpus: str) -> Iterator[InstalledText]:
     for folder in sorted({sysconfig.get_path(name) for name in _FOLDERS[corpus]}):
         for parent, folders, files in os.walk(folder):
             folders[:] = [name for name in folders if name not in _LEFT_OUT]
@@ -79,14 +79,14 @@ def _below(corpus: str) -> Iterator[Entry]:
                 if corpus == "stdlib" and inside == _TOPICS:
                     yield from _topics(path)
                 elif path.suffix in _SUFFIXES[corpus] and path.is_file():
-                    yield Entry(f"{corpus}/{inside.as_posix()}", path, path.stat().st_size)
+                    yield InstalledText(f"{corpus}/{inside.as_posix()}", path, path.stat().st_size)
 
 
-def _topics(path: Path) -> Iterator[Entry]:
+def _topics(path: Path) -> Iterator[InstalledText]:
     from pydoc_data.topics import topics
 
     for name, text in topics.items():
-        yield Entry(f"stdlib/{_TOPICS.as_posix()}/{name}", path, len(text.encode()), text)
+        yield InstalledText(f"stdlib/{_TOPICS.as_posix()}/{name}", path, len(text.encode()), text)
 
 
 def _utf8(path: Path) -> str | None:

@@ -85,7 +85,7 @@ TASKS = {
 
 
 @dataclass(frozen=True)
-class Request:
+class SyntheticTask:
     """A parsed source."""
 
     name: str
@@ -98,7 +98,7 @@ class Request:
         return TASKS[self.name]
 
 
-def parse(source: str) -> Request | None:
+def parse(source: str) -> SyntheticTask | None:
     """What a synthetic source asks for; None for any other source.
 
     Raises:
@@ -117,10 +117,10 @@ def parse(source: str) -> Request | None:
             wanted = ", ".join(f"{key}=N with N at least {low}" for key, low in least.items())
             raise InputError(f"source {source}: {option!r} is not one of {wanted}")
         values[key] = int(value)
-    return Request(name, **values)
+    return SyntheticTask(name, **values)
 
 
-def synthetic_documents(request: Request) -> Iterator[str]:
+def synthetic_documents(request: SyntheticTask) -> Iterator[str]:
     """The documents as text, words set apart by spaces; the EOS that `length` counts is written by `prepare`."""
     words = np.array(request.task.words)
     random = np.random.default_rng([VERSION, request.seed])
@@ -128,7 +128,7 @@ def synthetic_documents(request: Request) -> Iterator[str]:
         yield " ".join(words[row])
 
 
-def word_tokenizer(request: Request, out: Path) -> "Tokenizer":
+def word_tokenizer(request: SyntheticTask, out: Path) -> "Tokenizer":
     """The tokenizer of a task, saved into the folder `out`."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import models, pre_tokenizers

@@ -16,6 +16,7 @@ is added to `working`.
 """
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,17 +101,25 @@ def _kept(config: ModelConfig, bf16: bool) -> tuple[_Kept, _Kept]:
 def _kept_at(model: Transformer, length: int, bf16: bool) -> _Kept:
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[bool, dict[int, Tensor]] = {True: {}, False: {}}
-    inside = [False]
+    inside = False
 
     def keep(tensor: Tensor) -> Tensor:
         where = tensor.untyped_storage().data_ptr()
-        if where not in own and where not in kept[not inside[0]]:
-            kept[inside[0]][where] = tensor  # held, so that its place in memory is not used again
+        if where not in own and where not in kept[not inside]:
+            kept[inside][where] = tensor  # held, so that its place in memory is not used again
         return tensor
 
+    def entering(*_: Any) -> None:
+        nonlocal inside
+        inside = True
+
+    def leaving(*_: Any) -> None:
+        nonlocal inside
+        inside = False
+
     block = model.blocks[0]
-    block.register_forward_pre_hook(lambda *_: inside.__setitem__(0, True))
-    block.register_forward_hook(lambda *_: inside.__setitem__(0, False))
+    block.register_forward_pre_hook(entering)
+    block.register_forward_hook(leaving)
     tokens = torch.zeros(1, length, dtype=torch.long)
     with (
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),

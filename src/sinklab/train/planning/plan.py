@@ -5,9 +5,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from sinklab.data.prepare import prepared
 from sinklab.data.shards import TokenDataset
@@ -22,7 +19,7 @@ MB = 2**20
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """A recipe in numbers.
 
     Attributes:
@@ -54,7 +51,7 @@ class Plan:
         return {**asdict(self), "memory": memory | {"total": round(self.memory.total / MB, 1)}}
 
 
-def plan_of(recipe: Recipe, device: torch.device, processes: int = 1) -> Plan:
+def plan_of(recipe: Recipe, device: torch.device, processes: int = 1) -> TrainingPlan:
     """The plan of a recipe on devices like `device`.
 
     Text is prepared only where the vocabulary's size is not known otherwise.
@@ -68,7 +65,7 @@ def plan_of(recipe: Recipe, device: torch.device, processes: int = 1) -> Plan:
     flops = model_flops(config)
     per_step = flops.total * train.batch_size
     peak = train.peak_flops or peak_flops(device)
-    return Plan(
+    return TrainingPlan(
         name=recipe.name,
         parameters=sum(p.numel() for p in shape_of(config).parameters()),
         steps=train.steps,
@@ -98,30 +95,10 @@ def sized(recipe: Recipe, device: torch.device, prepare: Callable[[], TokenDatas
 def memory_line(recipe: Recipe, device: torch.device, processes: int) -> str:
     """The estimate for a resolved recipe, in one line."""
     memory = memory_estimate(recipe, device, processes)
-    parts = ", ".join(f"{name} {_mb(size)}" for name, size in asdict(memory).items())
-    return f"memory per process, estimated: {_mb(memory.total)} MB ({parts})"
+    parts = ", ".join(f"{name} {megabytes(size)}" for name, size in asdict(memory).items())
+    return f"memory per process, estimated: {megabytes(memory.total)} MB ({parts})"
 
 
-def _mb(size: int) -> str:
+def megabytes(size: int) -> str:
+    """Bytes as text: MB of 2**20 bytes, one decimal below ten."""
     return f"{size / MB:,.0f}" if size >= 10 * MB else f"{size / MB:.1f}"
-
-
-def print_plan(plan: Plan, console: Console) -> None:
-    """A table of the plan."""
-    title = Text(f"{plan.name} on {plan.processes} x {plan.device}", "table.title")
-    table = Table(show_header=False, title=title)
-    per_token = plan.flops_per_step / plan.tokens_per_step
-    rows = {
-        "parameters": f"{plan.parameters:,}",
-        "steps": f"{plan.steps:,}",
-        "tokens": f"{plan.tokens:,}, {plan.tokens_per_step:,} a step",
-        "operations": f"{plan.flops_per_step:.3g} a step, {per_token:.3g} a token",
-        **{f"  {name}": f"{part / plan.flops.total:.0%}" for name, part in asdict(plan.flops).items()},
-        "memory per process": f"{_mb(plan.memory.total)} MB",
-        **{f"  {name}": f"{_mb(size)} MB" for name, size in asdict(plan.memory).items()},
-    }
-    if plan.hours_at_peak is not None:
-        rows["at the full speed of the card"] = f"{plan.hours_at_peak:.1f} hours"
-    for name, value in rows.items():
-        table.add_row(name, value)
-    console.print(table)
