@@ -39,7 +39,7 @@ def residual_norms(blocks: Sequence[nn.Module]) -> AbstractContextManager[list[T
 def residual_stream(blocks: Sequence[nn.Module], read: Callable[[Tensor], Seen]) -> Iterator[list[Seen]]:
     """A list that after every forward pass holds read(h) before the first block and after each block, h (B, T, C).
 
-    The last entry is the residual stream before the final norm (recipe.yaml, `massive_activation_ratio`).
+    The last entry is the residual stream before the final norm (as figure 2 of 2410.10781 has it).
     """
     found: list[Seen] = []
 

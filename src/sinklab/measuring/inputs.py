@@ -1,6 +1,6 @@
 """The N x T token matrix that a model is measured on.
 
-natural   the first T tokens of each document that is long enough, documents in order (recipe.yaml, `metric`);
+natural   the first T tokens of each document that is long enough, documents in order;
           of plain text files, which do not say where documents begin, consecutive pieces of T tokens;
           the files of a folder take turns, a sequence each time
 random    every token drawn uniformly from the vocabulary

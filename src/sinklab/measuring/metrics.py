@@ -1,4 +1,4 @@
-"""The sink metric as pure functions on tensors (recipe.yaml, `metric`).
+"""The sink metric as pure functions on tensors (2410.10781, section 3.2).
 
 N or B sequences, L layers, H heads, T positions. Arrays are 0-based; position 1 of the paper is index 0.
 """

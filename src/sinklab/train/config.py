@@ -14,7 +14,7 @@ Clip = Annotated[float | None, Field(gt=0, description="largest global gradient 
 
 
 class AdamW(Part):
-    """AdamW with decoupled weight decay on every parameter (recipe.yaml, `optimizer`)."""
+    """AdamW with decoupled weight decay on every parameter, as in the paper (2410.10781)."""
 
     name: Literal["adamw"] = "adamw"
     lr: float = Field(default=4e-4, gt=0, description="peak learning rate")
@@ -114,7 +114,7 @@ class TrainConfig(Part):
 
 
 class MetricConfig(Part):
-    """What is measured at every evaluation (recipe.yaml, `metric`)."""
+    """What is measured at every evaluation (2410.10781, section 3.2)."""
 
     eps: float = Field(default=0.3, gt=0, lt=1, description="a position is a sink where its importance exceeds this")
     sequences: int = Field(default=100, ge=1)

@@ -12,7 +12,7 @@ from sinklab.train.config import AdamW, Muon, OptimConfig, ScheduleConfig, Sgd
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """The optimiser over all parameters, each of them decayed (recipe.yaml, `optimizer.decays`).
+    """The optimiser over all parameters, each of them decayed, as in the paper's code (2410.10781).
 
     Raises:
         SinklabError: the installed PyTorch has no Muon.
