@@ -1,10 +1,17 @@
 """Shared fixtures. Real text and a real model come from SINKLAB_DATA (default ../shared/data)."""
 
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+
+from sinklab.commands import app
+
+Run = Callable[..., tuple[int, str, str]]
+"""`sinklab ARGS`: exit status, what stands on stdout, what on stderr."""
 
 DATA = Path(os.environ.get("SINKLAB_DATA", Path(__file__).parents[2] / "shared" / "data"))
 
@@ -21,3 +28,31 @@ def data_dir() -> Path:
 def _one_thread_per_worker() -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """Calls `sinklab ARGS` within this process, in an empty folder, with a cache of its own, 200 characters wide."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SINKLAB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["sinklab", *map(str, args)])
+        with pytest.raises(SystemExit) as end:
+            app.main()
+        out, err = capfd.readouterr()
+        assert isinstance(end.value.code, int)
+        return end.value.code, out, err
+
+    return call
+
+
+def on_one_line(run: Run) -> Run:
+    """The same command, what it says on stderr on one line however it was broken."""
+
+    def call(*args: object) -> tuple[int, str, str]:
+        status, out, err = run(*args)
+        return status, out, " ".join(err.split())
+
+    return call

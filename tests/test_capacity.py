@@ -1,12 +1,11 @@
 """What cannot fit in memory is refused in a sentence, before anything is built."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import Run, on_one_line
 
-from sinklab.commands import app as cli
 from sinklab.errors import InputError
 from sinklab.train.planning import capacity
 from sinklab.train.planning.capacity import check_fits
@@ -65,33 +64,21 @@ def test_a_model_beyond_the_memory_is_not_built_to_be_estimated(
         check_fits(recipe(*sizes), ALONE)
 
 
-def test_the_default_recipe_is_refused_before_its_text_is_prepared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_default_recipe_is_refused_before_its_text_is_prepared(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     has(monkeypatch, 24 * 2**30)
-    (tmp_path / "defaults.yaml").write_text("train: {device: cpu}")
-    monkeypatch.setenv("SINKLAB_CACHE", str(tmp_path / "cache"))
-    args = ["train", str(tmp_path / "defaults.yaml"), "--out", str(tmp_path / "run")]
-    monkeypatch.setattr(sys, "argv", ["sinklab", *args])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 2
-    assert "727,526 MB by estimate" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["defaults.yaml"]
+    Path("defaults.yaml").write_text("train: {device: cpu}")
+    status, _, err = run("train", "defaults.yaml", "--out", "run")
+    assert status == 2
+    assert "727,526 MB by estimate" in err
+    assert [path.name for path in Path().iterdir()] == ["defaults.yaml"]
 
 
-def test_with_anyway_the_allocator_says_what_cannot_be_had_in_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("SINKLAB_CACHE", str(tmp_path / "cache"))
+def test_with_anyway_the_allocator_says_what_cannot_be_had_in_a_sentence(run: Run) -> None:
     sets = ["model.width=10000000", "data.source=synthetic:bigram_backcopy:length=65,documents=20000"]
     sets += ["data.tokenizer=words", "data.bos=false", "train.device=cpu"]
-    args = ["train", "tiny", "--anyway", *(arg for value in sets for arg in ("--set", value))]
-    monkeypatch.setattr(sys, "argv", ["sinklab", *args, "--out", str(tmp_path / "run")])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 2
-    printed = " ".join(capsys.readouterr().err.split())
-    assert "does not fit into the memory there is" in printed
-    assert "Traceback" not in printed
-    assert not (tmp_path / "run").exists()
+    settings = [arg for value in sets for arg in ("--set", value)]
+    status, _, err = on_one_line(run)("train", "tiny", "--anyway", *settings, "--out", "run")
+    assert status == 2
+    assert "does not fit into the memory there is" in err
+    assert "Traceback" not in err
+    assert not Path("run").exists()

@@ -6,36 +6,16 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import Run
 
 import sinklab
-from sinklab.commands import app as cli
 
-Run = Callable[..., tuple[int, str, str]]
 QUICK = ["model.layers=1", "model.width=32", "model.heads=2", "model.ffn_width=32", "model.context=32"]
 QUICK += ["metric.length=32", "metric.sequences=10", "train.batch_size=4", "train.eval_every=4", "train.save_every=4"]
 QUICK += ["train.eval_sequences=10", "train.steps=8", "data.tokenizer=train:300", "data.valid_fraction=0.2"]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """Calls `sinklab ARGS` in an empty folder; returns exit status, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SINKLAB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def call(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["sinklab", *map(str, args)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = capfd.readouterr()
-        assert isinstance(end.value.code, int)
-        return end.value.code, out, err
-
-    return call
 
 
 @pytest.fixture

@@ -2,13 +2,11 @@
 
 import json
 import os
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import Run
 
-from sinklab.commands import app
 from sinklab.errors import InputError
 from sinklab.experiments.definition import experiment_ids, load_experiment
 from sinklab.experiments.running import runs_of
@@ -32,29 +30,16 @@ cells:
 claims:
   - {id: sinks, text: "no sink yet", check: {cell: sigmoid, value: sink_1, at_most: 100.0}}
 """
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """`sinklab ARGS` in this process, in a folder with an experiment and a text: status, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("SINKLAB_CACHE", str(tmp_path / "cache"))
+def run(run: Run) -> Run:
+    """`sinklab ARGS` in a folder with an experiment and a text."""
     Path("small.yaml").write_text(SMALL)
     Path("mine.yaml").write_text(OWN)
     rows = ({"text": " ".join(f"w{(i * j) % 37} and {(i + j) % 11}" for j in range(30))} for i in range(60))
     Path("text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def call(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["sinklab", *map(str, args)])
-        with pytest.raises(SystemExit) as end:
-            app.main()
-        out, err = capfd.readouterr()
-        assert isinstance(end.value.code, int)
-        return end.value.code, out, err
-
-    return call
+    return run
 
 
 def test_an_experiment_of_ones_own_is_run_by_its_file(run: Run) -> None:

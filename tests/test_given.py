@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from conftest import Run, on_one_line
 from report_fixtures import make_measurement, make_run
 from tiny_models import text_file, tiny_model
 from torch import nn
 
 import sinklab
-from sinklab.commands import app as cli
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.huggingface import loading
 from sinklab.measuring.huggingface.loading import check_name
@@ -226,22 +226,10 @@ def test_a_row_that_is_no_document_is_named(run: Callable[..., tuple[int, str, s
 
 
 @pytest.fixture
-def run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Callable[..., tuple[int, str, str]]:
-    """Calls `sinklab ARGS` in a folder with a text; returns exit status, stdout and stderr on one line."""
-    monkeypatch.chdir(tmp_path)
+def run(run: Run, tmp_path: Path) -> Run:
+    """`sinklab ARGS` in a folder with a text; stderr on one line."""
     text_file(tmp_path / "text.jsonl")
-
-    def call(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["sinklab", *map(str, args)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = capsys.readouterr()
-        assert isinstance(end.value.code, int)
-        return end.value.code, out, " ".join(err.split())
-
-    return call
+    return on_one_line(run)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,12 @@
 """Domains, comparisons and families from the command line: results on stdout, sentences on stderr, exit statuses."""
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import Run
 from tiny_models import text_file, tiny_model
 
-from sinklab.commands import app as cli
-
-Run = Callable[..., tuple[int, str, str]]
 SMALL = ("--sequences", "3", "--length", "8")
 
 
@@ -23,22 +19,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """Calls `sinklab ARGS` in a folder of texts; returns exit status, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
+def run(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """`sinklab ARGS` in a folder of texts."""
     monkeypatch.setenv("COLUMNS", "120")
     text_file(tmp_path / "texts" / "alpha.jsonl")
     text_file(tmp_path / "texts" / "beta.jsonl", seed=40)
-
-    def call(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["sinklab", *map(str, args)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = capsys.readouterr()
-        assert isinstance(end.value.code, int)
-        return end.value.code, out, err
-
-    return call
+    return run
 
 
 def test_domains_end_in_a_table_a_document_and_a_report(run: Run, models: Path, tmp_path: Path) -> None:

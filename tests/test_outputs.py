@@ -3,20 +3,17 @@
 import errno
 import json
 import os
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import Run, on_one_line
 from report_fixtures import make_lab, make_measurement, make_run
 from tiny_models import text_file, tiny_model
 
-from sinklab.commands import app as cli
 from sinklab.errors import InputError
 from sinklab.measuring.huggingface import loading
 from sinklab.report import write_report
 
-Run = Callable[..., tuple[int, str, str]]
 NOTES = "mine, and there is no copy"
 SMALL = ("--sequences", "3", "--length", "8")
 
@@ -27,21 +24,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """Calls `sinklab ARGS` in a folder with a text; returns exit status, stdout and stderr on one line."""
-    monkeypatch.chdir(tmp_path)
+def run(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """`sinklab ARGS` in a folder with a text; stderr on one line."""
     monkeypatch.setenv("COLUMNS", "120")
     text_file(tmp_path / "texts" / "alpha.jsonl")
-
-    def call(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["sinklab", *map(str, args)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = capsys.readouterr()
-        assert isinstance(end.value.code, int)
-        return end.value.code, out, " ".join(err.split())
-
-    return call
+    return on_one_line(run)
 
 
 @pytest.fixture

@@ -2,15 +2,14 @@
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 
 import pytest
+from conftest import Run
 from rich.console import Console
 
-from sinklab.commands import app as cli
 from sinklab.commands.tables import print_table
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
@@ -128,21 +127,15 @@ def test_runs_of_another_name_are_told_apart_by_what_differs(dataset: TokenDatas
     assert [run.differs for run in list_runs([tmp_path])] == [("model.ffn_width=16",), ("model.ffn_width=32",)]
 
 
-def test_the_command_prints_a_table_or_json(
-    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_a_table_or_json(run: Run, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "400")
-    for args in ([], ["--json"]):
-        monkeypatch.setattr(sys, "argv", ["sinklab", "runs", str(runs), *args])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        assert ended.value.code == 0
-        out = capsys.readouterr().out
-        if args:
-            assert [run["state"] for run in json.loads(out)] == ["stopped", "done", "failed", "not begun"]
-        else:
-            assert "6/6" in out
-            assert "model.attention.bias=k" in out
+    status, out, _ = run("runs", runs, "--json")
+    assert status == 0
+    assert [found["state"] for found in json.loads(out)] == ["stopped", "done", "failed", "not begun"]
+    status, out, _ = run("runs", runs)
+    assert status == 0
+    assert "6/6" in out
+    assert "model.attention.bias=k" in out
 
 
 def test_a_folder_without_runs_says_what_a_run_is(tmp_path: Path) -> None:
