@@ -10,11 +10,9 @@ import typer
 from rich.console import Console
 
 from sinklab import __version__
-from sinklab.commands import reproduce
+from sinklab.commands import data, reproduce
 from sinklab.commands.ending import end, stderr
 from sinklab.commands.options import (
-    LARGEST,
-    Absent,
     BatchSize,
     Device,
     Dtype,
@@ -23,7 +21,6 @@ from sinklab.commands.options import (
     Inputs,
     Json,
     Length,
-    MixKind,
     NoBos,
     Precision,
     Revision,
@@ -339,45 +336,4 @@ def runs(
         print_table(runs_table(found), Console())
 
 
-@data_app.command("prepare")
-def data_prepare(
-    source: Annotated[
-        str,
-        typer.Argument(
-            help="stdlib, site-packages, a .txt or .jsonl file, a folder of them, hf:NAME or synthetic:NAME."
-        ),
-    ],
-    tokenizer: Annotated[str, typer.Option(help="Hugging Face name or path, or train:SIZE.")],
-    out: Annotated[Path, typer.Option(help="Directory for the token shards.")],
-    valid_fraction: Annotated[float, typer.Option(help="Share of the documents kept for validation.")] = 0.02,
-    limit_bytes: Annotated[int | None, typer.Option(min=1, max=LARGEST, help="Read no more text than this.")] = None,
-    limit_tokens: Annotated[int | None, typer.Option(min=2, max=LARGEST, help="Write exactly so many tokens.")] = None,
-    mix: Annotated[
-        MixKind | None,
-        typer.Option(help="Domains by weight, or all files at the same pace; one after the other unless given."),
-    ] = None,
-    weights: Annotated[
-        Path | None, typer.Option(help="With --mix weights: YAML of domain: weight; the paper's 17 unless given.")
-    ] = None,
-    absent: Annotated[
-        Absent, typer.Option(help="With --mix weights: what to do about domains without a file.")
-    ] = Absent.refuse,
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST, help="With --mix: of the order they take turns in.")] = 0,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Write nothing: say how many bytes and tokens there are.")
-    ] = False,
-    as_json: Json = False,
-) -> None:
-    """Turn text into token shards that recipes can name as their data.source.
-
-    Killed and called again it goes on, to the same bytes. It encodes on all cores, or RAYON_NUM_THREADS of them.
-    """
-    from sinklab.commands.data import Asked, dry_run_command, mix_of, prepare_command
-
-    chosen = mix_of(mix and mix.value, weights, absent.value, seed)
-    asked = Asked(source, tokenizer, valid_fraction, limit_bytes, limit_tokens, chosen)
-    if dry_run:
-        dry_run_command(asked, as_json)
-    else:
-        with keeping_what_is_finished():
-            prepare_command(asked, out, as_json, stderr())
+data_app.command("prepare")(data.prepare)

@@ -1,37 +1,80 @@
-"""`sinklab data prepare`: what was asked for, done or only estimated."""
+"""`sinklab data prepare`: text to token shards, or how much there would be."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 
-from sinklab.commands.terminal.data import print_estimate
-from sinklab.data.estimate import estimate
-from sinklab.data.prepare import prepare, settings_of
-from sinklab.data.selection import Mix, UniformMix, WeightedMix
+from sinklab.commands.ending import stderr
+from sinklab.commands.options import LARGEST, Absent, Json, MixKind
 from sinklab.errors import InputError
-from sinklab.files import parse_yaml
+from sinklab.signals import keeping_what_is_finished
+
+if TYPE_CHECKING:
+    from sinklab.data.selection import Mix
+    from sinklab.data.shards import Settings
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The text to prepare, as `prepare` takes it."""
+def prepare(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="stdlib, site-packages, a .txt or .jsonl file, a folder of them, hf:NAME or synthetic:NAME."
+        ),
+    ],
+    tokenizer: Annotated[str, typer.Option(help="Hugging Face name or path, or train:SIZE.")],
+    out: Annotated[Path, typer.Option(help="Directory for the token shards.")],
+    valid_fraction: Annotated[float, typer.Option(help="Share of the documents kept for validation.")] = 0.02,
+    limit_bytes: Annotated[int | None, typer.Option(min=1, max=LARGEST, help="Read no more text than this.")] = None,
+    limit_tokens: Annotated[int | None, typer.Option(min=2, max=LARGEST, help="Write exactly so many tokens.")] = None,
+    mix: Annotated[
+        MixKind | None,
+        typer.Option(help="Domains by weight, or all files at the same pace; one after the other unless given."),
+    ] = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="With --mix weights: YAML of domain: weight; the paper's 17 unless given.")
+    ] = None,
+    absent: Annotated[
+        Absent, typer.Option(help="With --mix weights: what to do about domains without a file.")
+    ] = Absent.refuse,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST, help="With --mix: of the order they take turns in.")] = 0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write nothing: say how many bytes and tokens there are.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Turn text into token shards that recipes can name as their data.source.
 
-    source: str
-    tokenizer: str
-    valid_fraction: float
-    text_limit_bytes: int | None
-    token_limit: int | None
-    mix: Mix | None
+    Killed and called again it goes on, to the same bytes. It encodes on all cores, or RAYON_NUM_THREADS of them.
+    """
+    from sinklab.data.prepare import settings_of
+
+    settings = settings_of(
+        source,
+        tokenizer,
+        valid_fraction=valid_fraction,
+        text_limit_bytes=limit_bytes,
+        mix=_mix_of(mix and mix.value, weights, absent.value, seed),
+        token_limit=limit_tokens,
+    )
+    if dry_run:
+        _estimate(settings, as_json)
+    else:
+        with keeping_what_is_finished():
+            _prepare(settings, out, as_json)
 
 
-def mix_of(kind: str | None, weights: Path | None, absent: str, seed: int) -> Mix | None:
+def _mix_of(kind: str | None, weights: Path | None, absent: str, seed: int) -> "Mix | None":
     """The mix that options describe.
 
     Raises:
         InputError: options that belong to another kind, or a file that holds no weights.
     """
+    from sinklab.data.selection import UniformMix, WeightedMix
+    from sinklab.files import parse_yaml
+
     if kind != "weights" and (weights is not None or absent != "refuse"):
         raise InputError("--weights and --absent belong to --mix weights: add it, or leave them out")
     if kind is None:
@@ -49,48 +92,33 @@ def mix_of(kind: str | None, weights: Path | None, absent: str, seed: int) -> Mi
         raise InputError(f"{weights} does not hold lines of domain: weight, each above 0: {error}") from error
 
 
-def dry_run_command(asked: Asked, as_json: bool) -> None:
-    """Print the estimate.
+def _estimate(settings: "Settings", as_json: bool) -> None:
+    """Print how much there is.
 
     Raises:
         InputError: text or tokenizer cannot be used.
     """
-    found = estimate(
-        settings_of(
-            asked.source,
-            asked.tokenizer,
-            valid_fraction=asked.valid_fraction,
-            text_limit_bytes=asked.text_limit_bytes,
-            mix=asked.mix,
-            token_limit=asked.token_limit,
-        )
-    )
+    from sinklab.commands.terminal.data import print_estimate
+    from sinklab.data.estimate import estimate
+
+    found = estimate(settings)
     if as_json:
         print(json.dumps(found.document(), indent=2))
     else:
         print_estimate(found, Console())
 
 
-def prepare_command(asked: Asked, out: Path, as_json: bool, console: Console) -> None:
+def _prepare(settings: "Settings", out: Path, as_json: bool) -> None:
     """Prepare the data and print what came out.
 
     Raises:
-        InputError, SinklabError: as `prepare`.
+        InputError, SinklabError: as `prepare_settings`.
     """
     from sinklab.commands.console import data_progress
+    from sinklab.data.prepare import prepare_settings
 
-    with data_progress(console) as board:
-        dataset = prepare(
-            asked.source,
-            asked.tokenizer,
-            out,
-            valid_fraction=asked.valid_fraction,
-            text_limit_bytes=asked.text_limit_bytes,
-            mix=asked.mix,
-            token_limit=asked.token_limit,
-            progress=board,
-            counted=board.counted,
-        )
+    with data_progress(stderr()) as board:
+        dataset = prepare_settings(settings, out, board, board.counted)
     if as_json:
         print((out / "data.json").read_text(encoding="utf-8"))
         return

@@ -70,7 +70,7 @@ def prepare(
         mix=mix,
         token_limit=token_limit,
     )
-    return _prepare(settings, out, progress, counted)
+    return prepare_settings(settings, out, progress, counted)
 
 
 def settings_of(
@@ -130,16 +130,17 @@ def prepared(config: DataConfig, cache: Path | None = None, progress: StageProgr
         identity=_identity(config.source, config.tokenizer),
     )
     key = hashlib.sha256(settings.model_dump_json().encode()).hexdigest()[:20]
-    return _prepare(settings, (cache or _cache_folder()) / "data" / key, progress)
+    return prepare_settings(settings, (cache or _cache_folder()) / "data" / key, progress)
 
 
 def _remedy(error: OSError) -> str:
     return "What was finished is kept: free some space, or choose" if is_full(error) else "Choose"
 
 
-def _prepare(
-    settings: Settings, out: Path, progress: StageProgress | None, counted: Counted | None = None
+def prepare_settings(
+    settings: Settings, out: Path, progress: StageProgress | None = None, counted: Counted | None = None
 ) -> TokenDataset:
+    """`prepare`, of settings that `settings_of` has made."""
     try:
         if not is_prepared(out):
             if not (out / LOCK).exists():  # before anything is written; again when it is ours alone
