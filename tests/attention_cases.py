@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from sinklab.attention.config import AttentionConfig
 from sinklab.attention.core import AttentionCore
-from sinklab.attention.operations.call import Call
-from sinklab.attention.reference import proxy_scores, reference_attention
+from sinklab.attention.reference import proxy_scores
 from sinklab.attention.scores import Score
 
 OPERATIONS: dict[str, dict[str, Any]] = {
@@ -141,24 +140,10 @@ def arguments(core: AttentionCore) -> tuple[Tensor, ...]:
     return (documents(),) if core.by_document else ()
 
 
-def call_of(core: AttentionCore, q: Tensor, k: Tensor) -> Call:
-    """The core's call, for the reference."""
-    return core._call(q, k, *arguments(core)) if core.by_document else core._call(q, k, None)
-
-
-def reference(core: AttentionCore, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, scores) by the formulas, with the bias key as column 0 of the scores where there is one."""
-    call = call_of(core, q, k)
-    out, scores = reference_attention(core.operation, call, v)
-    if core.bias.key is None and call.value_HV is not None:
-        out = out + call.value_HV[:, None]
-    return out, scores
-
-
 def assert_core_equals_formula(core: AttentionCore, seed: int = 0, tolerance: float = 1e-9) -> None:
     """Output, gradients to inputs and parameters, importance, share of the bias and row sums."""
     inputs = qkv(seed)
-    expected, scores = reference(core, *inputs)
+    expected, scores = core.reference(*inputs, *arguments(core))
     out = core(*inputs, *arguments(core))
     close(out, expected, tolerance)
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(7), dtype=out.dtype)
@@ -173,7 +158,7 @@ def assert_core_equals_formula(core: AttentionCore, seed: int = 0, tolerance: fl
 def assert_importance_is_that_of(
     core: AttentionCore, inputs: tuple[Tensor, Tensor, Tensor], scores: Tensor, tolerance: float
 ) -> None:
-    """Importance from explicit scores, key by key, as recipe.yaml defines it."""
+    """Importance from explicit scores, key by key, as it is defined."""
     found = core.importance(inputs[0].detach(), inputs[1].detach(), *arguments(core))
     first, extra = core.leading, scores.shape[-1] - T
     raw, proxy = scores[:, :, first:], proxy_scores(scores)[:, :, first:]

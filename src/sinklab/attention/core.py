@@ -19,6 +19,7 @@ from sinklab.attention.importance import Importance, Rows, importance_of
 from sinklab.attention.operations import Operation
 from sinklab.attention.operations.call import Call
 from sinklab.attention.primitive import Backend
+from sinklab.attention.reference import explicit
 from sinklab.attention.scores import Score, softcap
 
 
@@ -106,6 +107,20 @@ class AttentionCore(nn.Module):
                 sums.keys_BHS[..., :1] -= self.operation.column_sums(alone).keys_BHS
             row_sums = self.operation.row_sums(call)[..., self.leading :].mean(-1) if self.proxy else None
             return importance_of(sums, call.mask, self.leading, row_sums)
+
+    def reference(
+        self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, documents_BL: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(out_BHTD, A_BHTS) by the papers' formulas on explicit matrices: what tests hold all the rest against.
+
+        A bias key or a sink logit is column 0 of A; where there is one, S = T + 1. For exact numbers, all in float64.
+        """
+        position = None if self.position is None else self.position.score()
+        mask = self.visible(documents_BL)
+        given = explicit(q_BHTD, k_BGTD, v_BGTD, mask, self.bias, self.softcap, position, self.learned)
+        scores_BHTS = self.operation.reference(given)
+        out_BHTD = self.operation.reference_output(given, scores_BHTS @ given.values())
+        return out_BHTD + given.offset_HV[:, None], scores_BHTS
 
     def rows(self, q_BHTD: Tensor, k_BGTD: Tensor, documents_BL: Tensor | None = None) -> Iterator[Rows]:
         """The rows that `importance` sums up, leading token included, a block of queries at a time."""

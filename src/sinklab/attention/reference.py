@@ -1,146 +1,152 @@
-"""What each operation computes, written as the papers write it: explicit matrices, float64, a few lines each.
+"""Attention as the papers write it: explicit matrices, one line per symbol, for the `reference` of every operation.
 
-Nothing here is fast, and nothing here is used in training. Tests hold every other path against these functions.
-z is the score matrix (B, H, T, S) after softcap and position, -inf where a query may not look; a bias key, if any, is
-its first column, so that it takes part in the row like any other key.
+Nothing here is fast, nothing here is used in training, and nothing here is shared with what is: scores, softcap, mask
+and biases are computed anew. Taken over as they are, being definitions in closed form: whether query t may see key s
+(`Mask.allowed`) and what a positional embedding makes of one score (`Score`). Tests hold every other path against it.
+
+S = T + 1 columns where a bias adds a key or a logit, which is column 0 and takes part in a row like any other key; it
+sees no position and is seen by every query. S = T elsewhere. A learned leading token is an ordinary position here.
 """
 
-from dataclasses import replace
-from typing import Any
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from sinklab.attention.blocks import Block, indices
-from sinklab.attention.operations import (
-    ClippedSoftmax,
-    Differential,
-    ElasticSoftmax,
-    Elu1,
-    EluKernel,
-    IdentityKernel,
-    MlpKernel,
-    Operation,
-    Relu,
-    Sigmoid,
-    Softmax,
-    Softpick,
-)
-from sinklab.attention.operations.call import Call
+from sinklab.attention.biases import BiasParameters
+from sinklab.attention.scores import Score
+from sinklab.attention.visible import Mask
 
 
-def reference_attention(operation: Operation, call: Call, v_BGTV: Tensor) -> tuple[Tensor, Tensor]:
-    """(out_BHTV, scores_BHTS) of a call, with a bias key, if given, as column 0 of the scores; its value defaults to 0.
+@dataclass(frozen=True)
+class Explicit:
+    """Attention with nothing left to be derived: every query head has keys and values of its own.
 
-    A learned leading token is an ordinary position here.
+    Attributes:
+        q_BHTD, k_BHTD, v_BHTV: of the sequence.
+        allowed_BHTT: bool, which query sees which key of the sequence.
+        key_HD, value_HV: of a bias key; the value is zero where the bias has none.
+        logit_H: a sink logit, in the place of q.k_s.
+        offset_HV: what a V bias adds to the output, else zero.
+        softcap: of the scores, in nats.
+        position: what the positional embedding does to a score.
+        learned: the operation's own parameters.
     """
-    B, H, T, D = call.q_BHTD.shape
-    if isinstance(operation, Differential):
-        first, second = (
-            torch.softmax(score_matrix(half), -1)
-            for half in (_half(call, slice(0, D // 2)), _half(call, slice(D // 2, D)))
-        )
-        scores_BHTS = first - differential_strength(call.learned) * second
-    elif isinstance(operation, EluKernel | IdentityKernel | MlpKernel):
-        scores_BHTS = kernel_scores(operation, call)
-    else:
-        scores_BHTS = attention_scores(operation, score_matrix(call), call.learned)
-    v_BHSV = v_BGTV.repeat_interleave(H // v_BGTV.shape[1], dim=1)
-    if scores_BHTS.shape[-1] > T:
-        value = torch.zeros_like(v_BHSV[0, :, 0]) if call.value_HV is None else call.value_HV
-        v_BHSV = torch.cat([value[None, :, None].expand(B, -1, -1, -1), v_BHSV], dim=2)
-    out_BHTV = scores_BHTS @ v_BHSV
-    if isinstance(operation, Differential):
-        size = (out_BHTV.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-        out_BHTV = (1 - call.learned.lambda_init) * call.learned.norm.weight * out_BHTV / size
-    return out_BHTV, scores_BHTS
+
+    q_BHTD: Tensor
+    k_BHTD: Tensor
+    v_BHTV: Tensor
+    allowed_BHTT: Tensor
+    key_HD: Tensor | None
+    value_HV: Tensor
+    logit_H: Tensor | None
+    offset_HV: Tensor
+    softcap: float | None
+    position: Score | None
+    learned: nn.Module | None
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether column 0 is a bias."""
+        return self.key_HD is not None or self.logit_H is not None
+
+    def logits(self, part: slice = slice(None)) -> Tensor:
+        """z_ts = q_t.k_s / sqrt(d), softcapped, with position; -inf where a query may not look: (B, H, T, S).
+
+        Args:
+            part: of the width of every head, for operations that cut a head; d is then the width of the part.
+        """
+        q, k = self.q_BHTD[..., part], self.k_BHTD[..., part]
+        z_BHTT = self._capped(q @ k.mT / math.sqrt(q.shape[-1]))
+        if self.position is not None:
+            (B, H, T, _), device = z_BHTT.shape, z_BHTT.device
+            b, h, t, s = torch.meshgrid(*(torch.arange(n, device=device) for n in (B, H, T, T)), indexing="ij")
+            z_BHTT = self.position(z_BHTT, b, h, t, s)
+        z_BHTT = z_BHTT.masked_fill(~self.allowed_BHTT, -math.inf)
+        if self.logit_H is not None:
+            extra_BHT1 = self.logit_H[:, None, None].expand(len(q), -1, q.shape[2], 1)
+        elif self.key_HD is not None:
+            extra_BHT1 = self._capped(q @ self.key_HD[:, part, None] / math.sqrt(q.shape[-1]))
+        else:
+            return z_BHTT
+        return torch.cat([extra_BHT1, z_BHTT], dim=-1)
+
+    def products(self, phi: Callable[[Tensor], Tensor]) -> Tensor:
+        """phi(q_t).phi(k_s) / sqrt(d), 0 where a query may not look: (B, H, T, S)."""
+        k_BHSD = self.k_BHTD
+        if self.key_HD is not None:
+            k_BHSD = torch.cat([self.key_HD[None, :, None].expand(len(k_BHSD), -1, -1, -1), k_BHSD], dim=2)
+        return phi(self.q_BHTD) @ phi(k_BHSD).mT / math.sqrt(self.q_BHTD.shape[-1]) * self.seen()
+
+    def seen(self) -> Tensor:
+        """Which query sees which column: (B, H, T, S)."""
+        first = torch.ones_like(self.allowed_BHTT[..., :1])
+        return torch.cat([first, self.allowed_BHTT], dim=-1) if self.has_bias else self.allowed_BHTT
+
+    def values(self) -> Tensor:
+        """v_s of every column: (B, H, S, V)."""
+        if not self.has_bias:
+            return self.v_BHTV
+        return torch.cat([self.value_HV[None, :, None].expand(len(self.v_BHTV), -1, -1, -1), self.v_BHTV], dim=2)
+
+    def _capped(self, z: Tensor) -> Tensor:
+        return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
 
-def differential_strength(learned: Any) -> Tensor:
-    """lambda = exp(l_q1.l_k1) - exp(l_q2.l_k2) + lambda_init (2410.05258, equation 2)."""
-    first, second = (learned.q1 * learned.k1).sum(), (learned.q2 * learned.k2).sum()
-    return first.exp() - second.exp() + learned.lambda_init
+def explicit(
+    q_BHTD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTV: Tensor,
+    mask: Mask,
+    bias: BiasParameters,
+    softcap: float | None,
+    position: Score | None,
+    learned: nn.Module | None,
+) -> Explicit:
+    """The same for every head: key heads serve H / G query heads each, what is learned of a bias likewise."""
+    B, H, T, D = q_BHTD.shape
+    b, h, t, s = torch.meshgrid(*(torch.arange(n, device=q_BHTD.device) for n in (B, H, T, T)), indexing="ij")
+    key_HD, value_HV = None, torch.zeros_like(v_BGTV[0, :1, 0]).expand(H, -1)
+    if bias.key is not None:
+        missing = bias.key.new_zeros(len(bias.key), D - bias.key.shape[1])
+        key_HD = _of_every_head(torch.cat([bias.key, missing], dim=1), H)
+    if bias.value is not None:
+        value_HV = _of_every_head(bias.value, H)
+    if bias.fixed is not None:
+        first, uniform = torch.zeros_like(value_HV), torch.full_like(value_HV, 1 / math.sqrt(D))
+        first[:, 0] = 1
+        value_HV = bias.fixed.norm * (first if bias.fixed.direction == "first" else uniform)
+    is_v_bias = bias.value is not None and bias.key is None
+    return Explicit(
+        q_BHTD=q_BHTD,
+        k_BHTD=k_BGTD.repeat_interleave(H // k_BGTD.shape[1], dim=1),
+        v_BHTV=v_BGTV.repeat_interleave(H // v_BGTV.shape[1], dim=1),
+        allowed_BHTT=mask.allowed(b, h, t, s),
+        key_HD=key_HD,
+        value_HV=value_HV,
+        logit_H=q_BHTD.new_zeros(H) if bias.off_by_one else bias.logit,
+        offset_HV=value_HV if is_v_bias else torch.zeros_like(value_HV),
+        softcap=softcap,
+        position=position,
+        learned=learned,
+    )
 
 
-def attention_scores(operation: Operation, z_BHTS: Tensor, learned: Any = None) -> Tensor:
-    """The scores A_ts that multiply the values, for operations on logits: (B, H, T, S)."""
-    seen = z_BHTS > -torch.inf
-    finite = z_BHTS.masked_fill(~seen, 0)
-    match operation:
-        case Softmax():
-            norm = (torch.exp(finite) * seen).pow(operation.p).sum(-1, keepdim=True) ** (1 / operation.p)
-            return operation.alpha * torch.exp(finite) * seen / norm
-        case ClippedSoftmax():
-            stretched = (operation.zeta - operation.gamma) * torch.softmax(z_BHTS, -1) + operation.gamma
-            return stretched.clamp(0, 1) * seen
-        case Softpick():
-            distance = (torch.exp(finite) - 1) * seen
-            return F.relu(distance) / (distance.abs().sum(-1, keepdim=True) + operation.eps)
-        case ElasticSoftmax():
-            offset = learned.tau[:, None, None] / seen.sum(-1, keepdim=True)
-            return F.relu(torch.softmax(z_BHTS, -1) + offset) * seen
-        case Sigmoid():
-            similarity = torch.sigmoid(finite) * seen
-        case Elu1():
-            similarity = (F.elu(finite) + 1) * seen
-        case Relu():
-            similarity = F.relu(finite) * seen
-        case _:
-            raise TypeError(f"{operation.kind} is not an operation on logits")
-    if not operation.normalised:
-        return similarity
-    power = torch.where(similarity > 0, similarity, 1).pow(operation.p) * (similarity > 0)
-    total = power.sum(-1, keepdim=True)
-    norm = torch.where(total > 0, total, 1).pow(1 / operation.p)
-    return similarity / norm
+def _of_every_head(learned: Tensor, heads: int) -> Tensor:
+    return learned.repeat_interleave(heads // len(learned), dim=0)
 
 
-def kernel_scores(operation: EluKernel | IdentityKernel | MlpKernel, call: Call) -> Tensor:
-    """A_ts of a kernel: (phi(q_t).phi(k_s) / sqrt(d_h)) / Z_t."""
-
-    def phi(x: Tensor) -> Tensor:
-        match operation:
-            case EluKernel():
-                return F.elu(x) + 1
-            case IdentityKernel():
-                return x
-            case MlpKernel():
-                return F.relu(x @ call.learned.inner.weight.T) @ call.learned.outer.weight.T
-
-    key = None if call.key_HD is None else phi(call.key_HD)
-    z_BHTS = score_matrix(replace(call, q_BHTD=phi(call.q_BHTD), k_BGTD=phi(call.k_BGTD), key_HD=key))
-    similarity = z_BHTS.masked_fill(z_BHTS == -torch.inf, 0)
-    if not operation.normalised:
-        return similarity
-    total = similarity.sum(-1, keepdim=True)
-    return similarity / (total if isinstance(operation, EluKernel) else total.abs().clamp(min=1))
+def over_norm(similarity_BHTS: Tensor, p: float) -> Tensor:
+    """sim_ts / (sum_s sim_ts ** p) ** (1 / p), and 0 in a row whose similarities are all 0."""
+    positive = similarity_BHTS > 0  # of zero, a power has no gradient
+    total = (torch.where(positive, similarity_BHTS, 1) ** p * positive).sum(-1, keepdim=True)
+    return similarity_BHTS / torch.where(total > 0, total, 1) ** (1 / p)
 
 
 def proxy_scores(scores_BHTS: Tensor) -> Tensor:
-    """|A_ts| / sum_s |A_ts|, and 0 where the row sums to 0 (recipe.yaml, `metric.proxy_scores`)."""
+    """|A_ts| / sum_s |A_ts|, and 0 where the row sums to 0 (section 7.3)."""
     size = scores_BHTS.abs()
     total = size.sum(-1, keepdim=True)
     return torch.where(total > 0, size / total.clamp(min=torch.finfo(size.dtype).tiny), 0)
-
-
-def score_matrix(call: Call) -> Tensor:
-    """z (B, H, T, S), with the bias key or the sink logit as column 0 where there is one: it sees no position."""
-    (B, H, T, D), S = call.q_BHTD.shape, call.k_BGTD.shape[2]
-    k_BHSD = call.k_BGTD.repeat_interleave(H // call.k_BGTD.shape[1], dim=1)
-    z_BHTS = call.q_BHTD @ k_BHSD.mT / D**0.5
-    where = indices(z_BHTS, Block(0, T, 0, S), S - T)
-    for score in (call.cap, call.position):
-        z_BHTS = z_BHTS if score is None else score(z_BHTS, *where)
-    z_BHTS = z_BHTS.masked_fill(~call.mask.allowed(*where), -torch.inf)
-    if call.logit_H is not None:
-        return torch.cat([call.logit_H[:, None, None].expand(B, H, T, 1), z_BHTS], dim=-1)
-    if call.key_HD is not None:
-        extra = call.q_BHTD @ call.key_HD[None, :, :, None] / D**0.5
-        return torch.cat([extra if call.cap is None else call.cap(extra, *where), z_BHTS], dim=-1)
-    return z_BHTS
-
-
-def _half(call: Call, part: slice) -> Call:
-    key = None if call.key_HD is None else call.key_HD[..., part]
-    return replace(call, q_BHTD=call.q_BHTD[..., part], k_BGTD=call.k_BGTD[..., part], key_HD=key)

@@ -17,6 +17,7 @@ from sinklab.attention.chunked import finite_normaliser
 from sinklab.attention.importance import ColumnSums, Rows, score_rows, sum_rows
 from sinklab.attention.operations.call import Call
 from sinklab.attention.primitive import attend, attend_output
+from sinklab.attention.reference import Explicit
 from sinklab.attention.scores import Score
 from sinklab.schema import Part
 
@@ -66,6 +67,14 @@ class OperationPart(Part, ABC):
     @abstractmethod
     def row_sums(self, call: Call) -> Tensor:
         """sum_s A_ts, bias key included: (B, H, T)."""
+
+    @abstractmethod
+    def reference(self, given: Explicit) -> Tensor:
+        """A_ts as the paper writes it, on explicit matrices: (B, H, T, S). It uses nothing that `output` uses."""
+
+    def reference_output(self, given: Explicit, out_BHTV: Tensor) -> Tensor:
+        """What becomes of sum_s A_ts v_s, as the paper writes it."""
+        return out_BHTV
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,9 @@
 """What an operation is called with: queries, keys and everything that acts on a score before its similarity."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sinklab.attention.biases import ExtraKey, extra_logits
 from sinklab.attention.blocks import default_scale
@@ -38,7 +37,7 @@ class Call:
     key_HD: Tensor | None = None
     logit_H: Tensor | None = None
     value_HV: Tensor | None = None
-    learned: Any = None
+    learned: nn.Module | None = None
 
     @property
     def score(self) -> Score | None:

@@ -16,6 +16,7 @@ from sinklab.attention.importance import Rows
 from sinklab.attention.operations.base import OperationPart
 from sinklab.attention.operations.call import Call
 from sinklab.attention.primitive import attend
+from sinklab.attention.reference import Explicit
 
 
 class Lambda(nn.Module):
@@ -62,14 +63,14 @@ class Differential(OperationPart):
             out, lse = attend(half.q_BHTD, half.k_BGTD, v_BGTV, score=half.score, mask=half.mask, backend=half.backend)
             logits = half.bias_logits()
             outs.append(out if logits is None else ExtraKey(logits, half.value_HV).merge(out, lse)[0])
-        learned: Lambda = call.learned
+        learned = _learned(call.learned)
         difference = outs[0].to(learned.q1.dtype) - learned() * outs[1].to(learned.q1.dtype)
         return (learned.norm(difference) * (1 - learned.lambda_init)).to(v_BGTV.dtype)
 
     @torch.no_grad()
     def rows(self, call: Call) -> Iterator[Rows]:
         first, second = halves(call)
-        strength = call.learned().to(bl.accumulate_dtype(call.q_BHTD.dtype))
+        strength = _learned(call.learned)().to(bl.accumulate_dtype(call.q_BHTD.dtype))
         biased = call.key_HD is not None or call.logit_H is not None
         for part in bl.blocks(call.q_BHTD, call.k_BGTD, call.mask):
             (weights, share), (other, other_share) = _shares(first, part), _shares(second, part)
@@ -80,7 +81,23 @@ class Differential(OperationPart):
             yield Rows(part, weights.div_(total[..., None]), share / total if biased else None)
 
     def row_sums(self, call: Call) -> Tensor:
-        return (1 - call.learned()).expand(call.q_BHTD.shape[:3])
+        return (1 - _learned(call.learned)()).expand(call.q_BHTD.shape[:3])
+
+    def reference(self, given: Explicit) -> Tensor:
+        learned, half = _learned(given.learned), given.q_BHTD.shape[-1] // 2
+        strength = torch.exp((learned.q1 * learned.k1).sum()) - torch.exp((learned.q2 * learned.k2).sum())
+        first, second = (torch.softmax(given.logits(part), -1) for part in (slice(0, half), slice(half, None)))
+        return first - (strength + learned.lambda_init) * second
+
+    def reference_output(self, given: Explicit, out_BHTV: Tensor) -> Tensor:
+        learned = _learned(given.learned)
+        root = (out_BHTV.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        return (1 - learned.lambda_init) * learned.norm.weight * out_BHTV / root
+
+
+def _learned(module: nn.Module | None) -> Lambda:
+    assert isinstance(module, Lambda)
+    return module
 
 
 def halves(call: Call) -> tuple[Call, Call]:

@@ -23,6 +23,7 @@ from sinklab.attention.linear import linear_sums
 from sinklab.attention.operations.base import OperationPart
 from sinklab.attention.operations.call import Call
 from sinklab.attention.primitive import attend
+from sinklab.attention.reference import Explicit
 from sinklab.attention.scores import log_magnitude, log_relu
 
 
@@ -49,7 +50,7 @@ class Kernel(OperationPart):
         return self.normalised and not self.signed
 
     @abstractmethod
-    def feature(self, x: Tensor, learned: Any) -> Tensor:
+    def feature(self, x: Tensor, learned: nn.Module | None) -> Tensor:
         """phi(x): (.., D) -> (.., D)."""
 
     def output(self, call: Call, v_BGTV: Tensor) -> Tensor:
@@ -116,8 +117,12 @@ class EluKernel(Kernel):
     kind: Literal["elu_kernel"] = "elu_kernel"
     signed: ClassVar[bool] = False
 
-    def feature(self, x: Tensor, learned: Any) -> Tensor:
+    def feature(self, x: Tensor, learned: nn.Module | None) -> Tensor:
         return F.elu(x) + 1
+
+    def reference(self, given: Explicit) -> Tensor:
+        similarity = given.products(lambda x: torch.where(x > 0, x + 1, torch.exp(x.clamp(max=0))))
+        return similarity / similarity.sum(-1, keepdim=True) if self.normalised else similarity
 
 
 class IdentityKernel(Kernel):
@@ -125,8 +130,12 @@ class IdentityKernel(Kernel):
 
     kind: Literal["identity"] = "identity"
 
-    def feature(self, x: Tensor, learned: Any) -> Tensor:
+    def feature(self, x: Tensor, learned: nn.Module | None) -> Tensor:
         return x
+
+    def reference(self, given: Explicit) -> Tensor:
+        similarity = given.products(lambda x: x)
+        return similarity / similarity.sum(-1, keepdim=True).abs().clamp(min=1) if self.normalised else similarity
 
 
 class Mlp(nn.Module):
@@ -149,5 +158,12 @@ class MlpKernel(Kernel):
     def parameters(self, heads: int, head_width: int, layer: int) -> nn.Module:
         return Mlp(head_width)
 
-    def feature(self, x: Tensor, learned: Any) -> Tensor:
+    def feature(self, x: Tensor, learned: nn.Module | None) -> Tensor:
+        assert isinstance(learned, Mlp)
         return learned(x)
+
+    def reference(self, given: Explicit) -> Tensor:
+        assert isinstance(given.learned, Mlp)
+        inner, outer = given.learned.inner.weight, given.learned.outer.weight
+        similarity = given.products(lambda x: F.relu(x @ inner.T) @ outer.T)
+        return similarity / similarity.sum(-1, keepdim=True).abs().clamp(min=1) if self.normalised else similarity

@@ -4,10 +4,14 @@ from abc import abstractmethod
 from dataclasses import replace
 from typing import ClassVar, Literal, Self
 
+import torch
+import torch.nn.functional as F
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from sinklab.attention.operations.base import LogSimilarity, Weighing
 from sinklab.attention.operations.call import Call
+from sinklab.attention.reference import Explicit, over_norm
 from sinklab.attention.scores import Score, compose, log_elu_plus_one, log_relu, log_sigmoid, times
 
 NORM = "p: divide by (sum_s sim_ts ** p) ** (1 / p); 1 is the plain row sum"
@@ -39,6 +43,10 @@ class Softmax(LogSimilarity):
         weighing = by_norm(call, None, self.p)
         return replace(weighing, factor=self.alpha)
 
+    def reference(self, given: Explicit) -> Tensor:
+        z = given.logits()
+        return self.alpha * torch.exp(z) / torch.exp(self.p * z).sum(-1, keepdim=True) ** (1 / self.p)
+
 
 class Similarity(LogSimilarity):
     """A_ts = sim(z_ts), divided by its row sum or p-norm where `normalised`."""
@@ -64,10 +72,18 @@ class Similarity(LogSimilarity):
     def log_similarity(self) -> Score:
         """log sim(z)."""
 
+    @abstractmethod
+    def similarity(self, z: Tensor) -> Tensor:
+        """sim(z) for the reference, 0 for a z of -inf."""
+
     def weigh(self, call: Call) -> Weighing:
         if not self.normalised:
             return Weighing(self.log_similarity(), 0.0)
         return by_norm(call, self.log_similarity(), self.p)
+
+    def reference(self, given: Explicit) -> Tensor:
+        similarity = self.similarity(given.logits())
+        return over_norm(similarity, self.p) if self.normalised else similarity
 
 
 class Sigmoid(Similarity):
@@ -78,6 +94,9 @@ class Sigmoid(Similarity):
     def log_similarity(self) -> Score:
         return log_sigmoid()
 
+    def similarity(self, z: Tensor) -> Tensor:
+        return torch.sigmoid(z)
+
 
 class Elu1(Similarity):
     """sim(z) = elu(z) + 1."""
@@ -86,6 +105,9 @@ class Elu1(Similarity):
 
     def log_similarity(self) -> Score:
         return log_elu_plus_one()
+
+    def similarity(self, z: Tensor) -> Tensor:
+        return F.elu(z) + 1
 
 
 class Relu(Similarity):
@@ -100,3 +122,6 @@ class Relu(Similarity):
 
     def log_similarity(self) -> Score:
         return log_relu()
+
+    def similarity(self, z: Tensor) -> Tensor:
+        return F.relu(z)

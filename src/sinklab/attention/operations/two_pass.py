@@ -12,6 +12,7 @@ from sinklab.attention.biases import SMALLEST_LOGIT
 from sinklab.attention.chunked import LARGEST_LOG_SUM
 from sinklab.attention.operations.base import LogSimilarity, Weighing
 from sinklab.attention.operations.call import Call
+from sinklab.attention.reference import Explicit
 from sinklab.attention.scores import Score, log_of
 from sinklab.attention.visible import visible_keys
 
@@ -42,6 +43,9 @@ class ClippedSoftmax(LogSimilarity):
 
         return Weighing(log_of(clipped, (call.normaliser(None),)), 0.0)
 
+    def reference(self, given: Explicit) -> Tensor:
+        return ((self.zeta - self.gamma) * torch.softmax(given.logits(), -1) + self.gamma).clamp(0, 1)
+
 
 def _share(z: Tensor, lse: Tensor) -> Tensor:
     """exp(z - lse), which is at most one for keys in the row, and bounded for those that a mask takes out later."""
@@ -62,6 +66,10 @@ class Softpick(LogSimilarity):
         deficit = call.normaliser(DEFICIT).clamp(min=SMALLEST_LOGIT)
         eps = torch.full_like(deficit, math.log(self.eps))
         return Weighing(EXCESS, log_addend=torch.logaddexp(deficit, eps))
+
+    def reference(self, given: Explicit) -> Tensor:
+        distance = (torch.exp(given.logits()) - 1) * given.seen()
+        return F.relu(distance) / (distance.abs().sum(-1, keepdim=True) + self.eps)
 
 
 def _excess(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -106,6 +114,7 @@ class ElasticSoftmax(LogSimilarity):
         B, H, T, _ = call.q_BHTD.shape
         keys_BT = visible_keys(call.mask, T, call.q_BHTD.device).expand(B, T) + int(has_bias)
         lse_BHT = call.normaliser(None)
+        assert isinstance(call.learned, Offset)
         offset_BHT = call.learned.tau.to(lse_BHT.dtype)[:, None] / keys_BT[:, None]
 
         def shifted(
@@ -114,3 +123,9 @@ class ElasticSoftmax(LogSimilarity):
             return _share(z, lse_BHT[b, h, q]) + offset_BHT[b, h, q]
 
         return Weighing(log_of(shifted, (lse_BHT, offset_BHT)), 0.0)
+
+    def reference(self, given: Explicit) -> Tensor:
+        assert isinstance(given.learned, Offset)
+        seen = given.seen()
+        offset = given.learned.tau[:, None, None] / seen.sum(-1, keepdim=True)
+        return F.relu(torch.softmax(given.logits(), -1) + offset) * seen
