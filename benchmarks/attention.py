@@ -14,41 +14,19 @@ from typing import Any
 import torch
 
 from benchmarks.timing import RESULTS, environment, in_turn, ratios
-from sinklab.attention.config import AttentionConfig
+from sinklab.attention.config import AttentionConfig, examples_of
 from sinklab.attention.core import AttentionCore
 from sinklab.files import write_json
 
 SHAPES = {64: (32, 4, 32), 2048: (1, 8, 64), 8192: (1, 8, 64)}  # length -> batch, heads, head width
 
-ONE_CALL: dict[str, dict[str, Any]] = {
+CASES: dict[str, dict[str, Any]] = {
     "softmax": {},
-    "softmax_alpha": {"operation": {"kind": "softmax", "alpha": 0.2}},
     "softcap": {"softcap": 30},
-    "k_biases": {"bias": {"kind": "k"}},
-    "kv_biases": {"bias": {"kind": "kv"}},
-    "v_biases": {"bias": {"kind": "v"}},
-    "sink_logit": {"bias": {"kind": "sink_logit"}},
-    "off_by_one": {"bias": {"kind": "off_by_one"}},
-    "sigmoid": {"operation": {"kind": "sigmoid"}},
-    "sigmoid_normalised": {"operation": {"kind": "sigmoid", "normalised": True}},
-    "elu1": {"operation": {"kind": "elu1"}},
-    "elu1_normalised": {"operation": {"kind": "elu1", "normalised": True}},
-    "relu": {"operation": {"kind": "relu"}},
-    "elu_kernel": {"operation": {"kind": "elu_kernel"}},
-    "elu_kernel_normalised": {"operation": {"kind": "elu_kernel", "normalised": True}},
-    "identity": {"operation": {"kind": "identity"}},
-    "identity_normalised": {"operation": {"kind": "identity", "normalised": True}},
-    "mlp": {"operation": {"kind": "mlp"}},
-    "mlp_normalised": {"operation": {"kind": "mlp", "normalised": True}},
+    **{name: {"bias": example.values} for name, example in examples_of("bias").items()},
+    **{name: {"operation": example.values} for name, example in examples_of("operation").items()},
 }
-TWO_CALLS: dict[str, dict[str, Any]] = {
-    "softmax_p2": {"operation": {"kind": "softmax", "p": 2}},
-    "sigmoid_p2": {"operation": {"kind": "sigmoid", "normalised": True, "p": 2}},
-    "clipped_softmax": {"operation": {"kind": "clipped_softmax"}},
-    "softpick": {"operation": {"kind": "softpick"}},
-    "elastic_softmax": {"operation": {"kind": "elastic_softmax"}},
-    "differential": {"operation": {"kind": "differential"}},
-}
+"""The baseline and every example that biases and operations declare."""
 
 
 def forward_and_backward(
@@ -80,7 +58,7 @@ def forward_and_backward(
 
 def compare(tokens: int, names: list[str], rounds: int, dtype: torch.dtype) -> dict[str, Any]:
     """Times and ratios of the named operations at one length, softmax first."""
-    variants = {"softmax": {}, **{name: (ONE_CALL | TWO_CALLS)[name] for name in names}}
+    variants = {"softmax": {}, **{name: CASES[name] for name in names}}
     contestants = {
         name: forward_and_backward({**values, "backend": "chunked"}, tokens, SHAPES[tokens], dtype, "cpu")
         for name, values in variants.items()
@@ -94,9 +72,11 @@ def compare(tokens: int, names: list[str], rounds: int, dtype: torch.dtype) -> d
     }
 
 
-def goal(name: str) -> float | None:
-    """The most that an operation may take relative to softmax; None where there is no goal."""
-    return 3.0 if name in TWO_CALLS else 2.0 if name in ONE_CALL else None
+def goal(name: str, by_passes: tuple[float, float] = (2.0, 3.0)) -> float | None:
+    """The most that a case may take relative to softmax, by how often it computes scores; None for what is no case."""
+    if name not in CASES:
+        return None
+    return by_passes[AttentionConfig.model_validate(CASES[name]).operation.passes - 1]
 
 
 def print_table(title: str, rows: dict[str, Any]) -> None:
@@ -113,7 +93,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", choices=SHAPES, default=[64, 2048])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--only", nargs="+", choices=[*ONE_CALL, *TWO_CALLS], default=[*ONE_CALL, *TWO_CALLS])
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}/attention_DTYPE.json")
     options = parser.parse_args()

@@ -6,63 +6,49 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sinklab.attention.config import AttentionConfig
+from sinklab.attention.config import AttentionConfig, examples_of
+from sinklab.attention.config import Choice as ChoiceName
 from sinklab.attention.core import AttentionCore
 from sinklab.attention.reference import proxy_scores
 from sinklab.attention.scores import Score
 
-OPERATIONS: dict[str, dict[str, Any]] = {
+Choice = dict[str, Any]
+"""A kind and its values, as a recipe has them."""
+
+
+def declared(choice: ChoiceName) -> dict[str, Choice]:
+    """What the kinds of a choice declare to be their examples."""
+    return {name: dict(example.values) for name, example in examples_of(choice).items()}
+
+
+# The baseline of each choice, what its kinds declare, and corners of the formulas that nobody trains at.
+OPERATIONS: dict[str, Choice] = {
     "softmax": {"kind": "softmax"},
-    "softmax_alpha": {"kind": "softmax", "alpha": 0.2},
-    "softmax_p2": {"kind": "softmax", "p": 2},
-    "softmax_p_half_alpha": {"kind": "softmax", "p": 0.5, "alpha": 2},
-    "sigmoid": {"kind": "sigmoid"},
-    "sigmoid_normalised": {"kind": "sigmoid", "normalised": True},
-    "sigmoid_p3": {"kind": "sigmoid", "normalised": True, "p": 3},
-    "elu1": {"kind": "elu1"},
-    "elu1_normalised": {"kind": "elu1", "normalised": True},
-    "relu": {"kind": "relu"},
-    "relu_normalised": {"kind": "relu", "normalised": True},
-    "relu_p2": {"kind": "relu", "normalised": True, "p": 2},
-    "clipped": {"kind": "clipped_softmax", "gamma": -0.1},
-    "clipped_both_ends": {"kind": "clipped_softmax", "zeta": 1.3, "gamma": -0.05},
-    "softpick": {"kind": "softpick"},
-    "elastic": {"kind": "elastic_softmax"},
-    "differential": {"kind": "differential"},
-    "elu_kernel": {"kind": "elu_kernel"},
-    "elu_kernel_normalised": {"kind": "elu_kernel", "normalised": True},
-    "identity": {"kind": "identity"},
-    "identity_normalised": {"kind": "identity", "normalised": True},
-    "mlp": {"kind": "mlp"},
-    "mlp_normalised": {"kind": "mlp", "normalised": True},
+    **declared("operation"),
+    "softmax_p_half_sums_to_2": {"kind": "softmax", "p": 0.5, "alpha": 2},
+    "relu_p_2": {"kind": "relu", "normalised": True, "p": 2},
+    "clipped_at_both_ends": {"kind": "clipped_softmax", "zeta": 1.3, "gamma": -0.05},
 }
-BIASES: dict[str, dict[str, Any]] = {
+BIASES: dict[str, Choice] = {
     "none": {"kind": "none"},
-    "sink_token": {"kind": "sink_token"},
-    "k": {"kind": "k"},
-    "k_shared": {"kind": "k", "shared": True},
-    "k_two_dims": {"kind": "k", "learnable_dims": 2},
-    "k_value_first": {"kind": "k", "value": {"direction": "first", "norm": 5}},
-    "k_value_uniform": {"kind": "k", "value": {"direction": "uniform", "norm": 2}},
-    "kv": {"kind": "kv"},
-    "kv_shared": {"kind": "kv", "shared": True},
-    "kv_one_dim": {"kind": "kv", "learnable_dims": 1},
-    "v": {"kind": "v"},
-    "v_shared": {"kind": "v", "shared": True},
-    "sink_logit": {"kind": "sink_logit"},
-    "off_by_one": {"kind": "off_by_one"},
+    **declared("bias"),
+    "k_biases_two_dims": {"kind": "k", "learnable_dims": 2},
+    "kv_biases_one_dim": {"kind": "kv", "learnable_dims": 1},
+    "v_biases_shared": {"kind": "v", "shared": True},
 }
-MASKS: dict[str, dict[str, Any]] = {
+MASKS: dict[str, Choice] = {
     "causal": {"kind": "causal"},
-    "window": {"kind": "window", "width": 5},
-    "prefix": {"kind": "prefix", "length": 4},
+    **declared("mask"),
     "prefix_one": {"kind": "prefix", "length": 1},
     "prefix_all": {"kind": "prefix", "length": 13},
     "prefix_beyond": {"kind": "prefix", "length": 40},
-    "document": {"kind": "document"},
 }
-KERNELS = ("elu_kernel", "elu_kernel_normalised", "identity", "identity_normalised", "mlp", "mlp_normalised")
-PREFIXES = ("prefix", "prefix_one", "prefix_all", "prefix_beyond")
+KERNELS = [
+    name
+    for name, values in OPERATIONS.items()
+    if not AttentionConfig.model_validate({"operation": values}).operation.has_logits
+]
+PREFIXES = [name for name, values in MASKS.items() if values["kind"] == "prefix"]
 POSITIONS = ("none", "slopes", "table")
 B, H, G, T, D = 2, 4, 2, 13, 6
 

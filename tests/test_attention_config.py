@@ -120,7 +120,7 @@ def test_one_document_is_the_causal_mask() -> None:
 
 
 def test_only_the_learned_dimensions_of_a_key_bias_are_parameters() -> None:
-    core = core_of(config_of("softmax", "k_two_dims", "causal"))
+    core = core_of(config_of("softmax", "k_biases_two_dims", "causal"))
     key = core.bias.key_per_head()
     assert core.bias.key is not None
     assert key is not None
@@ -130,7 +130,7 @@ def test_only_the_learned_dimensions_of_a_key_bias_are_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bias", "expected"), [("k_value_first", [5.0, 0, 0, 0, 0, 0]), ("k_value_uniform", [2 / 6**0.5] * 6)]
+    ("bias", "expected"), [("k_biases_fixed_first", [1.0, 0, 0, 0, 0, 0]), ("k_biases_fixed_uniform", [5 / 6**0.5] * 6)]
 )
 def test_fixed_values_have_the_direction_and_norm_of_table_5(bias: str, expected: list[float]) -> None:
     value = core_of(config_of("softmax", bias, "causal")).bias.value_per_head()
@@ -139,5 +139,5 @@ def test_fixed_values_have_the_direction_and_norm_of_table_5(bias: str, expected
 
 
 def test_positions_on_scores_go_with_every_operation_on_logits() -> None:
-    assert legal("differential", "kv", "window", 3.0, "table")
-    assert not legal("identity", "kv", "window", None, "table")
+    assert legal("differential", "kv_biases", "window", 3.0, "table")
+    assert not legal("identity", "kv_biases", "window", None, "table")

@@ -1,7 +1,10 @@
 """Operations, biases, masks and positions compute their papers' formulas, and their importance, without the matrix."""
 
+import ast
 import itertools
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -27,6 +30,12 @@ from attention_cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+
+from sinklab.attention import reference
+from sinklab.attention.chunked import chunked_attend
+from sinklab.attention.operations.base import LogSimilarity, Weighing
+from sinklab.attention.operations.call import Call
 
 
 def pairs(others: Iterable[str], chosen: Callable[[str, str], bool]) -> list[tuple[str, str]]:
@@ -62,9 +71,11 @@ def test_every_kernel_and_bias_equals_its_formula_under_every_prefix(operation: 
         assert_core_equals_formula(core_of(config_of(operation, bias, mask, backend=backend)))
 
 
-@pytest.mark.parametrize(("operation", "position"), pairs(POSITIONS, lambda o, p: legal(o, "kv", "document", None, p)))
+@pytest.mark.parametrize(
+    ("operation", "position"), pairs(POSITIONS, lambda o, p: legal(o, "kv_biases", "document", None, p))
+)
 def test_every_operation_and_position_equals_its_formula(operation: str, position: str) -> None:
-    assert_core_equals_formula(core_of(config_of(operation, "kv", "document"), position))
+    assert_core_equals_formula(core_of(config_of(operation, "kv_biases", "document"), position))
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -76,18 +87,50 @@ def test_any_legal_combination_equals_its_formula(case: tuple[str, str, str, flo
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_gradcheck_passes(operation: str) -> None:
-    bias = "kv" if legal(operation, "kv", "causal", None, "none") else "none"
+    bias = "kv_biases" if legal(operation, "kv_biases", "causal", None, "none") else "none"
     core = core_of(config_of(operation, bias, "causal", backend="chunked"))
     q, k, v = (x[:1, :, :3].detach().requires_grad_() for x in qkv(3))
     assert torch.autograd.gradcheck(core, (q, k, v))
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("bias", ["none", "kv"])
+@pytest.mark.parametrize("bias", ["none", "kv_biases"])
 def test_the_eager_backend_gives_the_same(operation: str, bias: str) -> None:
     inputs = qkv()
     eager, chunked = (core_of(config_of(operation, bias, "causal", backend=b)) for b in ("eager", "chunked"))
     torch.testing.assert_close(eager(*inputs), chunked(*inputs), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_scores_are_computed_as_often_as_the_operation_says(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def counted(*arguments: Any) -> tuple[Tensor, Tensor]:
+        calls.append(1)
+        return chunked_attend(*arguments)
+
+    monkeypatch.setattr("sinklab.attention.primitive.chunked_attend", counted)
+    core = core_of(config_of(operation, "none", "causal", backend="chunked"))
+    core(*qkv())
+    assert len(calls) == (0 if operation in KERNELS else core.operation.passes)
+
+
+def test_an_operation_without_a_reference_is_none() -> None:
+    class Unproven(LogSimilarity):
+        kind: Literal["unproven"] = "unproven"
+
+        def weigh(self, call: Call) -> Weighing:
+            return Weighing()
+
+    with pytest.raises(TypeError, match="abstract method '?reference"):
+        Unproven()  # type: ignore[abstract]
+
+
+def test_references_share_no_code_with_what_they_are_held_against() -> None:
+    tree = ast.parse(Path(reference.__file__).read_text(encoding="utf-8"))
+    taken = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    ours = {name for name in taken if getattr(getattr(reference, name), "__module__", "").startswith("sinklab")}
+    assert ours == {"BiasParameters", "Mask", "Score"}  # of which only tensors and closed formulas are used
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -122,13 +165,15 @@ def test_importance_of_the_first_key_counts_its_own_query() -> None:
     torch.testing.assert_close(found.positions_BHT, torch.ones(2, H, 1, dtype=torch.float64))
 
 
-def test_a_proxy_is_announced_where_scores_do_not_sum_to_one() -> None:
-    own = {name for name in OPERATIONS if not core_of(config_of(name, "none", "causal")).proxy}
-    assert own == {"softmax", "sigmoid_normalised", "elu1_normalised", "elu_kernel_normalised"}
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_proxy_is_announced_where_scores_do_not_sum_to_one(operation: str) -> None:
+    core = core_of(config_of(operation, "none", "causal"))
+    sums_BHT = core.reference(*qkv())[1].sum(-1)
+    assert core.proxy == bool((sums_BHT - 1).abs().max() > 1e-9)
 
 
 def test_a_strong_key_bias_takes_the_attention() -> None:
-    core = core_of(config_of("softmax", "k", "causal"))
+    core = core_of(config_of("softmax", "k_biases", "causal"))
     q = torch.ones(1, H, T, D, dtype=torch.float64)
     with torch.no_grad():
         assert core.bias.key is not None
@@ -139,7 +184,9 @@ def test_a_strong_key_bias_takes_the_attention() -> None:
     assert (found.positions_BHT < 0.01).all()
 
 
-@pytest.mark.parametrize("operation", ["softpick", "softmax_p2", "clipped", "elastic", "sigmoid", "relu_normalised"])
+@pytest.mark.parametrize(
+    "operation", ["softpick", "softmax_p_2", "clipped_softmax", "elastic_softmax", "sigmoid", "relu_normalised"]
+)
 def test_scores_of_any_size_stay_finite_in_single_precision(operation: str) -> None:
     core = core_of(config_of(operation, "none", "causal", backend="chunked"), dtype=torch.float32)
     q, k, v = qkv(dtype=torch.float32)

@@ -71,7 +71,7 @@ def test_flex_forward_equals_eager(score: str, mask: str) -> None:
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_operation_runs_on_flex(operation: str) -> None:
     flex, chunked = (
-        core_of(config_of(operation, "kv", "document", backend=backend), dtype=torch.float32)
+        core_of(config_of(operation, "kv_biases", "document", backend=backend), dtype=torch.float32)
         for backend in ("flex", "chunked")
     )
     q, k, v = (x.detach() for x in qkv(dtype=torch.float32))

@@ -6,11 +6,13 @@ from statistics import mean
 import pytest
 import torch
 
+from sinklab.attention.config import kinds_of
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import SinklabError
 from sinklab.interventions import NEUTRAL, VARIANTS, catalogue
 from sinklab.interventions.catalogue import NOT_INTERVENTIONS, kinds
+from sinklab.interventions.variants import CHOICES
 from sinklab.model.config import ModelConfig
 from sinklab.train.directory.run import open_run
 from sinklab.train.loop import Trainer
@@ -100,8 +102,21 @@ def test_every_kind_of_every_choice_is_a_variant_that_is_trained() -> None:
     assert kinds() <= used
 
 
-def test_the_documentation_names_every_kind_and_every_key() -> None:
+def test_no_two_kinds_give_an_example_the_same_name() -> None:
+    names = [name for choice in CHOICES for kind in kinds_of(choice) for name in kind.examples]
+    assert len(names) == len(set(names))
+    assert set(names) <= set(VARIANTS)
+
+
+@pytest.mark.parametrize(("key", "kind"), [(row.key, row.kind) for row in catalogue() if row.is_kind])
+def test_every_kind_has_a_line_in_the_documentation(key: str, kind: str) -> None:
+    """A row of the table in the section whose heading names the key of the choice."""
+    sections = DOCS.read_text(encoding="utf-8").split("\n## ")
+    section = next(section for section in sections if f"`{key}`" in section.partition("\n")[0])
+    assert [line for line in section.splitlines() if line.startswith(f"| `{kind}`")]
+
+
+def test_the_documentation_names_every_key() -> None:
     text = DOCS.read_text(encoding="utf-8")
-    missing = {kind for kind in kinds() if f"`{kind}`" not in text}
-    missing |= {row.key for row in catalogue() if f"`{row.key}`" not in text and not row.kind}
+    missing = {row.key for row in catalogue() if f"`{row.key}`" not in text and not row.kind}
     assert not missing

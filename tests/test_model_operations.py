@@ -21,7 +21,7 @@ from sinklab.model.transformer import Transformer
 LENGTH, VOCABULARY, HEADS, WIDTH = 9, 31, 4, 32
 POSITIONS = ("none", "absolute", "learnable", "relative", "t5", "alibi", "rotary")
 TURNED_BEFORE_PHI = ("elu_kernel", "elu_kernel_normalised", "mlp", "mlp_normalised")
-WITHOUT_QUERY = ("none", "sink_token", "v", "sink_logit", "off_by_one")
+WITHOUT_QUERY = ("none", "sink_token", "v_biases", "sink_logit", "off_by_one")
 
 
 def model_of(operation: str, bias: str = "none", **changes: Any) -> Transformer | None:
@@ -87,7 +87,8 @@ def test_only_distances_count_under_rotary(operation: str, qk_norm: bool) -> Non
 
 
 @pytest.mark.parametrize(
-    ("operation", "bias"), [*((name, "none") for name in TURNED_BEFORE_PHI), ("softmax", "k"), ("differential", "kv")]
+    ("operation", "bias"),
+    [*((name, "none") for name in TURNED_BEFORE_PHI), ("softmax", "k_biases"), ("differential", "kv_biases")],
 )
 def test_what_does_not_see_query_and_key_together_tells_positions_apart(operation: str, bias: str) -> None:
     """A feature map of the turned query, and the turned query's product with a key that stands nowhere."""

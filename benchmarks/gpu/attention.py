@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.attention import ONE_CALL, TWO_CALLS, forward_and_backward
+from benchmarks.attention import CASES, forward_and_backward, goal
 from benchmarks.timing import RESULTS, environment, in_turn, ratios
 from sinklab.attention.config import AttentionConfig
 from sinklab.attention.core import AttentionCore
@@ -49,7 +49,7 @@ def compare(tokens: int, shape: tuple[int, int, int], rounds: int, device: str) 
     """Times relative to the fused kernel at one length."""
     backend = "flex" if device == "cuda" else "chunked"
     variants = {FUSED: {"backend": "sdpa"}}
-    for name, values in (ONE_CALL | TWO_CALLS).items():
+    for name, values in CASES.items():
         kernel = AttentionConfig.model_validate(values).operation.has_logits is False
         variants[name] = values if kernel else {**values, "backend": backend}
     contestants = {
@@ -78,17 +78,14 @@ def main() -> None:
         shape, lengths, rounds = DRY_SHAPE, [64], 2
     result: dict[str, Any] = {"environment": environment(), "shape": shape, "rounds": rounds}
     print(json.dumps(result["environment"]))
-    errors = {
-        name: error(values, lengths[0], shape, torch.bfloat16, device)
-        for name, values in (ONE_CALL | TWO_CALLS).items()
-    }
+    errors = {name: error(values, lengths[0], shape, torch.bfloat16, device) for name, values in CASES.items()}
     result["errors"] = errors
     for tokens in lengths:
         rows = compare(tokens, shape, rounds, device)
         result[str(tokens)] = rows
         print(f"\nT {tokens}, bfloat16\n{'operation':24}{'ms':>10}{'x fused':>9}{'goal':>6}{'error':>10}")
         for name, row in rows.items():
-            limit = 2.2 if name in TWO_CALLS else 1.3 if name in ONE_CALL else ""
+            limit = goal(name, by_passes=(1.3, 2.2)) or ""
             found = f"{errors[name]:.1e}" if name in errors else ""
             print(f"{name:24}{row['milliseconds']:10.2f}{row['relative']:9.2f}{limit:>6}{found:>10}")
     if options.save:

@@ -1,6 +1,8 @@
 """The base of every config part: strict and immutable, so that a recipe is the whole truth of a run."""
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
@@ -23,3 +25,53 @@ class Part(BaseModel):
             if isinstance(number, int) and abs(number) >= 2**63:
                 raise ValueError(f"{number} is too large: whole numbers are below 2^63")
         return value
+
+
+BEYOND = 2**20
+"""Beyond any context, and any token."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """Values of a kind that are worth a name.
+
+    Attributes:
+        values: those that differ from the kind's defaults.
+        may_diverge: the paper reports that it does not train, or nothing keeps its outputs bounded: a run that stops
+            as diverged is then a result, not a defect.
+    """
+
+    values: Mapping[str, object] = field(default_factory=dict)
+    may_diverge: bool = False
+
+
+@dataclass(frozen=True)
+class NeutralExample:
+    """Values of a kind at which it is a baseline, bit for bit.
+
+    Attributes:
+        said: as a person writes or says the value.
+        values: those of the kind.
+        against: values of the kind that are the baseline; None for the base recipe.
+    """
+
+    said: str
+    values: Mapping[str, object]
+    against: Mapping[str, object] | None = None
+
+
+class Kind(Part):
+    """A part that is one of several, told apart by `kind`.
+
+    Attributes:
+        examples: by name. Each is a variant of the catalogue, which is trained, tested and timed under that name.
+        neutral: by the key it is about, relative to the choice's; "" for the choice as a whole.
+    """
+
+    examples: ClassVar[Mapping[str, Example]] = {}
+    neutral: ClassVar[Mapping[str, NeutralExample]] = {}
+
+    @classmethod
+    def chosen(cls, values: Mapping[str, object]) -> dict[str, object]:
+        """What a recipe says to choose this kind with these values."""
+        return {"kind": cls.model_fields["kind"].default, **values}

@@ -8,17 +8,17 @@ query that enters attention (after the rotary embedding).
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from sinklab.schema import Part
+from sinklab.schema import Example, Kind, NeutralExample, Part
 
 
-class BiasPart(Part):
+class BiasPart(Kind):
     """What every bias tells the rules of combination."""
 
     @property
@@ -37,6 +37,7 @@ class SinkToken(BiasPart):
     """A learned token embedding before the sequence; the model adds it, attention sees an ordinary position."""
 
     kind: Literal["sink_token"] = "sink_token"
+    examples: ClassVar = {"sink_token": Example()}
 
 
 class FixedValue(Part):
@@ -61,6 +62,14 @@ class KeyBias(BiasPart):
         default=None, ge=1, description="d_a: so many dimensions of the key are learned, the others are zero"
     )
     value: Literal["zero"] | FixedValue = Field(default="zero", description="zero, or a fixed direction and norm")
+    examples: ClassVar = {
+        "k_biases": Example(),
+        "k_biases_shared": Example({"shared": True}),
+        "k_biases_one_dim": Example({"learnable_dims": 1}),
+        "k_biases_fixed_first": Example({"value": {"direction": "first", "norm": 1.0}}),
+        "k_biases_fixed_uniform": Example({"value": {"direction": "uniform", "norm": 5.0}}),
+    }
+    neutral: ClassVar = {"norm": NeutralExample("0", {"value": {"direction": "first", "norm": 0.0}}, against={})}
 
     @property
     def without_value(self) -> bool:
@@ -75,6 +84,7 @@ class KeyValueBias(BiasPart):
     learnable_dims: int | None = Field(
         default=None, ge=1, description="d_a: so many dimensions of the key are learned, the others are zero"
     )
+    examples: ClassVar = {"kv_biases": Example(), "kv_biases_shared": Example({"shared": True})}
 
 
 class ValueBias(BiasPart):
@@ -82,12 +92,14 @@ class ValueBias(BiasPart):
 
     kind: Literal["v"] = "v"
     shared: bool = Field(default=False, description="one bias for all heads instead of one per head")
+    examples: ClassVar = {"v_biases": Example()}
 
 
 class SinkLogit(BiasPart):
     """A learned logit s per query head in every row, with value zero (gpt-oss, 2508.10925): out * sigmoid(lse - s)."""
 
     kind: Literal["sink_logit"] = "sink_logit"
+    examples: ClassVar = {"sink_logit": Example()}
 
     @property
     def without_value(self) -> bool:
@@ -98,6 +110,7 @@ class OffByOne(BiasPart):
     """The sink logit fixed at 0: softmax-off-by-one, exp(z_ts) / (1 + sum_s exp(z_ts)) (2410.17174)."""
 
     kind: Literal["off_by_one"] = "off_by_one"
+    examples: ClassVar = {"off_by_one": Example()}
 
     @property
     def without_value(self) -> bool:

@@ -3,7 +3,9 @@
 A combination that means nothing is refused here with its reason; everything else is legal, and is tested as such.
 """
 
-from typing import Annotated, Literal, Self
+import typing
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -11,10 +13,10 @@ from sinklab.attention import masks
 from sinklab.attention.biases import Bias, NoBias
 from sinklab.attention.operations import Operation, Softmax
 from sinklab.attention.primitive import Backend
-from sinklab.schema import Part
+from sinklab.schema import BEYOND, Example, Kind, NeutralExample, Part
 
 
-class CausalMask(Part):
+class CausalMask(Kind):
     """Query t sees keys 1 .. t."""
 
     kind: Literal["causal"] = "causal"
@@ -23,31 +25,37 @@ class CausalMask(Part):
         return masks.CAUSAL
 
 
-class WindowMask(Part):
+class WindowMask(Kind):
     """Query t sees keys t - width + 1 .. t."""
 
     kind: Literal["window"] = "window"
     width: int = Field(ge=1, description="how many keys a query sees, itself included")
+    examples: ClassVar = {"window": Example({"width": 8})}
+    neutral: ClassVar = {"width": NeutralExample("the context or more", {"width": BEYOND})}
 
     def build(self) -> masks.Mask:
         return masks.Window(self.width)
 
 
-class PrefixMask(Part):
+class PrefixMask(Kind):
     """Causal, and every query also sees the first `length` keys; the loss leaves out the first `length` tokens."""
 
     kind: Literal["prefix"] = "prefix"
     length: int = Field(ge=1, description="how many keys every query sees")
+    examples: ClassVar = {"prefix": Example({"length": 5})}
+    neutral: ClassVar = {"length": NeutralExample("1", {"length": 1})}
 
     def build(self) -> masks.Mask:
         return masks.Prefix(self.length)
 
 
-class DocumentMask(Part):
+class DocumentMask(Kind):
     """Causal within documents: texts packed into one sequence do not see each other."""
 
     kind: Literal["document"] = "document"
     eos_id: int = Field(default=0, ge=0, description="the token that ends a document; a run sets it from its data")
+    examples: ClassVar = {"document": Example()}
+    neutral: ClassVar = {"": NeutralExample("document, on text without EOS", {"eos_id": BEYOND})}
 
     def build(self) -> masks.Mask:
         """What holds whatever the documents are; the core narrows it to the documents of the batch."""
@@ -103,8 +111,8 @@ class AttentionConfig(Part):
         dims = getattr(self.bias, "learnable_dims", None)
         if dims is not None and dims > head_width:
             raise ValueError(f"attention.bias.learnable_dims {dims} is above the head width {head_width}")
-        if self.operation.kind == "differential" and head_width % 2:
-            raise ValueError(f"differential attention halves the head width, and {head_width} is odd")
+        if head_width % self.operation.keys_per_head:
+            raise ValueError(f"{self.operation.kind} attention halves the head width, and {head_width} is odd")
         if position_on_scores and not self.operation.has_logits:
             raise ValueError(
                 f"the positional embedding adds to the logits, and attention.operation {self.operation.kind} is a "
@@ -112,3 +120,20 @@ class AttentionConfig(Part):
             )
         if position_on_scores and self.backend == "sdpa":
             raise ValueError("attention.backend sdpa cannot add a position to the scores: use auto, chunked or eager")
+
+
+Choice = Literal["operation", "bias", "mask"]
+
+
+def kinds_of(choice: Choice) -> tuple[type[Kind], ...]:
+    """The kinds among which a recipe chooses."""
+    return typing.get_args(AttentionConfig.model_fields[choice].annotation)
+
+
+def examples_of(choice: Choice) -> dict[str, Example]:
+    """The examples that the kinds of a choice declare, by name; their values are the whole choice, `kind` included."""
+    return {
+        name: replace(example, values=kind.chosen(example.values))
+        for kind in kinds_of(choice)
+        for name, example in kind.examples.items()
+    }

@@ -6,7 +6,9 @@ heads is a multiple of 4, and any context above 8.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
+
+from sinklab.attention.config import Choice, examples_of, kinds_of
 
 Overlay = Mapping[str, Any]
 
@@ -44,17 +46,11 @@ def _model(**parts: Any) -> Variant:
     return Variant({"model": parts})
 
 
-def _operation(kind: str, may_diverge: bool = False, **values: Any) -> Variant:
-    return Variant({"model": {"attention": {"operation": {"kind": kind, **values}}}}, may_diverge)
+def _attention(choice: Choice, values: Mapping[str, object]) -> Overlay:
+    return {"model": {"attention": {choice: values}}}
 
 
-def _bias(kind: str, **values: Any) -> Variant:
-    return _model(attention={"bias": {"kind": kind, **values}})
-
-
-def _mask(kind: str, **values: Any) -> Variant:
-    return _model(attention={"mask": {"kind": kind, **values}})
-
+CHOICES: tuple[Choice, ...] = get_args(Choice)
 
 VARIANTS: dict[str, Variant] = {
     "softmax": Variant({}),
@@ -75,49 +71,16 @@ VARIANTS: dict[str, Variant] = {
     "gate_element": _model(gate="element"),
     "gate_value": _model(gate="value"),
     "init_torch": _model(init="torch"),
-    # biases (tables 4, 5, 12, 13)
-    "sink_token": _bias("sink_token"),
-    "k_biases": _bias("k"),
-    "k_biases_shared": _bias("k", shared=True),
-    "k_biases_one_dim": _bias("k", learnable_dims=1),
-    "k_biases_fixed_first": _bias("k", value={"direction": "first", "norm": 1.0}),
-    "k_biases_fixed_uniform": _bias("k", value={"direction": "uniform", "norm": 5.0}),
-    "kv_biases": _bias("kv"),
-    "kv_biases_shared": _bias("kv", shared=True),
-    "v_biases": _bias("v"),
-    "sink_logit": _bias("sink_logit"),
-    "off_by_one": _bias("off_by_one"),
-    # operations (tables 6, 14, 15, figure 29)
-    "softmax_sums_to_2": _operation("softmax", alpha=2.0),
-    "softmax_sums_to_a_tenth": _operation("softmax", alpha=0.1),
-    "softmax_p_half": _operation("softmax", p=0.5),
-    "softmax_p_2": _operation("softmax", may_diverge=True, p=2.0),
+    # attention: what its operations, biases and masks declare themselves
+    **{
+        name: Variant(_attention(choice, example.values), example.may_diverge)
+        for choice in CHOICES
+        for name, example in examples_of(choice).items()
+    },
     "softcap": _model(attention={"softcap": 30.0}),
-    "sigmoid": _operation("sigmoid"),
-    "sigmoid_normalised": _operation("sigmoid", normalised=True),
-    "sigmoid_p_2": _operation("sigmoid", normalised=True, p=2.0),
-    "elu1": _operation("elu1"),
-    "elu1_normalised": _operation("elu1", may_diverge=True, normalised=True),
-    "relu": _operation("relu"),
-    "relu_normalised": _operation("relu", normalised=True),
-    "elu_kernel_normalised": _operation("elu_kernel", normalised=True),
-    "elu_kernel": _operation("elu_kernel", may_diverge=True),
-    "identity_normalised": _operation("identity", may_diverge=True, normalised=True),
-    "identity": _operation("identity", may_diverge=True),
-    "mlp_normalised": _operation("mlp", may_diverge=True, normalised=True),
-    "mlp": _operation("mlp", may_diverge=True),
-    "clipped_softmax": _operation("clipped_softmax"),
-    "softpick": _operation("softpick"),
-    "elastic_softmax": _operation("elastic_softmax", start=-1.0),
-    "differential": _operation("differential"),
-    "differential_constant": _operation("differential", lambda_init=0.8),
-    # masks and losses
-    "window": _mask("window", width=8),
-    "prefix": _mask("prefix", length=5),
     "prefix_elu_kernel": _model(
         attention={"operation": {"kind": "elu_kernel", "normalised": True}, "mask": {"kind": "prefix", "length": 5}}
     ),
-    "document": _mask("document"),
     # data
     "bos": Variant({"data": {"bos": True}}),
     "fixed_token": Variant({"data": {"fixed_token": {"token_id": 1, "positions": [1]}}}),
@@ -130,20 +93,17 @@ VARIANTS: dict[str, Variant] = {
     "schedule_wsd": Variant({"schedule": {"shape": "wsd"}}),
 }
 
-EVERYTHING = 2**20  # beyond any context
-
 NEUTRAL: dict[str, Neutral] = {
-    "model.attention.operation.alpha": Neutral("1", _operation("softmax", alpha=1.0).overlay),
-    "model.attention.operation.p": Neutral("1", _operation("softmax", p=1.0).overlay),
-    "model.attention.operation.gamma": Neutral("0, zeta 1", _operation("clipped_softmax", gamma=0.0).overlay),
-    "model.attention.bias.norm": Neutral(
-        "0",
-        _bias("k", value={"direction": "first", "norm": 0.0}).overlay,
-        against=_bias("k").overlay,
-    ),
-    "model.attention.mask.width": Neutral("the context or more", _mask("window", width=EVERYTHING).overlay),
-    "model.attention.mask.length": Neutral("1", _mask("prefix", length=1).overlay),
-    "model.attention.mask": Neutral("document, on text without EOS", _mask("document", eos_id=EVERYTHING).overlay),
+    **{
+        f"model.attention.{choice}.{key}".removesuffix("."): Neutral(
+            one.said,
+            _attention(choice, kind.chosen(one.values)),
+            against={} if one.against is None else _attention(choice, kind.chosen(one.against)),
+        )
+        for choice in CHOICES
+        for kind in kinds_of(choice)
+        for key, one in kind.neutral.items()
+    },
     "model.head_outputs": Neutral(
         "concat, or sum with one head", {"model": {"heads": 1, "head_outputs": "sum"}}, against={"model": {"heads": 1}}
     ),

@@ -1,9 +1,9 @@
 """Attention operations: what stands where softmax stood. Each is a value in a recipe and states its formula once.
 
 z_ts is the score of query t and key s after softcap and position; a bias key is one more key of every row. A new
-operation goes here: a Part with a `kind`, its formula in the docstring and the three methods of `OperationPart`
-(nearly always by way of `LogSimilarity`: a log-similarity and a divisor), a line in the union below, and an eager
-reference of a few lines in `attention/reference.py`.
+operation is a file here, a member of the union below and a row in docs/interventions.md. In the file: a `kind`, the
+formula in the docstring, the `examples` by which it is trained, tested and timed, the methods of `OperationPart`
+(nearly always by way of `LogSimilarity`: a log-similarity and a divisor), and the paper's formula as `reference`.
 """
 
 from typing import Annotated
@@ -28,19 +28,4 @@ Operation = Annotated[
     | ElasticSoftmax
     | Differential,
     Field(discriminator="kind"),
-]
-
-__all__ = [
-    "ClippedSoftmax",
-    "Differential",
-    "ElasticSoftmax",
-    "Elu1",
-    "EluKernel",
-    "IdentityKernel",
-    "MlpKernel",
-    "Operation",
-    "Relu",
-    "Sigmoid",
-    "Softmax",
-    "Softpick",
 ]

@@ -19,10 +19,10 @@ from sinklab.attention.operations.call import Call
 from sinklab.attention.primitive import attend, attend_output
 from sinklab.attention.reference import Explicit
 from sinklab.attention.scores import Score
-from sinklab.schema import Part
+from sinklab.schema import Kind
 
 
-class OperationPart(Part, ABC):
+class OperationPart(Kind, ABC):
     """An attention operation as a value of the recipe."""
 
     has_logits: ClassVar[bool] = True  # False for kernels, whose similarity is not a function of q.k
@@ -43,6 +43,11 @@ class OperationPart(Part, ABC):
     def plain(self) -> bool:
         """Whether this is softmax and nothing else."""
         return False
+
+    @property
+    def passes(self) -> int:
+        """How often scores are computed for one output; once unless a normaliser is needed first."""
+        return 1
 
     def parameters(self, heads: int, head_width: int, layer: int) -> nn.Module | None:
         """The operation's own learned tensors, one set per layer; the first layer is number 1."""

@@ -17,6 +17,7 @@ from sinklab.attention.operations.base import OperationPart
 from sinklab.attention.operations.call import Call
 from sinklab.attention.primitive import attend
 from sinklab.attention.reference import Explicit
+from sinklab.schema import Example
 
 
 class Lambda(nn.Module):
@@ -52,6 +53,11 @@ class Differential(OperationPart):
         description="weight of the second softmax at the start; depth: 0.8 - 0.6 exp(-0.3 (layer - 1)), layer from 1",
     )
     keys_per_head: ClassVar[int] = 2
+    examples: ClassVar = {"differential": Example(), "differential_constant": Example({"lambda_init": 0.8})}
+
+    @property
+    def passes(self) -> int:
+        return 2
 
     def parameters(self, heads: int, head_width: int, layer: int) -> nn.Module:
         by_depth = 0.8 - 0.6 * math.exp(-0.3 * (layer - 1))

@@ -25,6 +25,7 @@ from sinklab.attention.operations.call import Call
 from sinklab.attention.primitive import attend
 from sinklab.attention.reference import Explicit
 from sinklab.attention.scores import log_magnitude, log_relu
+from sinklab.schema import Example
 
 
 class Kernel(OperationPart):
@@ -116,6 +117,10 @@ class EluKernel(Kernel):
 
     kind: Literal["elu_kernel"] = "elu_kernel"
     signed: ClassVar[bool] = False
+    examples: ClassVar = {
+        "elu_kernel": Example(may_diverge=True),
+        "elu_kernel_normalised": Example({"normalised": True}),
+    }
 
     def feature(self, x: Tensor, learned: nn.Module | None) -> Tensor:
         return F.elu(x) + 1
@@ -129,6 +134,10 @@ class IdentityKernel(Kernel):
     """phi(x) = x; Z = max(|row sum|, 1)."""
 
     kind: Literal["identity"] = "identity"
+    examples: ClassVar = {
+        "identity": Example(may_diverge=True),
+        "identity_normalised": Example({"normalised": True}, may_diverge=True),
+    }
 
     def feature(self, x: Tensor, learned: nn.Module | None) -> Tensor:
         return x
@@ -154,6 +163,10 @@ class MlpKernel(Kernel):
     """phi(x) = W2 relu(W1 x), the same for queries and keys; Z = max(|row sum|, 1)."""
 
     kind: Literal["mlp"] = "mlp"
+    examples: ClassVar = {
+        "mlp": Example(may_diverge=True),
+        "mlp_normalised": Example({"normalised": True}, may_diverge=True),
+    }
 
     def parameters(self, heads: int, head_width: int, layer: int) -> nn.Module:
         return Mlp(head_width)

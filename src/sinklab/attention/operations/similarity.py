@@ -13,6 +13,7 @@ from sinklab.attention.operations.base import LogSimilarity, Weighing
 from sinklab.attention.operations.call import Call
 from sinklab.attention.reference import Explicit, over_norm
 from sinklab.attention.scores import Score, compose, log_elu_plus_one, log_relu, log_sigmoid, times
+from sinklab.schema import Example, NeutralExample
 
 NORM = "p: divide by (sum_s sim_ts ** p) ** (1 / p); 1 is the plain row sum"
 
@@ -30,10 +31,21 @@ class Softmax(LogSimilarity):
     kind: Literal["softmax"] = "softmax"
     alpha: float = Field(default=1.0, gt=0, description="what the scores of a row sum to")
     p: float = Field(default=1.0, gt=0, description=NORM)
+    examples: ClassVar = {
+        "softmax_sums_to_2": Example({"alpha": 2.0}),
+        "softmax_sums_to_a_tenth": Example({"alpha": 0.1}),
+        "softmax_p_half": Example({"p": 0.5}),
+        "softmax_p_2": Example({"p": 2.0}, may_diverge=True),
+    }
+    neutral: ClassVar = {"alpha": NeutralExample("1", {"alpha": 1.0}), "p": NeutralExample("1", {"p": 1.0})}
 
     @property
     def sums_to_one(self) -> bool:
         return self.plain
+
+    @property
+    def passes(self) -> int:
+        return 1 if self.p == 1 else 2
 
     @property
     def plain(self) -> bool:
@@ -68,6 +80,10 @@ class Similarity(LogSimilarity):
     def divides(self) -> bool:
         return self.normalised
 
+    @property
+    def passes(self) -> int:
+        return 1 if self.p == 1 else 2
+
     @abstractmethod
     def log_similarity(self) -> Score:
         """log sim(z)."""
@@ -90,6 +106,11 @@ class Sigmoid(Similarity):
     """sim(z) = sigmoid(z)."""
 
     kind: Literal["sigmoid"] = "sigmoid"
+    examples: ClassVar = {
+        "sigmoid": Example(),
+        "sigmoid_normalised": Example({"normalised": True}),
+        "sigmoid_p_2": Example({"normalised": True, "p": 2.0}),
+    }
 
     def log_similarity(self) -> Score:
         return log_sigmoid()
@@ -102,6 +123,10 @@ class Elu1(Similarity):
     """sim(z) = elu(z) + 1."""
 
     kind: Literal["elu1"] = "elu1"
+    examples: ClassVar = {
+        "elu1": Example(),
+        "elu1_normalised": Example({"normalised": True}, may_diverge=True),
+    }
 
     def log_similarity(self) -> Score:
         return log_elu_plus_one()
@@ -115,6 +140,7 @@ class Relu(Similarity):
 
     kind: Literal["relu"] = "relu"
     zero_at_zero: ClassVar[bool] = True
+    examples: ClassVar = {"relu": Example(), "relu_normalised": Example({"normalised": True})}
 
     @property
     def sums_to_one(self) -> bool:

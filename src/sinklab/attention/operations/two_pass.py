@@ -15,6 +15,7 @@ from sinklab.attention.operations.call import Call
 from sinklab.attention.reference import Explicit
 from sinklab.attention.scores import Score, log_of
 from sinklab.attention.visible import visible_keys
+from sinklab.schema import Example, NeutralExample
 
 
 class ClippedSoftmax(LogSimilarity):
@@ -23,6 +24,8 @@ class ClippedSoftmax(LogSimilarity):
     kind: Literal["clipped_softmax"] = "clipped_softmax"
     zeta: float = Field(default=1.0, ge=1, description="upper end of the stretched softmax")
     gamma: float = Field(default=-0.03, le=0, description="lower end: below zero, scores can be exactly zero")
+    examples: ClassVar = {"clipped_softmax": Example()}
+    neutral: ClassVar = {"gamma": NeutralExample("0, zeta 1", {"gamma": 0.0})}
 
     @property
     def sums_to_one(self) -> bool:
@@ -31,6 +34,10 @@ class ClippedSoftmax(LogSimilarity):
     @property
     def plain(self) -> bool:
         return self.zeta == 1 and self.gamma == 0
+
+    @property
+    def passes(self) -> int:
+        return 1 if self.plain else 2
 
     def weigh(self, call: Call) -> Weighing:
         if self.plain:
@@ -61,6 +68,11 @@ class Softpick(LogSimilarity):
     kind: Literal["softpick"] = "softpick"
     eps: float = Field(default=1e-6, gt=0, description="added to the row sum")
     zero_at_zero: ClassVar[bool] = True
+    examples: ClassVar = {"softpick": Example()}
+
+    @property
+    def passes(self) -> int:
+        return 2
 
     def weigh(self, call: Call) -> Weighing:
         deficit = call.normaliser(DEFICIT).clamp(min=SMALLEST_LOGIT)
@@ -105,6 +117,11 @@ class ElasticSoftmax(LogSimilarity):
 
     kind: Literal["elastic_softmax"] = "elastic_softmax"
     start: float = Field(default=0.0, description="tau before training")
+    examples: ClassVar = {"elastic_softmax": Example({"start": -1.0})}
+
+    @property
+    def passes(self) -> int:
+        return 2
 
     def parameters(self, heads: int, head_width: int, layer: int) -> nn.Module:
         return Offset(heads, self.start)
