@@ -1,4 +1,4 @@
-"""Around an update: batches in the background, reports read late, compiled blocks, the speed that is written down."""
+"""Around an update: batches in the background, finite numbers checked late, compiled blocks, the speed noted."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ from sinklab.measuring.native import measure_transformer
 from sinklab.model.transformer import Transformer
 from sinklab.train.compile import compile_blocks
 from sinklab.train.directory.run import open_run, read_metrics
-from sinklab.train.finite import Reports
+from sinklab.train.finite import FiniteCheck
 from sinklab.train.loop import Trainer
 from sinklab.train.prefetch import Prefetcher
 from sinklab.train.recipe import Recipe, build_recipe
@@ -49,9 +49,9 @@ def recipe(**changes: object) -> Recipe:
 
 
 def late_trainer(dataset: TokenDataset, out: Path) -> Trainer:
-    """A trainer that reads reports one update late, as on CUDA."""
+    """A trainer that checks one update late, as on CUDA."""
     trainer = Trainer(open_run(recipe(), dataset, out))
-    trainer.updater.reports = Reports(trainer.optimizer, ALONE, late=True)
+    trainer.updater.finite = FiniteCheck(trainer.optimizer, ALONE, late=True)
     return trainer
 
 

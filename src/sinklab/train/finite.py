@@ -1,4 +1,4 @@
-"""What every update says of itself, its loss and gradient norm, and when that is read.
+"""What every update says of itself, its loss and gradient norm: whether they are finite, and when that is read.
 
 On a CPU it is read before the optimiser's step: where one is not finite, no step follows. On CUDA reading would make
 the processor wait for the device at every update. There the device decides: AdamW's fused kernel leaves all parameters
@@ -32,19 +32,19 @@ class NotFiniteError(SinklabError):
 
 
 @dataclass(frozen=True)
-class Report:
+class UpdateResult:
     """The mean loss over the global batch in nats per token, and the norm of its gradient before clipping."""
 
     loss: float
     grad_norm: float
 
 
-class Reports:
-    """The updates of one process, in order.
+class FiniteCheck:
+    """Loss and gradient norm of every update of one process, in order, and whether they are finite.
 
     Args:
         optimizer: whose steps are left out.
-        world: the processes that train together; all of them report.
+        world: the processes that train together; all of them take part.
         late: read one update late; needs a fused AdamW.
     """
 
@@ -54,7 +54,7 @@ class Reports:
         self._broken: Tensor | None = None
 
     def add(self, step: int, loss: Tensor, grad_norm: Tensor) -> None:
-        """Take the report of an update whose gradient is known and whose step has not been made.
+        """Take in an update whose gradient is known and whose step has not been made.
 
         Args:
             step: of the update, counted from 1.
@@ -66,45 +66,45 @@ class Reports:
         """
         broken = ~(loss.isfinite() & grad_norm.isfinite())
         sums = self._world.sum_on_device(torch.stack((loss.double(), broken.double())))
-        report = torch.stack((sums[0] / self._world.size, grad_norm.double(), sums[1]))
+        numbers = torch.stack((sums[0] / self._world.size, grad_norm.double(), sums[1]))
         if not self._late:
-            _refuse(step, report.tolist())
-            self._waiting.append((step, report, None))
+            _refuse(step, numbers.tolist())
+            self._waiting.append((step, numbers, None))
             return
         now = (sums[1] > 0).float()
         self._broken = now if self._broken is None else torch.maximum(self._broken, now)
         self._optimizer.found_inf = self._broken  # type: ignore[attr-defined]  # as GradScaler tells a fused optimiser
-        self._waiting.append((step, *_begin_copy(report)))
+        self._waiting.append((step, *_begin_copy(numbers)))
 
-    def read(self, all_of_them: bool = False) -> list[Report]:
-        """The reports that have not been read, but for the last one when it is read late.
+    def read(self, all_of_them: bool = False) -> list[UpdateResult]:
+        """The updates that have not been read, but for the last one when it is read late.
 
         Raises:
             NotFiniteError: on all processes, where one is not finite.
         """
         left, found = int(self._late and not all_of_them), []
         while len(self._waiting) > left:
-            step, report, copied = self._waiting.popleft()
+            step, numbers, copied = self._waiting.popleft()
             if copied is not None:
                 copied.synchronize()
-            loss, grad_norm, _ = _refuse(step, report.tolist())
-            found.append(Report(loss, grad_norm))
+            loss, grad_norm, _ = _refuse(step, numbers.tolist())
+            found.append(UpdateResult(loss, grad_norm))
         return found
 
 
-def _refuse(step: int, report: list[float]) -> list[float]:
-    loss, grad_norm, broken_processes = report
+def _refuse(step: int, numbers: list[float]) -> list[float]:
+    loss, grad_norm, broken_processes = numbers
     if broken_processes:
         raise NotFiniteError(step, loss, grad_norm)
-    return report
+    return numbers
 
 
-def _begin_copy(report: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """The report on the CPU, and what to wait for before it is looked at."""
-    if not report.is_cuda:
-        return report, None
-    host = torch.empty_like(report, device="cpu", pin_memory=True)
-    host.copy_(report, non_blocking=True)
+def _begin_copy(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """The numbers on the CPU, and what to wait for before it is looked at."""
+    if not numbers.is_cuda:
+        return numbers, None
+    host = torch.empty_like(numbers, device="cpu", pin_memory=True)
+    host.copy_(numbers, non_blocking=True)
     copied = torch.cuda.Event()
-    copied.record(torch.cuda.current_stream(report.device))
+    copied.record(torch.cuda.current_stream(numbers.device))
     return host, copied

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from sinklab.model.transformer import Transformer
 from sinklab.train.directory.defects import TrainState
 from sinklab.train.directory.run import Run
-from sinklab.train.finite import NotFiniteError, Reports
+from sinklab.train.finite import FiniteCheck, NotFiniteError
 from sinklab.train.optim import build_optimizer, learning_rate
 from sinklab.train.parallel import local, share, whole
 from sinklab.train.prefetch import Prefetcher
@@ -53,7 +53,7 @@ class Updater:
             self._shared = share(self.model, self.recipe.train.parallel, world)
         self.optimizer = build_optimizer(self.model, self.recipe.optim)
         late = self.device.type == "cuda" and isinstance(self.optimizer, torch.optim.AdamW)
-        self.reports = Reports(self.optimizer, world, late)
+        self.finite = FiniteCheck(self.optimizer, world, late)
         self.state = TrainState()
         self._loss = 0.0
 
@@ -65,7 +65,7 @@ class Updater:
     def update(self) -> float:
         """One step; returns the newest training loss that is known, in nats per token over the global batch.
 
-        On a CPU it is this step's; on CUDA it is that of the step before (see `reports`).
+        On a CPU it is this step's; on CUDA it is that of the step before (see finite.py).
 
         Raises:
             NotFiniteError: on all processes, where a loss or gradient of one of them is not finite.
@@ -75,13 +75,13 @@ class Updater:
             group["lr"] = self.rate
         loss, norm = self.gradient()
         with self._not_updated():
-            self.reports.add(state.step + 1, loss, norm)
+            self.finite.add(state.step + 1, loss, norm)
         if clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), clip, norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         state.step += 1
-        self._take_reports()
+        self._take_results()
         return self._loss
 
     def settle(self) -> None:
@@ -90,18 +90,18 @@ class Updater:
         Raises:
             NotFiniteError: as `update`.
         """
-        self._take_reports(all_of_them=True)
+        self._take_results(all_of_them=True)
 
     def has_finite_weights(self) -> bool:
         """Of this process. A step too large overflows weights though its gradient was finite."""
         return bool(torch.stack([local(p.detach()).isfinite().all() for p in self.model.parameters()]).all())
 
-    def _take_reports(self, all_of_them: bool = False) -> None:
+    def _take_results(self, all_of_them: bool = False) -> None:
         state = self.state
         with self._not_updated():
-            for report in self.reports.read(all_of_them):
-                self._loss, state.grad_norm = report.loss, report.grad_norm
-                state.loss_sum, state.loss_count = state.loss_sum + report.loss, state.loss_count + 1
+            for made in self.finite.read(all_of_them):
+                self._loss, state.grad_norm = made.loss, made.grad_norm
+                state.loss_sum, state.loss_count = state.loss_sum + made.loss, state.loss_count + 1
 
     @contextlib.contextmanager
     def _not_updated(self) -> Iterator[None]:
