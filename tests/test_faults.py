@@ -18,8 +18,9 @@ from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError, SinklabError
 from sinklab.train.directory.checkpoint import save_checkpoint
+from sinklab.train.directory.history import read_metrics
 from sinklab.train.directory.lock import lock_run
-from sinklab.train.directory.run import existing_run, load_run, open_run, read_metrics
+from sinklab.train.directory.run import existing_run, load_run, open_run
 from sinklab.train.loop import StepReport, Trainer
 from sinklab.train.recipe import Recipe, build_recipe
 from sinklab.train.replay import replay

@@ -17,7 +17,8 @@ from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError, SinklabError
 from sinklab.train.compile import compile_blocks
 from sinklab.train.directory import lock
-from sinklab.train.directory.run import load_run, open_run, read_metrics
+from sinklab.train.directory.history import read_metrics
+from sinklab.train.directory.run import load_run, open_run
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import build_recipe, parse_override
 from sinklab.train.world import World, joined_world

@@ -13,7 +13,8 @@ from report_fixtures import HEADS, HOSTILE, LAB, LAYERS, LENGTH, make_lab, make_
 
 from sinklab.errors import InputError
 from sinklab.report import charts, theme
-from sinklab.report.collect import ReportData, collect
+from sinklab.report.collect import collect
+from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.export import export_charts
 from sinklab.report.figure import Figure
 from sinklab.report.figures import figures
@@ -30,6 +31,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> ReportData:
 @pytest.fixture(scope="module")
 def drawn(data: ReportData) -> dict[str, Figure]:
     return {figure.key: figure for figure in figures(data, width=600)}
+
+
+def with_array(run: ReportedRun, name: str, value: float) -> ReportedRun:
+    """The run, measured with the same value for every head."""
+    assert run.measurement is not None
+    array = np.full((LAYERS, HEADS), value)
+    return replace(run, measurement=run.measurement.model_copy(update={name: array}))
 
 
 def texts(chart: charts.Drawing) -> str:
@@ -61,7 +69,7 @@ def test_there_is_one_heatmap_for_each_run(drawn: dict[str, Figure]) -> None:
 
 
 def test_the_share_on_the_bias_is_a_heatmap_beside_that_of_the_first_token(data: ReportData) -> None:
-    biased = replace(data.runs[2], arrays={**data.runs[2].arrays, "importance_bias": np.full((LAYERS, HEADS), 0.4)})
+    biased = with_array(data.runs[2], "importance_bias", 0.4)
     shown = {figure.key: figure for figure in figures(ReportData([], [biased]), width=600)}["importance-heads"]
     assert ["first token" in texts(shown.charts[0]), "bias" in texts(shown.charts[1])] == [True, True]
 
@@ -163,7 +171,7 @@ def test_a_heatmap_outlines_the_heads_above_the_threshold_only() -> None:
 
 
 def test_row_sums_have_a_figure_where_scores_do_not_sum_to_one(data: ReportData) -> None:
-    sigmoid = replace(data.runs[-1], arrays={**data.runs[-1].arrays, "row_sums": np.full((LAYERS, HEADS), 23.0)})
+    sigmoid = with_array(data.runs[-1], "row_sums", 23.0)
     shown = {figure.key: figure for figure in figures(ReportData([], [data.runs[0], sigmoid]), width=600)}
     assert len(shown["row-sums"].charts) == 1
     scale = shown["row-sums"].scale

@@ -15,7 +15,7 @@ def test_a_lab_directory_gives_its_cells_in_the_order_of_its_summary(tmp_path: P
     data = collect([make_lab(tmp_path / "lab")])
     assert data.cells == list(LAB)
     assert [run.cell for run in data.runs] == list(LAB)
-    assert [claim["verdict"] for claim in data.claims] == ["reproduced", "not reproduced", "inconclusive"]
+    assert [claim.verdict for claim in data.claims] == ["reproduced", "not reproduced", "inconclusive"]
 
 
 def test_folders_named_by_seed_are_one_cell_with_mean_and_spread(tmp_path: Path) -> None:
@@ -54,8 +54,8 @@ def test_a_step_repeated_after_an_interruption_counts_once_and_the_later_line_wi
     with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps({"step": 200, "valid_loss": 9.0}) + "\n")
     history = collect([run]).runs[0].history
-    assert [record["step"] for record in history] == [0, 100, 200, 300]
-    assert history[2]["valid_loss"] == 9.0
+    assert [evaluation.step for evaluation in history] == [0, 100, 200, 300]
+    assert history[2].valid_loss == 9.0
 
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
@@ -70,7 +70,8 @@ def test_a_non_finite_number_is_a_gap_and_not_a_crash(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", reached=300)
     with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 400, "valid_loss": NaN, "sink_rate": [Infinity]}\n')
-    assert collect([run]).runs[0].history[-1] == {"step": 400, "valid_loss": None, "sink_rate": [None]}
+    last = collect([run]).runs[0].history[-1]
+    assert (last.step, last.valid_loss, last.sink_rate) == (400, None, [None])
 
 
 def test_a_measured_model_is_named_by_its_hub_id(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from rich.console import Console
 
 from sinklab.commands.terminal.report import print_report, sparkline
 from sinklab.measuring.measurement import Measurement
-from sinklab.report.collect import ReportData, collect
+from sinklab.report.collect import collect
+from sinklab.report.data import ReportData
 
 
 def printed(data: ReportData, width: int = 140) -> str:

@@ -19,7 +19,7 @@ from sinklab.interventions import VARIANTS
 from sinklab.measuring.measurement import Measurement
 from sinklab.signals import PreemptedError
 from sinklab.train.directory.defects import step_of
-from sinklab.train.directory.run import read_metrics
+from sinklab.train.directory.history import read_metrics
 from sinklab.train.recipe import build_recipe, load_recipe
 
 BASE = {

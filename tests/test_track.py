@@ -18,7 +18,7 @@ from rich.console import Console
 from sinklab.commands.terminal.training import print_plan
 from sinklab.commands.train import plan_command, train_command
 from sinklab.errors import InputError
-from sinklab.train.directory.run import read_metrics
+from sinklab.train.directory.history import read_metrics
 from sinklab.train.planning.plan import plan_of
 from sinklab.train.recipe import load_recipe
 from sinklab.train.track import TRACKERS, numbers_of, require

@@ -23,7 +23,8 @@ from benchmarks.timing import RESULTS, environment
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.files import write_json
-from sinklab.train.directory.run import open_run, read_metrics
+from sinklab.train.directory.history import read_metrics
+from sinklab.train.directory.run import open_run
 from sinklab.train.loop import StepReport, Trainer
 from sinklab.train.recipe import Recipe, load_recipe
 

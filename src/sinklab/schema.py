@@ -1,4 +1,4 @@
-"""The base of every config part: strict and immutable, so that a recipe is the whole truth of a run."""
+"""The bases of what is validated, config parts and files that are read, and the walk through their nested values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -75,3 +75,18 @@ class Kind(Part):
     def chosen(cls, values: Mapping[str, object]) -> dict[str, object]:
         """What a recipe says to choose this kind with these values."""
         return {"kind": cls.model_fields["kind"].default, **values}
+
+
+class Document(BaseModel):
+    """A file of ours as a later command reads it. Keys it does not know are another version's, and left alone."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+def leaves(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """The values of nested mappings by their dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        below = f"{path}.{key}" if path else str(key)
+        found |= leaves(value, below) if isinstance(value, Mapping) else {below: value}
+    return found

@@ -31,11 +31,11 @@ def chart(measurement: "Measurement", what: str = "heads") -> Any:
         import altair as alt
 
         from sinklab.report import theme
-        from sinklab.report.collect import ReportData, run_of
+        from sinklab.report.data import ReportData, ReportedRun
         from sinklab.report.importance_figures import importance_figures
     except ModuleNotFoundError as error:
         raise InputError(f"a chart needs {error.name}, which is not installed: pip install altair") from error
-    data = ReportData([Path()], [run_of(measurement)])
+    data = ReportData([Path()], [ReportedRun.of(measurement)])
     figures = {figure.key: figure for figure in importance_figures(data, 480) if figure is not None}
     if CHARTS[what] not in figures:
         raise InputError(f"the measurement has no norms of two positions to draw: choose {', '.join(list(CHARTS)[:3])}")

@@ -1,6 +1,5 @@
 """From run directories to summary.json: one row per cell over its seeds, and a verdict per claim."""
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from typing import Any
 
 from sinklab.errors import SinklabError
 from sinklab.experiments.definition import Check, Experiment
-from sinklab.train.directory.run import read_metrics
+from sinklab.train.directory.history import read_history, seconds_spent
 
 
 @dataclass(frozen=True)
@@ -27,22 +26,17 @@ def read_result(directory: Path) -> Result:
     """The last evaluation of a finished run.
 
     Raises:
-        SinklabError: the run has not finished.
+        SinklabError: the run has not finished, or its last evaluation lacks a number.
     """
-    rows = read_metrics(directory / "metrics.jsonl")
-    if not rows or not (directory / "measurement.json").exists():
+    history = read_history(directory / "metrics.jsonl")
+    if not history or not (directory / "measurement.json").exists():
         raise SinklabError(f"the run in {directory} has not finished: run the same command again to continue it")
-    last = rows[-1]
-    before = [0, *(row["step"] for row in rows)]
-    tokens_per_step = last["tokens"] / last["step"]
-    seconds = sum(
-        (row["step"] - earlier) * tokens_per_step / row["tokens_per_second"]
-        for earlier, row in zip(before, rows, strict=False)
-        if row["tokens_per_second"]
-    )
-    return Result(
-        last["sink_rate"], last["sink_rate_bias"], last["valid_loss"], max(last["hidden_norm_ratio"]), round(seconds, 1)
-    )
+    last = history[-1]
+    rates = [rate for rate in last.sink_rate if rate is not None]
+    ratios = [ratio for ratio in last.hidden_norm_ratio if ratio is not None]
+    if last.valid_loss is None or not rates or not ratios or len(rates) < len(last.sink_rate):
+        raise SinklabError(f"the last evaluation in {directory / 'metrics.jsonl'} lacks a number: train the run again")
+    return Result(rates, last.sink_rate_bias, last.valid_loss, max(ratios), round(seconds_spent(history), 1))
 
 
 def summarise(experiment: Experiment, results: Mapping[str, Sequence[Result]]) -> dict[str, Any]:
@@ -104,9 +98,3 @@ def _values(check: Check, results: Mapping[str, Sequence[Result]]) -> list[float
     if check.value == "sink_bias":
         return [run.sink_rate_bias for run in runs if run.sink_rate_bias is not None]
     return [run.valid_loss for run in runs]
-
-
-def read_summary(directory: Path) -> dict[str, Any] | None:
-    """summary.json of a directory, None where there is none."""
-    path = directory / "summary.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

@@ -4,9 +4,11 @@ from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
-from sinklab.measuring.statistics.details import PREFIX
+import numpy as np
+
+from sinklab.measuring.statistics.details import Details
 from sinklab.report import lines
-from sinklab.report.collect import ReportData, Run
+from sinklab.report.data import ReportData
 from sinklab.report.figure import DataTable, Figure
 
 
@@ -17,7 +19,7 @@ def by_distance(data: ReportData, width: int | str) -> Figure:
         "queries, layers, heads and seeds. The shares add up to one, less what is on a bias. Few queries have keys far "
         "back; what they pay to a sink stands at the right."
     )
-    rows = _bucket_rows(data, "by_distance", "distances", "attention", lambda run: run.measurement["length"] - 1)
+    rows = _bucket_rows(data, lambda d: d.by_distance, lambda d: d.distances, "attention", to_length=-1)
     chart = lines.by_bucket(rows, data.cells, "Distance (tokens back; 0 is the query itself)", "Share", width)
     return Figure("by-distance", "How far back attention goes", caption, [chart], table=_bucket_table(rows, "Distance"))
 
@@ -28,9 +30,8 @@ def by_query(data: ReportData, width: int | str) -> Figure:
         "What a query pays to the first token (solid) and to an average other token before it (dashed), by where the "
         "query stands, mean over layers, heads and seeds. Without a sink both fall together."
     )
-    last: Callable[[Run], int] = lambda run: run.measurement["length"]  # noqa: E731
-    rows = _bucket_rows(data, "first_by_query", "queries", "first token", last)
-    rows += _bucket_rows(data, "rest_by_query", "queries", "an average other token", last)
+    rows = _bucket_rows(data, lambda d: d.first_by_query, lambda d: d.queries, "first token")
+    rows += _bucket_rows(data, lambda d: d.rest_by_query, lambda d: d.queries, "an average other token")
     chart = lines.by_bucket(rows, data.cells, "Position of the query", "Share of its attention", width, True)
     return Figure(
         "by-query", "The sink as the sequence goes on", caption, [chart], table=_bucket_table(rows, "Queries")
@@ -38,15 +39,18 @@ def by_query(data: ReportData, width: int | str) -> Figure:
 
 
 def _bucket_rows(
-    data: ReportData, name: str, buckets: str, where: str, last: Callable[[Run], int]
+    data: ReportData,
+    shares: Callable[[Details], np.ndarray],
+    buckets: Callable[[Details], list[int]],
+    where: str,
+    to_length: int = 0,
 ) -> list[dict[str, Any]]:
+    """One row per cell and bucket; the last bucket ends at the sequence's length plus `to_length`."""
     collected: dict[tuple[str, int, str], list[float]] = {}
-    for run in data.runs:
-        shares_LHX = run.arrays.get(PREFIX + name)
-        if shares_LHX is None:
-            continue
-        starts: list[int] = run.measurement["details"][buckets]
-        for start, end, share in zip(starts, [*starts[1:], last(run) + 1], shares_LHX.mean((0, 1)), strict=True):
+    for run, measured, details in data.detailed:
+        starts, end_of_all = buckets(details), measured.length + to_length + 1
+        mean_shares = shares(details).mean((0, 1))
+        for start, end, share in zip(starts, [*starts[1:], end_of_all], mean_shares, strict=True):
             called = str(start) if end - start == 1 else f"{start}..{end - 1}"
             collected.setdefault((run.cell, start, called), []).append(float(share))
     return [

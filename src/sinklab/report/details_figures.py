@@ -1,24 +1,24 @@
 """Figures of what was measured with --details: angles, entropy, distances, secondary sinks, kurtosis, maps."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from statistics import fmean
 
 import numpy as np
 
-from sinklab.measuring.statistics.details import ALIGNED, FIRST_FEW, PREFIX
+from sinklab.measuring.statistics.details import ALIGNED, FIRST_FEW, Details
 from sinklab.report import heatmaps, lines
 from sinklab.report.bucket_figures import by_distance, by_query
-from sinklab.report.collect import ReportData
+from sinklab.report.data import ReportData
 from sinklab.report.figure import DataTable, Figure
-from sinklab.report.importance_figures import SHOWN_POSITIONS, Named, named_arrays, side_by_side
+from sinklab.report.importance_figures import SHOWN_POSITIONS, Named, side_by_side
 
 MAP_CELLS = 64  # larger maps are thinned: every cell is an element of the page
 
 
 def details_figures(data: ReportData, width: int | str) -> list[Figure | None]:
     """In reading order; empty where nothing was measured with --details."""
-    if not any(run.measurement.get("details") for run in data.runs):
+    if not data.detailed:
         return []
     small = width if width == "container" else 300
     return [
@@ -37,7 +37,7 @@ def details_figures(data: ReportData, width: int | str) -> list[Figure | None]:
 
 
 def _cosine(data: ReportData, width: int | str) -> Figure | None:
-    maps = _by_position(data, "cosine")
+    maps = _by_position(data, lambda d: d.cosine)
     if not maps:
         return None
     caption = (
@@ -59,7 +59,7 @@ def _cosine(data: ReportData, width: int | str) -> Figure | None:
 
 
 def _norm_product(data: ReportData, width: int | str) -> Figure | None:
-    maps = _by_position(data, "norm_product")
+    maps = _by_position(data, lambda d: d.norm_product)
     if not maps:
         return None
     caption = (
@@ -79,7 +79,7 @@ def _norm_product(data: ReportData, width: int | str) -> Figure | None:
 
 
 def _cosine_by_head(data: ReportData, width: int | str) -> Figure | None:
-    maps = [(label, array[:, :, 0]) for label, array in named_arrays(data, PREFIX + "cosine")]
+    maps = [(label, array[:, :, 0]) for label, array in _arrays(data, lambda d: d.cosine)]
     if not maps:
         return None
     caption = "Mean cosine between the queries and the key of the first token. Compare it with the heads of the sink."
@@ -92,24 +92,21 @@ def _value_ratio(data: ReportData, width: int | str) -> Figure | None:
         "Norm of the first token's value over the mean norm of the others. Below one, attention on the first token "
         "adds little to the output."
     )
-    return _heads(
-        data, "value_ratio", "value-ratio", "How much the first token gives", "ratio of norms", caption, width
-    )
+    maps = _arrays(data, lambda d: d.value_ratio)
+    return _heads(maps, "value-ratio", "How much the first token gives", "ratio of norms", caption, width)
 
 
 def _entropy(data: ReportData, width: int | str) -> Figure | None:
     reference = ""
-    if lengths := {run.measurement["length"] for run in data.runs if run.measurement.get("details")}:
+    if lengths := {measured.length for _, measured, _ in data.detailed}:
         means = ", ".join(f"{fmean(np.log(np.arange(1, n + 1)).tolist()):.2f} for T = {n}" for n in sorted(lengths))
         reference = f" Attention that is uniform over all keys has {means}."
     caption = f"Entropy of the attention of a query, in nats, mean over queries and sequences.{reference}"
-    return _heads(data, "entropy", "entropy", "How spread the attention is", "entropy", caption, width)
+    maps = _arrays(data, lambda d: d.entropy)
+    return _heads(maps, "entropy", "How spread the attention is", "entropy", caption, width)
 
 
-def _heads(
-    data: ReportData, name: str, key: str, title: str, what: str, caption: str, width: int | str
-) -> Figure | None:
-    maps = named_arrays(data, PREFIX + name)
+def _heads(maps: list[Named], key: str, title: str, what: str, caption: str, width: int | str) -> Figure | None:
     if not maps:
         return None
     return side_by_side(key, title, caption, maps, heatmaps.scale_over(what, [matrix for _, matrix in maps]), width)
@@ -117,8 +114,8 @@ def _heads(
 
 def _kurtosis(data: ReportData, width: int | str) -> Figure | None:
     collected: dict[tuple[str, str, int], list[float]] = {}
-    for run in data.runs:
-        kurtosis_MT = run.arrays.get(PREFIX + "kurtosis")
+    for run, _, details in data.detailed:
+        kurtosis_MT = details.kurtosis
         if kurtosis_MT is None or kurtosis_MT.shape[1] < 2:
             continue
         for where, values in (("first token", kurtosis_MT[:, 0]), ("the others", kurtosis_MT[:, 1:].mean(1))):
@@ -140,7 +137,7 @@ def _kurtosis(data: ReportData, width: int | str) -> Figure | None:
 
 
 def _alignment(data: ReportData, width: int | str) -> Figure | None:
-    maps = _by_position(data, "alignment")
+    maps = _by_position(data, lambda d: d.alignment)
     if not maps:
         return None
     caption = (
@@ -163,18 +160,18 @@ def _alignment(data: ReportData, width: int | str) -> Figure | None:
 def _secondary(data: ReportData, width: int | str) -> Figure | None:
     rows = [
         [
-            f"{data.label(run)}: sequence {one['sequence']}, position {one['position']}",
-            str(one["token"]),
-            f"{one['heads']:.1f}",
-            f"{one['importance']:.3f}",
-            "–" if one["alignment"] is None else f"{one['alignment']:.2f} after block {one['block']}",
+            f"{data.label(run)}: sequence {one.sequence}, position {one.position}",
+            str(one.token),
+            f"{one.heads:.1f}",
+            f"{one.importance:.3f}",
+            "–" if one.alignment is None else f"{one.alignment:.2f} after block {one.block}",
         ]
-        for run in data.runs
-        for one in (run.measurement.get("details") or {}).get("secondary_sinks", [])
+        for run, _, details in data.detailed
+        for one in details.secondary_sinks
     ]
     if not rows:
         return None
-    maps = named_arrays(data, PREFIX + "secondary")
+    maps = _arrays(data, lambda d: d.secondary)
     eps = data.runs[0].eps
     caption = (
         f"Percent of sequences in which a head has an importance above ε = {eps:g} at some position past the first "
@@ -187,19 +184,19 @@ def _secondary(data: ReportData, width: int | str) -> Figure | None:
     return replace(figure, table=DataTable(columns, rows))
 
 
-MAPS = {
-    "attention": ("map-attention", "Attention of single heads", "attention", False),
-    "cosine": ("map-cosine", "Cosines of single heads", "cosine", True),
-    "norm_product": ("map-norms", "Norm products of single heads", "norm product", False),
-}
+MAPS: list[tuple[Callable[[Details], np.ndarray | None], str, str, str, bool]] = [
+    (lambda d: d.map_attention, "map-attention", "Attention of single heads", "attention", False),
+    (lambda d: d.map_cosine, "map-cosine", "Cosines of single heads", "cosine", True),
+    (lambda d: d.map_norm_product, "map-norms", "Norm products of single heads", "norm product", False),
+]
 
 
 def _maps(data: ReportData, width: int | str) -> Iterable[Figure]:
-    for name, (key, title, what, diverging) in MAPS.items():
+    for maps, key, title, what, diverging in MAPS:
         named: list[Named] = []
-        for run in data.runs:
-            wanted = (run.measurement.get("details") or {}).get("maps", [])
-            for (layer, head), map_TT in zip(wanted, run.arrays.get(f"{PREFIX}map_{name}", ()), strict=False):
+        for run, _, details in data.detailed:
+            maps_PTT = maps(details)
+            for (layer, head), map_TT in zip(details.maps, () if maps_PTT is None else maps_PTT, strict=False):
                 later = np.triu(np.ones_like(map_TT, dtype=bool), 1)
                 shown = heatmaps.pooled(np.where(later, np.nan, map_TT), MAP_CELLS)
                 named.append((f"{data.label(run)}: layer {layer}, head {head}", shown))
@@ -209,7 +206,7 @@ def _maps(data: ReportData, width: int | str) -> Iterable[Figure]:
         legend = width != "container"
         sides = (heatmaps.QUERIES, heatmaps.KEYS)
         drawn = [heatmaps.heatmap(matrix, scale, label, *sides, width, 260, legend) for label, matrix in named]
-        thinned = any(run.measurement["length"] > MAP_CELLS for run in data.runs if run.measurement.get("details"))
+        thinned = any(measured.length > MAP_CELLS for _, measured, _ in data.detailed)
         caption = "Query by key, mean over sequences" + (
             "; maps of long sequences are thinned by means over squares of positions, which the axes count."
             if thinned
@@ -218,28 +215,31 @@ def _maps(data: ReportData, width: int | str) -> Iterable[Figure]:
         yield Figure(key, title, caption, drawn, scale)
 
 
-def _by_position(data: ReportData, name: str) -> list[Named]:
+def _arrays(data: ReportData, of: Callable[[Details], np.ndarray | None]) -> list[Named]:
+    """An array of the details of every run that has it, with the run's name."""
+    return data.arrays(lambda measured: None if measured.details is None else of(measured.details))
+
+
+def _by_position(data: ReportData, of: Callable[[Details], np.ndarray | None]) -> list[Named]:
     """(layers or blocks, positions) of every run that has it: mean over heads, first positions only."""
     return [
         (label, (array.mean(1) if array.ndim == 3 else array)[:, :SHOWN_POSITIONS])
-        for label, array in named_arrays(data, PREFIX + name)
+        for label, array in _arrays(data, of)
     ]
 
 
 def _layer_table(data: ReportData) -> DataTable:
     rows = []
-    for run in data.runs:
-        details, ratio = run.measurement.get("details"), run.arrays.get(PREFIX + "value_ratio")
-        if not details:
-            continue
-        for layer in range(run.measurement["layers"]):
-            pairs = [(details[f"{name}_first"], details[f"{name}_rest"]) for name in ("cosine", "norm_product")]
+    for run, measured, details in data.detailed:
+        means = (details.cosine_first, details.cosine_rest, details.norm_product_first, details.norm_product_rest)
+        ratio = details.value_ratio
+        for layer in range(measured.layers):
             rows.append(
                 [
                     f"{data.label(run)}, layer {layer + 1}",
-                    f"{run.arrays['importance'][layer, :, 0].mean():.3f}",
-                    *("–" if values is None else f"{values[layer]:.3g}" for pair in pairs for values in pair),
-                    f"{details['entropy_by_layer'][layer]:.2f}",
+                    f"{measured.importance[layer, :, 0].mean():.3f}",
+                    *("–" if values is None else f"{values[layer]:.3g}" for values in means),
+                    f"{details.entropy_by_layer[layer]:.2f}",
                     "–" if ratio is None else f"{ratio[layer].mean():.2f}",
                 ]
             )

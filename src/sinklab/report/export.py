@@ -15,7 +15,7 @@ from sinklab.errors import InputError
 from sinklab.files import written_aside
 from sinklab.outputs import CHART_MARK, check_chart
 from sinklab.report import theme
-from sinklab.report.collect import ReportData
+from sinklab.report.data import ReportData
 from sinklab.report.figures import figures
 
 # No chart refers to data elsewhere, and none may: the converter is given no address it could load from.

@@ -1,12 +1,14 @@
 """Which charts the data at hand allows, each with its title and a caption that says how it was computed."""
 
+from collections.abc import Sequence
+
 from sinklab.report import charts
-from sinklab.report.collect import ReportData
+from sinklab.report.data import ReportData
 from sinklab.report.details_figures import details_figures
 from sinklab.report.figure import Figure
 from sinklab.report.importance_figures import importance_figures
 from sinklab.report.suite_figures import suite_figures
-from sinklab.report.summary import cell_rows, curve, over_seeds
+from sinklab.report.summary import CurvePoint, cell_rows, curve, over_seeds
 
 
 def figures(data: ReportData, width: int | str = "container") -> list[Figure]:
@@ -25,11 +27,11 @@ def figures(data: ReportData, width: int | str = "container") -> list[Figure]:
 def _sink_by_step(data: ReportData, width: int | str) -> Figure | None:
     elsewhere = sorted({row.sink_elsewhere[0] for row in cell_rows(data) if row.sink_elsewhere})
     positions = [1, *elsewhere][:3]
-    rows = []
+    rows: list[CurvePoint] = []
     for position in positions:
         where = "first token" if position == 1 else f"position {position}"
-        rows += curve(data.runs, lambda record, k=position: _at(record.get("sink_rate"), k - 1), where)
-    rows += curve(data.runs, lambda record: record.get("sink_rate_bias"), "bias or sink token")
+        rows += curve(data.runs, lambda one, k=position: _at(one.sink_rate, k - 1), where)
+    rows += curve(data.runs, lambda one: one.sink_rate_bias, "bias or sink token")
     if not rows:
         return None
     eps = data.runs[0].eps
@@ -44,8 +46,8 @@ def _sink_by_step(data: ReportData, width: int | str) -> Figure | None:
 
 
 def _loss(data: ReportData, width: int | str) -> Figure | None:
-    rows = curve(data.runs, lambda record: record.get("valid_loss"), "validation")
-    rows += curve(data.runs, lambda record: record.get("train_loss"), "training")
+    rows = curve(data.runs, lambda one: one.valid_loss, "validation")
+    rows += curve(data.runs, lambda one: one.train_loss, "training")
     if not rows:
         return None
     caption = (
@@ -60,12 +62,12 @@ def _loss(data: ReportData, width: int | str) -> Figure | None:
 def _norm_ratio(data: ReportData, width: int | str) -> Figure | None:
     collected: dict[tuple[str, int], list[float]] = {}
     for run in data.runs:
-        for layer, ratio in enumerate(run.latest.get("hidden_norm_ratio") or []):
+        for layer, ratio in enumerate(run.latest.hidden_norm_ratio):
             if ratio is not None:
                 collected.setdefault((run.cell, layer), []).append(ratio)
     if not collected:
         return None
-    rows = [{"cell": cell, "layer": layer} | over_seeds(numbers) for (cell, layer), numbers in collected.items()]
+    rows = [{"cell": cell, "layer": layer, **over_seeds(numbers)} for (cell, layer), numbers in collected.items()]
     caption = (
         "Norm of the hidden state at the first position over the mean norm at the others, after each block (the last "
         "one before the final normalisation). A ratio of 1, the dotted line, means that the first token is like any "
@@ -75,8 +77,8 @@ def _norm_ratio(data: ReportData, width: int | str) -> Figure | None:
     return Figure("norm-ratio", "Size of the first token's hidden state", caption, [chart])
 
 
-def _at(values: list[float] | None, index: int) -> float | None:
-    return values[index] if values and index < len(values) else None
+def _at(values: Sequence[float | None], index: int) -> float | None:
+    return values[index] if index < len(values) else None
 
 
 def _band(data: ReportData) -> str:

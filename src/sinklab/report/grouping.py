@@ -3,18 +3,17 @@
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sinklab.errors import InputError
+from sinklab.report.data import ReportedRun, WrittenRecipe
+from sinklab.schema import leaves
 from sinklab.train.recipe import KINDS, MANNER, load_recipe
-
-if TYPE_CHECKING:
-    from sinklab.report.collect import Run
 
 SHOWN = 4  # changes that a name has room for
 
 
-def grouped(runs: "list[Run]", named: Collection[str]) -> "list[Run]":
+def grouped(runs: list[ReportedRun], named: Collection[str]) -> list[ReportedRun]:
     """The runs, those with the same recipe but for the seed in a cell of their own.
 
     A cell is named by its changes against the recipe that comes with sinklab and has the runs' name
@@ -24,9 +23,9 @@ def grouped(runs: "list[Run]", named: Collection[str]) -> "list[Run]":
     Args:
         named: cells that a summary has named, which stay as they are.
     """
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[ReportedRun]] = {}
     for run in runs:
-        if run.trained and run.cell not in named:
+        if run.recipe and run.cell not in named:
             groups.setdefault(_without_seed(run.recipe), []).append(run)
     groups = {key: group for key, group in groups.items() if len({run.seed for run in group}) == len(group)}
     several = len({_base_name(group[0]) for group in groups.values()}) > 1
@@ -45,22 +44,22 @@ def grouped(runs: "list[Run]", named: Collection[str]) -> "list[Run]":
     return [replace(run, cell=cells[inside[id(run)]] if id(run) in inside else run.cell) for run in runs]
 
 
-def _without_seed(recipe: Mapping[str, Any]) -> str:
+def _without_seed(recipe: WrittenRecipe) -> str:
     """What decides the result, but for the seed."""
-    kept = {key: value for key, value in recipe.items() if key not in ("seed", "name")}
+    kept = {key: value for key, value in recipe.values.items() if key not in ("seed", "name")}
     if isinstance(train := kept.get("train"), dict):
         kept["train"] = {key: value for key, value in train.items() if key not in MANNER}
     return json.dumps(kept, sort_keys=True, default=str)
 
 
-def _base_name(run: "Run") -> str:
-    return str(run.recipe.get("name"))
+def _base_name(run: ReportedRun) -> str:
+    return str(run.recipe and run.recipe.name)
 
 
-def _changes(run: "Run") -> list[str] | None:
+def _changes(run: ReportedRun) -> list[str] | None:
     """What the run changes in the recipe of its name, None where there is none such."""
     try:
-        return changes(run.recipe, _base_name(run))
+        return changes(run.recipe.values, _base_name(run)) if run.recipe else None
     except InputError:
         return None
 
@@ -103,15 +102,6 @@ def changes(recipe: Mapping[str, Any], base: str) -> list[str]:
         if theirs.get(key) != value and not (key in resolved and theirs.get(key) == resolved[key])
     ]
     return said
-
-
-def leaves(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """The values of nested mappings by their dotted keys."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        below = f"{path}.{key}" if path else str(key)
-        found |= leaves(value, below) if isinstance(value, Mapping) else {below: value}
-    return found
 
 
 def _is_manner(key: str) -> bool:

@@ -8,6 +8,8 @@ them as text, and the page's own content policy runs no script but the two whose
 import base64
 import hashlib
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
@@ -23,13 +25,13 @@ import sinklab
 from sinklab.files import write_text
 from sinklab.outputs import REPORT, REPORT_MARK, check_report
 from sinklab.report import theme
-from sinklab.report.collect import ReportData, Run, collect
+from sinklab.report.collect import collect
+from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.export import export_charts
 from sinklab.report.figures import Figure, figures
-from sinklab.report.findings import tables
-from sinklab.report.suite_tables import suite_tables
 from sinklab.report.suites import failures
 from sinklab.report.summary import VERDICTS, headline, table
+from sinklab.report.tables import tables
 
 TEMPLATES = files("sinklab.report") / "templates"
 
@@ -75,9 +77,9 @@ def render(data: ReportData) -> str:
         verdicts=_verdict_counts(data),
         columns=columns,
         rows=rows,
-        proxied=list(dict.fromkeys(run.cell for run in data.runs if run.measurement.get("proxy"))),
+        proxied=list(dict.fromkeys(run.cell for run, measured in data.measured if measured.proxy)),
         notes=[*((data.label(run), note) for run in data.runs for note in run.notes), *failures(data)],
-        tables=[*suite_tables(data), *tables(data)],
+        tables=tables(data),
         swatches=theme.colours(data.cells),
         figures=drawn,
         charts=Markup(json_for_script(_charts_document(drawn))),
@@ -138,39 +140,46 @@ def _title(data: ReportData) -> str:
 
 
 def _verdict_counts(data: ReportData) -> list[tuple[str, int]]:
-    found = [str(claim.get("verdict", "inconclusive")) for claim in data.claims]
+    found = [claim.verdict for claim in data.claims]
     return [(verdict, found.count(verdict)) for verdict in VERDICTS if verdict in found]
 
 
-def _provenance(data: ReportData, run: Run) -> dict[str, Any]:
-    """What is needed to find and repeat a run: its directory, recipe, seed, versions and machine."""
-    settings = {
-        **{
-            key: run.measurement[key]
-            for key in ("model", "revision", "commit", "inputs", "sequences", "length", "bos")
-            if key in run.measurement
-        },
+@dataclass(frozen=True)
+class Provenance:
+    """What is needed to find and repeat a run: its directory, recipe, seed, versions and machine, as texts."""
+
+    name: str
+    path: str
+    settings: dict[str, str]
+    environment: dict[str, str]
+    recipe: str
+
+
+def _provenance(data: ReportData, run: ReportedRun) -> Provenance:
+    one, env = run.measurement, run.env
+    settings: dict[str, object] = {}
+    if one is not None:
+        settings = {"model": one.model, "revision": one.revision, "commit": one.commit, "inputs": one.inputs}
+        settings |= {"sequences": one.sequences, "length": one.length, "bos": one.bos}
+    settings |= {
         "seed": run.seed,
         "steps": f"{run.steps_done or 0} of {run.planned_steps}" if run.trained else None,
-        "run hash": run.env.get("hash"),
-        **{key: run.measurement.get(key) or run.env.get(key) for key in ("backend", "dtype", "device")},
+        "run hash": env.get("hash"),
+        "backend": one.backend if one else env.get("backend"),
+        "dtype": one.dtype if one else env.get("dtype"),
+        "device": env.get("device"),
     }
-    return {
-        "name": data.label(run),
-        "path": str(run.path),
-        "settings": {key: _plain(value) for key, value in settings.items() if value is not None},
-        "environment": {key: _plain(value) for key, value in run.env.items() if value is not None},
-        "recipe": _plain_yaml(run.recipe) if run.recipe else "",
-    }
+    recipe = yaml.safe_dump(run.recipe.values, sort_keys=False, allow_unicode=True) if run.recipe else ""
+    return Provenance(data.label(run), str(run.path), _plain_values(settings), _plain_values(run.env), recipe)
 
 
-def _plain(value: Any) -> str:
+def _plain_values(values: Mapping[str, object]) -> dict[str, str]:
+    return {key: _plain(value) for key, value in values.items() if value is not None}
+
+
+def _plain(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {_plain(item)}" for key, item in value.items())
     if isinstance(value, bool):
         return "yes" if value else "no"
     return str(value)
-
-
-def _plain_yaml(recipe: dict[str, Any]) -> str:
-    return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)

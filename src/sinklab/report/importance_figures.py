@@ -1,15 +1,16 @@
 """Figures of what every measurement holds: importance by head, by layer and by position, row sums and norms."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
+from sinklab.measuring.measurement import Measurement
 from sinklab.report import charts, heatmaps, lines
-from sinklab.report.collect import ReportData, Run
+from sinklab.report.data import ReportData
 from sinklab.report.figure import Figure
 from sinklab.report.heatmaps import Scale, heatmap
 from sinklab.report.summary import over_seeds
@@ -47,29 +48,17 @@ def side_by_side(
     return Figure(key, title, caption, drawn, scale)
 
 
-def bias_share(run: Run) -> np.ndarray | None:
-    """(layers, heads): mean share of the attention on the added bias or sink token; None where there is none."""
-    return run.arrays.get("importance_bias")
-
-
-def named_arrays(data: ReportData, name: str) -> list[Named]:
-    """An array of every measurement that has it, with the name of its run."""
-    found = [(data.label(run), run.arrays.get(name)) for run in data.runs]
-    return [(label, array) for label, array in found if array is not None and array.size]
-
-
 def _by_head(data: ReportData, width: int | str) -> Figure | None:
     maps: list[Named] = []
     lengths: list[int] = []
-    for run in data.runs:
-        label, importance_LHT, bias_LH = data.label(run), run.arrays.get("importance"), bias_share(run)
-        if importance_LHT is not None:
-            maps.append((f"{label}: first token", importance_LHT[:, :, 0]))
-            lengths.append(importance_LHT.shape[2])
-        if (visible_LHT := run.arrays.get("importance_visible")) is not None:
-            maps.append((f"{label}: first token, {VISIBLE}", visible_LHT[:, :, 0]))
-        if bias_LH is not None:
-            maps.append((f"{label}: bias", bias_LH))
+    for run, measured in data.measured:
+        label = data.label(run)
+        maps.append((f"{label}: first token", measured.importance[:, :, 0]))
+        lengths.append(measured.length)
+        if measured.importance_visible is not None:
+            maps.append((f"{label}: first token, {VISIBLE}", measured.importance_visible[:, :, 0]))
+        if measured.importance_bias is not None:
+            maps.append((f"{label}: bias", measured.importance_bias))
     if not maps:
         return None
     caption = (
@@ -86,8 +75,8 @@ def _by_head(data: ReportData, width: int | str) -> Figure | None:
 
 
 def _by_layer(data: ReportData, width: int | str) -> Figure | None:
-    found = named_arrays(data, "importance")
-    visible = [(f"{label}, {VISIBLE}", array) for label, array in named_arrays(data, "importance_visible")]
+    found = data.arrays(lambda m: m.importance)
+    visible = [(f"{label}, {VISIBLE}", array) for label, array in data.arrays(lambda m: m.importance_visible)]
     if not found:
         return None
     maps = [(label, array.mean(1)[:, :SHOWN_POSITIONS]) for label, array in [*found, *visible]]
@@ -123,7 +112,7 @@ def _said_of_uniform(lengths: Iterable[int]) -> str:
 
 
 def _said_of_masks(data: ReportData) -> str:
-    if not named_arrays(data, "importance_visible"):
+    if not data.arrays(lambda m: m.importance_visible):
         return ""
     return (
         f"“{VISIBLE.capitalize()}” is the mean over those queries alone that may see the key; uniform attention gives "
@@ -139,12 +128,10 @@ def _importance_scale(maps: list[Named], data: ReportData) -> Scale:
 
 def _by_position(data: ReportData, width: int | str) -> Figure | None:
     collected: dict[tuple[str, int], list[float]] = {}
-    lengths = {array.shape[2] for _, array in named_arrays(data, "importance")}
-    for run in data.runs:
-        importance_LHT = run.arrays.get("importance")
-        if importance_LHT is not None:
-            for index, value in enumerate(importance_LHT.mean((0, 1))[:SHOWN_POSITIONS]):
-                collected.setdefault((run.cell, index + 1), []).append(float(value))
+    lengths = {measured.length for _, measured in data.measured}
+    for run, measured in data.measured:
+        for index, value in enumerate(measured.importance.mean((0, 1))[:SHOWN_POSITIONS]):
+            collected.setdefault((run.cell, index + 1), []).append(float(value))
     if not collected:
         return None
     rows = [
@@ -169,7 +156,7 @@ def _by_position(data: ReportData, width: int | str) -> Figure | None:
 
 
 def _row_sums(data: ReportData, width: int | str) -> Figure | None:
-    maps = named_arrays(data, "row_sums")
+    maps = data.arrays(lambda m: m.row_sums)
     if not maps:
         return None
     caption = (
@@ -181,13 +168,17 @@ def _row_sums(data: ReportData, width: int | str) -> Figure | None:
     return side_by_side("row-sums", "How much attention there is in all", caption, maps, scale, width)
 
 
-NORMS = {"hidden_norm": "Hidden states", "key_norm": "Keys", "value_norm": "Values"}
+NORMS: dict[str, Callable[[Measurement], np.ndarray | None]] = {
+    "Hidden states": lambda m: m.hidden_norm,
+    "Keys": lambda m: m.key_norm,
+    "Values": lambda m: m.value_norm,
+}
 
 
 def _norms(data: ReportData, width: int | str) -> Figure | None:
     drawn = []
-    for name, title in NORMS.items():
-        rows = _norm_rows(data, name, first_layer=int(name != "hidden_norm"))
+    for title, norm in NORMS.items():
+        rows = _norm_rows(data, norm, first_layer=int(title != "Hidden states"))
         if rows:
             at = "Layer" if rows[0]["layer"] else "After block (0 is the embedding)"
             drawn.append(lines.by_layer(rows, data.cells, at, "Norm", width, title))
@@ -201,10 +192,12 @@ def _norms(data: ReportData, width: int | str) -> Figure | None:
     return Figure("norms", "Hidden states, keys and values of the first token", caption, drawn, small=True)
 
 
-def _norm_rows(data: ReportData, name: str, first_layer: int) -> list[dict[str, Any]]:
+def _norm_rows(
+    data: ReportData, norm: Callable[[Measurement], np.ndarray | None], first_layer: int
+) -> list[dict[str, Any]]:
     collected: dict[tuple[str, str, int], list[float]] = {}
-    for run in data.runs:
-        norm_LT = run.arrays.get(name)
+    for run, measured in data.measured:
+        norm_LT = norm(measured)
         if norm_LT is None or norm_LT.shape[1] < 2:
             continue
         for where, values in (("first token", norm_LT[:, 0]), ("the others", norm_LT[:, 1:].mean(1))):

@@ -3,16 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.table import Table
 from rich.text import Text
 
 from sinklab.errors import InputError, SinklabError
 from sinklab.files import parse_json, parse_yaml
-from sinklab.report.collect import folders_with, read_history
-from sinklab.report.grouping import changes, leaves
+from sinklab.report.collect import folders_with
+from sinklab.report.data import WrittenRecipe
+from sinklab.report.grouping import changes
+from sinklab.schema import leaves
 from sinklab.train.directory.checkpoint import steps_saved
+from sinklab.train.directory.history import Evaluation, read_history
 from sinklab.train.directory.lock import is_held
 
 State = Literal["running", "done", "stopped", "failed", "not begun", "damaged"]
@@ -90,32 +93,31 @@ def _is_run(folder: Path) -> bool:
     return (folder / "recipe.yaml").is_file() and (folder / "env.json").is_file()
 
 
-def _recipe(path: Path) -> dict[str, Any]:
-    """As it is written, nothing where it cannot be read."""
+def _recipe(path: Path) -> WrittenRecipe:
+    """Empty where it cannot be read."""
     try:
         found = parse_yaml((path / "recipe.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return WrittenRecipe({})
+    return WrittenRecipe(found if isinstance(found, dict) else {})
 
 
-def _listed(path: Path, recipes: dict[Path, dict[str, Any]]) -> ListedRun:
+def _listed(path: Path, recipes: dict[Path, WrittenRecipe]) -> ListedRun:
     recipe = recipes[path]
-    values = leaves(recipe)
-    steps, seed = (value if isinstance(value := values.get(key), int) else None for key in ("train.steps", "seed"))
+    steps, seed = recipe.steps, recipe.seed
     if steps is None:
         return ListedRun(str(path), "damaged", why=f"{path / 'recipe.yaml'} cannot be read, or has no train.steps")
-    name = str(recipe.get("name", ""))
+    name = str(recipe.values.get("name", ""))
     try:
-        rows = read_history(path / "metrics.jsonl")
+        history = read_history(path / "metrics.jsonl")
     except SinklabError as error:
         return ListedRun(str(path), "damaged", name, seed, steps=steps, why=str(error))
-    last = rows[-1] if rows else {}
+    last = history[-1] if history else Evaluation(step=0)
     saved = steps_saved(path / "checkpoints")
     why = _failure(path)
     if is_held(path):
         state, why = "running", ""
-    elif (path / "measurement.json").is_file() and last.get("step", 0) >= steps:
+    elif (path / "measurement.json").is_file() and last.step >= steps:
         state, why = "done", ""
     elif why:
         state = "failed"
@@ -126,11 +128,11 @@ def _listed(path: Path, recipes: dict[Path, dict[str, Any]]) -> ListedRun:
         state,
         name,
         seed,
-        max([last.get("step", 0), *saved]),
+        max([last.step, *saved]),
         steps,
-        next(iter(last.get("sink_rate") or ()), None),
-        last.get("sink_rate_bias"),
-        last.get("valid_loss"),
+        next(iter(last.sink_rate), None),
+        last.sink_rate_bias,
+        last.valid_loss,
         _differences(path, recipes),
         why,
     )
@@ -144,12 +146,13 @@ def _failure(path: Path) -> str:
         return ""
 
 
-def _differences(path: Path, recipes: dict[Path, dict[str, Any]]) -> tuple[str, ...]:
+def _differences(path: Path, recipes: dict[Path, WrittenRecipe]) -> tuple[str, ...]:
+    recipe = recipes[path]
     try:
-        return tuple(changes(recipes[path], str(recipes[path].get("name"))))
+        return tuple(changes(recipe.values, str(recipe.values.get("name"))))
     except InputError:
-        own = leaves(recipes[path])
-        others = [leaves(recipe) for recipe in recipes.values() if recipe]
+        own = leaves(recipe.values)
+        others = [leaves(other.values) for other in recipes.values() if other.values]
         return tuple(
             f"{key}={value}"
             for key, value in own.items()

@@ -4,10 +4,13 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
-from sinklab.report.collect import ReportData, Run
+from sinklab.experiments.documents import CellSummary
+from sinklab.report.data import Numbers, ReportData, ReportedRun
 from sinklab.report.suites import extra_columns, first_column, only_suite
+from sinklab.survey.documents import ComparisonDocument, DomainsDocument
+from sinklab.train.directory.history import Evaluation, seconds_spent
 
 VERDICTS = ("reproduced", "not reproduced", "inconclusive")
 
@@ -96,46 +99,40 @@ def cell_rows(data: ReportData) -> list[CellRow]:
 
 
 def _cell_row(data: ReportData, cell: str) -> CellRow:
-    runs, summary = data.runs_of(cell), data.summary_cells.get(cell, {})
-    records = [run.latest for run in runs] or [_as_record(summary)]
-    seconds = [seconds_spent(run) for run in runs] or [summary.get("seconds")]
+    runs, summary = data.runs_of(cell), data.summary_cells.get(cell, CellSummary())
+    numbers = [run.latest for run in runs] or [Numbers.of_cell(summary)]
     unfinished = [how for run in runs if (how := progress(run) if run.in_progress else run.measured_early)]
     return CellRow(
         cell=cell,
-        seeds=len(runs) or int(summary.get("seeds", 1)),
+        seeds=len(runs) or summary.seeds,
         progress=f" ({', '.join(unfinished)})" if unfinished else "",
-        sink_first=_spread([_first(record.get("sink_rate")) for record in records]),
-        sink_visible=_spread([_first(record.get("sink_rate_visible")) for record in records]),
-        sink_highest=_highest([record["sink_rate"] for record in records if record.get("sink_rate")]),
-        sink_bias=_spread([record.get("sink_rate_bias") for record in records]),
-        loss=_spread([record.get("valid_loss", record.get("loss")) for record in records]),
-        norm_ratio=_spread([_largest(record.get("hidden_norm_ratio")) for record in records]),
-        row_sum=_spread([float(sums.mean()) for run in runs if (sums := run.arrays.get("row_sums")) is not None]),
-        seconds=_spread(seconds),
+        sink_first=_spread([_first(one.sink_rate) for one in numbers]),
+        sink_visible=_spread([_first(one.sink_rate_visible) for one in numbers]),
+        sink_highest=_highest([one.sink_rate for one in numbers if one.sink_rate]),
+        sink_bias=_spread([one.sink_rate_bias for one in numbers]),
+        loss=_spread([one.loss for one in numbers]),
+        norm_ratio=_spread([_largest(one.hidden_norm_ratio) for one in numbers]),
+        row_sum=_spread([_row_sum(run) for run in runs]),
+        seconds=_spread([_seconds(run) for run in runs] or [summary.seconds]),
     )
 
 
-def progress(run: Run) -> str:
+def progress(run: ReportedRun) -> str:
     """How far an unfinished run has come."""
     return f"step {run.steps_done or 0} of {run.planned_steps}"
 
 
-def seconds_spent(run: Run) -> float | None:
-    """Seconds spent training (from the tokens and the speed of every evaluation), or on a mere measurement."""
-    if not run.trained:
-        return run.measurement.get("seconds")
-    seconds, tokens_before = 0.0, 0
-    for record in run.history:
-        tokens, speed = record.get("tokens"), record.get("tokens_per_second")
-        if tokens is not None and speed:
-            seconds += (tokens - tokens_before) / speed
-            tokens_before = tokens
-    return seconds or None
+def _row_sum(run: ReportedRun) -> float | None:
+    """Mean over layers and heads of what raw scores sum to; None where they sum to one."""
+    row_sums = run.measurement.row_sums if run.measurement else None
+    return None if row_sums is None else float(row_sums.mean())
 
 
-def _as_record(summary: dict[str, Any]) -> dict[str, Any]:
-    largest = summary.get("hidden_norm_ratio_max")
-    return {**summary, "hidden_norm_ratio": None if largest is None else [largest]}
+def _seconds(run: ReportedRun) -> float | None:
+    """Seconds spent training, or on a mere measurement. Updates of unknown speed had that of the next evaluation."""
+    if run.trained:
+        return seconds_spent([one for one in run.history if one.tokens is not None and one.tokens_per_second]) or None
+    return run.measurement.seconds if run.measurement else None
 
 
 def _spread(values: Sequence[float | None]) -> Spread | None:
@@ -147,7 +144,7 @@ def _text(spread: Spread | None, decimals: int) -> str:
     return "–" if spread is None else spread.text(decimals)
 
 
-def _first(values: Sequence[float] | None) -> float | None:
+def _first(values: Sequence[float | None] | None) -> float | None:
     return values[0] if values else None
 
 
@@ -155,7 +152,7 @@ def _largest(values: Sequence[float | None] | None) -> float | None:
     return max((value for value in values or () if value is not None), default=None)
 
 
-def _highest(rates: list[list[float]]) -> tuple[int, float] | None:
+def _highest(rates: Sequence[Sequence[float | None]]) -> tuple[int, float] | None:
     """The position (1-based) with the highest mean rate, and the rate, in the first half of the sequence: later
     positions are seen by few queries, their own among them, and pass any threshold without being sinks."""
     if not rates:
@@ -166,22 +163,39 @@ def _highest(rates: list[list[float]]) -> tuple[int, float] | None:
     return best + 1, means[best]
 
 
-def curve(runs: Sequence[Run], value: Callable[[dict[str, Any]], float | None], where: str) -> list[dict[str, Any]]:
-    """One row per (cell, step): mean, lowest and highest over the seeds that have reached that step."""
+class OverSeeds(TypedDict):
+    """One quantity over the seeds of a cell."""
+
+    mean: float
+    low: float
+    high: float
+    runs: int
+
+
+class CurvePoint(OverSeeds):
+    """A quantity of a cell at a training step; `where` says of which tokens or data."""
+
+    cell: str
+    where: str
+    step: int
+
+
+def curve(runs: Sequence[ReportedRun], value: Callable[[Evaluation], float | None], where: str) -> list[CurvePoint]:
+    """One row per (cell, step), over the seeds that have reached that step."""
     collected: dict[tuple[str, int], list[float]] = {}
     for run in runs:
-        for record in run.history:
-            number = value(record)
+        for one in run.history:
+            number = value(one)
             if number is not None:
-                collected.setdefault((run.cell, record["step"]), []).append(number)
+                collected.setdefault((run.cell, one.step), []).append(number)
     return [
-        {"cell": cell, "where": where, "step": step} | over_seeds(numbers)
+        {"cell": cell, "where": where, "step": step, **over_seeds(numbers)}
         for (cell, step), numbers in collected.items()
     ]
 
 
-def over_seeds(numbers: Sequence[float]) -> dict[str, float]:
-    """`mean, low, high, runs` of one quantity over the seeds."""
+def over_seeds(numbers: Sequence[float]) -> OverSeeds:
+    """Mean, lowest and highest of the seeds, and how many there are."""
     return {"mean": statistics.fmean(numbers), "low": min(numbers), "high": max(numbers), "runs": len(numbers)}
 
 
@@ -199,12 +213,12 @@ def headline(data: ReportData) -> list[str]:
     return sentences
 
 
-def _what_was_done(data: ReportData, rows: list[CellRow], trained: list[Run]) -> str:
+def _what_was_done(data: ReportData, rows: list[CellRow], trained: list[ReportedRun]) -> str:
     if not data.runs:
         return f"The summary of {counted(len(rows), 'cell')}; the runs themselves are not on disk here."
     eps = ", ".join(sorted({f"{run.eps:g}" for run in data.runs}))
     measured = f"attention sinks measured at ε = {eps}"
-    lengths = sorted({run.measurement["length"] for run in data.runs if run.measurement.get("length")})
+    lengths = sorted({one.length for _, one in data.measured})
     if lengths:
         measured += f" on sequences of {' and '.join(map(str, lengths))} tokens"
     if not trained:
@@ -217,10 +231,13 @@ def _what_was_done(data: ReportData, rows: list[CellRow], trained: list[Run]) ->
 
 
 def _subject(data: ReportData) -> str:
-    suite, models = only_suite(data), counted(len(data.runs), "model").capitalize()
-    if suite is not None and suite.kind == "domains":
-        return f"{Path(str(suite.document.get('model'))).name} on {counted(len(data.runs), 'domain')}"
-    return f"{models} on the same text" if suite is not None and suite.kind == "comparison" else models
+    models = counted(len(data.runs), "model").capitalize()
+    match only_suite(data):
+        case DomainsDocument() as document:
+            return f"{Path(document.model).name} on {counted(len(data.runs), 'domain')}"
+        case ComparisonDocument():
+            return f"{models} on the same text"
+    return models
 
 
 def _what_came_out(rows: list[CellRow]) -> str:

@@ -17,9 +17,9 @@ from sinklab.files import write_json
 from sinklab.train.compile import compile_blocks
 from sinklab.train.directory.checkpoint import find_checkpoint, load_checkpoint, remove_leftovers, save_checkpoint
 from sinklab.train.directory.defects import TrainState, step_of
-from sinklab.train.directory.history import History
+from sinklab.train.directory.history import History, read_metrics
 from sinklab.train.directory.lock import holder, leave, lock_run, sees
-from sinklab.train.directory.run import Run, establish, read_metrics
+from sinklab.train.directory.run import Run, establish
 from sinklab.train.evaluate import Evaluator
 from sinklab.train.finite import NotFiniteError
 from sinklab.train.speed import Speedometer

@@ -14,7 +14,8 @@ from typing import Any, Literal, Protocol
 
 from sinklab.errors import InputError
 from sinklab.files import write_json
-from sinklab.train.directory.run import Run, read_metrics
+from sinklab.train.directory.history import read_metrics
+from sinklab.train.directory.run import Run
 
 PROJECT = "sinklab"
 TrackerName = Literal["wandb", "tensorboard"]

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sinklab.report.collect import ReportData
+from sinklab.report.data import ReportData
 from sinklab.report.suites import failures
 from sinklab.report.summary import curve, table
 
@@ -65,11 +65,10 @@ def claims_table(data: ReportData) -> Table:
     for name in ("Verdict", "Claim", "Evidence"):
         table.add_column(name, overflow="fold")
     for claim in data.claims:
-        verdict = str(claim.get("verdict", "inconclusive"))
         table.add_row(
-            Text(printable(verdict), style=VERDICT_STYLES.get(verdict, "bold yellow")),
-            Text(printable(str(claim.get("text", claim.get("id", ""))))),
-            Text(printable(str(claim.get("evidence", "")))),
+            Text(printable(claim.verdict), style=VERDICT_STYLES.get(claim.verdict, "bold yellow")),
+            Text(printable(claim.said)),
+            Text(printable(claim.evidence)),
         )
     return table
 
@@ -98,9 +97,7 @@ def _sink_curve(data: ReportData, cell: str) -> str:
 def _growth(data: ReportData, cell: str) -> list[float]:
     rows = curve(
         data.runs_of(cell),
-        lambda record: (
-            max(record["sink_rate"][0] or 0.0, record.get("sink_rate_bias") or 0.0) if record.get("sink_rate") else None
-        ),
+        lambda one: max(one.sink_rate[0] or 0.0, one.sink_rate_bias or 0.0) if one.sink_rate else None,
         "anywhere",
     )
     return [row["mean"] for row in sorted(rows, key=lambda row: row["step"])]

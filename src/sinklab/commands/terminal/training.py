@@ -3,14 +3,13 @@
 import shlex
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from sinklab.commands.tables import print_table
-from sinklab.train.directory.run import read_metrics
+from sinklab.train.directory.history import Evaluation, read_history
 from sinklab.train.planning.plan import TrainingPlan, megabytes
 from sinklab.train.recipe import Recipe
 from sinklab.train.replay import Replay
@@ -20,9 +19,9 @@ LARGEST = 12
 
 def print_end(directory: Path, recipe: Recipe, console: Console) -> None:
     """The last evaluation of a finished run, where it is, and what can be done with it."""
-    rows = read_metrics(directory / "metrics.jsonl")
-    if rows:
-        print_table(_end_table(rows[-1], recipe), console)
+    history = read_history(directory / "metrics.jsonl")
+    if history:
+        print_table(_end_table(history[-1], recipe), console)
     where = shlex.quote(str(directory))
     console.print(f"in {directory}:", highlight=False, markup=False, soft_wrap=True)
     doing = {f"sinklab measure {where} --text FILE": "another text", f"sinklab report {where}": "charts"}
@@ -34,20 +33,20 @@ def print_end(directory: Path, recipe: Recipe, console: Console) -> None:
         console.print(f"  {command:{width}}   {what}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _end_table(row: dict[str, Any], recipe: Recipe) -> Table:
-    title = Text(f"{recipe.name}, step {row['step']:,} of {recipe.train.steps:,}", "table.title")
+def _end_table(last: Evaluation, recipe: Recipe) -> Table:
+    title = Text(f"{recipe.name}, step {last.step:,} of {recipe.train.steps:,}", "table.title")
     table = Table(show_header=False, title=title)
-    rates = row["sink_rate"]
+    ratios = [ratio for ratio in last.hidden_norm_ratio if ratio is not None]
     shown = {
-        "tokens": f"{row['tokens']:,}",
-        "validation loss": f"{row['valid_loss']:.3f} nats / token",
-        "Sink_1": f"{rates[0]:.1f} % of heads",
-        "on the bias": None if row["sink_rate_bias"] is None else f"{row['sink_rate_bias']:.1f} % of heads",
-        "norm ratio": f"{max(row['hidden_norm_ratio']):.1f}, largest block",
+        "tokens": (last.tokens, ",", ""),
+        "validation loss": (last.valid_loss, ".3f", " nats / token"),
+        "Sink_1": (next(iter(last.sink_rate), None), ".1f", " % of heads"),
+        "on the bias": (last.sink_rate_bias, ".1f", " % of heads"),
+        "norm ratio": (max(ratios, default=None), ".1f", ", largest block"),
     }
-    for name, value in shown.items():
+    for name, (value, form, unit) in shown.items():
         if value is not None:
-            table.add_row(name, value)
+            table.add_row(name, f"{value:{form}}{unit}")
     return table
 
 

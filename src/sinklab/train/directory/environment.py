@@ -4,7 +4,7 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import sinklab
 from sinklab.device import pick_device
 from sinklab.errors import InputError, SinklabError
+from sinklab.schema import leaves
 from sinklab.train.recipe import DATA_ORIGIN, MANNER, Recipe, load_recipe
 
 ENVIRONMENT = "env.json"
@@ -60,7 +61,7 @@ def difference(path: Path, recipe: Recipe) -> str:
         there = load_recipe(str(path))  # with the defaults of keys that it is older than
     except InputError:
         return ""
-    old, new = (dict(_leaves(one.model_dump(mode="json"))) for one in (there, recipe))
+    old, new = (leaves(one.model_dump(mode="json")) for one in (there, recipe))
     differing = sorted(
         (key for key in {**new, **old} if old.get(key) != new.get(key) and not _is_below(key, INDIFFERENT)),
         key=lambda key: _is_below(key, ORIGIN),
@@ -71,14 +72,6 @@ def difference(path: Path, recipe: Recipe) -> str:
 
 def _is_below(key: str, parts: Collection[str]) -> bool:
     return any(f"{key}.".startswith(f"{part}.") for part in parts)
-
-
-def _leaves(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if not isinstance(values, dict):
-        yield path, values
-        return
-    for key, value in values.items():
-        yield from _leaves(value, f"{path}.{key}" if path else key)
 
 
 def environment(recipe: Recipe) -> dict[str, Any]:

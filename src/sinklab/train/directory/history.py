@@ -1,13 +1,57 @@
-"""metrics.jsonl while a run writes it: a line per evaluation, written again where it goes or is changed meanwhile."""
+"""metrics.jsonl, a line per evaluation: written by a run, and read by whoever continues it or looks at it."""
 
 import json
 import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from sinklab.files import append_line, write_text
+from pydantic import ConfigDict, Field
+
+from sinklab.errors import InputError, SinklabError
+from sinklab.files import append_line, parse_json, write_text
+from sinklab.schema import Document
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Evaluation(Document):
+    """One evaluation of a run. What an older version has not written, or was not finite, is None or empty.
+
+    Attributes:
+        step: updates made.
+        tokens: that the model was trained on.
+        train_loss: mean over the batches since the evaluation before, nats per token.
+        valid_loss: on held-out documents, nats per token.
+        sink_rate: percent of (sequence, layer, head) triples, position 1 first.
+        sink_rate_visible: the same of the mean over the queries that may see a key; None where that is no other.
+        sink_rate_bias: percent, of a bias, sink logit or sink token.
+        hidden_norm_ratio: |h_1| over the mean of the others, before the first block and after every block.
+        lr: of the last update.
+        grad_norm: of the last update, before clipping.
+        tokens_per_second: of the updates since the evaluation before; None where another process made them.
+        mfu: share of the peak operations per second (0..1).
+        stall_share: share of the time spent waiting for batches (0..1).
+    """
+
+    model_config = ConfigDict(strict=True)
+
+    step: int = Field(ge=0)
+    tokens: int | float | None = None
+    train_loss: float | None = None
+    valid_loss: float | None = None
+    sink_rate: list[float | None] = Field(default_factory=list)
+    sink_rate_visible: list[float | None] | None = None
+    sink_rate_bias: float | None = None
+    hidden_norm_ratio: list[float | None] = Field(default_factory=list)
+    lr: float | None = None
+    grad_norm: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    stall_share: float | None = None
 
 
 class History:
@@ -55,3 +99,100 @@ class History:
             return self.path.read_bytes() == self._text.encode()
         except OSError:
             return False
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The evaluations of a run as they were written, for a run that goes on; a last line torn by a kill is left out.
+
+    Raises:
+        SinklabError: a line other than that is no evaluation, or the file cannot be read.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise SinklabError(f"cannot read {path}: {error.strerror or error}") from error
+    torn = lines and lines[-1].strip("\0")[:1] in ("{", "")  # the rest of a block that never reached the disk is zeros
+    try:
+        return _parsed(dict(enumerate(lines, 1)), _row, len(lines) if torn else None)
+    except _DamagedLineError as error:
+        raise SinklabError(
+            f"{path}, line {error.number} is not an evaluation ({error.__cause__}): the file was edited or damaged. "
+            "Restore it, or remove it: the run goes on without the evaluations that were in it"
+        ) from error
+
+
+def read_history(path: Path) -> list[Evaluation]:
+    """The evaluations of anyone's run by step, finished or not; where a continued run repeats a step, the later counts.
+
+    Raises:
+        InputError: the file cannot be read, or a line is no evaluation.
+    """
+    if not path.is_file():
+        return []
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}. Make it readable, or leave its folder out.") from error
+    said = {number: line for number, line in enumerate(lines, 1) if line.strip()}
+    torn = lines[-1].startswith("{")  # what follows the last end of line
+    try:
+        found = _parsed(said, _evaluation, len(lines) if torn else None)
+    except _DamagedLineError as error:
+        raise InputError(f"{path}, line {error.number}, is damaged: expected an object with a step.") from error
+    by_step = {one.step: one for one in found}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+class _DamagedLineError(ValueError):
+    """A line that is not what it should be, for its cause."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def _parsed(lines: Mapping[int, str], parse: Callable[[str], T], torn: int | None) -> list[T]:
+    """Numbered lines, each as `parse` has it; that of number `torn` may be damaged, and is then left out."""
+    found: list[T] = []
+    for number, line in lines.items():
+        try:
+            found.append(parse(line))
+        except ValueError as error:
+            if number != torn:
+                raise _DamagedLineError(number) from error
+    return found
+
+
+def _row(line: str) -> dict[str, Any]:
+    row = parse_json(line)
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        raise ValueError("expected an object with a whole number as its step")
+    return row
+
+
+def _evaluation(line: str) -> Evaluation:
+    return Evaluation.model_validate(finite(parse_json(line)))
+
+
+def seconds_spent(history: Sequence[Evaluation]) -> float:
+    """Seconds of training: the tokens between two evaluations over their speed, nothing where that is unknown."""
+    seconds, before = 0.0, 0.0
+    for one in history:
+        tokens = before if one.tokens is None else one.tokens
+        if one.tokens_per_second:
+            seconds += (tokens - before) / one.tokens_per_second
+        before = tokens
+    return seconds
+
+
+def finite(value: Any) -> Any:
+    """The same document with NaN and infinities as None: JSON has no word for them."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return value

@@ -10,11 +10,10 @@ lock               held by the process that trains
 measurement.json, measurement.npz, when the run is done
 """
 
-import json
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -22,7 +21,7 @@ from sinklab.attention.config import AttentionConfig
 from sinklab.data.loader import Loader, train_loader, valid_loader
 from sinklab.data.shards import TokenDataset
 from sinklab.device import multiplies_natively, pick_device
-from sinklab.errors import InputError, SinklabError
+from sinklab.errors import InputError
 from sinklab.files import write_json, write_text, written_aside
 from sinklab.model.transformer import Transformer
 from sinklab.train.directory.checkpoint import load_weights, take_newest
@@ -221,36 +220,3 @@ def load_run(directory: Path) -> TrainedRun:
     if found is None:
         raise InputError(f"{directory} has no checkpoint yet: train it with `sinklab train` first")
     return TrainedRun(model.eval(), recipe, directory / "tokenizer.json", found[1].step)
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The evaluations of a run; a last line torn by a kill is left out.
-
-    Raises:
-        SinklabError: a line other than that is no evaluation, or the file cannot be read.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise SinklabError(f"cannot read {path}: {error.strerror or error}") from error
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(_evaluation(line))
-        except (ValueError, RecursionError) as error:
-            if number == len(lines) and line.strip("\0")[:1] in ("{", ""):
-                break
-            raise SinklabError(
-                f"{path}, line {number} is not an evaluation ({error}): the file was edited or damaged. Restore it, or "
-                "remove it: the run goes on without the evaluations that were in it"
-            ) from error
-    return rows
-
-
-def _evaluation(line: str) -> dict[str, Any]:
-    row = json.loads(line)
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-        raise ValueError("expected an object with a whole number as its step")
-    return row
