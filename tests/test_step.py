@@ -20,14 +20,9 @@ from sinklab.interventions import VARIANTS
 from sinklab.measuring.native import measure_transformer
 from sinklab.model.transformer import Transformer
 from sinklab.train.compile import compile_blocks
-<<<<<<< HEAD
-from sinklab.train.directory.run import open_run, read_metrics
-from sinklab.train.finite import FiniteCheck
-=======
 from sinklab.train.directory.history import read_metrics
 from sinklab.train.directory.run import open_run
-from sinklab.train.finite import Reports
->>>>>>> 3a927d7 (The report reads validated objects: runs, evaluations, claims, suites; metrics.jsonl is read and its seconds are added up in one place)
+from sinklab.train.finite import FiniteCheck
 from sinklab.train.loop import Trainer
 from sinklab.train.prefetch import Prefetcher
 from sinklab.train.recipe import Recipe, build_recipe
