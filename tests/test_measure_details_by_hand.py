@@ -1,7 +1,6 @@
 """The definitions of the details (details.py), each on numbers small enough to be worked out on paper."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -10,23 +9,24 @@ from sinklab.attention.blocks import Block
 from sinklab.attention.importance import Rows, score_rows
 from sinklab.attention.masks import CAUSAL, Window
 from sinklab.measuring.padding import real_tokens
-from sinklab.measuring.statistics.details import bucket_starts
-from sinklab.measuring.statistics.layer import Angles, layer_details
+from sinklab.measuring.statistics.block import Angles, bucket_starts
+from sinklab.measuring.statistics.layer import LayerDetails, layer_details
+from sinklab.measuring.statistics.stream import kurtosis
 from sinklab.measuring.statistics.totals import DetailTotals
-from sinklab.measuring.statistics.watch import BatchDetails, kurtosis
+from sinklab.measuring.statistics.watch import BatchDetails
 
 UNIFORM = torch.ones(4, 4).tril() / torch.arange(1, 5)[:, None]
 
 
-def _of_rows(weights_TT: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+def _of_rows(weights_TT: torch.Tensor, mask: torch.Tensor | None = None) -> LayerDetails:
     T = len(weights_TT)
     rows = Rows(Block(0, T, 0, T), weights_TT[None, None], None)
     return layer_details([rows], real_tokens(torch.ones(1, T) if mask is None else mask), None)
 
 
 def test_entropy_of_uniform_attention_is_the_mean_of_ln_t() -> None:
-    assert float(_of_rows(UNIFORM).entropy_BH) == pytest.approx(math.log(math.factorial(4)) / 4)
-    assert float(_of_rows(torch.eye(4)).entropy_BH) == 0
+    assert float(_of_rows(UNIFORM).means["entropy"]) == pytest.approx(math.log(math.factorial(4)) / 4)
+    assert float(_of_rows(torch.eye(4)).means["entropy"]) == 0
 
 
 def test_attention_by_distance_of_uniform_attention() -> None:
@@ -34,34 +34,33 @@ def test_attention_by_distance_of_uniform_attention() -> None:
     own, one_back = 25 / 12, 13 / 12
     two_or_three_back = 1 / 3 + 2 / 4
     expected = torch.tensor([own, one_back, two_or_three_back]) / 4
-    torch.testing.assert_close(_of_rows(UNIFORM).distance_BHD[0, 0], expected)
+    torch.testing.assert_close(_of_rows(UNIFORM).means["by_distance"][0, 0], expected)
 
 
 def test_the_shares_of_the_first_key_and_of_an_average_other_one() -> None:
     rows = torch.tensor([[1.0, 0, 0], [0.9, 0.1, 0], [0.6, 0.1, 0.3]])
-    details = _of_rows(rows)
-    torch.testing.assert_close(details.first_BHR[0, 0], torch.tensor([1.0, 0.9, 0.6]))
-    torch.testing.assert_close(details.rest_BHR[0, 0], torch.tensor([0.0, 0.1, 0.2]))
+    means = _of_rows(rows).means
+    torch.testing.assert_close(means["first_by_query"][0, 0], torch.tensor([1.0, 0.9, 0.6]))
+    torch.testing.assert_close(means["rest_by_query"][0, 0], torch.tensor([0.0, 0.1, 0.2]))
 
 
 def test_cosine_and_norm_product_of_two_tokens() -> None:
     q = torch.tensor([[3.0, 0.0], [0.0, 2.0]])[None, None]
     k = torch.tensor([[1.0, 0.0], [4.0, 4.0]])[None, None]
     real = real_tokens(torch.ones(1, 2))
-    details = layer_details(score_rows(q, k), real, Angles(q, k, CAUSAL))
+    means = layer_details(score_rows(q, k), real, Angles(q, k, CAUSAL)).means
     # key 1: cosines 1 and 0, norm products 3 and 2; key 2: cosine 1/sqrt(2), norm product 2 * sqrt(32)
-    assert details.cosine_BHR is not None
-    assert details.product_BHR is not None
-    torch.testing.assert_close(details.cosine_BHR[0, 0], torch.tensor([0.5, math.sqrt(0.5)]))
-    torch.testing.assert_close(details.product_BHR[0, 0], torch.tensor([2.5, 2 * math.sqrt(32)]))
-    narrow = layer_details(score_rows(q, k, mask=Window(1)), real, Angles(q, k, Window(1)))
-    assert narrow.cosine_BHR is not None
-    torch.testing.assert_close(narrow.cosine_BHR[0, 0], torch.tensor([1.0, math.sqrt(0.5)]))
+    torch.testing.assert_close(means["cosine"][0, 0], torch.tensor([0.5, math.sqrt(0.5)]))
+    torch.testing.assert_close(means["norm_product"][0, 0], torch.tensor([2.5, 2 * math.sqrt(32)]))
+    narrow = layer_details(score_rows(q, k, mask=Window(1)), real, Angles(q, k, Window(1))).means
+    torch.testing.assert_close(narrow["cosine"][0, 0], torch.tensor([1.0, math.sqrt(0.5)]))
 
 
 def test_the_share_of_a_bias_belongs_to_the_entropy() -> None:
     rows = Rows(Block(0, 1, 0, 1), torch.full((1, 1, 1, 1), 0.5), torch.full((1, 1, 1), 0.5))
-    assert float(layer_details([rows], real_tokens(torch.ones(1, 1)), None).entropy_BH) == pytest.approx(math.log(2))
+    assert float(layer_details([rows], real_tokens(torch.ones(1, 1)), None).means["entropy"]) == pytest.approx(
+        math.log(2)
+    )
 
 
 def test_kurtosis_is_plain_and_that_of_one_channel_alone_is_their_number() -> None:
@@ -91,9 +90,9 @@ def test_secondary_sinks_stand_past_the_first_few_and_before_the_last_half() -> 
     norms[1, 0, 0] = 10
     rows = Rows(Block(0, T, 0, T), torch.eye(T).expand(sequences, heads, T, T), None)
     layer = layer_details([rows], real_tokens(torch.ones(sequences, T)), None)
-    details = BatchDetails(
-        [layer], [torch.ones(sequences, heads, T)], torch.ones(2, sequences, T), alignment, _ids(sequences, T), []
-    )
+    layers = {name: [mean] for name, mean in layer.means.items()} | {"value_ratio": [torch.ones(sequences, heads, T)]}
+    stream = {"kurtosis": torch.ones(2, sequences, T), "alignment": alignment}
+    details = BatchDetails(layers, stream, _ids(sequences, T), {})
     totals = DetailTotals(0.3, T)
     totals.add(details, alpha, norms, torch.ones(sequences, T, dtype=torch.bool))
     found = totals.details()

@@ -89,9 +89,10 @@ def test_there_is_a_map_for_every_head_asked_for_and_none_shows_later_keys(drawn
 def test_numbers_of_the_figures_stand_as_text_in_the_page(folder: Path, measured: Measurement, tmp_path: Path) -> None:
     details = measured.details
     assert details is not None
-    assert details.cosine_first is not None
+    cosine_first = details.by_layer["cosine_first"]
+    assert cosine_first is not None
     page = write_report([folder], out=tmp_path / "page.html").read_text(encoding="utf-8")
-    assert f">{details.cosine_first[1]:.3g}<" in page
+    assert f">{cosine_first[1]:.3g}<" in page
     assert f">{details.by_distance.mean((0, 1))[2]:.4f}<" in page
     first = details.secondary_sinks[0]
     assert f"small: sequence {first.sequence}, position {first.position}" in page
@@ -124,7 +125,8 @@ def test_the_terminal_shows_the_details(measured: Measurement) -> None:
     print_measurement(measured, Console(file=out, width=120))
     details = measured.details
     assert details is not None
-    assert details.cosine_first is not None
-    assert details.cosine_rest is not None
-    assert f"{details.cosine_first[0]:.2f} / {details.cosine_rest[0]:.2f}" in out.getvalue()
+    first, rest = (details.by_layer[name] for name in ("cosine_first", "cosine_rest"))
+    assert first is not None
+    assert rest is not None
+    assert f"{first[0]:.2f} / {rest[0]:.2f}" in out.getvalue()
     assert f"in {details.secondary_rate:.2f} % of heads" in out.getvalue()

@@ -1,10 +1,11 @@
 """The details of a measurement in the terminal: a line per layer, and the strongest secondary sinks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from rich.table import Table
 
-from sinklab.measuring.statistics.details import FIRST_FEW, Details
+from sinklab.measuring.statistics.details import Details
+from sinklab.measuring.statistics.secondary import FIRST_FEW
 
 SHOWN_SINKS = 3
 
@@ -17,26 +18,26 @@ def details_tables(details: Details) -> Iterator[Table]:
 
 
 def _layers(d: Details) -> Table:
+    """A column for every statistic that declares one, those of angles first."""
+    layers = len(d.entropy)
+    columns = {"layer": [str(layer + 1) for layer in range(layers)]}
+    for statistic, array in sorted(((one, array) for _, one, array in d.present()), key=lambda one: not one[0].angles):
+        if (column := statistic.column) is None:
+            continue
+        found = [column.of(array)] if column.of else [d.by_layer[field] for field in statistic.fields]
+        known = [numbers for numbers in found if numbers is not None]
+        if statistic.axes == "MT":
+            known = [numbers[1:] for numbers in known if len(numbers) == layers + 1]  # where every block has attention
+        if known:
+            columns[column.title] = [
+                " / ".join(f"{number:.{column.decimals}f}" for number in pair) for pair in zip(*known, strict=True)
+            ]
     table = Table(title="Details by layer (key 1 / the others)", title_justify="left")
-    columns: list[tuple[str, Sequence[str]]] = [("layer", [str(i + 1) for i in range(len(d.entropy_by_layer))])]
-    if d.cosine_first is not None and d.norm_product_first is not None:
-        columns.append(("cos(q, k)", _pairs(d.cosine_first, d.cosine_rest, 2)))
-        columns.append(("|q| |k|", _pairs(d.norm_product_first, d.norm_product_rest, 1)))
-    columns.append(("entropy", [f"{value:.2f}" for value in d.entropy_by_layer]))
-    if d.value_ratio is not None:
-        columns.append(("lowest |v|", [f"{row.min():.2f}" for row in d.value_ratio]))
-    if d.kurtosis_by_block is not None and len(d.kurtosis_by_block) == len(d.entropy_by_layer) + 1:
-        columns.append(("kurtosis", [f"{value:.0f}" for value in d.kurtosis_by_block[1:]]))
-    for name, _ in columns:
+    for name in columns:
         table.add_column(name, justify="right")
-    for cells in zip(*(texts for _, texts in columns), strict=True):
+    for cells in zip(*columns.values(), strict=True):
         table.add_row(*cells)
     return table
-
-
-def _pairs(first: list[float], rest: list[float] | None, decimals: int) -> list[str]:
-    others = [f" / {value:.{decimals}f}" for value in rest] if rest else [""] * len(first)
-    return [f"{value:.{decimals}f}{other}" for value, other in zip(first, others, strict=True)]
 
 
 def _secondary(d: Details) -> Table:

@@ -1,11 +1,10 @@
 """What one forward pass shows of the details: filled in by the probes, layer by layer, and read after the pass."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinklab.attention.importance import Rows
@@ -13,16 +12,11 @@ from sinklab.errors import InputError
 from sinklab.measuring.hooks import residual_stream
 from sinklab.measuring.metrics import accumulation, token_norms
 from sinklab.measuring.padding import RealTokens
-from sinklab.measuring.statistics.details import MAP_POSITIONS
-from sinklab.measuring.statistics.layer import Angles, LayerDetails, layer_details
-
-
-@dataclass(frozen=True)
-class HiddenDetails:
-    """The residual stream at one place: kurtosis over the channels, and the cosine with the first token (B, T)."""
-
-    kurtosis_BT: Tensor
-    alignment_BT: Tensor
+from sinklab.measuring.statistics.block import Angles
+from sinklab.measuring.statistics.declared import OfStream
+from sinklab.measuring.statistics.details import STATISTICS
+from sinklab.measuring.statistics.layer import LayerDetails, layer_details
+from sinklab.measuring.statistics.maps import MAP_POSITIONS, Head
 
 
 @dataclass(frozen=True)
@@ -30,19 +24,17 @@ class BatchDetails:
     """What one forward pass shows, for the accumulator. R aligned positions.
 
     Attributes:
-        layers: one for each attention layer, in the order of their calls.
-        values: norms of the values of every layer (B, H, R), repeated over the heads that share them.
-        kurtosis_MBR, alignment_MBR: before the first block and after each; None where blocks cannot be read.
+        layers: what every attention layer has, by name of the statistic, in the order of their calls: (B, H) or (B, H,
+            R), of the value ratio the norms of the values, repeated over the heads that share them.
+        stream: before the first block and after each, by name (places, B, R); empty where blocks cannot be read.
         tokens_BR: ids.
-        maps: (layer, head) asked for, 1-based.
+        maps: sums over the batch (3, R, R) by (layer, head), 1-based, in the order they were asked for.
     """
 
-    layers: list[LayerDetails]
-    values: list[Tensor]
-    kurtosis_MBR: Tensor | None
-    alignment_MBR: Tensor | None
+    layers: Mapping[str, Sequence[Tensor]]
+    stream: Mapping[str, Tensor]
     tokens_BR: Tensor
-    maps: Sequence[tuple[int, int]]
+    maps: Mapping[Head, Tensor]
 
 
 class DetailsWatch:
@@ -56,7 +48,7 @@ class DetailsWatch:
         InputError: maps of too long sequences.
     """
 
-    def __init__(self, maps: Sequence[tuple[int, int]], length: int) -> None:
+    def __init__(self, maps: Sequence[Head], length: int) -> None:
         if maps and length > MAP_POSITIONS:
             raise InputError(
                 f"a map of {length} positions would take {3 * 4 * length**2 // 2**20} MB: "
@@ -65,7 +57,7 @@ class DetailsWatch:
         self.maps = list(dict.fromkeys(maps))
         self._layers: list[LayerDetails] = []
         self._values: list[Tensor] = []
-        self._hidden: list[HiddenDetails] = []
+        self._hidden: list[dict[str, Tensor]] = []
         self._real: RealTokens | None = None
 
     @contextmanager
@@ -108,33 +100,24 @@ class DetailsWatch:
             if not 1 <= layer <= len(self._layers):
                 raise InputError(f"--map {layer}.{head}: the model has attention layers 1 to {len(self._layers)}")
         align = self._real.align
+        layers = {name: [one.means[name] for one in self._layers] for name in self._layers[0].means}
+        layers["value_ratio"] = [
+            value_BGR.repeat_interleave(entropy_BH.shape[1] // value_BGR.shape[1], 1)
+            for value_BGR, entropy_BH in zip(self._values, layers["entropy"], strict=True)
+        ]
         return BatchDetails(
-            layers=self._layers,
-            values=[
-                value_BGR.repeat_interleave(layer.entropy_BH.shape[1] // value_BGR.shape[1], 1)
-                for value_BGR, layer in zip(self._values, self._layers, strict=True)
-            ],
-            kurtosis_MBR=_stacked([align(one.kurtosis_BT) for one in self._hidden]),
-            alignment_MBR=_stacked([align(one.alignment_BT) for one in self._hidden]),
+            layers=layers,
+            stream={name: torch.stack([align(place[name]).cpu() for place in self._hidden]) for name in self._hidden[0]}
+            if self._hidden
+            else {},
             tokens_BR=align(tokens_BT),
-            maps=self.maps,
+            maps={(layer, head): self._layers[layer - 1].maps[head - 1] for layer, head in self.maps},
         )
 
-    def _stream(self, hidden_BTC: Tensor) -> HiddenDetails:
+    def _stream(self, hidden_BTC: Tensor) -> dict[str, Tensor]:
+        """Statistics of the tokens at one place of the residual stream (B, T), by name."""
         assert self._real is not None
         first_B = self._real.index_BR[:, 0].to(hidden_BTC.device)
         x_BTC = hidden_BTC.to(accumulation(hidden_BTC.dtype))
-        index_B1C = first_B.view(-1, 1, 1).expand(-1, 1, x_BTC.shape[-1])
-        return HiddenDetails(kurtosis(x_BTC), F.cosine_similarity(x_BTC, x_BTC.gather(1, index_B1C), dim=-1))
-
-
-def kurtosis(x_BTC: Tensor) -> Tensor:
-    """E[(x - mean x)^4] / E[(x - mean x)^2]^2 over the last axis; 3 for a Gaussian, 0 where all values are equal."""
-    square = (x_BTC - x_BTC.mean(-1, keepdim=True)).square()
-    variance_BT = square.mean(-1)
-    scaled = square / torch.where(variance_BT > 0, variance_BT, 1)[..., None]  # the fourth power would overflow
-    return scaled.square().mean(-1)
-
-
-def _stacked(parts: Sequence[Tensor]) -> Tensor | None:
-    return torch.stack([part.cpu() for part in parts]) if parts else None
+        first_B1C = x_BTC.gather(1, first_B.view(-1, 1, 1).expand(-1, 1, x_BTC.shape[-1]))
+        return {name: one.read(x_BTC, first_B1C) for name, one in STATISTICS.items() if isinstance(one, OfStream)}

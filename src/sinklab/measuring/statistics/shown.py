@@ -1,0 +1,99 @@
+"""How a statistic is shown: as a column of the terminal's table, and as figures of the report."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Column:
+    """Of the table by layer in the terminal: a mean over heads, or that of key 1 / that of the others.
+
+    Attributes:
+        title: above the numbers.
+        decimals: of each.
+        of: the number of each layer, from the array; None where they are those of measurement.json.
+    """
+
+    title: str
+    decimals: int
+    of: Callable[[np.ndarray], np.ndarray] | None = None
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One figure for all measurements of a report.
+
+    Attributes:
+        key: names its files and its place in the page; statistics with the same key are drawn into one figure.
+        title: what the figure says.
+        caption: what is shown and how it was computed.
+    """
+
+    key: str
+    title: str
+    caption: str
+
+
+@dataclass(frozen=True)
+class Heatmap(Shown):
+    """Coloured cells that share a scale.
+
+    Attributes:
+        what: the quantity that the colour means.
+        diverging: whether the middle of the scale has a meaning (a cosine of zero).
+    """
+
+    what: str
+    diverging: bool = False
+
+
+@dataclass(frozen=True)
+class HeadMap(Heatmap):
+    """Layer by head (LH); of a statistic with positions (LHT) that of the first.
+
+    Attributes:
+        uniform: what attention that is uniform over all keys has, by the number of tokens; said in the caption.
+    """
+
+    uniform: Callable[[int], float] | None = None
+
+
+@dataclass(frozen=True)
+class PositionMap(Heatmap):
+    """Layer by position, mean over heads (LHT), or place in the residual stream by position (MT)."""
+
+
+@dataclass(frozen=True)
+class MatrixMap(Heatmap):
+    """Query by key, one for each head asked for (PTT)."""
+
+
+@dataclass(frozen=True)
+class BucketLines(Shown):
+    """A share of the attention by buckets of distances (LHD) or queries (LHQ), mean over layers and heads.
+
+    Attributes:
+        series: what this line is.
+        x_title, y_title: of the axes.
+        bucket: heads the first column of the table of numbers.
+        logarithmic: of the share.
+    """
+
+    series: str
+    x_title: str
+    y_title: str
+    bucket: str
+    logarithmic: bool = False
+
+
+@dataclass(frozen=True)
+class BlockLines(Shown):
+    """The first token and the mean of the others, by place in the residual stream (MT).
+
+    Attributes:
+        what: the quantity.
+    """
+
+    what: str
