@@ -19,8 +19,6 @@ from torch import Tensor
 from sinklab.measuring.statistics.block import Layer, ScoreBlock
 from sinklab.measuring.statistics.shown import Column, Shown
 
-Numbers = list[float] | None
-
 
 class Statistic:
     """One of the statistics of `--details`.
@@ -46,7 +44,7 @@ class Statistic:
         """The array from the mean over sequences; None where the sequences are too short for it."""
         return mean
 
-    def by_layer(self, array: np.ndarray, /) -> Sequence[Numbers]:
+    def by_layer(self, array: np.ndarray, /) -> Sequence[list[float] | None]:
         """The values of `fields`; None for the other positions where there is only one."""
         if self.axes == "LH":
             return [array.mean(1).tolist()]

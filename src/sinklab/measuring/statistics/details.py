@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, FiniteFloat, SerializerFunctionWrapHandl
 
 from sinklab.measuring.statistics.angles import Cosine, NormProduct
 from sinklab.measuring.statistics.buckets import ByDistance, FirstByQuery, RestByQuery
-from sinklab.measuring.statistics.declared import Numbers, Statistic
+from sinklab.measuring.statistics.declared import Statistic
 from sinklab.measuring.statistics.entropy import Entropy
 from sinklab.measuring.statistics.maps import AttentionMap, CosineMap, NormProductMap
 from sinklab.measuring.statistics.secondary import Percent, Secondary, SecondarySink
@@ -63,7 +63,7 @@ class Details(Part):
     map_norm_product: Annotated[Saved, NormProductMap()]
 
     @property
-    def by_layer(self) -> Mapping[str, Numbers]:
+    def by_layer(self) -> Mapping[str, list[float] | None]:
         """The fields that statistics declare, by name."""
         return self.__pydantic_extra__
 
@@ -81,12 +81,12 @@ class Details(Part):
                 raise ValueError(f"{PREFIX}{name} has shape {array.shape}, expected {expected}")
             if not np.isfinite(array).all():
                 raise ValueError(f"{PREFIX}{name} contains NaN or infinity")
-            for field in statistic.fields:
-                if field not in self.by_layer:
-                    raise ValueError(f"{field} is missing")
-                numbers = self.by_layer[field]
-                if numbers is not None and len(numbers) != len(array):
-                    raise ValueError(f"{field} has {len(numbers)} values, expected {len(array)}")
+            numbers = [self.by_layer.get(field) for field in statistic.fields]
+            if numbers and numbers[0] is None:
+                raise ValueError(f"{statistic.fields[0]} is missing")
+            for field, values in zip(statistic.fields, numbers, strict=True):
+                if values is not None and len(values) != len(array):
+                    raise ValueError(f"{field} has {len(values)} values, expected {len(array)}")
         return self
 
     @model_serializer(mode="wrap")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sinklab.measuring.statistics.block import bucket_starts
-from sinklab.measuring.statistics.declared import Numbers, Statistic
+from sinklab.measuring.statistics.declared import Statistic
 from sinklab.measuring.statistics.details import STATISTICS, Details
 from sinklab.measuring.statistics.maps import MapTotals
 from sinklab.measuring.statistics.secondary import SecondarySearch
@@ -119,7 +119,7 @@ class _Mean:
             return None
         return self._statistic.of_mean((self._sum / self._count.clamp(min=1)).float().numpy())
 
-    def fields(self, array: np.ndarray | None) -> Iterable[tuple[str, Numbers]]:
+    def fields(self, array: np.ndarray | None) -> Iterable[tuple[str, list[float] | None]]:
         """What measurement.json holds of the statistic, by name."""
         if array is None:
             numbers = [None] * len(self._statistic.fields)

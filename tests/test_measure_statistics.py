@@ -1,0 +1,120 @@
+"""Statistics are declared once: what follows from it in files and documentation, and how often scores are read."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sinklab.attention.blocks import Block
+from sinklab.attention.importance import score_rows
+from sinklab.attention.masks import CAUSAL
+from sinklab.errors import InputError
+from sinklab.files import parse_json, write_json
+from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.native import measure_transformer
+from sinklab.measuring.padding import real_tokens
+from sinklab.measuring.statistics.block import Angles
+from sinklab.measuring.statistics.declared import OfRows
+from sinklab.measuring.statistics.details import STATISTICS, Details
+from sinklab.measuring.statistics.layer import layer_details
+from sinklab.model.config import ModelConfig
+from sinklab.model.transformer import Transformer
+
+DOCS = Path(__file__).parents[1] / "docs" / "measuring.md"
+FIELDS = {field: name for name, one in STATISTICS.items() for field in one.fields}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A measurement with everything, on disk."""
+    config = {"layers": 2, "width": 16, "heads": 2, "ffn_width": 16, "vocab_size": 16, "context": 16}
+    model = Transformer(ModelConfig.model_validate(config))
+    tokens = torch.randint(16, (2, 12), generator=torch.Generator().manual_seed(0))
+    measure_transformer(model, tokens, maps=[(1, 2)]).save(tmp_path)
+    return tmp_path
+
+
+def _change(folder: Path, fields: dict[str, Any] | None = None, without: str = "") -> None:
+    """Write the details of a measurement anew: with other fields, and without one statistic."""
+    document: Any = parse_json((folder / "measurement.json").read_text(encoding="utf-8"))
+    gone = STATISTICS[without].fields if without else ()
+    document["details"] = {k: v for k, v in document["details"].items() if k not in gone} | (fields or {})
+    write_json(folder / "measurement.json", document)
+    with np.load(folder / "measurement.npz") as file:
+        np.savez(folder / "measurement.npz", **{k: v for k, v in file.items() if k != f"details_{without}"})
+
+
+def _details(folder: Path) -> Details:
+    details = Measurement.load(folder).details
+    assert details is not None
+    return details
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_every_statistic_says_its_formula_here_and_in_the_documentation(name: str) -> None:
+    assert STATISTICS[name].__doc__
+    section = DOCS.read_text(encoding="utf-8").partition("## Details")[2].partition("\n## ")[0]
+    lines = [line.split("|") for line in section.splitlines() if line.startswith("|")]
+    (line,) = [line for line in lines if re.search(rf"`{name}`", line[4])]
+    assert [field for field in STATISTICS[name].fields if f"`{field}`" not in line[3]] == []
+    shape = {"L": "layers", "H": "heads", "T": "T", "D": "buckets", "Q": "buckets", "M": "blocks + 1", "P": "maps"}
+    assert f"({', '.join(shape[axis] for axis in STATISTICS[name].axes)})" in line[4]
+
+
+def test_every_statistic_is_measured_and_its_fields_are_written(folder: Path) -> None:
+    details = _details(folder)
+    assert [name for name, _, _ in details.present()] == list(STATISTICS)
+    assert set(FIELDS) < set(details.model_dump())
+    with np.load(folder / "measurement.npz") as file:
+        assert {name for name in file if name.startswith("details_")} == {f"details_{name}" for name in STATISTICS}
+
+
+@pytest.mark.parametrize("name", ["cosine", "norm_product", "value_ratio", "kurtosis", "alignment", "map_cosine"])
+def test_a_measurement_of_before_a_statistic_was_added_still_loads(folder: Path, name: str) -> None:
+    _change(folder, without=name)
+    details = _details(folder)
+    assert getattr(details, name) is None
+    assert not set(STATISTICS[name].fields) & set(details.model_dump())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"of_another_version": [1.0]}, "unknown fields: of_another_version"),
+        ({"entropy_by_layer": [1.0]}, "entropy_by_layer has 1 values, expected 2"),
+        ({"entropy_by_layer": None}, "entropy_by_layer is missing"),
+        ({"cosine_rest": ["a", "b"]}, "details.cosine_rest.0: Input should be a valid number"),
+        ({"queries": [1, 2]}, r"details_first_by_query has shape \(2, 2, 4\), expected \(2, 2, 2\)"),
+    ],
+)
+def test_fields_that_do_not_go_with_the_arrays_are_refused(folder: Path, fields: dict[str, Any], message: str) -> None:
+    _change(folder, fields)
+    with pytest.raises(InputError, match=message):
+        Measurement.load(folder)
+
+
+def test_scores_are_read_and_cosines_computed_once_for_all_statistics() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, heads, 9, 4, generator=generator) for heads in (4, 2))
+    seen: list[Block] = []
+
+    class Counted(Angles):
+        def block(self, part: Block) -> tuple[Tensor, Tensor]:
+            seen.append(part)
+            return super().block(part)
+
+    rows = score_rows(q, k, block=4)  # a generator: it can be read but once
+    details = layer_details(rows, real_tokens(torch.ones(1, 9)), Counted(q, k, CAUSAL), [0])
+    assert [(part.start, part.stop) for part in seen] == [(0, 4), (4, 8), (8, 9)]
+    assert set(details.means) == {name for name, one in STATISTICS.items() if isinstance(one, OfRows)}
+
+
+def test_what_needs_queries_is_left_out_where_they_are_hidden() -> None:
+    q = torch.randn(1, 2, 9, 4, generator=torch.Generator().manual_seed(0))
+    details = layer_details(score_rows(q, q), real_tokens(torch.ones(1, 9)), angles=None)
+    assert [name for name in details.means if STATISTICS[name].angles] == []
+    assert "entropy" in details.means
