@@ -12,8 +12,9 @@ from sinklab.measuring.statistics.secondary import ALIGNED, FIRST_FEW
 from sinklab.measuring.statistics.shown import BlockLines, BucketLines, HeadMap, Heatmap, MatrixMap, PositionMap, Shown
 from sinklab.report import heatmaps, lines
 from sinklab.report.data import ReportData, ReportedRun
-from sinklab.report.figure import DataTable, Figure
-from sinklab.report.importance_figures import SHOWN_POSITIONS, Named, side_by_side
+from sinklab.report.figure import DataTable, Figure, Scale
+from sinklab.report.heatmaps import Named, side_by_side
+from sinklab.report.importance_figures import SHOWN_POSITIONS
 
 MAP_CELLS = 64  # larger maps are thinned: every cell is an element of the page
 FIRST = ("angles-cosine", "angles-norms", "angles-heads", "value-ratio")  # why a sink has large logits, what it gives
@@ -95,7 +96,7 @@ def _matrices(data: ReportData, name: str, shown: MatrixMap, width: int | str) -
     return side_by_side(shown.key, shown.title, caption, maps, _scale(shown, maps), width, *sides, height=260)
 
 
-def _scale(shown: Heatmap, maps: list[Named]) -> heatmaps.Scale:
+def _scale(shown: Heatmap, maps: list[Named]) -> Scale:
     return heatmaps.scale_over(shown.what, [matrix for _, matrix in maps], shown.diverging)
 
 
@@ -129,7 +130,9 @@ def _bucket_rows(data: ReportData, name: str, series: str) -> list[dict[str, Any
     collected: dict[tuple[str, int, str], list[float]] = {}
     by_query = STATISTICS[name].axes == "LHQ"
     for run, measured, details, shares_LHX in _found(data, name):
-        starts, end_of_all = (details.queries, measured.length + 1) if by_query else (details.distances, measured.length)
+        starts, end_of_all = (
+            (details.queries, measured.length + 1) if by_query else (details.distances, measured.length)
+        )
         for start, end, share in zip(starts, [*starts[1:], end_of_all], shares_LHX.mean((0, 1)), strict=True):
             called = str(start) if end - start == 1 else f"{start}..{end - 1}"
             collected.setdefault((run.cell, start, called), []).append(float(share))
@@ -182,8 +185,8 @@ def _layer_table(data: ReportData) -> DataTable:
     rows = []
     for run, measured, details in data.detailed:
         fields = ("cosine_first", "cosine_rest", "norm_product_first", "norm_product_rest")
-        means = [details.by_layer[field] for field in fields]
-        ratio, entropy = details.value_ratio, details.by_layer["entropy_by_layer"]
+        means = [details.by_layer.get(field) for field in fields]
+        ratio, entropy = details.value_ratio, details.entropy.mean(1)
         for layer in range(measured.layers):
             rows.append(
                 [

@@ -1,9 +1,8 @@
-"""What a figure of the report is."""
+"""What a figure of the report is: charts, the colour scale they share, and its numbers as text."""
 
 from dataclasses import dataclass
 
 from sinklab.report.charts import Drawing
-from sinklab.report.heatmaps import Scale
 
 
 @dataclass(frozen=True)
@@ -12,6 +11,32 @@ class DataTable:
 
     columns: list[str]
     rows: list[list[str]]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The colour scale that a figure's heatmaps share.
+
+    Attributes:
+        what: the quantity, as the reader sees it beside the scale.
+        low, high: its ends.
+        outlined: cells above this value get an outline; None for no outlines.
+        outlined_as: what such a cell is called, e.g. "above ε".
+        diverging: whether the middle of the scale has a meaning (a cosine of zero).
+        references: values that are marked on the scale: what attention without any preference would give.
+    """
+
+    what: str
+    low: float
+    high: float
+    outlined: float | None = None
+    outlined_as: str = ""
+    diverging: bool = False
+    references: tuple[float, ...] = ()
+
+    def place(self, value: float) -> float:
+        """Where a value stands on the scale, in percent of its length."""
+        return 100 * (value - self.low) / (self.high - self.low)
 
 
 @dataclass(frozen=True)

@@ -14,35 +14,11 @@ import numpy as np
 
 from sinklab.report import theme
 from sinklab.report.charts import Drawing, Width, thinned
+from sinklab.report.figure import Figure, Scale
 
 OUTLINE = "#FF2D87"
 UNIFORM = "uniform"
-
-
-@dataclass(frozen=True)
-class Scale:
-    """The colour scale that a figure's heatmaps share.
-
-    Attributes:
-        what: the quantity, as the reader sees it beside the scale.
-        low, high: its ends.
-        outlined: cells above this value get an outline; None for no outlines.
-        outlined_as: what such a cell is called, e.g. "above ε".
-        diverging: whether the middle of the scale has a meaning (a cosine of zero).
-        references: values that are marked on the scale: what attention without any preference would give.
-    """
-
-    what: str
-    low: float
-    high: float
-    outlined: float | None = None
-    outlined_as: str = ""
-    diverging: bool = False
-    references: tuple[float, ...] = ()
-
-    def place(self, value: float) -> float:
-        """Where a value stands on the scale, in percent of its length."""
-        return 100 * (value - self.low) / (self.high - self.low)
+Named = tuple[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -71,6 +47,23 @@ def scale_over(what: str, matrices: Iterable[np.ndarray], diverging: bool = Fals
         low = -_rounded_up(high)
     step = _rounded_up(high) if high > 0 else 0.0
     return Scale(what, low if diverging or low == 0 else -_rounded_up(-low), step or 1.0, diverging=diverging)
+
+
+def side_by_side(
+    key: str,
+    title: str,
+    caption: str,
+    named: Iterable[Named],
+    scale: Scale,
+    width: Width,
+    rows: Side = LAYERS,
+    columns: Side = HEADS,
+    height: int | None = None,
+) -> Figure:
+    """Heatmaps that share a colour scale; inside the page it is drawn once for all of them."""
+    legend = width != "container"
+    drawn = [heatmap(matrix, scale, name, rows, columns, width, height, legend) for name, matrix in named]
+    return Figure(key, title, caption, drawn, scale)
 
 
 def heatmap(

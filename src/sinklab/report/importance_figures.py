@@ -11,13 +11,12 @@ import numpy as np
 from sinklab.measuring.measurement import Measurement
 from sinklab.report import charts, heatmaps, lines
 from sinklab.report.data import ReportData
-from sinklab.report.figure import Figure
-from sinklab.report.heatmaps import Scale, heatmap
+from sinklab.report.figure import Figure, Scale
+from sinklab.report.heatmaps import Named, heatmap, side_by_side
 from sinklab.report.summary import over_seeds
 
 SHOWN_POSITIONS = 64
 VISIBLE = "visible queries"
-Named = tuple[str, np.ndarray]
 
 
 def importance_figures(data: ReportData, width: int | str) -> list[Figure | None]:
@@ -30,22 +29,6 @@ def importance_figures(data: ReportData, width: int | str) -> list[Figure | None
         _row_sums(data, small),
         _norms(data, small),
     ]
-
-
-def side_by_side(
-    key: str,
-    title: str,
-    caption: str,
-    named: Iterable[Named],
-    scale: Scale,
-    width: int | str,
-    rows: heatmaps.Side = heatmaps.LAYERS,
-    columns: heatmaps.Side = heatmaps.HEADS,
-) -> Figure:
-    """Heatmaps that share a colour scale; inside the page it is drawn once for all of them."""
-    legend = width != "container"
-    drawn = [heatmap(matrix, scale, name, rows, columns, width, legend=legend) for name, matrix in named]
-    return Figure(key, title, caption, drawn, scale)
 
 
 def _by_head(data: ReportData, width: int | str) -> Figure | None:
