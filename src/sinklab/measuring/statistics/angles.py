@@ -34,7 +34,8 @@ class Cosine(OfRows):
     )
 
     def read(self, block: ScoreBlock, sums_BHT: Tensor) -> None:
-        sums_BHT[:, :, block.keys] += (block.cosine_BHQS * block.seen_BHQS).sum(-2)
+        cosine, seen = block.cosine_and_seen
+        sums_BHT[:, :, block.keys] += (cosine * seen).sum(-2)
 
 
 class NormProduct(OfRows):
@@ -55,9 +56,8 @@ class NormProduct(OfRows):
     )
 
     def read(self, block: ScoreBlock, sums_BHT: Tensor) -> None:
-        q_norm_BH1Q = block.angles.q_norm_BHT[:, :, None, block.queries]
-        sums_BHT[:, :, block.keys] += (q_norm_BH1Q @ block.seen_BHQS)[:, :, 0]
+        q_norm_BH1Q, (_, seen) = block.layer.angles.q_norm_BHT[:, :, None, block.queries], block.cosine_and_seen
+        sums_BHT[:, :, block.keys] += (q_norm_BH1Q @ seen)[:, :, 0]
 
     def mean(self, sums_BHT: Tensor, layer: Layer) -> Tensor:
-        assert layer.angles is not None
         return layer.real.align(sums_BHT * layer.angles.k_norm_BHT / layer.seen_by_BHT)

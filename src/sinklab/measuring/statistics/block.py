@@ -50,8 +50,8 @@ class Layer:
 
     Attributes:
         real: which columns of the batch are real tokens.
-        angles: of its queries and keys; None where queries are not seen.
-        first_B: column of the first real token.
+        sees_queries: whether there are angles.
+        first_B11: column of the first real token.
         count_B1: how many real tokens there are.
         counted_BT: 1 where a query is a real token, else 0.
         starts_D: first distance of each bucket.
@@ -59,8 +59,8 @@ class Layer:
 
     def __init__(self, weights_BHQS: Tensor, real: RealTokens, angles: Angles | None) -> None:
         device = weights_BHQS.device
-        self.real, self.angles = real, angles
-        self.first_B = real.index_BR[:, 0].to(device)
+        self.real, self._angles, self.sees_queries = real, angles, angles is not None
+        self.first_B11 = real.index_BR[:, :1, None].to(device)
         self.count_B1 = real.count_B.to(weights_BHQS)[:, None]
         self.counted_BT = real.mask_BT.to(device, weights_BHQS.dtype)
         self.starts_D = torch.tensor(bucket_starts(0, real.index_BR.shape[1] - 1), device=device)
@@ -73,14 +73,20 @@ class Layer:
         return weights_BHQS.new_zeros(*weights_BHQS.shape[:2], *wide)
 
     @property
+    def angles(self) -> Angles:
+        """Of the layer's queries and keys; only where queries are seen."""
+        assert self._angles is not None
+        return self._angles
+
+    @property
     def seen_by_BHT(self) -> Tensor:
         """How many queries of the blocks so far see each key, at least 1; only where queries are seen."""
         return self._pairs_BHT.clamp(min=1)
 
     def count(self, block: "ScoreBlock") -> None:
         """Take in who sees whom in the next block."""
-        if self.angles is not None:
-            self._pairs_BHT[:, :, block.keys] += block.seen_BHQS.sum(-2)
+        if self.sees_queries:
+            self._pairs_BHT[:, :, block.keys] += block.cosine_and_seen[1].sum(-2)
 
 
 class ScoreBlock:
@@ -90,70 +96,41 @@ class ScoreBlock:
         part: which queries and keys.
         layer: where the block belongs to.
         queries, keys: the same as slices of the columns of the batch.
+        counted_B1Q: 1 where a query is a real token, else 0.
+        weights_BHQS: shares of the row, 0 in the rows of padding.
         bias_BHQ: the share of an added bias; None where there is no bias.
+        earlier_BQ: how many real tokens stand before a query.
     """
 
     def __init__(self, rows: Rows, layer: Layer) -> None:
         self.part, self.layer, self.bias_BHQ = rows.block, layer, rows.bias_BHQ
         self.queries, self.keys = slice(self.part.start, self.part.stop), slice(self.part.low, self.part.high)
-        self._weights_BHQS = rows.weights_BHQS
-
-    @cached_property
-    def counted_B1Q(self) -> Tensor:
-        """1 where a query is a real token, else 0."""
-        return self.layer.counted_BT[:, None, self.queries]
-
-    @cached_property
-    def weights_BHQS(self) -> Tensor:
-        """Shares of the row, 0 in the rows of padding."""
-        return self._weights_BHQS * self.counted_B1Q[..., None] if self.layer.real.padded else self._weights_BHQS
+        self.counted_B1Q, weights_BHQS = layer.counted_BT[:, None, self.queries], rows.weights_BHQS
+        self.weights_BHQS = weights_BHQS * self.counted_B1Q[..., None] if layer.real.padded else weights_BHQS
+        self._query_1Q1 = torch.arange(self.part.start, self.part.stop, device=weights_BHQS.device).view(1, -1, 1)
+        self.earlier_BQ = (self._query_1Q1 - layer.first_B11)[..., 0]
 
     @cached_property
     def by_distance_BHQD(self) -> Tensor:
         """The attention of every query by distance."""
-        ends_BQD = torch.maximum(self._query_1Q1 - self.layer.starts_D + 1, self._first_B11)  # keys before these
-        edges = self._up_to(torch.cat((ends_BQD, self._first_B11.expand(-1, ends_BQD.shape[1], 1)), -1))
-        return edges[..., :-1] - edges[..., 1:]  # are at least so far back
+        first_B11 = self.layer.first_B11  # keys before an end are at least so far back
+        ends_BQD = torch.maximum(self._query_1Q1 - self.layer.starts_D + 1, first_B11)
+        edges = self._up_to(torch.cat((ends_BQD, first_B11.expand(-1, ends_BQD.shape[1], 1)), -1))
+        return edges[..., :-1] - edges[..., 1:]
 
     @cached_property
     def first_BHQ(self) -> Tensor:
         """The attention of every query on the first token."""
-        first_BQ1 = self._first_B11.expand(-1, self._query_1Q1.shape[1], 1)
+        first_BQ1 = self.layer.first_B11.expand(-1, self._query_1Q1.shape[1], 1)
         return (self._up_to(first_BQ1 + 1) - self._up_to(first_BQ1))[..., 0]
 
     @cached_property
-    def earlier_BQ(self) -> Tensor:
-        """How many real tokens stand before every query."""
-        return (self._query_1Q1 - self._first_B11)[..., 0]
-
-    @property
-    def angles(self) -> Angles:
-        """Of the layer; only where queries are seen."""
-        assert self.layer.angles is not None
-        return self.layer.angles
-
-    @property
-    def cosine_BHQS(self) -> Tensor:
-        """Cosines of queries and keys, 0 where a query may not look; only where queries are seen."""
-        return self._angles[0]
-
-    @property
-    def seen_BHQS(self) -> Tensor:
-        """1 where a real query sees a key that is not later, else 0; only where queries are seen."""
-        return self._angles[1]
-
-    @cached_property
-    def _angles(self) -> tuple[Tensor, Tensor]:
-        cosine, seen = self.angles.block(self.part)
+    def cosine_and_seen(self) -> tuple[Tensor, Tensor]:
+        """Cosines of the block (B, H, Q, S), 0 where a query may not look, and 1 where a real query sees a key that is
+        not later, else 0; only where queries are seen.
+        """
+        cosine, seen = self.layer.angles.block(self.part)
         return cosine, seen.mul_(self.counted_B1Q[..., None])
-
-    @cached_property
-    def _query_1Q1(self) -> Tensor:
-        return torch.arange(self.part.start, self.part.stop, device=self._weights_BHQS.device).view(1, -1, 1)
-
-    @cached_property
-    def _first_B11(self) -> Tensor:
-        return self.layer.first_B.view(-1, 1, 1)
 
     @cached_property
     def _before(self) -> Tensor:

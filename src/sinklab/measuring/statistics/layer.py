@@ -11,7 +11,7 @@ from sinklab.measuring.padding import RealTokens
 from sinklab.measuring.statistics.block import Angles, Layer, ScoreBlock
 from sinklab.measuring.statistics.declared import OfRows
 from sinklab.measuring.statistics.details import STATISTICS
-from sinklab.measuring.statistics.maps import LayerMaps
+from sinklab.measuring.statistics.maps import draw
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,9 @@ class _Reading:
 
     def __init__(self, weights_BHQS: Tensor, real: RealTokens, angles: Angles | None, mapped: Sequence[int]) -> None:
         self._layer = Layer(weights_BHQS, real, angles)
-        self._maps = LayerMaps(self._layer, mapped, weights_BHQS)
-        self._read = {
+        R = real.index_BR.shape[1]
+        self._maps = {head: weights_BHQS.new_zeros(3, R, R) for head in mapped}
+        self._sums = {
             name: (one, self._layer.sums(one.axes, weights_BHQS))
             for name, one in STATISTICS.items()
             if isinstance(one, OfRows) and (angles is not None or not one.angles)
@@ -64,10 +65,10 @@ class _Reading:
     def read(self, rows: Rows) -> None:
         block = ScoreBlock(rows, self._layer)
         self._layer.count(block)
-        for statistic, sums in self._read.values():
+        for statistic, sums in self._sums.values():
             statistic.read(block, sums)
-        self._maps.read(block)
+        draw(self._maps, block)
 
     def result(self) -> LayerDetails:
-        means = {name: statistic.mean(sums, self._layer) for name, (statistic, sums) in self._read.items()}
-        return LayerDetails(means, self._maps.sums)
+        means = {name: statistic.mean(sums, self._layer) for name, (statistic, sums) in self._sums.items()}
+        return LayerDetails(means, self._maps)

@@ -76,7 +76,7 @@ class DetailTotals:
                 "secondary_sinks": self._search.strongest,
                 "distances": self._distances,
                 "queries": self._queries,
-                "maps": self._maps.heads,
+                "maps": list(self._maps.sums),
                 **arrays,
                 **maps,
             }
