@@ -21,10 +21,20 @@ from sinklab.schema import Example, Kind, NeutralExample, Part
 class BiasPart(Kind):
     """What every bias tells the rules of combination."""
 
+    adds_logit: ClassVar[bool] = False  # a logit that is not a product with a key
+
     @property
     def without_value(self) -> bool:
         """True for a key whose value is zero: it acts through the row sum only."""
         return False
+
+    def key_shape(self, kv_heads: int, head_width: int) -> tuple[int, int] | None:
+        """Of the learned keys, (G or 1, d_a); None where there is none."""
+        return None
+
+    def value_shape(self, kv_heads: int, head_width: int) -> tuple[int, int] | None:
+        """Of the learned values, (G or 1, D); None where there is none."""
+        return None
 
 
 class NoBias(BiasPart):
@@ -75,6 +85,9 @@ class KeyBias(BiasPart):
     def without_value(self) -> bool:
         return self.value == "zero" or self.value.norm == 0
 
+    def key_shape(self, kv_heads: int, head_width: int) -> tuple[int, int]:
+        return 1 if self.shared else kv_heads, self.learnable_dims or head_width
+
 
 class KeyValueBias(BiasPart):
     """A learned key and a learned value: KV biases."""
@@ -86,6 +99,12 @@ class KeyValueBias(BiasPart):
     )
     examples: ClassVar = {"kv_biases": Example(), "kv_biases_shared": Example({"shared": True})}
 
+    def key_shape(self, kv_heads: int, head_width: int) -> tuple[int, int]:
+        return 1 if self.shared else kv_heads, self.learnable_dims or head_width
+
+    def value_shape(self, kv_heads: int, head_width: int) -> tuple[int, int]:
+        return 1 if self.shared else kv_heads, head_width
+
 
 class ValueBias(BiasPart):
     """A learned vector added to the attention output: V biases."""
@@ -94,11 +113,15 @@ class ValueBias(BiasPart):
     shared: bool = Field(default=False, description="one bias for all heads instead of one per head")
     examples: ClassVar = {"v_biases": Example()}
 
+    def value_shape(self, kv_heads: int, head_width: int) -> tuple[int, int]:
+        return 1 if self.shared else kv_heads, head_width
+
 
 class SinkLogit(BiasPart):
     """A learned logit s per query head in every row, with value zero (gpt-oss, 2508.10925): out * sigmoid(lse - s)."""
 
     kind: Literal["sink_logit"] = "sink_logit"
+    adds_logit: ClassVar[bool] = True
     examples: ClassVar = {"sink_logit": Example()}
 
     @property
@@ -110,6 +133,7 @@ class OffByOne(BiasPart):
     """The sink logit fixed at 0: softmax-off-by-one, exp(z_ts) / (1 + sum_s exp(z_ts)) (2410.17174)."""
 
     kind: Literal["off_by_one"] = "off_by_one"
+    adds_logit: ClassVar[bool] = True
     examples: ClassVar = {"off_by_one": Example()}
 
     @property
@@ -134,14 +158,12 @@ class BiasParameters(nn.Module):
 
     def __init__(self, bias: Bias, kv_heads: int, head_width: int, heads: int) -> None:
         super().__init__()
-        rows = 1 if getattr(bias, "shared", False) else kv_heads
-        dims = getattr(bias, "learnable_dims", None) or head_width
         self.heads, self.head_width, self.off_by_one = heads, head_width, bias.kind == "off_by_one"
-        self.key = nn.Parameter(torch.zeros(rows, dims)) if bias.kind in ("k", "kv") else None
-        self.value = nn.Parameter(torch.zeros(rows, head_width)) if bias.kind in ("kv", "v") else None
+        key, value = bias.key_shape(kv_heads, head_width), bias.value_shape(kv_heads, head_width)
+        self.key = None if key is None else nn.Parameter(torch.zeros(key))
+        self.value = None if value is None else nn.Parameter(torch.zeros(value))
         self.logit = nn.Parameter(torch.zeros(heads)) if bias.kind == "sink_logit" else None
-        value = bias.value if isinstance(bias, KeyBias) else None
-        self.fixed = value if isinstance(value, FixedValue) else None
+        self.fixed = bias.value if bias.kind == "k" and bias.value != "zero" else None
 
     def key_per_head(self) -> Tensor | None:
         """k_s per query head, zero beyond the learned dimensions: (H, D)."""

@@ -108,13 +108,12 @@ def mask_block_(
     logits_BHTS: Tensor, block: Block, offset: int, keys: int, mask: Mask, value: float = -math.inf
 ) -> Tensor:
     """Set what a query may not see to `value`, in place, leaving alone the keys that the whole block sees."""
-    low, high = mask.full_range(block.start + offset, block.stop + offset, keys)
+    first, end = block.start + offset, block.stop + offset
+    low, high = mask.full_range(first, end, keys)
     low, high = max(low, block.low), min(high, block.high)
-    if low >= high:
-        low = high = block.low
-    for part in (slice(0, low - block.low), slice(high - block.low, block.high - block.low)):
-        if part.start < part.stop:
-            first, end, keys_from = block.start + offset, block.stop + offset, block.low
-            seen = mask.block(first, end, keys_from + part.start, keys_from + part.stop, logits_BHTS.device)
-            logits_BHTS[..., part].masked_fill_(~seen, value)
+    outside = [(block.low, low), (high, block.high)] if low < high else [(block.low, block.high)]
+    for start, stop in outside:
+        if start < stop:
+            seen = mask.block(first, end, start, stop, logits_BHTS.device)
+            logits_BHTS[..., start - block.low : stop - block.low].masked_fill_(~seen, value)
     return logits_BHTS

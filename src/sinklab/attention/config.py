@@ -77,7 +77,7 @@ class AttentionConfig(Part):
         name = operation.kind
         if not operation.has_logits and self.softcap is not None:
             raise ValueError(f"softcap bounds logits, and operation {name} is a kernel: its similarity has none")
-        if bias.kind in ("sink_logit", "off_by_one") and not operation.has_logits:
+        if bias.adds_logit and not operation.has_logits:
             raise ValueError(
                 f"bias {bias.kind} adds a logit to the row, and operation {name} is a kernel without logits"
             )
@@ -108,9 +108,9 @@ class AttentionConfig(Part):
         Raises:
             ValueError: with the reason.
         """
-        dims = getattr(self.bias, "learnable_dims", None)
-        if dims is not None and dims > head_width:
-            raise ValueError(f"attention.bias.learnable_dims {dims} is above the head width {head_width}")
+        key_shape = self.bias.key_shape(1, head_width)
+        if key_shape is not None and key_shape[1] > head_width:
+            raise ValueError(f"attention.bias.learnable_dims {key_shape[1]} is above the head width {head_width}")
         if head_width % self.operation.keys_per_head:
             raise ValueError(f"{self.operation.kind} attention halves the head width, and {head_width} is odd")
         if position_on_scores and not self.operation.has_logits:

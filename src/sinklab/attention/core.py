@@ -48,7 +48,7 @@ class AttentionCore(nn.Module):
         bias: the tensors of the bias.
         learned: the operation's own parameters, or None.
         hidden_first: numbers n: keys 1..n of the sequence are seen by no query after the n-th; none but in an ablation
-            (measure/surgery.py).
+            (measuring/surgery/hiding.py).
 
     Raises:
         ValueError: the parts of the config do not fit the sizes or the position (`AttentionConfig.check_fit`).
@@ -94,7 +94,7 @@ class AttentionCore(nn.Module):
 
     @torch.no_grad()
     def importance(self, q_BHTD: Tensor, k_BGTD: Tensor, documents_BL: Tensor | None = None) -> Importance:
-        """alpha_k of every real position and of the bias or sink token (recipe.yaml, `metric`).
+        """alpha_k of every real position and of the bias or sink token (2410.10781, section 3.2).
 
         Where the operation's scores do not sum to one (`proxy`), alpha is that of the proxy scores and the mean raw
         row sum is reported with it.

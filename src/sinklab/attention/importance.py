@@ -1,7 +1,7 @@
 """Importance of every key position, without the matrix.
 
 alpha_k is the mean over queries t = k .. T of the attention score that t gives k; the query k itself counts
-(recipe.yaml, `metric.importance`). It is a column mean of the attention matrix, summed up block by block: a block of
+(2410.10781, section 3.2). It is a column mean of the attention matrix, summed up block by block: a block of
 queries sees all its keys, so its rows can be normalised where they stand. For operations whose scores do not sum to
 one the scores are the proxy |sim_ts| / sum_s |sim_ts|, which is what normalising exp(log sim) gives.
 

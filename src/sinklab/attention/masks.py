@@ -33,7 +33,7 @@ class Causal(Mask):
 
 @dataclass(frozen=True)
 class Window(Mask):
-    """Query t sees keys t - width + 1 .. t (figure 6)."""
+    """Query t sees keys t - width + 1 .. t (2410.10781, figure 6)."""
 
     width: int
 
@@ -50,7 +50,7 @@ class Window(Mask):
 
 @dataclass(frozen=True)
 class Prefix(Mask):
-    """Causal, and every query also sees the first `length` keys (figure 5)."""
+    """Causal, and every query also sees the first `length` keys (2410.10781, figure 5)."""
 
     length: int
 

@@ -146,7 +146,7 @@ def over_norm(similarity_BHTS: Tensor, p: float) -> Tensor:
 
 
 def proxy_scores(scores_BHTS: Tensor) -> Tensor:
-    """|A_ts| / sum_s |A_ts|, and 0 where the row sums to 0 (section 7.3)."""
+    """|A_ts| / sum_s |A_ts|, and 0 where the row sums to 0 (2410.10781, table 6)."""
     size = scores_BHTS.abs()
     total = size.sum(-1, keepdim=True)
     return torch.where(total > 0, size / total.clamp(min=torch.finfo(size.dtype).tiny), 0)

@@ -27,7 +27,7 @@ Init = Annotated[DeclaredInit | TorchInit, Field(discriminator="kind")]
 
 
 class ModelConfig(Part):
-    """A LLaMA-style decoder. The defaults are the paper's 60M model (recipe.yaml, `model_60m`)."""
+    """A LLaMA-style decoder. The defaults are the 60M model of 2410.10781."""
 
     layers: int = Field(default=10, ge=1, le=10_000)
     width: int = Field(default=768, ge=1, le=LARGEST, description="of the residual stream")

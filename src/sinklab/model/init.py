@@ -11,10 +11,11 @@ The same by both: extra keys and values, sink logits and the sink token are norm
 and bias zero, the slope of dynamic tanh is `norm.alpha`; a module that names mean and std of its tensors in `initial`,
 as attention operations do, has it so.
 
-`declared` is what the paper and its code say (recipe.yaml, `init`). `torch` is what PyTorch's `reset_parameters` gives
-nn.Linear (kaiming_uniform with a = sqrt(5)) and nn.Embedding, by which the published models probably started
-(recipe.yaml, last section). There nothing is said of the last two rows and of learned positions: a table that is
-looked up is taken for an nn.Embedding, the value gate for an nn.Linear of a head's width d.
+`declared` is what the paper (2410.10781) and its code say. `torch` is what PyTorch's `reset_parameters` gives nn.Linear
+(kaiming_uniform with a = sqrt(5)) and nn.Embedding, by which the published models probably started: with several
+devices the training library that its code pins discards the declared weights. There nothing is said of the last two
+rows and of learned positions: a table that is looked up is taken for an nn.Embedding, the value gate for an nn.Linear
+of a head's width d.
 
 q, k and v are one matrix here, and so are the two halves of a gated feed-forward: d_in is the same as apart.
 """

@@ -59,7 +59,7 @@ class OperationPart(Kind, ABC):
 
     @abstractmethod
     def rows(self, call: Call) -> Iterator[Rows]:
-        """|A_tk| / sum_s |A_ts|, bias key included, a block of queries at a time (recipe.yaml, `metric.proxy_scores`).
+        """|A_tk| / sum_s |A_ts|, bias key included, a block of queries at a time (2410.10781, table 6).
 
         They are the scores themselves where rows sum to one.
         """

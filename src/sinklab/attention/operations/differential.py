@@ -9,10 +9,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from sinklab.attention import blocks as bl
 from sinklab.attention.biases import ExtraKey
-from sinklab.attention.chunked import finite_normaliser
-from sinklab.attention.importance import Rows
+from sinklab.attention.blocks import accumulate_dtype
+from sinklab.attention.importance import Rows, score_rows
 from sinklab.attention.operations.base import OperationPart
 from sinklab.attention.operations.call import Call
 from sinklab.attention.primitive import attend
@@ -75,16 +74,15 @@ class Differential(OperationPart):
 
     @torch.no_grad()
     def rows(self, call: Call) -> Iterator[Rows]:
-        first, second = halves(call)
-        strength = _learned(call.learned)().to(bl.accumulate_dtype(call.q_BHTD.dtype))
-        biased = call.key_HD is not None or call.logit_H is not None
-        for part in bl.blocks(call.q_BHTD, call.k_BGTD, call.mask):
-            (weights, share), (other, other_share) = _shares(first, part), _shares(second, part)
-            weights = weights.sub_(strength * other).abs_()
-            share = (share - strength * other_share).abs()
-            total = weights.sum(-1) + share
+        strength = _learned(call.learned)().to(accumulate_dtype(call.q_BHTD.dtype))
+        for one, other in zip(*(_softmax_rows(half) for half in halves(call)), strict=True):
+            weights = one.weights_BHQS.sub_(strength * other.weights_BHQS).abs_()
+            total, share = weights.sum(-1), None
+            if one.bias_BHQ is not None and other.bias_BHQ is not None:
+                share = (one.bias_BHQ - strength * other.bias_BHQ).abs()
+                total = total + share
             total = total.masked_fill_(total == 0, 1)
-            yield Rows(part, weights.div_(total[..., None]), share / total if biased else None)
+            yield Rows(one.block, weights.div_(total[..., None]), None if share is None else share / total)
 
     def row_sums(self, call: Call) -> Tensor:
         return (1 - _learned(call.learned)()).expand(call.q_BHTD.shape[:3])
@@ -122,14 +120,5 @@ def halves(call: Call) -> tuple[Call, Call]:
     return first, second
 
 
-def _shares(call: Call, part: bl.Block) -> tuple[Tensor, Tensor]:
-    """A block of softmax rows, and the share of the bias key in them (zero without one)."""
-    T, S = call.q_BHTD.shape[2], call.k_BGTD.shape[2]
-    z = bl.raw_scores(call.q_BHTD, call.k_BGTD, part, bl.default_scale(call.q_BHTD))
-    logits = bl.mask_block_(bl.score_block(z, part, S - T, call.score), part, S - T, S, call.mask)
-    lse, bias = torch.logsumexp(logits, -1), call.bias_logits()
-    if bias is None:
-        return logits.sub_(finite_normaliser(lse)[..., None]).exp_(), torch.zeros_like(lse)
-    bias = bias[:, :, part.start : part.stop]
-    lse = finite_normaliser(torch.logaddexp(lse, bias))
-    return logits.sub_(lse[..., None]).exp_(), torch.exp(bias - lse)
+def _softmax_rows(half: Call) -> Iterator[Rows]:
+    return score_rows(half.q_BHTD, half.k_BGTD, mask=half.mask, score=half.score, bias_logits_BHT=half.bias_logits())

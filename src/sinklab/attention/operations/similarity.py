@@ -19,14 +19,14 @@ NORM = "p: divide by (sum_s sim_ts ** p) ** (1 / p); 1 is the plain row sum"
 
 
 def by_norm(call: Call, similarity: Score | None, p: float) -> Weighing:
-    """sim_ts / Z_t with Z_t = (sum_s sim_ts ** p) ** (1 / p) (results.yaml, `p_normalised`)."""
+    """sim_ts / Z_t with Z_t = (sum_s sim_ts ** p) ** (1 / p) (2410.10781, figure 29)."""
     if p == 1:
         return Weighing(similarity)
     return Weighing(similarity, call.normaliser(compose(similarity, times(p))) / p)
 
 
 class Softmax(LogSimilarity):
-    """A_ts = alpha * exp(z_ts) / (sum_s exp(z_ts) ** p) ** (1 / p) (table 14 left; results.yaml, `p_normalised`)."""
+    """A_ts = alpha * exp(z_ts) / (sum_s exp(z_ts) ** p) ** (1 / p) (table 14 left, figure 29)."""
 
     kind: Literal["softmax"] = "softmax"
     alpha: float = Field(default=1.0, gt=0, description="what the scores of a row sum to")
