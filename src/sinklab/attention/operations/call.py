@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from sinklab.attention.biases import ExtraKey, extra_logits
-from sinklab.attention.blocks import default_scale
+from sinklab.attention.blocks import accumulate_dtype, default_scale
 from sinklab.attention.primitive import Backend, log_normaliser
 from sinklab.attention.scores import Score, compose
-from sinklab.attention.visible import Mask
+from sinklab.attention.visible import Mask, visible_keys
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,13 @@ class Call:
     def score(self) -> Score | None:
         """Softcap and position, in this order."""
         return compose(self.cap, self.position)
+
+    def keys_per_row(self) -> Tensor:
+        """(B, T), in the precision of scores: how many keys take part in each row, bias key included."""
+        B, _, T, _ = self.q_BHTD.shape
+        has_bias = self.key_HD is not None or self.logit_H is not None
+        keys_BT = visible_keys(self.mask, T, self.q_BHTD.device).expand(B, T) + int(has_bias)
+        return keys_BT.to(accumulate_dtype(self.q_BHTD.dtype))
 
     def bias_logits(self, similarity: Score | None = None) -> Tensor | None:
         """(B, H, T): the similarity's logarithm of every query with the bias key, None where there is no bias."""

@@ -14,7 +14,6 @@ from sinklab.attention.operations.base import LogSimilarity, Weighing
 from sinklab.attention.operations.call import Call
 from sinklab.attention.reference import Explicit
 from sinklab.attention.scores import Score, log_of
-from sinklab.attention.visible import visible_keys
 from sinklab.schema import Example, NeutralExample
 
 
@@ -127,12 +126,9 @@ class ElasticSoftmax(LogSimilarity):
         return Offset(heads, self.start)
 
     def weigh(self, call: Call) -> Weighing:
-        has_bias = call.key_HD is not None or call.logit_H is not None
-        B, H, T, _ = call.q_BHTD.shape
-        keys_BT = visible_keys(call.mask, T, call.q_BHTD.device).expand(B, T) + int(has_bias)
         lse_BHT = call.normaliser(None)
         assert isinstance(call.learned, Offset)
-        offset_BHT = call.learned.tau.to(lse_BHT.dtype)[:, None] / keys_BT[:, None]
+        offset_BHT = call.learned.tau.to(lse_BHT.dtype)[:, None] / call.keys_per_row()[:, None]
 
         def shifted(
             z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, lse_BHT: Tensor, offset_BHT: Tensor
