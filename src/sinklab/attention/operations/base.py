@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from sinklab.attention.biases import ExtraKey
 from sinklab.attention.chunked import finite_normaliser
-from sinklab.attention.importance import ColumnSums, Rows, score_rows, sum_rows
+from sinklab.attention.importance import ColumnSums, Rows, sum_rows
 from sinklab.attention.operations.call import Call
-from sinklab.attention.primitive import attend, attend_output
 from sinklab.attention.reference import Explicit
 from sinklab.attention.scores import Score
 from sinklab.schema import Kind
@@ -108,11 +107,11 @@ class LogSimilarity(OperationPart):
 
     def output(self, call: Call, v_BGTV: Tensor) -> Tensor:
         weighing = self.weigh(call)
-        score, logits = _score(call, weighing), call.bias_logits(weighing.similarity)
+        logits = call.bias_logits(weighing.similarity)
         if logits is None and weighing.log_divisor is None and weighing.log_addend is None:
-            out = attend_output(call.q_BHTD, call.k_BGTD, v_BGTV, score=score, mask=call.mask, backend=call.backend)
+            out = call.attend_output(v_BGTV, weighing.similarity)
         else:
-            out, lse = attend(call.q_BHTD, call.k_BGTD, v_BGTV, score=score, mask=call.mask, backend=call.backend)
+            out, lse = call.attend(v_BGTV, weighing.similarity)
             if logits is not None:
                 out, lse = ExtraKey(logits, call.value_HV).merge(out, lse)
             if weighing.log_addend is not None:
@@ -122,14 +121,7 @@ class LogSimilarity(OperationPart):
         return out if weighing.factor == 1 else out * weighing.factor
 
     def rows(self, call: Call) -> Iterator[Rows]:
-        weighing = self.weigh(call)
-        return score_rows(
-            call.q_BHTD,
-            call.k_BGTD,
-            mask=call.mask,
-            score=_score(call, weighing),
-            bias_logits_BHT=call.bias_logits(weighing.similarity),
-        )
+        return call.rows(self.weigh(call).similarity)
 
     def row_sums(self, call: Call) -> Tensor:
         weighing = self.weigh(call)
@@ -146,9 +138,3 @@ def _quotient(log_sum: Tensor, log_divisor: Tensor | float) -> Tensor:
     if isinstance(log_divisor, Tensor):
         log_divisor = finite_normaliser(log_divisor)
     return torch.exp(log_sum - log_divisor)
-
-
-def _score(call: Call, weighing: Weighing) -> Score | None:
-    if weighing.similarity is None:
-        return call.score
-    return weighing.similarity if call.score is None else call.score.then(weighing.similarity)

@@ -1,5 +1,6 @@
 """What an operation is called with: queries, keys and everything that acts on a score before its similarity."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -7,7 +8,8 @@ from torch import Tensor, nn
 
 from sinklab.attention.biases import ExtraKey, extra_logits
 from sinklab.attention.blocks import accumulate_dtype, default_scale
-from sinklab.attention.primitive import Backend, log_normaliser
+from sinklab.attention.importance import Rows, score_rows
+from sinklab.attention.primitive import Backend, attend, attend_output, log_normaliser
 from sinklab.attention.scores import Score, compose
 from sinklab.attention.visible import Mask, visible_keys
 
@@ -39,10 +41,20 @@ class Call:
     value_HV: Tensor | None = None
     learned: nn.Module | None = None
 
-    @property
-    def score(self) -> Score | None:
-        """Softcap and position, in this order."""
-        return compose(self.cap, self.position)
+    def attend(self, v_BGTV: Tensor, similarity: Score | None = None) -> tuple[Tensor, Tensor]:
+        """`primitive.attend` over the sequence's own keys, the logarithm of the similarity behind the call's scores."""
+        score = self._score(similarity)
+        return attend(self.q_BHTD, self.k_BGTD, v_BGTV, score=score, mask=self.mask, backend=self.backend)
+
+    def attend_output(self, v_BGTV: Tensor, similarity: Score | None = None) -> Tensor:
+        """The output of `attend` alone, for which a fused kernel may serve."""
+        score = self._score(similarity)
+        return attend_output(self.q_BHTD, self.k_BGTD, v_BGTV, score=score, mask=self.mask, backend=self.backend)
+
+    def rows(self, similarity: Score | None = None) -> Iterator[Rows]:
+        """The similarities over their row sums, bias key included, a block of queries at a time."""
+        score, bias_logits_BHT = self._score(similarity), self.bias_logits(similarity)
+        return score_rows(self.q_BHTD, self.k_BGTD, mask=self.mask, score=score, bias_logits_BHT=bias_logits_BHT)
 
     def keys_per_row(self) -> Tensor:
         """(B, T), in the precision of scores: how many keys take part in each row, bias key included."""
@@ -64,11 +76,13 @@ class Call:
 
     def normaliser(self, similarity: Score | None) -> Tensor:
         """(B, H, T): the logarithm of the row sum of the similarity, bias key included."""
-        lse_BHT = log_normaliser(
-            self.q_BHTD, self.k_BGTD, score=compose(self.score, similarity), mask=self.mask, backend=self.backend
-        )
+        score = self._score(similarity)
+        lse_BHT = log_normaliser(self.q_BHTD, self.k_BGTD, score=score, mask=self.mask, backend=self.backend)
         logits_BHT = self.bias_logits(similarity)
         return lse_BHT if logits_BHT is None else ExtraKey(logits_BHT).merge(lse_BHT[..., None], lse_BHT)[1]
+
+    def _score(self, similarity: Score | None) -> Score | None:
+        return compose(self.cap, self.position, similarity)
 
 
 def at_every_query(score: Score | None, z_BHT: Tensor) -> Tensor:

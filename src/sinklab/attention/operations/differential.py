@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from sinklab.attention.biases import ExtraKey
 from sinklab.attention.blocks import accumulate_dtype
-from sinklab.attention.importance import Rows, score_rows
+from sinklab.attention.importance import Rows
 from sinklab.attention.operations.base import OperationPart
 from sinklab.attention.operations.call import Call
-from sinklab.attention.primitive import attend
 from sinklab.attention.reference import Explicit
 from sinklab.schema import Example
 
@@ -65,7 +64,7 @@ class Differential(OperationPart):
     def output(self, call: Call, v_BGTV: Tensor) -> Tensor:
         outs = []
         for half in halves(call):
-            out, lse = attend(half.q_BHTD, half.k_BGTD, v_BGTV, score=half.score, mask=half.mask, backend=half.backend)
+            out, lse = half.attend(v_BGTV)
             logits = half.bias_logits()
             outs.append(out if logits is None else ExtraKey(logits, half.value_HV).merge(out, lse)[0])
         learned = _learned(call.learned)
@@ -75,7 +74,7 @@ class Differential(OperationPart):
     @torch.no_grad()
     def rows(self, call: Call) -> Iterator[Rows]:
         strength = _learned(call.learned)().to(accumulate_dtype(call.q_BHTD.dtype))
-        for one, other in zip(*(_softmax_rows(half) for half in halves(call)), strict=True):
+        for one, other in zip(*(half.rows() for half in halves(call)), strict=True):
             weights = one.weights_BHQS.sub_(strength * other.weights_BHQS).abs_()
             total, share = weights.sum(-1), None
             if one.bias_BHQ is not None and other.bias_BHQ is not None:
@@ -118,7 +117,3 @@ def halves(call: Call) -> tuple[Call, Call]:
         for part in parts
     )
     return first, second
-
-
-def _softmax_rows(half: Call) -> Iterator[Rows]:
-    return score_rows(half.q_BHTD, half.k_BGTD, mask=half.mask, score=half.score, bias_logits_BHT=half.bias_logits())

@@ -16,13 +16,11 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from sinklab.attention.biases import extra_logits
 from sinklab.attention.blocks import accumulate_dtype, default_scale
-from sinklab.attention.importance import Rows, score_rows
+from sinklab.attention.importance import Rows
 from sinklab.attention.linear import linear_sums
 from sinklab.attention.operations.base import OperationPart
 from sinklab.attention.operations.call import Call
-from sinklab.attention.primitive import attend
 from sinklab.attention.reference import Explicit
 from sinklab.attention.scores import log_magnitude, log_relu
 from sinklab.schema import Example
@@ -58,16 +56,14 @@ class Kernel(OperationPart):
         call = self._featured(call)
         v = v_BGTV.to(call.q_BHTD.dtype)
         if not self.normalised:
-            return _add_bias(_signed_sums(call, v, self.signed), call, call.value_HV).to(v_BGTV.dtype)
+            return _add_bias(_signed_sums(call, v, self.signed), call).to(v_BGTV.dtype)
         sums = _signed_sums(call, torch.cat((v, torch.ones_like(v[..., :1])), -1), self.signed)
-        out = _add_bias(sums[..., :-1], call, call.value_HV)
+        out = _add_bias(sums[..., :-1], call)
         return (out / self._divisor(_add_one(sums[..., -1], call))[..., None]).to(v_BGTV.dtype)
 
     @torch.no_grad()
     def rows(self, call: Call) -> Iterator[Rows]:
-        call = self._featured(call)
-        bias = None if call.key_HD is None else _bias_similarity(call, call.key_HD).abs().log()
-        return score_rows(call.q_BHTD, call.k_BGTD, mask=call.mask, score=log_magnitude(), bias_logits_BHT=bias)
+        return self._featured(call).rows(log_magnitude())
 
     def row_sums(self, call: Call) -> Tensor:
         call = self._featured(call)
@@ -93,23 +89,21 @@ def _signed_sums(call: Call, v_BGTV: Tensor, signed: bool) -> Tensor:
         return linear_sums(call.q_BHTD * default_scale(call.q_BHTD), call.k_BGTD, v_BGTV, rows)
     total = torch.zeros(())
     for sign in (1, -1) if signed else (1,):
-        out, lse = attend(call.q_BHTD, call.k_BGTD, v_BGTV, score=log_relu(sign), mask=call.mask, backend=call.backend)
+        out, lse = call.attend(v_BGTV, log_relu(sign))
         total = total + sign * out * lse.exp()[..., None]
     return total
 
 
-def _bias_similarity(call: Call, key_HD: Tensor) -> Tensor:
-    return extra_logits(call.q_BHTD, key_HD, default_scale(call.q_BHTD))
-
-
-def _add_bias(sums_BHTV: Tensor, call: Call, value_HV: Tensor | None) -> Tensor:
-    if call.key_HD is None or value_HV is None:
+def _add_bias(sums_BHTV: Tensor, call: Call) -> Tensor:
+    similarity_BHT = call.bias_logits()  # of a kernel, the similarity itself
+    if similarity_BHT is None or call.value_HV is None:
         return sums_BHTV
-    return sums_BHTV + _bias_similarity(call, call.key_HD)[..., None] * value_HV[:, None].to(sums_BHTV.dtype)
+    return sums_BHTV + similarity_BHT[..., None] * call.value_HV[:, None].to(sums_BHTV.dtype)
 
 
 def _add_one(sums_BHT: Tensor, call: Call) -> Tensor:
-    return sums_BHT if call.key_HD is None else sums_BHT + _bias_similarity(call, call.key_HD)
+    similarity_BHT = call.bias_logits()
+    return sums_BHT if similarity_BHT is None else sums_BHT + similarity_BHT
 
 
 class EluKernel(Kernel):
