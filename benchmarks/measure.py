@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from benchmarks.timing import RESULTS, environment, in_turn, ratios
 from sinklab.files import write_json
-from sinklab.measuring.pretrained import measure_pretrained
+from sinklab.measuring.api import measure
 
 SEQUENCES = {64: 16, 1024: 4, 2048: 2}  # more at a time where they are short; else one
 RELEASED = (1024, 2048)
@@ -74,12 +74,12 @@ def bare(model: Any, tokens_NT: Tensor) -> None:
 
 def measured(model: Any, tokens_NT: Tensor) -> None:
     """The whole measurement, loss included; all sequences at a time, as in the bare forward pass."""
-    measure_pretrained(model, tokens_NT, batch_size=len(tokens_NT))
+    measure(model, tokens_NT, batch_size=len(tokens_NT))
 
 
 def without_loss(model: Any, tokens_NT: Tensor) -> None:
     """What the released procedure does: one sequence at a time, and no loss."""
-    measure_pretrained(model, tokens_NT, batch_size=1, loss=False)
+    measure(model, tokens_NT, batch_size=1, loss=False)
 
 
 def released(model: Any, tokens_NT: Tensor, eps: float = 0.3) -> Tensor:

@@ -10,7 +10,7 @@ from independent_recipes import cell_is_legal, covering_cells, covering_recipe, 
 from torch import Tensor
 
 from sinklab.attention.core import AttentionCore
-from sinklab.measuring.native import measure_transformer
+from sinklab.measuring.api import measure
 from sinklab.model.transformer import Transformer
 from sinklab.train.recipe import Recipe
 
@@ -121,7 +121,7 @@ def _check_attention(model: Transformer, tokens: Tensor, theirs: Result) -> None
 
 
 def _check_measurement(model: Transformer, tokens: Tensor, theirs: Result, loss: Tensor | None) -> None:
-    got = measure_transformer(model, tokens, batch_size=2)
+    got = measure(model, tokens, batch_size=2)
     assert got.proxy == (theirs.row_sums is not None)
     means = {"importance": theirs.importance, "importance_bias": theirs.bias_share, "row_sums": theirs.row_sums}
     for name, per_sequence in means.items():

@@ -7,16 +7,17 @@ import pytest
 import transformers as hf
 from tiny_models import REFUSING, TEMPLATE, chat_file, text_file, tiny_model
 
-from sinklab.commands.measure_one import measure_command
 from sinklab.errors import InputError
 from sinklab.measuring.conversations import Conversations
 from sinklab.measuring.inputs import default_prefix, natural_tokens, pretrained_encode
 from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.options import Options
 from sinklab.report import write_report
 from sinklab.survey.compare import compare_models, labels
-from sinklab.survey.loaded import Request
+from sinklab.survey.request import Request
+from sinklab.survey.single import measure_model
 
-SMALL = Request(sequences=4, length=16, eps=(0.3, 0.2))
+SMALL = Request(Options(eps=(0.3, 0.2)), sequences=4, length=16)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def test_a_real_model_beside_a_random_one_gives_what_each_gives_by_itself(
     real, chat, text = str(data_dir / "models" / "TinyStories-656K"), str(folder / "chat"), data_dir / "chat"
     comparison = compare_models([real, chat], text, SMALL, out=tmp_path / "out")
     for name, model in (("TinyStories-656K", real), ("chat", chat)):
-        alone = measure_command(model, text, sequences=4, length=16, eps=(0.3, 0.2))
+        alone = measure_model(model, text, Request(Options(eps=(0.3, 0.2)), sequences=4, length=16))
         assert without_cost(comparison.measured[name]) == without_cost(alone)
         assert Measurement.load(tmp_path / "out" / name).document() == comparison.measured[name].document()
     assert comparison.measured["chat"].notes == ["conversations were written with the model's chat template"]
@@ -121,10 +122,10 @@ def test_a_chat_template_is_applied_and_its_bos_is_there_once(folder: Path, tmp_
 @pytest.mark.parametrize(("no_bos", "bos"), [(False, True), (True, False)])
 def test_the_result_says_whether_a_template_put_bos_first(tmp_path: Path, no_bos: bool, bos: bool) -> None:
     model, text = tiny_model(tmp_path / "m", template=TEMPLATE), chat_file(tmp_path / "chat.jsonl")
-    assert measure_command(str(model), text, sequences=2, length=12, no_bos=no_bos).bos is bos
+    assert measure_model(str(model), text, Request(sequences=2, length=12, no_bos=no_bos)).bos is bos
 
 
 def test_a_conversation_that_the_template_refuses_is_named(tmp_path: Path) -> None:
     model, text = tiny_model(tmp_path / "m", template=REFUSING), chat_file(tmp_path / "chat.jsonl")
     with pytest.raises(InputError, match=r"chat\.jsonl, line 1: the model's chat template refuses .*no system role"):
-        measure_command(str(model), text, sequences=2, length=12)
+        measure_model(str(model), text, Request(sequences=2, length=12))

@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 from tiny_models import text_file, tiny_model
 
-from sinklab.commands.measure_one import measure_command
 from sinklab.errors import InputError
 from sinklab.measuring.measurement import Measurement
 from sinklab.report import write_report
 from sinklab.report.collect import collect
 from sinklab.report.summary import headline, table
 from sinklab.survey.domains import domain_files, measure_domains
-from sinklab.survey.items import Watch, model_files
-from sinklab.survey.loaded import Request
+from sinklab.survey.items import Listener, model_files
+from sinklab.survey.request import Request
+from sinklab.survey.single import measure_model
 
 SMALL = Request(sequences=4, length=16)
 COST = ("seconds", "peak_memory_mb")
 
 
-class Stops(Watch):
+class Stops(Listener):
     """Ctrl-C after the first measurement; remembers what was started."""
 
     def __init__(self, stops: bool) -> None:
@@ -62,7 +62,7 @@ def test_a_table_of_domains_holds_what_measuring_each_by_itself_gives(data_dir: 
     domains = measure_domains(model, folder, Request(sequences=6, length=16), out=tmp_path / "out")
     assert list(domains.outcome.measured) == ["dm_mathematics", "github_code", "tinystories"]
     for name, measured in domains.outcome.measured.items():
-        alone = measure_command(model, folder / f"{name}.jsonl", sequences=measured.sequences, length=16)
+        alone = measure_model(model, folder / f"{name}.jsonl", Request(sequences=measured.sequences, length=16))
         assert measured.sequences == (5 if name == "github_code" else 6)
         assert {**result(measured), "notes": []} == result(alone)
         np.testing.assert_array_equal(measured.importance_first, alone.importance_first)
@@ -71,10 +71,10 @@ def test_a_table_of_domains_holds_what_measuring_each_by_itself_gives(data_dir: 
 
 def test_an_interrupted_call_continues_and_gives_the_same_documents(model: str, texts: Path, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        measure_domains(model, texts, SMALL, out=tmp_path / "out", watch=Stops(True))
+        measure_domains(model, texts, SMALL, out=tmp_path / "out", listener=Stops(True))
     first = (tmp_path / "out" / "alpha" / "measurement.json").read_bytes()
     again = Stops(False)
-    continued = measure_domains(model, texts, SMALL, out=tmp_path / "out", watch=again)
+    continued = measure_domains(model, texts, SMALL, out=tmp_path / "out", listener=again)
     assert again.started == ["beta", "small"]
     assert (tmp_path / "out" / "alpha" / "measurement.json").read_bytes() == first
     whole = measure_domains(model, texts, SMALL)

@@ -11,14 +11,15 @@ from tiny_models import text_file, tiny_model
 
 from sinklab.errors import InputError
 from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.options import Options
 from sinklab.measuring.surgery.study import Study
 from sinklab.report import write_report
 from sinklab.report.collect import collect
 from sinklab.report.summary import table
 from sinklab.survey.families import measure_families, published
-from sinklab.survey.items import Watch
-from sinklab.survey.loaded import Request
+from sinklab.survey.items import Listener
 from sinklab.survey.open_models import families, models_of
+from sinklab.survey.request import Request
 from sinklab.survey.sizes import sizes
 
 PAPERS = Request(sequences=100, length=64)
@@ -40,7 +41,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return text_file(tmp_path_factory.mktemp("text") / "text.jsonl", documents=100, words=80)
 
 
-class Started(Watch):
+class Started(Listener):
     """Remembers what was started; stops after as many measurements."""
 
     def __init__(self, stop_after: int | None = None) -> None:
@@ -104,9 +105,9 @@ def test_listed_parameters_are_those_of_the_architecture(name: str, config: hf.P
     ("request_", "value"),
     [
         (PAPERS, 77.0),
-        (Request(inputs="random"), 70.29),
-        (Request(eps=(0.2, 0.3)), 77.0),
-        (Request(eps=0.2), None),
+        (Request(Options(inputs="random")), 70.29),
+        (Request(Options(eps=(0.2, 0.3))), 77.0),
+        (Request(Options(eps=(0.2,))), None),
         (Request(sequences=99), None),
         (Request(length=128), None),
         (Request(no_bos=True), None),
@@ -143,12 +144,12 @@ def test_a_broken_and_a_missing_model_do_not_stop_the_others(models_dir: Path, t
 def test_finished_models_are_not_measured_again(models_dir: Path, text: Path, tmp_path: Path) -> None:
     small = Request(sequences=2, length=8)
     with pytest.raises(KeyboardInterrupt):
-        measure_families(["gpt2"], text, small, models_dir=models_dir, out=tmp_path, watch=Started(1))
+        measure_families(["gpt2"], text, small, models_dir=models_dir, out=tmp_path, listener=Started(1))
     first = (tmp_path / "openai-community" / "gpt2" / "measurement.json").read_bytes()
     again = Started()
     there = tmp_path / "models"  # the finished one has been deleted since
     shutil.copytree(models_dir, there, ignore=shutil.ignore_patterns("gpt2"))
-    measure_families(["gpt2"], text, small, models_dir=there, out=tmp_path, watch=again)
+    measure_families(["gpt2"], text, small, models_dir=there, out=tmp_path, listener=again)
     assert again.started == [f"openai-community/gpt2-{size}" for size in ("medium", "large", "xl")]
     assert (tmp_path / "openai-community" / "gpt2" / "measurement.json").read_bytes() == first
 

@@ -18,13 +18,15 @@ from test_measure_run import _trained as trained_run
 from transformers import AutoModelForCausalLM
 
 import sinklab
-from sinklab.commands.measure_one import measure_command
 from sinklab.commands.terminal.measurement import print_measurement
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.options import Options
 from sinklab.measuring.surgery.ablations import emerging_activation
 from sinklab.measuring.surgery.changes import zeroed
 from sinklab.measuring.surgery.study import Study
+from sinklab.survey.request import Request
+from sinklab.survey.single import measure_model
 
 ABLATED = ["mask_first:1", "mask_first:4", "no_bos", "zero_massive"]
 
@@ -33,7 +35,7 @@ ABLATED = ["mask_first:1", "mask_first:4", "no_bos", "zero_massive"]
 def stories(data_dir: Path) -> Measurement:
     """TinyStories-656K with BOS, ablated in every way."""
     text, model = data_dir / "domains" / "tinystories.jsonl", data_dir / "models" / "TinyStories-656K"
-    return measure_command(str(model), text, sequences=20, study=Study(ABLATED))
+    return measure_model(str(model), text, Request(sequences=20, study=Study(ABLATED)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -173,20 +175,19 @@ def test_a_measurement_without_them_has_neither() -> None:
 
 def test_positions_are_swapped_for_the_measurement_which_says_so(tmp_path: Path, data_dir: Path) -> None:
     folder = _gpt2_with_a_tokenizer(tmp_path, data_dir)
-    measured = measure_command(
+    measured = measure_model(
         str(folder),
         None,
-        inputs="repeat",
-        sequences=4,
-        length=12,
-        study=Study(["mask_first:1"], swap_position=(1, 5)),
+        Request(Options(inputs="repeat"), sequences=4, length=12, study=Study(["mask_first:1"], swap_position=(1, 5))),
     )
-    plain = measure_command(str(folder), None, inputs="repeat", sequences=4, length=12)
+    plain = measure_model(str(folder), None, Request(Options(inputs="repeat"), sequences=4, length=12))
     assert measured.notes == ["the learned positions 1 and 5 swapped"]
     assert measured.loss != plain.loss
     assert len(measured.ablations or []) == 1
     with pytest.raises(InputError, match="--swap-position 20 1: the sequences have 12 tokens"):
-        measure_command(str(folder), None, inputs="random", length=12, study=Study(swap_position=(20, 1)))
+        measure_model(
+            str(folder), None, Request(Options(inputs="random"), length=12, study=Study(swap_position=(20, 1)))
+        )
 
 
 def _gpt2_with_a_tokenizer(folder: Path, data_dir: Path) -> Path:
@@ -206,16 +207,16 @@ def _gpt2_with_a_tokenizer(folder: Path, data_dir: Path) -> Path:
 
 def test_a_run_directory_is_ablated_as_it_was_trained(tmp_path: Path) -> None:
     run, text = trained_run(tmp_path, {"bos": True})
-    measured = measure_command(str(run), text, sequences=5, length=12, study=Study(["no_bos", "mask_first:2"]))
-    bare = measure_command(str(run), text, sequences=5, length=11, no_bos=True)
+    measured = measure_model(str(run), text, Request(sequences=5, length=12, study=Study(["no_bos", "mask_first:2"])))
+    bare = measure_model(str(run), text, Request(sequences=5, length=11, no_bos=True))
     dropped, hidden = measured.ablations or []
     assert dropped.loss_after == pytest.approx(bare.loss, rel=1e-5)
     assert dropped.sink_rate == bare.sink_rate
     assert hidden.first_target == 4
     with pytest.raises(InputError, match="no BOS that could be left out"):
-        measure_command(str(run), text, sequences=5, length=12, no_bos=True, study=Study(["no_bos"]))
+        measure_model(str(run), text, Request(sequences=5, length=12, no_bos=True, study=Study(["no_bos"])))
 
 
 def test_an_ablation_without_a_loss_is_refused_before_a_model_is_loaded() -> None:
     with pytest.raises(InputError, match="an ablation shows the change in loss"):
-        measure_command("nowhere", None, inputs="random", loss=False, study=Study(("mask_first",)))
+        measure_model("nowhere", None, Request(Options(inputs="random", loss=False), study=Study(("mask_first",))))

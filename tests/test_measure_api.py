@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import sinklab
 from sinklab.commands.app import app
-from sinklab.commands.measure_one import parse_eps
+from sinklab.commands.options import parse_eps
 from sinklab.errors import InputError, SinklabError
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
@@ -143,7 +143,7 @@ def test_several_thresholds_in_one_pass_equal_one_pass_each(model: Any) -> None:
 
 
 def test_eps_may_be_repeated_and_hold_a_list() -> None:
-    assert parse_eps(["0.3", "0.2, 0.4", "0.3"]) == [0.3, 0.2, 0.4]
+    assert parse_eps(["0.3", "0.2, 0.4", "0.3"]) == (0.3, 0.2, 0.4)
     with pytest.raises(InputError, match="--eps a few"):
         parse_eps(["a few"])
 

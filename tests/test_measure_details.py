@@ -18,12 +18,11 @@ from transformers import AutoModelForCausalLM
 
 from sinklab.attention.importance import score_rows
 from sinklab.attention.masks import CAUSAL, Window
-from sinklab.commands.measure_one import parse_maps
+from sinklab.commands.options import parse_maps
 from sinklab.errors import InputError
+from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.native import measure_transformer
 from sinklab.measuring.padding import real_tokens
-from sinklab.measuring.pretrained import measure_pretrained
 from sinklab.measuring.statistics.block import Angles
 from sinklab.measuring.statistics.details import Details
 from sinklab.measuring.statistics.layer import layer_details
@@ -95,7 +94,7 @@ def _stream_of(model: Any, tokens: torch.Tensor, blocks: Any) -> torch.Tensor:
 def test_every_statistic_is_that_of_the_familys_own_matrices(family: str) -> None:
     attention, seen, values, hidden = _matrices(family)
     expected = reference(attention, seen, values, hidden, EPS)
-    details = _details(measure_pretrained(_models(family)[0], _tokens(), eps=EPS, batch_size=2, details=True))
+    details = _details(measure(_models(family)[0], _tokens(), eps=EPS, batch_size=2, details=True))
     for name, array in expected.items():
         found = getattr(details, name)
         assert found is not None, name
@@ -106,7 +105,7 @@ def test_every_statistic_is_that_of_the_familys_own_matrices(family: str) -> Non
 @pytest.mark.parametrize("family", CHECKED)
 def test_maps_are_the_matrices_of_the_heads_asked_for(family: str) -> None:
     attention, seen, _, _ = _matrices(family)
-    details = _details(measure_pretrained(_models(family)[0], _tokens(), batch_size=2, maps=MAPS))
+    details = _details(measure(_models(family)[0], _tokens(), batch_size=2, maps=MAPS))
     assert details.maps == MAPS
     assert details.map_attention is not None
     for place, (layer, head) in enumerate(MAPS):
@@ -128,11 +127,11 @@ def test_maps_are_the_matrices_of_the_heads_asked_for(family: str) -> None:
 @pytest.mark.parametrize(("left", "right"), [(6, 0), (0, 6)])
 def test_padding_changes_no_statistic(family: str, left: int, right: int) -> None:
     model, tokens = _models(family)[0], _tokens()
-    plain = _details(measure_pretrained(model, tokens, eps=EPS, maps=MAPS))
+    plain = _details(measure(model, tokens, eps=EPS, maps=MAPS))
     pad = torch.nn.functional.pad
     mask = pad(torch.ones_like(tokens), (left, right))
     padded_tokens = pad(tokens, (left, right), value=9)
-    padded = _details(measure_pretrained(model, padded_tokens, attention_mask_NT=mask, eps=EPS, maps=MAPS))
+    padded = _details(measure(model, padded_tokens, attention_mask=mask, eps=EPS, maps=MAPS))
     _assert_same(padded, plain)
 
 
@@ -151,11 +150,9 @@ def test_sequences_of_different_length_are_averaged_where_they_have_something(fa
     mask = torch.ones_like(tokens)
     mask[0, :5] = 0
     mask[1, 11:] = 0
-    alone = [
-        _details(measure_pretrained(model, one[None], maps=MAPS)) for one in (tokens[0, 5:], tokens[1, :11], tokens[2])
-    ]
+    alone = [_details(measure(model, one[None], maps=MAPS)) for one in (tokens[0, 5:], tokens[1, :11], tokens[2])]
     for size in (1, 3):
-        together = _details(measure_pretrained(model, tokens, attention_mask_NT=mask, maps=MAPS, batch_size=size))
+        together = _details(measure(model, tokens, attention_mask=mask, maps=MAPS, batch_size=size))
         for name in ("entropy", "by_distance", "secondary"):
             parts = [_padded(getattr(one, name), getattr(together, name).shape) for one in alone]
             assert_close(getattr(together, name), np.mean(parts, 0), what=name)
@@ -171,7 +168,7 @@ def test_sequences_of_different_length_are_averaged_where_they_have_something(fa
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_statistic_of_our_own_transformer_is_that_of_its_matrices(variant: str) -> None:
     model, tokens = own_model(variant), own_tokens(3)
-    details = _details(measure_transformer(model, tokens, eps=EPS, batch_size=2, maps=[(2, 4)]))
+    details = _details(measure(model, tokens, eps=EPS, batch_size=2, maps=[(2, 4)]))
     matrices = attention_matrices(model, variant, tokens)[0].detach()
     queries, keys, values = ([x[:, :, model.leading :].double() for x in one] for one in qkv(model, tokens))
     values = [v.repeat_interleave(4 // v.shape[1], 1) for v in values]
@@ -189,7 +186,7 @@ def test_proxy_scores_of_any_operation_add_up_to_one(kind: str) -> None:
     config = {"layers": 2, "width": 32, "heads": 4, "ffn_width": 48, "vocab_size": 32, "context": 16}
     attention = {"operation": {"kind": kind}}
     model = Transformer(ModelConfig.model_validate({**config, "attention": attention}))
-    details = _details(measure_transformer(model, own_tokens(2), details=True))
+    details = _details(measure(model, own_tokens(2), details=True))
     full = details.first_by_query[..., 0]
     assert_close(full, 1)  # the first query has itself alone
     assert_close(details.by_distance.sum(-1), 1)
@@ -215,7 +212,7 @@ def test_every_statistic_of_a_trained_model_is_that_of_its_matrices(data_dir: Pa
         _stream_of(model, tokens, model.model.layers),
         EPS,
     )
-    details = _details(measure_pretrained(model, tokens, eps=EPS, details=True))
+    details = _details(measure(model, tokens, eps=EPS, details=True))
     for name, array in expected.items():
         assert_close(getattr(details, name), array, what=name)
 
@@ -235,7 +232,7 @@ def test_results_do_not_depend_on_the_size_of_blocks() -> None:
 
 def test_nothing_of_it_is_in_the_files_unless_asked_for(tmp_path: Path) -> None:
     model, tokens = _models("llama")[0], _tokens()
-    plain, detailed = (measure_pretrained(model, tokens, details=wanted) for wanted in (False, True))
+    plain, detailed = (measure(model, tokens, details=wanted) for wanted in (False, True))
     assert plain.details is None
     assert "details" not in plain.document()
     plain.save(tmp_path / "plain")
@@ -249,7 +246,7 @@ def test_nothing_of_it_is_in_the_files_unless_asked_for(tmp_path: Path) -> None:
 
 
 def test_details_that_were_saved_are_loaded(tmp_path: Path) -> None:
-    measured = measure_pretrained(_models("llama")[0], _tokens(), eps=EPS, maps=MAPS)
+    measured = measure(_models("llama")[0], _tokens(), eps=EPS, maps=MAPS)
     measured.save(tmp_path)
     loaded = Measurement.load(tmp_path)
     assert loaded.document() == measured.document()
@@ -261,7 +258,7 @@ def test_details_that_were_saved_are_loaded(tmp_path: Path) -> None:
 
 
 def test_damaged_details_say_to_measure_again(tmp_path: Path) -> None:
-    measured = measure_pretrained(_models("llama")[0], _tokens(), details=True)
+    measured = measure(_models("llama")[0], _tokens(), details=True)
     measured.save(tmp_path)
     with np.load(tmp_path / "measurement.npz") as file:
         arrays = dict(file)
@@ -277,24 +274,24 @@ def test_damaged_details_say_to_measure_again(tmp_path: Path) -> None:
 )
 def test_a_map_of_a_head_that_is_not_there_is_refused(maps: list[tuple[int, int]], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        measure_pretrained(_models("llama")[0], _tokens(), maps=maps)
+        measure(_models("llama")[0], _tokens(), maps=maps)
 
 
 def test_a_map_of_very_long_sequences_is_refused_before_anything_is_read() -> None:
     model = _models("llama")[0]
     model.config.max_position_embeddings = 8192
     with pytest.raises(InputError, match="at most --length 4096"):
-        measure_pretrained(model, torch.zeros(1, 5000, dtype=torch.long), maps=[(1, 1)])
+        measure(model, torch.zeros(1, 5000, dtype=torch.long), maps=[(1, 1)])
 
 
 @pytest.mark.parametrize("given", ["3", "0.1", "1.0", "a.b", "1.2.3", "-1.2"])
 def test_a_map_is_named_by_layer_and_head(given: str) -> None:
-    assert parse_maps(["3.1", "12.10"]) == [(3, 1), (12, 10)]
+    assert parse_maps(["3.1", "12.10"]) == ((3, 1), (12, 10))
     with pytest.raises(InputError, match=r"expected LAYER\.HEAD"):
         parse_maps([given])
 
 
 def test_half_precision_is_accumulated_in_float32() -> None:
     model = _pair("llama")[0].to(torch.bfloat16)
-    details = _details(measure_pretrained(model, _tokens(), details=True))
+    details = _details(measure(model, _tokens(), details=True))
     assert_close(details.by_distance.sum(-1), 1)

@@ -13,25 +13,27 @@ import transformers as hf
 from tiny_models import tiny_model
 
 from sinklab.device import float32_if_emulated, multiplies_natively
-from sinklab.survey.loaded import Request
 from sinklab.survey.open_models import models_of
+from sinklab.survey.request import Request
 from sinklab.survey.sizes import GB, sizes
 from sinklab.train.directory.run import resolved_precision
 
 CPU = torch.device("cpu")
 WITHOUT_NATIVE = """
 import json, sys
-from sinklab.commands.measure_one import measure_command
+from sinklab.survey.single import measure_model
 from sinklab.survey.sizes import sizes
 from sinklab.measuring.huggingface.loading import Loading
-from sinklab.survey.loaded import Request
+from sinklab.measuring.options import Options
+from sinklab.survey.request import Request
 from sinklab.train.directory.run import resolved_precision
 import torch
 
+asked = Request(Options(inputs="random"), sequences=2, length=8)
 found = {}
 for line in sys.argv[1:]:
     folder, dtype = line.split(",")
-    measured = measure_command(folder, None, loading=Loading(dtype, "cpu"), inputs="random", sequences=2, length=8)
+    measured = measure_model(folder, None, asked, loading=Loading(dtype, "cpu"))
     found[line] = measured.document()
 llama, *_ = sizes(["llama2"], Request(), device="cpu")
 cpu = torch.device("cpu")

@@ -12,9 +12,9 @@ from measure_reference import eager_reference, sink_rate_by_loops
 from transformers.models.falcon import modeling_falcon as falcon
 
 from sinklab.errors import InputError, SinklabError
+from sinklab.measuring.api import measure
 from sinklab.measuring.huggingface.interface import attention_layers
 from sinklab.measuring.huggingface.probe import probe
-from sinklab.measuring.pretrained import measure_pretrained
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -156,7 +156,7 @@ def test_the_probe_agrees_with_the_familys_own_attention_matrices(family: str) -
     tokens = _tokens()
     with _alibi_once(family):
         expected = eager_reference(eager, tokens)
-    measured = measure_pretrained(model, tokens, batch_size=2)
+    measured = measure(model, tokens, batch_size=2)
     assert_close(measured.importance, expected.importance.mean(0))
     assert_same_rates(measured, expected.sink_rate)
     assert any(0 < rate < 100 for rate in measured.sink_rate)
@@ -174,10 +174,10 @@ def test_the_probe_agrees_with_the_familys_own_attention_matrices(family: str) -
 def test_padding_changes_nothing_in_any_family(family: str, left: int, right: int) -> None:
     model, _ = _pair(family)
     tokens = _tokens()
-    plain = measure_pretrained(model, tokens)
+    plain = measure(model, tokens)
     pad = torch.nn.functional.pad
     mask = pad(torch.ones_like(tokens), (left, right))
-    padded = measure_pretrained(model, pad(tokens, (left, right), value=9), attention_mask_NT=mask)
+    padded = measure(model, pad(tokens, (left, right), value=9), attention_mask=mask)
     assert_close(padded.importance, plain.importance)
     assert_same_rates(padded, plain.sink_rate)
     assert padded.sink_rate_bias == plain.sink_rate_bias
@@ -187,19 +187,19 @@ def test_padding_changes_nothing_in_any_family(family: str, left: int, right: in
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shorter_lengths_from_one_pass_equal_sequences_that_were_cut(family: str) -> None:
     model, tokens = _pair(family)[0], _tokens()
-    together = measure_pretrained(model, tokens, eps=[0.3, 0.2], lengths=[1, 5, 9], batch_size=2)
+    together = measure(model, tokens, eps=[0.3, 0.2], lengths=[1, 5, 9], batch_size=2)
     assert together.sink_rate_by_length is not None
     for length in (1, 5, 9):
-        alone = measure_pretrained(model, tokens[:, :length], eps=[0.3, 0.2])
+        alone = measure(model, tokens[:, :length], eps=[0.3, 0.2])
         for eps, rates in together.sink_rate_by_length[str(length)].items():
             assert_same_rates(alone, rates, eps)
-    assert_same_rates(together, measure_pretrained(model, tokens).sink_rate)
+    assert_same_rates(together, measure(model, tokens).sink_rate)
 
 
 @pytest.mark.parametrize("lengths", [[0], [5, 5], [9, 5], [LENGTH]])
 def test_lengths_that_do_not_increase_up_to_the_sequences_are_refused(lengths: list[int]) -> None:
     with pytest.raises(InputError, match="give increasing lengths from 1 to 13"):
-        measure_pretrained(_pair("llama")[0], _tokens(), lengths=lengths)
+        measure(_pair("llama")[0], _tokens(), lengths=lengths)
 
 
 def test_lengths_that_the_model_would_turn_otherwise_are_refused() -> None:
@@ -224,9 +224,9 @@ def test_lengths_that_the_model_would_turn_otherwise_are_refused() -> None:
     model = hf.AutoModelForCausalLM.from_config(config).eval()
     tokens = torch.randint(3, 64, (2, 32), generator=torch.Generator().manual_seed(0))
     with pytest.raises(InputError, match=r"sequences of 32 tokens than in those of 12 .* measure 12 apart"):
-        measure_pretrained(model, tokens, lengths=[12, 20])
-    cut = measure_pretrained(model, tokens, lengths=[20]).sink_rate_by_length
-    assert cut == {"20": {"0.3": measure_pretrained(model, tokens[:, :20]).sink_rate}}
+        measure(model, tokens, lengths=[12, 20])
+    cut = measure(model, tokens, lengths=[20]).sink_rate_by_length
+    assert cut == {"20": {"0.3": measure(model, tokens[:, :20]).sink_rate}}
 
 
 def test_a_sink_logit_is_reported_as_the_bias() -> None:
@@ -236,19 +236,19 @@ def test_a_sink_logit_is_reported_as_the_bias() -> None:
         attention = torch.stack(eager(tokens, output_attentions=True).attentions, 1)
     left_over = (1 - attention.sum(-1)).mean(-1)  # what the keys did not get went to the sink
     expected = sink_rate_by_loops(left_over[..., None], 0.3)[0]
-    assert measure_pretrained(model, tokens).sink_rate_bias == pytest.approx(expected)
+    assert measure(model, tokens).sink_rate_bias == pytest.approx(expected)
     assert 0 < expected < 100
 
 
 def test_models_without_a_bias_report_none() -> None:
-    assert measure_pretrained(_pair("llama")[0], _tokens()).sink_rate_bias is None
+    assert measure(_pair("llama")[0], _tokens()).sink_rate_bias is None
 
 
 @pytest.mark.parametrize("family", IGNORING)
 def test_a_model_that_ignores_the_interface_is_read_from_its_matrices_and_the_result_says_so(family: str) -> None:
     model, _ = _pair(family)
     before, hooks = model.config._attn_implementation, _hooks(model)
-    assert measure_pretrained(model, _tokens()).backend == "eager"
+    assert measure(model, _tokens()).backend == "eager"
     assert (model.config._attn_implementation, _hooks(model)) == (before, hooks)
 
 
@@ -262,7 +262,7 @@ def test_attention_that_cannot_be_recorded_is_an_error_and_never_a_zero() -> Non
     model, _ = _pair("llama")
     model.model.layers[1].self_attn = Own()
     with pytest.raises(SinklabError, match=r"1 of 2 layers.*llama"):
-        measure_pretrained(model, _tokens())
+        measure(model, _tokens())
     assert _hooks(model) == 0
 
 
@@ -270,7 +270,7 @@ def test_a_model_without_attention_is_an_error() -> None:
     config = hf.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
     model: Any = hf.AutoModelForCausalLM.from_config(config).eval()
     with pytest.raises(SinklabError, match="no layer of a 'mamba' model"):
-        measure_pretrained(model, _tokens())
+        measure(model, _tokens())
 
 
 def _hooks(model: torch.nn.Module) -> int:
@@ -291,12 +291,12 @@ def test_long_logits_are_never_whole_and_the_loss_is_the_same(monkeypatch: pytes
         mask = torch.ones_like(tokens)
         mask[0, :3] = 0
         mask[1, 9:] = 0
-        whole = measure_pretrained(model, tokens, attention_mask_NT=mask)
+        whole = measure(model, tokens, attention_mask=mask)
         with monkeypatch.context() as patch:
             patch.setattr(
                 "sinklab.measuring.huggingface.loss.LOGITS_AT_ONCE", 64 * len(tokens) * 4
             )  # four positions at a time
-            pieces = measure_pretrained(model, tokens, attention_mask_NT=mask)
+            pieces = measure(model, tokens, attention_mask=mask)
         assert pieces.loss == pytest.approx(whole.loss, rel=1e-5)
         assert pieces.sink_rate == whole.sink_rate
         assert "forward" not in model.base_model.__dict__
@@ -306,7 +306,7 @@ def test_a_bidirectional_model_is_an_error() -> None:
     config = hf.BertConfig(**SMALL)
     model: Any = hf.AutoModelForCausalLM.from_config(config).eval()
     with pytest.raises(SinklabError, match="attends to later tokens"):
-        measure_pretrained(model, _tokens())
+        measure(model, _tokens())
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_only_the_attention_layers_of_a_hybrid_are_expected() -> None:
 
 def test_half_precision_is_measured_in_float32() -> None:
     model, _ = _pair("llama")
-    measured = measure_pretrained(model.to(torch.bfloat16), _tokens())
+    measured = measure(model.to(torch.bfloat16), _tokens())
     assert measured.dtype == "bfloat16"
     mean_over_queries = torch.from_numpy(measured.importance)
     queries = torch.arange(LENGTH, 0, -1)
@@ -356,4 +356,4 @@ def test_nan_in_the_weights_is_an_error_that_names_the_layer() -> None:
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight.fill_(torch.nan)
     with pytest.raises(SinklabError, match="in layer 2"):
-        measure_pretrained(model, _tokens())
+        measure(model, _tokens())

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from measure_reference import sink_rate_by_loops
 from test_measure_families import _hooks
 
+from sinklab.measuring.api import measure
 from sinklab.measuring.huggingface.probe import probe
-from sinklab.measuring.pretrained import measure_pretrained
 
 VOCABULARY, HEAD = 48, 8
 EXACT = {torch.float64: 1e-6, torch.float32: 2e-5, torch.bfloat16: 0.06}  # importance is kept in float32
@@ -141,7 +141,7 @@ def test_every_row_of_a_padded_batch_has_the_importance_it_has_alone(case: Case)
     for alone, together in zip(expected, found, strict=True):
         torch.testing.assert_close(together[..., : alone.shape[-1]], alone, **close)
         assert not together[..., alone.shape[-1] :].any()
-    measured = measure_pretrained(model, tokens, attention_mask_NT=mask, batch_size=case.batch_size)
+    measured = measure(model, tokens, attention_mask=mask, batch_size=case.batch_size)
     longest = max(len(row) for row in rows)
     filled = torch.stack([torch.nn.functional.pad(alone, (0, longest - alone.shape[-1])) for alone in expected])
     counts = torch.tensor([sum(len(row) > k for row in rows) for k in range(longest)])

@@ -17,13 +17,14 @@ from tiny_gguf import as_gguf, llama, needed
 from tiny_models import TEMPLATE, chat_file, text_file
 
 import sinklab
-from sinklab.commands.measure_one import measure_command
 from sinklab.errors import InputError
 from sinklab.measuring.huggingface import gguf as gguf_files
 from sinklab.measuring.huggingface.loading import Loading, load_pretrained
+from sinklab.measuring.options import Options
 from sinklab.survey.compare import compare_models
 from sinklab.survey.domains import measure_domains
-from sinklab.survey.loaded import Request
+from sinklab.survey.request import Request
+from sinklab.survey.single import measure_model
 
 SHAPE: dict[str, Any] = {"sequences": 4, "length": 24}
 SMALL = Request(**SHAPE)
@@ -48,7 +49,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def test_a_file_is_measured_as_the_model_it_was_made_from(model: Path, exact: Path, text: Path) -> None:
-    there, here = (measure_command(str(place), text, details=True, **SHAPE) for place in (model, exact))
+    there, here = (measure_model(str(place), text, Request(Options(details=True), **SHAPE)) for place in (model, exact))
     assert here.bos
     assert there.bos
     assert here.sink_rate == there.sink_rate
@@ -62,15 +63,15 @@ def test_a_file_is_measured_as_the_model_it_was_made_from(model: Path, exact: Pa
 def test_quantised_weights_are_unpacked_and_the_notes_name_how_they_were(
     model: Path, text: Path, tmp_path: Path, kind: str
 ) -> None:
-    rough = measure_command(str(as_gguf(model, tmp_path / "rough.gguf", kind)), text, **SHAPE)
-    exact = measure_command(str(model), text, **SHAPE)
+    rough = measure_model(str(as_gguf(model, tmp_path / "rough.gguf", kind)), text, Request(**SHAPE))
+    exact = measure_model(str(model), text, Request(**SHAPE))
     assert rough.notes == [f"the weights were read from a gguf file ({kind}, some tensors F32) and unpacked to float32"]
     assert rough.dtype == "float32"
     assert 0 < abs(rough.importance - exact.importance).max() < (0.2 if kind == "Q4_1" else 0.02)
 
 
 def test_a_directory_that_holds_one_file_is_that_file(exact: Path, text: Path) -> None:
-    by_folder, by_file = (measure_command(str(place), text, **SHAPE) for place in (exact.parent, exact))
+    by_folder, by_file = (measure_model(str(place), text, Request(**SHAPE)) for place in (exact.parent, exact))
     assert by_folder.loss == by_file.loss
 
 
@@ -85,14 +86,14 @@ def test_a_file_of_the_same_name_in_the_current_directory_is_another_one(
 ) -> None:
     as_gguf(model, tmp_path / exact.name, "Q4_1")
     monkeypatch.chdir(tmp_path)
-    there = measure_command(os.path.relpath(exact), text, **SHAPE)
-    here = measure_command(exact.name, text, **SHAPE)
-    assert there.loss == measure_command(str(exact), text, **SHAPE).loss != here.loss
+    there = measure_model(os.path.relpath(exact), text, Request(**SHAPE))
+    here = measure_model(exact.name, text, Request(**SHAPE))
+    assert there.loss == measure_model(str(exact), text, Request(**SHAPE)).loss != here.loss
 
 
 def test_conversations_go_through_the_chat_template_of_the_file(model: Path, exact: Path, tmp_path: Path) -> None:
     chat = chat_file(tmp_path / "chat.jsonl")
-    there, here = (measure_command(str(place), chat, **SHAPE) for place in (model, exact))
+    there, here = (measure_model(str(place), chat, Request(**SHAPE)) for place in (model, exact))
     assert "conversations were written with the model's chat template" in here.notes
     assert here.loss == pytest.approx(there.loss, rel=1e-5)
 

@@ -3,15 +3,18 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sinklab.commands.measure_one import measure_command
 from sinklab.device import pick_device
 from sinklab.errors import InputError
 from sinklab.measuring.huggingface.loading import load_pretrained, pick_dtype
+from sinklab.measuring.options import Options
+from sinklab.survey.request import Request
+from sinklab.survey.single import measure_model
 
 
 @pytest.fixture
@@ -64,12 +67,12 @@ def test_incomplete_weights_are_not_filled_up_with_random_ones(folder: Path) -> 
 
 def test_weights_without_a_place_in_the_model_are_ignored_and_the_notes_say_so(folder: Path, data_dir: Path) -> None:
     text = data_dir / "domains" / "tinystories.jsonl"
-    before = measure_command(str(folder), text, sequences=3, length=16)
+    before = measure_model(str(folder), text, Request(sequences=3, length=16))
     assert not any("ignored" in note for note in before.notes)
     weights = load_file(folder / "model.safetensors")
     extra = {"model.layers.7.mlp.up_proj.weight": torch.ones(2, 2), "model.norm.bias": torch.ones(3)}
     save_file({**weights, **extra}, folder / "model.safetensors", metadata={"format": "pt"})
-    after = measure_command(str(folder), text, sequences=3, length=16)
+    after = measure_model(str(folder), text, Request(sequences=3, length=16))
     [note] = [note for note in after.notes if "ignored" in note]
     assert note.startswith("2 tensors of the checkpoint were ignored, such as model.layers.7.mlp.up_proj.weight:")
     assert after.sink_rate == before.sink_rate
@@ -118,27 +121,33 @@ def test_remote_code_runs_only_when_asked_for(folder: Path) -> None:
 def test_a_length_beyond_the_context_is_refused(folder: Path, data_dir: Path) -> None:
     text = data_dir / "domains" / "tinystories.jsonl"
     with pytest.raises(InputError, match="give at most --length 512"):
-        measure_command(str(folder), text, length=513)
+        measure_model(str(folder), text, Request(length=513))
 
 
 def test_text_that_is_too_short_says_how_many_documents_are_usable(folder: Path, tmp_path: Path) -> None:
     text = tmp_path / "a.jsonl"
     text.write_text(json.dumps({"text": "One day, a little girl named Lily found a needle in her room."}))
     with pytest.raises(InputError, match="1 of its 1 documents"):
-        measure_command(str(folder), text, length=8, sequences=2)
+        measure_model(str(folder), text, Request(length=8, sequences=2))
     with pytest.raises(InputError, match="0 of its 1 documents"):
-        measure_command(str(folder), text, length=64, sequences=2)
+        measure_model(str(folder), text, Request(length=64, sequences=2))
 
 
 def test_natural_inputs_need_a_text(folder: Path) -> None:
     with pytest.raises(InputError, match="give --text FILE"):
-        measure_command(str(folder), None)
+        measure_model(str(folder), None, Request())
 
 
-@pytest.mark.parametrize("options", [{"eps": 0.0}, {"eps": 1.5}, {"batch_size": 0}, {"sequences": 0}, {"length": 0}])
-def test_options_out_of_range_are_refused(folder: Path, options: dict[str, float]) -> None:
+@pytest.mark.parametrize("options", [{"eps": 0.0}, {"eps": 1.5}, {"batch_size": 0}])
+def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InputError):
-        measure_command(str(folder), None, inputs="random", **options)  # type: ignore[arg-type]
+        Options(inputs="random", **options)
+
+
+@pytest.mark.parametrize(("sequences", "length"), [(0, 64), (100, 0)])
+def test_no_sequences_and_empty_ones_are_refused(folder: Path, sequences: int, length: int) -> None:
+    with pytest.raises(InputError):
+        measure_model(str(folder), None, Request(Options(inputs="random"), sequences, length))
 
 
 def test_unknown_dtypes_and_devices_are_refused() -> None:
@@ -149,7 +158,9 @@ def test_unknown_dtypes_and_devices_are_refused() -> None:
 
 
 def test_the_result_is_saved_where_it_is_asked_for(folder: Path, tmp_path: Path) -> None:
-    measured = measure_command(str(folder), None, inputs="random", sequences=3, length=8, out=tmp_path / "out")
+    measured = measure_model(
+        str(folder), None, Request(Options(inputs="random"), sequences=3, length=8), out=tmp_path / "out"
+    )
     document = json.loads((tmp_path / "out" / "measurement.json").read_text())
     assert document == measured.document()
     assert document["model"] == str(folder)

@@ -46,7 +46,7 @@ def test_streaming_in_batches_gives_what_all_at_once_gives(
     shape: tuple[int, int, int, int], seed: int, batch: int
 ) -> None:
     alpha = torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
-    totals = Accumulator(0.3, shape[-1])
+    totals = Accumulator((0.3,), shape[-1])
     for start in range(0, shape[0], batch):
         totals.add(_batch(alpha[start : start + batch]))
     mean = totals.mean("attention scores")
@@ -76,7 +76,7 @@ def test_a_position_that_only_some_sequences_have_is_averaged_over_those() -> No
     alpha = torch.full((2, 1, 1, 3), 0.5)
     valid = torch.tensor([[True, True, True], [True, False, False]])
     alpha[1, 0, 0, 1:] = 0
-    totals = Accumulator(0.3, 3)
+    totals = Accumulator((0.3,), 3)
     totals.add(_batch(alpha, valid))
     assert totals.sink_rate() == sink_rate(alpha, 0.3, valid).tolist() == [100, 100, 100]
     mean = totals.mean("attention scores")
@@ -99,7 +99,7 @@ def test_the_norm_ratio_is_the_first_position_over_the_mean_of_the_rest() -> Non
 
 
 def test_a_batch_that_a_full_card_cannot_hand_over_is_not_half_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    totals, batch = Accumulator(0.3, 4), _batch(torch.full((2, 3, 1, 4), 0.5))
+    totals, batch = Accumulator((0.3,), 4), _batch(torch.full((2, 3, 1, 4), 0.5))
 
     def full(tensor: torch.Tensor) -> torch.Tensor:
         if tensor is batch.value_ABT:
@@ -119,7 +119,7 @@ def test_nan_is_an_error_that_names_the_layer() -> None:
     alpha = torch.full((2, 3, 1, 4), 0.1)
     alpha[1, 1, 0, 2] = torch.nan
     with pytest.raises(SinklabError, match="attention scores contain NaN or infinity in layer 2"):
-        Accumulator(0.3, 4).add(_batch(alpha))
+        Accumulator((0.3,), 4).add(_batch(alpha))
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from measure_reference import importance_by_loops, sink_rate_by_loops
 
 import sinklab
 from sinklab.errors import InputError, SinklabError
+from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.native import measure_transformer
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 
@@ -111,7 +111,7 @@ def _reference(model: Any, variant: str, tokens: torch.Tensor) -> tuple[torch.Te
 def test_importance_is_that_of_the_matrices_written_out(variant: str) -> None:
     model, tokens = _model(variant), _tokens()
     alpha, bias = _reference(model, variant, tokens)
-    measured = measure_transformer(model, tokens, eps=0.2, batch_size=2)
+    measured = measure(model, tokens, eps=0.2, batch_size=2)
     assert_close(measured.importance, alpha.mean(0))
     assert_close(measured.importance_first, alpha[..., 0])
     assert_same_rates(measured, sink_rate_by_loops(alpha, 0.2))
@@ -124,7 +124,7 @@ def test_importance_is_that_of_the_matrices_written_out(variant: str) -> None:
 
 def test_raw_row_sums_are_reported_where_rows_do_not_sum_to_one(tmp_path: Path) -> None:
     model, tokens = _model("sigmoid"), _tokens()
-    measured = measure_transformer(model, tokens, batch_size=2)
+    measured = measure(model, tokens, batch_size=2)
     queries, keys, _ = _matrices(model, tokens)
     seen = torch.ones(LENGTH, LENGTH).tril()
     for layer, (q, k) in enumerate(zip(queries, keys, strict=True)):
@@ -133,13 +133,13 @@ def test_raw_row_sums_are_reported_where_rows_do_not_sum_to_one(tmp_path: Path) 
         assert_close(measured.row_sums[layer], expected)
     measured.save(tmp_path)
     assert (Measurement.load(tmp_path).row_sums == measured.row_sums).all()
-    assert measure_transformer(_model("softmax"), tokens).row_sums is None
+    assert measure(_model("softmax"), tokens).row_sums is None
 
 
 @pytest.mark.parametrize("variant", ["softmax", "sink token"])
 def test_loss_and_norms_are_of_the_real_tokens(variant: str) -> None:
     model, tokens = _model(variant), _tokens()
-    measured = measure_transformer(model, tokens)
+    measured = measure(model, tokens)
     _, keys, values = _matrices(model, tokens)
     with torch.no_grad():
         loss = F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
@@ -160,7 +160,7 @@ def test_the_tokens_of_a_prefix_are_no_targets_as_in_training() -> None:
     model, tokens = _model("prefix"), _tokens()
     with torch.no_grad():
         losses = F.cross_entropy(model(tokens)[:, 2:-1].flatten(0, 1), tokens[:, 3:].flatten())
-    measured = measure_transformer(model, tokens, batch_size=2)
+    measured = measure(model, tokens, batch_size=2)
     assert measured.loss == pytest.approx(losses.item(), rel=1e-5)
     assert measured.loss == pytest.approx(model.loss(tokens).item(), rel=1e-5)
     assert said_of_loss(measured) == []
@@ -172,11 +172,11 @@ def said_of_loss(measured: Measurement) -> list[str]:
 
 def test_a_prefix_over_all_tokens_leaves_no_loss_and_the_notes_say_so() -> None:
     model, tokens = _model("prefix"), _tokens()
-    whole = measure_transformer(model, tokens[:, :3])
+    whole = measure(model, tokens[:, :3])
     assert whole.loss is None
     assert said_of_loss(whole) == ["no loss: of 3 tokens the prefix mask leaves none to predict"]
-    assert said_of_loss(measure_transformer(model, tokens[:, :3], loss=False)) == []
-    one_target = measure_transformer(model, tokens[:, :4])
+    assert said_of_loss(measure(model, tokens[:, :3], loss=False)) == []
+    one_target = measure(model, tokens[:, :4])
     assert one_target.loss == pytest.approx(model.loss(tokens[:, :4]).item(), rel=1e-5)
     with pytest.raises(InputError, match="measure with the loss"):
         sinklab.measure(model, tokens[:, :3], ablate=["zero_massive"])
@@ -184,7 +184,7 @@ def test_a_prefix_over_all_tokens_leaves_no_loss_and_the_notes_say_so() -> None:
 
 def test_the_batch_size_changes_nothing() -> None:
     model, tokens = _model("key bias"), _tokens()
-    one, many = (measure_transformer(model, tokens, batch_size=size) for size in (1, 5))
+    one, many = (measure(model, tokens, batch_size=size) for size in (1, 5))
     assert_same_rates(one, many.sink_rate)
     assert one.loss == pytest.approx(many.loss, rel=1e-5)
     assert_close(one.importance, many.importance)
@@ -200,9 +200,9 @@ def test_the_model_is_left_as_it_was_found_also_after_an_exception() -> None:
         assert not model.training
         raise KeyboardInterrupt
 
-    measure_transformer(model, tokens)
+    measure(model, tokens)
     with pytest.raises(KeyboardInterrupt):
-        measure_transformer(model, tokens, batch_size=2, progress=stop)
+        measure(model, tokens, batch_size=2, progress=stop)
     assert modes == [module.training for module in model.modules()]
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
@@ -211,30 +211,30 @@ def test_the_model_is_left_as_it_was_found_also_after_an_exception() -> None:
 
 def test_progress_is_told_after_every_batch() -> None:
     steps: list[tuple[float, int]] = []
-    measure_transformer(_model("softmax"), _tokens(), batch_size=2, progress=lambda *at: steps.append(at))
+    measure(_model("softmax"), _tokens(), batch_size=2, progress=lambda *at: steps.append(at))
     assert [at for at in steps if at[0] in range(6)] == [(2, 5), (4, 5), (5, 5)]
 
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "prefix"])
 def test_shorter_lengths_from_one_pass_equal_sequences_that_were_cut(variant: str) -> None:
     model, tokens = _model(variant), _tokens()
-    together = measure_transformer(model, tokens, eps=[0.2, 0.1], lengths=[1, 4, 7], batch_size=2)
+    together = measure(model, tokens, eps=[0.2, 0.1], lengths=[1, 4, 7], batch_size=2)
     assert together.sink_rate_by_length is not None
     for length in (1, 4, 7):
-        alone = measure_transformer(model, tokens[:, :length], eps=[0.2, 0.1])
+        alone = measure(model, tokens[:, :length], eps=[0.2, 0.1])
         for eps, rates in together.sink_rate_by_length[str(length)].items():
             assert_same_rates(alone, rates, eps)
-    assert_same_rates(together, measure_transformer(model, tokens, eps=0.2).sink_rate)
+    assert_same_rates(together, measure(model, tokens, eps=0.2).sink_rate)
 
 
 def test_lengths_at_which_sequences_cannot_be_cut_are_refused() -> None:
     with pytest.raises(InputError, match="give increasing lengths from 1 to 9"):
-        measure_transformer(_model("softmax"), _tokens(), lengths=[4, LENGTH])
+        measure(_model("softmax"), _tokens(), lengths=[4, LENGTH])
     with pytest.raises(InputError, match="give lengths from 3 on"):
-        measure_transformer(_model("prefix"), _tokens(), lengths=[2, 5])
+        measure(_model("prefix"), _tokens(), lengths=[2, 5])
     model, tokens = _model("prefix"), _tokens()
-    cut = measure_transformer(model, tokens, lengths=[4]).sink_rate_by_length
-    assert cut == {"4": {"0.3": measure_transformer(model, tokens[:, :4]).sink_rate}}
+    cut = measure(model, tokens, lengths=[4]).sink_rate_by_length
+    assert cut == {"4": {"0.3": measure(model, tokens[:, :4]).sink_rate}}
 
 
 @pytest.mark.parametrize("variant", ["softmax", "sink token"])
@@ -246,7 +246,7 @@ def test_a_massive_activation_is_found_where_it_was_put(variant: str) -> None:
         output[:, : model.leading, 6] = 9000.0  # a learned token is not one of the sequence's
 
     model.blocks[0].register_forward_hook(put)
-    found = measure_transformer(model, _tokens()).massive_activations
+    found = measure(model, _tokens()).massive_activations
     if variant == "sink token":
         assert found is not None
         assert all(one.dimension != 6 for one in found)
@@ -257,14 +257,14 @@ def test_a_massive_activation_is_found_where_it_was_put(variant: str) -> None:
 
 def test_a_batch_that_does_not_fit_is_halved_and_the_result_says_so() -> None:
     model, tokens = _model("key bias"), _tokens()
-    whole = measure_transformer(model, tokens, lengths=[4], batch_size=4)
+    whole = measure(model, tokens, lengths=[4], batch_size=4)
 
     def crowded(_: Any, args: tuple[torch.Tensor, ...]) -> None:  # in the second block, so that a pass ends halfway
         if len(args[0]) > 2:
             raise torch.OutOfMemoryError("out of memory")
 
     model.blocks[1].register_forward_pre_hook(crowded)
-    halved = measure_transformer(model, tokens, lengths=[4], batch_size=4)
+    halved = measure(model, tokens, lengths=[4], batch_size=4)
     assert halved.notes == ["out of memory: the batch was halved from 4 to 2 sequences"]
     assert (halved.sink_rate, halved.sink_rate_by_length) == (whole.sink_rate, whole.sink_rate_by_length)
     assert halved.sequences == 5
@@ -275,22 +275,22 @@ def test_a_model_with_nan_is_an_error_that_names_the_layer() -> None:
     with torch.no_grad():
         model.get_parameter("blocks.1.attention.qkv.weight").fill_(torch.nan)
     with pytest.raises(SinklabError, match="in layer 2"):
-        measure_transformer(model, _tokens())
+        measure(model, _tokens())
 
 
 @pytest.mark.parametrize("options", [{"eps": 0.0}, {"eps": 1.0}, {"batch_size": 0}])
 def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InputError):
-        measure_transformer(_model("softmax"), _tokens(), **options)
+        measure(_model("softmax"), _tokens(), **options)
 
 
 def test_nothing_to_measure_is_refused() -> None:
     with pytest.raises(InputError, match="neither empty"):
-        measure_transformer(_model("softmax"), _tokens(0))
+        measure(_model("softmax"), _tokens(0))
 
 
 def test_the_result_says_what_it_is() -> None:
-    measured = measure_transformer(_model("softmax"), _tokens(), eps=0.25, model_name="tiny", bos=True)
+    measured = measure(_model("softmax"), _tokens(), eps=0.25, model_name="tiny", bos=True)
     assert isinstance(measured, Measurement)
     assert (measured.model, measured.inputs, measured.bos, measured.eps) == ("tiny", "natural", True, 0.25)
     assert (measured.sequences, measured.length, measured.layers, measured.heads) == (5, LENGTH, 2, 4)

@@ -11,9 +11,11 @@ import transformers as hf
 from closeness import assert_same_rates
 
 import sinklab
-from sinklab.commands.measure_one import measure_command
 from sinklab.errors import InputError
 from sinklab.measuring.huggingface.loading import Loading
+from sinklab.measuring.options import Options
+from sinklab.survey.request import Request
+from sinklab.survey.single import measure_model
 
 TOKENS = torch.randint(3, 64, (6, 12), generator=torch.Generator().manual_seed(1))
 FAMILIES: dict[str, Any] = {
@@ -60,9 +62,9 @@ def test_a_checkpoint_that_is_quantised_is_loaded_as_it_is_and_the_result_says_s
     config = hf.TorchAoConfig(configs.Int8WeightOnlyConfig())
     hf.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config).save_pretrained(tmp_path)
     hf.AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
-    shape: dict[str, Any] = {"sequences": 3, "length": 16}
-    rough = measure_command(str(tmp_path), None, inputs="random", **shape)
-    exact = measure_command(folder, None, inputs="random", **shape)
+    request = Request(Options(inputs="random"), sequences=3, length=16)
+    rough = measure_model(str(tmp_path), None, request)
+    exact = measure_model(folder, None, request)
     assert rough.notes == ["the weights are quantised (torchao); dtype is that of the rest"]
     assert 0 < abs(rough.importance - exact.importance).max() < 0.05
 
@@ -89,10 +91,10 @@ def test_a_model_without_weights_is_refused() -> None:
 
 def test_spreading_a_model_over_devices_needs_accelerate_and_says_so(data_dir: Path) -> None:
     folder = str(data_dir / "models" / "TinyStories-656K")
-    options: dict[str, Any] = {"inputs": "random", "sequences": 2, "length": 8}
+    request = Request(Options(inputs="random"), sequences=2, length=8)
     if find_spec("accelerate") is None:
         with pytest.raises(InputError, match=r"install the package that it needs.*[Aa]ccelerate"):
-            measure_command(folder, None, loading=Loading(device="map"), **options)
+            measure_model(folder, None, request, loading=Loading(device="map"))
     else:
-        placed = measure_command(folder, None, loading=Loading(device="map"), **options)
-        assert placed.sink_rate == measure_command(folder, None, **options).sink_rate
+        placed = measure_model(folder, None, request, loading=Loading(device="map"))
+        assert placed.sink_rate == measure_model(folder, None, request).sink_rate

@@ -11,11 +11,13 @@ from closeness import assert_close, assert_same_rates
 from measure_reference import Reference, eager_reference
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sinklab.commands.measure_one import measure_command
+from sinklab.measuring.api import measure
 from sinklab.measuring.huggingface.probe import probe
 from sinklab.measuring.inputs import default_prefix, natural_tokens, pretrained_encode
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.pretrained import measure_pretrained
+from sinklab.measuring.options import Options
+from sinklab.survey.request import Request
+from sinklab.survey.single import measure_model
 
 EPS = 0.2  # at which some of this small model's heads are above and some below
 SEQUENCES, LENGTH = 12, 32
@@ -77,7 +79,9 @@ def test_measuring_agrees_with_the_eager_reference(
     folder: Path, text: Path, bos: bool, sequences: int, length: int, eps: float
 ) -> None:
     expected = _reference(folder, text, bos, sequences, length, eps)
-    measured = measure_command(str(folder), text, sequences=sequences, length=length, eps=[eps], no_bos=not bos)
+    measured = measure_model(
+        str(folder), text, Request(Options(eps=(eps,)), sequences=sequences, length=length, no_bos=not bos)
+    )
     assert measured.bos is bos
     assert_same_rates(measured, expected.sink_rate)
     assert any(0 < rate < 100 for rate in measured.sink_rate)
@@ -87,26 +91,26 @@ def test_measuring_agrees_with_the_eager_reference(
 
 
 def test_bos_makes_the_sink_of_this_model(folder: Path, text: Path) -> None:
-    with_bos = measure_command(str(folder), text, sequences=20)
-    without = measure_command(str(folder), text, sequences=20, no_bos=True)
+    with_bos = measure_model(str(folder), text, Request(sequences=20))
+    without = measure_model(str(folder), text, Request(sequences=20, no_bos=True))
     assert with_bos.sink_rate[0] > 5
     assert without.sink_rate[0] < 1
 
 
 def test_a_repeated_token_shows_no_sink(folder: Path) -> None:
-    repeated = measure_command(str(folder), None, inputs="repeat", sequences=20)
+    repeated = measure_model(str(folder), None, Request(Options(inputs="repeat"), sequences=20))
     assert repeated.sink_rate[0] == 0
     assert not repeated.bos
 
 
 @pytest.mark.parametrize(("left", "right"), [(7, 0), (0, 7), (3, 4)])
 def test_padding_changes_nothing(model: Any, tokens: torch.Tensor, left: int, right: int) -> None:
-    plain = measure_pretrained(model, tokens, eps=EPS)
+    plain = measure(model, tokens, eps=EPS)
     pad = torch.nn.functional.pad
-    padded = measure_pretrained(
+    padded = measure(
         model,
         pad(tokens, (left, right), value=5),
-        attention_mask_NT=pad(torch.ones_like(tokens), (left, right)),
+        attention_mask=pad(torch.ones_like(tokens), (left, right)),
         eps=EPS,
     )
     assert padded.length == LENGTH
@@ -114,10 +118,10 @@ def test_padding_changes_nothing(model: Any, tokens: torch.Tensor, left: int, ri
 
 
 def test_sequences_of_different_length_count_only_their_own_tokens(model: Any, tokens: torch.Tensor) -> None:
-    short, whole = measure_pretrained(model, tokens[:1, :10]), measure_pretrained(model, tokens[1:2])
+    short, whole = measure(model, tokens[:1, :10]), measure(model, tokens[1:2])
     mask = torch.ones_like(tokens[:2])
     mask[0, 10:] = 0
-    both = measure_pretrained(model, tokens[:2], attention_mask_NT=mask)
+    both = measure(model, tokens[:2], attention_mask=mask)
     mean = (short.importance[..., :10] + whole.importance[..., :10]) / 2
     assert_close(both.importance[..., :10], mean)
     assert_close(both.importance[..., 10:], whole.importance[..., 10:])
@@ -127,13 +131,13 @@ def test_sequences_of_different_length_count_only_their_own_tokens(model: Any, t
 
 
 def test_the_batch_size_changes_nothing(model: Any, tokens: torch.Tensor) -> None:
-    plain = measure_pretrained(model, tokens, eps=EPS, batch_size=SEQUENCES)
+    plain = measure(model, tokens, eps=EPS, batch_size=SEQUENCES)
     for batch_size in (1, 5):
-        _assert_same(measure_pretrained(model, tokens, eps=EPS, batch_size=batch_size), plain)
+        _assert_same(measure(model, tokens, eps=EPS, batch_size=batch_size), plain)
 
 
 def test_the_norms_are_those_of_the_residual_stream_before_the_final_norm(model: Any, tokens: torch.Tensor) -> None:
-    measured = measure_pretrained(model, tokens)
+    measured = measure(model, tokens)
     with torch.no_grad():
         hidden = model(tokens, output_hidden_states=True).hidden_states
         last = []
@@ -147,7 +151,7 @@ def test_the_norms_are_those_of_the_residual_stream_before_the_final_norm(model:
 
 
 def test_key_and_value_norms_are_those_of_the_projections(model: Any, tokens: torch.Tensor) -> None:
-    measured = measure_pretrained(model, tokens)
+    measured = measure(model, tokens)
     layer = model.model.layers[0]
     with torch.no_grad():
         x = layer.input_layernorm(model.model.embed_tokens(tokens))
@@ -195,7 +199,7 @@ def test_the_model_is_left_as_found_after_an_exception(model: Any, tokens: torch
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure_pretrained(model, tokens, progress=fail)
+        measure(model, tokens, progress=fail)
     assert modes == [module.training for module in model.modules()]
     assert model.config._attn_implementation == before
     model.eval()

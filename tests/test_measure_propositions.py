@@ -12,13 +12,15 @@ from test_measure_families import _hooks, _pair
 from transformers import AutoModelForCausalLM
 
 import sinklab
-from sinklab.commands.measure_one import measure_command
 from sinklab.commands.terminal.measurement import print_measurement
 from sinklab.errors import InputError
 from sinklab.measuring.inputs import repeated_tokens
+from sinklab.measuring.options import Options
 from sinklab.measuring.surgery.propositions import check_propositions, softmax_of_distances
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
+from sinklab.survey.request import Request
+from sinklab.survey.single import measure_model
 
 NUMBERS = {"none": 1, "relative": 2, "t5": 2, "alibi": 3, "rotary": 4, "absolute": None, "learnable": None}
 HUGGING_FACE = {
@@ -96,7 +98,7 @@ def test_the_propositions_hold_for_models_of_other_libraries(family: str) -> Non
 
 def test_a_real_trained_model_has_no_sink_on_a_repeated_token(data_dir: Path) -> None:
     model = data_dir / "models" / "TinyStories-656K"
-    measured = measure_command(str(model), None, inputs="repeat", sequences=20)
+    measured = measure_model(str(model), None, Request(Options(inputs="repeat"), sequences=20))
     assert max(measured.sink_rate[:32]) == 0
     found = measured.propositions
     assert found is not None

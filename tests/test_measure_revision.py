@@ -12,15 +12,16 @@ import pytest
 from tiny_models import tiny_model
 
 from sinklab.commands.measure import one_model
-from sinklab.commands.measure_one import measure_command
 from sinklab.errors import InputError
 from sinklab.measuring.huggingface.loading import Loading
+from sinklab.measuring.options import Options
 from sinklab.survey.compare import compare_models
-from sinklab.survey.loaded import Request
+from sinklab.survey.request import Request
+from sinklab.survey.single import measure_model
 
 NAME = "nobody/tiny"
 COMMITS = {"main": "a" * 40, "step3": "b" * 40}
-SHAPE: dict[str, Any] = {"inputs": "random", "sequences": 3, "length": 12}
+ASKED = Request(Options(inputs="random"), sequences=3, length=12)
 OPTIONS = ["--inputs", "random", "--sequences", "3", "--length", "12", "--json"]
 
 
@@ -53,7 +54,7 @@ def measured(hub: Path, *args: str) -> dict[str, Any]:
 def test_the_version_that_is_named_is_measured_and_recorded(hub: Path, revision: str | None) -> None:
     found = measured(hub, *([] if revision is None else ["--revision", revision]))
     commit = COMMITS["main" if revision is None else "step3"]
-    here = measure_command(str(hub / "models--nobody--tiny" / "snapshots" / commit), None, **SHAPE)
+    here = measure_model(str(hub / "models--nobody--tiny" / "snapshots" / commit), None, ASKED)
     assert (found["revision"], found["commit"]) == (revision, commit)
     assert found["loss"] == pytest.approx(here.loss, rel=1e-6)
     assert (here.revision, here.commit) == (None, None)
@@ -90,9 +91,9 @@ def test_what_lies_here_has_no_revision(tmp_path: Path) -> None:
     file.touch()
     for place in (tmp_path, run, file):
         with pytest.raises(InputError, match=r"--revision step3 names a version on the Hugging Face hub, and .* here"):
-            measure_command(str(place), None, loading=Loading(revision="step3"), **SHAPE)
+            measure_model(str(place), None, ASKED, loading=Loading(revision="step3"))
     with pytest.raises(InputError, match="--revision step3 names a version"):
-        compare_models([NAME, str(run)], None, Request(**SHAPE), loading=Loading(revision="step3"))
+        compare_models([NAME, str(run)], None, ASKED, loading=Loading(revision="step3"))
 
 
 def test_families_have_no_revision() -> None:

@@ -9,16 +9,18 @@ import torch
 from closeness import assert_close, assert_same_rates
 from rich.console import Console
 
-from sinklab.commands.measure_one import measure_command
 from sinklab.commands.terminal.measurement import print_measurement
 from sinklab.data.prepare import prepared
 from sinklab.data.sources.corpora import documents
 from sinklab.data.tokenizers import load_tokenizer
 from sinklab.errors import InputError
+from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.native import measure_transformer
+from sinklab.measuring.options import Options
 from sinklab.report.collect import collect
 from sinklab.report.summary import cell_rows
+from sinklab.survey.request import Request
+from sinklab.survey.single import measure_model
 from sinklab.train.directory.run import load_run, open_run
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import build_recipe
@@ -55,7 +57,7 @@ def _by_hand(run: Path, text: Path, bos: bool, fixed: dict[int, int]) -> Measure
             row[position] = token
         if len(row) == LENGTH and len(rows) < 5:
             rows.append(row)
-    return measure_transformer(load_run(run).model, torch.tensor(rows))
+    return measure(load_run(run).model, torch.tensor(rows))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def test_text_reaches_the_model_as_in_training(
     tmp_path: Path, data: dict[str, Any], no_bos: bool, bos: bool, fixed: dict[int, int]
 ) -> None:
     run, text = _trained(tmp_path, data)
-    measured = measure_command(str(run), text, sequences=5, length=LENGTH, no_bos=no_bos)
+    measured = measure_model(str(run), text, Request(sequences=5, length=LENGTH, no_bos=no_bos))
     expected = _by_hand(run, text, bos, fixed)
     assert measured.bos is bos
     assert measured.loss == pytest.approx(expected.loss, rel=1e-5)
@@ -82,8 +84,8 @@ def test_text_reaches_the_model_as_in_training(
 
 def test_lengths_of_a_run_are_measured_in_one_pass(tmp_path: Path) -> None:
     run, text = _trained(tmp_path, {})
-    measured = measure_command(str(run), text, sequences=5, length=LENGTH, lengths=[8, 4, LENGTH])
-    cut = measure_command(str(run), text, sequences=5, length=LENGTH, lengths=[4])
+    measured = measure_model(str(run), text, Request(Options(lengths=(8, 4, LENGTH)), sequences=5, length=LENGTH))
+    cut = measure_model(str(run), text, Request(Options(lengths=(4,)), sequences=5, length=LENGTH))
     assert measured.sink_rate_by_length is not None
     assert list(measured.sink_rate_by_length) == ["4", "8"]
     assert cut.sink_rate_by_length == {"4": measured.sink_rate_by_length["4"]}
@@ -92,17 +94,17 @@ def test_lengths_of_a_run_are_measured_in_one_pass(tmp_path: Path) -> None:
 def test_a_length_beyond_the_runs_context_is_refused(tmp_path: Path) -> None:
     run, text = _trained(tmp_path, {})
     with pytest.raises(InputError, match=f"give at most --length {LENGTH}"):
-        measure_command(str(run), text, length=LENGTH + 1)
+        measure_model(str(run), text, Request(length=LENGTH + 1))
 
 
 def test_the_step_of_an_unfinished_run_is_recorded_and_said(tmp_path: Path) -> None:
     run, text = _trained(tmp_path, {})
-    whole = measure_command(str(run), text, sequences=4, length=8)
+    whole = measure_model(str(run), text, Request(sequences=4, length=8))
     assert (whole.step, whole.planned_steps, whole.notes) == (1, 1, [])
     assert Measurement.load(run).step == 1
     recipe = (run / "recipe.yaml").read_text()
     (run / "recipe.yaml").write_text(recipe.replace("  steps: 1\n", "  steps: 2200\n"))
-    early = measure_command(str(run), text, sequences=4, length=8)
+    early = measure_model(str(run), text, Request(sequences=4, length=8))
     assert (early.step, early.planned_steps) == (1, 2200)
     assert early.notes == ["measured at step 1 of 2,200: the run is not finished"]
     early.save(tmp_path / "early")
@@ -118,6 +120,6 @@ def test_the_step_of_an_unfinished_run_is_recorded_and_said(tmp_path: Path) -> N
 
 def test_a_model_that_is_no_run_has_no_step(data_dir: Path) -> None:
     model, text = data_dir / "models" / "TinyStories-656K", data_dir / "domains" / "tinystories.jsonl"
-    measured = measure_command(str(model), text, sequences=2, length=8)
+    measured = measure_model(str(model), text, Request(sequences=2, length=8))
     assert measured.step is None
     assert "step" not in measured.document()

@@ -15,7 +15,7 @@ from sinklab.attention.masks import CAUSAL
 from sinklab.errors import InputError
 from sinklab.files import parse_json, write_json
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.native import measure_transformer
+from sinklab.measuring.api import measure
 from sinklab.measuring.padding import real_tokens
 from sinklab.measuring.statistics.block import Angles
 from sinklab.measuring.statistics.declared import OfRows
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
     config = {"layers": 2, "width": 16, "heads": 2, "ffn_width": 16, "vocab_size": 16, "context": 16}
     model = Transformer(ModelConfig.model_validate(config))
     tokens = torch.randint(16, (2, 12), generator=torch.Generator().manual_seed(0))
-    measure_transformer(model, tokens, maps=[(1, 2)]).save(tmp_path)
+    measure(model, tokens, maps=[(1, 2)]).save(tmp_path)
     return tmp_path
 
 

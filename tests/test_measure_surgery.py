@@ -20,9 +20,10 @@ from test_measure_native import _tokens as our_tokens
 
 from sinklab.attention import masks
 from sinklab.errors import InputError, SinklabError
+from sinklab.measuring import driver
+from sinklab.measuring.api import measure, watched_model
 from sinklab.measuring.huggingface.probe import probe
-from sinklab.measuring.native import measure_transformer
-from sinklab.measuring.pretrained import measure_pretrained
+from sinklab.measuring.options import Options
 from sinklab.measuring.surgery.changes import (
     learned_positions,
     masked_first_keys,
@@ -50,7 +51,7 @@ def test_hidden_keys_are_those_that_were_taken_out_of_the_scores(family: str) ->
     with scores_without_first_keys(N, LENGTH), _alibi_once(family):
         expected = eager_reference(eager, tokens)
     with masked_first_keys(model, N):
-        measured = measure_pretrained(model, tokens, first_target=N + 2, batch_size=2)
+        measured = driver.measure(watched_model(model), tokens, Options(first_target=N + 2, batch_size=2))
     assert_close(measured.importance, expected.importance.mean(0))
     assert_same_rates(measured, expected.sink_rate)
     nats = -expected.logits.log_softmax(-1)[:, N:-1].gather(2, tokens[:, N + 1 :, None])
@@ -65,10 +66,10 @@ def test_the_first_keys_are_those_of_the_real_tokens(family: str, left: int, rig
     mask = pad(torch.ones_like(tokens), (left, right))
     for surgery in (masked_first_keys(model, N), zeroed(model, 1, 2, 5)):
         with surgery:
-            padded = measure_pretrained(model, pad(tokens, (left, right), value=9), attention_mask_NT=mask)
+            padded = measure(model, pad(tokens, (left, right), value=9), attention_mask=mask)
     for surgery in (masked_first_keys(model, N), zeroed(model, 1, 2, 5)):
         with surgery:
-            plain = measure_pretrained(model, tokens)
+            plain = measure(model, tokens)
     assert_close(padded.importance, plain.importance)
     assert padded.loss == pytest.approx(plain.loss, rel=1e-5)
 
@@ -90,7 +91,7 @@ def test_what_is_hidden_twice_is_hidden_from_either(ours: bool) -> None:
     model: Any = our_model("softmax") if ours else _pair("llama")[0]
     tokens = our_tokens()
     with masked_first_keys(model, 4), masked_first_keys(model, 2):
-        measured = (measure_transformer if ours else measure_pretrained)(model, tokens)
+        measured = measure(model, tokens)
     sums = torch.from_numpy(measured.importance) * torch.arange(tokens.shape[1], 0, -1)
     assert_close(sums[..., :2].sum(-1), torch.full((2, 4), 2.0))
     assert_close(sums[..., :4].sum(-1), torch.full((2, 4), 4.0))
@@ -111,12 +112,12 @@ def test_hidden_keys_of_our_model_are_those_of_an_explicit_mask(variant: str) ->
     reference: Any = copy.deepcopy(model)
     for block in reference.blocks:
         block.attention.core.mask = masks.Dense(allowed, later=variant == "prefix")
-    expected = measure_transformer(reference, tokens)
+    expected = measure(reference, tokens)
     with masked_first_keys(model, N):
-        measured = measure_transformer(model, tokens)
+        measured = measure(model, tokens)
     assert_close(measured.importance, expected.importance)
     assert measured.loss == pytest.approx(expected.loss, rel=1e-5)
-    assert measured.loss != pytest.approx(measure_transformer(model, tokens).loss, abs=1e-6)
+    assert measured.loss != pytest.approx(measure(model, tokens).loss, abs=1e-6)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -14,10 +14,9 @@ from rich.console import Console
 
 import sinklab
 from sinklab.commands.terminal.measurement import print_measurement
+from sinklab.measuring.api import measure
 from sinklab.measuring.huggingface.call import read_call
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.native import measure_transformer
-from sinklab.measuring.pretrained import measure_pretrained
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 
@@ -107,7 +106,7 @@ def rates(alpha_NLHT: torch.Tensor, eps: float = EPS) -> list[float]:
 def test_the_mean_over_visible_queries_is_that_of_the_familys_own_matrices(name: str) -> None:
     model, eager, windows = family(name)
     expected = torch.stack([expected_of(eager, row, windows) for row in tokens_of()])
-    found = measure_pretrained(model, tokens_of(), eps=[EPS, 0.2], batch_size=2)
+    found = measure(model, tokens_of(), eps=[EPS, 0.2], batch_size=2)
     assert_close(found.importance_visible, expected.mean(0))
     assert found.sink_rate_visible == pytest.approx(rates(expected))
     assert found.sink_rates_visible is not None
@@ -127,7 +126,7 @@ def test_padding_changes_nothing_of_it(name: str) -> None:
     mask = torch.stack([pad(torch.ones_like(row), sides) for row, sides in zip(rows, pads, strict=True)])
     alone = [expected_of(eager, row, windows) for row in rows]
     for batch_size in (1, 3):
-        found = measure_pretrained(model, tokens, attention_mask_NT=mask, batch_size=batch_size)
+        found = measure(model, tokens, attention_mask=mask, batch_size=batch_size)
         for k in range(T):
             seen = torch.stack([one[..., k] for one in alone if k < one.shape[-1]])
             assert_close(np.asarray(found.importance_visible)[..., k], seen.mean(0))
@@ -203,19 +202,19 @@ def test_our_models_agree_with_matrices_written_out(kind: str) -> None:
             for one, row in zip(matrices_of(model, tokens, kind), tokens, strict=True)
         ]
     )
-    found = measure_transformer(model, tokens, batch_size=2)
+    found = measure(model, tokens, batch_size=2)
     assert_close(found.importance_visible, expected.mean(0))
     assert found.sink_rate_visible == pytest.approx(rates(expected))
 
 
 @pytest.mark.parametrize("width", [None, T])
 def test_where_every_later_query_sees_a_key_there_is_one_number(width: int | None) -> None:
-    found = measure_transformer(ours({"mask": {"kind": "window", "width": width}} if width else {}), tokens_of())
+    found = measure(ours({"mask": {"kind": "window", "width": width}} if width else {}), tokens_of())
     assert found.sink_rate_visible is None
     assert found.importance_visible is None
     assert not any("visible" in note for note in found.notes)
     config = hf.MistralConfig(**COMMON, sliding_window=T)
-    foreign = measure_pretrained(hf.AutoModelForCausalLM.from_config(config).eval(), tokens_of())
+    foreign = measure(hf.AutoModelForCausalLM.from_config(config).eval(), tokens_of())
     assert foreign.sink_rate_visible is None
     assert foreign.notes == []
 
@@ -226,9 +225,7 @@ def test_where_every_later_query_sees_a_key_there_is_one_number(width: int | Non
 )
 def test_a_note_says_which_layers_have_a_window_and_its_width(name: str, said: str) -> None:
     model, _, _ = family(name)
-    assert any(
-        note.startswith(said) and "sink_rate_visible" in note for note in measure_pretrained(model, tokens_of()).notes
-    )
+    assert any(note.startswith(said) and "sink_rate_visible" in note for note in measure(model, tokens_of()).notes)
 
 
 @pytest.mark.parametrize(
@@ -241,14 +238,14 @@ def test_a_note_says_which_layers_have_a_window_and_its_width(name: str, said: s
 def test_a_note_says_what_else_hides_or_shows_a_key(kind: str, said: str) -> None:
     tokens = tokens_of(2).clamp(min=EOS + 1)
     tokens[:, 6] = EOS
-    assert any(note.startswith(said) for note in measure_transformer(ours(MASKS[kind]), tokens).notes)
+    assert any(note.startswith(said) for note in measure(ours(MASKS[kind]), tokens).notes)
 
 
 def test_a_sink_that_a_window_dilutes_is_seen_in_the_second_number() -> None:
     """Every query gives half of its attention to key 1 while it sees it: 0.5, not 0.5 w / T."""
     model, length, width = ours({"mask": {"kind": "window", "width": 16}}, 128), 128, 16
     tokens = torch.full((1, length), 7)
-    found = measure_transformer(model, tokens)  # equal tokens under rotary: nearly uniform
+    found = measure(model, tokens)  # equal tokens under rotary: nearly uniform
     uniform = sum(1 / t for t in range(1, width + 1)) / width
     assert np.asarray(found.importance_visible)[..., 0].mean() == pytest.approx(uniform, rel=0.3)
     ratio = np.asarray(found.importance_visible)[..., 0] / found.importance[..., 0]
@@ -289,7 +286,7 @@ def test_masks_that_are_added_to_the_scores_hide_keys_too() -> None:
 
 
 def test_the_files_and_the_terminal_have_both_numbers(tmp_path: Path) -> None:
-    measured = measure_transformer(ours(MASKS["window"]), tokens_of(), eps=[EPS, 0.2])
+    measured = measure(ours(MASKS["window"]), tokens_of(), eps=[EPS, 0.2])
     measured.save(tmp_path)
     document = json.loads((tmp_path / "measurement.json").read_text())
     assert document["sink_rate_visible"] == measured.sink_rate_visible

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from sinklab.attention.operations.differential import Lambda
-from sinklab.measuring.native import measure_transformer
+from sinklab.measuring.api import measure
 from sinklab.model.block import Attention, Places
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
@@ -154,7 +154,7 @@ def test_kernels_under_a_prefix_train_and_measure_as_on_explicit_matrices(operat
                 return  # refused by the recipe, as without a prefix
             logits = model(tokens())
             gradients = torch.autograd.grad(logits.square().mean(), list(model.parameters()))
-            measured = torch.from_numpy(measure_transformer(model, tokens(), loss=False).importance)
+            measured = torch.from_numpy(measure(model, tokens(), loss=False).importance)
             results.append((logits, measured, *gradients))
         for explicit, ours in zip(*results, strict=True):
             close(ours, explicit, 1e-9)

@@ -9,7 +9,7 @@ from closeness import assert_close
 from torch import Tensor, nn
 
 from sinklab.data.prepare import prepared
-from sinklab.measuring.native import measure_transformer
+from sinklab.measuring.api import measure
 from sinklab.model.block import Attention
 from sinklab.model.gate import OutputGating, ValueGating
 from sinklab.model.norm import DynamicTanh, RmsNorm
@@ -155,8 +155,8 @@ def test_importance_under_a_document_mask_stays_within_documents() -> None:
     model = Transformer(recipe(attention={"mask": "document"}).model)
     packed = tokens()
     packed[:, 9] = 0
-    alone = measure_transformer(model, packed[:, 10:])
-    both = measure_transformer(model, packed)
+    alone = measure(model, packed[:, 10:])
+    both = measure(model, packed)
     assert both.importance.shape[-1] == 20
     # A query of the other document gives nothing, and position k is averaged over the queries t >= k that see it.
     assert (both.importance[..., 10:] <= alone.importance + 1e-5).all()

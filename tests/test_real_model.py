@@ -19,8 +19,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 import sinklab
-from sinklab.commands.measure_one import measure_command
 from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.options import Options
+from sinklab.survey.request import Request
+from sinklab.survey.single import measure_model
 
 pytestmark = pytest.mark.real
 EPS, SEQUENCES, LENGTH = 0.3, 100, 64
@@ -131,7 +133,7 @@ def expected(model: Any, natural: Tensor) -> Reference:
 
 @pytest.fixture(scope="module")
 def measured(file: Path, text: Path) -> Measurement:
-    return measure_command(str(file), text, sequences=SEQUENCES, length=LENGTH, details=True)
+    return measure_model(str(file), text, Request(Options(details=True), sequences=SEQUENCES, length=LENGTH))
 
 
 def test_sink_rates_are_those_of_the_definition(measured: Measurement, expected: Reference) -> None:

@@ -13,8 +13,8 @@ from report_fixtures import make_measurement
 from rich.console import Console
 
 from sinklab.commands.terminal.measurement import print_measurement
+from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.native import measure_transformer
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 from sinklab.report import theme, write_report
@@ -34,7 +34,7 @@ def measured() -> Measurement:
         for parameter in model.parameters():
             parameter.mul_(4)  # attention sharp enough for secondary sinks
     tokens = torch.randint(32, (4, LENGTH), generator=torch.Generator().manual_seed(0))
-    return measure_transformer(model, tokens, eps=0.1, model_name="small", maps=[(2, 3), (1, 1)])
+    return measure(model, tokens, eps=0.1, model_name="small", maps=[(2, 3), (1, 1)])
 
 
 @pytest.fixture(scope="module")

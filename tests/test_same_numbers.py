@@ -8,9 +8,8 @@ import torch
 from closeness import assert_close, assert_same_rates
 
 from sinklab.data.prepare import prepare
+from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.native import measure_transformer
-from sinklab.measuring.pretrained import measure_pretrained
 from sinklab.model.llama import to_llama
 from sinklab.train.directory.run import load_run, open_run
 from sinklab.train.loop import Trainer
@@ -52,12 +51,12 @@ def assert_same(first: Measurement, second: Measurement) -> None:
 def test_a_trained_model_and_its_llama_measure_the_same(trained: tuple[Path, torch.Tensor]) -> None:
     directory, tokens = trained
     model = load_run(directory).model
-    ours = measure_transformer(model, tokens, eps=0.05)
-    llama = measure_pretrained(to_llama(model), tokens, eps=0.05)
+    ours = measure(model, tokens, eps=0.05)
+    llama = measure(to_llama(model), tokens, eps=0.05)
     assert max(ours.sink_rate) > 0  # at this eps there is something to agree on
     assert_same(ours, llama)
 
 
 def test_the_runs_own_measurement_is_that_of_its_directory(trained: tuple[Path, torch.Tensor]) -> None:
     directory, tokens = trained
-    assert_same(Measurement.load(directory), measure_transformer(load_run(directory).model, tokens, eps=0.05))
+    assert_same(Measurement.load(directory), measure(load_run(directory).model, tokens, eps=0.05))

@@ -17,7 +17,7 @@ from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import SinklabError
 from sinklab.interventions import VARIANTS
-from sinklab.measuring.native import measure_transformer
+from sinklab.measuring.api import measure
 from sinklab.model.transformer import Transformer
 from sinklab.train.compile import compile_blocks
 from sinklab.train.directory.history import read_metrics
@@ -177,7 +177,7 @@ def test_compiled_blocks_give_the_same_gradients_and_measurement(
     for gradient, other in zip(expected, ours, strict=True):
         assert_close(other, gradient)
     assert traced() == {"graphs": 2, "breaks": 0}  # before and after the core, the same for all three layers
-    measured, again = (measure_transformer(m, tokens_BT[:, :16]) for m in (plain, compiled))
+    measured, again = (measure(m, tokens_BT[:, :16]) for m in (plain, compiled))
     assert_close(measured.importance, again.importance)
     assert measured.hidden_norm_ratio == pytest.approx(again.hidden_norm_ratio)
 

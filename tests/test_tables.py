@@ -12,9 +12,10 @@ from test_measure_result import _measurement
 from sinklab.commands.tables import print_table
 from sinklab.commands.terminal.measurement import print_measurement
 from sinklab.commands.terminal.survey import print_sizes
-from sinklab.measuring.accumulate import Accumulator, Batch
+from sinklab.measuring.accumulate import Accumulator, Batch, measurement_from
 from sinklab.measuring.cost import Cost
-from sinklab.measuring.measurement import Measurement, measurement_from
+from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.options import Options
 from sinklab.survey.sizes import Size
 
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
@@ -36,7 +37,7 @@ def large(length: int = 64) -> Measurement:
     batch = Batch(alpha, alpha[..., 0], norms, norms[1:], norms[1:], 12.0, 99, prefixes=prefixes, visible_ABHT=alpha)
     totals.add(batch)
     return measurement_from(
-        totals, Cost(0.5, 1.0), model="m", inputs="natural", bos=True, proxy=False, backend="sdpa", dtype="float32"
+        totals, Cost(0.5, 1.0), Options(model_name="m", bos=True), proxy=False, backend="sdpa", dtype="float32"
     )
 
 

@@ -38,7 +38,7 @@ def prepare(
     ] = None,
     absent: Annotated[
         Absent, typer.Option(help="With --mix weights: what to do about domains without a file.")
-    ] = Absent.refuse,
+    ] = "refuse",
     seed: Annotated[int, typer.Option(min=0, max=LARGEST, help="With --mix: of the order they take turns in.")] = 0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write nothing: say how many bytes and tokens there are.")
@@ -56,7 +56,7 @@ def prepare(
         tokenizer,
         valid_fraction=valid_fraction,
         text_limit_bytes=limit_bytes,
-        mix=_mix_of(mix and mix.value, weights, absent.value, seed),
+        mix=_mix_of(mix, weights, absent, seed),
         token_limit=limit_tokens,
     )
     if dry_run:

@@ -1,19 +1,17 @@
 """What `sinklab measure` and `sinklab compare` do: measure, print, draw the report."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 from rich.progress import Progress
 
-from sinklab.commands.measure_one import measure_command
-from sinklab.commands.survey_board import Board
+from sinklab.commands.survey_progress import SurveyProgress
 from sinklab.commands.terminal.measurement import print_measurement
-from sinklab.commands.terminal.report import printable
 from sinklab.commands.terminal.survey import print_comparison, print_domains, print_families, print_sizes
 from sinklab.errors import InputError, SinklabError, UnsavedError
 from sinklab.measuring.frames import write_tables
@@ -23,20 +21,29 @@ from sinklab.survey.compare import compare_models
 from sinklab.survey.domains import domain_files, measure_domains
 from sinklab.survey.families import measure_families
 from sinklab.survey.items import Outcome
-from sinklab.survey.loaded import Request
 from sinklab.survey.open_models import models_of
-from sinklab.survey.sizes import Size, document, sizes
+from sinklab.survey.request import Request
+from sinklab.survey.single import measure_model
+from sinklab.survey.sizes import document, sizes
 
 FAMILIES_OUT = Path("runs/families")
 
 
+class _Result(Protocol):
+    def document(self) -> dict[str, Any]: ...
+
+
+Result = TypeVar("Result", bound=_Result, contravariant=True)
+Show = Callable[[Result, Console], None]
+
+
 @dataclass(frozen=True)
-class Call:
-    """What they have in common.
+class Invocation:
+    """What a measuring command was called with, whatever it measures.
 
     Attributes:
         text: a file or folder.
-        asked: of every model, the fields of `Request`.
+        request: what is asked of every model.
         loading: how every model is loaded.
         out: where results are kept.
         as_json: print the document instead of tables.
@@ -44,25 +51,33 @@ class Call:
     """
 
     text: Path | None
-    asked: Mapping[str, Any]
+    request: Request
     loading: Loading
     out: Path | None
     as_json: bool
     console: Console
 
-    @property
-    def request(self) -> Request:
-        """What is asked of every model."""
-        return Request(**self.asked)
+    def print(self, result: Result, show: Show[Result]) -> None:
+        """The result on standard output."""
+        if self.as_json:
+            print(json.dumps(result.document(), indent=2))
+        else:
+            show(result, Console())
 
+    def finish(self, result: Result, show: Show[Result], drawn: bool = True) -> None:
+        """Print the result and, unless nothing was kept, draw the report."""
+        self.print(result, show)
+        if self.out is not None and drawn:
+            self.console.print(f"report: {write_report([self.out])}", highlight=False, soft_wrap=True)
 
-class _Result(Protocol):
-    def document(self) -> dict[str, Any]: ...
-
-
-def announce(console: Console, message: str) -> None:
-    """Say what takes a while."""
-    console.print(printable(message), markup=False, highlight=False, soft_wrap=True)
+    @contextmanager
+    def printed_anyway(self, show: Callable[[Any, Console], None]) -> Iterator[None]:
+        """A result that could not be saved is printed before the error is."""
+        try:
+            yield
+        except UnsavedError as error:
+            self.print(error.result, show)
+            raise
 
 
 def one_model(
@@ -93,117 +108,100 @@ def one_model(
     return model
 
 
-def model_command(model: str, call: Call, tables: Sequence[str] = ()) -> None:
+def model_command(model: str, given: Invocation, tables: Sequence[str] = ()) -> None:
     """Measure one model on one text.
 
     Args:
         tables: formats in which the tables of the result are kept as well (frames.py).
 
     Raises:
-        InputError, SinklabError: as `measure_command`.
+        InputError, SinklabError: as `measure_model`.
     """
-    bar = Progress(console=call.console, transient=True, disable=not call.console.is_terminal)
-    with _printed_anyway(print_measurement, call), bar:
-        task = bar.add_task("measuring", total=call.request.sequences)
-        measurement = measure_command(
+    bar = Progress(console=given.console, transient=True, disable=not given.console.is_terminal)
+    with given.printed_anyway(print_measurement), bar:
+        task = bar.add_task("measuring", total=given.request.sequences)
+        measurement = measure_model(
             model,
-            call.text,
-            **call.asked,
-            loading=call.loading,
-            out=call.out,
+            given.text,
+            given.request,
+            loading=given.loading,
+            out=given.out,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-        if call.out is not None:
+        if given.out is not None:
             try:
-                write_tables(measurement, call.out, tables)
+                write_tables(measurement, given.out, tables)
             except SinklabError as error:
                 raise UnsavedError(str(error), measurement) from error
-    _show(measurement, print_measurement, call)
+    given.finish(measurement, print_measurement)
 
 
-def domains_command(model: str, call: Call) -> None:
+def domains_command(model: str, given: Invocation) -> None:
     """Measure one model on every file of a folder.
 
     Raises:
         InputError: no folder, or what `measure_domains` refuses.
         SinklabError: some domain could not be measured; the others are printed and kept.
     """
-    total = len(domain_files(call.text)) if call.text is not None and call.text.is_dir() else 0
-    with _printed_anyway(print_domains, call), Board(call.console, "domains", total) as board:
-        domains = measure_domains(model, call.text, call.request, loading=call.loading, out=call.out, watch=board)
-    _show(domains, print_domains, call)
-    _complain(domains.outcome, "domains")
+    text = given.text
+    total = len(domain_files(text)) if text is not None and text.is_dir() else 0
+    with given.printed_anyway(print_domains), SurveyProgress(given.console, "domains", total) as bars:
+        domains = measure_domains(model, text, given.request, loading=given.loading, out=given.out, listener=bars)
+    given.finish(domains, print_domains)
+    _raise_for_failed(domains.outcome, "domains")
 
 
-def compare_command(models: Sequence[str], call: Call) -> None:
+def compare_command(models: Sequence[str], given: Invocation) -> None:
     """Measure models on the same text and print them side by side.
 
     Raises:
         InputError, SinklabError: as `compare_models`.
     """
-    with _printed_anyway(print_comparison, call), Board(call.console, "models", len(models)) as board:
-        comparison = compare_models(models, call.text, call.request, loading=call.loading, out=call.out, watch=board)
-    _show(comparison, print_comparison, call)
+    with given.printed_anyway(print_comparison), SurveyProgress(given.console, "models", len(models)) as bars:
+        comparison = compare_models(
+            models, given.text, given.request, loading=given.loading, out=given.out, listener=bars
+        )
+    given.finish(comparison, print_comparison)
 
 
-def families_command(names: Sequence[str], models_dir: Path | None, dry_run: bool, call: Call) -> None:
-    """Measure the paper's models, or with `dry_run` say what that takes.
+def sizes_command(names: Sequence[str], models_dir: Path | None, given: Invocation) -> None:
+    """Say what measuring the paper's models would take.
+
+    Raises:
+        InputError: no such family or directory.
+    """
+    dtype, device = given.loading.dtype, given.loading.device
+    found = sizes(names, given.request, models_dir=models_dir, dtype=dtype, device=device)
+    if given.as_json:
+        print(json.dumps(document(found), indent=2))
+    else:
+        print_sizes(found, dtype, Console())
+
+
+def families_command(names: Sequence[str], models_dir: Path | None, given: Invocation) -> None:
+    """Measure the paper's models.
 
     Raises:
         InputError: no such family or directory, or no text.
         SinklabError: some model could not be measured; the others are printed and kept.
     """
-    if dry_run:
-        dtype, device = call.loading.dtype, call.loading.device
-        _show_sizes(sizes(names, call.request, models_dir=models_dir, dtype=dtype, device=device), call)
-        return
-    call = replace(call, out=call.out or FAMILIES_OUT)
-    board = Board(call.console, "models", len(models_of(names)))
-    with _printed_anyway(print_families, call), board:
+    given = replace(given, out=given.out or FAMILIES_OUT)
+    bars = SurveyProgress(given.console, "models", len(models_of(names)))
+    with given.printed_anyway(print_families), bars:
         families = measure_families(
             names,
-            call.text,
-            call.request,
+            given.text,
+            given.request,
             models_dir=models_dir,
-            loading=call.loading,
-            out=call.out,
-            watch=board,
+            loading=given.loading,
+            out=given.out,
+            listener=bars,
         )
-    _show(families, print_families, call, measured=bool(families.outcome.measured))
-    _complain(families.outcome, "models")
+    given.finish(families, print_families, drawn=bool(families.outcome.measured))
+    _raise_for_failed(families.outcome, "models")
 
 
-@contextmanager
-def _printed_anyway(show: Any, call: Call) -> Iterator[None]:
-    """A result that could not be saved is printed before the error is."""
-    try:
-        yield
-    except UnsavedError as error:
-        _print(error.result, show, call)
-        raise
-
-
-def _print(result: _Result, show: Any, call: Call) -> None:
-    if call.as_json:
-        print(json.dumps(result.document(), indent=2))
-    else:
-        show(result, Console())
-
-
-def _show(result: _Result, show: Any, call: Call, measured: bool = True) -> None:
-    _print(result, show, call)
-    if call.out is not None and measured:
-        call.console.print(f"report: {write_report([call.out])}", highlight=False, soft_wrap=True)
-
-
-def _show_sizes(found: Sequence[Size], call: Call) -> None:
-    if call.as_json:
-        print(json.dumps(document(found), indent=2))
-    else:
-        print_sizes(found, call.loading.dtype, Console())
-
-
-def _complain(outcome: Outcome, what: str) -> None:
+def _raise_for_failed(outcome: Outcome, what: str) -> None:
     if outcome.failed:
         lines = [f"  {name}: {failure}" for name, failure in outcome.failed.items()]
         total = len(outcome.failed) + len(outcome.measured)

@@ -4,15 +4,20 @@ Kept are counts of alpha > eps per position, sums over sequences, and alpha of t
 threshold is applied to every sequence before anything is averaged.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sinklab.errors import SinklabError
+from sinklab.errors import InputError, SinklabError
 from sinklab.measuring import metrics
+from sinklab.measuring.activations import MassiveActivation
+from sinklab.measuring.cost import Cost
+from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.options import Options
 from sinklab.measuring.statistics.totals import DetailTotals
 from sinklab.measuring.statistics.watch import BatchDetails
 from sinklab.measuring.visible import View, joined, visibility_note
@@ -64,14 +69,14 @@ class Accumulator:
     """Sums of batches, for sequences of at most `length` positions.
 
     Args:
-        eps: the thresholds of the sink rate; the first is the headline.
+        thresholds: of the sink rate; the first is the headline.
         length: T, the positions of the longest sequence.
         lengths: at which the sequences are cut as well.
     """
 
-    def __init__(self, eps: float | Sequence[float], length: int, lengths: Sequence[int] = ()) -> None:
-        self.thresholds = tuple(map(float, np.atleast_1d(eps)))
-        self.eps, self.length = self.thresholds[0], length
+    def __init__(self, thresholds: Sequence[float], length: int, lengths: Sequence[int] = ()) -> None:
+        self.thresholds, self.length = tuple(thresholds), length
+        self.eps = self.thresholds[0]
         self.sequences = self.targets = self.bias_hits = self.bias_triples = 0
         self.loss = 0.0
         self.hits_ET = torch.zeros(len(self.thresholds), length, dtype=torch.int64)
@@ -98,22 +103,20 @@ class Accumulator:
         valid_BT = torch.ones(B, T, dtype=torch.bool) if valid_BT is None else valid_BT
         self.sequences += B
         self.sequences_T[:T] += valid_BT.sum(0)
-        counted_BT = valid_BT[None, :, None]
         if batch.visible_ABHT is not None and self.visible_hits_ET is None:  # until now it was the same
             self.visible_hits_ET = self.hits_ET.clone()
             if "attention scores" in self._sums:
                 self._sums[VISIBLE] = self._sums["attention scores"].clone()
-        self.hits_ET[:, :T] += self._hits(importance, counted_BT)
+        self.hits_ET[:, :T] += self._hits(importance, valid_BT)
         if self.visible_hits_ET is not None:
             visible = importance if batch.visible_ABHT is None else batch.visible_ABHT
-            self.visible_hits_ET[:, :T] += self._hits(visible, counted_BT)
+            self.visible_hits_ET[:, :T] += self._hits(visible, valid_BT)
             self._sum(VISIBLE, visible.double().sum(1))
         for layer, view in enumerate(batch.views):
             if both := joined((self.views.get(layer), view)):
                 self.views[layer] = both
         for hits_EP, prefix_ABHP in zip(self._prefix_hits, batch.prefixes, strict=True):
-            for hits_P, eps in zip(hits_EP, self.thresholds, strict=True):
-                hits_P += (prefix_ABHP > eps).sum((0, 1, 2))
+            hits_EP += self._hits(prefix_ABHP)
         self._sum("attention scores", importance.double().sum(1))
         self.first.append(importance[..., 0].transpose(0, 1).float())
         for name, norms in (("keys", batch.key_ABT), ("values", batch.value_ABT), ("hidden states", batch.hidden_MBT)):
@@ -131,8 +134,8 @@ class Accumulator:
         self.loss += batch.loss
         self.targets += batch.targets
 
-    def _hits(self, importance_ABHT: Tensor, counted: Tensor) -> Tensor:
-        return torch.stack([((importance_ABHT > eps) & counted).sum((0, 1, 2)) for eps in self.thresholds])
+    def _hits(self, importance_ABHT: Tensor, valid_BT: Tensor | None = None) -> Tensor:
+        return torch.stack([metrics.sink_hits(importance_ABHT, eps, valid_BT) for eps in self.thresholds])
 
     def _sum(self, name: str, part: Tensor) -> None:
         broken = ~part.isfinite().flatten(1).all(1)
@@ -205,3 +208,71 @@ def _added(total_AH: Tensor | None, part_ABH: Tensor) -> Tensor:
     """A running sum over sequences, float64 on the CPU."""
     part_AH = part_ABH.double().sum(1)
     return part_AH if total_AH is None else total_AH + part_AH
+
+
+def measurement_from(
+    totals: Accumulator,
+    cost: Cost,
+    options: Options,
+    *,
+    proxy: bool,
+    backend: str,
+    dtype: str,
+    massive_activations: list[MassiveActivation] | None = None,
+    notes: Sequence[str] = (),
+) -> Measurement:
+    """The finished measurement from what was accumulated."""
+    importance, keys, values = (totals.mean(name) for name in ("attention scores", "keys", "values"))
+    hidden, bias, row_sums = totals.mean("hidden states"), totals.importance_bias(), totals.row_sums()
+    visible, visibility = totals.mean(VISIBLE), totals.visibility_note()
+    if importance is None or keys is None or values is None:
+        raise InputError("there are no sequences to measure: give at least one")
+
+    def array(tensor: Any) -> np.ndarray:
+        return tensor.float().numpy()
+
+    def ratio(norm_LT: Any) -> list[float] | None:
+        return None if norm_LT is None or totals.length < 2 else metrics.first_to_rest(norm_LT).tolist()
+
+    return Measurement(
+        model=options.model_name,
+        inputs=options.inputs,
+        sequences=totals.sequences,
+        length=totals.length,
+        eps=totals.eps,
+        bos=options.bos,
+        proxy=proxy,
+        layers=importance.shape[0],
+        heads=importance.shape[1],
+        sink_rate=totals.sink_rate(),
+        sink_rates=_every_rate(totals, totals.sink_rate),
+        sink_rate_visible=totals.sink_rate_visible(),
+        sink_rates_visible=None if visible is None else _every_rate(totals, totals.sink_rate_visible),
+        sink_rate_by_length=totals.sink_rate_by_length() or None,
+        sink_rate_bias=totals.sink_rate_bias(),
+        loss=totals.mean_loss(),
+        hidden_norm_ratio=ratio(hidden),
+        key_norm_ratio=ratio(keys),
+        value_norm_ratio=ratio(values),
+        backend=backend,
+        dtype=dtype,
+        seconds=cost.seconds,
+        peak_memory_mb=cost.peak_memory_mb,
+        massive_activations=massive_activations,
+        details=None if totals.details is None else totals.details.details(),
+        notes=[*notes, *([visibility] if visibility else [])],
+        importance=array(importance),
+        importance_visible=None if visible is None else array(visible),
+        importance_first=array(totals.importance_first()),
+        importance_bias=None if bias is None else array(bias),
+        row_sums=None if row_sums is None else array(row_sums),
+        hidden_norm=None if hidden is None else array(hidden),
+        key_norm=array(keys),
+        value_norm=array(values),
+    )
+
+
+def _every_rate(totals: Accumulator, rate: Callable[[int], Any]) -> dict[str, list[float]] | None:
+    if len(totals.thresholds) == 1:
+        return None
+    return {f"{eps:g}": rate(i) for i, eps in enumerate(totals.thresholds)}

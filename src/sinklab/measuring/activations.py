@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import Field, FiniteFloat
 from torch import Tensor, nn
 
+from sinklab.measuring.hooks import hidden_states, hooked
 from sinklab.measuring.padding import RealTokens
 from sinklab.schema import Part
 
@@ -51,8 +52,7 @@ def largest_activations(
 
     def leaving(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         if len(found) < len(blocks):
-            hidden_BTC = output[0] if isinstance(output, tuple) else output
-            hidden_TC = hidden_BTC[0].detach()
+            hidden_TC = hidden_states(output)[0].detach()
             if real is not None and real.padded:
                 hidden_TC = hidden_TC[real.mask_BT[0].to(hidden_TC.device)]
             found.append(_largest(hidden_TC, len(found) + 1))
@@ -61,13 +61,13 @@ def largest_activations(
         if len(found) < len(blocks):  # the first pass, or one after a pass that ended halfway
             found.clear()
 
-    handles = [block.register_forward_hook(leaving) for block in blocks]
-    handles += [block.register_forward_pre_hook(entering) for block in blocks[:1]]
-    try:
+    with hooked(
+        [
+            *(block.register_forward_hook(leaving) for block in blocks),
+            *(block.register_forward_pre_hook(entering) for block in blocks[:1]),
+        ]
+    ):
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def strongest(found: Sequence[MassiveActivation]) -> list[MassiveActivation]:

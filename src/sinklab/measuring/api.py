@@ -1,19 +1,22 @@
 """`sinklab.measure(model, tokens)`: one function for a model in memory, ours or Hugging Face's."""
 
 from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
 from sinklab.errors import InputError
-from sinklab.measuring.given import check_causal_lm, check_words, token_matrix
-from sinklab.measuring.hooks import Progress, check_request
+from sinklab.measuring.driver import Watched, check_shape
+from sinklab.measuring.driver import measure as measure_watched
+from sinklab.measuring.given import check_causal_lm, token_matrix
+from sinklab.measuring.hooks import Progress
 from sinklab.measuring.huggingface.turns import measured_in_turn
-from sinklab.measuring.measurement import Inputs, Measurement
+from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.native import WatchedTransformer
+from sinklab.measuring.options import Inputs, Options, thresholds
 from sinklab.measuring.padding import real_tokens
-from sinklab.measuring.surgery.study import Study, examine
+from sinklab.measuring.surgery.study import Study, measure_with_study
 from sinklab.model.transformer import Transformer
 
 if TYPE_CHECKING:
@@ -61,38 +64,45 @@ def measure(
             a padding mask, a threshold that is no share, a word that is not among those allowed.
         SinklabError: attention that could not be recorded, or NaN in the activations (the layer is named).
     """
-    if not isinstance(model, Transformer):
-        check_causal_lm(model)
+    watched = watched_model(model)
     tokens_NT = token_matrix(tokens)
-    check_request(tokens_NT, eps, batch_size)
-    check_words(inputs, ablate)
+    check_shape(tokens_NT)
     mask_NT = None if attention_mask is None else token_matrix(attention_mask, "the entries of attention_mask")
-    bos = _begins_with_bos(model, tokens_NT, mask_NT) if bos is None else bos
-    options: dict[str, Any] = {
-        "eps": eps,
-        "batch_size": batch_size,
-        "loss": loss,
-        "model_name": model_name,
-        "inputs": inputs,
-        "bos": bos,
-    }
-    first_pass: dict[str, Any] = {"lengths": lengths, "details": details, "maps": maps, "progress": progress}
-    if isinstance(model, Transformer):
-        from sinklab.measuring.native import measure_transformer
-
-        if attention_mask is not None:
+    options = Options(
+        eps=thresholds(eps),
+        lengths=tuple(lengths),
+        batch_size=batch_size,
+        loss=loss,
+        details=details,
+        maps=tuple(maps),
+        model_name=model_name,
+        inputs=inputs,
+        bos=_begins_with_bos(model, tokens_NT, mask_NT) if bos is None else bos,
+    )
+    study = Study(ablate)
+    if mask_NT is not None:
+        if isinstance(model, Transformer):
             raise InputError("a sinklab transformer reads whole sequences: leave out attention_mask")
-        measured = partial(measure_transformer, model, **options)
-    else:
-        from sinklab.measuring.pretrained import measure_pretrained
-
-        measured = partial(measure_pretrained, model, **options)
-    with measured_in_turn(model):
-        if mask_NT is None:
-            return examine(model, tokens_NT, measured, Study(ablate), bos_tokens=int(bos), **first_pass)
-        if ablate:
+        if study.ablate:
             raise InputError("ablations need sequences without padding: leave out the padded ones, or `ablate`")
-        return measured(tokens_NT, attention_mask_NT=mask_NT, **first_pass)
+    with measured_in_turn(model):
+        if mask_NT is not None:
+            return measure_watched(watched, tokens_NT, options, attention_mask_NT=mask_NT, progress=progress)
+        return measure_with_study(watched, tokens_NT, options, study, bos_tokens=int(options.bos), progress=progress)
+
+
+def watched_model(model: "PreTrainedModel | Transformer") -> Watched:
+    """The adapter of a model.
+
+    Raises:
+        InputError: no model, or one without weights.
+    """
+    if isinstance(model, Transformer):
+        return WatchedTransformer(model)
+    check_causal_lm(model)
+    from sinklab.measuring.huggingface.pretrained import WatchedPretrained
+
+    return WatchedPretrained(model)
 
 
 def _begins_with_bos(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from sinklab.errors import SinklabError, is_out_of_memory
-from sinklab.measuring.hooks import Progress
+from sinklab.measuring.hooks import Progress, hooked
 
 
 def in_batches(sequences: int, batch_size: int, step: Callable[[int, int], None]) -> list[str]:
@@ -73,9 +73,5 @@ class Steps:
 def reporting(blocks: Sequence[nn.Module], progress: Progress | None, sequences: int) -> Iterator[Steps]:
     """Report the blocks and batches of a measurement: one long sequence may take minutes."""
     steps = Steps(progress, len(blocks), sequences)
-    handles = [block.register_forward_hook(steps.block_ran) for block in blocks]
-    try:
+    with hooked(block.register_forward_hook(steps.block_ran) for block in blocks):
         yield steps
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -1,16 +1,13 @@
 """What a caller from Python may hand over: a model and tokens, and a sentence for everything else."""
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from sinklab.errors import InputError
-from sinklab.measuring.measurement import Inputs
-
-INPUTS = get_args(Inputs)
 
 
 def check_causal_lm(model: Any) -> None:
@@ -29,18 +26,6 @@ def check_causal_lm(model: Any) -> None:
             f"the model is {_a(model)}: expected a Hugging Face causal language model, as "
             "AutoModelForCausalLM.from_pretrained gives it, or a transformer of sinklab"
         )
-
-
-def check_words(inputs: Any, ablate: Any) -> None:
-    """Refuse what would be noticed only after the measuring, or read letter by letter.
-
-    Raises:
-        InputError: `inputs` of no known kind, or `ablate` that is one name and no list of them.
-    """
-    if inputs not in INPUTS:
-        raise InputError(f"inputs are {inputs!r}: choose from {', '.join(INPUTS)}")
-    if isinstance(ablate, str):
-        raise InputError(f"ablate is one name: give a list, ablate=[{ablate[:80]!r}]")
 
 
 def token_matrix(tokens: Any, name: str = "tokens") -> Tensor:

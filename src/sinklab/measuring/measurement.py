@@ -4,7 +4,6 @@ L attention layers, H heads, T positions, N sequences, M blocks of the residual 
 has attention, M = L. What does not apply to a model is None, and left out of the .npz; NaN is never written.
 """
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -13,17 +12,14 @@ from pydantic import ConfigDict, Field, FiniteFloat, ValidationError, model_vali
 
 from sinklab.errors import InputError
 from sinklab.files import parse_json, write_json, written_aside
-from sinklab.measuring import metrics
-from sinklab.measuring.accumulate import VISIBLE, Accumulator
 from sinklab.measuring.activations import MassiveActivation
-from sinklab.measuring.cost import Cost
 from sinklab.measuring.findings import Ablation, Propositions
 from sinklab.measuring.frames import TableName, data_frame, write_csv, write_parquet
+from sinklab.measuring.options import Inputs
 from sinklab.measuring.statistics.details import Details, with_arrays
 from sinklab.schema import Part
 
 Percent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
-Inputs = Literal["natural", "random", "repeat"]
 ARRAYS = (
     "importance",
     "importance_visible",
@@ -250,73 +246,3 @@ class Measurement(Part):
             raise InputError(f"{advice}: {where}: {first['msg']}") from error
         except Exception as error:  # damaged archives raise whatever their reader stumbles over
             raise InputError(f"{advice}: {error}") from error
-
-
-def measurement_from(
-    totals: Accumulator,
-    cost: Cost,
-    *,
-    model: str,
-    inputs: Inputs,
-    bos: bool,
-    proxy: bool,
-    backend: str,
-    dtype: str,
-    massive_activations: list[MassiveActivation] | None = None,
-    notes: Sequence[str] = (),
-) -> Measurement:
-    """The finished measurement from what was accumulated."""
-    importance, keys, values = (totals.mean(name) for name in ("attention scores", "keys", "values"))
-    hidden, bias, row_sums = totals.mean("hidden states"), totals.importance_bias(), totals.row_sums()
-    visible, visibility = totals.mean(VISIBLE), totals.visibility_note()
-    if importance is None or keys is None or values is None:
-        raise InputError("there are no sequences to measure: give at least one")
-
-    def array(tensor: Any) -> np.ndarray:
-        return tensor.float().numpy()
-
-    def ratio(norm_LT: Any) -> list[float] | None:
-        return None if norm_LT is None or totals.length < 2 else metrics.first_to_rest(norm_LT).tolist()
-
-    return Measurement(
-        model=model,
-        inputs=inputs,
-        sequences=totals.sequences,
-        length=totals.length,
-        eps=totals.eps,
-        bos=bos,
-        proxy=proxy,
-        layers=importance.shape[0],
-        heads=importance.shape[1],
-        sink_rate=totals.sink_rate(),
-        sink_rates=_every_rate(totals, totals.sink_rate),
-        sink_rate_visible=totals.sink_rate_visible(),
-        sink_rates_visible=None if visible is None else _every_rate(totals, totals.sink_rate_visible),
-        sink_rate_by_length=totals.sink_rate_by_length() or None,
-        sink_rate_bias=totals.sink_rate_bias(),
-        loss=totals.mean_loss(),
-        hidden_norm_ratio=ratio(hidden),
-        key_norm_ratio=ratio(keys),
-        value_norm_ratio=ratio(values),
-        backend=backend,
-        dtype=dtype,
-        seconds=cost.seconds,
-        peak_memory_mb=cost.peak_memory_mb,
-        massive_activations=massive_activations,
-        details=None if totals.details is None else totals.details.details(),
-        notes=[*notes, *([visibility] if visibility else [])],
-        importance=array(importance),
-        importance_visible=None if visible is None else array(visible),
-        importance_first=array(totals.importance_first()),
-        importance_bias=None if bias is None else array(bias),
-        row_sums=None if row_sums is None else array(row_sums),
-        hidden_norm=None if hidden is None else array(hidden),
-        key_norm=array(keys),
-        value_norm=array(values),
-    )
-
-
-def _every_rate(totals: Accumulator, rate: Callable[[int], Any]) -> dict[str, list[float]] | None:
-    if len(totals.thresholds) == 1:
-        return None
-    return {f"{eps:g}": rate(i) for i, eps in enumerate(totals.thresholds)}

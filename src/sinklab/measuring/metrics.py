@@ -3,6 +3,8 @@
 N or B sequences, L layers, H heads, T positions. Arrays are 0-based; position 1 of the paper is index 0.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -33,12 +35,20 @@ def sink_rate(importance_NLHT: Tensor, eps: float, valid_NT: Tensor | None = Non
     Returns:
         percent_T, float64, 0..100.
     """
-    above_NLHT = importance_NLHT > eps
-    _, L, H, T = above_NLHT.shape
-    if valid_NT is None:
-        valid_NT = above_NLHT.new_ones(above_NLHT.shape[0], T)
-    hits_T = (above_NLHT & valid_NT[:, None, None]).sum((0, 1, 2))
+    N, L, H, T = importance_NLHT.shape
+    valid_NT = importance_NLHT.new_ones(N, T, dtype=torch.bool) if valid_NT is None else valid_NT
+    hits_T = sink_hits(importance_NLHT.transpose(0, 1), eps, valid_NT)
     return percent(hits_T, valid_NT.sum(0) * L * H)
+
+
+def sink_hits(importance_LNHT: Tensor, eps: float, valid_NT: Tensor | None = None) -> Tensor:
+    """How many (sequence, layer, head) triples have alpha_k > eps, by position: counts_T.
+
+    These are what Sink_k is a share of; counts of several batches add up. Arguments as those of `sink_rate`, with the
+    layers in front.
+    """
+    above_LNHT = importance_LNHT > eps
+    return (above_LNHT if valid_NT is None else above_LNHT & valid_NT[:, None]).sum((0, 1, 2))
 
 
 def percent(hits: Tensor, total: Tensor | int) -> Tensor:
@@ -66,3 +76,8 @@ def token_norms(x: Tensor) -> Tensor:
 def accumulation(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which scores and norms are summed: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def stacked(parts: Sequence[Tensor]) -> Tensor:
+    """torch.stack for layers that may lie on several devices."""
+    return torch.stack([part.to(parts[0].device) for part in parts])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sinklab.attention.importance import over_visible
-from sinklab.measuring.hooks import stacked
+from sinklab.measuring.metrics import stacked
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from sinklab.files import write_json
 from sinklab.measuring.hooks import Progress
 from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision
 from sinklab.measuring.measurement import Measurement
-from sinklab.survey.items import Item, Outcome, Watch, check_places, measure_all, truth
-from sinklab.survey.loaded import Request, load_subject
+from sinklab.survey.items import Item, Listener, Outcome, check_places, measure_all, what_decides
+from sinklab.survey.loaded import load_model
+from sinklab.survey.request import Request
 
 DOCUMENT = "comparison.json"
 POSITIONS = 4
@@ -75,7 +76,7 @@ def compare_models(
     *,
     loading: Loading = AS_IT_IS,
     out: Path | None = None,
-    watch: Watch | None = None,
+    listener: Listener | None = None,
 ) -> Comparison:
     """Measure two or more models, one after the other, on the same text or the same kind of generated tokens.
 
@@ -98,14 +99,13 @@ def compare_models(
     source = None if text is None else identity(str(text))
 
     def measure(model: str, progress: Progress) -> Measurement:
-        subject = load_subject(model, loading)
-        return subject.measure(text, request, progress)
+        return load_model(model, loading).measure(text, request, progress)
 
     items = [
         Item(
             name,
             None if out is None else out / name,
-            truth(model, Path(model).expanduser(), source, loading, request),
+            what_decides(model, Path(model).expanduser(), source, loading, request),
             partial(measure, model),
         )
         for name, model in labels(models).items()
@@ -120,7 +120,7 @@ def compare_models(
 
     check_places(items, out, DOCUMENT)
     try:
-        return comparison_of(measure_all(items, watch or Watch(), save, others_go_on=False))
+        return comparison_of(measure_all(items, listener or Listener(), save, others_go_on=False))
     except UnsavedError as error:
         raise UnsavedError(str(error), comparison_of(error.result)) from error
 

@@ -16,8 +16,9 @@ from sinklab.files import write_json
 from sinklab.measuring.hooks import Progress
 from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading, check_name
 from sinklab.measuring.measurement import Measurement
-from sinklab.survey.items import Item, Outcome, Watch, check_places, measure_all, truth
-from sinklab.survey.loaded import Request, Subject, load_subject
+from sinklab.survey.items import Item, Listener, Outcome, check_places, measure_all, what_decides
+from sinklab.survey.loaded import LoadedModel, load_model
+from sinklab.survey.request import Request
 
 DOCUMENT = "domains.json"
 
@@ -48,7 +49,7 @@ def measure_domains(
     *,
     loading: Loading = AS_IT_IS,
     out: Path | None = None,
-    watch: Watch | None = None,
+    listener: Listener | None = None,
 ) -> Domains:
     """Measure `model` on every .txt and .jsonl file below `folder`; each file is a domain, named by its path.
 
@@ -63,12 +64,12 @@ def measure_domains(
     """
     if folder is None or not folder.is_dir():
         raise InputError(f"--by-domain needs --text FOLDER, a folder of .jsonl or .txt files; got {folder}")
-    if request.inputs != "natural":
-        raise InputError(f"--by-domain measures text: leave out --inputs {request.inputs}")
+    if request.options.inputs != "natural":
+        raise InputError(f"--by-domain measures text: leave out --inputs {request.options.inputs}")
     check_name(model)
     request.check_options()
     request = replace(request, fewer=True)
-    loaded: list[Subject] = []
+    loaded: list[LoadedModel] = []
 
     def measure(file: Path, progress: Progress) -> Measurement:
         return loaded[0].measure(file, request, progress)
@@ -77,21 +78,21 @@ def measure_domains(
         Item(
             name,
             None if out is None else out / name,
-            truth(model, Path(model).expanduser(), identity(str(file)), loading, request),
+            what_decides(model, Path(model).expanduser(), identity(str(file)), loading, request),
             partial(measure, file),
         )
         for name, file in domain_files(folder).items()
     ]
     check_places(items, out, DOCUMENT)
     if any(item.finished() is None for item in items):
-        loaded.append(load_subject(model, loading))
+        loaded.append(load_model(model, loading))
 
     def save(outcome: Outcome) -> None:
         if out is not None:
             write_json(out / DOCUMENT, Domains(model, str(folder), outcome).document())
 
     try:
-        outcome = measure_all(items, watch or Watch(), save)
+        outcome = measure_all(items, listener or Listener(), save)
     except UnsavedError as error:
         raise UnsavedError(str(error), Domains(model, str(folder), error.result)) from error
     if not outcome.measured:

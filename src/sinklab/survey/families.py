@@ -16,9 +16,10 @@ from sinklab.files import write_json
 from sinklab.measuring.hooks import Progress
 from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading
 from sinklab.measuring.measurement import Measurement
-from sinklab.survey.items import Item, Outcome, Watch, check_places, measure_all, truth
-from sinklab.survey.loaded import Request, load_subject
+from sinklab.survey.items import Item, Listener, Outcome, check_places, measure_all, what_decides
+from sinklab.survey.loaded import load_model
 from sinklab.survey.open_models import EVERY, OpenModel, models_of, setting
+from sinklab.survey.request import Request
 
 DOCUMENT = "families.json"
 
@@ -63,7 +64,7 @@ def measure_families(
     models_dir: Path | None = None,
     loading: Loading = AS_IT_IS,
     out: Path | None = None,
-    watch: Watch | None = None,
+    listener: Listener | None = None,
 ) -> Families:
     """Measure every model of the families.
 
@@ -86,15 +87,13 @@ def measure_families(
     source = None if text is None else identity(str(text))
 
     def measure(model: OpenModel, progress: Progress) -> Measurement:
-        place = place_of(model, models_dir)
-        subject = load_subject(place, loading)
-        return subject.measure(text, request, progress)
+        return load_model(place_of(model, models_dir), loading).measure(text, request, progress)
 
     items = [
         Item(
             model.id,
             None if out is None else out / model.id,
-            truth(model.id, directory_of(model, models_dir), source, loading, request),
+            what_decides(model.id, directory_of(model, models_dir), source, loading, request),
             partial(measure, model),
         )
         for model in models
@@ -107,7 +106,7 @@ def measure_families(
             write_json(out / DOCUMENT, Families(models, request, outcome).document())
 
     try:
-        return Families(models, request, measure_all(items, watch or Watch(), save))
+        return Families(models, request, measure_all(items, listener or Listener(), save))
     except UnsavedError as error:
         raise UnsavedError(str(error), Families(models, request, error.result)) from error
 
@@ -115,10 +114,10 @@ def measure_families(
 def published(model: OpenModel, request: Request) -> float | None:
     """The printed Sink_1 in percent for what is asked of a model; None where there is none at that setting."""
     wanted = setting()
-    eps = (request.eps,) if isinstance(request.eps, int | float) else request.eps
-    same = (request.sequences, request.length) == (wanted.sequences, wanted.length) and wanted.eps in eps
+    same = (request.sequences, request.length) == (wanted.sequences, wanted.length)
+    same = same and wanted.eps in request.options.eps
     changed = request.no_bos or request.study.swap_position or request.study.replace_position
-    return model.published.get(request.inputs) if same and not changed else None
+    return model.published.get(request.options.inputs) if same and not changed else None
 
 
 def sink_1(measurement: Measurement) -> float:

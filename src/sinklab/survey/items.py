@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from sinklab.measuring.hooks import Progress
 from sinklab.measuring.huggingface.loading import Loading
 from sinklab.measuring.measurement import Measurement
 from sinklab.outputs import MEASUREMENT, REPORT, check_results
-from sinklab.survey.loaded import Request
+from sinklab.survey.request import Request
 
 REQUEST = "request.json"
 FILES = "files"
@@ -30,7 +30,7 @@ TOKENIZER = ("tokenizer*", "*.model", "vocab.*", "merges.txt", "special_tokens_m
 MODEL_FILES = (*WEIGHTS, *TOKENIZER, "chat_template*", "additional_chat_templates/*")
 
 
-class Watch:
+class Listener:
     """Is told how the work goes. This one says nothing."""
 
     def starts(self, name: str) -> None:
@@ -121,7 +121,7 @@ def check_places(items: Sequence[Item], out: Path | None, document: str) -> None
 
 def measure_all(
     items: Sequence[Item],
-    watch: Watch,
+    listener: Listener,
     save: Callable[[Outcome], None] = lambda outcome: None,
     *,
     others_go_on: bool = True,
@@ -142,19 +142,19 @@ def measure_all(
     for item in items:
         if kept := finished[item.name]:
             outcome.measured[item.name] = kept
-            watch.keeps(item.name, kept)
+            listener.keeps(item.name, kept)
             continue
-        watch.starts(item.name)
+        listener.starts(item.name)
         _release_memory()
-        result = _attempt(item, watch, others_go_on)
+        result = _attempt(item, listener, others_go_on)
         if isinstance(result, str):
             outcome.failed[item.name] = result
-            watch.fails(item.name, result)
+            listener.fails(item.name, result)
         else:
             outcome.measured[item.name] = result
             with _unsaved(outcome):
                 item.keep(result)
-            watch.ends(item.name, result)
+            listener.ends(item.name, result)
         with _unsaved(outcome):
             save(outcome)
     with _unsaved(outcome):
@@ -170,17 +170,19 @@ def _unsaved(outcome: Outcome) -> Iterator[None]:
         raise UnsavedError(str(error), outcome) from error
 
 
-def _attempt(item: Item, watch: Watch, others_go_on: bool) -> Measurement | str:
+def _attempt(item: Item, listener: Listener, others_go_on: bool) -> Measurement | str:
     """The measurement, or a sentence on why there is none: the error itself would keep its model in memory."""
     try:
-        return item.measure(watch.advances)
+        return item.measure(listener.advances)
     except Exception as error:  # the code of a foreign model can raise anything
         if not others_go_on:
             raise
         return _sentence(error)
 
 
-def truth(model: str, place: Path | None, text: str | None, loading: Loading, request: Request) -> dict[str, Any]:
+def what_decides(
+    model: str, place: Path | None, text: str | None, loading: Loading, request: Request
+) -> dict[str, Any]:
     """Everything that decides a measurement's result, as plain JSON.
 
     Args:
@@ -188,10 +190,9 @@ def truth(model: str, place: Path | None, text: str | None, loading: Loading, re
         place: where it lies, a directory or a file; None for a model of the hub.
         text: what tells the text from another one; None where there is none.
     """
-    decides = {key: value for key, value in asdict(request).items() if key != "batch_size"}
     files = None if place is None else model_files(place)
     loaded = {"revision": loading.revision, "dtype": loading.dtype}
-    return json.loads(json.dumps({"model": model, FILES: files, "text": text, **loaded, **decides}))
+    return json.loads(json.dumps({"model": model, FILES: files, "text": text, **loaded, **request.document()}))
 
 
 def model_files(place: Path) -> str | None:

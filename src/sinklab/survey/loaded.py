@@ -1,117 +1,30 @@
 """What is measured: a Hugging Face model or a run directory, loaded once and asked as often as wanted."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from sinklab.data.sources.corpora import documents
 from sinklab.data.sources.textfiles import text_files
 from sinklab.device import pick_device
 from sinklab.errors import InputError
 from sinklab.measuring.conversations import Conversations
-from sinklab.measuring.hooks import Progress, check_eps, check_lengths
+from sinklab.measuring.hooks import Progress
 from sinklab.measuring.huggingface.loading import Loading, check_revision
-from sinklab.measuring.inputs import default_prefix, natural_tokens, pretrained_encode, random_tokens, repeated_tokens
-from sinklab.measuring.measurement import Inputs, Measurement
-from sinklab.measuring.surgery.study import Study, examine
+from sinklab.measuring.inputs import default_prefix, natural_tokens, pretrained_encode
+from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.native import WatchedTransformer
+from sinklab.measuring.surgery.study import measure_with_study
+from sinklab.survey.request import Request
 
 if TYPE_CHECKING:
     from sinklab.data.config import DataConfig
     from sinklab.data.tokenizers import Tokenizer
 
 
-@dataclass(frozen=True)
-class Request:
-    """What is asked of a model, whichever it is.
-
-    Attributes:
-        inputs: what the sequences are made of.
-        sequences, length: N and T.
-        eps: thresholds of the sink rate; the first is the headline.
-        lengths: cut the same sequences at these lengths as well, in the same pass.
-        no_bos: leave out the special tokens that the tokenizer, or the run's recipe, puts first.
-        seed: of random and repeated tokens.
-        fewer: be content with fewer sequences where a text has no more, and say so in the notes.
-        loss: False leaves it out, and with it the logits.
-        batch_size: changes memory and speed, not the result; default: as many as fit the memory, at most 16.
-        study: ablations and changed positions.
-        details, maps: see `measure_pretrained`.
-    """
-
-    inputs: Inputs = "natural"
-    sequences: int = 100
-    length: int = 64
-    eps: float | Sequence[float] = (0.3,)
-    lengths: Sequence[int] = ()
-    no_bos: bool = False
-    seed: int = 0
-    fewer: bool = False
-    loss: bool = True
-    batch_size: int | None = None
-    study: Study = field(default_factory=Study)
-    details: bool = False
-    maps: Sequence[tuple[int, int]] = ()
-
-    def check(self, text: Path | None) -> None:
-        """Refuse what no model could answer, before one is loaded.
-
-        Raises:
-            InputError: natural inputs without a text that can be read, or an option that `check_options` refuses.
-        """
-        self.check_options()
-        if self.inputs == "natural":
-            next(documents(str(self.needed(text))))
-
-    def check_options(self) -> None:
-        """Refuse options that go with no model and no text.
-
-        Raises:
-            InputError: no share of attention, lengths that are not shorter, a position beyond the sequences, ablations
-                that are unknown or without a loss.
-        """
-        check_eps(self.eps)
-        check_lengths(self.shorter(), self.length)
-        if self.study.ablate and not (self.loss and self.length > 1):
-            raise InputError("an ablation shows the change in loss: measure with the loss, on two tokens or more")
-        self.study.check(self.length)
-
-    def needed(self, text: Path | None) -> Path:
-        """The text of natural inputs.
-
-        Raises:
-            InputError: there is none.
-        """
-        if text is None:
-            raise InputError("natural inputs need a text: give --text FILE (.txt or .jsonl), or --inputs random")
-        return text
-
-    def drawn(self, vocabulary: int) -> Tensor | None:
-        """Random or repeated tokens; None where text is wanted."""
-        draw = {"random": random_tokens, "repeat": repeated_tokens}.get(self.inputs)
-        if draw is None:
-            return None
-        return draw(vocabulary, sequences=self.sequences, length=self.length, seed=self.seed)
-
-    def shorter(self) -> list[int]:
-        """The lengths in order, without the full one."""
-        return sorted(set(self.lengths) - {self.length})
-
-    def options(self) -> dict[str, Any]:
-        """What every measuring function takes."""
-        return {
-            "eps": self.eps,
-            "batch_size": self.batch_size,
-            "loss": self.loss,
-            "inputs": self.inputs,
-        }
-
-
-class Subject(Protocol):
+class LoadedModel(Protocol):
     """A loaded model, which can be asked more than once."""
 
     def measure(self, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
@@ -128,7 +41,7 @@ class Subject(Protocol):
         ...
 
 
-def load_subject(name: str, loading: Loading) -> Subject:
+def load_model(name: str, loading: Loading) -> LoadedModel:
     """Load a run directory (it has a recipe.yaml), a model directory or .gguf file, or a model of the hub by its name.
 
     Raises:
@@ -136,11 +49,11 @@ def load_subject(name: str, loading: Loading) -> Subject:
     """
     check_revision(name, loading.revision)
     if (Path(name) / "recipe.yaml").is_file():
-        return _Run(name, loading)
-    return _Pretrained(name, loading)
+        return _LoadedRun(name, loading)
+    return _LoadedPretrained(name, loading)
 
 
-class _Pretrained:
+class _LoadedPretrained:
     """A Hugging Face model with its tokenizer."""
 
     def __init__(self, name: str, loading: Loading) -> None:
@@ -151,9 +64,8 @@ class _Pretrained:
         self._model, self._tokenizer = self._loaded.model, self._loaded.tokenizer
 
     def measure(self, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
-        from sinklab.measuring.huggingface.context import check_length
-        from sinklab.measuring.huggingface.loading import vocabulary_size
-        from sinklab.measuring.pretrained import measure_pretrained
+        from sinklab.measuring.huggingface.anatomy import check_length, vocabulary_size
+        from sinklab.measuring.huggingface.pretrained import WatchedPretrained
 
         check_length(self._model.config, request.length)
         special = default_prefix(self._tokenizer)
@@ -172,22 +84,19 @@ class _Pretrained:
                 render=conversations.render,
             )
         bos_tokens = len(prefix) or int(conversations.bos)
-        measurement = examine(
-            self._model,
+        measurement = measure_with_study(
+            WatchedPretrained(self._model),
             tokens_NT,
-            partial(measure_pretrained, self._model, bos=bos_tokens > 0, model_name=self._name, **request.options()),
+            request.options_for(self._name, bos=bos_tokens > 0),
             request.study,
             bos_tokens=bos_tokens,
-            lengths=request.shorter(),
-            details=request.details,
-            maps=request.maps,
             progress=progress,
         )
         found = {"revision": self._revision, "commit": self._loaded.commit}
         return _annotated(measurement.model_copy(update=found), request, text, conversations, self._loaded.notes)
 
 
-class _Run:
+class _LoadedRun:
     """A run directory of ours."""
 
     def __init__(self, name: str, loading: Loading) -> None:
@@ -202,8 +111,6 @@ class _Run:
         self._model = run.model.to(where, kind if isinstance(kind, torch.dtype) else None)
 
     def measure(self, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
-        from sinklab.measuring.native import measure_transformer
-
         context = self._recipe.model.context
         if request.length > context:
             raise InputError(
@@ -215,15 +122,12 @@ class _Run:
             bos = self._recipe.data.bos and not request.no_bos
             data = self._recipe.data.model_copy(update={"bos": bos})
             tokens_NT = _as_trained(text, request, data, self._tokenizer, conversations)
-        measurement = examine(
-            self._model,
+        measurement = measure_with_study(
+            WatchedTransformer(self._model),
             tokens_NT,
-            partial(measure_transformer, self._model, bos=bos, model_name=self._name, **request.options()),
+            request.options_for(self._name, bos),
             request.study,
             bos_tokens=int(bos),
-            lengths=request.shorter(),
-            details=request.details,
-            maps=request.maps,
             progress=progress,
         )
         at_step = measurement.of_step(self._step, self._recipe.train.steps)
@@ -266,7 +170,8 @@ def _annotated(
 ) -> Measurement:
     """The measurement with what its reader must know about how the model was loaded, and about the text."""
     notes = [*loaded, *conversations.notes()]
-    if request.inputs == "natural" and text is not None and text.is_dir() and len(files := text_files(text)) > 1:
+    folder = text if request.options.inputs == "natural" and text is not None and text.is_dir() else None
+    if folder is not None and len(files := text_files(folder)) > 1:
         notes.append(f"the {len(files)} files of {text} gave their sequences in turn, one each time")
     if measurement.sequences < request.sequences:
         notes.append(

@@ -11,8 +11,8 @@ from sinklab.device import float32_if_emulated, pick_device
 from sinklab.measuring.huggingface.loading import DEVICE_MAP
 from sinklab.measuring.memory import LARGEST, LOGITS_AT_ONCE, Sizes
 from sinklab.survey.families import check_models_dir, directory_of, published
-from sinklab.survey.loaded import Request
 from sinklab.survey.open_models import OpenModel, models_of
+from sinklab.survey.request import Request
 
 GB = 10**9
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
@@ -72,7 +72,7 @@ def document(found: Sequence[Size]) -> dict[str, Any]:
 
 def working_bytes(width: int, vocabulary: int, request: Request) -> float:
     """An estimate of what one batch takes beside the weights: a block's activations, and logits for the loss."""
-    batch = min(request.batch_size or LARGEST, request.sequences)
+    batch = min(request.options.batch_size or LARGEST, request.sequences)
     activations = Sizes(width, ffn_width=4 * width, layers=0, heads=0).bytes_per_sequence(request.length)
     return batch * activations + min(batch * request.length * vocabulary, LOGITS_AT_ONCE) * PER_LOGIT
 

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from sinklab.errors import InputError
+from sinklab.measuring.driver import measure
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.native import measure_transformer
+from sinklab.measuring.native import WatchedTransformer
+from sinklab.measuring.options import Options
 from sinklab.train.directory.run import Run
 from sinklab.train.parallel import gathered
 from sinklab.train.update import Updater
@@ -56,16 +58,14 @@ class Evaluator:
         """The sink metric on the validation text, under the recipe's data interventions."""
         metric = self.recipe.metric
         tokens_NT = torch.cat(self.batches)[: metric.sequences, : metric.length]
+        options = Options((metric.eps,), batch_size=METRIC_BATCH, model_name=self.recipe.name, bos=self.recipe.data.bos)
         self.look()
         alone = self.updater.world.size == 1  # processes look together, and one of several may halve its batches
         with self.updater.autocast(), gathered(self.updater.model):
-            return measure_transformer(
-                self.updater.model,
+            return measure(
+                WatchedTransformer(self.updater.model),
                 tokens_NT.to(self.updater.device),
-                eps=metric.eps,
-                batch_size=METRIC_BATCH,
-                model_name=self.recipe.name,
-                bos=self.recipe.data.bos,
+                options,
                 progress=(lambda done, total: self.look()) if alone else None,
             )
 

@@ -19,13 +19,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
 from sinklab.errors import SinklabError
+from sinklab.measuring.huggingface.anatomy import attention_layers, model_configs
 from sinklab.measuring.huggingface.call import read_call
-from sinklab.measuring.huggingface.records import Batches, LayerRecord, LayerTotals
+from sinklab.measuring.huggingface.records import Batches, LayerTotals
 from sinklab.measuring.padding import RealTokens, real_tokens
+from sinklab.measuring.records import LayerRecord
 from sinklab.measuring.statistics.layer import Angles
 from sinklab.measuring.statistics.watch import DetailsWatch
 
@@ -207,42 +209,3 @@ def attention_function(model: PreTrainedModel, function: Callable[..., tuple[Ten
             config._attn_implementation_internal = implementation
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
-
-
-def attention_layers(config: PretrainedConfig) -> int:
-    """How many layers of the language model have softmax attention (not all of them in a hybrid).
-
-    Raises:
-        SinklabError: none has.
-    """
-    text = config.get_text_config(decoder=True)
-    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
-    if not kinds:
-        return text.num_hidden_layers
-    count = sum(("attention" in kind and "linear" not in kind) or kind == "hybrid" for kind in kinds)
-    if not count:
-        raise SinklabError(f"no layer of a {config.model_type!r} model has softmax attention: there is no sink to see")
-    return count
-
-
-def decoder_blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """The blocks of the residual stream in order; empty where they are not kept in one list."""
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == layers:
-            return list(module)
-    return []
-
-
-def model_configs(model: PreTrainedModel) -> list[PretrainedConfig]:
-    """Every config that some module of the model reads, each once, sub-configs included."""
-    found: dict[int, PretrainedConfig] = {}
-    read = (getattr(module, "config", None) for module in model.modules())
-    waiting = [config for config in read if isinstance(config, PretrainedConfig)]
-    while waiting:
-        config = waiting.pop()
-        if id(config) not in found:
-            found[id(config)] = config
-            subs = (getattr(config, name, None) for name in config.sub_configs)
-            waiting += [sub for sub in subs if isinstance(sub, PretrainedConfig)]
-    return list(found.values())

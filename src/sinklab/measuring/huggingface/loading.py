@@ -14,10 +14,11 @@ import torch
 
 from sinklab.device import float32_if_emulated, pick_device
 from sinklab.errors import InputError, cause
+from sinklab.measuring.huggingface.anatomy import quantisation, vocabulary_size
 from sinklab.measuring.huggingface.gguf import Gguf, as_ordinary, check_memory, find_gguf, read_header
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 DEVICE_MAP = "map"  # a --device
@@ -214,38 +215,6 @@ def _without_a_place(names: Iterable[str]) -> list[str]:
         f"{len(ignored)} tensors of the checkpoint were ignored, such as {ignored[0]}: the config has no place for "
         "them, so what was measured is not the whole checkpoint"
     ]
-
-
-def quantisation(config: "PretrainedConfig") -> str | None:
-    """How the weights of a checkpoint are quantised ("bitsandbytes", "gptq", ...); None where they are not."""
-    given = getattr(config, "quantization_config", None)
-    if not given:
-        return None
-    method = given.get("quant_method") if isinstance(given, dict) else given.quant_method
-    return str(getattr(method, "value", method))
-
-
-def input_device(model: torch.nn.Module) -> torch.device:
-    """Where the model takes its tokens: where the embedding lies, or is brought to if it lies on disk or in memory.
-
-    Raises:
-        InputError: the weights are on the meta device and nothing would bring them from there.
-    """
-    embedding: Any = getattr(model, "get_input_embeddings", lambda: model)()  # a transformer of ours is in one place
-    where = next(tensor.device for tensor in (*embedding.parameters(), *model.parameters(), *model.buffers()))
-    if where.type != "meta":
-        return where
-    hook: Any = getattr(embedding, "_hf_hook", None)  # accelerate's, of an offloaded model
-    for one in getattr(hook, "hooks", (hook,)):
-        if getattr(one, "execution_device", None) is not None:
-            return torch.device(one.execution_device)
-    raise InputError("the model has no weights (they are on the meta device): load them first")
-
-
-def vocabulary_size(model: "PreTrainedModel") -> int:
-    """Rows of the token embedding, which may be quantised."""
-    embedding: Any = model.get_input_embeddings()
-    return embedding.num_embeddings if hasattr(embedding, "num_embeddings") else len(embedding.weight)
 
 
 def pick_dtype(dtype: str) -> "torch.dtype | str":

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sinklab.measuring.hooks import summed_loss
 from sinklab.measuring.memory import LOGITS_AT_ONCE, LOGITS_AT_ONCE_CUDA
 
 
@@ -57,6 +56,21 @@ def forward_loss(
             total += loss.double().cpu()
             targets += int(both_BK.sum())
     return float(total), targets
+
+
+def summed_loss(logits_BTV: Tensor, tokens_BT: Tensor, real_BT: Tensor | None = None) -> tuple[float, int]:
+    """Cross-entropy summed over targets 2..T, in nats, and their number; row by row, so that no second copy of the
+    batch's logits is made in float32.
+    """
+    total, targets = 0.0, 0
+    for row, (logits_TV, tokens_T) in enumerate(zip(logits_BTV, tokens_BT, strict=True)):
+        logits_TV, wanted_T = logits_TV[:-1].float(), tokens_T[1:].to(logits_TV.device)
+        if real_BT is not None:
+            both_T = (real_BT[row, 1:] & real_BT[row, :-1]).to(logits_TV.device)
+            logits_TV, wanted_T = logits_TV[both_T], wanted_T[both_T]
+        total += float(F.cross_entropy(logits_TV, wanted_T, reduction="sum"))
+        targets += wanted_T.numel()
+    return total, targets
 
 
 def forward_only(model: PreTrainedModel, tokens_BT: Tensor, arguments: dict[str, Any]) -> None:

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from sinklab.measuring.given import check_causal_lm
 from sinklab.measuring.hooks import evaluating
+from sinklab.measuring.huggingface.anatomy import input_device
 from sinklab.measuring.huggingface.interface import Probe, UnrecordedError, interface_probe
-from sinklab.measuring.huggingface.loading import input_device
 from sinklab.measuring.huggingface.returned import ReturnedProbe, returned_probe
 from sinklab.measuring.huggingface.turns import probed_alone
 from sinklab.measuring.statistics.watch import DetailsWatch

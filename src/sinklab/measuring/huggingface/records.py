@@ -1,7 +1,6 @@
 """What one attention layer has shown since its sequence began: one pass of a whole sequence, or many while decoding."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -11,29 +10,8 @@ from sinklab.attention.importance import ColumnSums
 from sinklab.errors import SinklabError
 from sinklab.measuring import metrics
 from sinklab.measuring.padding import RealTokens, real_tokens
+from sinklab.measuring.records import LayerRecord
 from sinklab.measuring.visible import View, seen_over
-
-
-@dataclass(frozen=True)
-class LayerRecord:
-    """What one attention layer showed so far, index 0 being the first real token of each sequence.
-
-    Attributes:
-        importance_BHT: alpha, float32; 0 past the end of a sequence.
-        bias_BH: alpha of the sink logit; None where the layer has none.
-        key_norm_BT, value_norm_BT: l2 norm, mean over key heads.
-        prefixes: alpha (B, H, length) of the sequences cut at each of the probe's lengths.
-        visible_BHT: mean over the queries that may see each position; None where these are all from it on.
-        view: what is seen otherwise; None likewise.
-    """
-
-    importance_BHT: Tensor
-    bias_BH: Tensor | None
-    key_norm_BT: Tensor
-    value_norm_BT: Tensor
-    prefixes: tuple[Tensor, ...] = ()
-    visible_BHT: Tensor | None = None
-    view: View | None = None
 
 
 class Batches:

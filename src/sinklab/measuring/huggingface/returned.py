@@ -21,9 +21,10 @@ from sinklab.attention.masks import CAUSAL, Mask, Window
 from sinklab.attention.visible import visible_queries
 from sinklab.errors import SinklabError
 from sinklab.measuring import metrics
-from sinklab.measuring.huggingface.interface import attention_layers, decoder_blocks, model_configs
-from sinklab.measuring.huggingface.records import Batches, LayerRecord, prefix_importance
+from sinklab.measuring.huggingface.anatomy import attention_layers, decoder_blocks, model_configs
+from sinklab.measuring.huggingface.records import Batches, prefix_importance
 from sinklab.measuring.padding import RealTokens, real_tokens
+from sinklab.measuring.records import LayerRecord
 from sinklab.measuring.statistics.watch import DetailsWatch
 from sinklab.measuring.visible import View, seen_over
 

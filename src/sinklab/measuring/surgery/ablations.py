@@ -21,7 +21,7 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.activations import MassiveActivation, largest_activations, strongest
 from sinklab.measuring.findings import Ablation
 from sinklab.measuring.hooks import evaluating
-from sinklab.measuring.huggingface.loading import input_device
+from sinklab.measuring.huggingface.anatomy import input_device
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.surgery.changes import masked_first_keys, residual_blocks, zeroed
 from sinklab.model.transformer import Transformer

@@ -151,7 +151,7 @@ def residual_blocks(model: "PreTrainedModel | Transformer") -> list[nn.Module]:
     """
     if isinstance(model, Transformer):
         return list(model.blocks)
-    from sinklab.measuring.huggingface.interface import decoder_blocks
+    from sinklab.measuring.huggingface.anatomy import decoder_blocks
 
     blocks = decoder_blocks(model)
     if not blocks:

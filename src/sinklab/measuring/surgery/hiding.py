@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sinklab.errors import SinklabError
-from sinklab.measuring.huggingface.interface import attention_layers
+from sinklab.measuring.huggingface.anatomy import attention_layers
 from sinklab.measuring.surgery.changes import FirstTokens, first_tokens, residual_blocks
 
 NOT_READING_MASKS = ("flash", "flex", "paged")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sinklab.measuring.hooks import evaluating
-from sinklab.measuring.huggingface.loading import input_device
+from sinklab.measuring.huggingface.anatomy import input_device
 from sinklab.measuring.surgery.changes import residual_blocks
 from sinklab.model.transformer import Transformer
 

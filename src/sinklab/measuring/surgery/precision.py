@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sinklab.measuring.huggingface.loading import input_device, quantisation
+from sinklab.measuring.huggingface.anatomy import input_device, quantisation
 from sinklab.measuring.memory import FLOAT, SHARE, free_bytes
 from sinklab.model.transformer import Transformer
 

@@ -107,7 +107,7 @@ def position_kind(model: "PreTrainedModel | Transformer") -> PositionKind:
         if not plain:
             raise InputError("the paper's propositions are about causal softmax attention without biases")
         return model.config.position.kind
-    from sinklab.measuring.huggingface.interface import attention_layers
+    from sinklab.measuring.huggingface.anatomy import attention_layers
     from sinklab.measuring.huggingface.probe import dispatches
 
     kind = model.config.model_type

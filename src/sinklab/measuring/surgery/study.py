@@ -1,15 +1,18 @@
 """A measurement and what is asked for beside it: changed positions, ablations, the propositions on repeated tokens."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from sinklab.errors import InputError
+from sinklab.measuring.driver import Watched, measure
 from sinklab.measuring.findings import Propositions
+from sinklab.measuring.hooks import Progress
 from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.options import Options
 from sinklab.measuring.surgery.ablations import check_ablation, measure_ablations, plan_ablation
 from sinklab.measuring.surgery.changes import check_pair, replaced_position, swapped_positions
 from sinklab.measuring.surgery.propositions import LENGTH, check_propositions
@@ -34,6 +37,11 @@ class Study:
     ablate: Sequence[str] = ()
     swap_position: tuple[int, int] | None = None
     replace_position: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        given: Any = self.ablate
+        if isinstance(given, str):  # which would be read letter by letter
+            raise InputError(f"ablate is one name: give a list, ablate=[{given[:80]!r}]")
 
     @contextmanager
     def changed_positions(self, model: "PreTrainedModel | Transformer", length: int) -> Iterator[list[str]]:
@@ -69,37 +77,41 @@ class Study:
                     raise InputError(f"{option} {pair[0]} {pair[1]}: the sequences have {length} tokens")
 
 
-def examine(
-    model: "PreTrainedModel | Transformer",
+def measure_with_study(
+    watched: Watched,
     tokens_NT: Tensor,
-    measure: Callable[..., Measurement],
+    options: Options,
     study: Study,
     *,
     bos_tokens: int,
-    **first_pass: Any,
+    progress: Progress | None = None,
 ) -> Measurement:
     """Measure the sequences, and add what the study asks for; repeated tokens are checked against the propositions.
 
     Args:
         tokens_NT: whole sequences, without padding.
-        measure: (tokens_NT, **options) -> Measurement of the model.
+        options: of the measurement; the ablations are measured without lengths, details and maps.
         bos_tokens: how many special tokens stand first.
-        first_pass: options of the measurement itself, which the ablations are measured without.
+        progress: of the measurement, not of the ablations.
 
     Raises:
         InputError: an ablation or a position that the model or the sequences do not have.
         SinklabError: the model cannot be measured, or an ablation not be carried out.
     """
+    model: Any = watched.model
+    bare = replace(options, lengths=(), details=False, maps=())
+
+    def remeasure(tokens_NT: Tensor, first_target: int) -> Measurement:
+        return measure(watched, tokens_NT, replace(bare, first_target=first_target))
+
     with study.changed_positions(model, tokens_NT.shape[-1]) as notes:
         plans = [plan_ablation(name, model, tokens_NT, bos_tokens) for name in study.ablate]
-        measurement = measure(tokens_NT, **first_pass)
+        measurement = measure(watched, tokens_NT, options, progress=progress)
         if plans and measurement.loss is None:
             raise InputError("an ablation shows the change in loss: measure with the loss, on two tokens or more")
         found: dict[str, Any] = {}
         if plans:
-            found["ablations"] = measure_ablations(
-                tokens_NT, plans, measurement, lambda tokens, target: measure(tokens, first_target=target)
-            )
+            found["ablations"] = measure_ablations(tokens_NT, plans, measurement, remeasure)
         if measurement.inputs == "repeat":
             found["propositions"] = _propositions(model, tokens_NT, notes)
     if notes:

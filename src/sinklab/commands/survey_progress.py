@@ -8,10 +8,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sinklab.commands.terminal.report import printable
 from sinklab.measuring.measurement import Measurement
-from sinklab.survey.items import Watch
+from sinklab.survey.items import Listener
 
 
-class Board(Watch):
+class SurveyProgress(Listener):
     """Shows what is measured, how far it has come, and every result in a line.
 
     Args:
@@ -34,7 +34,7 @@ class Board(Watch):
         self._all = self._progress.add_task(what, total=total)
         self._present = self._progress.add_task("", total=None)
 
-    def __enter__(self) -> "Board":
+    def __enter__(self) -> "SurveyProgress":
         self._progress.start()
         return self
 

@@ -1,0 +1,199 @@
+"""`sinklab measure` and `sinklab compare` on the command line: their options, read into one typed request."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sinklab.commands.ending import stderr
+from sinklab.commands.options import (
+    BatchSize,
+    Device,
+    Dtype,
+    Eps,
+    InputKind,
+    Json,
+    Length,
+    NoBos,
+    Revision,
+    Seed,
+    Sequences,
+    TableFormat,
+    Text,
+    TrustRemoteCode,
+    parse_eps,
+    parse_maps,
+)
+from sinklab.signals import keeping_what_is_finished
+
+if TYPE_CHECKING:
+    from sinklab.commands.measure import Invocation
+    from sinklab.survey.request import Request
+
+
+def measure(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Hugging Face id, model directory, .gguf file or run directory; none with --family."),
+    ] = None,
+    text: Text = None,
+    inputs: InputKind = "natural",
+    sequences: Sequences = 100,
+    length: Length = 64,
+    eps: Eps = None,
+    lengths: Annotated[
+        list[int] | None, typer.Option(min=1, help="Also of the same sequences cut shorter; may be repeated.")
+    ] = None,
+    details: Annotated[
+        bool, typer.Option("--details", help="Also angles, entropy, distances, secondary sinks and kurtosis; slower.")
+    ] = False,
+    maps: Annotated[
+        list[str] | None,
+        typer.Option("--map", metavar="LAYER.HEAD", help="Details, and the matrix of this head; may be repeated."),
+    ] = None,
+    no_bos: NoBos = False,
+    no_loss: Annotated[
+        bool, typer.Option("--no-loss", help="Leave out the loss and the logits: a third faster on a small model.")
+    ] = False,
+    ablate: Annotated[
+        list[str] | None,
+        typer.Option(help="Also without something: mask_first:N, no_bos or zero_massive; may be repeated."),
+    ] = None,
+    swap_position: Annotated[
+        tuple[int, int] | None, typer.Option(metavar="I J", help="Measure with two learned positions swapped.")
+    ] = None,
+    replace_position: Annotated[
+        tuple[int, int] | None, typer.Option(metavar="I J", help="Measure with learned position I replaced by J.")
+    ] = None,
+    batch_size: BatchSize = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    seed: Seed = 0,
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
+    by_domain: Annotated[
+        bool, typer.Option("--by-domain", help="Each file of the folder --text by itself: one table and chart.")
+    ] = False,
+    family: Annotated[
+        list[str] | None,
+        typer.Option(help="The paper's: gpt2, llama2, llama3, mistral, pythia, opt, jamba or all; may be repeated."),
+    ] = None,
+    models_dir: Annotated[
+        Path | None, typer.Option(help="With --family: where the models lie, in directories named as on the hub.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --family: only list parameters, disk and memory.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Directory for measurements and report.html; with --family runs/families unless given."),
+    ] = None,
+    formats: Annotated[
+        list[TableFormat] | None,
+        typer.Option("--format", help="Also write the tables of one MODEL to --out; may be repeated."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure the attention sinks of a causal language model: where, how strong, and what goes with them.
+
+    With --by-domain or --family there are many measurements, each kept in a directory of its own below --out: the
+    same call continues after an interruption.
+    """
+    from sinklab.commands.measure import domains_command, families_command, model_command, one_model, sizes_command
+    from sinklab.measuring.frames import check_formats
+    from sinklab.measuring.options import Options
+    from sinklab.measuring.surgery.study import Study
+    from sinklab.survey.request import Request
+
+    tables = [kind.value for kind in formats or ()]
+    check_formats(tables, out, one=not (by_domain or family))
+    request = Request(
+        Options(
+            eps=parse_eps(eps or ["0.3"]),
+            lengths=tuple(lengths or ()),
+            batch_size=batch_size,
+            loss=not no_loss,
+            details=details,
+            maps=parse_maps(maps or ()),
+            inputs=inputs,
+        ),
+        sequences,
+        length,
+        no_bos,
+        seed,
+        study=Study(ablate or (), swap_position, replace_position),
+    )
+    given = _invocation(text, request, dtype, device, trust_remote_code, revision, out, as_json)
+    name = one_model(model, family, by_domain, models_dir, dry_run, revision)
+    goes_on = (name is None and not dry_run) or (by_domain and out is not None)
+    with keeping_what_is_finished() if goes_on else nullcontext():
+        if name is None and dry_run:
+            sizes_command(family or [], models_dir, given)
+        elif name is None:
+            families_command(family or [], models_dir, given)
+        elif by_domain:
+            domains_command(name, given)
+        else:
+            model_command(name, given, tables)
+
+
+def compare(
+    models: Annotated[
+        list[str], typer.Argument(metavar="A B...", help="Hugging Face ids, directories or .gguf files.")
+    ],
+    text: Text = None,
+    inputs: InputKind = "natural",
+    sequences: Sequences = 100,
+    length: Length = 64,
+    eps: Eps = None,
+    no_bos: NoBos = False,
+    batch_size: BatchSize = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    seed: Seed = 0,
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for a measurement per model, comparison.json and report.html.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure models on the same text, side by side: base against chat, small against large.
+
+    Each reads the text through its own tokenizer, and conversations (messages) through its own chat template.
+    Differences are from the first model.
+    """
+    from sinklab.commands.measure import compare_command
+    from sinklab.measuring.options import Options
+    from sinklab.survey.request import Request
+
+    options = Options(eps=parse_eps(eps or ["0.3"]), batch_size=batch_size, inputs=inputs)
+    request = Request(options, sequences, length, no_bos, seed)
+    given = _invocation(text, request, dtype, device, trust_remote_code, revision, out, as_json)
+    with keeping_what_is_finished() if out is not None else nullcontext():
+        compare_command(models, given)
+
+
+def _invocation(
+    text: Path | None,
+    request: "Request",
+    dtype: str,
+    device: str,
+    trust_remote_code: bool,
+    revision: str | None,
+    out: Path | None,
+    as_json: bool,
+) -> "Invocation":
+    """What both commands are called with."""
+    from sinklab.commands.measure import Invocation
+    from sinklab.commands.terminal.report import printable
+    from sinklab.measuring.huggingface.loading import Loading
+
+    console = stderr()
+
+    def say(message: str) -> None:
+        console.print(printable(message), markup=False, highlight=False, soft_wrap=True)
+
+    loading = Loading(dtype, device, trust_remote_code, revision, say=say)
+    return Invocation(text, request, loading, out, as_json, console)

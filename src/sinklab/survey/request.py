@@ -1,0 +1,100 @@
+"""What is asked of a model, whichever it is: which sequences it reads, and what is measured on them."""
+
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from sinklab.data.sources.corpora import documents
+from sinklab.errors import InputError
+from sinklab.measuring.inputs import random_tokens, repeated_tokens
+from sinklab.measuring.options import Options
+from sinklab.measuring.surgery.study import Study
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request, for one model or many.
+
+    Attributes:
+        options: what is measured; its `inputs` say what the sequences are made of. Its lengths may come in any order.
+        sequences, length: N and T.
+        no_bos: leave out the special tokens that the tokenizer, or the run's recipe, puts first.
+        seed: of random and repeated tokens.
+        fewer: be content with fewer sequences where a text has no more, and say so in the notes.
+        study: ablations and changed positions.
+    """
+
+    options: Options = field(default_factory=Options)
+    sequences: int = 100
+    length: int = 64
+    no_bos: bool = False
+    seed: int = 0
+    fewer: bool = False
+    study: Study = field(default_factory=Study)
+
+    def check(self, text: Path | None) -> None:
+        """Refuse what no model could answer, before one is loaded.
+
+        Raises:
+            InputError: natural inputs without a text that can be read, or an option that `check_options` refuses.
+        """
+        self.check_options()
+        if self.options.inputs == "natural":
+            next(documents(str(self.needed(text))))
+
+    def check_options(self) -> None:
+        """Refuse options that go with no model and no text.
+
+        Raises:
+            InputError: lengths that are not shorter, a position beyond the sequences, ablations that are unknown or
+                without a loss.
+        """
+        self._in_order().check_lengths(self.length)
+        if self.study.ablate and not (self.options.loss and self.length > 1):
+            raise InputError("an ablation shows the change in loss: measure with the loss, on two tokens or more")
+        self.study.check(self.length)
+
+    def needed(self, text: Path | None) -> Path:
+        """The text of natural inputs.
+
+        Raises:
+            InputError: there is none.
+        """
+        if text is None:
+            raise InputError("natural inputs need a text: give --text FILE (.txt or .jsonl), or --inputs random")
+        return text
+
+    def drawn(self, vocabulary: int) -> Tensor | None:
+        """Random or repeated tokens; None where text is wanted."""
+        draw = {"random": random_tokens, "repeat": repeated_tokens}.get(self.options.inputs)
+        if draw is None:
+            return None
+        return draw(vocabulary, sequences=self.sequences, length=self.length, seed=self.seed)
+
+    def options_for(self, model_name: str, bos: bool) -> Options:
+        """What is measured of one model, with what is recorded of it."""
+        return replace(self._in_order(), model_name=model_name, bos=bos)
+
+    def document(self) -> dict[str, Any]:
+        """Everything that decides the result, as plain JSON has it."""
+        asked = self.options
+        return {
+            "inputs": asked.inputs,
+            "sequences": self.sequences,
+            "length": self.length,
+            "eps": list(asked.eps),
+            "lengths": list(asked.lengths),
+            "no_bos": self.no_bos,
+            "seed": self.seed,
+            "fewer": self.fewer,
+            "loss": asked.loss,
+            "study": asdict(self.study),
+            "details": asked.details,
+            "maps": [list(one) for one in asked.maps],
+        }
+
+    def _in_order(self) -> Options:
+        """The options with the lengths in order, without the full one."""
+        return replace(self.options, lengths=tuple(sorted(set(self.options.lengths) - {self.length})))
