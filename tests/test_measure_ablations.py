@@ -22,8 +22,8 @@ from sinklab.commands.terminal.measurement import print_measurement
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
+from sinklab.measuring.surgery import zeroed
 from sinklab.measuring.surgery.ablations import emerging_activation
-from sinklab.measuring.surgery.changes import zeroed
 from sinklab.measuring.surgery.study import Study
 from sinklab.survey.request import Request
 from sinklab.survey.single import measure_model

@@ -13,7 +13,7 @@ from transformers.models.falcon import modeling_falcon as falcon
 
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.api import measure
-from sinklab.measuring.huggingface.interface import attention_layers
+from sinklab.measuring.huggingface.anatomy import attention_layers
 from sinklab.measuring.huggingface.probe import probe
 
 SMALL: dict[str, Any] = {

@@ -24,13 +24,8 @@ from sinklab.measuring import driver
 from sinklab.measuring.api import measure, watched_model
 from sinklab.measuring.huggingface.probe import probe
 from sinklab.measuring.options import Options
-from sinklab.measuring.surgery.changes import (
-    learned_positions,
-    masked_first_keys,
-    replaced_position,
-    swapped_positions,
-    zeroed,
-)
+from sinklab.measuring.surgery import masked_first_keys, replaced_position, swapped_positions, zeroed
+from sinklab.measuring.surgery.places import learned_positions
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 

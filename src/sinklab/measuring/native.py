@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sinklab.attention.core import AttentionCore
 from sinklab.errors import InputError
 from sinklab.measuring.hooks import hooked
 from sinklab.measuring.memory import Sizes, sizes_of_run
@@ -21,14 +22,18 @@ from sinklab.model.loss import next_token_loss
 from sinklab.model.transformer import Transformer
 
 
+def attention_cores(model: Transformer) -> list[AttentionCore]:
+    """Where queries meet keys, in the order of the layers."""
+    return [block.attention.core for block in model.blocks]  # type: ignore[union-attr]
+
+
 class WatchedTransformer:
     """`driver.Watched` of a sinklab transformer."""
 
     def __init__(self, model: Transformer) -> None:
         first = next(model.parameters())
         self.model, self.device, self.dtype = model, first.device, first.dtype
-        self.blocks: list[Any] = list(model.blocks)
-        self.cores: list[Any] = [block.attention.core for block in self.blocks]
+        self.blocks, self.cores = list(model.blocks), attention_cores(model)
         self.leading = model.leading
         self.proxy = any(core.proxy for core in self.cores)
 
@@ -90,7 +95,7 @@ class _Cores:
         """Of the model's config."""
         return sizes_of_run(self._model.config)
 
-    def ran(self, core: Any, args: tuple[Any, ...], _: Any) -> None:
+    def ran(self, core: AttentionCore, args: tuple[Any, ...], _: Any) -> None:
         """A hook: record what the core of one layer was given."""
         q_BHTD, k_BGSD, v_BGSD = (x.to(accumulation(x.dtype)) for x in args[:3])
         alpha = core.importance(q_BHTD, k_BGSD, *args[3:])
@@ -120,7 +125,7 @@ class _Cores:
 
 
 def _cut_importance(
-    core: Any, q_BHTD: Tensor, k_BGSD: Tensor, documents: tuple[Tensor | None, ...], positions: int
+    core: AttentionCore, q_BHTD: Tensor, k_BGSD: Tensor, documents: tuple[Tensor | None, ...], positions: int
 ) -> Tensor:
     """alpha of the sequences cut after so many positions; nothing before the cut depends on what comes after."""
     cut = (None if numbers_BT is None else numbers_BT[:, :positions] for numbers_BT in documents)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sinklab.errors import InputError
+from sinklab.measuring.hooks import hooked
 from sinklab.train.directory.checkpoint import load_checkpoint, take_newest
 from sinklab.train.directory.defects import TrainState
 from sinklab.train.directory.run import Run
@@ -112,13 +113,13 @@ def _watching(model: nn.Module) -> Iterator[_Found]:
         if parameter.grad is not None and not _finite(parameter.grad):
             found.backward.append(f"gradient of {name}")
 
-    handles: list[Any] = [m.register_forward_hook(partial(left, name)) for name, m in model.named_modules()]
-    handles += [p.register_post_accumulate_grad_hook(partial(reached, name)) for name, p in model.named_parameters()]
-    try:
+    with hooked(
+        [
+            *(m.register_forward_hook(partial(left, name)) for name, m in model.named_modules()),
+            *(p.register_post_accumulate_grad_hook(partial(reached, name)) for name, p in model.named_parameters()),
+        ]
+    ):
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _finite(tensor: Tensor) -> bool:

@@ -1,5 +1,7 @@
 """Where the parts of a Hugging Face model are, and what its config says of them; nothing is run or loaded."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,6 +71,19 @@ def model_configs(model: "PreTrainedModel") -> "list[PretrainedConfig]":
             subs = (getattr(config, name, None) for name in config.sub_configs)
             waiting += [sub for sub in subs if isinstance(sub, PretrainedConfig)]
     return list(found.values())
+
+
+@contextmanager
+def attention_implementation(model: "PreTrainedModel", name: str) -> Iterator[None]:
+    """Every config of the model names this attention implementation; afterwards, the one it had."""
+    before = [(config, config._attn_implementation_internal) for config in model_configs(model)]
+    try:
+        for config, _ in before:
+            config._attn_implementation_internal = name
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
 
 
 def check_length(config: "PretrainedConfig", length: int) -> None:

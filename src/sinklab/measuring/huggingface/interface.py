@@ -8,10 +8,9 @@ transformers silently drops padding and sliding windows. Rejected: `output_atten
 T x T matrix); patching modules by class name (one patch per architecture).
 
 A model that ignores the interface is not measured as zero: the recorded calls are counted, and where there were none
-the probe reads the attention matrices that the model itself gives (returned.py).
+the probe reads the attention matrices that the model itself gives (eager.py).
 """
 
-import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,10 +22,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from sinklab.errors import SinklabError
-from sinklab.measuring.huggingface.anatomy import attention_layers, model_configs
+from sinklab.measuring.hooks import hooked
+from sinklab.measuring.huggingface.anatomy import attention_implementation
 from sinklab.measuring.huggingface.call import read_call
-from sinklab.measuring.huggingface.records import Batches, LayerTotals
-from sinklab.measuring.padding import RealTokens, real_tokens
+from sinklab.measuring.huggingface.recorder import LayerTotals, Recorder
+from sinklab.measuring.padding import real_tokens
 from sinklab.measuring.records import LayerRecord
 from sinklab.measuring.statistics.layer import Angles
 from sinklab.measuring.statistics.watch import DetailsWatch
@@ -39,49 +39,24 @@ class UnrecordedError(SinklabError):
     """The attention of some layer did not pass through the interface."""
 
 
-class Probe:
-    """What was recorded of the sequences that the model has read, while it decodes from a cache as well.
-
-    Attributes:
-        layers: one record per attention layer, in the order of their calls.
-        real: where the real tokens stand; None before the first pass.
-        backends: what computed the attention outputs ("one pass", "sdpa", "chunked").
-    """
+class InterfaceProbe(Recorder):
+    """What was recorded of the sequences that the model has read, while it decodes from a cache as well."""
 
     def __init__(
         self, model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsWatch | None = None
     ) -> None:
-        self._lengths, self._details = tuple(lengths), details
-        self._batches = Batches()
-        self._real: RealTokens | None = None
-        self._whole = False
-        self.backends: set[str] = set()
-        self._model = model
-        self._signature = inspect.signature(model.forward)
-        self._expected = attention_layers(model.config)
+        super().__init__(model, lengths, details)
         self._totals: list[LayerTotals] = []
-        self._calls = 0
-        self._running = self._paused = False
+        self._calls = self._seen = 0
+        self._running = self._whole = False
         self._mask_BT: Tensor | None = None
-        self._seen = 0
         self._pass_on = "sdpa"
-
-    @property
-    def layers(self) -> list[LayerRecord]:
-        """Importance and norms of all sequences, each over all its passes since it began."""
-        return self._batches.layers(self._latest())
-
-    @property
-    def real(self) -> RealTokens | None:
-        """Where the real tokens of all sequences stand; None before the first pass."""
-        return self._batches.real(self._real)
-
-    def clear(self) -> None:
-        """Forget what was recorded."""
-        self._batches, self._totals, self._seen, self._real = Batches(), [], 0, None
 
     def _latest(self) -> list[LayerRecord]:
         return [] if self._real is None else [totals.record(self._real) for totals in self._totals]
+
+    def _forget_latest(self) -> None:
+        self._totals, self._seen = [], 0
 
     def attention(
         self,
@@ -128,15 +103,6 @@ class Probe:
         self.backends.add("chunked")
         return call.output(), None
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Calls of the model inside the block record nothing; none of them may reach an attention layer."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
-
     def _entering(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._paused:
             return
@@ -144,7 +110,8 @@ class Probe:
         cache = given.get("past_key_values")
         if cache is None or not cache.get_seq_length():
             self._batches.begin(given.get("input_ids"), self._real, self._latest() if self._whole else ())
-            self._totals, self._seen, self._real = [], 0, None
+            self._real = None
+            self._forget_latest()
         self._calls, self._running, self._whole = 0, True, False
         self._mask_BT = given.get("attention_mask")
 
@@ -168,44 +135,37 @@ class Probe:
 @contextmanager
 def interface_probe(
     model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsWatch | None = None
-) -> Iterator[Probe]:
+) -> Iterator[InterfaceProbe]:
     """`probe` for a model that passes its attention through the interface.
 
     Raises:
         UnrecordedError: in a forward pass, where some layer's attention did not.
     """
-    watch = Probe(model, lengths, details)
+    watch = InterfaceProbe(model, lengths, details)
     current = str(model.config._attn_implementation)
     watch._pass_on = current if current.startswith(_PREFIX) else "sdpa"
-    handles = [
+    watching = (
         model.register_forward_pre_hook(watch._entering, with_kwargs=True),
         model.register_forward_hook(watch._leaving),
-    ]
+    )
     try:
-        with attention_function(model, watch.attention):
+        with hooked(watching), attention_function(model, watch.attention):
             yield watch
     except (AttributeError, KeyError, TypeError) as error:
         if watch._running and not watch._calls:  # a model that ignores the interface and trips over its masks (MPT)
             raise watch._unrecorded() from error
         raise
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
 def attention_function(model: PreTrainedModel, function: Callable[..., tuple[Tensor, Tensor | None]]) -> Iterator[None]:
     """All attention that the model passes through the interface is computed by `function`, with boolean masks."""
     name = f"{_PREFIX}{next(_numbers)}"
-    before = [(config, config._attn_implementation_internal) for config in model_configs(model)]
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, sdpa_mask)
     try:
-        for config, _ in before:
-            config._attn_implementation_internal = name
-        yield
+        with attention_implementation(model, name):
+            yield
     finally:
-        for config, implementation in before:
-            config._attn_implementation_internal = implementation
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)

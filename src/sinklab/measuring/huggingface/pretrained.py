@@ -12,7 +12,8 @@ from sinklab.errors import InputError
 from sinklab.measuring.huggingface import anatomy
 from sinklab.measuring.huggingface.gguf import is_unpacked
 from sinklab.measuring.huggingface.loss import forward_loss, forward_only, makes_logits_in_pieces
-from sinklab.measuring.huggingface.probe import AnyProbe, probe
+from sinklab.measuring.huggingface.probe import probe
+from sinklab.measuring.huggingface.recorder import Recorder
 from sinklab.measuring.memory import Sizes, sizes_of_pretrained
 from sinklab.measuring.options import Options
 from sinklab.measuring.padding import RealTokens
@@ -72,7 +73,7 @@ class WatchedPretrained:
 class _Probed:
     """The probe of a model, one forward pass at a time."""
 
-    def __init__(self, model: PreTrainedModel, watch: AnyProbe) -> None:
+    def __init__(self, model: PreTrainedModel, watch: Recorder) -> None:
         self._model, self._watch = model, watch
 
     @property

@@ -1,8 +1,7 @@
 """`sinklab.probe`: the right way of watching, whatever the model."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from transformers import PreTrainedModel
@@ -10,18 +9,17 @@ from transformers import PreTrainedModel
 from sinklab.measuring.given import check_causal_lm
 from sinklab.measuring.hooks import evaluating
 from sinklab.measuring.huggingface.anatomy import input_device
-from sinklab.measuring.huggingface.interface import Probe, UnrecordedError, interface_probe
-from sinklab.measuring.huggingface.returned import ReturnedProbe, returned_probe
+from sinklab.measuring.huggingface.eager import eager_probe
+from sinklab.measuring.huggingface.interface import UnrecordedError, interface_probe
+from sinklab.measuring.huggingface.recorder import Recorder
 from sinklab.measuring.huggingface.turns import probed_alone
 from sinklab.measuring.statistics.watch import DetailsWatch
-
-AnyProbe = Probe | ReturnedProbe
 
 
 @contextmanager
 def probe(
     model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsWatch | None = None
-) -> Iterator[AnyProbe]:
+) -> Iterator[Recorder]:
     """Record the attention of every forward pass of `model` inside the block.
 
     The sequences of several passes stand one after the other in the records, as if they had been one batch; passes
@@ -43,9 +41,12 @@ def probe(
     """
     check_causal_lm(model)
     with probed_alone(model):
-        watching: Callable[..., AbstractContextManager[Any]] = interface_probe if dispatches(model) else returned_probe
-        with watching(model, lengths, details) as watch:
-            yield watch
+        if dispatches(model):
+            with interface_probe(model, lengths, details) as watch:
+                yield watch
+        else:
+            with eager_probe(model, lengths, details) as watch:
+                yield watch
 
 
 def dispatches(model: PreTrainedModel) -> bool:

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sinklab.measuring.hooks import evaluating
+from sinklab.attention.core import AttentionCore
+from sinklab.measuring.hooks import evaluating, hidden_states, hooked
 from sinklab.measuring.huggingface.anatomy import input_device
-from sinklab.measuring.surgery.changes import residual_blocks
+from sinklab.measuring.native import attention_cores
+from sinklab.measuring.surgery.places import residual_blocks
 from sinklab.model.transformer import Transformer
 
 if TYPE_CHECKING:
@@ -58,38 +60,30 @@ def attention_matrices(model: "PreTrainedModel | Transformer", tokens_BT: Tensor
 @contextmanager
 def _kept_hidden(blocks: list[nn.Module], hidden: list[Tensor]) -> Iterator[None]:
     def leaving(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        hidden.append(output[0] if isinstance(output, tuple) else output)
+        hidden.append(hidden_states(output))
 
-    handles = [block.register_forward_hook(leaving) for block in blocks]
-    try:
+    with hooked(block.register_forward_hook(leaving) for block in blocks):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
 def _kept_by_cores(model: Transformer, found: Matrices) -> Iterator[None]:
-    def seen(core: Any, args: tuple[Any, ...], _: Any) -> None:
+    def seen(core: AttentionCore, args: tuple[Any, ...], _: Any) -> None:
         q_BHTD, k_BGTD, _, *documents = args
         found.attention.append(core.forward(q_BHTD, k_BGTD, _identity(k_BGTD), *documents))
         found.logit_bounds.append(_largest_product(q_BHTD, k_BGTD, q_BHTD.shape[-1] ** -0.5))
 
-    handles = [block.attention.core.register_forward_hook(seen) for block in model.blocks]  # type: ignore[union-attr]
-    try:
+    with hooked(core.register_forward_hook(seen) for core in attention_cores(model)):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _kept_through_transformers(
     model: "PreTrainedModel", found: Matrices
 ) -> tuple[AbstractContextManager[None], dict[str, bool]]:
     """Each matrix as its call of the interface shows it, or else in the output of the model; and how to call it."""
+    from sinklab.measuring.huggingface.eager import eager_attention
     from sinklab.measuring.huggingface.interface import attention_function
     from sinklab.measuring.huggingface.probe import dispatches
-    from sinklab.measuring.huggingface.returned import eager_attention
 
     if dispatches(model):
         return attention_function(model, _keeping(found)), {"use_cache": False}

@@ -29,8 +29,8 @@ from sinklab.attention.config import CausalMask
 from sinklab.attention.operations import Softmax
 from sinklab.errors import InputError
 from sinklab.measuring.findings import PositionKind, Propositions
-from sinklab.measuring.surgery.changes import learned_positions, residual_blocks
 from sinklab.measuring.surgery.matrices import Matrices, attention_matrices
+from sinklab.measuring.surgery.places import learned_positions, residual_blocks
 from sinklab.measuring.surgery.precision import in_float32, is_coarse
 from sinklab.model.position import T5, Relative, alibi_slopes, bucket_numbers
 from sinklab.model.transformer import Transformer

@@ -1,4 +1,4 @@
-"""Hiding the first keys in a Hugging Face model, through the attention mask that each attention module is given.
+"""The first keys hidden from later queries: in our attention cores, and in Hugging Face models through their masks.
 
 Every attention module of transformers takes `attention_mask`, whether its attention goes through the interface or not,
 and the masks that it may get are few: none (causal), boolean (True attends; in MPT True hides) and additive. So one
@@ -8,27 +8,55 @@ hook serves all families, under any probe. Modules are counted: keys that stay v
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from sinklab.errors import SinklabError
+from sinklab.errors import InputError, SinklabError
+from sinklab.measuring.hooks import hooked
 from sinklab.measuring.huggingface.anatomy import attention_layers
-from sinklab.measuring.surgery.changes import FirstTokens, first_tokens, residual_blocks
+from sinklab.measuring.native import attention_cores
+from sinklab.measuring.surgery.places import FirstTokens, first_tokens, residual_blocks
+from sinklab.model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NOT_READING_MASKS = ("flash", "flex", "paged")
 
 
 @contextmanager
-def hidden_first_keys(model: PreTrainedModel, n: int) -> Iterator[None]:
-    """`surgery.masked_first_keys` for a Hugging Face model.
+def masked_first_keys(model: "PreTrainedModel | Transformer", n: int) -> Iterator[None]:
+    """Keys 1..n are seen by no query after the n-th, in every attention layer.
+
+    Queries 1..n keep what they saw, so that no row of the attention matrix is empty; keys outside the sequence (sink
+    logits, key biases, a learned sink token) stay. So sequences of at most n tokens are read as ever.
 
     Raises:
-        SinklabError: the model's attention reads no explicit mask; in a forward pass, attention layers that were not
-            reached, or a cache.
+        InputError: n below 1.
+        SinklabError: the model's attention reads no explicit mask; in a forward pass, where the keys could not be
+            hidden in every attention layer, or with a cache.
     """
+    if n < 1:
+        raise InputError(f"{n} keys to hide: give at least 1")
+    if not isinstance(model, Transformer):
+        with _hidden_in_pretrained(model, n):
+            yield
+        return
+    cores = attention_cores(model)
+    before = [core.hidden_first for core in cores]
+    try:
+        for core in cores:
+            core.hidden_first = (*core.hidden_first, n)
+        yield
+    finally:
+        for core, hidden in zip(cores, before, strict=True):
+            core.hidden_first = hidden
+
+
+@contextmanager
+def _hidden_in_pretrained(model: "PreTrainedModel", n: int) -> Iterator[None]:
     implementation = str(model.config._attn_implementation)
     if any(name in implementation for name in NOT_READING_MASKS):
         raise SinklabError(
@@ -38,23 +66,24 @@ def hidden_first_keys(model: PreTrainedModel, n: int) -> Iterator[None]:
     blocks = residual_blocks(model)
     with first_tokens(model) as start:
         hiding = _Hiding(model, n, start, hybrid=attention_layers(model.config) < len(blocks))
-        handles = [blocks[0].register_forward_pre_hook(hiding.beginning), model.register_forward_hook(hiding.ending)]
-        handles += [
-            module.register_forward_pre_hook(hiding.attending, with_kwargs=True)
-            for block in blocks
-            for module in _mask_readers(block)
-        ]
-        try:
+        with hooked(
+            [
+                blocks[0].register_forward_pre_hook(hiding.beginning),
+                model.register_forward_hook(hiding.ending),
+                *(
+                    module.register_forward_pre_hook(hiding.attending, with_kwargs=True)
+                    for block in blocks
+                    for module in _mask_readers(block)
+                ),
+            ]
+        ):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 class _Hiding:
     """The hooks of one model, and how many attention layers they have reached in its current forward pass."""
 
-    def __init__(self, model: PreTrainedModel, n: int, start: FirstTokens, hybrid: bool) -> None:
+    def __init__(self, model: "PreTrainedModel", n: int, start: FirstTokens, hybrid: bool) -> None:
         self._n, self._start, self._hybrid, self._kind = n, start, hybrid, model.config.model_type
         self._expected, self._reached, self._running = attention_layers(model.config), 0, False
 

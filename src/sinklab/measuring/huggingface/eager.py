@@ -6,7 +6,6 @@ Keys and values are read from the cache that the model returns. This costs O(T^2
 the result names it ("eager").
 """
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,55 +20,33 @@ from sinklab.attention.masks import CAUSAL, Mask, Window
 from sinklab.attention.visible import visible_queries
 from sinklab.errors import SinklabError
 from sinklab.measuring import metrics
-from sinklab.measuring.huggingface.anatomy import attention_layers, decoder_blocks, model_configs
-from sinklab.measuring.huggingface.records import Batches, prefix_importance
+from sinklab.measuring.hooks import hooked
+from sinklab.measuring.huggingface.anatomy import attention_implementation, decoder_blocks
+from sinklab.measuring.huggingface.recorder import Recorder, prefix_importance
 from sinklab.measuring.padding import RealTokens, real_tokens
 from sinklab.measuring.records import LayerRecord
 from sinklab.measuring.statistics.watch import DetailsWatch
 from sinklab.measuring.visible import View, seen_over
 
 
-class ReturnedProbe:
-    """What was recorded of the sequences read; as `huggingface.Probe`, for models that return their matrices."""
+class EagerProbe(Recorder):
+    """What was recorded of the sequences read, from the matrices that the model returns."""
 
     def __init__(
         self, model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsWatch | None = None
     ) -> None:
-        self._lengths, self._details = tuple(lengths), details
-        self._prefixes: list[tuple[Tensor, ...]] = []
-        self._batches = Batches()
-        self._latest: list[LayerRecord] = []
-        self._real: RealTokens | None = None
+        super().__init__(model, lengths, details)
         self.backends = {"eager"}
-        self._model = model
-        self._signature = inspect.signature(model.forward)
-        self._expected = attention_layers(model.config)
+        self._records: list[LayerRecord] = []
         self._importance: list[Tensor] = []
         self._visible: list[tuple[Tensor | None, View | None]] = []
-        self._paused = False
+        self._prefixes: list[tuple[Tensor, ...]] = []
 
-    @property
-    def layers(self) -> list[LayerRecord]:
-        """Importance and norms of all sequences."""
-        return self._batches.layers(self._latest)
+    def _latest(self) -> list[LayerRecord]:
+        return self._records
 
-    @property
-    def real(self) -> RealTokens | None:
-        """Where the real tokens of all sequences stand; None before the first pass."""
-        return self._batches.real(self._real)
-
-    def clear(self) -> None:
-        """Forget what was recorded."""
-        self._batches, self._latest, self._real = Batches(), [], None
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Calls of the model inside the block record nothing; none of them may reach an attention layer."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
+    def _forget_latest(self) -> None:
+        self._records, self._importance, self._visible, self._prefixes = [], [], [], []
 
     def _entering(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._paused:
@@ -82,9 +59,9 @@ class ReturnedProbe:
             )
         tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
         mask_BT = given.get("attention_mask")
-        self._batches.begin(given.get("input_ids"), self._real, self._latest)
+        self._batches.begin(given.get("input_ids"), self._real, self._records)
         self._real = real_tokens(torch.ones(tokens.shape[:2]) if mask_BT is None else mask_BT)
-        self._latest, self._importance, self._visible, self._prefixes = [], [], [], []
+        self._forget_latest()
         return args, kwargs | {"output_attentions": True, "use_cache": True, "return_dict": True}
 
     def _matrix(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
@@ -121,7 +98,7 @@ class ReturnedProbe:
             for kept in stored:
                 self._details.values(kept.values)
         with torch.no_grad():
-            self._latest = [
+            self._records = [
                 LayerRecord(
                     importance,
                     None,
@@ -159,42 +136,30 @@ def _rows(weights_BHTT: Tensor) -> Rows:
 
 
 @contextmanager
-def returned_probe(
+def eager_probe(
     model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsWatch | None = None
-) -> Iterator[ReturnedProbe]:
+) -> Iterator[EagerProbe]:
     """`probe` for a model that ignores the attention interface.
 
     Raises:
         SinklabError: in a forward pass, where the attention of some layer could not be recorded, or with a cache.
     """
-    watch = ReturnedProbe(model, lengths, details)
-    handles = [
+    watch = EagerProbe(model, lengths, details)
+    watching = (
         model.register_forward_pre_hook(watch._entering, with_kwargs=True),
         model.register_forward_hook(watch._leaving),
-    ]
-    handles += [module.register_forward_hook(watch._matrix) for module in _inside_blocks(model)]
-    try:
-        with eager_attention(model):
-            yield watch
-    finally:
-        for handle in handles:
-            handle.remove()
+        *(module.register_forward_hook(watch._matrix) for module in _inside_blocks(model)),
+    )
+    with hooked(watching), eager_attention(model):
+        yield watch
 
 
 @contextmanager
 def eager_attention(model: PreTrainedModel) -> Iterator[None]:
     """The model computes its attention matrices itself."""
-    before = [(config, config._attn_implementation_internal) for config in model_configs(model)]
-    handles = [module.register_forward_pre_hook(_alibi_once, with_kwargs=True) for module in _inside_blocks(model)]
-    try:
-        for config, _ in before:
-            config._attn_implementation_internal = "eager"
+    once = (module.register_forward_pre_hook(_alibi_once, with_kwargs=True) for module in _inside_blocks(model))
+    with hooked(once), attention_implementation(model, "eager"):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for config, implementation in before:
-            config._attn_implementation_internal = implementation
 
 
 def _inside_blocks(model: PreTrainedModel) -> list[nn.Module]:

@@ -1,6 +1,10 @@
-"""What one attention layer has shown since its sequence began: one pass of a whole sequence, or many while decoding."""
+"""What a probe keeps, however it watches: the records of all sequences, and one layer's sums while it is decoding."""
 
-from collections.abc import Sequence
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -9,9 +13,14 @@ from torch import Tensor
 from sinklab.attention.importance import ColumnSums
 from sinklab.errors import SinklabError
 from sinklab.measuring import metrics
+from sinklab.measuring.huggingface.anatomy import attention_layers
 from sinklab.measuring.padding import RealTokens, real_tokens
 from sinklab.measuring.records import LayerRecord
+from sinklab.measuring.statistics.watch import DetailsWatch
 from sinklab.measuring.visible import View, seen_over
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Batches:
@@ -47,6 +56,59 @@ class Batches:
         if len(batches) < 2:
             return batches[0] if batches else []
         return [_joined(parts) for parts in zip(*batches, strict=True)]
+
+
+class Recorder(ABC):
+    """The part that all probes have: the records of the sequences read, those watched now being the last.
+
+    Args:
+        lengths: at which the sequences are cut as well.
+        details: is shown every layer.
+
+    Attributes:
+        backends: what computed the attention outputs ("one pass", "sdpa", "chunked", "eager").
+    """
+
+    def __init__(self, model: "PreTrainedModel", lengths: Sequence[int], details: DetailsWatch | None) -> None:
+        self.backends: set[str] = set()
+        self._model, self._lengths, self._details = model, tuple(lengths), details
+        self._signature = inspect.signature(model.forward)
+        self._expected = attention_layers(model.config)
+        self._batches = Batches()
+        self._real: RealTokens | None = None
+        self._paused = False
+
+    @property
+    def layers(self) -> list[LayerRecord]:
+        """Importance and norms of all sequences, one record per attention layer in the order of their calls."""
+        return self._batches.layers(self._latest())
+
+    @property
+    def real(self) -> RealTokens | None:
+        """Where the real tokens of all sequences stand; None before the first pass."""
+        return self._batches.real(self._real)
+
+    def clear(self) -> None:
+        """Forget what was recorded."""
+        self._batches, self._real = Batches(), None
+        self._forget_latest()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Calls of the model inside the block record nothing; none of them may reach an attention layer."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    @abstractmethod
+    def _latest(self) -> list[LayerRecord]:
+        """The records of the sequences watched now."""
+
+    @abstractmethod
+    def _forget_latest(self) -> None:
+        """Leave nothing of them."""
 
 
 def _goes_on(before_BT: Tensor | None, now_BT: Tensor | None) -> bool:
