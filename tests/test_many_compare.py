@@ -1,6 +1,7 @@
 """Models side by side: each as measured by itself, conversations through each one's own chat template."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -72,13 +73,21 @@ def test_the_report_has_the_comparison_and_its_layers(folder: Path, tmp_path: Pa
 
 def test_a_comparison_continues_where_it_was_interrupted(folder: Path, tmp_path: Path) -> None:
     text, (base, chat) = text_file(tmp_path / "text.jsonl"), (str(folder / "base"), str(folder / "chat"))
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    with pytest.raises(InputError, match="broken has no config"):
+    broken = shutil.copytree(chat, tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(InputError, match=r"the weights of .*broken could not be loaded"):
         compare_models([base, str(broken)], text, SMALL, out=tmp_path / "out")
     first = (tmp_path / "out" / "base" / "measurement.json").read_bytes()
     compare_models([base, chat], text, SMALL, out=tmp_path / "out")
     assert (tmp_path / "out" / "base" / "measurement.json").read_bytes() == first
+
+
+def test_a_model_that_is_not_there_is_refused_before_the_others_are_measured(folder: Path, tmp_path: Path) -> None:
+    text, base, empty = text_file(tmp_path / "text.jsonl"), str(folder / "base"), tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(InputError, match="empty has no config"):
+        compare_models([base, str(empty)], text, SMALL, out=tmp_path / "out")
+    assert not (tmp_path / "out" / "base").exists()
 
 
 def test_models_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from sinklab.attention.masks import CAUSAL, Window
 from sinklab.commands.options import parse_maps
 from sinklab.errors import InputError
 from sinklab.measuring.api import measure
+from sinklab.measuring.hooks import hooked
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.padding import real_tokens
 from sinklab.measuring.statistics.block import Angles
@@ -272,9 +273,14 @@ def test_damaged_details_say_to_measure_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("maps", "message"), [([(3, 1)], "attention layers 1 to 2"), ([(1, 5)], "layer 1 has heads 1 to 4")]
 )
-def test_a_map_of_a_head_that_is_not_there_is_refused(maps: list[tuple[int, int]], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        measure(_models("llama")[0], _tokens(), maps=maps)
+def test_a_map_of_a_head_that_is_not_there_is_refused_before_anything_is_read(
+    maps: list[tuple[int, int]], message: str
+) -> None:
+    model, passes = _models("llama")[0], []
+    with hooked([model.register_forward_pre_hook(lambda *_: passes.append(1))]):
+        with pytest.raises(InputError, match=message):
+            measure(model, _tokens(), maps=maps)
+    assert not passes
 
 
 def test_a_map_of_very_long_sequences_is_refused_before_anything_is_read() -> None:

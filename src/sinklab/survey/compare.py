@@ -18,7 +18,7 @@ from sinklab.measuring.hooks import Progress
 from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision
 from sinklab.measuring.measurement import Measurement
 from sinklab.survey.items import Item, Listener, Outcome, check_places, measure_all, what_decides
-from sinklab.survey.loaded import load_model
+from sinklab.survey.loaded import check_loadable, load_model
 from sinklab.survey.request import Request
 
 DOCUMENT = "comparison.json"
@@ -119,6 +119,9 @@ def compare_models(
             write_json(out / DOCUMENT, comparison_of(outcome).document())
 
     check_places(items, out, DOCUMENT)
+    for item, model in zip(items, labels(models).values(), strict=True):
+        if item.finished() is None:
+            check_loadable(model, loading)
     try:
         return comparison_of(measure_all(items, listener or Listener(), save, others_go_on=False))
     except UnsavedError as error:

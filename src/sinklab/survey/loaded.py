@@ -12,7 +12,7 @@ from sinklab.device import pick_device
 from sinklab.errors import InputError
 from sinklab.measuring.conversations import Conversations
 from sinklab.measuring.hooks import Progress
-from sinklab.measuring.huggingface.loading import Loading, check_revision
+from sinklab.measuring.huggingface.loading import Loading, check_config, check_revision
 from sinklab.measuring.inputs import default_prefix, natural_tokens, pretrained_encode
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.native import WatchedTransformer
@@ -48,9 +48,21 @@ def load_model(name: str, loading: Loading) -> LoadedModel:
         InputError: it cannot be loaded.
     """
     check_revision(name, loading.revision)
-    if (Path(name) / "recipe.yaml").is_file():
-        return _LoadedRun(name, loading)
-    return _LoadedPretrained(name, loading)
+    return _LoadedRun(name, loading) if _is_run(name) else _LoadedPretrained(name, loading)
+
+
+def check_loadable(name: str, loading: Loading) -> None:
+    """Refuse a model that is not there or has no config, before others are loaded.
+
+    Raises:
+        InputError: it could not be loaded.
+    """
+    if not _is_run(name):
+        check_config(name, loading)
+
+
+def _is_run(name: str) -> bool:
+    return (Path(name) / "recipe.yaml").is_file()
 
 
 class _LoadedPretrained:

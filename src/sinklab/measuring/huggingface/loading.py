@@ -228,6 +228,18 @@ def pick_dtype(dtype: str) -> "torch.dtype | str":
     return "auto" if dtype == "auto" else getattr(torch, dtype)
 
 
+def check_config(name: str, loading: Loading = AS_IT_IS) -> None:
+    """Refuse a model whose config cannot be read; neither its tokenizer nor its weights are looked at.
+
+    Raises:
+        InputError: no such directory or name, or no config.
+    """
+    if find_gguf(name) is None:
+        from transformers import AutoConfig
+
+        _find(name, loading).read("config", AutoConfig.from_pretrained)
+
+
 def check_name(name_or_dir: str) -> None:
     """Refuse what is neither there nor could be a name on the hub, which is then not asked.
 
