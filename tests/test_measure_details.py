@@ -277,9 +277,9 @@ def test_a_map_of_a_head_that_is_not_there_is_refused_before_anything_is_read(
     maps: list[tuple[int, int]], message: str
 ) -> None:
     model, passes = _models("llama")[0], []
-    with hooked([model.register_forward_pre_hook(lambda *_: passes.append(1))]):
-        with pytest.raises(InputError, match=message):
-            measure(model, _tokens(), maps=maps)
+    counting = model.register_forward_pre_hook(lambda *_: passes.append(1))
+    with hooked([counting]), pytest.raises(InputError, match=message):
+        measure(model, _tokens(), maps=maps)
     assert not passes
 
 

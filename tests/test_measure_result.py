@@ -12,7 +12,7 @@ from rich.console import Console
 from sinklab.commands.terminal.measurement import print_measurement
 from sinklab.errors import InputError
 from sinklab.measuring.accumulate import Accumulator, Batch, measurement_from
-from sinklab.measuring.cost import Cost
+from sinklab.measuring.batches import Cost
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 

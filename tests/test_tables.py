@@ -13,7 +13,7 @@ from sinklab.commands.tables import print_table
 from sinklab.commands.terminal.measurement import print_measurement
 from sinklab.commands.terminal.survey import print_sizes
 from sinklab.measuring.accumulate import Accumulator, Batch, measurement_from
-from sinklab.measuring.cost import Cost
+from sinklab.measuring.batches import Cost
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.survey.sizes import Size

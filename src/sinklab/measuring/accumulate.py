@@ -15,7 +15,7 @@ from torch import Tensor
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring import metrics
 from sinklab.measuring.activations import MassiveActivation
-from sinklab.measuring.cost import Cost
+from sinklab.measuring.batches import Cost
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.measuring.statistics.totals import DetailTotals

@@ -1,7 +1,10 @@
-"""Batches that fit the memory: halved when they do not, which the result says; and how far they have come."""
+"""Batches that fit the memory, halved when they do not; how far they have come; what they cost in time and memory."""
 
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -75,3 +78,38 @@ def reporting(blocks: Sequence[nn.Module], progress: Progress | None, sequences:
     steps = Steps(progress, len(blocks), sequences)
     with hooked(block.register_forward_hook(steps.block_ran) for block in blocks):
         yield steps
+
+
+@dataclass
+class Cost:
+    """Filled in when the block that is timed ends."""
+
+    seconds: float = 0.0
+    peak_memory_mb: float | None = None
+
+
+@contextmanager
+def costing(device: torch.device) -> Iterator[Cost]:
+    """Time the block; peak memory is the device's for CUDA, else the peak of the whole process so far (MB = 2**20).
+
+    None where the system does not report it.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    cost, start = Cost(), time.perf_counter()
+    yield cost
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        cost.peak_memory_mb = torch.cuda.max_memory_allocated(device) / 2**20
+    else:
+        cost.peak_memory_mb = _process_peak_mb()
+    cost.seconds = time.perf_counter() - start
+
+
+def _process_peak_mb() -> float | None:
+    try:
+        import resource
+    except ImportError:  # not a Unix system
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)

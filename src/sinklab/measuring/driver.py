@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from sinklab.errors import InputError
 from sinklab.measuring.accumulate import Accumulator, measurement_from
 from sinklab.measuring.activations import largest_activations, strongest
-from sinklab.measuring.batches import in_batches, reporting
-from sinklab.measuring.cost import costing
+from sinklab.measuring.batches import costing, in_batches, reporting
 from sinklab.measuring.hooks import Progress, evaluating, residual_norms
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.memory import Sizes, fitting_batch
