@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tiny_models import tiny_model
 
-from sinklab.commands.measure import one_model
+from sinklab.commands.measurements import one_model
 from sinklab.errors import InputError
 from sinklab.measuring.huggingface.loading import Loading
 from sinklab.measuring.options import Options

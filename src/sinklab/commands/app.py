@@ -10,7 +10,7 @@ from rich.console import Console
 from sinklab import __version__
 from sinklab.commands import data, reproduce
 from sinklab.commands.ending import end, stderr
-from sinklab.commands.measuring import compare, measure
+from sinklab.commands.measure import compare, measure
 from sinklab.commands.options import Json, Track
 from sinklab.signals import keeping_what_is_finished
 

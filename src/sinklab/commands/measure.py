@@ -1,209 +1,198 @@
-"""What `sinklab measure` and `sinklab compare` do: measure, print, draw the report."""
+"""`sinklab measure` and `sinklab compare` on the command line: their options, read into one typed request."""
 
-import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
-from rich.progress import Progress
+import typer
 
-from sinklab.commands.survey_progress import SurveyProgress
-from sinklab.commands.terminal.measurement import print_measurement
-from sinklab.commands.terminal.survey import print_comparison, print_domains, print_families, print_sizes
-from sinklab.errors import InputError, SinklabError, UnsavedError
-from sinklab.measuring.frames import write_tables
-from sinklab.measuring.huggingface.loading import Loading
-from sinklab.report import write_report
-from sinklab.survey.compare import compare_models
-from sinklab.survey.domains import domain_files, measure_domains
-from sinklab.survey.families import measure_families
-from sinklab.survey.items import Outcome
-from sinklab.survey.open_models import models_of
-from sinklab.survey.request import Request
-from sinklab.survey.single import measure_model
-from sinklab.survey.sizes import document, sizes
+from sinklab.commands.ending import stderr
+from sinklab.commands.options import (
+    BatchSize,
+    Device,
+    Dtype,
+    Eps,
+    InputKind,
+    Json,
+    Length,
+    NoBos,
+    Revision,
+    Seed,
+    Sequences,
+    TableFormat,
+    Text,
+    TrustRemoteCode,
+    parse_eps,
+    parse_maps,
+)
+from sinklab.signals import keeping_what_is_finished
 
-FAMILIES_OUT = Path("runs/families")
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from sinklab.measuring.huggingface.loading import Loading
 
 
-class _Result(Protocol):
-    def document(self) -> dict[str, Any]: ...
+def measure(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Hugging Face id, model directory, .gguf file or run directory; none with --family."),
+    ] = None,
+    text: Text = None,
+    inputs: InputKind = "natural",
+    sequences: Sequences = 100,
+    length: Length = 64,
+    eps: Eps = None,
+    lengths: Annotated[
+        list[int] | None, typer.Option(min=1, help="Also of the same sequences cut shorter; may be repeated.")
+    ] = None,
+    details: Annotated[
+        bool, typer.Option("--details", help="Also angles, entropy, distances, secondary sinks and kurtosis; slower.")
+    ] = False,
+    maps: Annotated[
+        list[str] | None,
+        typer.Option("--map", metavar="LAYER.HEAD", help="Details, and the matrix of this head; may be repeated."),
+    ] = None,
+    no_bos: NoBos = False,
+    no_loss: Annotated[
+        bool, typer.Option("--no-loss", help="Leave out the loss and the logits: a third faster on a small model.")
+    ] = False,
+    ablate: Annotated[
+        list[str] | None,
+        typer.Option(help="Also without something: mask_first:N, no_bos or zero_massive; may be repeated."),
+    ] = None,
+    swap_position: Annotated[
+        tuple[int, int] | None, typer.Option(metavar="I J", help="Measure with two learned positions swapped.")
+    ] = None,
+    replace_position: Annotated[
+        tuple[int, int] | None, typer.Option(metavar="I J", help="Measure with learned position I replaced by J.")
+    ] = None,
+    batch_size: BatchSize = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    seed: Seed = 0,
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
+    by_domain: Annotated[
+        bool, typer.Option("--by-domain", help="Each file of the folder --text by itself: one table and chart.")
+    ] = False,
+    family: Annotated[
+        list[str] | None,
+        typer.Option(help="The paper's: gpt2, llama2, llama3, mistral, pythia, opt, jamba or all; may be repeated."),
+    ] = None,
+    models_dir: Annotated[
+        Path | None, typer.Option(help="With --family: where the models lie, in directories named as on the hub.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --family: only list parameters, disk and memory.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Directory for measurements and report.html; with --family runs/families unless given."),
+    ] = None,
+    formats: Annotated[
+        list[TableFormat] | None,
+        typer.Option("--format", help="Also write the tables of one MODEL to --out; may be repeated."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure the attention sinks of a causal language model: where, how strong, and what goes with them.
 
-
-Result = TypeVar("Result", bound=_Result, contravariant=True)
-Show = Callable[[Result, Console], None]
-
-
-@dataclass(frozen=True)
-class Invocation:
-    """What a measuring command was called with, whatever it measures.
-
-    Attributes:
-        text: a file or folder.
-        request: what is asked of every model.
-        loading: how every model is loaded.
-        out: where results are kept.
-        as_json: print the document instead of tables.
-        console: for everything but the result.
+    With --by-domain or --family there are many measurements, each kept in a directory of its own below --out: the
+    same call continues after an interruption.
     """
+    from sinklab.commands.measurements import (
+        Invocation,
+        domains_command,
+        families_command,
+        model_command,
+        one_model,
+        sizes_command,
+    )
+    from sinklab.measuring.frames import check_formats
+    from sinklab.measuring.options import Options
+    from sinklab.measuring.surgery.study import Study
+    from sinklab.survey.request import Request
 
-    text: Path | None
-    request: Request
-    loading: Loading
-    out: Path | None
-    as_json: bool
-    console: Console
-
-    def print(self, result: Result, show: Show[Result]) -> None:
-        """The result on standard output."""
-        if self.as_json:
-            print(json.dumps(result.document(), indent=2))
+    tables = [kind.value for kind in formats or ()]
+    check_formats(tables, out, one=not (by_domain or family))
+    request = Request(
+        Options(
+            eps=parse_eps(eps or ["0.3"]),
+            lengths=tuple(lengths or ()),
+            batch_size=batch_size,
+            loss=not no_loss,
+            details=details,
+            maps=parse_maps(maps or ()),
+            inputs=inputs,
+        ),
+        sequences,
+        length,
+        no_bos,
+        seed,
+        study=Study(ablate or (), swap_position, replace_position),
+    )
+    console = stderr()
+    loading = _loading(dtype, device, trust_remote_code, revision, console)
+    given = Invocation(text, request, loading, out, as_json, console)
+    name = one_model(model, family, by_domain, models_dir, dry_run, revision)
+    goes_on = (name is None and not dry_run) or (by_domain and out is not None)
+    with keeping_what_is_finished() if goes_on else nullcontext():
+        if name is None and dry_run:
+            sizes_command(family or [], models_dir, given)
+        elif name is None:
+            families_command(family or [], models_dir, given)
+        elif by_domain:
+            domains_command(name, given)
         else:
-            show(result, Console())
-
-    def finish(self, result: Result, show: Show[Result], drawn: bool = True) -> None:
-        """Print the result and, unless nothing was kept, draw the report."""
-        self.print(result, show)
-        if self.out is not None and drawn:
-            self.console.print(f"report: {write_report([self.out])}", highlight=False, soft_wrap=True)
-
-    @contextmanager
-    def printed_anyway(self, show: Callable[[Any, Console], None]) -> Iterator[None]:
-        """A result that could not be saved is printed before the error is."""
-        try:
-            yield
-        except UnsavedError as error:
-            self.print(error.result, show)
-            raise
+            model_command(name, given, tables)
 
 
-def one_model(
-    model: str | None,
-    names: Sequence[str] | None,
-    by_domain: bool,
-    models_dir: Path | None,
-    dry_run: bool,
-    revision: str | None = None,
-) -> str | None:
-    """The MODEL of `sinklab measure`, or None where families are asked for instead.
+def compare(
+    models: Annotated[
+        list[str], typer.Argument(metavar="A B...", help="Hugging Face ids, directories or .gguf files.")
+    ],
+    text: Text = None,
+    inputs: InputKind = "natural",
+    sequences: Sequences = 100,
+    length: Length = 64,
+    eps: Eps = None,
+    no_bos: NoBos = False,
+    batch_size: BatchSize = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    seed: Seed = 0,
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for a measurement per model, comparison.json and report.html.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure models on the same text, side by side: base against chat, small against large.
 
-    Raises:
-        InputError: neither or both are given, or options that do not go with what is given.
+    Each reads the text through its own tokenizer, and conversations (messages) through its own chat template.
+    Differences are from the first model.
     """
-    if names:
-        if model is not None:
-            raise InputError(f"give a MODEL or --family, not both: got {model} and --family {names[0]}")
-        if by_domain:
-            raise InputError("--by-domain measures one MODEL on many texts: leave out --family")
-        if revision is not None:
-            raise InputError(f"--revision {revision} is of one MODEL: leave it out, or give the MODEL without --family")
-        return None
-    if model is None:
-        raise InputError("name a MODEL, or families of models: --family gpt2 (see --help)")
-    if models_dir is not None or dry_run:
-        raise InputError(f"{'--dry-run' if dry_run else '--models-dir'} goes with --family: leave it out for one MODEL")
-    return model
+    from sinklab.commands.measurements import Invocation, compare_command
+    from sinklab.measuring.options import Options
+    from sinklab.survey.request import Request
+
+    options = Options(eps=parse_eps(eps or ["0.3"]), batch_size=batch_size, inputs=inputs)
+    request = Request(options, sequences, length, no_bos, seed)
+    console = stderr()
+    loading = _loading(dtype, device, trust_remote_code, revision, console)
+    given = Invocation(text, request, loading, out, as_json, console)
+    with keeping_what_is_finished() if out is not None else nullcontext():
+        compare_command(models, given)
 
 
-def model_command(model: str, given: Invocation, tables: Sequence[str] = ()) -> None:
-    """Measure one model on one text.
+def _loading(dtype: str, device: str, trust_remote_code: bool, revision: str | None, console: "Console") -> "Loading":
+    """How models are loaded; what takes a while is said on the console."""
+    from sinklab.commands.terminal.report import printable
+    from sinklab.measuring.huggingface.loading import Loading
 
-    Args:
-        tables: formats in which the tables of the result are kept as well (frames.py).
+    def say(message: str) -> None:
+        console.print(printable(message), markup=False, highlight=False, soft_wrap=True)
 
-    Raises:
-        InputError, SinklabError: as `measure_model`.
-    """
-    bar = Progress(console=given.console, transient=True, disable=not given.console.is_terminal)
-    with given.printed_anyway(print_measurement), bar:
-        task = bar.add_task("measuring", total=given.request.sequences)
-        measurement = measure_model(
-            model,
-            given.text,
-            given.request,
-            loading=given.loading,
-            out=given.out,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
-        if given.out is not None:
-            try:
-                write_tables(measurement, given.out, tables)
-            except SinklabError as error:
-                raise UnsavedError(str(error), measurement) from error
-    given.finish(measurement, print_measurement)
-
-
-def domains_command(model: str, given: Invocation) -> None:
-    """Measure one model on every file of a folder.
-
-    Raises:
-        InputError: no folder, or what `measure_domains` refuses.
-        SinklabError: some domain could not be measured; the others are printed and kept.
-    """
-    text = given.text
-    total = len(domain_files(text)) if text is not None and text.is_dir() else 0
-    with given.printed_anyway(print_domains), SurveyProgress(given.console, "domains", total) as bars:
-        domains = measure_domains(model, text, given.request, loading=given.loading, out=given.out, listener=bars)
-    given.finish(domains, print_domains)
-    _raise_for_failed(domains.outcome, "domains")
-
-
-def compare_command(models: Sequence[str], given: Invocation) -> None:
-    """Measure models on the same text and print them side by side.
-
-    Raises:
-        InputError, SinklabError: as `compare_models`.
-    """
-    with given.printed_anyway(print_comparison), SurveyProgress(given.console, "models", len(models)) as bars:
-        comparison = compare_models(
-            models, given.text, given.request, loading=given.loading, out=given.out, listener=bars
-        )
-    given.finish(comparison, print_comparison)
-
-
-def sizes_command(names: Sequence[str], models_dir: Path | None, given: Invocation) -> None:
-    """Say what measuring the paper's models would take.
-
-    Raises:
-        InputError: no such family or directory.
-    """
-    dtype, device = given.loading.dtype, given.loading.device
-    found = sizes(names, given.request, models_dir=models_dir, dtype=dtype, device=device)
-    if given.as_json:
-        print(json.dumps(document(found), indent=2))
-    else:
-        print_sizes(found, dtype, Console())
-
-
-def families_command(names: Sequence[str], models_dir: Path | None, given: Invocation) -> None:
-    """Measure the paper's models.
-
-    Raises:
-        InputError: no such family or directory, or no text.
-        SinklabError: some model could not be measured; the others are printed and kept.
-    """
-    given = replace(given, out=given.out or FAMILIES_OUT)
-    bars = SurveyProgress(given.console, "models", len(models_of(names)))
-    with given.printed_anyway(print_families), bars:
-        families = measure_families(
-            names,
-            given.text,
-            given.request,
-            models_dir=models_dir,
-            loading=given.loading,
-            out=given.out,
-            listener=bars,
-        )
-    given.finish(families, print_families, drawn=bool(families.outcome.measured))
-    _raise_for_failed(families.outcome, "models")
-
-
-def _raise_for_failed(outcome: Outcome, what: str) -> None:
-    if outcome.failed:
-        lines = [f"  {name}: {failure}" for name, failure in outcome.failed.items()]
-        total = len(outcome.failed) + len(outcome.measured)
-        count = f"{len(outcome.failed)} of {total} {what} could not be measured"
-        raise SinklabError("\n".join([f"{count}; the same call tries them again:", *lines]))
+    return Loading(dtype, device, trust_remote_code, revision, say=say)

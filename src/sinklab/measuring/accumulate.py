@@ -6,7 +6,6 @@ threshold is applied to every sequence before anything is averaged.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -228,10 +227,10 @@ def measurement_from(
     if importance is None or keys is None or values is None:
         raise InputError("there are no sequences to measure: give at least one")
 
-    def array(tensor: Any) -> np.ndarray:
+    def array(tensor: Tensor) -> np.ndarray:
         return tensor.float().numpy()
 
-    def ratio(norm_LT: Any) -> list[float] | None:
+    def ratio(norm_LT: Tensor | None) -> list[float] | None:
         return None if norm_LT is None or totals.length < 2 else metrics.first_to_rest(norm_LT).tolist()
 
     return Measurement(
@@ -247,7 +246,7 @@ def measurement_from(
         sink_rate=totals.sink_rate(),
         sink_rates=_every_rate(totals, totals.sink_rate),
         sink_rate_visible=totals.sink_rate_visible(),
-        sink_rates_visible=None if visible is None else _every_rate(totals, totals.sink_rate_visible),
+        sink_rates_visible=_every_rate(totals, totals.sink_rate_visible),
         sink_rate_by_length=totals.sink_rate_by_length() or None,
         sink_rate_bias=totals.sink_rate_bias(),
         loss=totals.mean_loss(),
@@ -272,7 +271,8 @@ def measurement_from(
     )
 
 
-def _every_rate(totals: Accumulator, rate: Callable[[int], Any]) -> dict[str, list[float]] | None:
+def _every_rate(totals: Accumulator, rate: Callable[[int], list[float] | None]) -> dict[str, list[float]] | None:
+    """The rates by threshold; None where there is one threshold, or no such rate."""
     if len(totals.thresholds) == 1:
         return None
-    return {f"{eps:g}": rate(i) for i, eps in enumerate(totals.thresholds)}
+    return {f"{eps:g}": found for i, eps in enumerate(totals.thresholds) if (found := rate(i)) is not None} or None

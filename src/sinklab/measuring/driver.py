@@ -6,7 +6,7 @@ What differs between our transformer (native.py) and a Hugging Face model (huggi
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +23,14 @@ from sinklab.measuring.options import Options
 from sinklab.measuring.padding import RealTokens, real_tokens
 from sinklab.measuring.records import LayerRecord, batch_of
 from sinklab.measuring.statistics.watch import DetailsWatch
+from sinklab.model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
-class Recording(Protocol):
-    """The attention layers of a model while they are watched."""
+class Reader(Protocol):
+    """Reads one batch after the other, and says what the attention layers have shown."""
 
     @property
     def layers(self) -> Sequence[LayerRecord]:
@@ -67,7 +71,7 @@ class Watched(Protocol):
     proxy: bool
 
     @property
-    def model(self) -> nn.Module:
+    def model(self) -> "PreTrainedModel | Transformer":
         """Itself."""
         ...
 
@@ -87,7 +91,7 @@ class Watched(Protocol):
         """
         ...
 
-    def recording(self, lengths: Sequence[int], details: DetailsWatch | None) -> AbstractContextManager[Recording]:
+    def reading(self, lengths: Sequence[int], details: DetailsWatch | None) -> AbstractContextManager[Reader]:
         """Watch the attention of every forward pass inside the block; `details` is shown every layer as well."""
         ...
 
@@ -132,7 +136,7 @@ def measure(
         cost = stack.enter_context(costing(watched.device))
         stack.enter_context(evaluating(watched.model))
         hidden = stack.enter_context(residual_norms(watched.blocks))
-        seen = stack.enter_context(watched.recording(options.lengths, details))  # may try the model on two tokens
+        reader = stack.enter_context(watched.reading(options.lengths, details))  # may try the model on two tokens
         real = _behind(watched.leading, mask_NT[:1])
         largest = stack.enter_context(largest_activations(watched.blocks, real))
         if details is not None:
@@ -145,13 +149,13 @@ def measure(
             if details is not None:
                 details.begin(real)
             steps.begin(start, stop)
-            loss = seen.read(tokens_BT, real, first_target)
+            loss = reader.read(tokens_BT, real, first_target)
             shown = None if details is None else details.batch(F.pad(tokens_BT, (watched.leading, 0)))
-            totals.add(batch_of(seen.layers, hidden, real, loss, shown))
+            totals.add(batch_of(reader.layers, hidden, real, loss, shown))
             steps.end()
 
         N, T = tokens_NT.shape
-        together = options.batch_size or fitting_batch(seen.sizes(padded), T, watched.device)
+        together = options.batch_size or fitting_batch(reader.sizes(padded), T, watched.device)
         notes = watched.notes() + in_batches(N, together, step)
     if options.loss and longest > 1 and not totals.targets:
         notes.append(f"no loss: of {longest} tokens the prefix mask leaves none to predict")
@@ -160,7 +164,7 @@ def measure(
         cost,
         options,
         proxy=watched.proxy,
-        backend=seen.backend,
+        backend=reader.backend,
         dtype=str(watched.dtype).removeprefix("torch."),
         massive_activations=strongest(largest) if watched.blocks else None,
         notes=notes,

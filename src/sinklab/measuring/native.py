@@ -58,19 +58,19 @@ class WatchedTransformer:
             )
 
     @contextmanager
-    def recording(self, lengths: Sequence[int], details: DetailsWatch | None) -> Iterator["_Cores"]:
+    def reading(self, lengths: Sequence[int], details: DetailsWatch | None) -> Iterator["_CoreReader"]:
         """Watch every call of an attention core."""
-        seen = _Cores(self, lengths, details)
-        with hooked(core.register_forward_hook(seen.ran) for core in self.cores):
-            yield seen
+        reader = _CoreReader(self, lengths, details)
+        with hooked(core.register_forward_hook(reader.ran) for core in self.cores):
+            yield reader
 
     def notes(self) -> list[str]:
         """Nothing: what a run is, its recipe says."""
         return []
 
 
-class _Cores:
-    """What the attention cores have shown in the latest forward pass."""
+class _CoreReader:
+    """`driver.Reader` through hooks on the attention cores."""
 
     def __init__(self, watched: WatchedTransformer, lengths: Sequence[int], details: DetailsWatch | None) -> None:
         self._model, self._leading = watched.model, watched.leading

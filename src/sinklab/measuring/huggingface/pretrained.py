@@ -57,10 +57,10 @@ class WatchedPretrained:
         anatomy.check_length(self.model.config, longest)
 
     @contextmanager
-    def recording(self, lengths: Sequence[int], details: DetailsWatch | None) -> Iterator["_Probed"]:
+    def reading(self, lengths: Sequence[int], details: DetailsWatch | None) -> Iterator["_ProbeReader"]:
         """Watch every attention layer through a probe; it may try the model on two tokens first."""
         with probe(self.model, lengths, details) as watch:
-            yield _Probed(self.model, watch)
+            yield _ProbeReader(self.model, watch)
 
     def notes(self) -> list[str]:
         """How the weights are quantised, or were."""
@@ -70,8 +70,8 @@ class WatchedPretrained:
         return [f"the weights are quantised ({method}); dtype is that of the rest"] if method else []
 
 
-class _Probed:
-    """The probe of a model, one forward pass at a time."""
+class _ProbeReader:
+    """`driver.Reader` through a probe."""
 
     def __init__(self, model: PreTrainedModel, watch: Recorder) -> None:
         self._model, self._watch = model, watch

@@ -4,7 +4,7 @@ Models that dispatch their attention, and ours, are asked through their own code
 identity: that output is the matrix. The others return their matrices themselves.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -90,7 +90,7 @@ def _kept_through_transformers(
     return eager_attention(model), {"use_cache": False, "output_attentions": True}
 
 
-def _keeping(found: Matrices) -> Any:
+def _keeping(found: Matrices) -> Callable[..., tuple[Tensor, None]]:
     """An attention function for transformers' interface that keeps the matrix of every call."""
     from sinklab.measuring.huggingface.call import read_call
 

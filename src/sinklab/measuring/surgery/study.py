@@ -98,7 +98,7 @@ def measure_with_study(
         InputError: an ablation or a position that the model or the sequences do not have.
         SinklabError: the model cannot be measured, or an ablation not be carried out.
     """
-    model: Any = watched.model
+    model = watched.model
     bare = replace(options, lengths=(), details=False, maps=())
 
     def remeasure(tokens_NT: Tensor, first_target: int) -> Measurement:

@@ -1,0 +1,209 @@
+"""What `sinklab measure` and `sinklab compare` do: measure, print, draw the report."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from rich.console import Console
+from rich.progress import Progress
+
+from sinklab.commands.survey_progress import SurveyProgress
+from sinklab.commands.terminal.measurement import print_measurement
+from sinklab.commands.terminal.survey import print_comparison, print_domains, print_families, print_sizes
+from sinklab.errors import InputError, SinklabError, UnsavedError
+from sinklab.measuring.frames import write_tables
+from sinklab.measuring.huggingface.loading import Loading
+from sinklab.report import write_report
+from sinklab.survey.compare import compare_models
+from sinklab.survey.domains import domain_files, measure_domains
+from sinklab.survey.families import measure_families
+from sinklab.survey.items import Outcome
+from sinklab.survey.open_models import models_of
+from sinklab.survey.request import Request
+from sinklab.survey.single import measure_model
+from sinklab.survey.sizes import document, sizes
+
+FAMILIES_OUT = Path("runs/families")
+
+
+class _Result(Protocol):
+    def document(self) -> dict[str, Any]: ...
+
+
+Result = TypeVar("Result", bound=_Result)
+Show = Callable[[Result, Console], None]
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """What a measuring command was called with, whatever it measures.
+
+    Attributes:
+        text: a file or folder.
+        request: what is asked of every model.
+        loading: how every model is loaded.
+        out: where results are kept.
+        as_json: print the document instead of tables.
+        console: for everything but the result.
+    """
+
+    text: Path | None
+    request: Request
+    loading: Loading
+    out: Path | None
+    as_json: bool
+    console: Console
+
+    def print(self, result: Result, show: Show[Result]) -> None:
+        """The result on standard output."""
+        if self.as_json:
+            print(json.dumps(result.document(), indent=2))
+        else:
+            show(result, Console())
+
+    def finish(self, result: Result, show: Show[Result], drawn: bool = True) -> None:
+        """Print the result and, unless nothing was kept, draw the report."""
+        self.print(result, show)
+        if self.out is not None and drawn:
+            self.console.print(f"report: {write_report([self.out])}", highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def printed_anyway(self, show: Callable[[Any, Console], None]) -> Iterator[None]:
+        """A result that could not be saved is printed before the error is."""
+        try:
+            yield
+        except UnsavedError as error:
+            self.print(error.result, show)
+            raise
+
+
+def one_model(
+    model: str | None,
+    names: Sequence[str] | None,
+    by_domain: bool,
+    models_dir: Path | None,
+    dry_run: bool,
+    revision: str | None = None,
+) -> str | None:
+    """The MODEL of `sinklab measure`, or None where families are asked for instead.
+
+    Raises:
+        InputError: neither or both are given, or options that do not go with what is given.
+    """
+    if names:
+        if model is not None:
+            raise InputError(f"give a MODEL or --family, not both: got {model} and --family {names[0]}")
+        if by_domain:
+            raise InputError("--by-domain measures one MODEL on many texts: leave out --family")
+        if revision is not None:
+            raise InputError(f"--revision {revision} is of one MODEL: leave it out, or give the MODEL without --family")
+        return None
+    if model is None:
+        raise InputError("name a MODEL, or families of models: --family gpt2 (see --help)")
+    if models_dir is not None or dry_run:
+        raise InputError(f"{'--dry-run' if dry_run else '--models-dir'} goes with --family: leave it out for one MODEL")
+    return model
+
+
+def model_command(model: str, given: Invocation, tables: Sequence[str] = ()) -> None:
+    """Measure one model on one text.
+
+    Args:
+        tables: formats in which the tables of the result are kept as well (frames.py).
+
+    Raises:
+        InputError, SinklabError: as `measure_model`.
+    """
+    bar = Progress(console=given.console, transient=True, disable=not given.console.is_terminal)
+    with given.printed_anyway(print_measurement), bar:
+        task = bar.add_task("measuring", total=given.request.sequences)
+        measurement = measure_model(
+            model,
+            given.text,
+            given.request,
+            loading=given.loading,
+            out=given.out,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+        if given.out is not None:
+            try:
+                write_tables(measurement, given.out, tables)
+            except SinklabError as error:
+                raise UnsavedError(str(error), measurement) from error
+    given.finish(measurement, print_measurement)
+
+
+def domains_command(model: str, given: Invocation) -> None:
+    """Measure one model on every file of a folder.
+
+    Raises:
+        InputError: no folder, or what `measure_domains` refuses.
+        SinklabError: some domain could not be measured; the others are printed and kept.
+    """
+    text = given.text
+    total = len(domain_files(text)) if text is not None and text.is_dir() else 0
+    with given.printed_anyway(print_domains), SurveyProgress(given.console, "domains", total) as bars:
+        domains = measure_domains(model, text, given.request, loading=given.loading, out=given.out, listener=bars)
+    given.finish(domains, print_domains)
+    _raise_for_failed(domains.outcome, "domains")
+
+
+def compare_command(models: Sequence[str], given: Invocation) -> None:
+    """Measure models on the same text and print them side by side.
+
+    Raises:
+        InputError, SinklabError: as `compare_models`.
+    """
+    with given.printed_anyway(print_comparison), SurveyProgress(given.console, "models", len(models)) as bars:
+        comparison = compare_models(
+            models, given.text, given.request, loading=given.loading, out=given.out, listener=bars
+        )
+    given.finish(comparison, print_comparison)
+
+
+def sizes_command(names: Sequence[str], models_dir: Path | None, given: Invocation) -> None:
+    """Say what measuring the paper's models would take.
+
+    Raises:
+        InputError: no such family or directory.
+    """
+    dtype, device = given.loading.dtype, given.loading.device
+    found = sizes(names, given.request, models_dir=models_dir, dtype=dtype, device=device)
+    if given.as_json:
+        print(json.dumps(document(found), indent=2))
+    else:
+        print_sizes(found, dtype, Console())
+
+
+def families_command(names: Sequence[str], models_dir: Path | None, given: Invocation) -> None:
+    """Measure the paper's models.
+
+    Raises:
+        InputError: no such family or directory, or no text.
+        SinklabError: some model could not be measured; the others are printed and kept.
+    """
+    given = replace(given, out=given.out or FAMILIES_OUT)
+    bars = SurveyProgress(given.console, "models", len(models_of(names)))
+    with given.printed_anyway(print_families), bars:
+        families = measure_families(
+            names,
+            given.text,
+            given.request,
+            models_dir=models_dir,
+            loading=given.loading,
+            out=given.out,
+            listener=bars,
+        )
+    given.finish(families, print_families, drawn=bool(families.outcome.measured))
+    _raise_for_failed(families.outcome, "models")
+
+
+def _raise_for_failed(outcome: Outcome, what: str) -> None:
+    if outcome.failed:
+        lines = [f"  {name}: {failure}" for name, failure in outcome.failed.items()]
+        total = len(outcome.failed) + len(outcome.measured)
+        count = f"{len(outcome.failed)} of {total} {what} could not be measured"
+        raise SinklabError("\n".join([f"{count}; the same call tries them again:", *lines]))
