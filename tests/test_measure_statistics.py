@@ -14,8 +14,8 @@ from sinklab.attention.importance import score_rows
 from sinklab.attention.masks import CAUSAL
 from sinklab.errors import InputError
 from sinklab.files import parse_json, write_json
-from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.api import measure
+from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.padding import real_tokens
 from sinklab.measuring.statistics.block import Angles
 from sinklab.measuring.statistics.declared import OfRows

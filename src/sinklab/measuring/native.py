@@ -15,7 +15,7 @@ from sinklab.measuring.metrics import accumulation, token_norms
 from sinklab.measuring.options import Options
 from sinklab.measuring.padding import RealTokens
 from sinklab.measuring.records import LayerRecord
-from sinklab.measuring.statistics.layer import Angles
+from sinklab.measuring.statistics.block import Angles
 from sinklab.measuring.statistics.watch import DetailsWatch
 from sinklab.measuring.visible import view_of
 from sinklab.model.loss import next_token_loss

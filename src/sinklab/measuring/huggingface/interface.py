@@ -28,7 +28,7 @@ from sinklab.measuring.huggingface.call import read_call
 from sinklab.measuring.huggingface.recorder import LayerTotals, Recorder
 from sinklab.measuring.padding import real_tokens
 from sinklab.measuring.records import LayerRecord
-from sinklab.measuring.statistics.layer import Angles
+from sinklab.measuring.statistics.block import Angles
 from sinklab.measuring.statistics.watch import DetailsWatch
 
 _PREFIX = "sinklab-"
