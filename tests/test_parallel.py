@@ -198,7 +198,7 @@ def plant_nan(world: World, args: list[str], moment: str, folder: Path) -> None:
                 return loss, torch.tensor(torch.nan)
 
             trainer.updater.gradient = spoiled
-    trainer.updater.reports._late = moment.startswith("read late")
+    trainer.updater.finite._late = moment.startswith("read late")
     with pytest.raises(SinklabError) as error:
         sum(trainer._update() for _ in range(2))
     assert trainer.state.step == 3
