@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -20,7 +20,7 @@ from sinklab.report import write_report
 from sinklab.survey.compare import compare_models
 from sinklab.survey.domains import domain_files, measure_domains
 from sinklab.survey.families import measure_families
-from sinklab.survey.items import Outcome
+from sinklab.survey.items import AnyResult, Outcome
 from sinklab.survey.open_models import models_of
 from sinklab.survey.request import Request
 from sinklab.survey.single import measure_model
@@ -29,12 +29,7 @@ from sinklab.survey.sizes import document, sizes
 FAMILIES_OUT = Path("runs/families")
 
 
-class _Result(Protocol):
-    def document(self) -> dict[str, Any]: ...
-
-
-Result = TypeVar("Result", bound=_Result)
-Show = Callable[[Result, Console], None]
+Show = Callable[[AnyResult, Console], None]
 
 
 @dataclass(frozen=True)
@@ -57,14 +52,14 @@ class Invocation:
     as_json: bool
     console: Console
 
-    def print(self, result: Result, show: Show[Result]) -> None:
+    def print(self, result: AnyResult, show: Show[AnyResult]) -> None:
         """The result on standard output."""
         if self.as_json:
             print(json.dumps(result.document(), indent=2))
         else:
             show(result, Console())
 
-    def finish(self, result: Result, show: Show[Result], drawn: bool = True) -> None:
+    def finish(self, result: AnyResult, show: Show[AnyResult], drawn: bool = True) -> None:
         """Print the result and, unless nothing was kept, draw the report."""
         self.print(result, show)
         if self.out is not None and drawn:
@@ -130,7 +125,7 @@ def model_command(model: str, given: Invocation, tables: Sequence[str] = ()) -> 
         )
         if given.out is not None:
             try:
-                write_tables(measurement, given.out, tables)
+                write_tables(measurement.columns, given.out, tables)
             except SinklabError as error:
                 raise UnsavedError(str(error), measurement) from error
     given.finish(measurement, print_measurement)

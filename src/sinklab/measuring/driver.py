@@ -125,8 +125,8 @@ def measure(
     mask_NT = _padding_mask(tokens_NT, attention_mask_NT)
     padded = not bool(mask_NT.all())
     longest = int(real_tokens(mask_NT).count_B.max())
-    watched.check(tokens_NT, options, longest)
     options.check_lengths(tokens_NT.shape[1])
+    watched.check(tokens_NT, options, longest)
     if options.lengths and padded:
         raise InputError("several lengths need sequences without padding: leave out the padded ones, or `lengths`")
     totals = Accumulator(options.eps, longest, options.lengths)

@@ -4,6 +4,7 @@ L attention layers, H heads, T positions, N sequences, M blocks of the residual 
 has attention, M = L. What does not apply to a model is None, and left out of the .npz; NaN is never written.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -14,27 +15,17 @@ from sinklab.errors import InputError
 from sinklab.files import parse_json, write_json, written_aside
 from sinklab.measuring.activations import MassiveActivation
 from sinklab.measuring.findings import Ablation, Propositions
-from sinklab.measuring.frames import TableName, data_frame, write_csv, write_parquet
+from sinklab.measuring.frames import TABLES, Columns, TableName, data_frame, write_csv, write_parquet
 from sinklab.measuring.options import Inputs
-from sinklab.measuring.statistics.details import Details, with_arrays
-from sinklab.schema import Part
+from sinklab.measuring.statistics.arrays import Array, ArrayOrNone, Axes, WithArrays
+from sinklab.measuring.statistics.details import Details
 
 Percent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
-ARRAYS = (
-    "importance",
-    "importance_visible",
-    "importance_first",
-    "importance_bias",
-    "row_sums",
-    "hidden_norm",
-    "key_norm",
-    "value_norm",
-)
+ColumnValues = np.ndarray | Sequence[float] | None
 LEFT_OUT = ("step", "planned_steps", "details", "ablations", "propositions")  # of the document, where there are none
-OPTIONAL = {"importance_visible": None, "importance_bias": None, "row_sums": None, "hidden_norm": None}
 
 
-class Measurement(Part):
+class Measurement(WithArrays):
     """Sinks, norms and loss of one model on one set of sequences.
 
     Attributes:
@@ -77,7 +68,7 @@ class Measurement(Part):
         key_norm, value_norm: mean l2 norm over sequences and heads (L, T).
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True, populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True)
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
     model: str
@@ -112,35 +103,20 @@ class Measurement(Part):
     notes: list[str] = Field(default_factory=list)
     ablations: list[Ablation] | None = None
     propositions: Propositions | None = None
-    importance: np.ndarray = Field(exclude=True, repr=False)
-    importance_visible: np.ndarray | None = Field(default=None, exclude=True, repr=False)
-    importance_first: np.ndarray = Field(exclude=True, repr=False)
-    importance_bias: np.ndarray | None = Field(default=None, exclude=True, repr=False)
-    row_sums: np.ndarray | None = Field(default=None, exclude=True, repr=False)
-    hidden_norm: np.ndarray | None = Field(exclude=True, repr=False)
-    key_norm: np.ndarray = Field(exclude=True, repr=False)
-    value_norm: np.ndarray = Field(exclude=True, repr=False)
+    importance: Annotated[Array, Axes("LHT")]
+    importance_visible: Annotated[ArrayOrNone, Axes("LHT")]
+    importance_first: Annotated[Array, Axes("NLH")]
+    importance_bias: Annotated[ArrayOrNone, Axes("LH")]
+    row_sums: Annotated[ArrayOrNone, Axes("LH")]
+    hidden_norm: Annotated[ArrayOrNone, Axes("MT")]
+    key_norm: Annotated[Array, Axes("LT")]
+    value_norm: Annotated[Array, Axes("LT")]
 
     @model_validator(mode="after")
     def _shapes_agree(self) -> Self:
-        L, H, T, N = self.layers, self.heads, self.length, self.sequences
-        expected = {
-            "importance": (L, H, T),
-            "importance_first": (N, L, H),
-            "key_norm": (L, T),
-            "value_norm": (L, T),
-        }
-        if self.hidden_norm is not None and self.hidden_norm_ratio is not None:
-            expected["hidden_norm"] = (len(self.hidden_norm_ratio), T)
-        for name, shape in {"importance_visible": (L, H, T), "importance_bias": (L, H), "row_sums": (L, H)}.items():
-            if getattr(self, name) is not None:
-                expected[name] = shape
-        for name, shape in expected.items():
-            array: np.ndarray = getattr(self, name)
-            if array.shape != shape:
-                raise ValueError(f"{name} has shape {array.shape}, expected {shape}")
-            if not np.isfinite(array).all():
-                raise ValueError(f"{name} contains NaN or infinity")
+        L, H, T = self.layers, self.heads, self.length
+        places = {"M": len(self.hidden_norm_ratio)} if self.hidden_norm_ratio else {}
+        self.check_arrays(L=L, H=H, T=T, N=self.sequences, **places)
         if self.details is not None and self.details.entropy.shape != (L, H):
             raise ValueError(f"details_entropy has shape {self.details.entropy.shape}, expected {(L, H)}")
         for name in ("sink_rate", "sink_rate_visible"):
@@ -170,9 +146,7 @@ class Measurement(Part):
         folder = Path(folder)
         if folder.exists() and not folder.is_dir():
             raise InputError(f"{folder} is a file: give the folder of the measurement")
-        arrays = {name: array for name in ARRAYS if (array := getattr(self, name)) is not None}
-        if self.details is not None:
-            arrays |= self.details.arrays()
+        arrays: dict[str, Any] = self.arrays() | (self.details.arrays() if self.details else {})
         with written_aside(folder / "measurement.npz") as aside, aside.open("wb") as file:
             np.savez(file, **arrays)
         write_json(folder / "measurement.json", self.document())
@@ -187,32 +161,83 @@ class Measurement(Part):
 
         return chart(self, what)
 
+    def columns(self, table: TableName = "importance") -> Columns:
+        """A table as columns of one length, in which positions, layers and heads count from 1.
+
+        | table | a row for | columns |
+        |---|---|---|
+        | importance | every layer, head and position | layer, head, position, importance |
+        | positions | every position | position, sink_rate, and sink_rate_eps_X for every other threshold (percent) |
+        | layers | every attention layer | layer, importance_first, hidden_norm_ratio (after the block), .. |
+
+        What the model does not have is left out. Where a mask makes a difference, each importance and rate has a
+        `_visible` beside it (visible.py).
+
+        Raises:
+            InputError: there is no such table.
+        """
+        if table not in TABLES:
+            raise InputError(f"there is no table {table!r}: choose from {', '.join(TABLES)}")
+        found = {"importance": self._every_importance, "positions": self._positions, "layers": self._layers}[table]()
+        return {name: np.asarray(values) for name, values in found.items() if values is not None}
+
+    def _every_importance(self) -> dict[str, ColumnValues]:
+        layer_LHT, head_LHT, position_LHT = np.indices(self.importance.shape) + 1
+        return {
+            "layer": layer_LHT.ravel(),
+            "head": head_LHT.ravel(),
+            "position": position_LHT.ravel(),
+            "importance": self.importance.ravel(),
+            "importance_visible": None if self.importance_visible is None else self.importance_visible.ravel(),
+        }
+
+    def _positions(self) -> dict[str, ColumnValues]:
+        found: dict[str, ColumnValues] = {"position": np.arange(1, self.length + 1), "sink_rate": self.sink_rate}
+        found["sink_rate_visible"] = self.sink_rate_visible
+        for eps in list(self.sink_rates or {})[1:]:
+            found[f"sink_rate_eps_{eps}"] = (self.sink_rates or {})[eps]
+            found[f"sink_rate_visible_eps_{eps}"] = (self.sink_rates_visible or {}).get(eps)
+        return found
+
+    def _layers(self) -> dict[str, ColumnValues]:
+        hidden, visible = self.hidden_norm_ratio or [], self.importance_visible
+        return {
+            "layer": np.arange(1, self.layers + 1),
+            "importance_first": self.importance[:, :, 0].mean(1),
+            "importance_first_visible": None if visible is None else visible[:, :, 0].mean(1),
+            "importance_bias": None if self.importance_bias is None else self.importance_bias.mean(1),
+            "row_sum": None if self.row_sums is None else self.row_sums.mean(1),
+            "hidden_norm_ratio": hidden[1:] if len(hidden) == self.layers + 1 else None,
+            "key_norm_ratio": self.key_norm_ratio,
+            "value_norm_ratio": self.value_norm_ratio,
+        }
+
     def to_dataframe(self, table: TableName = "importance") -> Any:
-        """A frame of pandas, polars or pyarrow, whichever is installed: a row for every head and position (frames.py).
+        """A frame of pandas, polars or pyarrow, whichever is installed: a row for every head and position.
 
         Args:
-            table: "importance", "positions" or "layers".
+            table: of `columns`.
 
         Raises:
             InputError: there is no such table, or none of the three is installed.
         """
-        return data_frame(self, table)
+        return data_frame(self.columns(table))
 
     def to_csv(self, path: str | Path, table: TableName = "importance") -> None:
         """The same table as comma-separated values.
 
         Raises:
-            InputError, SinklabError: as `frames.write_csv`.
+            InputError, SinklabError: as `columns` and `frames.write_csv`.
         """
-        write_csv(self, Path(path), table)
+        write_csv(self.columns(table), Path(path))
 
     def to_parquet(self, path: str | Path, table: TableName = "importance") -> None:
         """The same table as a Parquet file; needs pyarrow.
 
         Raises:
-            InputError, SinklabError: as `frames.write_parquet`.
+            InputError, SinklabError: as `columns` and `frames.write_parquet`.
         """
-        write_parquet(self, Path(path), table)
+        write_parquet(self.columns(table), Path(path))
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
@@ -234,10 +259,10 @@ class Measurement(Part):
             if not isinstance(document, dict):
                 raise ValueError("measurement.json holds no mapping of keys to values")
             with np.load(folder / "measurement.npz", allow_pickle=False) as file:
-                arrays = {name: file[name] for name in ARRAYS if name in file}
-                if document.get("details"):
-                    document["details"] = with_arrays(document["details"], dict(file))
-            return cls.model_validate({**OPTIONAL, **document, **arrays})
+                arrays = dict(file)
+            if document.get("details"):
+                document["details"] = {**document["details"], **Details.found_in(arrays)}
+            return cls.model_validate({**document, **cls.found_in(arrays)})
         except FileNotFoundError as error:
             raise InputError(f"{advice}: {Path(error.filename).name} is missing") from error
         except ValidationError as error:

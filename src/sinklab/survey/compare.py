@@ -12,8 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from sinklab.data.sources.corpora import identity
-from sinklab.errors import InputError, UnsavedError
-from sinklab.files import write_json
+from sinklab.errors import InputError
 from sinklab.measuring.hooks import Progress
 from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision
 from sinklab.measuring.measurement import Measurement
@@ -114,18 +113,11 @@ def compare_models(
     def comparison_of(outcome: Outcome) -> Comparison:
         return Comparison(None if text is None else str(text), outcome.measured)
 
-    def save(outcome: Outcome) -> None:
-        if out is not None and len(outcome.measured) == len(items):
-            write_json(out / DOCUMENT, comparison_of(outcome).document())
-
     check_places(items, out, DOCUMENT)
     for item, model in zip(items, labels(models).values(), strict=True):
         if item.finished() is None:
             check_loadable(model, loading)
-    try:
-        return comparison_of(measure_all(items, listener or Listener(), save, others_go_on=False))
-    except UnsavedError as error:
-        raise UnsavedError(str(error), comparison_of(error.result)) from error
+    return measure_all(items, comparison_of, None if out is None else out / DOCUMENT, listener, others_go_on=False)
 
 
 def labels(models: Sequence[str]) -> dict[str, str]:

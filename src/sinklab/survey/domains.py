@@ -11,8 +11,7 @@ from typing import Any
 
 from sinklab.data.sources.corpora import identity
 from sinklab.data.sources.textfiles import text_files
-from sinklab.errors import InputError, UnsavedError
-from sinklab.files import write_json
+from sinklab.errors import InputError
 from sinklab.measuring.hooks import Progress
 from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading, check_name
 from sinklab.measuring.measurement import Measurement
@@ -86,19 +85,13 @@ def measure_domains(
     check_places(items, out, DOCUMENT)
     if any(item.finished() is None for item in items):
         loaded.append(load_model(model, loading))
-
-    def save(outcome: Outcome) -> None:
-        if out is not None:
-            write_json(out / DOCUMENT, Domains(model, str(folder), outcome).document())
-
-    try:
-        outcome = measure_all(items, listener or Listener(), save)
-    except UnsavedError as error:
-        raise UnsavedError(str(error), Domains(model, str(folder), error.result)) from error
-    if not outcome.measured:
-        name, failure = next(iter(outcome.failed.items()))
+    domains = measure_all(
+        items, partial(Domains, model, str(folder)), None if out is None else out / DOCUMENT, listener
+    )
+    if not domains.outcome.measured:
+        name, failure = next(iter(domains.outcome.failed.items()))
         raise InputError(f"none of the {len(items)} domains could be measured; {name}: {failure}")
-    return Domains(model, str(folder), outcome)
+    return domains
 
 
 def domain_files(folder: Path) -> dict[str, Path]:

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sinklab.data.sources.corpora import identity
-from sinklab.errors import InputError, UnsavedError
-from sinklab.files import write_json
+from sinklab.errors import InputError
 from sinklab.measuring.hooks import Progress
 from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading
 from sinklab.measuring.measurement import Measurement
@@ -98,17 +97,8 @@ def measure_families(
         )
         for model in models
     ]
-
     check_places(items, out, DOCUMENT)
-
-    def save(outcome: Outcome) -> None:
-        if out is not None:
-            write_json(out / DOCUMENT, Families(models, request, outcome).document())
-
-    try:
-        return Families(models, request, measure_all(items, listener or Listener(), save))
-    except UnsavedError as error:
-        raise UnsavedError(str(error), Families(models, request, error.result)) from error
+    return measure_all(items, partial(Families, models, request), None if out is None else out / DOCUMENT, listener)
 
 
 def published(model: OpenModel, request: Request) -> float | None:

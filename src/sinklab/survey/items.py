@@ -7,11 +7,11 @@ finished; a call that asks for something else is refused, so that no table mixes
 import gc
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -119,55 +119,68 @@ def check_places(items: Sequence[Item], out: Path | None, document: str) -> None
             check_results(item.folder, (*MEASUREMENT, REQUEST))
 
 
+class Result(Protocol):
+    """What is made of an outcome: domains, a comparison, families."""
+
+    def document(self) -> dict[str, Any]:
+        """As JSON has it."""
+        ...
+
+
+AnyResult = TypeVar("AnyResult", bound=Result)
+
+
 def measure_all(
     items: Sequence[Item],
-    listener: Listener,
-    save: Callable[[Outcome], None] = lambda outcome: None,
+    result_of: Callable[[Outcome], AnyResult],
+    kept: Path | None,
+    listener: Listener | None = None,
     *,
     others_go_on: bool = True,
-) -> Outcome:
+) -> AnyResult:
     """Measure what is not finished yet.
 
     Args:
-        save: called with everything so far, whenever there is more.
-        others_go_on: one that fails does not stop the others.
+        result_of: the result, of everything so far.
+        kept: the file of its document, written whenever there is more; None keeps it nowhere.
+        others_go_on: one that fails does not stop the others; else the document is written when there are all.
 
     Raises:
         InputError: an item's folder holds a measurement with other settings; nothing has been measured then.
-        UnsavedError: a result could not be saved; it holds the outcome so far, that result included.
+        UnsavedError: a result could not be saved; it holds the result so far, with what could not be.
         Exception: whatever an item raised, where the others do not go on.
     """
     finished = {item.name: item.finished() for item in items}
-    outcome = Outcome()
+    listener, outcome = listener or Listener(), Outcome()
+
+    def saved(save: Callable[[], None]) -> None:
+        try:
+            save()
+        except SinklabError as error:
+            raise UnsavedError(str(error), result_of(outcome)) from error
+
+    def save_document() -> None:
+        if kept is not None and (others_go_on or len(outcome.measured) == len(items)):
+            write_json(kept, result_of(outcome).document())
+
     for item in items:
-        if kept := finished[item.name]:
-            outcome.measured[item.name] = kept
-            listener.keeps(item.name, kept)
+        if before := finished[item.name]:
+            outcome.measured[item.name] = before
+            listener.keeps(item.name, before)
             continue
         listener.starts(item.name)
         _release_memory()
-        result = _attempt(item, listener, others_go_on)
-        if isinstance(result, str):
-            outcome.failed[item.name] = result
-            listener.fails(item.name, result)
+        found = _attempt(item, listener, others_go_on)
+        if isinstance(found, str):
+            outcome.failed[item.name] = found
+            listener.fails(item.name, found)
         else:
-            outcome.measured[item.name] = result
-            with _unsaved(outcome):
-                item.keep(result)
-            listener.ends(item.name, result)
-        with _unsaved(outcome):
-            save(outcome)
-    with _unsaved(outcome):
-        save(outcome)
-    return outcome
-
-
-@contextmanager
-def _unsaved(outcome: Outcome) -> Iterator[None]:
-    try:
-        yield
-    except SinklabError as error:
-        raise UnsavedError(str(error), outcome) from error
+            outcome.measured[item.name] = found
+            saved(partial(item.keep, found))
+            listener.ends(item.name, found)
+        saved(save_document)
+    saved(save_document)
+    return result_of(outcome)
 
 
 def _attempt(item: Item, listener: Listener, others_go_on: bool) -> Measurement | str:

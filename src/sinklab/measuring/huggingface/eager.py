@@ -59,9 +59,8 @@ class EagerProbe(Recorder):
             )
         tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
         mask_BT = given.get("attention_mask")
-        self._batches.begin(given.get("input_ids"), self._real, self._records)
+        self._begin(given.get("input_ids"), self._records)
         self._real = real_tokens(torch.ones(tokens.shape[:2]) if mask_BT is None else mask_BT)
-        self._forget_latest()
         return args, kwargs | {"output_attentions": True, "use_cache": True, "return_dict": True}
 
     def _matrix(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:

@@ -109,9 +109,7 @@ class InterfaceProbe(Recorder):
         given = self._signature.bind_partial(*args, **kwargs).arguments
         cache = given.get("past_key_values")
         if cache is None or not cache.get_seq_length():
-            self._batches.begin(given.get("input_ids"), self._real, self._latest() if self._whole else ())
-            self._real = None
-            self._forget_latest()
+            self._begin(given.get("input_ids"), self._latest() if self._whole else [])
         self._calls, self._running, self._whole = 0, True, False
         self._mask_BT = given.get("attention_mask")
 

@@ -23,41 +23,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class Batches:
-    """What a probe has recorded of sequences before those that it watches now."""
-
-    def __init__(self) -> None:
-        self._done: list[tuple[RealTokens, list[LayerRecord]]] = []
-        self._tokens_BT: Tensor | None = None
-
-    def begin(self, tokens_BT: Tensor | None, real: RealTokens | None, layers: Sequence[LayerRecord]) -> None:
-        """Other sequences begin, after those that `real` and `layers` are of; or the same, once more and longer.
-
-        Args:
-            tokens_BT: their ids, where they are known.
-            layers: empty where there were none, or their last pass failed.
-        """
-        if real is not None and layers and not _goes_on(self._tokens_BT, tokens_BT):
-            self._done.append((real, list(layers)))
-        self._tokens_BT = tokens_BT
-
-    def real(self, latest: RealTokens | None) -> RealTokens | None:
-        """Where the real tokens of all sequences stand."""
-        masks = [real.mask_BT for real, _ in self._done] + ([latest.mask_BT] if latest else [])
-        if len(masks) < 2:
-            return latest or (self._done[0][0] if self._done else None)
-        longest = max(mask_BT.shape[1] for mask_BT in masks)
-        padded = [F.pad(mask_BT, (0, longest - mask_BT.shape[1])) for mask_BT in masks]
-        return real_tokens(torch.cat([mask_BT.to(padded[0].device) for mask_BT in padded]))
-
-    def layers(self, latest: Sequence[LayerRecord]) -> list[LayerRecord]:
-        """The records of all sequences, those watched now being the last; 0 past the end of shorter ones."""
-        batches = [*(layers for _, layers in self._done), *([list(latest)] if latest else [])]
-        if len(batches) < 2:
-            return batches[0] if batches else []
-        return [_joined(parts) for parts in zip(*batches, strict=True)]
-
-
 class Recorder(ABC):
     """The part that all probes have: the records of the sequences read, those watched now being the last.
 
@@ -74,23 +39,44 @@ class Recorder(ABC):
         self._model, self._lengths, self._details = model, tuple(lengths), details
         self._signature = inspect.signature(model.forward)
         self._expected = attention_layers(model.config)
-        self._batches = Batches()
+        self._done: list[tuple[RealTokens, list[LayerRecord]]] = []  # of sequences before those watched now
+        self._tokens_BT: Tensor | None = None
         self._real: RealTokens | None = None
         self._paused = False
 
     @property
     def layers(self) -> list[LayerRecord]:
-        """Importance and norms of all sequences, one record per attention layer in the order of their calls."""
-        return self._batches.layers(self._latest())
+        """Importance and norms, one record per attention layer in the order of their calls; 0 past a sequence's end."""
+        batches = [layers for layers in (*(layers for _, layers in self._done), self._latest()) if layers]
+        if len(batches) < 2:
+            return batches[0] if batches else []
+        return [_joined(parts) for parts in zip(*batches, strict=True)]
 
     @property
     def real(self) -> RealTokens | None:
         """Where the real tokens of all sequences stand; None before the first pass."""
-        return self._batches.real(self._real)
+        batches = [real for real in (*(real for real, _ in self._done), self._real) if real is not None]
+        if len(batches) < 2:
+            return batches[0] if batches else None
+        longest = max(real.mask_BT.shape[1] for real in batches)
+        padded = [F.pad(real.mask_BT, (0, longest - real.mask_BT.shape[1])) for real in batches]
+        return real_tokens(torch.cat([mask_BT.to(padded[0].device) for mask_BT in padded]))
 
     def clear(self) -> None:
         """Forget what was recorded."""
-        self._batches, self._real = Batches(), None
+        self._done, self._tokens_BT, self._real = [], None, None
+        self._forget_latest()
+
+    def _begin(self, tokens_BT: Tensor | None, layers: list[LayerRecord]) -> None:
+        """Other sequences begin, after those that `layers` are of; or the same, once more and longer.
+
+        Args:
+            tokens_BT: their ids, where they are known.
+            layers: empty where there were none, or their last pass failed.
+        """
+        if self._real is not None and layers and not _goes_on(self._tokens_BT, tokens_BT):
+            self._done.append((self._real, layers))
+        self._tokens_BT, self._real = tokens_BT, None
         self._forget_latest()
 
     @contextmanager

@@ -23,7 +23,7 @@ from sinklab.measuring.findings import Ablation
 from sinklab.measuring.hooks import evaluating
 from sinklab.measuring.huggingface.anatomy import input_device
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.surgery.channels import zeroed
+from sinklab.measuring.surgery.changes import zeroed
 from sinklab.measuring.surgery.keys import masked_first_keys
 from sinklab.measuring.surgery.places import residual_blocks
 from sinklab.model.transformer import Transformer

@@ -14,7 +14,7 @@ from sinklab.measuring.hooks import Progress
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.measuring.surgery.ablations import check_ablation, measure_ablations, plan_ablation
-from sinklab.measuring.surgery.positions import check_pair, replaced_position, swapped_positions
+from sinklab.measuring.surgery.changes import check_pair, replaced_position, swapped_positions
 from sinklab.measuring.surgery.propositions import LENGTH, check_propositions
 from sinklab.model.transformer import Transformer
 
