@@ -10,10 +10,10 @@ import numpy as np
 
 from sinklab.measuring.measurement import Measurement
 from sinklab.report import charts, heatmaps, lines
-from sinklab.report.data import ReportData
+from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.figure import Figure, Scale
 from sinklab.report.heatmaps import Named, heatmap, side_by_side
-from sinklab.report.summary import over_seeds
+from sinklab.report.summary import by_key, over_seeds
 
 SHOWN_POSITIONS = 64
 VISIBLE = "visible queries"
@@ -110,19 +110,19 @@ def _importance_scale(maps: list[Named], data: ReportData) -> Scale:
 
 
 def _by_position(data: ReportData, width: int | str) -> Figure | None:
-    collected: dict[tuple[str, int], list[float]] = {}
-    lengths = {measured.length for _, measured in data.measured}
-    for run, measured in data.measured:
-        for index, value in enumerate(measured.importance.mean((0, 1))[:SHOWN_POSITIONS]):
-            collected.setdefault((run.cell, index + 1), []).append(float(value))
-    if not collected:
+    found = by_key(
+        ((run.cell, position), float(value))
+        for run, measured in data.measured
+        for position, value in enumerate(measured.importance.mean((0, 1))[:SHOWN_POSITIONS], start=1)
+    )
+    if not found:
         return None
     rows = [
         {"cell": cell, "position": position, "value": spread["mean"], "runs": spread["runs"]}
-        for (cell, position), numbers in collected.items()
+        for (cell, position), numbers in found.items()
         for spread in [over_seeds(numbers)]
     ]
-    shown = max(position for _, position in collected)
+    shown = max(position for _, position in found)
     caption = (
         f"Attention received by each of the first {shown} positions: for every key the mean over the "
         "queries from it on, itself included, then the mean over sequences, layers and heads. A sink stands out at the "
@@ -131,7 +131,7 @@ def _by_position(data: ReportData, width: int | str) -> Figure | None:
     )
     uniform = [
         {"length": length, "position": k + 1, "value": float(value)}
-        for length in sorted(lengths)
+        for length in sorted({measured.length for _, measured in data.measured})
         for k, value in enumerate(uniform_importance(length)[:shown])
     ]
     chart = charts.importance_by_position(rows, data.cells, data.runs[0].eps, uniform, width)
@@ -161,7 +161,8 @@ NORMS: dict[str, Callable[[Measurement], np.ndarray | None]] = {
 def _norms(data: ReportData, width: int | str) -> Figure | None:
     drawn = []
     for title, norm in NORMS.items():
-        rows = _norm_rows(data, norm, first_layer=int(title != "Hidden states"))
+        known = [(run, norm_LT) for run, measured in data.measured if (norm_LT := norm(measured)) is not None]
+        rows = first_and_others(known, first_layer=int(title != "Hidden states"))
         if rows:
             at = "Layer" if rows[0]["layer"] else "After block (0 is the embedding)"
             drawn.append(lines.by_layer(rows, data.cells, at, "Norm", width, title))
@@ -175,18 +176,21 @@ def _norms(data: ReportData, width: int | str) -> Figure | None:
     return Figure("norms", "Hidden states, keys and values of the first token", caption, drawn, small=True)
 
 
-def _norm_rows(
-    data: ReportData, norm: Callable[[Measurement], np.ndarray | None], first_layer: int
-) -> list[dict[str, Any]]:
-    collected: dict[tuple[str, str, int], list[float]] = {}
-    for run, measured in data.measured:
-        norm_LT = norm(measured)
-        if norm_LT is None or norm_LT.shape[1] < 2:
-            continue
-        for where, values in (("first token", norm_LT[:, 0]), ("the others", norm_LT[:, 1:].mean(1))):
-            for layer, value in enumerate(values, first_layer):
-                collected.setdefault((run.cell, where, layer), []).append(float(value))
+def first_and_others(measured: Iterable[tuple[ReportedRun, np.ndarray]], first_layer: int) -> list[dict[str, Any]]:
+    """Rows of a quantity (layers, positions) at the first position and as a mean over the others, by cell and layer.
+
+    Args:
+        measured: by run; of one position there is nothing to compare.
+        first_layer: the number of the first row of the arrays.
+    """
+    found = by_key(
+        ((run.cell, where, layer), float(value))
+        for run, array_LT in measured
+        if array_LT.shape[1] > 1
+        for where, values in (("first token", array_LT[:, 0]), ("the others", array_LT[:, 1:].mean(1)))
+        for layer, value in enumerate(values, first_layer)
+    )
     return [
         {"cell": cell, "where": where, "layer": layer, "value": fmean(values)}
-        for (cell, where, layer), values in collected.items()
+        for (cell, where, layer), values in found.items()
     ]
