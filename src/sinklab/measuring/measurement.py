@@ -104,11 +104,11 @@ class Measurement(WithArrays):
     ablations: list[Ablation] | None = None
     propositions: Propositions | None = None
     importance: Annotated[Array, Axes("LHT")]
-    importance_visible: Annotated[ArrayOrNone, Axes("LHT")]
+    importance_visible: Annotated[ArrayOrNone, Axes("LHT")] = None
     importance_first: Annotated[Array, Axes("NLH")]
-    importance_bias: Annotated[ArrayOrNone, Axes("LH")]
-    row_sums: Annotated[ArrayOrNone, Axes("LH")]
-    hidden_norm: Annotated[ArrayOrNone, Axes("MT")]
+    importance_bias: Annotated[ArrayOrNone, Axes("LH")] = None
+    row_sums: Annotated[ArrayOrNone, Axes("LH")] = None
+    hidden_norm: Annotated[ArrayOrNone, Axes("MT")] = None
     key_norm: Annotated[Array, Axes("LT")]
     value_norm: Annotated[Array, Axes("LT")]
 

@@ -6,7 +6,7 @@ Nothing here reads a file (`collect` does) or knows about charts.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from sinklab.experiments.documents import CellSummary, JudgedClaim
 from sinklab.survey.documents import SuiteDocument
@@ -29,7 +29,7 @@ class WrittenRecipe:
         values: nested, of every key.
     """
 
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
 
     @property
     def name(self) -> str | None:
@@ -52,7 +52,7 @@ class WrittenRecipe:
         return self._value("metric.eps", int, float)
 
     def _value(self, key: str, *kinds: type[T]) -> T | None:
-        value: Any = self.values
+        value: object = self.values
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return value if isinstance(value, kinds) else None
@@ -175,7 +175,7 @@ class Suite:
     def runs(self, data: "ReportData") -> list[tuple[str, "ReportedRun"]]:
         """The measurements by their names in the document, in its order."""
         by_path = {run.path: run for run in data.runs}
-        return [(name, by_path[self.top / name]) for name in self.document.names if self.top / name in by_path]
+        return [(name, by_path[self.top / name]) for name in self.document.measured if self.top / name in by_path]
 
 
 @dataclass(frozen=True)
@@ -208,6 +208,18 @@ class ReportData:
         """The name of a run: its cell's, with the seed where the cell has several runs."""
         alone = len(self.runs_of(run.cell)) == 1
         return run.cell if alone or run.seed is None else f"{run.cell}, seed {run.seed}"
+
+    @property
+    def only_suite(self) -> SuiteDocument | None:
+        """The document of the suite that all of the report is about; None where there is more, or none."""
+        if len(self.suites) != 1 or len(self.suites[0].runs(self)) != len(self.runs):
+            return None
+        return self.suites[0].document
+
+    @property
+    def failures(self) -> list[tuple[str, str]]:
+        """What could not be measured, and why."""
+        return [(name, f"not measured: {why}") for suite in self.suites for name, why in suite.document.failed.items()]
 
     @property
     def measured(self) -> "list[tuple[ReportedRun, Measurement]]":

@@ -14,7 +14,6 @@ from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import vl_convert as vlc
@@ -29,9 +28,8 @@ from sinklab.report.collect import collect
 from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.export import export_charts
 from sinklab.report.figures import Figure, figures
-from sinklab.report.suites import failures
-from sinklab.report.summary import VERDICTS, headline, table
-from sinklab.report.tables import tables
+from sinklab.report.summary import VERDICTS, headline
+from sinklab.report.tables import table_of_cells, tables
 
 TEMPLATES = files("sinklab.report") / "templates"
 
@@ -67,7 +65,7 @@ def render(data: ReportData) -> str:
     environment.filters["verdict_class"] = verdict_class
     template = environment.from_string((TEMPLATES / "report.html.j2").read_text(encoding="utf-8"))
     drawn = figures(data)
-    columns, rows = table(data)
+    columns, rows = table_of_cells(data)
     scripts = [vega_bundle(), (TEMPLATES / "report.js").read_text(encoding="utf-8")]
     return template.render(
         title=_title(data),
@@ -78,7 +76,7 @@ def render(data: ReportData) -> str:
         columns=columns,
         rows=rows,
         proxied=list(dict.fromkeys(run.cell for run, measured in data.measured if measured.proxy)),
-        notes=[*((data.label(run), note) for run in data.runs for note in run.notes), *failures(data)],
+        notes=[*((data.label(run), note) for run in data.runs for note in run.notes), *data.failures],
         tables=tables(data),
         swatches=theme.colours(data.cells),
         figures=drawn,
@@ -100,7 +98,7 @@ def vega_bundle() -> str:
     return bundle
 
 
-def json_for_script(document: Any) -> str:
+def json_for_script(document: object) -> str:
     """JSON that is safe inside a script element: no character that HTML gives a meaning to is left in it.
 
     Raises:
@@ -123,7 +121,7 @@ def verdict_class(verdict: str) -> str:
     return verdict.replace(" ", "-") if verdict in VERDICTS else "inconclusive"
 
 
-def _charts_document(drawn: list[Figure]) -> dict[str, Any]:
+def _charts_document(drawn: list[Figure]) -> dict[str, object]:
     specs = {}
     for figure in drawn:
         for index, chart in enumerate(figure.charts):

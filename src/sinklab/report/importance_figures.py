@@ -11,7 +11,7 @@ from sinklab.report import charts, heatmaps, lines
 from sinklab.report.data import ReportData
 from sinklab.report.figure import Figure, Scale
 from sinklab.report.heatmaps import Named, heatmap, side_by_side
-from sinklab.report.summary import over_seeds
+from sinklab.report.summary import by_key, over_seeds
 
 SHOWN_POSITIONS = 64
 VISIBLE = "visible queries"
@@ -108,19 +108,19 @@ def _importance_scale(maps: list[Named], data: ReportData) -> Scale:
 
 
 def _by_position(data: ReportData, width: int | str) -> Figure | None:
-    collected: dict[tuple[str, int], list[float]] = {}
-    lengths = {measured.length for _, measured in data.measured}
-    for run, measured in data.measured:
-        for index, value in enumerate(measured.importance.mean((0, 1))[:SHOWN_POSITIONS]):
-            collected.setdefault((run.cell, index + 1), []).append(float(value))
-    if not collected:
+    found = by_key(
+        ((run.cell, position), float(value))
+        for run, measured in data.measured
+        for position, value in enumerate(measured.importance.mean((0, 1))[:SHOWN_POSITIONS], start=1)
+    )
+    if not found:
         return None
     rows = [
         {"cell": cell, "position": position, "value": spread["mean"], "runs": spread["runs"]}
-        for (cell, position), numbers in collected.items()
+        for (cell, position), numbers in found.items()
         for spread in [over_seeds(numbers)]
     ]
-    shown = max(position for _, position in collected)
+    shown = max(position for _, position in found)
     caption = (
         f"Attention received by each of the first {shown} positions: for every key the mean over the "
         "queries from it on, itself included, then the mean over sequences, layers and heads. A sink stands out at the "
@@ -129,7 +129,7 @@ def _by_position(data: ReportData, width: int | str) -> Figure | None:
     )
     uniform = [
         {"length": length, "position": k + 1, "value": float(value)}
-        for length in sorted(lengths)
+        for length in sorted({measured.length for _, measured in data.measured})
         for k, value in enumerate(uniform_importance(length)[:shown])
     ]
     chart = charts.importance_by_position(rows, data.cells, data.runs[0].eps, uniform, width)

@@ -4,7 +4,6 @@ As in `charts.py`, names are data and nothing else.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import altair as alt
 import numpy as np
@@ -59,7 +58,7 @@ def _domains(measured: Measured, width: Width, number: int) -> Figure:
     return Figure(f"domains-{number}", "The sink by domain", caption, drawn)
 
 
-def _row(run: ReportedRun, measurement: Measurement, series: str, value: float) -> dict[str, Any]:
+def _row(run: ReportedRun, measurement: Measurement, series: str, value: float) -> dict[str, object]:
     return {"domain": run.cell, "series": series, "value": value, "sequences": measurement.sequences}
 
 
@@ -82,7 +81,7 @@ def _comparison(measured: Measured, cells: Sequence[str], width: Width, number: 
 def _families(document: FamiliesDocument, width: Width, number: int) -> Figure | None:
     rows = [
         {"model": name, "family": model.family, "parameters": model.parameters, "what": what, "value": value}
-        for name, model in document.models.items()
+        for name, model in document.measured.items()
         for what, value in (("measured", model.sink_1), ("published", model.published))
         if value is not None
     ]

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 from sinklab.schema import Part
 
 Array = Annotated[np.ndarray, Field(exclude=True, repr=False)]
-ArrayOrNone = Annotated[np.ndarray | None, Field(default=None, exclude=True, repr=False)]
+ArrayOrNone = Annotated[np.ndarray | None, Field(exclude=True, repr=False)]
 
 
 class Axes:

@@ -46,18 +46,18 @@ class Details(WithArrays):
     queries: list[int]
     maps: list[tuple[int, int]]
     entropy: Annotated[Array, Entropy()]
-    cosine: Annotated[ArrayOrNone, Cosine()]
-    norm_product: Annotated[ArrayOrNone, NormProduct()]
+    cosine: Annotated[ArrayOrNone, Cosine()] = None
+    norm_product: Annotated[ArrayOrNone, NormProduct()] = None
     by_distance: Annotated[Array, ByDistance()]
     first_by_query: Annotated[Array, FirstByQuery()]
     rest_by_query: Annotated[Array, RestByQuery()]
-    value_ratio: Annotated[ArrayOrNone, ValueRatio()]
+    value_ratio: Annotated[ArrayOrNone, ValueRatio()] = None
     secondary: Annotated[Array, Secondary()]
-    kurtosis: Annotated[ArrayOrNone, Kurtosis()]
-    alignment: Annotated[ArrayOrNone, Alignment()]
-    map_attention: Annotated[ArrayOrNone, AttentionMap()]
-    map_cosine: Annotated[ArrayOrNone, CosineMap()]
-    map_norm_product: Annotated[ArrayOrNone, NormProductMap()]
+    kurtosis: Annotated[ArrayOrNone, Kurtosis()] = None
+    alignment: Annotated[ArrayOrNone, Alignment()] = None
+    map_attention: Annotated[ArrayOrNone, AttentionMap()] = None
+    map_cosine: Annotated[ArrayOrNone, CosineMap()] = None
+    map_norm_product: Annotated[ArrayOrNone, NormProductMap()] = None
 
     @property
     def by_layer(self) -> Mapping[str, list[float] | None]:
