@@ -101,19 +101,9 @@ def _scale(shown: Heatmap, maps: list[Named]) -> Scale:
 
 
 def _blocks(data: ReportData, name: str, shown: BlockLines, width: int | str) -> Figure | None:
-    collected: dict[tuple[str, str, int], list[float]] = {}
-    for run, _, _, array_MT in _found(data, name):
-        if array_MT.shape[1] < 2:
-            continue
-        for where, values in (("first token", array_MT[:, 0]), ("the others", array_MT[:, 1:].mean(1))):
-            for block, value in enumerate(values):
-                collected.setdefault((run.cell, where, block), []).append(float(value))
-    if not collected:
+    rows = lines.first_and_rest((run.cell, array_MT) for run, _, _, array_MT in _found(data, name))
+    if not rows:
         return None
-    rows = [
-        {"cell": cell, "where": where, "layer": block, "value": fmean(values)}
-        for (cell, where, block), values in collected.items()
-    ]
     chart = lines.by_layer(rows, data.cells, "After block (0 is the embedding)", shown.what, width)
     return Figure(shown.key, shown.title, shown.caption, [chart])
 

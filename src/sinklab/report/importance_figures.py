@@ -3,8 +3,6 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from statistics import fmean
-from typing import Any
 
 import numpy as np
 
@@ -161,8 +159,8 @@ NORMS: dict[str, Callable[[Measurement], np.ndarray | None]] = {
 def _norms(data: ReportData, width: int | str) -> Figure | None:
     drawn = []
     for title, norm in NORMS.items():
-        rows = _norm_rows(data, norm, first_layer=int(title != "Hidden states"))
-        if rows:
+        arrays = ((run.cell, norms) for run, measured in data.measured if (norms := norm(measured)) is not None)
+        if rows := lines.first_and_rest(arrays, first_layer=int(title != "Hidden states")):
             at = "Layer" if rows[0]["layer"] else "After block (0 is the embedding)"
             drawn.append(lines.by_layer(rows, data.cells, at, "Norm", width, title))
     if not drawn:
@@ -173,20 +171,3 @@ def _norms(data: ReportData, width: int | str) -> Figure | None:
         "small key and a small value: it takes attention and gives nothing."
     )
     return Figure("norms", "Hidden states, keys and values of the first token", caption, drawn, small=True)
-
-
-def _norm_rows(
-    data: ReportData, norm: Callable[[Measurement], np.ndarray | None], first_layer: int
-) -> list[dict[str, Any]]:
-    collected: dict[tuple[str, str, int], list[float]] = {}
-    for run, measured in data.measured:
-        norm_LT = norm(measured)
-        if norm_LT is None or norm_LT.shape[1] < 2:
-            continue
-        for where, values in (("first token", norm_LT[:, 0]), ("the others", norm_LT[:, 1:].mean(1))):
-            for layer, value in enumerate(values, first_layer):
-                collected.setdefault((run.cell, where, layer), []).append(float(value))
-    return [
-        {"cell": cell, "where": where, "layer": layer, "value": fmean(values)}
-        for (cell, where, layer), values in collected.items()
-    ]

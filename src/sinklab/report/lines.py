@@ -1,8 +1,10 @@
 """Lines over layers, distances and queries, one colour for each cell; conventions as in charts.py."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from statistics import fmean
 
 import altair as alt
+import numpy as np
 
 from sinklab.report.charts import Drawing, Rows, Width, cell_colour, legend
 
@@ -35,6 +37,25 @@ def by_bucket(
         alt.Tooltip("bucket:O", title=x_title.split(" (")[0].lower()),
         width,
     )
+
+
+def first_and_rest(arrays: Iterable[tuple[str, np.ndarray]], first_layer: int = 0) -> Rows:
+    """Rows for `by_layer`: the first position and the mean of the others, mean over the runs of a cell.
+
+    Args:
+        arrays: (layers, positions) of each run, with its cell; those of one position are left out.
+        first_layer: number of the first layer.
+    """
+    collected: dict[tuple[str, str, int], list[float]] = {}
+    for cell, array_LT in arrays:
+        if array_LT.shape[1] > 1:
+            for where, values in (("first token", array_LT[:, 0]), ("the others", array_LT[:, 1:].mean(1))):
+                for layer, value in enumerate(values, first_layer):
+                    collected.setdefault((cell, where, layer), []).append(float(value))
+    return [
+        {"cell": cell, "where": where, "layer": layer, "value": fmean(values)}
+        for (cell, where, layer), values in collected.items()
+    ]
 
 
 def by_layer(
