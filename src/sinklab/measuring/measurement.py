@@ -13,28 +13,17 @@ from pydantic import ConfigDict, Field, FiniteFloat, ValidationError, model_vali
 from sinklab.errors import InputError
 from sinklab.files import parse_json, write_json, written_aside
 from sinklab.measuring.activations import MassiveActivation
+from sinklab.measuring.arrays import Array, ArrayOrNone, Axes, WithArrays
 from sinklab.measuring.findings import Ablation, Propositions
 from sinklab.measuring.frames import TableName, data_frame, write_csv, write_parquet
 from sinklab.measuring.options import Inputs
-from sinklab.measuring.statistics.details import Details, with_arrays
-from sinklab.schema import Part
+from sinklab.measuring.statistics.details import Details
 
 Percent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
-ARRAYS = (
-    "importance",
-    "importance_visible",
-    "importance_first",
-    "importance_bias",
-    "row_sums",
-    "hidden_norm",
-    "key_norm",
-    "value_norm",
-)
 LEFT_OUT = ("step", "planned_steps", "details", "ablations", "propositions")  # of the document, where there are none
-OPTIONAL = {"importance_visible": None, "importance_bias": None, "row_sums": None, "hidden_norm": None}
 
 
-class Measurement(Part):
+class Measurement(WithArrays):
     """Sinks, norms and loss of one model on one set of sequences.
 
     Attributes:
@@ -77,7 +66,7 @@ class Measurement(Part):
         key_norm, value_norm: mean l2 norm over sequences and heads (L, T).
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True, populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True)
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
     model: str
@@ -112,35 +101,20 @@ class Measurement(Part):
     notes: list[str] = Field(default_factory=list)
     ablations: list[Ablation] | None = None
     propositions: Propositions | None = None
-    importance: np.ndarray = Field(exclude=True, repr=False)
-    importance_visible: np.ndarray | None = Field(default=None, exclude=True, repr=False)
-    importance_first: np.ndarray = Field(exclude=True, repr=False)
-    importance_bias: np.ndarray | None = Field(default=None, exclude=True, repr=False)
-    row_sums: np.ndarray | None = Field(default=None, exclude=True, repr=False)
-    hidden_norm: np.ndarray | None = Field(exclude=True, repr=False)
-    key_norm: np.ndarray = Field(exclude=True, repr=False)
-    value_norm: np.ndarray = Field(exclude=True, repr=False)
+    importance: Annotated[Array, Axes("LHT")]
+    importance_visible: Annotated[ArrayOrNone, Axes("LHT")]
+    importance_first: Annotated[Array, Axes("NLH")]
+    importance_bias: Annotated[ArrayOrNone, Axes("LH")]
+    row_sums: Annotated[ArrayOrNone, Axes("LH")]
+    hidden_norm: Annotated[ArrayOrNone, Axes("MT")]
+    key_norm: Annotated[Array, Axes("LT")]
+    value_norm: Annotated[Array, Axes("LT")]
 
     @model_validator(mode="after")
     def _shapes_agree(self) -> Self:
-        L, H, T, N = self.layers, self.heads, self.length, self.sequences
-        expected = {
-            "importance": (L, H, T),
-            "importance_first": (N, L, H),
-            "key_norm": (L, T),
-            "value_norm": (L, T),
-        }
-        if self.hidden_norm is not None and self.hidden_norm_ratio is not None:
-            expected["hidden_norm"] = (len(self.hidden_norm_ratio), T)
-        for name, shape in {"importance_visible": (L, H, T), "importance_bias": (L, H), "row_sums": (L, H)}.items():
-            if getattr(self, name) is not None:
-                expected[name] = shape
-        for name, shape in expected.items():
-            array: np.ndarray = getattr(self, name)
-            if array.shape != shape:
-                raise ValueError(f"{name} has shape {array.shape}, expected {shape}")
-            if not np.isfinite(array).all():
-                raise ValueError(f"{name} contains NaN or infinity")
+        L, H, T = self.layers, self.heads, self.length
+        places = {"M": len(self.hidden_norm_ratio)} if self.hidden_norm_ratio else {}
+        self.check_arrays(L=L, H=H, T=T, N=self.sequences, **places)
         if self.details is not None and self.details.entropy.shape != (L, H):
             raise ValueError(f"details_entropy has shape {self.details.entropy.shape}, expected {(L, H)}")
         for name in ("sink_rate", "sink_rate_visible"):
@@ -170,9 +144,7 @@ class Measurement(Part):
         folder = Path(folder)
         if folder.exists() and not folder.is_dir():
             raise InputError(f"{folder} is a file: give the folder of the measurement")
-        arrays = {name: array for name in ARRAYS if (array := getattr(self, name)) is not None}
-        if self.details is not None:
-            arrays |= self.details.arrays()
+        arrays: dict[str, Any] = self.arrays() | (self.details.arrays() if self.details else {})
         with written_aside(folder / "measurement.npz") as aside, aside.open("wb") as file:
             np.savez(file, **arrays)
         write_json(folder / "measurement.json", self.document())
@@ -234,10 +206,10 @@ class Measurement(Part):
             if not isinstance(document, dict):
                 raise ValueError("measurement.json holds no mapping of keys to values")
             with np.load(folder / "measurement.npz", allow_pickle=False) as file:
-                arrays = {name: file[name] for name in ARRAYS if name in file}
-                if document.get("details"):
-                    document["details"] = with_arrays(document["details"], dict(file))
-            return cls.model_validate({**OPTIONAL, **document, **arrays})
+                arrays = dict(file)
+            if document.get("details"):
+                document["details"] = {**document["details"], **Details.found_in(arrays)}
+            return cls.model_validate({**document, **cls.found_in(arrays)})
         except FileNotFoundError as error:
             raise InputError(f"{advice}: {Path(error.filename).name} is missing") from error
         except ValidationError as error:

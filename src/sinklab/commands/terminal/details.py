@@ -21,7 +21,7 @@ def _layers(d: Details) -> Table:
     """A column for every statistic that declares one, those of angles first."""
     layers = len(d.entropy)
     columns = {"layer": [str(layer + 1) for layer in range(layers)]}
-    for statistic, array in sorted(((one, array) for _, one, array in d.present()), key=lambda one: not one[0].angles):
+    for statistic, array in sorted(d.present(), key=lambda one: not one[0].angles):
         if (column := statistic.column) is None:
             continue
         found = [column.of(array)] if column.of else [d.by_layer[field] for field in statistic.fields]

@@ -16,11 +16,12 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
+from sinklab.measuring.arrays import Axes
 from sinklab.measuring.statistics.block import Layer, ScoreBlock
 from sinklab.measuring.statistics.shown import Column, Shown
 
 
-class Statistic:
+class Statistic(Axes):
     """One of the statistics of `--details`.
 
     Attributes:
@@ -33,12 +34,14 @@ class Statistic:
         figures: of the report.
     """
 
-    axes: ClassVar[str]
     averaged: ClassVar[str | None] = None
     angles: ClassVar[bool] = False
     fields: ClassVar[tuple[str, ...]] = ()
     column: ClassVar[Column | None] = None
     figures: ClassVar[tuple[Shown, ...]] = ()
+
+    def __init__(self) -> None:
+        super().__init__(self.axes)
 
     def of_mean(self, mean: np.ndarray, /) -> np.ndarray | None:
         """The array from the mean over sequences; None where the sequences are too short for it."""

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Self
 
 import numpy as np
-from pydantic import ConfigDict, Field, FiniteFloat, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import ConfigDict, FiniteFloat, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from sinklab.measuring.arrays import Array, ArrayOrNone, WithArrays
 from sinklab.measuring.statistics.angles import Cosine, NormProduct
 from sinklab.measuring.statistics.buckets import ByDistance, FirstByQuery, RestByQuery
 from sinklab.measuring.statistics.declared import Statistic
@@ -19,14 +20,9 @@ from sinklab.measuring.statistics.maps import AttentionMap, CosineMap, NormProdu
 from sinklab.measuring.statistics.secondary import Percent, Secondary, SecondarySink
 from sinklab.measuring.statistics.stream import Alignment, Kurtosis
 from sinklab.measuring.statistics.values import ValueRatio
-from sinklab.schema import Part
-
-PREFIX = "details_"  # of the names in measurement.npz
-Needed = Annotated[np.ndarray, Field(exclude=True, repr=False)]
-Saved = Annotated[np.ndarray | None, Field(default=None, exclude=True, repr=False)]
 
 
-class Details(Part):
+class Details(WithArrays):
     """The statistics of a measurement, each by the name of its array, in the order of the files.
 
     What a model or older files do not have is None. Beside the fields below there are those that the statistics
@@ -40,27 +36,28 @@ class Details(Part):
         maps: (layer, head) of every map, 1-based.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, list[FiniteFloat] | None]  # pyright: ignore[reportIncompatibleVariableOverride]
+    prefix = "details_"
 
     secondary_rate: Percent
     secondary_sinks: list[SecondarySink]
     distances: list[int]
     queries: list[int]
     maps: list[tuple[int, int]]
-    entropy: Annotated[Needed, Entropy()]
-    cosine: Annotated[Saved, Cosine()]
-    norm_product: Annotated[Saved, NormProduct()]
-    by_distance: Annotated[Needed, ByDistance()]
-    first_by_query: Annotated[Needed, FirstByQuery()]
-    rest_by_query: Annotated[Needed, RestByQuery()]
-    value_ratio: Annotated[Saved, ValueRatio()]
-    secondary: Annotated[Needed, Secondary()]
-    kurtosis: Annotated[Saved, Kurtosis()]
-    alignment: Annotated[Saved, Alignment()]
-    map_attention: Annotated[Saved, AttentionMap()]
-    map_cosine: Annotated[Saved, CosineMap()]
-    map_norm_product: Annotated[Saved, NormProductMap()]
+    entropy: Annotated[Array, Entropy()]
+    cosine: Annotated[ArrayOrNone, Cosine()]
+    norm_product: Annotated[ArrayOrNone, NormProduct()]
+    by_distance: Annotated[Array, ByDistance()]
+    first_by_query: Annotated[Array, FirstByQuery()]
+    rest_by_query: Annotated[Array, RestByQuery()]
+    value_ratio: Annotated[ArrayOrNone, ValueRatio()]
+    secondary: Annotated[Array, Secondary()]
+    kurtosis: Annotated[ArrayOrNone, Kurtosis()]
+    alignment: Annotated[ArrayOrNone, Alignment()]
+    map_attention: Annotated[ArrayOrNone, AttentionMap()]
+    map_cosine: Annotated[ArrayOrNone, CosineMap()]
+    map_norm_product: Annotated[ArrayOrNone, NormProductMap()]
 
     @property
     def by_layer(self) -> Mapping[str, list[float] | None]:
@@ -72,15 +69,8 @@ class Details(Part):
         unknown = set(self.by_layer) - {field for one in STATISTICS.values() for field in one.fields}
         if unknown:
             raise ValueError(f"unknown fields: {', '.join(sorted(unknown))}")
-        sizes = {"D": len(self.distances), "Q": len(self.queries), "P": len(self.maps)}
-        for name, statistic, array in self.present():
-            if array.ndim == len(statistic.axes):
-                sizes = dict(zip(statistic.axes, array.shape, strict=True)) | sizes
-            expected = tuple(sizes.get(axis, "any") for axis in statistic.axes)
-            if array.shape != expected:
-                raise ValueError(f"{PREFIX}{name} has shape {array.shape}, expected {expected}")
-            if not np.isfinite(array).all():
-                raise ValueError(f"{PREFIX}{name} contains NaN or infinity")
+        self.check_arrays(D=len(self.distances), Q=len(self.queries), P=len(self.maps))
+        for statistic, array in self.present():
             numbers = [self.by_layer.get(field) for field in statistic.fields]
             if numbers and numbers[0] is None:
                 raise ValueError(f"{statistic.fields[0]} is missing")
@@ -94,28 +84,13 @@ class Details(Part):
         document = handler(self)
         return {name: document[name] for name in (*self.by_layer, *document)}
 
-    def present(self) -> Iterator[tuple[str, Statistic, np.ndarray]]:
-        """Name, declaration and array of every statistic that there is."""
+    def present(self) -> Iterator[tuple[Statistic, np.ndarray]]:
+        """Declaration and array of every statistic that there is."""
         for name, statistic in STATISTICS.items():
             array: np.ndarray | None = getattr(self, name)
             if array is not None:
-                yield name, statistic, array
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """What measurement.npz holds of this, under its names there."""
-        return {f"{PREFIX}{name}": array for name, _, array in self.present()}
+                yield statistic, array
 
 
-STATISTICS: dict[str, Statistic] = {
-    name: declared
-    for name, field in Details.model_fields.items()
-    for declared in field.metadata
-    if isinstance(declared, Statistic)
-}
+STATISTICS = {name: declared for name, declared in Details.declared() if isinstance(declared, Statistic)}
 """Every statistic by its name."""
-
-
-def with_arrays(document: dict[str, Any], arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-    """The `details` of a measurement.json with their arrays, to be validated."""
-    found = {name: arrays[f"{PREFIX}{name}"] for name in STATISTICS if f"{PREFIX}{name}" in arrays}
-    return {**document, **found}
