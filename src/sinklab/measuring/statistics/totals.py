@@ -88,7 +88,7 @@ class _Mean:
 
     Args:
         statistic: what is averaged.
-        width: to which the last axis is padded, by axis.
+        widths: to which the last axis is padded, by axis.
     """
 
     def __init__(self, statistic: Statistic, widths: Mapping[str, int]) -> None:
@@ -121,13 +121,15 @@ class _Mean:
 
     def fields(self, array: np.ndarray | None) -> Iterable[tuple[str, list[float] | None]]:
         """What measurement.json holds of the statistic, by name."""
+        if not self._statistic.fields:
+            return ()
         if array is None:
             numbers = [None] * len(self._statistic.fields)
         elif self.axes == "MT":
             numbers = [(self._over_tokens_M / self._tokens).tolist()]
         else:
             numbers = self._statistic.by_layer(array)
-        return zip(self._statistic.fields, numbers, strict=False)
+        return zip(self._statistic.fields, numbers, strict=True)
 
     def _wide(self, x: Tensor) -> Tensor:
         return x if self._width is None else torch.nn.functional.pad(x, (0, self._width - x.shape[-1]))
