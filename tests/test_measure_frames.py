@@ -14,7 +14,6 @@ from test_measure_result import H, L, T, _measurement
 
 import sinklab
 from sinklab.errors import InputError
-from sinklab.measuring.frames import columns
 from sinklab.measuring.measurement import Measurement
 
 
@@ -41,7 +40,7 @@ def test_positions_and_layers_are_tables_too(tmp_path: Path) -> None:
     head, rows = rows_of(tmp_path / "positions.csv")
     assert head == ["position", "sink_rate"]
     assert [float(rate) for _, rate in rows] == measured.sink_rate
-    layers = columns(measured, "layers")
+    layers = measured.columns("layers")
     assert list(layers) == [
         *("layer", "importance_first", "importance_bias"),
         *("hidden_norm_ratio", "key_norm_ratio", "value_norm_ratio"),
@@ -53,9 +52,9 @@ def test_positions_and_layers_are_tables_too(tmp_path: Path) -> None:
 def test_what_a_mask_makes_different_stands_beside_it() -> None:
     plain = _measurement()
     other = plain.model_copy(update={"importance_visible": plain.importance / 2, "sink_rate_visible": [0.0] * T})
-    assert list(columns(other)) == ["layer", "head", "position", "importance", "importance_visible"]
-    assert list(columns(other, "positions")) == ["position", "sink_rate", "sink_rate_visible"]
-    assert "importance_first_visible" in columns(other, "layers")
+    assert list(other.columns()) == ["layer", "head", "position", "importance", "importance_visible"]
+    assert list(other.columns("positions")) == ["position", "sink_rate", "sink_rate_visible"]
+    assert "importance_first_visible" in other.columns("layers")
 
 
 def test_an_unknown_table_or_chart_is_refused_with_those_there_are() -> None:

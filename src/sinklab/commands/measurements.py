@@ -130,7 +130,7 @@ def model_command(model: str, given: Invocation, tables: Sequence[str] = ()) -> 
         )
         if given.out is not None:
             try:
-                write_tables(measurement, given.out, tables)
+                write_tables(measurement.columns, given.out, tables)
             except SinklabError as error:
                 raise UnsavedError(str(error), measurement) from error
     given.finish(measurement, print_measurement)

@@ -4,6 +4,7 @@ L attention layers, H heads, T positions, N sequences, M blocks of the residual 
 has attention, M = L. What does not apply to a model is None, and left out of the .npz; NaN is never written.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -15,11 +16,12 @@ from sinklab.files import parse_json, write_json, written_aside
 from sinklab.measuring.activations import MassiveActivation
 from sinklab.measuring.arrays import Array, ArrayOrNone, Axes, WithArrays
 from sinklab.measuring.findings import Ablation, Propositions
-from sinklab.measuring.frames import TableName, data_frame, write_csv, write_parquet
+from sinklab.measuring.frames import TABLES, Columns, TableName, data_frame, write_csv, write_parquet
 from sinklab.measuring.options import Inputs
 from sinklab.measuring.statistics.details import Details
 
 Percent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
+ColumnValues = np.ndarray | Sequence[float] | None
 LEFT_OUT = ("step", "planned_steps", "details", "ablations", "propositions")  # of the document, where there are none
 
 
@@ -159,32 +161,83 @@ class Measurement(WithArrays):
 
         return chart(self, what)
 
+    def columns(self, table: TableName = "importance") -> Columns:
+        """A table as columns of one length, in which positions, layers and heads count from 1.
+
+        | table | a row for | columns |
+        |---|---|---|
+        | importance | every layer, head and position | layer, head, position, importance |
+        | positions | every position | position, sink_rate, and sink_rate_eps_X for every other threshold (percent) |
+        | layers | every attention layer | layer, importance_first, hidden_norm_ratio (after the block), .. |
+
+        What the model does not have is left out. Where a mask makes a difference, each importance and rate has a
+        `_visible` beside it (visible.py).
+
+        Raises:
+            InputError: there is no such table.
+        """
+        if table not in TABLES:
+            raise InputError(f"there is no table {table!r}: choose from {', '.join(TABLES)}")
+        found = {"importance": self._every_importance, "positions": self._positions, "layers": self._layers}[table]()
+        return {name: np.asarray(values) for name, values in found.items() if values is not None}
+
+    def _every_importance(self) -> dict[str, ColumnValues]:
+        layer_LHT, head_LHT, position_LHT = np.indices(self.importance.shape) + 1
+        return {
+            "layer": layer_LHT.ravel(),
+            "head": head_LHT.ravel(),
+            "position": position_LHT.ravel(),
+            "importance": self.importance.ravel(),
+            "importance_visible": None if self.importance_visible is None else self.importance_visible.ravel(),
+        }
+
+    def _positions(self) -> dict[str, ColumnValues]:
+        found: dict[str, ColumnValues] = {"position": np.arange(1, self.length + 1), "sink_rate": self.sink_rate}
+        found["sink_rate_visible"] = self.sink_rate_visible
+        for eps in list(self.sink_rates or {})[1:]:
+            found[f"sink_rate_eps_{eps}"] = (self.sink_rates or {})[eps]
+            found[f"sink_rate_visible_eps_{eps}"] = (self.sink_rates_visible or {}).get(eps)
+        return found
+
+    def _layers(self) -> dict[str, ColumnValues]:
+        hidden, visible = self.hidden_norm_ratio or [], self.importance_visible
+        return {
+            "layer": np.arange(1, self.layers + 1),
+            "importance_first": self.importance[:, :, 0].mean(1),
+            "importance_first_visible": None if visible is None else visible[:, :, 0].mean(1),
+            "importance_bias": None if self.importance_bias is None else self.importance_bias.mean(1),
+            "row_sum": None if self.row_sums is None else self.row_sums.mean(1),
+            "hidden_norm_ratio": hidden[1:] if len(hidden) == self.layers + 1 else None,
+            "key_norm_ratio": self.key_norm_ratio,
+            "value_norm_ratio": self.value_norm_ratio,
+        }
+
     def to_dataframe(self, table: TableName = "importance") -> Any:
-        """A frame of pandas, polars or pyarrow, whichever is installed: a row for every head and position (frames.py).
+        """A frame of pandas, polars or pyarrow, whichever is installed: a row for every head and position.
 
         Args:
-            table: "importance", "positions" or "layers".
+            table: of `columns`.
 
         Raises:
             InputError: there is no such table, or none of the three is installed.
         """
-        return data_frame(self, table)
+        return data_frame(self.columns(table))
 
     def to_csv(self, path: str | Path, table: TableName = "importance") -> None:
         """The same table as comma-separated values.
 
         Raises:
-            InputError, SinklabError: as `frames.write_csv`.
+            InputError, SinklabError: as `columns` and `frames.write_csv`.
         """
-        write_csv(self, Path(path), table)
+        write_csv(self.columns(table), Path(path))
 
     def to_parquet(self, path: str | Path, table: TableName = "importance") -> None:
         """The same table as a Parquet file; needs pyarrow.
 
         Raises:
-            InputError, SinklabError: as `frames.write_parquet`.
+            InputError, SinklabError: as `columns` and `frames.write_parquet`.
         """
-        write_parquet(self, Path(path), table)
+        write_parquet(self.columns(table), Path(path))
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
