@@ -14,10 +14,10 @@ from pydantic import ConfigDict, Field, FiniteFloat, ValidationError, model_vali
 from sinklab.errors import InputError
 from sinklab.files import parse_json, write_json, written_aside
 from sinklab.measuring.activations import MassiveActivation
-from sinklab.measuring.arrays import Array, ArrayOrNone, Axes, WithArrays
 from sinklab.measuring.findings import Ablation, Propositions
 from sinklab.measuring.frames import TABLES, Columns, TableName, data_frame, write_csv, write_parquet
 from sinklab.measuring.options import Inputs
+from sinklab.measuring.statistics.arrays import Array, ArrayOrNone, Axes, WithArrays
 from sinklab.measuring.statistics.details import Details
 
 Percent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]

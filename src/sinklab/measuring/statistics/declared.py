@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
-from sinklab.measuring.arrays import Axes
+from sinklab.measuring.statistics.arrays import Axes
 from sinklab.measuring.statistics.block import Layer, ScoreBlock
 from sinklab.measuring.statistics.shown import Column, Shown
 

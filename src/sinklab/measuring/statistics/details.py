@@ -11,8 +11,8 @@ from typing import Annotated, Any, Self
 import numpy as np
 from pydantic import ConfigDict, FiniteFloat, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from sinklab.measuring.arrays import Array, ArrayOrNone, WithArrays
 from sinklab.measuring.statistics.angles import Cosine, NormProduct
+from sinklab.measuring.statistics.arrays import Array, ArrayOrNone, WithArrays
 from sinklab.measuring.statistics.buckets import ByDistance, FirstByQuery, RestByQuery
 from sinklab.measuring.statistics.declared import Statistic
 from sinklab.measuring.statistics.entropy import Entropy
