@@ -81,6 +81,7 @@ class Layer:
     @property
     def seen_by_BHT(self) -> Tensor:
         """How many queries of the blocks so far see each key, at least 1; only where queries are seen."""
+        assert self.sees_queries
         return self._pairs_BHT.clamp(min=1)
 
     def count(self, block: "ScoreBlock") -> None:

@@ -99,7 +99,7 @@ class DetailsWatch:
         for layer, head in self.maps:
             if not 1 <= layer <= len(self._layers):
                 raise InputError(f"--map {layer}.{head}: the model has attention layers 1 to {len(self._layers)}")
-        align = self._real.align
+        align, known = self._real.align, self._hidden[0] if self._hidden else ()
         layers = {name: [one.means[name] for one in self._layers] for name in self._layers[0].means}
         layers["value_ratio"] = [
             value_BGR.repeat_interleave(entropy_BH.shape[1] // value_BGR.shape[1], 1)
@@ -107,9 +107,7 @@ class DetailsWatch:
         ]
         return BatchDetails(
             layers=layers,
-            stream={name: torch.stack([align(place[name]).cpu() for place in self._hidden]) for name in self._hidden[0]}
-            if self._hidden
-            else {},
+            stream={name: torch.stack([align(place[name]).cpu() for place in self._hidden]) for name in known},
             tokens_BR=align(tokens_BT),
             maps={(layer, head): self._layers[layer - 1].maps[head - 1] for layer, head in self.maps},
         )
