@@ -95,3 +95,19 @@ def test_no_file_is_too_long_to_be_read_at_once() -> None:
 def test_no_folder_is_too_full_to_be_searched_by_eye() -> None:
     counts = Counter(path.parent for path in modules().values())
     assert {str(folder): count for folder, count in counts.items() if count > FILES} == {}
+
+
+def named_types(path: Path) -> Iterator[str]:
+    """The classes of a file and the names that it gives to types."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            if name[0].isupper() and not name.isupper():
+                yield name
+
+
+def test_a_type_name_means_one_thing() -> None:
+    counts = Counter(name for path in modules().values() for name in named_types(path))
+    assert {name for name, count in counts.items() if count > 1} == {"P", "R", "T"} & set(counts)

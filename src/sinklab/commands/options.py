@@ -32,7 +32,7 @@ class TableFormat(StrEnum):  # typer takes no lists of literals
     parquet = "parquet"
 
 
-class TrackerName(StrEnum):
+class TrackerChoice(StrEnum):
     """Where a run can be followed."""
 
     wandb = "wandb"
@@ -60,7 +60,7 @@ Revision = Annotated[
 ]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 Track = Annotated[
-    list[TrackerName] | None,
+    list[TrackerChoice] | None,
     typer.Option(help="Also log to W&B (also offline) or TensorBoard; may be repeated."),
 ]
 

@@ -12,7 +12,7 @@ from sinklab.errors import SinklabError
 from sinklab.experiments.definition import Experiment
 from sinklab.experiments.documents import Summary
 from sinklab.experiments.pool import Event, PlannedRun, train_side_by_side
-from sinklab.experiments.summary import Result, read_result, summarise
+from sinklab.experiments.summary import RunResult, read_result, summarise
 from sinklab.train.recipe import build_recipe, recipe_text
 
 
@@ -64,7 +64,7 @@ def train_runs(
 
 def summarise_finished(experiment: Experiment, runs: list[PlannedRun], finished: set[str]) -> Summary:
     """The summary of the finished runs."""
-    results: dict[str, list[Result]] = {}
+    results: dict[str, list[RunResult]] = {}
     for run in runs:
         if run.name in finished:
             results.setdefault(run.recipe.name, []).append(read_result(run.directory))

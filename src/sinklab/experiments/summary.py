@@ -12,7 +12,7 @@ from sinklab.train.directory.history import read_history, seconds_spent
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """The end of one finished run: percent, nats per token, ratio, seconds."""
 
     sink_rate: list[float]
@@ -22,7 +22,7 @@ class Result:
     seconds: float
 
 
-def read_result(directory: Path) -> Result:
+def read_result(directory: Path) -> RunResult:
     """The last evaluation of a finished run.
 
     Raises:
@@ -36,10 +36,10 @@ def read_result(directory: Path) -> Result:
     ratios = [ratio for ratio in last.hidden_norm_ratio if ratio is not None]
     if last.valid_loss is None or not rates or not ratios or len(rates) < len(last.sink_rate):
         raise SinklabError(f"the last evaluation in {directory / 'metrics.jsonl'} lacks a number: train the run again")
-    return Result(rates, last.sink_rate_bias, last.valid_loss, max(ratios), round(seconds_spent(history), 1))
+    return RunResult(rates, last.sink_rate_bias, last.valid_loss, max(ratios), round(seconds_spent(history), 1))
 
 
-def summarise(experiment: Experiment, results: Mapping[str, Sequence[Result]]) -> Summary:
+def summarise(experiment: Experiment, results: Mapping[str, Sequence[RunResult]]) -> Summary:
     """Every cell over its seeds, and a verdict per claim.
 
     Args:
@@ -53,7 +53,7 @@ def summarise(experiment: Experiment, results: Mapping[str, Sequence[Result]]) -
     )
 
 
-def _cell(runs: Sequence[Result]) -> CellSummary:
+def _cell(runs: Sequence[RunResult]) -> CellSummary:
     """Means over the seeds, and what each seed gave at the positions that are talked about."""
     biases = [run.sink_rate_bias for run in runs if run.sink_rate_bias is not None]
     return CellSummary(
@@ -72,12 +72,12 @@ def _cell(runs: Sequence[Result]) -> CellSummary:
     )
 
 
-def _judged(claim: Claim, results: Mapping[str, Sequence[Result]]) -> JudgedClaim:
+def _judged(claim: Claim, results: Mapping[str, Sequence[RunResult]]) -> JudgedClaim:
     verdict, evidence = _judge(claim.check, results)
     return JudgedClaim(id=claim.id, text=claim.text, verdict=verdict, evidence=evidence)
 
 
-def _judge(check: Check, results: Mapping[str, Sequence[Result]]) -> tuple[str, str]:
+def _judge(check: Check, results: Mapping[str, Sequence[RunResult]]) -> tuple[str, str]:
     """Reproduced when every seed passes, not reproduced when none does, inconclusive in between or without runs."""
     values = _values(check, results)
     if not values:
@@ -92,7 +92,7 @@ def _judge(check: Check, results: Mapping[str, Sequence[Result]]) -> tuple[str, 
     return verdict, f"{shown} {unit} ({seeds}; bound: {bound})"
 
 
-def _values(check: Check, results: Mapping[str, Sequence[Result]]) -> list[float]:
+def _values(check: Check, results: Mapping[str, Sequence[RunResult]]) -> list[float]:
     """The checked number, seed by seed."""
     if check.value == "valid_loss_spread":
         by_seed = zip(*([run.valid_loss for run in runs] for runs in results.values()), strict=False)

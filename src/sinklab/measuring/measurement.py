@@ -19,8 +19,8 @@ from sinklab.measuring.frames import TABLES, Columns, TableName, data_frame, wri
 from sinklab.measuring.options import Inputs
 from sinklab.measuring.statistics.arrays import Array, ArrayOrNone, Axes, WithArrays
 from sinklab.measuring.statistics.details import Details
+from sinklab.measuring.statistics.secondary import Percent
 
-Percent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
 ColumnValues = np.ndarray | Sequence[float] | None
 LEFT_OUT = ("step", "planned_steps", "details", "ablations", "propositions")  # of the document, where there are none
 

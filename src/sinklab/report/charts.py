@@ -12,7 +12,7 @@ import altair as alt
 
 from sinklab.report import theme
 
-Rows = Sequence[Mapping[str, Any]]
+ChartRows = Sequence[Mapping[str, Any]]
 Width = int | str
 Drawing = alt.LayerChart | alt.FacetChart
 
@@ -25,7 +25,7 @@ def sink_name(position: int) -> str:
     return f"Sink{str(position).translate(SUBSCRIPTS)}"
 
 
-def sink_by_step(rows: Rows, cells: Sequence[str], eps: float, width: Width = 640) -> Drawing:
+def sink_by_step(rows: ChartRows, cells: Sequence[str], eps: float, width: Width = 640) -> Drawing:
     """Sink rate against training step.
 
     Args:
@@ -43,7 +43,7 @@ def sink_by_step(rows: Rows, cells: Sequence[str], eps: float, width: Width = 64
     return _curves(rows, cells, f"Sink rate (percent of heads, ε = {eps:g})", width, "percent", dash)
 
 
-def loss_by_step(rows: Rows, cells: Sequence[str], width: Width = 640) -> Drawing:
+def loss_by_step(rows: ChartRows, cells: Sequence[str], width: Width = 640) -> Drawing:
     """Validation loss (solid) and training loss (dashed) against step; rows as in `sink_by_step`, in nats."""
     dash = alt.StrokeDash(
         "where:N",
@@ -55,7 +55,7 @@ def loss_by_step(rows: Rows, cells: Sequence[str], width: Width = 640) -> Drawin
 
 
 def _curves(
-    rows: Rows,
+    rows: ChartRows,
     cells: Sequence[str],
     title: str,
     width: Width,
@@ -93,7 +93,7 @@ def _curves(
 
 
 def importance_by_position(
-    rows: Rows, cells: Sequence[str], eps: float, uniform: Rows = (), width: Width = 640
+    rows: ChartRows, cells: Sequence[str], eps: float, uniform: ChartRows = (), width: Width = 640
 ) -> Drawing:
     """Mean importance over layers and heads against position; logarithmic where every value is above zero.
 
@@ -144,7 +144,7 @@ def importance_by_position(
     return alt.layer(*layers).properties(width=width, height=HEIGHT)
 
 
-def norm_ratio_by_layer(rows: Rows, cells: Sequence[str], width: Width = 640) -> Drawing:
+def norm_ratio_by_layer(rows: ChartRows, cells: Sequence[str], width: Width = 640) -> Drawing:
     """Hidden-state norm at position 1 over that of the rest, by block; logarithmic beyond a ratio of 30.
 
     Args:
@@ -203,7 +203,7 @@ def legend(columns: int) -> alt.Legend:
     return alt.Legend(orient="top", direction="horizontal", columns=columns, offset=6, symbolOpacity=1)
 
 
-def _every_eighth(rows: Rows) -> list[int]:
+def _every_eighth(rows: ChartRows) -> list[int]:
     last = max((row["position"] for row in rows), default=1)
     step = 8 if last > 12 else 1
     return [1, *range(step if step > 1 else 2, last + 1, step)]

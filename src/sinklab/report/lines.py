@@ -6,13 +6,13 @@ from statistics import fmean
 import altair as alt
 import numpy as np
 
-from sinklab.report.charts import Drawing, Rows, Width, cell_colour, legend
+from sinklab.report.charts import Drawing, ChartRows, Width, cell_colour, legend
 
 SHORT = 220
 
 
 def by_bucket(
-    rows: Rows, cells: Sequence[str], x_title: str, y_title: str, width: Width = 640, logarithmic: bool = False
+    rows: ChartRows, cells: Sequence[str], x_title: str, y_title: str, width: Width = 640, logarithmic: bool = False
 ) -> Drawing:
     """A share of the attention by buckets of distances or queries.
 
@@ -39,8 +39,8 @@ def by_bucket(
     )
 
 
-def first_and_rest(arrays: Iterable[tuple[str, np.ndarray]], first_layer: int = 0) -> Rows:
-    """Rows for `by_layer`: the first position and the mean of the others, mean over the runs of a cell.
+def first_and_rest(arrays: Iterable[tuple[str, np.ndarray]], first_layer: int = 0) -> ChartRows:
+    """ChartRows for `by_layer`: the first position and the mean of the others, mean over the runs of a cell.
 
     Args:
         arrays: (layers, positions) of each run, with its cell; those of one position are left out.
@@ -59,7 +59,7 @@ def first_and_rest(arrays: Iterable[tuple[str, np.ndarray]], first_layer: int = 
 
 
 def by_layer(
-    rows: Rows, cells: Sequence[str], at: str, y_title: str, width: Width = 640, title: str | None = None
+    rows: ChartRows, cells: Sequence[str], at: str, y_title: str, width: Width = 640, title: str | None = None
 ) -> Drawing:
     """A quantity layer by layer; logarithmic where it spans more than a factor of 30.
 
@@ -90,7 +90,7 @@ def by_layer(
 
 
 def _lines(
-    rows: Rows, cells: Sequence[str], x: alt.X, y: alt.Y, at: alt.Tooltip, width: Width, title: str | None = None
+    rows: ChartRows, cells: Sequence[str], x: alt.X, y: alt.Y, at: alt.Tooltip, width: Width, title: str | None = None
 ) -> Drawing:
     places = list(dict.fromkeys(row["where"] for row in rows))
     base = alt.Chart(alt.Data(values=list(rows))).encode(

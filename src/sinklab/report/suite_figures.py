@@ -10,7 +10,7 @@ import numpy as np
 
 from sinklab.measuring.measurement import Measurement
 from sinklab.report import theme
-from sinklab.report.charts import HEIGHT, Drawing, Rows, Width, cell_colour, legend
+from sinklab.report.charts import HEIGHT, Drawing, ChartRows, Width, cell_colour, legend
 from sinklab.report.data import ReportData, ReportedRun, Suite
 from sinklab.report.figure import Figure
 from sinklab.survey.documents import ComparisonDocument, DomainsDocument, FamiliesDocument
@@ -95,7 +95,9 @@ def _families(document: FamiliesDocument, width: Width, number: int) -> Figure |
     return Figure(f"families-{number}", "Measured and published", caption, [_sink_by_size(rows, width)])
 
 
-def _values_by_domain(rows: Rows, domains: Sequence[str], title: str, width: Width = 640, zero: bool = True) -> Drawing:
+def _values_by_domain(
+    rows: ChartRows, domains: Sequence[str], title: str, width: Width = 640, zero: bool = True
+) -> Drawing:
     """A row of points per domain, joined where there are several thresholds.
 
     Args:
@@ -131,7 +133,7 @@ def _values_by_domain(rows: Rows, domains: Sequence[str], title: str, width: Wid
     return alt.layer(joined, points).properties(width=width, height=alt.Step(ROW_HEIGHT))
 
 
-def _sink_by_layer(rows: Rows, cells: Sequence[str], eps: float, width: Width = 640) -> Drawing:
+def _sink_by_layer(rows: ChartRows, cells: Sequence[str], eps: float, width: Width = 640) -> Drawing:
     """Sink rate of the first token in every layer; rows: `cell, layer` (1-based), `value` in percent."""
     base = alt.Chart(alt.Data(values=list(rows))).encode(
         x=alt.X("layer:Q", title="Layer", axis=alt.Axis(grid=False, format="d", values=_some(rows, "layer"))),
@@ -151,7 +153,7 @@ def _sink_by_layer(rows: Rows, cells: Sequence[str], eps: float, width: Width = 
     return alt.layer(base.mark_line(), points).properties(width=width, height=HEIGHT)
 
 
-def _sink_by_size(rows: Rows, width: Width = 640) -> Drawing:
+def _sink_by_size(rows: ChartRows, width: Width = 640) -> Drawing:
     """Sink rate against the number of parameters: measured, joined by family, and published.
 
     Args:
@@ -189,7 +191,7 @@ def _sink_by_size(rows: Rows, width: Width = 640) -> Drawing:
     return alt.layer(lines, *points).properties(width=width, height=HEIGHT)
 
 
-def _some(rows: Rows, key: str) -> list[int]:
+def _some(rows: ChartRows, key: str) -> list[int]:
     """The whole numbers that occur, at most fourteen of them, evenly spaced."""
     found = sorted({row[key] for row in rows})
     return found[:: -(-len(found) // 14)]
