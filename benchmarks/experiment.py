@@ -41,7 +41,7 @@ def main() -> None:
     prepare_data(runs)
     summary = train_runs(experiment, runs, out, options.jobs, report)
     if options.save:
-        result = {"environment": environment(), "seconds": time.perf_counter() - start, "summary": summary}
+        result = {"environment": environment(), "seconds": time.perf_counter() - start, "summary": summary.model_dump()}
         write_json(RESULTS / f"{experiment.id}.json", result)
 
 

@@ -119,7 +119,7 @@ def run_experiment(
         summary = train_runs(experiment, runs, out, jobs, board.watch)
     path = write_report([out])
     if as_json:
-        print(json.dumps(summary, indent=2))
+        print(json.dumps(summary.model_dump(), indent=2))
     else:
         print_report(collect([out]), Console())
     console.print(f"report: {path}", highlight=False, soft_wrap=True)

@@ -1,12 +1,24 @@
-"""summary.json as a report reads it: what came of an experiment, cell by cell and claim by claim."""
+"""summary.json: what came of an experiment, cell by cell and claim by claim, as it is written and read."""
+
+from pathlib import Path
 
 from pydantic import ConfigDict, Field
 
+from sinklab.files import write_json
 from sinklab.schema import Document
 
 
+class SeedBySeed(Document):
+    """What each seed of a cell gave: percent of heads, nats per token, ratio."""
+
+    sink_1: list[float]
+    sink_bias: list[float] | None
+    valid_loss: list[float]
+    hidden_norm_ratio_max: list[float]
+
+
 class CellSummary(Document):
-    """A cell: means over its seeds; what was not written is None or empty.
+    """A cell: means over its seeds; what another version has not written is None or empty.
 
     Attributes:
         sink_rate: percent of (sequence, layer, head) triples, position 1 first.
@@ -23,6 +35,7 @@ class CellSummary(Document):
     hidden_norm_ratio_max: float | None = None
     seeds: int = 1
     seconds: float | None = None
+    by_seed: SeedBySeed | None = None
 
 
 class JudgedClaim(Document):
@@ -49,5 +62,11 @@ class JudgedClaim(Document):
 class Summary(Document):
     """The whole document; empty where there is none."""
 
+    id: str = ""
+    title: str = ""
     cells: dict[str, CellSummary] = Field(default_factory=dict)
     claims: list[JudgedClaim] = Field(default_factory=list)
+
+    def save(self, directory: Path) -> None:
+        """Write summary.json."""
+        write_json(directory / "summary.json", self.model_dump())

@@ -10,9 +10,9 @@ from sinklab.data.prepare import prepared
 from sinklab.data.text_tokenizer import StageProgress
 from sinklab.errors import SinklabError
 from sinklab.experiments.definition import Experiment
+from sinklab.experiments.documents import Summary
 from sinklab.experiments.pool import Event, PlannedRun, train_side_by_side
-from sinklab.experiments.summary import read_result, summarise
-from sinklab.files import write_json
+from sinklab.experiments.summary import Result, read_result, summarise
 from sinklab.train.recipe import build_recipe, recipe_text
 
 
@@ -45,7 +45,7 @@ def prepare_data(runs: list[PlannedRun], progress: StageProgress | None = None) 
 
 def train_runs(
     experiment: Experiment, runs: list[PlannedRun], out: Path, jobs: int, watch: Callable[[Event], None]
-) -> dict[str, Any]:
+) -> Summary:
     """Train what is not finished yet and write `out/summary.json`; returns the summary.
 
     Raises:
@@ -55,16 +55,16 @@ def train_runs(
     ended = train_side_by_side(runs, jobs, watch)
     finished = {name for name, event in ended.items() if event.kind == "done"}
     summary = summarise_finished(experiment, runs, finished)
-    write_json(out / "summary.json", summary)
+    summary.save(out)
     failed = {name: event.message for name, event in ended.items() if event.kind == "failed"}
     if failed:
         raise SinklabError("\n".join(f"{name}: {message}" for name, message in failed.items()))
     return summary
 
 
-def summarise_finished(experiment: Experiment, runs: list[PlannedRun], finished: set[str]) -> dict[str, Any]:
+def summarise_finished(experiment: Experiment, runs: list[PlannedRun], finished: set[str]) -> Summary:
     """The summary of the finished runs."""
-    results: dict[str, list[Any]] = {}
+    results: dict[str, list[Result]] = {}
     for run in runs:
         if run.name in finished:
             results.setdefault(run.recipe.name, []).append(read_result(run.directory))

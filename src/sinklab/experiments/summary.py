@@ -4,10 +4,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sinklab.errors import SinklabError
-from sinklab.experiments.definition import Check, Experiment
+from sinklab.experiments.definition import Check, Claim, Experiment
+from sinklab.experiments.documents import CellSummary, JudgedClaim, SeedBySeed, Summary
 from sinklab.train.directory.history import read_history, seconds_spent
 
 
@@ -39,44 +39,49 @@ def read_result(directory: Path) -> Result:
     return Result(rates, last.sink_rate_bias, last.valid_loss, max(ratios), round(seconds_spent(history), 1))
 
 
-def summarise(experiment: Experiment, results: Mapping[str, Sequence[Result]]) -> dict[str, Any]:
-    """The document of summary.json.
+def summarise(experiment: Experiment, results: Mapping[str, Sequence[Result]]) -> Summary:
+    """Every cell over its seeds, and a verdict per claim.
 
     Args:
         results: for each finished cell its runs, one per seed, in the order of the seeds.
     """
-    return {
-        "id": experiment.id,
-        "title": experiment.title,
-        "cells": {name: _cell(runs) for name, runs in results.items()},
-        "claims": [{"id": claim.id, "text": claim.text, **_judge(claim.check, results)} for claim in experiment.claims],
-    }
+    return Summary(
+        id=experiment.id,
+        title=experiment.title,
+        cells={name: _cell(runs) for name, runs in results.items()},
+        claims=[_judged(claim, results) for claim in experiment.claims],
+    )
 
 
-def _cell(runs: Sequence[Result]) -> dict[str, Any]:
+def _cell(runs: Sequence[Result]) -> CellSummary:
     """Means over the seeds, and what each seed gave at the positions that are talked about."""
     biases = [run.sink_rate_bias for run in runs if run.sink_rate_bias is not None]
-    return {
-        "sink_rate": [statistics.fmean(values) for values in zip(*(run.sink_rate for run in runs), strict=True)],
-        "sink_rate_bias": statistics.fmean(biases) if biases else None,
-        "valid_loss": statistics.fmean(run.valid_loss for run in runs),
-        "hidden_norm_ratio_max": statistics.fmean(run.hidden_norm_ratio_max for run in runs),
-        "seeds": len(runs),
-        "seconds": statistics.fmean(run.seconds for run in runs),
-        "by_seed": {
-            "sink_1": [run.sink_rate[0] for run in runs],
-            "sink_bias": biases or None,
-            "valid_loss": [run.valid_loss for run in runs],
-            "hidden_norm_ratio_max": [run.hidden_norm_ratio_max for run in runs],
-        },
-    }
+    return CellSummary(
+        sink_rate=[statistics.fmean(values) for values in zip(*(run.sink_rate for run in runs), strict=True)],
+        sink_rate_bias=statistics.fmean(biases) if biases else None,
+        valid_loss=statistics.fmean(run.valid_loss for run in runs),
+        hidden_norm_ratio_max=statistics.fmean(run.hidden_norm_ratio_max for run in runs),
+        seeds=len(runs),
+        seconds=statistics.fmean(run.seconds for run in runs),
+        by_seed=SeedBySeed(
+            sink_1=[run.sink_rate[0] for run in runs],
+            sink_bias=biases or None,
+            valid_loss=[run.valid_loss for run in runs],
+            hidden_norm_ratio_max=[run.hidden_norm_ratio_max for run in runs],
+        ),
+    )
 
 
-def _judge(check: Check, results: Mapping[str, Sequence[Result]]) -> dict[str, str]:
+def _judged(claim: Claim, results: Mapping[str, Sequence[Result]]) -> JudgedClaim:
+    verdict, evidence = _judge(claim.check, results)
+    return JudgedClaim(id=claim.id, text=claim.text, verdict=verdict, evidence=evidence)
+
+
+def _judge(check: Check, results: Mapping[str, Sequence[Result]]) -> tuple[str, str]:
     """Reproduced when every seed passes, not reproduced when none does, inconclusive in between or without runs."""
     values = _values(check, results)
     if not values:
-        return {"verdict": "inconclusive", "evidence": "the runs it is about have not finished"}
+        return "inconclusive", "the runs it is about have not finished"
     low, high = check.at_least, check.at_most
     passed = sum((low is None or value >= low) and (high is None or value <= high) for value in values)
     verdict = "reproduced" if passed == len(values) else "inconclusive" if passed else "not reproduced"
@@ -84,7 +89,7 @@ def _judge(check: Check, results: Mapping[str, Sequence[Result]]) -> dict[str, s
     bound = f"at least {low:g}" if low is not None else f"at most {high:g}"
     unit = "nats" if check.value.startswith("valid_loss") else "%"
     seeds = "1 seed" if len(values) == 1 else f"{len(values)} seeds"
-    return {"verdict": verdict, "evidence": f"{shown} {unit} ({seeds}; bound: {bound})"}
+    return verdict, f"{shown} {unit} ({seeds}; bound: {bound})"
 
 
 def _values(check: Check, results: Mapping[str, Sequence[Result]]) -> list[float]:

@@ -47,7 +47,7 @@ def collect(dirs: list[Path]) -> ReportData:
         claims += summary.claims
         cells |= summary.cells
     suites = [suite for top in dirs for suite in _read_suites(top)]
-    place = {suite.top / name: number for suite in suites for number, name in enumerate(suite.document.names)}
+    place = {suite.top / name: number for suite in suites for number, name in enumerate(suite.document.measured)}
     runs = sorted(grouped(runs, cells), key=lambda run: place.get(run.path, -1))
     data = ReportData(dirs, runs, claims, cells, suites)
     order = {cell: index for index, cell in enumerate(data.cells)}

@@ -175,7 +175,7 @@ class Suite:
     def runs(self, data: "ReportData") -> list[tuple[str, "ReportedRun"]]:
         """The measurements by their names in the document, in its order."""
         by_path = {run.path: run for run in data.runs}
-        return [(name, by_path[self.top / name]) for name in self.document.names if self.top / name in by_path]
+        return [(name, by_path[self.top / name]) for name in self.document.measured if self.top / name in by_path]
 
 
 @dataclass(frozen=True)

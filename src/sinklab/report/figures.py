@@ -8,7 +8,7 @@ from sinklab.report.details_figures import details_figures
 from sinklab.report.figure import Figure
 from sinklab.report.importance_figures import importance_figures
 from sinklab.report.suite_figures import suite_figures
-from sinklab.report.summary import CurvePoint, cell_rows, curve, over_seeds
+from sinklab.report.summary import CurvePoint, by_key, cell_rows, curve, over_seeds
 
 
 def figures(data: ReportData, width: int | str = "container") -> list[Figure]:
@@ -60,14 +60,15 @@ def _loss(data: ReportData, width: int | str) -> Figure | None:
 
 
 def _norm_ratio(data: ReportData, width: int | str) -> Figure | None:
-    collected: dict[tuple[str, int], list[float]] = {}
-    for run in data.runs:
-        for layer, ratio in enumerate(run.latest.hidden_norm_ratio):
-            if ratio is not None:
-                collected.setdefault((run.cell, layer), []).append(ratio)
-    if not collected:
+    found = by_key(
+        ((run.cell, layer), ratio)
+        for run in data.runs
+        for layer, ratio in enumerate(run.latest.hidden_norm_ratio)
+        if ratio is not None
+    )
+    if not found:
         return None
-    rows = [{"cell": cell, "layer": layer, **over_seeds(numbers)} for (cell, layer), numbers in collected.items()]
+    rows = [{"cell": cell, "layer": layer, **over_seeds(numbers)} for (cell, layer), numbers in found.items()]
     caption = (
         "Norm of the hidden state at the first position over the mean norm at the others, after each block (the last "
         "one before the final normalisation). A ratio of 1, the dotted line, means that the first token is like any "

@@ -82,7 +82,7 @@ def _comparison(measured: Measured, cells: Sequence[str], width: Width, number: 
 def _families(document: FamiliesDocument, width: Width, number: int) -> Figure | None:
     rows = [
         {"model": name, "family": model.family, "parameters": model.parameters, "what": what, "value": value}
-        for name, model in document.models.items()
+        for name, model in document.measured.items()
         for what, value in (("measured", model.sink_1), ("published", model.published))
         if value is not None
     ]

@@ -49,7 +49,7 @@ def failures(data: ReportData) -> list[tuple[str, str]]:
 def _members(data: ReportData) -> dict[str, FamilyMember]:
     """The open models among the cells."""
     return {
-        run.cell: suite.document.models[name]
+        run.cell: suite.document.measured[name]
         for suite in data.suites
         if isinstance(suite.document, FamiliesDocument)
         for name, run in suite.runs(data)

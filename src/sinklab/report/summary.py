@@ -1,16 +1,18 @@
 """From runs to the numbers of a report: cells with their spread over seeds, curves, and the headline in words."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import TypedDict, TypeVar
 
 from sinklab.experiments.documents import CellSummary
 from sinklab.report.data import Numbers, ReportData, ReportedRun
 from sinklab.report.suites import extra_columns, first_column, only_suite
 from sinklab.survey.documents import ComparisonDocument, DomainsDocument
 from sinklab.train.directory.history import Evaluation, seconds_spent
+
+K = TypeVar("K", bound=Hashable)
 
 VERDICTS = ("reproduced", "not reproduced", "inconclusive")
 
@@ -182,16 +184,20 @@ class CurvePoint(OverSeeds):
 
 def curve(runs: Sequence[ReportedRun], value: Callable[[Evaluation], float | None], where: str) -> list[CurvePoint]:
     """One row per (cell, step), over the seeds that have reached that step."""
-    collected: dict[tuple[str, int], list[float]] = {}
-    for run in runs:
-        for one in run.history:
-            number = value(one)
-            if number is not None:
-                collected.setdefault((run.cell, one.step), []).append(number)
+    found = by_key(
+        ((run.cell, one.step), number) for run in runs for one in run.history if (number := value(one)) is not None
+    )
     return [
-        {"cell": cell, "where": where, "step": step, **over_seeds(numbers)}
-        for (cell, step), numbers in collected.items()
+        {"cell": cell, "where": where, "step": step, **over_seeds(numbers)} for (cell, step), numbers in found.items()
     ]
+
+
+def by_key(pairs: Iterable[tuple[K, float]]) -> dict[K, list[float]]:
+    """The numbers of each key together, keys in the order of their first."""
+    found: dict[K, list[float]] = {}
+    for key, number in pairs:
+        found.setdefault(key, []).append(number)
+    return found
 
 
 def over_seeds(numbers: Sequence[float]) -> OverSeeds:

@@ -38,7 +38,7 @@ def tables(data: ReportData) -> list[Table]:
 
 
 def _comparison(document: ComparisonDocument, number: int) -> Table:
-    first, *others = document.names
+    first, *others = document.measured
     columns = [("Quantity", "unit"), (first, "first model")]
     for model in others:
         columns += [(model, ""), ("Difference", f"from {first}")]

@@ -17,6 +17,7 @@ from sinklab.files import write_json
 from sinklab.measuring.hooks import Progress
 from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision
 from sinklab.measuring.measurement import Measurement
+from sinklab.survey.documents import ComparedQuantity
 from sinklab.survey.items import Item, Listener, Outcome, check_places, measure_all, what_decides
 from sinklab.survey.loaded import check_loadable, load_model
 from sinklab.survey.request import Request
@@ -28,33 +29,13 @@ Quantity = tuple[str, str, Callable[[Measurement], float | None]]
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of the comparison.
-
-    Attributes:
-        quantity, unit: what is compared.
-        values: by model; None where a model has no such thing.
-        differences: from the first model, by model; None where one of the two is.
-    """
-
-    quantity: str
-    unit: str
-    values: dict[str, float | None]
-    differences: dict[str, float | None]
-
-    def document(self) -> dict[str, Any]:
-        """The line as plain JSON."""
-        return {"quantity": self.quantity, "unit": self.unit, "values": self.values, "differences": self.differences}
-
-
-@dataclass(frozen=True)
 class Comparison:
     """The measurements by model, the first being the one that the others are held against."""
 
     text: str | None
     measured: dict[str, Measurement]
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ComparedQuantity]:
         """The quantities that at least one of the models has."""
         rows = [_row(quantity, self.measured) for quantity in _quantities(self.measured.values())]
         return [row for row in rows if any(value is not None for value in row.values.values())]
@@ -64,7 +45,7 @@ class Comparison:
         return {
             "schema": 1,
             "text": self.text,
-            "rows": [row.document() for row in self.rows()],
+            "rows": [row.model_dump() for row in self.rows()],
             "models": {name: measurement.document() for name, measurement in self.measured.items()},
         }
 
@@ -153,11 +134,12 @@ def _parts(model: str) -> tuple[str, ...]:
     return tuple(part for part in path.parts if part not in (path.anchor, "..", "."))
 
 
-def _row(quantity: Quantity, measured: Mapping[str, Measurement]) -> Row:
+def _row(quantity: Quantity, measured: Mapping[str, Measurement]) -> ComparedQuantity:
     name, unit, value = quantity
     values = {model: value(measurement) for model, measurement in measured.items()}
     first, *others = values
-    return Row(name, unit, values, {other: _difference(values[other], values[first]) for other in others})
+    differences = {other: _difference(values[other], values[first]) for other in others}
+    return ComparedQuantity(quantity=name, unit=unit, values=values, differences=differences)
 
 
 def _difference(value: float | None, reference: float | None) -> float | None:

@@ -1,6 +1,6 @@
-"""domains.json, comparison.json and families.json as a report reads them, without the measurements inside.
+"""domains.json, comparison.json and families.json as a report reads them.
 
-Beside each document lies a folder for every measurement that it names, which holds the same and more.
+Each stands beside a folder for every measurement that it names, which holds the same and more.
 """
 
 from pydantic import Field
@@ -13,22 +13,23 @@ class DomainsDocument(Document):
 
     Attributes:
         model: name or path of what was measured.
-        domains: what was measured, by the name of its folder.
+        measured: by the names of the folders.
         failed: why the others could not be measured, by name.
     """
 
     model: str
-    domains: dict[str, dict[str, object]]
+    measured: dict[str, dict[str, object]] = Field(alias="domains")
     failed: dict[str, str] = Field(default_factory=dict)
-
-    @property
-    def names(self) -> list[str]:
-        """Of the folders, in order."""
-        return list(self.domains)
 
 
 class ComparedQuantity(Document):
-    """A line of comparison.json; see `compare.Row`."""
+    """One line of a comparison.
+
+    Attributes:
+        quantity, unit: what is compared.
+        values: by model; None where a model has no such thing.
+        differences: from the first model, by model; None where one of the two is.
+    """
 
     quantity: str
     unit: str
@@ -37,20 +38,19 @@ class ComparedQuantity(Document):
 
 
 class ComparisonDocument(Document):
-    """comparison.json: several models on the same text, the first being the one the others are held against."""
+    """comparison.json: several models on the same text, the first being the one the others are held against.
+
+    Attributes:
+        measured: by the names of the folders; all, or there is no document.
+    """
 
     rows: list[ComparedQuantity]
-    models: dict[str, dict[str, object]] = Field(min_length=1)
+    measured: dict[str, dict[str, object]] = Field(alias="models", min_length=1)
     failed: dict[str, str] = Field(default_factory=dict)
-
-    @property
-    def names(self) -> list[str]:
-        """Of the folders, in order."""
-        return list(self.models)
 
 
 class FamilyMember(Document):
-    """One open model of families.json.
+    """One open model that was measured.
 
     Attributes:
         parameters: tied embeddings counted once.
@@ -65,20 +65,10 @@ class FamilyMember(Document):
 
 
 class FamiliesDocument(Document):
-    """families.json: the paper's open models.
+    """families.json: the paper's open models; attributes as those of the others."""
 
-    Attributes:
-        models: what was measured, by name on the hub, which is that of its folder.
-        failed: why the others could not be measured, by name.
-    """
-
-    models: dict[str, FamilyMember]
+    measured: dict[str, FamilyMember] = Field(alias="models")
     failed: dict[str, str] = Field(default_factory=dict)
-
-    @property
-    def names(self) -> list[str]:
-        """Of the folders, in order."""
-        return list(self.models)
 
 
 SuiteDocument = DomainsDocument | ComparisonDocument | FamiliesDocument
