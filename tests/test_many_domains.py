@@ -13,7 +13,8 @@ from sinklab.errors import InputError
 from sinklab.measuring.measurement import Measurement
 from sinklab.report import write_report
 from sinklab.report.collect import collect
-from sinklab.report.summary import headline, table
+from sinklab.report.summary import headline
+from sinklab.report.tables import table_of_cells
 from sinklab.survey.domains import domain_files, measure_domains
 from sinklab.survey.items import Listener, model_files
 from sinklab.survey.request import Request
@@ -130,7 +131,7 @@ def test_the_report_names_the_model_and_its_domains_and_says_how_many_sequences(
 ) -> None:
     measure_domains(model, texts, SMALL, out=tmp_path / "out")
     data = collect([tmp_path / "out"])
-    columns, rows = table(data)
+    columns, rows = table_of_cells(data)
     assert columns[0][0] == "Domain"
     place = [name for name, _ in columns].index("Sequences")
     assert [(row[0], row[place]) for row in rows] == [("alpha", "4"), ("beta", "4"), ("small", "2")]

@@ -15,7 +15,7 @@ from sinklab.measuring.options import Options
 from sinklab.measuring.surgery.study import Study
 from sinklab.report import write_report
 from sinklab.report.collect import collect
-from sinklab.report.summary import table
+from sinklab.report.tables import table_of_cells
 from sinklab.survey.families import measure_families, published
 from sinklab.survey.items import Listener
 from sinklab.survey.open_models import families, models_of
@@ -130,7 +130,7 @@ def test_a_broken_and_a_missing_model_do_not_stop_the_others(models_dir: Path, t
     assert (xl["published"], xl["source"], xl["sink_1"]) == (77.0, "table 1", xl["measurement"]["sink_rate"][0])
     assert document["models"]["openai-community/gpt2"]["published"] is None
 
-    columns, rows = table(collect([tmp_path]))
+    columns, rows = table_of_cells(collect([tmp_path]))
     place = [name for name, _ in columns].index("Published")
     assert [(row[0], row[place]) for row in rows] == [
         ("openai-community/gpt2", "–"),

@@ -20,7 +20,7 @@ from sinklab.report.figure import Figure
 from sinklab.report.figures import figures
 from sinklab.report.heatmaps import OUTLINE, Scale, heatmap, pooled
 from sinklab.report.importance_figures import uniform_importance
-from sinklab.report.summary import table
+from sinklab.report.tables import table_of_cells
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_what_a_window_dilutes_is_drawn_a_second_time(tmp_path: Path) -> None:
     assert "uniform" in texts(over_all)
     assert "uniform" not in texts(over_visible)  # a window gives uniform attention more than that over all tokens
     assert "(1 + 1/2 + .. + 1/w) / w" in shown["importance-layers"].caption
-    columns, rows = table(data)
+    columns, rows = table_of_cells(data)
     assert rows[0][[name for name, _ in columns].index("Sink₁ visible")] == "21.2"
 
 

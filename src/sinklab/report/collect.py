@@ -102,7 +102,7 @@ def _read_run(path: Path, top: Path, named: Collection[str]) -> ReportedRun:
         cell=own_name if own_name and own_name in named else _cell_name(path, top, recipe, measurement),
         seed=recipe.seed if recipe and "seed" in recipe.values else int(folder[1]) if folder else None,
         recipe=recipe,
-        env=_read_mapping(path / "env.json"),
+        env=read_mapping(path / "env.json"),
         history=read_history(path / "metrics.jsonl"),
         measurement=measurement,
     )
@@ -127,7 +127,7 @@ def _name_of(path: Path) -> str:
 
 def _read_recipe(path: Path) -> WrittenRecipe | None:
     """As it is written, of whatever version; what is counted or compared in a report is of its kind."""
-    values = _read_mapping(path)
+    values = read_mapping(path)
     train, metric = values.get("train", {}), values.get("metric", {})
     sound = (
         isinstance(values.get("name", ""), str)
@@ -141,7 +141,12 @@ def _read_recipe(path: Path) -> WrittenRecipe | None:
     return WrittenRecipe(values) if values else None
 
 
-def _read_mapping(path: Path) -> dict[str, Any]:
+def read_mapping(path: Path) -> dict[str, Any]:
+    """What a YAML or JSON file holds, nothing where there is none.
+
+    Raises:
+        InputError: it cannot be read, or holds something else than a mapping.
+    """
     if not path.is_file():
         return {}
     try:
@@ -157,7 +162,7 @@ def _read_mapping(path: Path) -> dict[str, Any]:
 
 def _read_summary(path: Path) -> Summary:
     try:
-        return Summary.model_validate(finite(_read_mapping(path)))
+        return Summary.model_validate(finite(read_mapping(path)))
     except ValidationError as error:
         raise InputError(f"{path} should hold `cells` (a mapping) and `claims` (a list). Write it again.") from error
 

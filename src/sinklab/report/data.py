@@ -210,6 +210,18 @@ class ReportData:
         return run.cell if alone or run.seed is None else f"{run.cell}, seed {run.seed}"
 
     @property
+    def only_suite(self) -> SuiteDocument | None:
+        """The document of the suite that all of the report is about; None where there is more, or none."""
+        if len(self.suites) != 1 or len(self.suites[0].runs(self)) != len(self.runs):
+            return None
+        return self.suites[0].document
+
+    @property
+    def failures(self) -> list[tuple[str, str]]:
+        """What could not be measured, and why."""
+        return [(name, f"not measured: {why}") for suite in self.suites for name, why in suite.document.failed.items()]
+
+    @property
     def measured(self) -> "list[tuple[ReportedRun, Measurement]]":
         """The runs that have been measured, each with its measurement."""
         return [(run, run.measurement) for run in self.runs if run.measurement is not None]

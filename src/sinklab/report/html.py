@@ -29,9 +29,8 @@ from sinklab.report.collect import collect
 from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.export import export_charts
 from sinklab.report.figures import Figure, figures
-from sinklab.report.suites import failures
-from sinklab.report.summary import VERDICTS, headline, table
-from sinklab.report.tables import tables
+from sinklab.report.summary import VERDICTS, headline
+from sinklab.report.tables import table_of_cells, tables
 
 TEMPLATES = files("sinklab.report") / "templates"
 
@@ -67,7 +66,7 @@ def render(data: ReportData) -> str:
     environment.filters["verdict_class"] = verdict_class
     template = environment.from_string((TEMPLATES / "report.html.j2").read_text(encoding="utf-8"))
     drawn = figures(data)
-    columns, rows = table(data)
+    columns, rows = table_of_cells(data)
     scripts = [vega_bundle(), (TEMPLATES / "report.js").read_text(encoding="utf-8")]
     return template.render(
         title=_title(data),
@@ -78,7 +77,7 @@ def render(data: ReportData) -> str:
         columns=columns,
         rows=rows,
         proxied=list(dict.fromkeys(run.cell for run, measured in data.measured if measured.proxy)),
-        notes=[*((data.label(run), note) for run in data.runs for note in run.notes), *failures(data)],
+        notes=[*((data.label(run), note) for run in data.runs for note in run.notes), *data.failures],
         tables=tables(data),
         swatches=theme.colours(data.cells),
         figures=drawn,

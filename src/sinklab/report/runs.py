@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sinklab.errors import InputError, SinklabError
-from sinklab.files import parse_json, parse_yaml
-from sinklab.report.collect import folders_with
+from sinklab.files import parse_json
+from sinklab.report.collect import folders_with, read_mapping
 from sinklab.report.data import WrittenRecipe
 from sinklab.report.grouping import changes
 from sinklab.schema import leaves
@@ -96,10 +96,9 @@ def _is_run(folder: Path) -> bool:
 def _recipe(path: Path) -> WrittenRecipe:
     """Empty where it cannot be read."""
     try:
-        found = parse_yaml((path / "recipe.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return WrittenRecipe(read_mapping(path / "recipe.yaml"))
+    except InputError:
         return WrittenRecipe({})
-    return WrittenRecipe(found if isinstance(found, dict) else {})
 
 
 def _listed(path: Path, recipes: dict[Path, WrittenRecipe]) -> ListedRun:

@@ -8,7 +8,6 @@ from typing import TypedDict, TypeVar
 
 from sinklab.experiments.documents import CellSummary
 from sinklab.report.data import Numbers, ReportData, ReportedRun
-from sinklab.report.suites import extra_columns, first_column, only_suite
 from sinklab.survey.documents import ComparisonDocument, DomainsDocument
 from sinklab.train.directory.history import Evaluation, seconds_spent
 
@@ -62,39 +61,6 @@ class CellRow:
         return peak if peak and peak[0] > 1 and peak[1] >= 1 else None
 
 
-_CELL, _MODEL = ("Cell", "what was changed"), ("Model", "as measured")
-Column = tuple[tuple[str, str], Callable[[CellRow], str]]
-
-
-def table(data: ReportData) -> tuple[list[tuple[str, str]], list[list[str]]]:
-    """The table of cells as texts: columns (name, unit) and one line per cell, in the order of `data.cells`.
-
-    A column in which no cell has anything to say is left out; an en dash stands for a value that is not there.
-    """
-    rows = cell_rows(data)
-    trained = not data.runs or any(run.trained for run in data.runs)
-    columns: list[Column] = [
-        (first_column(data) or (_CELL if trained else _MODEL), lambda row: row.cell),
-        (("Runs", "seeds"), lambda row: str(row.seeds) + row.progress),
-        (("Sink₁", "% of heads"), lambda row: _text(row.sink_first, 1)),
-        (("Sink₁ visible", "% of heads"), lambda row: _text(row.sink_visible, 1)),
-        (("Sink elsewhere", "% at position"), _elsewhere),
-        *((head, lambda row, text=text: text(row.cell)) for head, text in extra_columns(data)),
-        (("On the bias", "% of heads"), lambda row: _text(row.sink_bias, 1)),
-        (("Valid. loss" if trained else "Loss", "nats / token"), lambda row: _text(row.loss, 3)),
-        (("Norm ratio", "largest block"), lambda row: _text(row.norm_ratio, 1)),
-        (("Row sum", "of raw scores"), lambda row: _text(row.row_sum, 2)),
-        (("Time", "seconds"), lambda row: _text(row.seconds, 0)),
-    ]
-    said = [(head, text) for head, text in columns if any(text(row) != "–" for row in rows)]
-    return [head for head, _ in said], [[text(row) for _, text in said] for row in rows]
-
-
-def _elsewhere(row: CellRow) -> str:
-    peak = row.sink_elsewhere
-    return f"{peak[1]:.1f} at {peak[0]}" if peak else "–"
-
-
 def cell_rows(data: ReportData) -> list[CellRow]:
     """One row per cell: from its runs, and from `summary.json` for a cell whose runs are not on disk."""
     return [_cell_row(data, cell) for cell in data.cells]
@@ -140,10 +106,6 @@ def _seconds(run: ReportedRun) -> float | None:
 def _spread(values: Sequence[float | None]) -> Spread | None:
     known = tuple(float(value) for value in values if value is not None)
     return Spread(known) if known else None
-
-
-def _text(spread: Spread | None, decimals: int) -> str:
-    return "–" if spread is None else spread.text(decimals)
 
 
 def _first(values: Sequence[float | None] | None) -> float | None:
@@ -238,7 +200,7 @@ def _what_was_done(data: ReportData, rows: list[CellRow], trained: list[Reported
 
 def _subject(data: ReportData) -> str:
     models = counted(len(data.runs), "model").capitalize()
-    match only_suite(data):
+    match data.only_suite:
         case DomainsDocument() as document:
             return f"{Path(document.model).name} on {counted(len(data.runs), 'domain')}"
         case ComparisonDocument():
@@ -247,19 +209,18 @@ def _subject(data: ReportData) -> str:
 
 
 def _what_came_out(rows: list[CellRow]) -> str:
-    strongest = max(rows, key=lambda row: row.sink_first.mean if row.sink_first else 0.0)
-    assert strongest.sink_first is not None
-    if len(rows) == 1:
-        return f"The first token is a sink for {strongest.sink_first.text(1)} % of its heads."
-    if strongest.sink_first.mean < 0.05:
+    sinks = [(row.sink_first, row.cell) for row in rows if row.sink_first is not None]
+    biases = [(row.sink_bias, row.cell) for row in rows if row.sink_bias is not None]
+    rate, strongest = max(sinks, key=lambda one: one[0].mean)
+    if len(sinks) == 1:
+        return f"The first token is a sink for {rate.text(1)} % of its heads."
+    if rate.mean < 0.05:
         text = "None has a sink on the first token"
     else:
-        rate = strongest.sink_first.text(1)
-        text = f"The sink on the first token is strongest in “{strongest.cell}” ({rate} % of heads)"
-    biased = [row for row in rows if row.sink_bias is not None]
-    if biased:
-        top = max(biased, key=lambda row: row.sink_bias.mean if row.sink_bias else 0.0)
-        text += f"; the largest sink on a bias is in “{top.cell}” ({_text(top.sink_bias, 1)} % of heads)"
+        text = f"The sink on the first token is strongest in “{strongest}” ({rate.text(1)} % of heads)"
+    if biases:
+        rate, top = max(biases, key=lambda one: one[0].mean)
+        text += f"; the largest sink on a bias is in “{top}” ({rate.text(1)} % of heads)"
     return text + "."
 
 

@@ -1,11 +1,19 @@
-"""The tables of a report below that of its cells: comparisons side by side, ablations and propositions."""
+"""The tables of a report: that of its cells, comparisons side by side, ablations and propositions."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sinklab.report.data import ReportData
-from sinklab.report.suites import NOTHING
-from sinklab.survey.documents import ComparedQuantity, ComparisonDocument
+from sinklab.report.summary import CellRow, Spread, cell_rows
+from sinklab.survey.documents import (
+    ComparedQuantity,
+    ComparisonDocument,
+    DomainsDocument,
+    FamiliesDocument,
+    FamilyMember,
+)
 
+NOTHING = "–"
 VERDICTS = {True: "holds", False: "does not hold", None: "the precision cannot decide"}
 
 
@@ -25,6 +33,81 @@ class Table:
     columns: list[tuple[str, str]]
     rows: list[list[str]]
     notes: list[str]
+
+
+Column = tuple[tuple[str, str], Callable[[CellRow], str]]
+
+
+def table_of_cells(data: ReportData) -> tuple[list[tuple[str, str]], list[list[str]]]:
+    """The table of cells as texts: columns (name, unit) and one line per cell, in the order of `data.cells`.
+
+    A column in which no cell has anything to say is left out; an en dash stands for a value that is not there.
+    """
+    rows = cell_rows(data)
+    trained = not data.runs or any(run.trained for run in data.runs)
+    members = _members(data)
+    columns: list[Column] = [
+        (_first_column(data, trained), lambda row: row.cell),
+        (("Runs", "seeds"), lambda row: str(row.seeds) + row.progress),
+        (("Sink₁", "% of heads"), lambda row: _text(row.sink_first, 1)),
+        (("Sink₁ visible", "% of heads"), lambda row: _text(row.sink_visible, 1)),
+        (("Sink elsewhere", "% at position"), _elsewhere),
+        (("Sequences", "measured"), lambda row: _sequences(data, row.cell)),
+        (("Published", "Sink₁, % of heads"), lambda row: _published(members.get(row.cell))),
+        (("Parameters", "millions"), lambda row: _millions(members.get(row.cell))),
+        (("On the bias", "% of heads"), lambda row: _text(row.sink_bias, 1)),
+        (("Valid. loss" if trained else "Loss", "nats / token"), lambda row: _text(row.loss, 3)),
+        (("Norm ratio", "largest block"), lambda row: _text(row.norm_ratio, 1)),
+        (("Row sum", "of raw scores"), lambda row: _text(row.row_sum, 2)),
+        (("Time", "seconds"), lambda row: _text(row.seconds, 0)),
+    ]
+    said = [(head, text) for head, text in columns if any(text(row) != NOTHING for row in rows)]
+    return [head for head, _ in said], [[text(row) for _, text in said] for row in rows]
+
+
+def _elsewhere(row: CellRow) -> str:
+    peak = row.sink_elsewhere
+    return f"{peak[1]:.1f} at {peak[0]}" if peak else NOTHING
+
+
+def _text(spread: Spread | None, decimals: int) -> str:
+    return NOTHING if spread is None else spread.text(decimals)
+
+
+def _first_column(data: ReportData, trained: bool) -> tuple[str, str]:
+    """Name and unit of the column that names the cells."""
+    match data.only_suite:
+        case DomainsDocument():
+            return "Domain", "a file each"
+        case ComparisonDocument():
+            return "Model", "on the same text"
+    return ("Cell", "what was changed") if trained else ("Model", "as measured")
+
+
+def _members(data: ReportData) -> dict[str, FamilyMember]:
+    """The open models among the cells."""
+    return {
+        run.cell: suite.document.measured[name]
+        for suite in data.suites
+        if isinstance(suite.document, FamiliesDocument)
+        for name, run in suite.runs(data)
+    }
+
+
+def _sequences(data: ReportData, cell: str) -> str:
+    """How many were measured; nothing where there are no domains, which alone differ in that."""
+    if not any(isinstance(suite.document, DomainsDocument) for suite in data.suites):
+        return NOTHING
+    values = {str(run.measurement.sequences) for run in data.runs_of(cell) if run.measurement}
+    return ", ".join(sorted(values)) or NOTHING
+
+
+def _published(model: FamilyMember | None) -> str:
+    return NOTHING if model is None or model.published is None else f"{model.published:,.2f}"
+
+
+def _millions(model: FamilyMember | None) -> str:
+    return NOTHING if model is None else f"{model.parameters * 1e-6:,.1f}"
 
 
 def tables(data: ReportData) -> list[Table]:

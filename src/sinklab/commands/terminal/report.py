@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sinklab.report.data import ReportData
-from sinklab.report.suites import failures
-from sinklab.report.summary import curve, table
+from sinklab.report.summary import curve
+from sinklab.report.tables import table_of_cells
 
 BARS = "▁▂▃▄▅▆▇█"
 VERDICT_STYLES = {"reproduced": "bold green", "not reproduced": "bold red", "inconclusive": "bold yellow"}
@@ -18,7 +18,7 @@ VERDICT_STYLES = {"reproduced": "bold green", "not reproduced": "bold red", "inc
 def print_report(data: ReportData, console: Console) -> None:
     """Print the cells with the notes of their measurements, and the claims where there are any."""
     console.print(cells_table(data, console.width))
-    for name, note in [*((data.label(run), note) for run in data.runs for note in run.notes), *failures(data)]:
+    for name, note in [*((data.label(run), note) for run in data.runs for note in run.notes), *data.failures]:
         console.print(Text("note: ", style="yellow"), Text(printable(f"{name}: {note}")), sep="")
     if data.claims:
         console.print(claims_table(data))
@@ -40,7 +40,7 @@ def cells_table(data: ReportData, width: int | None = None) -> Table:
 
 
 def _with_curve(data: ReportData) -> tuple[list[tuple[str, str]], list[list[str]]]:
-    columns, rows = table(data)
+    columns, rows = table_of_cells(data)
     curves = [_sink_curve(data, cell) for cell in data.cells]
     if not any(curves):
         return columns, rows
