@@ -83,9 +83,9 @@ class Document(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
-def leaves(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+def leaves(values: Mapping[str, object], path: str = "") -> dict[str, object]:
     """The values of nested mappings by their dotted keys."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for key, value in values.items():
         below = f"{path}.{key}" if path else str(key)
         found |= leaves(value, below) if isinstance(value, Mapping) else {below: value}

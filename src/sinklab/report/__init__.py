@@ -1,6 +1,6 @@
 """Reports: from what runs left on disk to a page, chart files and tables in the terminal.
 
-Reading (`collect`), adding up (`summary`) and the terminal need no chart library; Altair and Vega are imported
+Reading (`collect`), adding up (`summary`), tables and the terminal need no chart library; Altair and Vega are imported
 when the first chart is drawn.
 """
 

@@ -6,7 +6,7 @@ Nothing here reads a file (`collect` does) or knows about charts.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from sinklab.experiments.documents import CellSummary, JudgedClaim
 from sinklab.survey.documents import SuiteDocument
@@ -29,7 +29,7 @@ class WrittenRecipe:
         values: nested, of every key.
     """
 
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
 
     @property
     def name(self) -> str | None:
@@ -52,7 +52,7 @@ class WrittenRecipe:
         return self._value("metric.eps", int, float)
 
     def _value(self, key: str, *kinds: type[T]) -> T | None:
-        value: Any = self.values
+        value: object = self.values
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return value if isinstance(value, kinds) else None

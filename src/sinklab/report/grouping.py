@@ -3,7 +3,6 @@
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
 
 from sinklab.errors import InputError
 from sinklab.report.data import ReportedRun, WrittenRecipe
@@ -73,7 +72,7 @@ def _name(base: str, found: list[str] | None, common: Collection[str], several: 
     return ", ".join([*([base] if several or not found else []), *shown, *more])
 
 
-def changes(recipe: Mapping[str, Any], base: str) -> list[str]:
+def changes(recipe: Mapping[str, object], base: str) -> list[str]:
     """The settings in which a resolved recipe differs from a recipe that comes with sinklab, as `--set` takes them.
 
     Another kind is one change, and then only those of its values that are not its defaults. What resolving fills in is
@@ -108,5 +107,5 @@ def _is_manner(key: str) -> bool:
     return key in ("seed", "name") or (key.startswith("train.") and key[6:] in MANNER)
 
 
-def _written(value: Any) -> str:
+def _written(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else json.dumps(value) if not isinstance(value, str) else value

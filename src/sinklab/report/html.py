@@ -14,7 +14,6 @@ from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import vl_convert as vlc
@@ -99,7 +98,7 @@ def vega_bundle() -> str:
     return bundle
 
 
-def json_for_script(document: Any) -> str:
+def json_for_script(document: object) -> str:
     """JSON that is safe inside a script element: no character that HTML gives a meaning to is left in it.
 
     Raises:
@@ -122,7 +121,7 @@ def verdict_class(verdict: str) -> str:
     return verdict.replace(" ", "-") if verdict in VERDICTS else "inconclusive"
 
 
-def _charts_document(drawn: list[Figure]) -> dict[str, Any]:
+def _charts_document(drawn: list[Figure]) -> dict[str, object]:
     specs = {}
     for figure in drawn:
         for index, chart in enumerate(figure.charts):

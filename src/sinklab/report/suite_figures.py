@@ -4,7 +4,6 @@ As in `charts.py`, names are data and nothing else.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import altair as alt
 import numpy as np
@@ -59,7 +58,7 @@ def _domains(measured: Measured, width: Width, number: int) -> Figure:
     return Figure(f"domains-{number}", "The sink by domain", caption, drawn)
 
 
-def _row(run: ReportedRun, measurement: Measurement, series: str, value: float) -> dict[str, Any]:
+def _row(run: ReportedRun, measurement: Measurement, series: str, value: float) -> dict[str, object]:
     return {"domain": run.cell, "series": series, "value": value, "sequences": measurement.sequences}
 
 
