@@ -77,7 +77,7 @@ class Kind(Part):
         return {"kind": cls.model_fields["kind"].default, **values}
 
 
-class Document(BaseModel):
+class ReadDocument(BaseModel):
     """A file of ours as a later command reads it. Keys it does not know are another version's, and left alone."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)

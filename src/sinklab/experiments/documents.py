@@ -5,10 +5,10 @@ from pathlib import Path
 from pydantic import ConfigDict, Field
 
 from sinklab.files import write_json
-from sinklab.schema import Document
+from sinklab.schema import ReadDocument
 
 
-class SeedBySeed(Document):
+class SeedBySeed(ReadDocument):
     """What each seed of a cell gave: percent of heads, nats per token, ratio."""
 
     sink_1: list[float]
@@ -17,7 +17,7 @@ class SeedBySeed(Document):
     hidden_norm_ratio_max: list[float]
 
 
-class CellSummary(Document):
+class CellSummary(ReadDocument):
     """A cell: means over its seeds; what another version has not written is None or empty.
 
     Attributes:
@@ -38,7 +38,7 @@ class CellSummary(Document):
     by_seed: SeedBySeed | None = None
 
 
-class JudgedClaim(Document):
+class JudgedClaim(ReadDocument):
     """A claim of the experiment (`definition.Claim`) with what the runs say of it.
 
     Attributes:
@@ -59,7 +59,7 @@ class JudgedClaim(Document):
         return self.text or self.id
 
 
-class Summary(Document):
+class Summary(ReadDocument):
     """The whole document; empty where there is none."""
 
     id: str = ""

@@ -6,7 +6,7 @@ from statistics import fmean
 import altair as alt
 import numpy as np
 
-from sinklab.report.charts import Drawing, ChartRows, Width, cell_colour, legend
+from sinklab.report.charts import ChartRows, Drawing, Width, cell_colour, legend
 
 SHORT = 220
 

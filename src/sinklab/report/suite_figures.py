@@ -10,7 +10,7 @@ import numpy as np
 
 from sinklab.measuring.measurement import Measurement
 from sinklab.report import theme
-from sinklab.report.charts import HEIGHT, Drawing, ChartRows, Width, cell_colour, legend
+from sinklab.report.charts import HEIGHT, ChartRows, Drawing, Width, cell_colour, legend
 from sinklab.report.data import ReportData, ReportedRun, Suite
 from sinklab.report.figure import Figure
 from sinklab.survey.documents import ComparisonDocument, DomainsDocument, FamiliesDocument

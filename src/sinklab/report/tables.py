@@ -35,7 +35,7 @@ class Table:
     notes: list[str]
 
 
-Column = tuple[tuple[str, str], Callable[[CellRow], str]]
+TableColumn = tuple[tuple[str, str], Callable[[CellRow], str]]
 
 
 def table_of_cells(data: ReportData) -> tuple[list[tuple[str, str]], list[list[str]]]:
@@ -46,7 +46,7 @@ def table_of_cells(data: ReportData) -> tuple[list[tuple[str, str]], list[list[s
     rows = cell_rows(data)
     trained = not data.runs or any(run.trained for run in data.runs)
     members = _members(data)
-    columns: list[Column] = [
+    columns: list[TableColumn] = [
         (_first_column(data, trained), lambda row: row.cell),
         (("Runs", "seeds"), lambda row: str(row.seeds) + row.progress),
         (("Sink₁", "% of heads"), lambda row: _text(row.sink_first, 1)),

@@ -5,10 +5,10 @@ Each stands beside a folder for every measurement that it names, which holds the
 
 from pydantic import Field
 
-from sinklab.schema import Document
+from sinklab.schema import ReadDocument
 
 
-class DomainsDocument(Document):
+class DomainsDocument(ReadDocument):
     """domains.json: one model on many texts.
 
     Attributes:
@@ -22,7 +22,7 @@ class DomainsDocument(Document):
     failed: dict[str, str] = Field(default_factory=dict)
 
 
-class ComparedQuantity(Document):
+class ComparedQuantity(ReadDocument):
     """One line of a comparison.
 
     Attributes:
@@ -37,7 +37,7 @@ class ComparedQuantity(Document):
     differences: dict[str, float | None]
 
 
-class ComparisonDocument(Document):
+class ComparisonDocument(ReadDocument):
     """comparison.json: several models on the same text, the first being the one the others are held against.
 
     Attributes:
@@ -49,7 +49,7 @@ class ComparisonDocument(Document):
     failed: dict[str, str] = Field(default_factory=dict)
 
 
-class FamilyMember(Document):
+class FamilyMember(ReadDocument):
     """One open model that was measured.
 
     Attributes:
@@ -64,7 +64,7 @@ class FamilyMember(Document):
     published: float | None
 
 
-class FamiliesDocument(Document):
+class FamiliesDocument(ReadDocument):
     """families.json: the paper's open models; attributes as those of the others."""
 
     measured: dict[str, FamilyMember] = Field(alias="models")

@@ -11,14 +11,14 @@ from pydantic import ConfigDict, Field
 
 from sinklab.errors import InputError, SinklabError
 from sinklab.files import append_line, parse_json, write_text
-from sinklab.schema import Document
+from sinklab.schema import ReadDocument
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-class Evaluation(Document):
+class Evaluation(ReadDocument):
     """One evaluation of a run. What an older version has not written, or was not finite, is None or empty.
 
     Attributes:
