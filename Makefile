@@ -34,8 +34,8 @@ test-browser: $(STAMP)
 	$(BIN)/pytest -m browser
 
 test-extras: $(EXTRAS)/.installed
-	$(EXTRAS)/bin/pytest tests/test_track.py tests/test_data_corpora.py tests/test_measure_placed.py tests/test_measure_gguf.py \
-		tests/test_measure_frames.py
+	$(EXTRAS)/bin/pytest tests/train/test_track.py tests/data/test_data_corpora.py tests/measuring/test_measure_placed.py tests/measuring/test_measure_gguf.py \
+		tests/measuring/test_measure_frames.py
 
 test-real: $(EXTRAS)/.installed
 	$(EXTRAS)/bin/pytest -m real

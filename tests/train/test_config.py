@@ -26,7 +26,7 @@ NUMBERS = [
     "seed",
 ]
 INTERVENTIONS = ["bos=false", "token_budget=9", "fixed_token={positions: [2]}", "random_tokens={start: 1, end: 3}"]
-RECIPES = Path(__file__).parents[1] / "recipes"
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda p: p.stem)

@@ -1,160 +1,25 @@
 """Small random models of many families: the probe against each family's own eager attention matrices."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
 from closeness import assert_close, assert_same_rates
+from families import FAMILIES, GROUPED, IGNORING, LENGTH, SMALL, alibi_once, family_tokens, hooks_on, pair_of
 from measure_reference import eager_reference, sink_rate_by_loops
-from transformers.models.falcon import modeling_falcon as falcon
 
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.api import measure
 from sinklab.measuring.huggingface.anatomy import attention_layers
 from sinklab.measuring.huggingface.probe import probe
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,  # sharp attention, so that some alphas lie above eps
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-GROUPED: dict[str, Any] = SMALL | {"num_key_value_heads": 2, "head_dim": 8}
-MULTI_QUERY: dict[str, Any] = GROUPED | {"num_key_value_heads": 1}
-LENGTH = 14
-
-IGNORING: dict[str, Any] = {  # they compute their attention themselves, whatever the interface names
-    "falcon": lambda: hf.FalconConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-    ),
-    "falcon, alibi": lambda: hf.FalconConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True, initializer_range=0.3
-    ),
-    "bloom": lambda: hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3),
-    "mpt": lambda: hf.MptConfig(
-        vocab_size=64, d_model=32, n_layers=2, n_heads=4, max_seq_len=64, initializer_range=0.3
-    ),
-    "gptj": lambda: hf.GPTJConfig(
-        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4, initializer_range=0.3
-    ),
-    "gpt-neo, window 5": lambda: hf.GPTNeoConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_layers=2,
-        num_heads=4,
-        max_position_embeddings=64,
-        attention_types=[[["global", "local"], 1]],
-        window_size=5,
-        initializer_range=0.3,
-    ),
-}
-FAMILIES: dict[str, Any] = {
-    "llama": lambda: hf.LlamaConfig(**GROUPED),
-    "llama multi-query": lambda: hf.LlamaConfig(**MULTI_QUERY),
-    "gpt2": lambda: hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.3),
-    "gpt-neox": lambda: hf.GPTNeoXConfig(**SMALL),
-    "opt": lambda: hf.OPTConfig(
-        vocab_size=64,
-        hidden_size=32,
-        ffn_dim=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        word_embed_proj_dim=32,
-        init_std=0.3,
-    ),
-    "mistral, window 5": lambda: hf.MistralConfig(**GROUPED, sliding_window=5),
-    "qwen3": lambda: hf.Qwen3Config(**GROUPED),
-    "gemma2, softcap and window 5": lambda: hf.Gemma2Config(
-        **GROUPED, sliding_window=5, attn_logit_softcapping=3.0, query_pre_attn_scalar=8
-    ),
-    "gpt-oss, sinks and window 5": lambda: hf.GptOssConfig(
-        **GROUPED, num_local_experts=2, num_experts_per_tok=1, sliding_window=5
-    ),
-    "gemma3, window 5": lambda: hf.Gemma3TextConfig(**GROUPED, sliding_window=5, query_pre_attn_scalar=8),
-    "phi3": lambda: hf.Phi3Config(**SMALL, num_key_value_heads=2),
-    "deepseek-v3, other value width": lambda: hf.DeepseekV3Config(
-        **SMALL,
-        num_key_value_heads=4,
-        moe_intermediate_size=16,
-        n_routed_experts=4,
-        n_group=1,
-        topk_group=1,
-        num_experts_per_tok=1,
-        first_k_dense_replace=1,
-        kv_lora_rank=8,
-        q_lora_rank=16,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=8,
-        v_head_dim=6,
-    ),
-    "jamba, one attention layer of two": lambda: hf.JambaConfig(
-        **SMALL,
-        num_key_value_heads=2,
-        attn_layer_period=2,
-        attn_layer_offset=1,
-        num_experts=2,
-        num_experts_per_tok=1,
-        use_mamba_kernels=False,
-        mamba_d_state=4,
-        mamba_d_conv=2,
-        mamba_dt_rank=4,
-    ),
-    "olmo2": lambda: hf.Olmo2Config(**SMALL, num_key_value_heads=2),
-    "stablelm, parallel blocks": lambda: hf.StableLmConfig(**SMALL, num_key_value_heads=2, use_parallel_residual=True),
-    "cohere": lambda: hf.CohereConfig(**SMALL, num_key_value_heads=2),
-    **IGNORING,
-}
-
-
-def _pair(family: str) -> tuple[Any, Any]:
-    """The same random weights behind the default attention and behind eager attention."""
-    torch.manual_seed(0)
-    # The fused attention that older transformers give Gemma 2 leaves out its soft cap.
-    own = "eager" if family.startswith("gemma2") else None
-    model = hf.AutoModelForCausalLM.from_config(FAMILIES[family](), attn_implementation=own).eval()
-    eager = hf.AutoModelForCausalLM.from_config(FAMILIES[family](), attn_implementation="eager").eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("sinks"):
-                parameter.normal_(1.5, 2.0)
-    eager.load_state_dict(model.state_dict())
-    return model, eager
-
-
-@contextmanager
-def _alibi_once(family: str) -> Iterator[None]:
-    """Falcon's eager attention adds ALiBi twice; the half of it twice is what its default attention adds."""
-    with pytest.MonkeyPatch.context() as patch:
-        if family == "falcon, alibi":
-            whole = falcon.build_alibi_tensor
-            patch.setattr(falcon, "build_alibi_tensor", lambda *given, **named: whole(*given, **named) / 2)
-        yield
-
-
-def _tokens() -> torch.Tensor:
-    return torch.randint(3, 64, (5, LENGTH), generator=torch.Generator().manual_seed(1))
-
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_probe_agrees_with_the_familys_own_attention_matrices(family: str) -> None:
-    model, eager = _pair(family)
-    tokens = _tokens()
-    with _alibi_once(family):
+    model, eager = pair_of(family)
+    tokens = family_tokens()
+    with alibi_once(family):
         expected = eager_reference(eager, tokens)
     measured = measure(model, tokens, batch_size=2)
     assert_close(measured.importance, expected.importance.mean(0))
@@ -172,8 +37,8 @@ def test_the_probe_agrees_with_the_familys_own_attention_matrices(family: str) -
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("left", "right"), [(6, 0), (0, 6)])
 def test_padding_changes_nothing_in_any_family(family: str, left: int, right: int) -> None:
-    model, _ = _pair(family)
-    tokens = _tokens()
+    model, _ = pair_of(family)
+    tokens = family_tokens()
     plain = measure(model, tokens)
     pad = torch.nn.functional.pad
     mask = pad(torch.ones_like(tokens), (left, right))
@@ -186,7 +51,7 @@ def test_padding_changes_nothing_in_any_family(family: str, left: int, right: in
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shorter_lengths_from_one_pass_equal_sequences_that_were_cut(family: str) -> None:
-    model, tokens = _pair(family)[0], _tokens()
+    model, tokens = pair_of(family)[0], family_tokens()
     together = measure(model, tokens, eps=[0.3, 0.2], lengths=[1, 5, 9], batch_size=2)
     assert together.sink_rate_by_length is not None
     for length in (1, 5, 9):
@@ -199,7 +64,7 @@ def test_shorter_lengths_from_one_pass_equal_sequences_that_were_cut(family: str
 @pytest.mark.parametrize("lengths", [[0], [5, 5], [9, 5], [LENGTH]])
 def test_lengths_that_do_not_increase_up_to_the_sequences_are_refused(lengths: list[int]) -> None:
     with pytest.raises(InputError, match="give increasing lengths from 1 to 13"):
-        measure(_pair("llama")[0], _tokens(), lengths=lengths)
+        measure(pair_of("llama")[0], family_tokens(), lengths=lengths)
 
 
 def test_lengths_that_the_model_would_turn_otherwise_are_refused() -> None:
@@ -230,8 +95,8 @@ def test_lengths_that_the_model_would_turn_otherwise_are_refused() -> None:
 
 
 def test_a_sink_logit_is_reported_as_the_bias() -> None:
-    model, eager = _pair("gpt-oss, sinks and window 5")
-    tokens = _tokens()
+    model, eager = pair_of("gpt-oss, sinks and window 5")
+    tokens = family_tokens()
     with torch.no_grad():
         attention = torch.stack(eager(tokens, output_attentions=True).attentions, 1)
     left_over = (1 - attention.sum(-1)).mean(-1)  # what the keys did not get went to the sink
@@ -241,15 +106,15 @@ def test_a_sink_logit_is_reported_as_the_bias() -> None:
 
 
 def test_models_without_a_bias_report_none() -> None:
-    assert measure(_pair("llama")[0], _tokens()).sink_rate_bias is None
+    assert measure(pair_of("llama")[0], family_tokens()).sink_rate_bias is None
 
 
 @pytest.mark.parametrize("family", IGNORING)
 def test_a_model_that_ignores_the_interface_is_read_from_its_matrices_and_the_result_says_so(family: str) -> None:
-    model, _ = _pair(family)
-    before, hooks = model.config._attn_implementation, _hooks(model)
-    assert measure(model, _tokens()).backend == "eager"
-    assert (model.config._attn_implementation, _hooks(model)) == (before, hooks)
+    model, _ = pair_of(family)
+    before, hooks = model.config._attn_implementation, hooks_on(model)
+    assert measure(model, family_tokens()).backend == "eager"
+    assert (model.config._attn_implementation, hooks_on(model)) == (before, hooks)
 
 
 def test_attention_that_cannot_be_recorded_is_an_error_and_never_a_zero() -> None:
@@ -259,22 +124,18 @@ def test_attention_that_cannot_be_recorded_is_an_error_and_never_a_zero() -> Non
         def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
             return hidden_states, None
 
-    model, _ = _pair("llama")
+    model, _ = pair_of("llama")
     model.model.layers[1].self_attn = Own()
     with pytest.raises(SinklabError, match=r"1 of 2 layers.*llama"):
-        measure(model, _tokens())
-    assert _hooks(model) == 0
+        measure(model, family_tokens())
+    assert hooks_on(model) == 0
 
 
 def test_a_model_without_attention_is_an_error() -> None:
     config = hf.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
     model: Any = hf.AutoModelForCausalLM.from_config(config).eval()
     with pytest.raises(SinklabError, match="no layer of a 'mamba' model"):
-        measure(model, _tokens())
-
-
-def _hooks(model: torch.nn.Module) -> int:
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+        measure(model, family_tokens())
 
 
 def test_long_logits_are_never_whole_and_the_loss_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +146,7 @@ def test_long_logits_are_never_whole_and_the_loss_is_the_same(monkeypatch: pytes
     for config in heads.values():
         torch.manual_seed(0)
         model: Any = hf.AutoModelForCausalLM.from_config(config()).eval()
-        tokens = _tokens()
+        tokens = family_tokens()
         if getattr(model.lm_head, "bias", None) is not None:
             torch.nn.init.normal_(model.lm_head.bias)
         mask = torch.ones_like(tokens)
@@ -306,14 +167,14 @@ def test_a_bidirectional_model_is_an_error() -> None:
     config = hf.BertConfig(**SMALL)
     model: Any = hf.AutoModelForCausalLM.from_config(config).eval()
     with pytest.raises(SinklabError, match="attends to later tokens"):
-        measure(model, _tokens())
+        measure(model, family_tokens())
 
 
 @pytest.mark.parametrize(
     "family", [name for name in FAMILIES if name not in IGNORING and not name.startswith(("jamba", "deepseek"))]
 )
 def test_decoding_from_a_cache_gives_the_same_as_reading_the_whole_sequence(family: str) -> None:
-    model, tokens = _pair(family)[0], _tokens()
+    model, tokens = pair_of(family)[0], family_tokens()
     mask = torch.ones_like(tokens)
     mask[0, :2] = 0  # padding on the left, as generation has it
     with torch.no_grad(), probe(model) as watch:
@@ -329,7 +190,7 @@ def test_decoding_from_a_cache_gives_the_same_as_reading_the_whole_sequence(fami
 
 
 def test_a_cache_filled_outside_of_the_probe_is_refused_with_what_to_do() -> None:
-    model, tokens = _pair("llama")[0], _tokens()
+    model, tokens = pair_of("llama")[0], family_tokens()
     with torch.no_grad():
         cache = model(tokens, use_cache=True).past_key_values
         with probe(model), pytest.raises(SinklabError, match="around the whole sequence"):
@@ -342,8 +203,8 @@ def test_only_the_attention_layers_of_a_hybrid_are_expected() -> None:
 
 
 def test_half_precision_is_measured_in_float32() -> None:
-    model, _ = _pair("llama")
-    measured = measure(model.to(torch.bfloat16), _tokens())
+    model, _ = pair_of("llama")
+    measured = measure(model.to(torch.bfloat16), family_tokens())
     assert measured.dtype == "bfloat16"
     mean_over_queries = torch.from_numpy(measured.importance)
     queries = torch.arange(LENGTH, 0, -1)
@@ -352,8 +213,8 @@ def test_half_precision_is_measured_in_float32() -> None:
 
 
 def test_nan_in_the_weights_is_an_error_that_names_the_layer() -> None:
-    model, _ = _pair("llama")
+    model, _ = pair_of("llama")
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight.fill_(torch.nan)
     with pytest.raises(SinklabError, match="in layer 2"):
-        measure(model, _tokens())
+        measure(model, family_tokens())

@@ -6,32 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from made_measurement import H, L, N, T, made_measurement
 from rich.console import Console
 
 from sinklab.commands.terminal.measurement import print_measurement
 from sinklab.errors import InputError
-from sinklab.measuring.accumulate import Accumulator, Batch, measurement_from
-from sinklab.measuring.batches import Cost
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.options import Options
-
-L, H, T, N = 2, 3, 16, 4
-
-
-def _measurement(bias: bool = False, name: str = "a model", length: int = T) -> Measurement:
-    generator = torch.Generator().manual_seed(0)
-    totals = Accumulator((0.3,), length)
-    alpha = torch.rand(L, N, H, length, generator=generator)
-    norms = torch.rand(L + 1, N, length, generator=generator) + 1
-    totals.add(Batch(alpha, alpha[..., 0] if bias else None, norms, norms[1:], norms[1:], 12.0, N * (length - 1)))
-    return measurement_from(
-        totals, Cost(0.5, 100.0), Options(model_name=name, bos=True), proxy=False, backend="sdpa", dtype="float32"
-    )
 
 
 def test_the_files_hold_the_documented_fields(tmp_path: Path) -> None:
-    _measurement().save(tmp_path)
+    made_measurement().save(tmp_path)
     document = json.loads((tmp_path / "measurement.json").read_text())
     assert " ".join(document) == (
         "schema model revision commit inputs sequences length eps bos proxy layers heads sink_rate sink_rates "
@@ -56,7 +40,7 @@ def test_the_files_hold_the_documented_fields(tmp_path: Path) -> None:
 
 
 def test_what_was_saved_is_what_is_loaded(tmp_path: Path) -> None:
-    saved = _measurement(bias=True)
+    saved = made_measurement(bias=True)
     saved.save(tmp_path)
     loaded = Measurement.load(tmp_path)
     assert loaded.document() == saved.document()
@@ -65,7 +49,7 @@ def test_what_was_saved_is_what_is_loaded(tmp_path: Path) -> None:
 
 
 def test_one_token_has_neither_loss_nor_ratios() -> None:
-    single = _measurement(length=1)
+    single = made_measurement(length=1)
     assert single.loss is None
     assert single.hidden_norm_ratio is None
     assert single.key_norm_ratio is None
@@ -74,7 +58,7 @@ def test_one_token_has_neither_loss_nor_ratios() -> None:
 @pytest.mark.parametrize("name", ["measurement.json", "measurement.npz"])
 @pytest.mark.parametrize("damage", ["missing", "empty", "half"])
 def test_a_damaged_measurement_says_to_measure_again(tmp_path: Path, name: str, damage: str) -> None:
-    _measurement().save(tmp_path)
+    made_measurement().save(tmp_path)
     path = tmp_path / name
     if damage == "missing":
         path.unlink()
@@ -96,7 +80,7 @@ def test_a_damaged_measurement_says_to_measure_again(tmp_path: Path, name: str, 
     ],
 )
 def test_a_wrong_field_is_named(tmp_path: Path, field: str, value: object, sentence: str) -> None:
-    _measurement().save(tmp_path)
+    made_measurement().save(tmp_path)
     path = tmp_path / "measurement.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
     with pytest.raises(InputError, match=sentence):
@@ -104,7 +88,7 @@ def test_a_wrong_field_is_named(tmp_path: Path, field: str, value: object, sente
 
 
 def test_pickles_in_the_array_file_are_not_loaded(tmp_path: Path) -> None:
-    _measurement().save(tmp_path)
+    made_measurement().save(tmp_path)
     np.savez(tmp_path / "measurement.npz", importance=np.array([object()]))
     with pytest.raises(InputError, match="allow_pickle"):
         Measurement.load(tmp_path)
@@ -112,9 +96,9 @@ def test_pickles_in_the_array_file_are_not_loaded(tmp_path: Path) -> None:
 
 def test_the_terminal_shows_the_first_positions_the_bias_and_every_layer() -> None:
     out = StringIO()
-    print_measurement(_measurement(bias=True, name="[red]odd[/red]"), Console(file=out, width=110))
+    print_measurement(made_measurement(bias=True, name="[red]odd[/red]"), Console(file=out, width=110))
     shown = out.getvalue()
     assert "[red]odd[/red]" in shown
     assert "bias" in shown
-    assert f"{_measurement().sink_rate[0]:.2f}" in shown
+    assert f"{made_measurement().sink_rate[0]:.2f}" in shown
     assert all(f"│ {layer + 1:>5} │" in shown for layer in range(L))

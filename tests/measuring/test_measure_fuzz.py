@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from families import hooks_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from measure_reference import sink_rate_by_loops
-from test_measure_families import _hooks
 
 from sinklab.measuring.api import measure
 from sinklab.measuring.huggingface.probe import probe
@@ -151,4 +151,4 @@ def test_every_row_of_a_padded_batch_has_the_importance_it_has_alone(case: Case)
             rate * len(rows) / int(n) for rate, n in zip(sink_rate_by_loops(filled, 0.3), counts, strict=True)
         ]
         assert measured.sink_rate == pytest.approx(expected_rate)
-    assert _hooks(model) == 0
+    assert hooks_on(model) == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_measure_result import H, L, T, _measurement
+from made_measurement import H, L, T, made_measurement
 
 import sinklab
 from sinklab.errors import InputError
@@ -24,7 +24,7 @@ def rows_of(path: Path) -> tuple[list[str], list[list[str]]]:
 
 
 def test_a_table_has_a_row_for_every_layer_head_and_position(tmp_path: Path) -> None:
-    measured = _measurement()
+    measured = made_measurement()
     measured.to_csv(tmp_path / "importance.csv")
     head, rows = rows_of(tmp_path / "importance.csv")
     assert head == ["layer", "head", "position", "importance"]
@@ -35,7 +35,7 @@ def test_a_table_has_a_row_for_every_layer_head_and_position(tmp_path: Path) -> 
 
 
 def test_positions_and_layers_are_tables_too(tmp_path: Path) -> None:
-    measured = _measurement(bias=True)
+    measured = made_measurement(bias=True)
     measured.to_csv(tmp_path / "positions.csv", "positions")
     head, rows = rows_of(tmp_path / "positions.csv")
     assert head == ["position", "sink_rate"]
@@ -50,7 +50,7 @@ def test_positions_and_layers_are_tables_too(tmp_path: Path) -> None:
 
 
 def test_what_a_mask_makes_different_stands_beside_it() -> None:
-    plain = _measurement()
+    plain = made_measurement()
     other = plain.model_copy(update={"importance_visible": plain.importance / 2, "sink_rate_visible": [0.0] * T})
     assert list(other.columns()) == ["layer", "head", "position", "importance", "importance_visible"]
     assert list(other.columns("positions")) == ["position", "sink_rate", "sink_rate_visible"]
@@ -59,22 +59,22 @@ def test_what_a_mask_makes_different_stands_beside_it() -> None:
 
 def test_an_unknown_table_or_chart_is_refused_with_those_there_are() -> None:
     with pytest.raises(InputError, match="choose from importance, positions, layers"):
-        _measurement().to_dataframe("heads")  # type: ignore[arg-type]
+        made_measurement().to_dataframe("heads")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="choose from heads, layers, positions, norms"):
-        _measurement().plot("importance")  # type: ignore[arg-type]
+        made_measurement().plot("importance")  # type: ignore[arg-type]
 
 
 def test_without_a_data_frame_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sinklab.measuring.frames.find_spec", lambda name: None)
     with pytest.raises(InputError, match="pip install pandas"):
-        _measurement().to_dataframe()
+        made_measurement().to_dataframe()
     with pytest.raises(InputError, match="pip install pyarrow"):
-        _measurement().to_parquet("importance.parquet")
+        made_measurement().to_parquet("importance.parquet")
 
 
 @pytest.mark.skipif(not find_spec("pandas"), reason="pandas is not installed")
 def test_a_pandas_frame_has_the_columns() -> None:
-    frame = _measurement().to_dataframe()
+    frame = made_measurement().to_dataframe()
     assert list(frame.columns) == ["layer", "head", "position", "importance"]
     assert len(frame) == L * H * T
 
@@ -83,7 +83,7 @@ def test_a_pandas_frame_has_the_columns() -> None:
 def test_a_parquet_file_holds_the_same(tmp_path: Path) -> None:
     from pyarrow import parquet  # type: ignore[import-not-found]
 
-    measured = _measurement()
+    measured = made_measurement()
     measured.to_parquet(tmp_path / "importance.parquet")
     table = parquet.read_table(tmp_path / "importance.parquet")
     np.testing.assert_array_equal(table["importance"].to_numpy(), measured.importance.ravel())
@@ -93,14 +93,14 @@ def test_a_parquet_file_holds_the_same(tmp_path: Path) -> None:
 def test_a_measurement_draws_itself(what: str) -> None:
     import vl_convert as vlc
 
-    measured = _measurement(name="org/model")
+    measured = made_measurement(name="org/model")
     svg = vlc.vegalite_to_svg(measured.plot(what).to_dict())  # type: ignore[arg-type]
     assert svg.count("<path") > L
     assert "model" in svg
 
 
 def test_a_notebook_shows_the_tables_and_runs_nothing() -> None:
-    shown = _measurement(name="<script>alert(1)</script>")._repr_html_()
+    shown = made_measurement(name="<script>alert(1)</script>")._repr_html_()
     assert "Position 1 by layer" in shown
     assert "&lt;script&gt;" in shown
     assert "<script" not in shown

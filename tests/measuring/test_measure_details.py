@@ -9,11 +9,8 @@ import pytest
 import torch
 from closeness import assert_close
 from details_reference import Captured, captured, reference
-from test_measure_families import FAMILIES, _pair
-from test_measure_native import VARIANTS, attention_matrices
-from test_measure_native import _matrices as qkv
-from test_measure_native import _model as own_model
-from test_measure_native import _tokens as own_tokens
+from families import FAMILIES, pair_of
+from own_models import VARIANTS, attention_matrices, core_inputs, own_model, own_tokens
 from transformers import AutoModelForCausalLM
 
 from sinklab.attention.importance import score_rows
@@ -52,7 +49,7 @@ def _tokens() -> torch.Tensor:
 @cache
 def _models(family: str) -> tuple[Any, Any]:
     assert family in FAMILIES
-    return _pair(family)
+    return pair_of(family)
 
 
 def _details(measured: Measurement) -> Details:
@@ -171,7 +168,7 @@ def test_every_statistic_of_our_own_transformer_is_that_of_its_matrices(variant:
     model, tokens = own_model(variant), own_tokens(3)
     details = _details(measure(model, tokens, eps=EPS, batch_size=2, maps=[(2, 4)]))
     matrices = attention_matrices(model, variant, tokens)[0].detach()
-    queries, keys, values = ([x[:, :, model.leading :].double() for x in one] for one in qkv(model, tokens))
+    queries, keys, values = ([x[:, :, model.leading :].double() for x in one] for one in core_inputs(model, tokens))
     values = [v.repeat_interleave(4 // v.shape[1], 1) for v in values]
     stream = _stream_of(model, tokens, model.blocks)[:, :, model.leading :]
     expected = reference(matrices.double(), Captured(queries, keys, values), values, stream, EPS)
@@ -298,6 +295,6 @@ def test_a_map_is_named_by_layer_and_head(given: str) -> None:
 
 
 def test_half_precision_is_accumulated_in_float32() -> None:
-    model = _pair("llama")[0].to(torch.bfloat16)
+    model = pair_of("llama")[0].to(torch.bfloat16)
     details = _details(measure(model, _tokens(), details=True))
     assert_close(details.by_distance.sum(-1), 1)

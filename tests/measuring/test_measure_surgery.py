@@ -9,14 +9,12 @@ import pytest
 import torch
 import transformers as hf
 from closeness import assert_close, assert_same_rates
+from families import FAMILIES, LENGTH, alibi_once, family_tokens, hooks_on, pair_of
 from hidden_keys_reference import scores_without_first_keys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from measure_reference import eager_reference
-from test_measure_families import FAMILIES, LENGTH, _alibi_once, _hooks, _pair, _tokens
-from test_measure_native import VARIANTS
-from test_measure_native import _model as our_model
-from test_measure_native import _tokens as our_tokens
+from own_models import VARIANTS, own_model, own_tokens
 
 from sinklab.attention import masks
 from sinklab.errors import InputError, SinklabError
@@ -41,9 +39,9 @@ SURGERIES: dict[str, Callable[[Any], AbstractContextManager[None]]] = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hidden_keys_are_those_that_were_taken_out_of_the_scores(family: str) -> None:
-    model, eager = _pair(family)
-    tokens = _tokens()
-    with scores_without_first_keys(N, LENGTH), _alibi_once(family):
+    model, eager = pair_of(family)
+    tokens = family_tokens()
+    with scores_without_first_keys(N, LENGTH), alibi_once(family):
         expected = eager_reference(eager, tokens)
     with masked_first_keys(model, N):
         measured = driver.measure(watched_model(model), tokens, Options(first_target=N + 2, batch_size=2))
@@ -56,7 +54,7 @@ def test_hidden_keys_are_those_that_were_taken_out_of_the_scores(family: str) ->
 @pytest.mark.parametrize("family", ["llama", "bloom", "jamba, one attention layer of two", "opt"])
 @pytest.mark.parametrize(("left", "right"), [(6, 0), (0, 6)])
 def test_the_first_keys_are_those_of_the_real_tokens(family: str, left: int, right: int) -> None:
-    model, tokens = _pair(family)[0], _tokens()
+    model, tokens = pair_of(family)[0], family_tokens()
     pad = torch.nn.functional.pad
     mask = pad(torch.ones_like(tokens), (left, right))
     for surgery in (masked_first_keys(model, N), zeroed(model, 1, 2, 5)):
@@ -70,7 +68,7 @@ def test_the_first_keys_are_those_of_the_real_tokens(family: str, left: int, rig
 
 
 def test_surgery_works_inside_of_a_probe_as_around_it() -> None:
-    model, tokens = _pair("llama")[0], _tokens()
+    model, tokens = pair_of("llama")[0], family_tokens()
     with torch.no_grad(), probe(model) as outer, masked_first_keys(model, N):
         model(tokens)
         inside = [layer.importance_BHT for layer in outer.layers]
@@ -83,8 +81,8 @@ def test_surgery_works_inside_of_a_probe_as_around_it() -> None:
 
 @pytest.mark.parametrize("ours", [False, True])
 def test_what_is_hidden_twice_is_hidden_from_either(ours: bool) -> None:
-    model: Any = our_model("softmax") if ours else _pair("llama")[0]
-    tokens = our_tokens()
+    model: Any = own_model("softmax") if ours else pair_of("llama")[0]
+    tokens = own_tokens()
     with masked_first_keys(model, 4), masked_first_keys(model, 2):
         measured = measure(model, tokens)
     sums = torch.from_numpy(measured.importance) * torch.arange(tokens.shape[1], 0, -1)
@@ -94,8 +92,8 @@ def test_what_is_hidden_twice_is_hidden_from_either(ours: bool) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_hidden_keys_of_our_model_are_those_of_an_explicit_mask(variant: str) -> None:
-    model: Any = our_model(variant)
-    tokens = our_tokens()
+    model: Any = own_model(variant)
+    tokens = own_tokens()
     T = tokens.shape[1]
     rule = model.blocks[0].attention.core.mask
     allowed = torch.zeros(1, 1, T, T, dtype=torch.bool)
@@ -143,7 +141,7 @@ def test_blocks_of_a_mask_with_hidden_keys_know_what_they_see(
 
 
 def test_a_zeroed_channel_is_zero_there_and_the_rest_of_the_model_goes_on_from_it() -> None:
-    model, tokens = _pair("llama")[0], _tokens()
+    model, tokens = pair_of("llama")[0], family_tokens()
     with torch.no_grad():
         found = model(tokens, output_hidden_states=True)
         hidden = found.hidden_states[1].clone()
@@ -159,18 +157,18 @@ def test_a_zeroed_channel_is_zero_there_and_the_rest_of_the_model_goes_on_from_i
 
 
 def test_a_zeroed_channel_of_our_model_stands_behind_the_sink_token() -> None:
-    model: Any = our_model("sink token")
+    model: Any = own_model("sink token")
     seen: list[torch.Tensor] = []
     with torch.no_grad(), zeroed(model, layer=2, position=2, dimension=5), zeroed(model, 2, 0, 7):
         handle = model.blocks[1].register_forward_hook(lambda _, __, output: seen.append(output))
-        model(our_tokens())
+        model(own_tokens())
         handle.remove()
     assert ((seen[0] == 0).nonzero()[:, 1:].unique(dim=0) == torch.tensor([[0, 7], [2, 5]])).all()
 
 
 @pytest.mark.parametrize("family", LEARNED)
 def test_swapped_positions_are_those_of_permuted_position_ids(family: str) -> None:
-    model, tokens = _pair(family)[0], _tokens()
+    model, tokens = pair_of(family)[0], family_tokens()
     given_mask = {"attention_mask": torch.ones_like(tokens), "use_cache": False}
     places = torch.arange(LENGTH)
     swapped, replaced = places.clone(), places.clone()
@@ -190,15 +188,15 @@ def test_positions_of_our_model_are_swapped_in_its_table() -> None:
     with torch.no_grad():
         table[[0, 4]] = table[[4, 0]]
         with swapped_positions(model, 1, 5):
-            assert torch.equal(model(our_tokens()), other(our_tokens()))
+            assert torch.equal(model(own_tokens()), other(own_tokens()))
 
 
 @pytest.mark.parametrize("surgery", SURGERIES)
 @pytest.mark.parametrize("family", [*LEARNED, "ours"])
 def test_the_model_is_as_before_also_after_an_exception(surgery: str, family: str) -> None:
-    model: Any = _learnable() if family == "ours" else _pair(family)[0]
-    tokens = our_tokens()
-    before, weights, hooks = _logits(model, tokens), copy.deepcopy(model.state_dict()), _hooks(model)
+    model: Any = _learnable() if family == "ours" else pair_of(family)[0]
+    tokens = own_tokens()
+    before, weights, hooks = _logits(model, tokens), copy.deepcopy(model.state_dict()), hooks_on(model)
 
     def failing() -> None:
         with SURGERIES[surgery](model):
@@ -208,15 +206,15 @@ def test_the_model_is_as_before_also_after_an_exception(surgery: str, family: st
     with pytest.raises(KeyError):
         failing()
     assert torch.equal(_logits(model, tokens), before)
-    assert _hooks(model) == hooks
+    assert hooks_on(model) == hooks
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, weights[name])
 
 
 def test_a_model_without_learned_positions_is_refused_and_so_are_positions_it_does_not_have() -> None:
-    with pytest.raises(InputError, match="no learned table of positions"), swapped_positions(_pair("llama")[0], 1, 5):
+    with pytest.raises(InputError, match="no learned table of positions"), swapped_positions(pair_of("llama")[0], 1, 5):
         pass
-    gpt2 = _pair("gpt2")[0]
+    gpt2 = pair_of("gpt2")[0]
     for pair, message in (((1, 65), "positions 1 to 64"), ((0, 5), "position 0"), ((5, 5), "changes nothing")):
         with pytest.raises(InputError, match=message), swapped_positions(gpt2, *pair):
             pass
@@ -231,7 +229,7 @@ def test_a_table_that_is_left_on_disk_is_refused_and_never_left_unchanged() -> N
 
 
 def test_opt_keeps_two_rows_before_its_first_position() -> None:
-    model = _pair("opt")[0]
+    model = pair_of("opt")[0]
     table = learned_positions(model)
     assert table is not None
     assert torch.equal(table[0], model.model.decoder.embed_positions.weight[2])
@@ -244,15 +242,15 @@ def test_what_cannot_be_hidden_is_an_error_and_never_nothing() -> None:
         def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
             return hidden_states, None
 
-    model = _pair("llama")[0]
+    model = pair_of("llama")[0]
     model.model.layers[1].self_attn = Own()
     with pytest.raises(SinklabError, match="1 of 2 attention layers"), masked_first_keys(model, N):
-        model(_tokens())
-    assert _hooks(model) == 0
+        model(family_tokens())
+    assert hooks_on(model) == 0
 
 
 def test_surgery_refuses_layers_and_keys_that_do_not_exist_and_a_cache() -> None:
-    model, tokens = _pair("llama")[0], _tokens()
+    model, tokens = pair_of("llama")[0], family_tokens()
     with pytest.raises(InputError, match="give one of 1 to 2"), zeroed(model, 3, 1, 5):
         pass
     with pytest.raises(InputError, match="give one of 0 to 31"), zeroed(model, 1, 1, 32):
@@ -266,7 +264,7 @@ def test_surgery_refuses_layers_and_keys_that_do_not_exist_and_a_cache() -> None
 
 
 def test_an_attention_that_takes_no_explicit_mask_is_refused() -> None:
-    model = _pair("llama")[0]
+    model = pair_of("llama")[0]
     model.config._attn_implementation_internal = "flash_attention_2"
     with pytest.raises(SinklabError, match='attn_implementation="sdpa"'), masked_first_keys(model, N):
         pass
@@ -275,7 +273,7 @@ def test_an_attention_that_takes_no_explicit_mask_is_refused() -> None:
 def test_gradients_flow_through_a_model_under_surgery() -> None:
     model = hf.AutoModelForCausalLM.from_config(FAMILIES["llama"]())
     with masked_first_keys(model, N):
-        model(_tokens(), labels=_tokens()).loss.backward()
+        model(family_tokens(), labels=family_tokens()).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 

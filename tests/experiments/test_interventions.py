@@ -32,7 +32,7 @@ BASE = {
 }
 # The fused kernel serves causal masks only and rounds differently from the blocks that serve all masks.
 ONE_BACKEND = {"model": {"attention": {"backend": "chunked"}}}
-DOCS = Path(__file__).parents[1] / "docs" / "interventions.md"
+DOCS = Path(__file__).parents[2] / "docs" / "interventions.md"
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from test_measure_families import FAMILIES, _pair, _tokens
-from test_measure_native import _model as our_model
-from test_measure_native import _tokens as our_tokens
+from families import FAMILIES, family_tokens, pair_of
+from own_models import own_model, own_tokens
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import sinklab
@@ -33,7 +32,7 @@ def _trained(family: str) -> Callable[[], list[torch.Tensor]]:
         model = _fresh[family]()
         optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(3 * ROUNDS):
-            model(_tokens(), labels=_tokens()).loss.backward()
+            model(family_tokens(), labels=family_tokens()).loss.backward()
             optimiser.step()
             optimiser.zero_grad()
         return [parameter.detach() for parameter in model.parameters()]
@@ -42,7 +41,7 @@ def _trained(family: str) -> Callable[[], list[torch.Tensor]]:
 
 
 def _fresh_llama() -> Any:
-    model = _pair("llama")[0]
+    model = pair_of("llama")[0]
     return model.train()
 
 
@@ -71,9 +70,9 @@ def _assert_same(one: Measurement, other: Measurement) -> None:
 
 
 def test_threads_that_measure_different_models_do_not_disturb_each_other() -> None:
-    models = [_pair("llama")[0], _pair("gemma2, softcap and window 5")[0], _pair("bloom")[0]]
-    jobs = [_measured(model, _tokens()) for model in models]
-    jobs += [_measured(our_model("key bias"), our_tokens()), _ablated(_pair("opt")[0], _tokens())]
+    models = [pair_of("llama")[0], pair_of("gemma2, softcap and window 5")[0], pair_of("bloom")[0]]
+    jobs = [_measured(model, family_tokens()) for model in models]
+    jobs += [_measured(own_model("key bias"), own_tokens()), _ablated(pair_of("opt")[0], family_tokens())]
     alone = [job()[0] for job in jobs]
     for expected, results in zip(alone, _together(jobs), strict=True):
         for found in results:
@@ -83,7 +82,11 @@ def test_threads_that_measure_different_models_do_not_disturb_each_other() -> No
 
 
 def test_a_model_trains_as_alone_while_others_are_measured() -> None:
-    jobs = [_trained("llama"), _measured(_pair("llama")[0], _tokens()), _measured(our_model("softmax"), our_tokens())]
+    jobs = [
+        _trained("llama"),
+        _measured(pair_of("llama")[0], family_tokens()),
+        _measured(own_model("softmax"), own_tokens()),
+    ]
     weights, (measured, *_), (ours, *_) = (job() for job in jobs)
     trained, measurements, of_ours = _together(jobs)
     for one, other in zip(trained, weights, strict=True):
@@ -98,6 +101,6 @@ def test_a_model_trains_as_alone_while_others_are_measured() -> None:
 def test_every_family_is_measured_in_a_thread_as_in_the_main_one() -> None:
     families = ["gpt2", "mistral, window 5", "gpt-oss, sinks and window 5", "mpt"]
     assert set(families) <= set(FAMILIES)
-    jobs = [_measured(_pair(family)[0], _tokens()) for family in families]
+    jobs = [_measured(pair_of(family)[0], family_tokens()) for family in families]
     for job, results in zip(jobs, _together(jobs), strict=True):
         _assert_same(results[0], job()[0])

@@ -9,95 +9,12 @@ import torch
 import torch.nn.functional as F
 from closeness import assert_close, assert_same_rates
 from measure_reference import importance_by_loops, sink_rate_by_loops
+from own_models import LENGTH, VARIANTS, attention_matrices, core_inputs, own_model, own_tokens
 
 import sinklab
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
-from sinklab.model.config import ModelConfig
-from sinklab.model.transformer import Transformer
-
-LENGTH, VOCABULARY = 10, 32
-VARIANTS: dict[str, dict[str, Any]] = {
-    "softmax": {},
-    "grouped keys": {"kv_heads": 2},
-    "key bias": {"bias": {"kind": "k"}},
-    "key and value bias": {"bias": {"kind": "kv"}},
-    "sink token": {"bias": {"kind": "sink_token"}},
-    "sigmoid": {"operation": {"kind": "sigmoid", "normalised": False}},
-    "window": {"mask": {"kind": "window", "width": 4}},
-    "prefix": {"mask": {"kind": "prefix", "length": 3}},
-}
-
-
-def _model(variant: str) -> Transformer:
-    changes = dict(VARIANTS[variant])
-    heads = {"kv_heads": changes.pop("kv_heads")} if "kv_heads" in changes else {}
-    config = ModelConfig.model_validate(
-        {
-            "layers": 2,
-            "width": 32,
-            "heads": 4,
-            "ffn_width": 48,
-            "vocab_size": VOCABULARY,
-            "context": 16,
-            "attention": changes,
-            **heads,
-        }
-    )
-    model = Transformer(config, seed=3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if not name.endswith("norm.weight"):
-                parameter.mul_(40 if ".bias." in name or name == "sink_token" else 1.6)  # sharper than at the start
-    return model
-
-
-def _tokens(sequences: int = 5) -> torch.Tensor:
-    return torch.randint(VOCABULARY, (sequences, LENGTH), generator=torch.Generator().manual_seed(0))
-
-
-def _matrices(model: Any, tokens: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """Queries, keys (repeated over groups) and values of every layer, as the cores see them."""
-    seen: list[tuple[torch.Tensor, ...]] = []
-    handles = [
-        block.attention.core.register_forward_hook(lambda _, args, __: seen.append(args)) for block in model.blocks
-    ]
-    with torch.no_grad():
-        model(tokens)
-    for handle in handles:
-        handle.remove()
-    queries, keys, values = zip(*seen, strict=True)
-    return list(queries), [k.repeat_interleave(4 // k.shape[1], 1) for k in keys], list(values)
-
-
-def attention_matrices(model: Any, variant: str, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Normalised scores of the real tokens (N, L, H, T, T), and the share of a bias in each row (N, L, H, T)."""
-    queries, keys, _ = _matrices(model, tokens)
-    matrices, biases = [], []
-    for layer, (q, k) in enumerate(zip(queries, keys, strict=True)):
-        z = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-        S = z.shape[-1]
-        t, s = torch.arange(S)[:, None], torch.arange(S)
-        seen = s <= t
-        if variant == "window":
-            seen &= s > t - 4
-        if variant == "prefix":
-            seen |= s < 3
-        weights = z.sigmoid() if variant == "sigmoid" else z.exp()
-        weights = weights * seen
-        core = model.blocks[layer].attention.core
-        if core.bias.key is not None:
-            z_bias = (q * core.bias.key_per_head()[:, None]).sum(-1, keepdim=True) / math.sqrt(q.shape[-1])
-            weights = torch.cat((z_bias.exp(), weights), -1)
-        matrix = weights / weights.sum(-1, keepdim=True)
-        if variant == "sink token":
-            matrix = matrix[..., 1:, :]
-        if core.bias.key is not None or variant == "sink token":
-            biases.append(matrix[..., 0])
-            matrix = matrix[..., 1:]
-        matrices.append(matrix)
-    return torch.stack(matrices, 1), torch.stack(biases, 1) if biases else None
 
 
 def _reference(model: Any, variant: str, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -109,7 +26,7 @@ def _reference(model: Any, variant: str, tokens: torch.Tensor) -> tuple[torch.Te
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_importance_is_that_of_the_matrices_written_out(variant: str) -> None:
-    model, tokens = _model(variant), _tokens()
+    model, tokens = own_model(variant), own_tokens()
     alpha, bias = _reference(model, variant, tokens)
     measured = measure(model, tokens, eps=0.2, batch_size=2)
     assert_close(measured.importance, alpha.mean(0))
@@ -123,9 +40,9 @@ def test_importance_is_that_of_the_matrices_written_out(variant: str) -> None:
 
 
 def test_raw_row_sums_are_reported_where_rows_do_not_sum_to_one(tmp_path: Path) -> None:
-    model, tokens = _model("sigmoid"), _tokens()
+    model, tokens = own_model("sigmoid"), own_tokens()
     measured = measure(model, tokens, batch_size=2)
-    queries, keys, _ = _matrices(model, tokens)
+    queries, keys, _ = core_inputs(model, tokens)
     seen = torch.ones(LENGTH, LENGTH).tril()
     for layer, (q, k) in enumerate(zip(queries, keys, strict=True)):
         expected = ((q @ k.mT / math.sqrt(q.shape[-1])).sigmoid() * seen).sum(-1).mean((0, 2))
@@ -133,14 +50,14 @@ def test_raw_row_sums_are_reported_where_rows_do_not_sum_to_one(tmp_path: Path) 
         assert_close(measured.row_sums[layer], expected)
     measured.save(tmp_path)
     assert (Measurement.load(tmp_path).row_sums == measured.row_sums).all()
-    assert measure(_model("softmax"), tokens).row_sums is None
+    assert measure(own_model("softmax"), tokens).row_sums is None
 
 
 @pytest.mark.parametrize("variant", ["softmax", "sink token"])
 def test_loss_and_norms_are_of_the_real_tokens(variant: str) -> None:
-    model, tokens = _model(variant), _tokens()
+    model, tokens = own_model(variant), own_tokens()
     measured = measure(model, tokens)
-    _, keys, values = _matrices(model, tokens)
+    _, keys, values = core_inputs(model, tokens)
     with torch.no_grad():
         loss = F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
         embedded = model.embedding(tokens).norm(dim=-1).mean(0)
@@ -157,7 +74,7 @@ def test_loss_and_norms_are_of_the_real_tokens(variant: str) -> None:
 
 
 def test_the_tokens_of_a_prefix_are_no_targets_as_in_training() -> None:
-    model, tokens = _model("prefix"), _tokens()
+    model, tokens = own_model("prefix"), own_tokens()
     with torch.no_grad():
         losses = F.cross_entropy(model(tokens)[:, 2:-1].flatten(0, 1), tokens[:, 3:].flatten())
     measured = measure(model, tokens, batch_size=2)
@@ -171,7 +88,7 @@ def said_of_loss(measured: Measurement) -> list[str]:
 
 
 def test_a_prefix_over_all_tokens_leaves_no_loss_and_the_notes_say_so() -> None:
-    model, tokens = _model("prefix"), _tokens()
+    model, tokens = own_model("prefix"), own_tokens()
     whole = measure(model, tokens[:, :3])
     assert whole.loss is None
     assert said_of_loss(whole) == ["no loss: of 3 tokens the prefix mask leaves none to predict"]
@@ -183,7 +100,7 @@ def test_a_prefix_over_all_tokens_leaves_no_loss_and_the_notes_say_so() -> None:
 
 
 def test_the_batch_size_changes_nothing() -> None:
-    model, tokens = _model("key bias"), _tokens()
+    model, tokens = own_model("key bias"), own_tokens()
     one, many = (measure(model, tokens, batch_size=size) for size in (1, 5))
     assert_same_rates(one, many.sink_rate)
     assert one.loss == pytest.approx(many.loss, rel=1e-5)
@@ -191,7 +108,7 @@ def test_the_batch_size_changes_nothing() -> None:
 
 
 def test_the_model_is_left_as_it_was_found_also_after_an_exception() -> None:
-    model, tokens = _model("softmax").train(), _tokens()
+    model, tokens = own_model("softmax").train(), own_tokens()
     model.blocks[1].eval()
     modes = [module.training for module in model.modules()]
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -211,13 +128,13 @@ def test_the_model_is_left_as_it_was_found_also_after_an_exception() -> None:
 
 def test_progress_is_told_after_every_batch() -> None:
     steps: list[tuple[float, int]] = []
-    measure(_model("softmax"), _tokens(), batch_size=2, progress=lambda *at: steps.append(at))
+    measure(own_model("softmax"), own_tokens(), batch_size=2, progress=lambda *at: steps.append(at))
     assert [at for at in steps if at[0] in range(6)] == [(2, 5), (4, 5), (5, 5)]
 
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "prefix"])
 def test_shorter_lengths_from_one_pass_equal_sequences_that_were_cut(variant: str) -> None:
-    model, tokens = _model(variant), _tokens()
+    model, tokens = own_model(variant), own_tokens()
     together = measure(model, tokens, eps=[0.2, 0.1], lengths=[1, 4, 7], batch_size=2)
     assert together.sink_rate_by_length is not None
     for length in (1, 4, 7):
@@ -229,24 +146,24 @@ def test_shorter_lengths_from_one_pass_equal_sequences_that_were_cut(variant: st
 
 def test_lengths_at_which_sequences_cannot_be_cut_are_refused() -> None:
     with pytest.raises(InputError, match="give increasing lengths from 1 to 9"):
-        measure(_model("softmax"), _tokens(), lengths=[4, LENGTH])
+        measure(own_model("softmax"), own_tokens(), lengths=[4, LENGTH])
     with pytest.raises(InputError, match="give lengths from 3 on"):
-        measure(_model("prefix"), _tokens(), lengths=[2, 5])
-    model, tokens = _model("prefix"), _tokens()
+        measure(own_model("prefix"), own_tokens(), lengths=[2, 5])
+    model, tokens = own_model("prefix"), own_tokens()
     cut = measure(model, tokens, lengths=[4]).sink_rate_by_length
     assert cut == {"4": {"0.3": measure(model, tokens[:, :4]).sink_rate}}
 
 
 @pytest.mark.parametrize("variant", ["softmax", "sink token"])
 def test_a_massive_activation_is_found_where_it_was_put(variant: str) -> None:
-    model = _model(variant)
+    model = own_model(variant)
 
     def put(_: Any, __: Any, output: torch.Tensor) -> None:
         output[:, model.leading + 2, 5] = -4000.0
         output[:, : model.leading, 6] = 9000.0  # a learned token is not one of the sequence's
 
     model.blocks[0].register_forward_hook(put)
-    found = measure(model, _tokens()).massive_activations
+    found = measure(model, own_tokens()).massive_activations
     if variant == "sink token":
         assert found is not None
         assert all(one.dimension != 6 for one in found)
@@ -256,7 +173,7 @@ def test_a_massive_activation_is_found_where_it_was_put(variant: str) -> None:
 
 
 def test_a_batch_that_does_not_fit_is_halved_and_the_result_says_so() -> None:
-    model, tokens = _model("key bias"), _tokens()
+    model, tokens = own_model("key bias"), own_tokens()
     whole = measure(model, tokens, lengths=[4], batch_size=4)
 
     def crowded(_: Any, args: tuple[torch.Tensor, ...]) -> None:  # in the second block, so that a pass ends halfway
@@ -271,26 +188,26 @@ def test_a_batch_that_does_not_fit_is_halved_and_the_result_says_so() -> None:
 
 
 def test_a_model_with_nan_is_an_error_that_names_the_layer() -> None:
-    model = _model("softmax")
+    model = own_model("softmax")
     with torch.no_grad():
         model.get_parameter("blocks.1.attention.qkv.weight").fill_(torch.nan)
     with pytest.raises(SinklabError, match="in layer 2"):
-        measure(model, _tokens())
+        measure(model, own_tokens())
 
 
 @pytest.mark.parametrize("options", [{"eps": 0.0}, {"eps": 1.0}, {"batch_size": 0}])
 def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InputError):
-        measure(_model("softmax"), _tokens(), **options)
+        measure(own_model("softmax"), own_tokens(), **options)
 
 
 def test_nothing_to_measure_is_refused() -> None:
     with pytest.raises(InputError, match="neither empty"):
-        measure(_model("softmax"), _tokens(0))
+        measure(own_model("softmax"), own_tokens(0))
 
 
 def test_the_result_says_what_it_is() -> None:
-    measured = measure(_model("softmax"), _tokens(), eps=0.25, model_name="tiny", bos=True)
+    measured = measure(own_model("softmax"), own_tokens(), eps=0.25, model_name="tiny", bos=True)
     assert isinstance(measured, Measurement)
     assert (measured.model, measured.inputs, measured.bos, measured.eps) == ("tiny", "natural", True, 0.25)
     assert (measured.sequences, measured.length, measured.layers, measured.heads) == (5, LENGTH, 2, 4)

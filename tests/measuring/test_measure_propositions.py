@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from families import hooks_on, pair_of
 from rich.console import Console
-from test_measure_families import _hooks, _pair
 from transformers import AutoModelForCausalLM
 
 import sinklab
@@ -88,11 +88,11 @@ def test_each_proposition_holds_for_its_positional_embedding_and_none_for_those_
 
 @pytest.mark.parametrize("family", HUGGING_FACE)
 def test_the_propositions_hold_for_models_of_other_libraries(family: str) -> None:
-    model = _pair(family)[0]
+    model = pair_of(family)[0]
     found = check_propositions(model, 9, length=30)
     assert (found.position, found.number) == HUGGING_FACE[family]
     assert found.holds is (found.number is not None)
-    assert _hooks(model) == 0
+    assert hooks_on(model) == 0
     assert not str(model.config._attn_implementation).startswith("sinklab")
 
 
@@ -119,7 +119,7 @@ def test_a_real_trained_model_has_no_sink_on_a_repeated_token(data_dir: Path) ->
 @pytest.mark.parametrize("kind", ["ours", "llama", "gemma2, softcap and window 5", "bloom"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_coarse_model_is_checked_in_float32_and_left_as_it_was(kind: str, dtype: torch.dtype) -> None:
-    model: Any = (_deep() if kind == "ours" else _pair(kind)[0]).to(dtype)
+    model: Any = (_deep() if kind == "ours" else pair_of(kind)[0]).to(dtype)
     places = [("parameter", n, p.data) for n, p in model.named_parameters()]
     places += [("buffer", n, b) for n, b in model.named_buffers()]
     before = [(tensor.data_ptr(), tensor.clone()) for *_, tensor in places]
@@ -203,7 +203,7 @@ def test_attention_of_which_the_paper_proves_nothing_is_measured_without_the_che
 @pytest.mark.parametrize("family", ["jamba, one attention layer of two", "falcon", "gpt-oss, sinks and window 5"])
 def test_types_whose_positions_are_not_known_are_refused(family: str) -> None:
     with pytest.raises(InputError, match="is not known"):
-        check_propositions(_pair(family)[0], 3)
+        check_propositions(pair_of(family)[0], 3)
 
 
 def test_nothing_to_repeat_is_refused() -> None:

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from families import FAMILIES, LENGTH, alibi_once, family_tokens, hooks_on, pair_of
 from hidden_keys_reference import scores_without_first_keys
 from measure_reference import eager_reference
+from own_models import own_model, own_tokens
 from rich.console import Console
-from test_measure_families import FAMILIES, LENGTH, _alibi_once, _hooks, _pair, _tokens
-from test_measure_native import _model as our_model
-from test_measure_native import _tokens as our_tokens
-from test_measure_run import _trained as trained_run
+from trained_run import trained_run
 from transformers import AutoModelForCausalLM
 
 import sinklab
@@ -40,22 +39,22 @@ def stories(data_dir: Path) -> Measurement:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_loss_without_the_first_keys_is_that_of_eager_attention_over_the_targets_after_them(family: str) -> None:
-    model, eager = _pair(family)
-    tokens = _tokens()
+    model, eager = pair_of(family)
+    tokens = family_tokens()
     expected = []
     for n in (LENGTH, 2):
-        with scores_without_first_keys(n, LENGTH), _alibi_once(family):
+        with scores_without_first_keys(n, LENGTH), alibi_once(family):
             logits = eager_reference(eager, tokens).logits
         nats = [-logits[b, t].log_softmax(-1)[tokens[b, t + 1]] for b in range(5) for t in range(2, LENGTH - 1)]
         expected.append(float(torch.stack(nats).mean()))
     [ablation] = sinklab.measure(model, tokens, ablate=["mask_first:2"]).ablations or []
     assert (ablation.loss_before, ablation.loss_after) == pytest.approx(expected, rel=1e-5)
     assert ablation.loss_change == ablation.loss_after - ablation.loss_before
-    assert _hooks(model) == 0
+    assert hooks_on(model) == 0
 
 
 def test_without_bos_the_losses_are_over_the_targets_that_both_have() -> None:
-    for model, tokens in ((_pair("llama")[0], _tokens()), (our_model("softmax"), our_tokens())):
+    for model, tokens in ((pair_of("llama")[0], family_tokens()), (own_model("softmax"), own_tokens())):
         [ablation] = sinklab.measure(model, tokens, bos=True, ablate=["no_bos"]).ablations or []
         assert ablation.first_target == 3
         assert ablation.loss_after == pytest.approx(sinklab.measure(model, tokens[:, 1:]).loss, rel=1e-5)
@@ -68,7 +67,7 @@ def test_without_bos_the_losses_are_over_the_targets_that_both_have() -> None:
 
 
 def test_the_losses_of_ablations_leave_out_a_prefix() -> None:
-    model, tokens = our_model("prefix"), our_tokens()  # of three tokens
+    model, tokens = own_model("prefix"), own_tokens()  # of three tokens
     names = ["zero_massive", "mask_first:1", "mask_first:4", "no_bos"]
     ablations = sinklab.measure(model, tokens, bos=True, ablate=names).ablations or []
     assert [one.first_target for one in ablations] == [4, 4, 6, 5]
@@ -101,7 +100,7 @@ def test_a_real_model_loses_by_each_ablation_and_its_sink_goes_with_the_first_ke
 
 
 def test_the_massive_activation_is_zeroed_where_it_first_stands_out() -> None:
-    model, tokens = _pair("llama")[0], _tokens()
+    model, tokens = pair_of("llama")[0], family_tokens()
     with torch.no_grad():
         for block in model.model.layers:
             block.mlp.down_proj.weight[7] *= 30  # a channel that both blocks write to
@@ -117,8 +116,8 @@ def test_the_massive_activation_is_zeroed_where_it_first_stands_out() -> None:
 
 
 def test_a_massive_activation_on_a_learned_sink_token_is_called_that() -> None:
-    model = our_model("sink token")
-    [ablation] = sinklab.measure(model, our_tokens(), ablate=["zero_massive"]).ablations or []
+    model = own_model("sink token")
+    [ablation] = sinklab.measure(model, own_tokens(), ablate=["zero_massive"]).ablations or []
     assert "at the learned sink token" in ablation.what
     assert ablation.loss_change != 0
 
@@ -127,7 +126,7 @@ def test_an_ablation_that_had_no_effect_is_an_error(monkeypatch: pytest.MonkeyPa
     from contextlib import nullcontext
 
     monkeypatch.setattr("sinklab.measuring.surgery.ablations.masked_first_keys", lambda *_: nullcontext())
-    for model, tokens in ((_pair("llama")[0], _tokens()), (our_model("softmax"), our_tokens())):
+    for model, tokens in ((pair_of("llama")[0], family_tokens()), (own_model("softmax"), own_tokens())):
         with pytest.raises(SinklabError, match=r"still seen by later queries in layer [12]"):
             sinklab.measure(model, tokens, ablate=["mask_first:2"])
 
@@ -147,13 +146,13 @@ def test_what_cannot_be_ablated_is_refused_before_anything_is_measured(name: str
         raise AssertionError(f"measured {done} of {total}")
 
     with pytest.raises(InputError, match=message):
-        sinklab.measure(_pair("llama")[0], _tokens(), ablate=[name], progress=progress)
+        sinklab.measure(pair_of("llama")[0], family_tokens(), ablate=[name], progress=progress)
 
 
 def test_padded_sequences_are_not_ablated() -> None:
-    mask = torch.ones_like(_tokens())
+    mask = torch.ones_like(family_tokens())
     with pytest.raises(InputError, match="without padding"):
-        sinklab.measure(_pair("llama")[0], _tokens(), attention_mask=mask, ablate=["zero_massive"])
+        sinklab.measure(pair_of("llama")[0], family_tokens(), attention_mask=mask, ablate=["zero_massive"])
 
 
 def test_ablations_are_kept_and_printed(stories: Measurement, tmp_path: Path) -> None:
@@ -168,7 +167,7 @@ def test_ablations_are_kept_and_printed(stories: Measurement, tmp_path: Path) ->
 
 
 def test_a_measurement_without_them_has_neither() -> None:
-    plain = sinklab.measure(_pair("llama")[0], _tokens())
+    plain = sinklab.measure(pair_of("llama")[0], family_tokens())
     assert plain.ablations is None
     assert plain.propositions is None
 

@@ -109,11 +109,12 @@ def test_a_signal_saves_and_the_status_says_whether_to_call_again(
     number: int, status: int, tokens: Path, tmp_path: Path
 ) -> None:
     args = ["train", str(written("softmax", tokens, tmp_path)), "--set", "train.save_every=12", "--out"]
-    asked = Command([*args, str(tmp_path / "run")], tmp_path / "asked.log", kill=Kill(5000, "training", number))
+    third = Kill(1, "update", number, time=3)
+    asked = Command([*args, str(tmp_path / "run")], tmp_path / "asked.log", kill=third)
     assert asked.wait() == status
     assert "Run the same command again to continue" in asked.printed()
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
-    assert 0 < step_of(saved) < 12
+    assert step_of(saved) == 3  # the update is finished
     again = Command([*args, str(tmp_path / "run")], tmp_path / "again.log")
     assert again.wait() == 0
     assert "step 0/12" not in again.printed()
@@ -151,7 +152,7 @@ def test_two_processes_of_which_one_is_killed_are_the_undisturbed_two(
 @pytest.mark.slow
 def test_processes_stop_together_when_one_of_them_is_asked(tokens: Path, tmp_path: Path) -> None:
     args = ["train", str(written("softmax", tokens, tmp_path)), "--out", str(tmp_path / "run")]
-    pair = together(args, tmp_path / "asked", 2, Kill(5000, "training", signal.SIGTERM), victim=1)
+    pair = together(args, tmp_path / "asked", 2, Kill(1, "update", signal.SIGTERM, time=3), victim=1)
     assert [process.wait() for process in pair] == [75, 75]
     pair = together(args, tmp_path / "again", 2)
     assert [process.wait() for process in pair] == [0, 0]

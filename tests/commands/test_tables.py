@@ -5,9 +5,9 @@ from io import StringIO
 
 import pytest
 import torch
+from made_measurement import made_measurement
 from rich.console import Console
 from rich.table import Table
-from test_measure_result import _measurement
 
 from sinklab.commands.tables import print_table
 from sinklab.commands.terminal.measurement import print_measurement
@@ -85,4 +85,4 @@ def test_a_long_name_wraps_and_numbers_do_not() -> None:
 
 
 def test_without_a_mask_that_matters_there_is_one_row_of_rates() -> None:
-    assert "queries that see it" not in shown(100, lambda console: print_measurement(_measurement(), console))
+    assert "queries that see it" not in shown(100, lambda console: print_measurement(made_measurement(), console))

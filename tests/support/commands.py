@@ -31,7 +31,7 @@ IMPORTED_ONCE = [
 LIMIT_S = 120  # a process that is still there after this hangs
 
 
-Part = Literal["command", "preparation", "journal", "setup", "training", "save"]
+Part = Literal["command", "preparation", "journal", "setup", "training", "update", "save"]
 
 
 @dataclass(frozen=True)
@@ -176,12 +176,14 @@ def _counting(command: Command) -> Iterator[None]:
     from sinklab.data.prepare import _write_shards
     from sinklab.train.directory.checkpoint import save_checkpoint
     from sinklab.train.loop import Trainer
+    from sinklab.train.update import Updater
 
     parts: dict[Any, Part] = {
         _write_shards.__code__: "preparation",
         Journal.add.__code__: "journal",
         Trainer.__init__.__code__: "setup",
         Trainer.train.__code__: "training",
+        Updater.update.__code__: "update",
         save_checkpoint.__code__: "save",
     }
     within: set[Part] = {"command"}

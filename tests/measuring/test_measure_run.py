@@ -8,9 +8,9 @@ import pytest
 import torch
 from closeness import assert_close, assert_same_rates
 from rich.console import Console
+from trained_run import LENGTH, trained_run
 
 from sinklab.commands.terminal.measurement import print_measurement
-from sinklab.data.prepare import prepared
 from sinklab.data.sources.corpora import documents
 from sinklab.data.tokenizers import load_tokenizer
 from sinklab.errors import InputError
@@ -21,29 +21,7 @@ from sinklab.report.collect import collect
 from sinklab.report.summary import cell_rows
 from sinklab.survey.request import Request
 from sinklab.survey.single import measure_model
-from sinklab.train.directory.run import load_run, open_run
-from sinklab.train.loop import Trainer
-from sinklab.train.recipe import build_recipe
-
-LENGTH = 16
-
-
-def _trained(folder: Path, data: dict[str, Any]) -> tuple[Path, Path]:
-    """A run of one step on a text of counted sheep; the run directory and the text."""
-    text = folder / "sheep.jsonl"
-    counted = (" ".join(str(i * i * fence) for fence in range(1, 9)) for i in range(1000, 1400))
-    text.write_text("\n".join(f'{{"text": "sheep jumps {numbers}"}}' for numbers in counted))
-    recipe = build_recipe(
-        {
-            "model": {"layers": 2, "width": 16, "heads": 2, "ffn_width": 16, "context": LENGTH},
-            "data": {"source": str(text), "tokenizer": "train:300", "valid_fraction": 0.2, **data},
-            "train": {"steps": 1, "batch_size": 4, "eval_sequences": 4},
-            "metric": {"sequences": 4, "length": 8},
-        }
-    )
-    out = folder / "run"
-    Trainer(open_run(recipe, prepared(recipe.data, folder / "cache"), out)).train()
-    return out, text
+from sinklab.train.directory.run import load_run
 
 
 def _by_hand(run: Path, text: Path, bos: bool, fixed: dict[int, int]) -> Measurement:
@@ -73,7 +51,7 @@ def _by_hand(run: Path, text: Path, bos: bool, fixed: dict[int, int]) -> Measure
 def test_text_reaches_the_model_as_in_training(
     tmp_path: Path, data: dict[str, Any], no_bos: bool, bos: bool, fixed: dict[int, int]
 ) -> None:
-    run, text = _trained(tmp_path, data)
+    run, text = trained_run(tmp_path, data)
     measured = measure_model(str(run), text, Request(sequences=5, length=LENGTH, no_bos=no_bos))
     expected = _by_hand(run, text, bos, fixed)
     assert measured.bos is bos
@@ -83,7 +61,7 @@ def test_text_reaches_the_model_as_in_training(
 
 
 def test_lengths_of_a_run_are_measured_in_one_pass(tmp_path: Path) -> None:
-    run, text = _trained(tmp_path, {})
+    run, text = trained_run(tmp_path, {})
     measured = measure_model(str(run), text, Request(Options(lengths=(8, 4, LENGTH)), sequences=5, length=LENGTH))
     cut = measure_model(str(run), text, Request(Options(lengths=(4,)), sequences=5, length=LENGTH))
     assert measured.sink_rate_by_length is not None
@@ -92,13 +70,13 @@ def test_lengths_of_a_run_are_measured_in_one_pass(tmp_path: Path) -> None:
 
 
 def test_a_length_beyond_the_runs_context_is_refused(tmp_path: Path) -> None:
-    run, text = _trained(tmp_path, {})
+    run, text = trained_run(tmp_path, {})
     with pytest.raises(InputError, match=f"give at most --length {LENGTH}"):
         measure_model(str(run), text, Request(length=LENGTH + 1))
 
 
 def test_the_step_of_an_unfinished_run_is_recorded_and_said(tmp_path: Path) -> None:
-    run, text = _trained(tmp_path, {})
+    run, text = trained_run(tmp_path, {})
     whole = measure_model(str(run), text, Request(sequences=4, length=8))
     assert (whole.step, whole.planned_steps, whole.notes) == (1, 1, [])
     assert Measurement.load(run).step == 1

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from allocator import ALLOCATOR
 from attention_cases import OPERATIONS
 
 SCRIPT = """
@@ -59,9 +60,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "softpick_window": {"operation": {"kind": "softpick"}, "mask": {"kind": "window", "width": 512}},
 }
 
-# glibc keeps freed blocks for later; this way it gives them back at once, and the high-water mark is that of what was
-# held at one time.
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**18)}
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc"

@@ -195,7 +195,7 @@ def test_of_several_processes_the_first_says_that_they_were_interrupted(
 ) -> None:
     args = [*training(folder, tmp_path / "run"), "--set", "train.steps=100000"]
     environment = {"SINKLAB_CACHE": str(folder / "cache")}
-    kill = Kill(5000, "training", signal.SIGTERM)
+    kill = Kill(1, "update", signal.SIGTERM, time=3)
     pair = together(args, tmp_path / "log", 2, kill, victim=1, environment=environment)
     assert [process.wait() for process in pair] == [75, 75]
     assert pair[0].printed().count(SAYS) == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from test_attention_memory import ALLOCATOR
+from allocator import ALLOCATOR
 from torch import Tensor
 
 from sinklab.model import loss as module

@@ -1,0 +1,21 @@
+"""A measurement made from numbers, by the accumulator as ever."""
+
+import torch
+
+from sinklab.measuring.accumulate import Accumulator, Batch, measurement_from
+from sinklab.measuring.batches import Cost
+from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.options import Options
+
+L, H, T, N = 2, 3, 16, 4
+
+
+def made_measurement(bias: bool = False, name: str = "a model", length: int = T) -> Measurement:
+    generator = torch.Generator().manual_seed(0)
+    totals = Accumulator((0.3,), length)
+    alpha = torch.rand(L, N, H, length, generator=generator)
+    norms = torch.rand(L + 1, N, length, generator=generator) + 1
+    totals.add(Batch(alpha, alpha[..., 0] if bias else None, norms, norms[1:], norms[1:], 12.0, N * (length - 1)))
+    return measurement_from(
+        totals, Cost(0.5, 100.0), Options(model_name=name, bos=True), proxy=False, backend="sdpa", dtype="float32"
+    )
