@@ -5,7 +5,7 @@
 
 The step is that of `sinklab train` (bf16 autocast, compiled blocks, loss in chunks, fused AdamW, batches prepared in
 the background, nothing read from the device before the next step), on synthetic tokens at T = 2048, with softmax, K
-biases and sigmoid in turn. Utilisation is that of the formula in `sinklab/train/flops.py`.
+biases and sigmoid in turn. Utilisation is that of the formula in `sinklab/train/planning/flops.py`.
 
 Goals on an H200, against 990 TFLOP/s: 60M at 50 % or more, 1B at 55 %, sigmoid at most 1.3 times softmax's time.
 """

@@ -48,7 +48,7 @@ class AttentionCore(nn.Module):
         bias: the tensors of the bias.
         learned: the operation's own parameters, or None.
         hidden_first: numbers n: keys 1..n of the sequence are seen by no query after the n-th; none but in an ablation
-            (measuring/surgery/hiding.py).
+            (measuring/surgery/keys.py).
 
     Raises:
         ValueError: the parts of the config do not fit the sizes or the position (`AttentionConfig.check_fit`).

@@ -1,6 +1,6 @@
 """The one attention primitive: attend(q, k, v, score, mask) -> (out, lse), with its backends.
 
-Everything softmax-like is algebra on the normalised average `out` and the log-normaliser `lse` (operations.py).
+Everything softmax-like is algebra on the normalised average `out` and the log-normaliser `lse` (operations/).
 
 Backends: `eager` is the specification; `sdpa` PyTorch's fused kernel, where the plain softmax applies; `chunked`
 walks blocks of queries on any device; `flex` is FlexAttention on CUDA. `auto` chooses per call by what the call needs,

@@ -43,7 +43,7 @@ def natural_tokens(
     """Sequences of real text.
 
     Args:
-        text: a .txt or .jsonl file, or a folder of them; or the name of a corpus (data/corpora.py).
+        text: a .txt or .jsonl file, or a folder of them; or the name of a corpus (data/sources/corpora.py).
         encode: text to token ids, without special tokens.
         sequences, length: N and T, `prefix` included in T.
         prefix: token ids put before every sequence.

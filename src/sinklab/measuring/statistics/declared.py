@@ -4,7 +4,7 @@ The declaration says what the axes are, how a block of rows or a hidden state is
 Means over queries, sequences and batches, the fields of measurement.json and .npz, their validation, the column in the
 terminal and the figure of the report follow from it. The docstring of a statistic is its formula; A is the matrix of
 attention scores, rows summing to one with the share of a bias or sink logit; proxy scores where the model's own do not
-(metrics.py). q and k are the vectors that enter attention, after rotary embedding and norms.
+(attention/importance.py). q and k are the vectors that enter attention, after rotary embedding and norms.
 
 Axes: L attention layers, H heads, T positions, D buckets of distances, Q buckets of queries, M places of the residual
 stream (before the first block and after each), P maps.

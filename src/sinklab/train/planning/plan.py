@@ -25,9 +25,9 @@ class TrainingPlan:
     Attributes:
         parameters: of the model.
         tokens, tokens_per_step: over all processes.
-        flops: of one sequence, forward and backward (`train/flops.py`).
+        flops: of one sequence, forward and backward (`train/planning/flops.py`).
         flops_per_step: of the global batch.
-        memory: of one process at its fullest (`train/memory.py`).
+        memory: of one process at its fullest (`train/planning/memory.py`).
         device: of this process, as PyTorch calls it.
         processes: that share the batch.
         hours_at_peak: at the cards' full dense bfloat16 speed, which no run reaches; None where it is not known.
