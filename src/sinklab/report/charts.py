@@ -17,12 +17,6 @@ Width = int | str
 Drawing = alt.LayerChart | alt.FacetChart
 
 HEIGHT = 260
-SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
-
-
-def sink_name(position: int) -> str:
-    """`Sink₁` for position 1, and so on (1-based)."""
-    return f"Sink{str(position).translate(SUBSCRIPTS)}"
 
 
 def sink_by_step(rows: ChartRows, cells: Sequence[str], eps: float, width: Width = 640) -> Drawing:

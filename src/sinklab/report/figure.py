@@ -20,8 +20,7 @@ class Scale:
     Attributes:
         what: the quantity, as the reader sees it beside the scale.
         low, high: its ends.
-        outlined: cells above this value get an outline; None for no outlines.
-        outlined_as: what such a cell is called, e.g. "above ε".
+        outlined: cells above this value, the threshold ε, get an outline; None for no outlines.
         diverging: whether the middle of the scale has a meaning (a cosine of zero).
         references: values that are marked on the scale: what attention without any preference would give.
     """
@@ -30,7 +29,6 @@ class Scale:
     low: float
     high: float
     outlined: float | None = None
-    outlined_as: str = ""
     diverging: bool = False
     references: tuple[float, ...] = ()
 

@@ -51,7 +51,7 @@ def _by_head(data: ReportData, width: int | str) -> Figure | None:
     )
     references = tuple(float(uniform_importance(length)[0]) for length in sorted(set(lengths)))
     scale = _importance_scale(maps, data)
-    scale = replace(scale, outlined=data.runs[0].eps, outlined_as="above ε", references=references)
+    scale = replace(scale, outlined=data.runs[0].eps, references=references)
     return side_by_side("importance-heads", "Which heads have the sink", caption, maps, scale, width)
 
 
