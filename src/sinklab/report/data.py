@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+MEASURED = ("sink_rate", "sink_rate_visible", "sink_rate_bias", "hidden_norm_ratio")
+"""What an evaluation and a measurement hold alike."""
+
 
 @dataclass(frozen=True)
 class WrittenRecipe:
@@ -56,24 +59,6 @@ class WrittenRecipe:
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return value if isinstance(value, kinds) else None
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """The newest numbers of a run, or those of a cell. Rates are percent, the loss is nats per token."""
-
-    sink_rate: Sequence[float | None] = ()
-    sink_rate_visible: Sequence[float | None] | None = None
-    sink_rate_bias: float | None = None
-    loss: float | None = None
-    hidden_norm_ratio: Sequence[float | None] = ()
-
-    @classmethod
-    def of_cell(cls, cell: CellSummary) -> "Numbers":
-        """What the summary of an experiment says of a cell."""
-        largest = cell.hidden_norm_ratio_max
-        ratios = () if largest is None else (largest,)
-        return cls(cell.sink_rate, None, cell.sink_rate_bias, cell.valid_loss, ratios)
 
 
 @dataclass(frozen=True)
@@ -144,21 +129,15 @@ class ReportedRun:
         return self.measurement.notes if self.measurement else []
 
     @property
-    def latest(self) -> Numbers:
-        """The newest numbers of this run: those of the final measurement, and of the last evaluation what it lacks."""
+    def latest(self) -> Evaluation:
+        """The last evaluation, with what the final measurement has instead; its loss where none was evaluated."""
         last = self.history[-1] if self.history else Evaluation(step=0)
-        m = self.measurement
-        if m is None:
-            return Numbers(
-                last.sink_rate, last.sink_rate_visible, last.sink_rate_bias, last.valid_loss, last.hidden_norm_ratio
-            )
-        return Numbers(
-            m.sink_rate,
-            last.sink_rate_visible if m.sink_rate_visible is None else m.sink_rate_visible,
-            last.sink_rate_bias if m.sink_rate_bias is None else m.sink_rate_bias,
-            last.valid_loss if "valid_loss" in last.model_fields_set else m.loss,
-            last.hidden_norm_ratio if m.hidden_norm_ratio is None else m.hidden_norm_ratio,
-        )
+        if self.measurement is None:
+            return last
+        newer = {name: value for name in MEASURED if (value := getattr(self.measurement, name)) is not None}
+        if "valid_loss" not in last.model_fields_set:
+            newer["valid_loss"] = self.measurement.loss
+        return last.model_copy(update=newer)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypedDict, TypeVar
 
 from sinklab.experiments.documents import CellSummary
-from sinklab.report.data import Numbers, ReportData, ReportedRun
+from sinklab.report.data import ReportData, ReportedRun
 from sinklab.survey.documents import ComparisonDocument, DomainsDocument
 from sinklab.train.directory.history import Evaluation, seconds_spent
 
@@ -68,7 +68,7 @@ def cell_rows(data: ReportData) -> list[CellRow]:
 
 def _cell_row(data: ReportData, cell: str) -> CellRow:
     runs, summary = data.runs_of(cell), data.summary_cells.get(cell, CellSummary())
-    numbers = [run.latest for run in runs] or [Numbers.of_cell(summary)]
+    numbers = [run.latest for run in runs] or [_of_summary(summary)]
     unfinished = [how for run in runs if (how := progress(run) if run.in_progress else run.measured_early)]
     return CellRow(
         cell=cell,
@@ -78,10 +78,20 @@ def _cell_row(data: ReportData, cell: str) -> CellRow:
         sink_visible=_spread([_first(one.sink_rate_visible) for one in numbers]),
         sink_highest=_highest([one.sink_rate for one in numbers if one.sink_rate]),
         sink_bias=_spread([one.sink_rate_bias for one in numbers]),
-        loss=_spread([one.loss for one in numbers]),
+        loss=_spread([one.valid_loss for one in numbers]),
         norm_ratio=_spread([_largest(one.hidden_norm_ratio) for one in numbers]),
         row_sum=_spread([_row_sum(run) for run in runs]),
         seconds=_spread([_seconds(run) for run in runs] or [summary.seconds]),
+    )
+
+
+def _of_summary(cell: CellSummary) -> Evaluation:
+    return Evaluation(
+        step=0,
+        sink_rate=cell.sink_rate,
+        sink_rate_bias=cell.sink_rate_bias,
+        valid_loss=cell.valid_loss,
+        hidden_norm_ratio=[cell.hidden_norm_ratio_max],
     )
 
 
