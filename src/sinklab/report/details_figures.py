@@ -1,6 +1,8 @@
 """Figures of what was measured with --details, as the statistics declare them; secondary sinks have a table as well."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -15,6 +17,7 @@ from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.figure import DataTable, Figure, Scale
 from sinklab.report.heatmaps import Named, side_by_side
 from sinklab.report.importance_figures import SHOWN_POSITIONS
+from sinklab.report.summary import by_key
 
 MAP_CELLS = 64  # larger maps are thinned: every cell is an element of the page
 FIRST = ("angles-cosine", "angles-norms", "angles-heads", "value-ratio")  # why a sink has large logits, what it gives
@@ -117,19 +120,22 @@ def _buckets(data: ReportData, parts: list[tuple[str, BucketLines]], width: int 
 
 
 def _bucket_rows(data: ReportData, name: str, series: str) -> list[dict[str, Any]]:
-    collected: dict[tuple[str, int, str], list[float]] = {}
-    by_query = STATISTICS[name].axes == "LHQ"
-    for run, measured, details, shares_LHX in _found(data, name):
-        starts, end_of_all = (
-            (details.queries, measured.length + 1) if by_query else (details.distances, measured.length)
-        )
-        for start, end, share in zip(starts, [*starts[1:], end_of_all], shares_LHX.mean((0, 1)), strict=True):
-            called = str(start) if end - start == 1 else f"{start}..{end - 1}"
-            collected.setdefault((run.cell, start, called), []).append(float(share))
+    collected = by_key(
+        ((run.cell, start, str(start) if end - start == 1 else f"{start}..{end - 1}"), float(share))
+        for run, measured, details, shares_LHX in _found(data, name)
+        for (start, end), share in zip(_buckets_of(name, measured, details), shares_LHX.mean((0, 1)), strict=True)
+    )
     return [
         {"cell": cell, "where": series, "bucket": called, "order": start, "value": fmean(shares)}
         for (cell, start, called), shares in collected.items()
     ]
+
+
+def _buckets_of(name: str, measured: Measurement, details: Details) -> Iterator[tuple[int, int]]:
+    """First of each bucket, and first of the next."""
+    if STATISTICS[name].axes == "LHQ":
+        return pairwise([*details.queries, measured.length + 1])
+    return pairwise([*details.distances, measured.length])
 
 
 def _bucket_table(rows: list[dict[str, Any]], title: str) -> DataTable:

@@ -7,6 +7,7 @@ import altair as alt
 import numpy as np
 
 from sinklab.report.charts import ChartRows, Drawing, Width, cell_colour, legend
+from sinklab.report.summary import by_key
 
 SHORT = 220
 
@@ -46,12 +47,13 @@ def first_and_rest(arrays: Iterable[tuple[str, np.ndarray]], first_layer: int = 
         arrays: (layers, positions) of each run, with its cell; those of one position are left out.
         first_layer: number of the first layer.
     """
-    collected: dict[tuple[str, str, int], list[float]] = {}
-    for cell, array_LT in arrays:
-        if array_LT.shape[1] > 1:
-            for where, values in (("first token", array_LT[:, 0]), ("the others", array_LT[:, 1:].mean(1))):
-                for layer, value in enumerate(values, first_layer):
-                    collected.setdefault((cell, where, layer), []).append(float(value))
+    collected = by_key(
+        ((cell, where, layer), float(value))
+        for cell, array_LT in arrays
+        if array_LT.shape[1] > 1
+        for where, values in (("first token", array_LT[:, 0]), ("the others", array_LT[:, 1:].mean(1)))
+        for layer, value in enumerate(values, first_layer)
+    )
     return [
         {"cell": cell, "where": where, "layer": layer, "value": fmean(values)}
         for (cell, where, layer), values in collected.items()
