@@ -100,17 +100,15 @@ class _Mean:
 
     def add(self, values_XBY: Tensor, valid_BY: Tensor) -> None:
         """X layers or places, Y what there is of each sequence; `valid_BY` says which sequences have positions."""
-        values = values_XBY.cpu().double()
+        values, count = values_XBY.cpu().double(), torch.tensor(float(values_XBY.shape[1]))
         if self.axes[-1] in "TQ":
             valid = valid_BY[:, None] if "H" in self.axes else valid_BY
-            values = torch.where(valid, values, 0)
-            total, count = values.sum(1), self._wide(valid.double().sum(0))
-        else:
-            total, count = values.sum(1), torch.tensor(float(values.shape[1]))
+            values, count = torch.where(valid, values, 0), self._wide(valid.double().sum(0))
+        total = self._wide(values.sum(1))
         if self.axes == "MT":
             self._over_tokens_M = self._over_tokens_M + values.sum((1, 2))
             self._tokens += int(valid_BY.sum())
-        self._sum = self._wide(total) if self._sum is None else self._sum + self._wide(total)
+        self._sum = total if self._sum is None else self._sum + total
         self._count = count if self._count is None else self._count + count
 
     def array(self) -> np.ndarray | None:
