@@ -79,26 +79,19 @@ class DetailsWatch:
         """Take in the rows of the next attention layer, and the angles where queries are seen.
 
         Raises:
-            InputError: a map was asked for of a head that the layer does not have.
+            InputError: a map was asked for of a head that the layer does not have, where layers differ.
         """
         assert self._real is not None
         layer = len(self._layers) + 1
         mapped = [head - 1 for at, head in self.maps if at == layer]
         for head in mapped:
-            if not 0 <= head < heads:
+            if head >= heads:
                 raise InputError(f"--map {layer}.{head + 1}: layer {layer} has heads 1 to {heads}")
         self._layers.append(layer_details(rows, self._real, angles, mapped))
 
     def batch(self, tokens_BT: Tensor) -> BatchDetails:
-        """What the pass has shown.
-
-        Raises:
-            InputError: a map was asked for of a layer that the model does not have.
-        """
+        """What the pass has shown."""
         assert self._real is not None
-        for layer, head in self.maps:
-            if not 1 <= layer <= len(self._layers):
-                raise InputError(f"--map {layer}.{head}: the model has attention layers 1 to {len(self._layers)}")
         align, known = self._real.align, self._hidden[0] if self._hidden else ()
         layers = {name: [one.means[name] for one in self._layers] for name in self._layers[0].means}
         layers["value_ratio"] = [
