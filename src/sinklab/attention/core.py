@@ -127,24 +127,11 @@ class AttentionCore(nn.Module):
         return self.operation.rows(self._call(q_BHTD, k_BGTD, documents_BL))
 
     def visible(self, documents_BL: Tensor | None = None) -> masks.Mask:
-        """Who sees whom, leading token included."""
-        return self._mask(documents_BL)
+        """Who sees whom, leading token included.
 
-    def _call(self, q_BHTD: Tensor, k_BGTD: Tensor, documents_BL: Tensor | None) -> Call:
-        return Call(
-            q_BHTD,
-            k_BGTD,
-            mask=self._mask(documents_BL),
-            backend=self.backend,
-            cap=None if self.softcap is None else softcap(self.softcap),
-            position=None if self.position is None else self.position.score(),
-            key_HD=self.bias.key_per_head(),
-            logit_H=self.bias.logit_per_head(q_BHTD),
-            value_HV=self.bias.value_per_head(),
-            learned=self.learned,
-        )
-
-    def _mask(self, documents_BL: Tensor | None) -> masks.Mask:
+        Raises:
+            ValueError: the document mask without documents.
+        """
         if not self.by_document:
             return self._in_place(self.mask)
         if documents_BL is None:
@@ -155,6 +142,20 @@ class AttentionCore(nn.Module):
         # One tensor for all layers where nothing leads: flex then finds the blocks of this mask made.
         documents = documents_BL[:, self.leading :] if self.leading else documents_BL
         return self._in_place(masks.Document(documents))
+
+    def _call(self, q_BHTD: Tensor, k_BGTD: Tensor, documents_BL: Tensor | None) -> Call:
+        return Call(
+            q_BHTD,
+            k_BGTD,
+            mask=self.visible(documents_BL),
+            backend=self.backend,
+            cap=None if self.softcap is None else softcap(self.softcap),
+            position=None if self.position is None else self.position.score(),
+            key_HD=self.bias.key_per_head(),
+            logit_H=self.bias.logit_per_head(q_BHTD),
+            value_HV=self.bias.value_per_head(),
+            learned=self.learned,
+        )
 
     def _in_place(self, mask: masks.Mask) -> masks.Mask:
         """Without the keys that an ablation hides, and behind the leading token."""
