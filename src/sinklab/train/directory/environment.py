@@ -4,9 +4,9 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,8 @@ from sinklab.device import pick_device
 from sinklab.errors import InputError, SinklabError
 from sinklab.schema import leaves
 from sinklab.train.recipe import DATA_ORIGIN, MANNER, Recipe, load_recipe
+
+T = TypeVar("T")
 
 ENVIRONMENT = "env.json"
 INDIFFERENT = {"name", *(f"train.{key}" for key in MANNER)}
@@ -28,13 +30,7 @@ def recorded_hash(directory: Path) -> str | None:
     Raises:
         SinklabError: env.json is damaged.
     """
-    path = directory / ENVIRONMENT
-    try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["hash"])
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SinklabError(f"{path} cannot be read ({error}): restore it, or choose another --out") from error
+    return _recorded(directory, lambda found: str(found["hash"]))
 
 
 def earlier_hashes(directory: Path) -> tuple[str, ...]:
@@ -43,11 +39,15 @@ def earlier_hashes(directory: Path) -> tuple[str, ...]:
     Raises:
         SinklabError: env.json is damaged.
     """
+    return _recorded(directory, lambda found: tuple(str(run["hash"]) for run in found.get("continues", ()))) or ()
+
+
+def _recorded(directory: Path, read: Callable[[dict[str, Any]], T]) -> T | None:
     path = directory / ENVIRONMENT
-    if not path.exists():
-        return ()
     try:
-        return tuple(str(run["hash"]) for run in json.loads(path.read_text(encoding="utf-8")).get("continues", ()))
+        return read(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SinklabError(f"{path} cannot be read ({error}): restore it, or choose another --out") from error
 
