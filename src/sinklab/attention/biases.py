@@ -25,8 +25,8 @@ class BiasPart(Kind):
 
     @property
     def without_value(self) -> bool:
-        """True for a key whose value is zero: it acts through the row sum only."""
-        return False
+        """True for a key or a logit whose value is zero: it acts through the row sum only."""
+        return self.adds_logit
 
     def key_shape(self, kv_heads: int, head_width: int) -> tuple[int, int] | None:
         """Of the learned keys, (G or 1, d_a); None where there is none."""
@@ -124,10 +124,6 @@ class SinkLogit(BiasPart):
     adds_logit: ClassVar[bool] = True
     examples: ClassVar = {"sink_logit": Example()}
 
-    @property
-    def without_value(self) -> bool:
-        return True
-
 
 class OffByOne(BiasPart):
     """The sink logit fixed at 0: softmax-off-by-one, exp(z_ts) / (1 + sum_s exp(z_ts)) (2410.17174)."""
@@ -135,10 +131,6 @@ class OffByOne(BiasPart):
     kind: Literal["off_by_one"] = "off_by_one"
     adds_logit: ClassVar[bool] = True
     examples: ClassVar = {"off_by_one": Example()}
-
-    @property
-    def without_value(self) -> bool:
-        return True
 
 
 Bias = Annotated[
