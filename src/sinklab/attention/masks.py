@@ -24,9 +24,6 @@ class Causal(Mask):
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return k <= q
 
-    def key_range(self, first: int, end: int, keys: int) -> tuple[int, int]:
-        return 0, min(end, keys)
-
     def full_range(self, first: int, end: int, keys: int) -> tuple[int, int]:
         return 0, min(first + 1, keys)
 
@@ -166,12 +163,6 @@ class Document(Mask):
         # A mask behind leading tokens is asked about positions before its first, and the answer is not used.
         return (k <= q) & (self.documents_BS[b, q.clamp(min=0)] == self.documents_BS[b, k.clamp(min=0)])
 
-    def key_range(self, first: int, end: int, keys: int) -> tuple[int, int]:
-        return 0, min(end, keys)
-
-    def full_range(self, first: int, end: int, keys: int) -> tuple[int, int]:
-        return 0, 0
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Document) and other.documents_BS is self.documents_BS
 
@@ -222,12 +213,6 @@ class Dense(Mask):
 
     def block(self, first: int, end: int, low: int, high: int, device: torch.device) -> Tensor:
         return self.allowed_BHTS[:, :, first - self._offset : end - self._offset, low:high]
-
-    def key_range(self, first: int, end: int, keys: int) -> tuple[int, int]:
-        return 0, (min(end, keys) if self.causal else keys)
-
-    def full_range(self, first: int, end: int, keys: int) -> tuple[int, int]:
-        return 0, 0
 
 
 CAUSAL = Causal()

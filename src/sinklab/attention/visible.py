@@ -65,13 +65,13 @@ class Mask(ABC):
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Whether query position `q` may see key position `k` in batch row `b`, head `h` (broadcast, bool)."""
 
-    @abstractmethod
     def key_range(self, first: int, end: int, keys: int) -> tuple[int, int]:
-        """The half-open range of keys that some query in positions [first, end) may see."""
+        """The half-open range of keys that some query in positions [first, end) may see; it may be wider."""
+        return 0, (min(end, keys) if self.causal else keys)
 
-    @abstractmethod
     def full_range(self, first: int, end: int, keys: int) -> tuple[int, int]:
         """A half-open range of keys that every query in positions [first, end) sees (may be empty)."""
+        return 0, 0
 
     def block(self, first: int, end: int, low: int, high: int, device: torch.device) -> Tensor:
         """`allowed` of query positions [first, end) and keys [low, high); broadcasts to (rows, heads, Q, K)."""
