@@ -29,15 +29,13 @@ class DetailTotals:
         self._search, self._maps = SecondarySearch(eps), MapTotals(length)
 
     def add(self, batch: BatchDetails, importance_ABHR: Tensor, hidden_MBR: Tensor | None, valid_BR: Tensor) -> None:
-        """Take in one batch.
+        """Take in one batch, these tensors on the CPU.
 
         Args:
             importance_ABHR: alpha per sequence.
             hidden_MBR: norms of the residual stream; None where blocks cannot be read.
-            valid_BR: bool, False past the end of a sequence; on the CPU.
+            valid_BR: bool, False past the end of a sequence.
         """
-        valid_BR, importance_ABHR = valid_BR.cpu(), importance_ABHR.cpu()
-        hidden_MBR = None if hidden_MBR is None else hidden_MBR.cpu()
         alignment_MBR = batch.stream.get("alignment")
         seen = {name: _over_layers(parts) for name, parts in batch.layers.items()} | dict(batch.stream)
         seen["secondary"] = self._search.find(importance_ABHR, hidden_MBR, alignment_MBR, batch.tokens_BR, valid_BR)
