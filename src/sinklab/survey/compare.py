@@ -36,7 +36,7 @@ class Comparison:
 
     def rows(self) -> list[ComparedQuantity]:
         """The quantities that at least one of the models has."""
-        rows = [_row(quantity, self.measured) for quantity in _quantities(self.measured.values())]
+        rows = [_row(quantity, self.measured) for quantity in _quantities(next(iter(self.measured.values())))]
         return [row for row in rows if any(value is not None for value in row.values.values())]
 
     def document(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def compare_models(
     request.check(text)
     for model in models:
         check_revision(model, loading.revision)
-    source = None if text is None else identity(str(text))
+    source, named = None if text is None else identity(str(text)), labels(models)
 
     def measure(model: str, progress: Progress) -> Measurement:
         return load_model(model, loading).measure(text, request, progress)
@@ -88,16 +88,16 @@ def compare_models(
             what_decides(model, Path(model).expanduser(), source, loading, request),
             partial(measure, model),
         )
-        for name, model in labels(models).items()
+        for name, model in named.items()
     ]
 
     def comparison_of(outcome: Outcome) -> Comparison:
         return Comparison(None if text is None else str(text), outcome.measured)
 
     check_places(items, out, DOCUMENT)
-    for item, model in zip(items, labels(models).values(), strict=True):
+    for item in items:
         if item.finished() is None:
-            check_loadable(model, loading)
+            check_loadable(named[item.name], loading)
     return measure_all(items, comparison_of, None if out is None else out / DOCUMENT, listener, others_go_on=False)
 
 
@@ -138,9 +138,8 @@ def _difference(value: float | None, reference: float | None) -> float | None:
     return None if value is None or reference is None else value - reference
 
 
-def _quantities(measured: Any) -> list[Quantity]:
+def _quantities(first: Measurement) -> list[Quantity]:
     """What is compared; sink rates at every threshold that was asked for."""
-    first: Measurement = next(iter(measured))
     quantities: list[Quantity] = [
         (f"Sink_{k + 1}", "% of heads", lambda m, k=k: m.sink_rate[k]) for k in range(min(POSITIONS, first.length))
     ]
