@@ -130,7 +130,8 @@ def directory_of(model: OpenModel, models_dir: Path | None) -> Path | None:
     """The model's directory in `models_dir`; None where it has none."""
     if models_dir is None:
         return None
-    return next((path for path in _candidates(model, models_dir) if path.is_dir()), None)
+    candidates = (models_dir / model.id, models_dir / model.id.rpartition("/")[2])
+    return next((path for path in candidates if path.is_dir()), None)
 
 
 def place_of(model: OpenModel, models_dir: Path | None) -> str:
@@ -150,7 +151,3 @@ def place_of(model: OpenModel, models_dir: Path | None) -> str:
 
 def _is_measured(folder: Path) -> bool:
     return (folder / "measurement.json").is_file()
-
-
-def _candidates(model: OpenModel, models_dir: Path) -> tuple[Path, Path]:
-    return models_dir / model.id, models_dir / model.id.rpartition("/")[2]
