@@ -150,14 +150,8 @@ def norm_ratio_by_layer(rows: ChartRows, cells: Sequence[str], width: Width = 64
     scale = alt.Scale(type="log") if logarithmic else alt.Scale(zero=True, nice=True)
     title = "Norm ratio (first token / mean of the others" + (", log scale)" if logarithmic else ")")
     axis = alt.Axis(format="~g", tickCount=5)
-    ticks = sorted({row["layer"] for row in rows})
     base = alt.Chart(alt.Data(values=list(rows))).encode(
-        x=alt.X(
-            "layer:Q",
-            title="After block (0 is the embedding)",
-            axis=alt.Axis(grid=False, format="d", values=ticks if len(ticks) <= 14 else alt.Undefined, tickMinStep=1),
-        ),
-        color=cell_colour(cells),
+        x=layers_across(rows, "After block (0 is the embedding)"), color=cell_colour(cells)
     )
     spread = base.mark_area(strokeWidth=0).encode(
         y=alt.Y("low:Q", title=title, scale=scale, axis=axis),
@@ -176,6 +170,13 @@ def norm_ratio_by_layer(rows: ChartRows, cells: Sequence[str], width: Width = 64
     lines = base.mark_line().encode(y=value, opacity=faded)
     points = base.mark_point(size=42).encode(y=value, opacity=faded, tooltip=tooltip).add_params(chosen)
     return alt.layer(even, spread, lines, points).properties(width=width, height=HEIGHT)
+
+
+def layers_across(rows: ChartRows, title: str) -> alt.X:
+    """The layers of the rows from left to right, each with a tick where they are few."""
+    ticks = sorted({row["layer"] for row in rows})
+    axis = alt.Axis(grid=False, format="d", values=ticks if len(ticks) <= 14 else alt.Undefined, tickMinStep=1)
+    return alt.X("layer:Q", title=title, axis=axis)
 
 
 def cell_colour(cells: Sequence[str], field: str = "cell") -> alt.Color:

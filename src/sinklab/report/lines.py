@@ -6,7 +6,7 @@ from statistics import fmean
 import altair as alt
 import numpy as np
 
-from sinklab.report.charts import ChartRows, Drawing, Width, cell_colour, legend
+from sinklab.report.charts import ChartRows, Drawing, Width, cell_colour, layers_across, legend
 from sinklab.report.summary import by_key
 
 SHORT = 220
@@ -69,16 +69,12 @@ def by_layer(
         rows: `cell, where, layer, value`.
         at: title of the layer axis.
     """
-    values, ticks = [row["value"] for row in rows], sorted({row["layer"] for row in rows})
+    values = [row["value"] for row in rows]
     logarithmic = min(values) > 0 and max(values) > 30 * min(values)
     return _lines(
         rows,
         cells,
-        alt.X(
-            "layer:Q",
-            title=at,
-            axis=alt.Axis(grid=False, format="d", values=ticks if len(ticks) <= 14 else alt.Undefined, tickMinStep=1),
-        ),
+        layers_across(rows, at),
         alt.Y(
             "value:Q",
             title=y_title + (" (log scale)" if logarithmic else ""),
