@@ -11,11 +11,12 @@ from conftest import Run
 from rich.console import Console
 
 from sinklab.commands.tables import print_table
+from sinklab.commands.terminal.runs import runs_table
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError, SinklabError
 from sinklab.report.collect import collect
-from sinklab.report.runs import list_runs, runs_table
+from sinklab.report.runs import list_runs
 from sinklab.train.directory.run import establish, open_run
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import Recipe, load_recipe

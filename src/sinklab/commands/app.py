@@ -161,7 +161,8 @@ def runs(
     from dataclasses import asdict
 
     from sinklab.commands.tables import print_table
-    from sinklab.report.runs import list_runs, runs_table
+    from sinklab.commands.terminal.runs import runs_table
+    from sinklab.report.runs import list_runs
 
     found = list_runs(directories)
     if as_json:

@@ -5,9 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rich.table import Table
-from rich.text import Text
-
 from sinklab.errors import InputError, SinklabError
 from sinklab.files import parse_json
 from sinklab.report.collect import folders_with, read_mapping
@@ -62,31 +59,6 @@ def list_runs(folders: Sequence[Path]) -> list[ListedRun]:
         raise InputError(f"no run in or below {', '.join(map(str, folders))}: a run has a recipe.yaml and an env.json")
     recipes = {path: _recipe(path) for path in found}
     return [_listed(path, recipes) for path in found]
-
-
-def runs_table(runs: Sequence[ListedRun]) -> Table:
-    """One line per run."""
-    table = Table(title="Runs", title_justify="left")
-    for head in ("Run", "State"):
-        table.add_column(head, overflow="fold")
-    for head in ("Step", "Sink_1, %", "bias, %", "loss", "seed"):
-        table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("What differs", overflow="fold")
-    for run in runs:
-        table.add_row(
-            Text(run.directory),
-            run.state,
-            f"{run.step:,}/{run.steps:,}" if run.steps is not None else "–",
-            *(_fixed(value, digits) for value, digits in ((run.sink_rate, 1), (run.sink_rate_bias, 1))),
-            _fixed(run.valid_loss, 3),
-            "–" if run.seed is None else str(run.seed),
-            Text(run.why or ", ".join(run.differs)),
-        )
-    return table
-
-
-def _fixed(value: float | None, digits: int) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
 
 
 def _is_run(folder: Path) -> bool:
