@@ -24,7 +24,7 @@ from sinklab.measuring.statistics.layer import layer_details
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 
-DOCS = Path(__file__).parents[1] / "docs" / "measuring.md"
+DOCS = Path(__file__).parents[2] / "docs" / "measuring.md"
 FIELDS = {field: name for name, one in STATISTICS.items() for field in one.fields}
 
 
