@@ -46,11 +46,11 @@ class Kill:
     number: int = signal.SIGKILL
     time: int | None = None
 
-    def is_now(self, calls: Sequence[int]) -> bool:
-        """Whether this is the moment, after so many calls within the part, each time that it was entered."""
+    def is_due(self, calls: Sequence[int]) -> bool:
+        """Whether the moment has come, after so many calls within the part, each time that it was entered."""
         if self.time is None:
-            return sum(calls) == self.call
-        return len(calls) == self.time and calls[-1] == self.call
+            return sum(calls) >= self.call
+        return len(calls) >= self.time and calls[self.time - 1] >= self.call
 
 
 @dataclass
@@ -188,8 +188,10 @@ def _counting(command: Command) -> Iterator[None]:
     }
     within: set[Part] = {"command"}
     counts: dict[Part, list[int]] = {"command": [0], **{part: [] for part in parts.values()}}
+    waiting = command.kill
 
     def called(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal waiting
         part = parts.get(frame.f_code)
         if part and event == "call":
             within.add(part)
@@ -199,8 +201,12 @@ def _counting(command: Command) -> Iterator[None]:
         if event in ("call", "c_call"):
             for part in within:
                 counts[part][-1] += 1
-            if command.kill and command.kill.within in within and command.kill.is_now(counts[command.kill.within]):
-                os.kill(os.getpid(), command.kill.number)
+            # A handler that raises does so where Python looks for signals, as at the start of a Python function. In the
+            # place of a built-in one, such as that which releases a lock of the importer, it would do what no signal can.
+            possible = event == "call" or (waiting and waiting.number == signal.SIGKILL)
+            if waiting and possible and waiting.within in within and waiting.is_due(counts[waiting.within]):
+                number, waiting = waiting.number, None
+                os.kill(os.getpid(), number)
 
     sys.setprofile(called)
     try:
