@@ -202,7 +202,7 @@ def _counting(command: Command) -> Iterator[None]:
             for part in within:
                 counts[part][-1] += 1
             # A handler that raises does so where Python looks for signals, as at the start of a Python function. In the
-            # place of a built-in one, such as that which releases a lock of the importer, it would do what no signal can.
+            # place of a built-in one, such as that which releases the importer's lock, it would do what no signal can.
             possible = event == "call" or (waiting and waiting.number == signal.SIGKILL)
             if waiting and possible and waiting.within in within and waiting.is_due(counts[waiting.within]):
                 number, waiting = waiting.number, None
