@@ -18,7 +18,7 @@ from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.padding import real_tokens
 from sinklab.measuring.statistics.block import Angles
-from sinklab.measuring.statistics.declared import OfRows
+from sinklab.measuring.statistics.declared import OfRows, OfStream
 from sinklab.measuring.statistics.details import STATISTICS, Details
 from sinklab.measuring.statistics.layer import layer_details
 from sinklab.model.config import ModelConfig
@@ -52,6 +52,13 @@ def _details(folder: Path) -> Details:
     details = Measurement.load(folder).details
     assert details is not None
     return details
+
+
+@pytest.mark.parametrize("kind", [OfRows, OfStream])
+def test_a_statistic_that_does_not_say_how_it_is_read_cannot_be_declared(kind: type[OfRows | OfStream]) -> None:
+    unread = type("Unread", (kind,), {"axes": "LH"})
+    with pytest.raises(TypeError, match="read"):
+        unread()
 
 
 @pytest.mark.parametrize("name", STATISTICS)

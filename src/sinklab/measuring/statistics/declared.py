@@ -10,6 +10,7 @@ Axes: L attention layers, H heads, T positions, D buckets of distances, Q bucket
 stream (before the first block and after each), P maps.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -55,9 +56,10 @@ class Statistic(Axes):
         return [array[..., 0].mean(1).tolist(), rest]
 
 
-class OfRows(Statistic):
+class OfRows(Statistic, ABC):
     """A statistic of attention layers, read from blocks of their rows: LH, LHD, LHQ, or, with angles, LHT."""
 
+    @abstractmethod
     def read(self, block: ScoreBlock, sums: Tensor, /) -> None:
         """Add a block of queries to the sums of its layer.
 
@@ -66,7 +68,6 @@ class OfRows(Statistic):
             sums: of each sequence and head (B, H), of each distance (B, H, D), or of each column of the batch (B, H,
                 T): of each key, over queries, or of each query, which is the whole value of that query.
         """
-        raise NotImplementedError
 
     def mean(self, sums: Tensor, layer: Layer, /) -> Tensor:
         """The mean over the real queries of each sequence from the sums over all blocks."""
@@ -81,11 +82,12 @@ class OfRows(Statistic):
                 return sums / layer.count_B1
 
 
-class OfStream(Statistic):
+class OfStream(Statistic, ABC):
     """A statistic of tokens in the residual stream."""
 
     axes = "MT"
 
+    @abstractmethod
     def read(self, x_BTC: Tensor, first_B1C: Tensor, /) -> Tensor:
         """The value of every token (B, T).
 
@@ -93,4 +95,3 @@ class OfStream(Statistic):
             x_BTC: hidden states at one place, float32 (float64 for float64).
             first_B1C: that of the first real token.
         """
-        raise NotImplementedError
