@@ -41,7 +41,7 @@ def by_bucket(
 
 
 def first_and_rest(arrays: Iterable[tuple[str, np.ndarray]], first_layer: int = 0) -> ChartRows:
-    """ChartRows for `by_layer`: the first position and the mean of the others, mean over the runs of a cell.
+    """Rows for `by_layer`: the first position and the mean of the others, mean over the runs of a cell.
 
     Args:
         arrays: (layers, positions) of each run, with its cell; those of one position are left out.

@@ -17,7 +17,7 @@ from sinklab.measuring.hooks import Progress
 from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision
 from sinklab.measuring.measurement import Measurement
 from sinklab.survey.documents import ComparedQuantity
-from sinklab.survey.items import Item, Listener, Outcome, check_places, measure_all, what_decides
+from sinklab.survey.items import Item, Listener, Outcome, measure_all, what_decides
 from sinklab.survey.loaded import check_loadable, load_model
 from sinklab.survey.request import Request
 
@@ -84,7 +84,6 @@ def compare_models(
     items = [
         Item(
             name,
-            None if out is None else out / name,
             what_decides(model, Path(model).expanduser(), source, loading, request),
             partial(measure, model),
         )
@@ -94,11 +93,11 @@ def compare_models(
     def comparison_of(outcome: Outcome) -> Comparison:
         return Comparison(None if text is None else str(text), outcome.measured)
 
-    check_places(items, out, DOCUMENT)
-    for item in items:
-        if item.finished() is None:
-            check_loadable(named[item.name], loading)
-    return measure_all(items, comparison_of, None if out is None else out / DOCUMENT, listener, others_go_on=False)
+    def prepare(unfinished: Sequence[str]) -> None:
+        for name in unfinished:
+            check_loadable(named[name], loading)
+
+    return measure_all(items, comparison_of, out, DOCUMENT, listener, prepare=prepare, others_go_on=False)
 
 
 def labels(models: Sequence[str]) -> dict[str, str]:

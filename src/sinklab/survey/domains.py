@@ -4,6 +4,7 @@ Every file gives as many sequences as it has, up to the number asked for: domain
 part of the result.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from sinklab.errors import InputError
 from sinklab.measuring.hooks import Progress
 from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading, check_name
 from sinklab.measuring.measurement import Measurement
-from sinklab.survey.items import Item, Listener, Outcome, check_places, measure_all, what_decides
+from sinklab.survey.items import Item, Listener, Outcome, measure_all, what_decides
 from sinklab.survey.loaded import LoadedModel, load_model
 from sinklab.survey.request import Request
 
@@ -70,24 +71,22 @@ def measure_domains(
     request = replace(request, fewer=True)
     loaded: list[LoadedModel] = []
 
+    def prepare(_: Sequence[str]) -> None:
+        loaded.append(load_model(model, loading))
+
     def measure(file: Path, progress: Progress) -> Measurement:
         return loaded[0].measure(file, request, progress)
 
     items = [
         Item(
             name,
-            None if out is None else out / name,
             what_decides(model, Path(model).expanduser(), identity(str(file)), loading, request),
             partial(measure, file),
         )
         for name, file in domain_files(folder).items()
     ]
-    check_places(items, out, DOCUMENT)
-    if any(item.finished() is None for item in items):
-        loaded.append(load_model(model, loading))
-    domains = measure_all(
-        items, partial(Domains, model, str(folder)), None if out is None else out / DOCUMENT, listener
-    )
+    result_of = partial(Domains, model, str(folder))
+    domains = measure_all(items, result_of, out, DOCUMENT, listener, prepare=prepare)
     if not domains.outcome.measured:
         name, failure = next(iter(domains.outcome.failed.items()))
         raise InputError(f"none of the {len(items)} domains could be measured; {name}: {failure}")

@@ -15,7 +15,7 @@ from sinklab.errors import InputError
 from sinklab.measuring.hooks import Progress
 from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading
 from sinklab.measuring.measurement import Measurement
-from sinklab.survey.items import Item, Listener, Outcome, check_places, measure_all, what_decides
+from sinklab.survey.items import Item, Listener, Outcome, measure_all, what_decides
 from sinklab.survey.loaded import load_model
 from sinklab.survey.open_models import EVERY, OpenModel, models_of, setting
 from sinklab.survey.request import Request
@@ -91,14 +91,12 @@ def measure_families(
     items = [
         Item(
             model.id,
-            None if out is None else out / model.id,
             what_decides(model.id, directory_of(model, models_dir), source, loading, request),
             partial(measure, model),
         )
         for model in models
     ]
-    check_places(items, out, DOCUMENT)
-    return measure_all(items, partial(Families, models, request), None if out is None else out / DOCUMENT, listener)
+    return measure_all(items, partial(Families, models, request), out, DOCUMENT, listener)
 
 
 def published(model: OpenModel, request: Request) -> float | None:

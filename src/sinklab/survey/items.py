@@ -7,9 +7,9 @@ finished; a call that asks for something else is refused, so that no table mixes
 import gc
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -54,45 +54,42 @@ class Item:
     """One of the measurements.
 
     Attributes:
-        name: its name in the result.
-        folder: where it is kept; None keeps it nowhere.
+        name: its name in the result, and of the folder where it is kept.
         request: everything that decides its result, as plain JSON.
         measure: does it.
     """
 
     name: str
-    folder: Path | None
     request: Mapping[str, Any]
     measure: Callable[[Progress], Measurement]
 
-    def finished(self) -> Measurement | None:
+    def finished(self, folder: Path) -> Measurement | None:
         """The measurement that an earlier call left; None where there is none.
 
         Raises:
             InputError: what is there was made with other settings, or is damaged.
         """
-        if self.folder is None or not (self.folder / "measurement.json").is_file():
+        if not (folder / "measurement.json").is_file():
             return None
         try:
-            asked = parse_json((self.folder / REQUEST).read_text("utf-8")) if (self.folder / REQUEST).is_file() else {}
+            asked = parse_json((folder / REQUEST).read_text("utf-8")) if (folder / REQUEST).is_file() else {}
         except ValueError as error:
-            raise InputError(f"{self.folder / REQUEST} is damaged: delete {self.folder} to measure it again") from error
+            raise InputError(f"{folder / REQUEST} is damaged: delete {folder} to measure it again") from error
         differing = sorted(
             key for key in {*asked, *self.request} if _differ(key, asked.get(key), self.request.get(key))
         )
         if differing:
             key = differing[0]
             raise InputError(
-                f"{self.folder} holds a measurement with other settings ({key} is {asked.get(key)} there and "
+                f"{folder} holds a measurement with other settings ({key} is {asked.get(key)} there and "
                 f"{self.request.get(key)} now): choose another --out, or repeat the call that made it"
             )
-        return Measurement.load(self.folder)
+        return Measurement.load(folder)
 
-    def keep(self, measurement: Measurement) -> None:
-        """Save the measurement with its request, if it has a folder."""
-        if self.folder is not None:
-            write_json(self.folder / REQUEST, self.request)
-            measurement.save(self.folder)
+    def keep(self, folder: Path, measurement: Measurement) -> None:
+        """Save the measurement with its request."""
+        write_json(folder / REQUEST, self.request)
+        measurement.save(folder)
 
 
 @dataclass
@@ -101,22 +98,6 @@ class Outcome:
 
     measured: dict[str, Measurement] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-
-
-def check_places(items: Sequence[Item], out: Path | None, document: str) -> None:
-    """Refuse places that cannot hold the results, before anything is measured.
-
-    Args:
-        out: where `document` and the report will be.
-
-    Raises:
-        InputError: a folder that cannot be written, or a file in it that is not one of ours.
-    """
-    if out is not None:
-        check_results(out, (document, REPORT))
-    for item in items:
-        if item.folder is not None:
-            check_results(item.folder, (*MEASUREMENT, REQUEST))
 
 
 class Result(Protocol):
@@ -133,35 +114,46 @@ AnyResult = TypeVar("AnyResult", bound=Result)
 def measure_all(
     items: Sequence[Item],
     result_of: Callable[[Outcome], AnyResult],
-    kept: Path | None,
+    out: Path | None,
+    document: str,
     listener: Listener | None = None,
     *,
+    prepare: Callable[[Sequence[str]], None] = lambda unfinished: None,
     others_go_on: bool = True,
 ) -> AnyResult:
     """Measure what is not finished yet.
 
     Args:
         result_of: the result, of everything so far.
-        kept: the file of its document, written whenever there is more; None keeps it nowhere.
+        out: keeps each measurement in a folder of its name, and the result; None keeps them nowhere.
+        document: the file of the result, written whenever there is more.
+        prepare: is called before the first is measured, with the names of those that are; not where all are finished.
         others_go_on: one that fails does not stop the others; else the document is written when there are all.
 
     Raises:
-        InputError: an item's folder holds a measurement with other settings; nothing has been measured then.
+        InputError: a folder that cannot be written, a file in it that is not one of ours, or a measurement with other
+            settings; nothing has been measured then.
         UnsavedError: a result could not be saved; it holds the result so far, with what could not be.
         Exception: whatever an item raised, where the others do not go on.
     """
-    finished = {item.name: item.finished() for item in items}
+    if out is not None:
+        _check_places(items, out, document)
+    finished = {item.name: None if out is None else item.finished(out / item.name) for item in items}
+    if unfinished := [name for name, found in finished.items() if found is None]:
+        prepare(unfinished)
     listener, outcome = listener or Listener(), Outcome()
 
-    def saved(save: Callable[[], None]) -> None:
+    @contextmanager
+    def saving() -> Iterator[None]:
         try:
-            save()
+            yield
         except SinklabError as error:
             raise UnsavedError(str(error), result_of(outcome)) from error
 
     def save_document() -> None:
-        if kept is not None and (others_go_on or len(outcome.measured) == len(items)):
-            write_json(kept, result_of(outcome).document())
+        if out is not None and (others_go_on or len(outcome.measured) == len(items)):
+            with saving():
+                write_json(out / document, result_of(outcome).document())
 
     for item in items:
         if before := finished[item.name]:
@@ -176,11 +168,19 @@ def measure_all(
             listener.fails(item.name, found)
         else:
             outcome.measured[item.name] = found
-            saved(partial(item.keep, found))
+            if out is not None:
+                with saving():
+                    item.keep(out / item.name, found)
             listener.ends(item.name, found)
-        saved(save_document)
-    saved(save_document)
+        save_document()
+    save_document()
     return result_of(outcome)
+
+
+def _check_places(items: Sequence[Item], out: Path, document: str) -> None:
+    check_results(out, (document, REPORT))
+    for item in items:
+        check_results(out / item.name, (*MEASUREMENT, REQUEST))
 
 
 def _attempt(item: Item, listener: Listener, others_go_on: bool) -> Measurement | str:
