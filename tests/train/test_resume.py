@@ -7,19 +7,16 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from commands import Command, Kill, together
-from safetensors.torch import load_file
+from same_run import assert_same_run
 
 from sinklab.data.prepare import prepare
 from sinklab.experiments.pool import Event, PlannedRun, train_side_by_side
 from sinklab.files import sha256_of
 from sinklab.interventions import VARIANTS
-from sinklab.measuring.measurement import Measurement
 from sinklab.signals import PreemptedError
 from sinklab.train.directory.defects import step_of
-from sinklab.train.directory.history import read_metrics
 from sinklab.train.recipe import build_recipe, load_recipe
 
 BASE = {
@@ -32,7 +29,6 @@ BASE = {
 }
 SOURCE = "synthetic:bigram_backcopy:length=17,documents=200"
 SAMPLE = ("softmax", "k_biases", "sigmoid")
-UNREPEATABLE = {"tokens_per_second", "mfu", "stall_share"}
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +49,6 @@ def written(name: str, tokens: Path, folder: Path) -> Path:
     return path
 
 
-def contents(out: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, object]], str]:
-    """Weights and optimiser, metric history and training losses, and the rest of the state."""
-    checkpoint = max((out / "checkpoints").glob("step_*"))
-    tensors: dict[str, torch.Tensor] = {}
-    for shard in checkpoint.glob("*.safetensors"):
-        tensors |= {f"{shard.name} {name}": tensor for name, tensor in load_file(shard).items()}
-    rows = [{k: v for k, v in row.items() if k not in UNREPEATABLE} for row in read_metrics(out / "metrics.jsonl")]
-    return tensors, rows, (checkpoint / "state.json").read_text()
-
-
 def is_whole(checkpoint: Path) -> bool:
     """Whether the checksums of a checkpoint are there and right."""
     sums = checkpoint / "SHA256SUMS"
@@ -70,15 +56,8 @@ def is_whole(checkpoint: Path) -> bool:
     return bool(lines) and all(sha256_of(checkpoint / line.split()[1]) == line.split()[0] for line in lines)
 
 
-def assert_same_run(one: Path, other: Path) -> None:
-    (tensors, rows, state), (others, other_rows, other_state) = contents(one), contents(other)
-    assert tensors.keys() == others.keys()
-    assert all(torch.equal(tensor, others[name]) for name, tensor in tensors.items())
-    assert rows == other_rows
-    assert state == other_state
-    before, after = Measurement.load(one), Measurement.load(other)
-    assert before.sink_rate == after.sink_rate
-    assert (before.importance == after.importance).all()
+def assert_same_directory(one: Path, other: Path) -> None:
+    assert_same_run(one, other)
     assert [p.name for p in (one / "checkpoints").iterdir()] == [p.name for p in (other / "checkpoints").iterdir()]
 
 
@@ -96,7 +75,7 @@ def killed_and_continued(name: str, tokens: Path, folder: Path) -> None:
         assert all(is_whole(checkpoint) for checkpoint in (pieces / "checkpoints").glob("step_*"))
     last = Command(["train", str(recipe), "--out", str(pieces)], folder / "last.log")
     assert last.wait() == 0, last.printed()
-    assert_same_run(whole, pieces)
+    assert_same_directory(whole, pieces)
 
 
 @pytest.mark.parametrize("name", SAMPLE)
@@ -146,7 +125,7 @@ def test_two_processes_of_which_one_is_killed_are_the_undisturbed_two(
         assert "Run the same command again to continue" in pair[1 - victim].printed()
     for command in together([*train, str(tmp_path / "pieces")], tmp_path / "last", size=2):
         assert command.wait() == 0, command.printed()
-    assert_same_run(tmp_path / "whole", tmp_path / "pieces")
+    assert_same_directory(tmp_path / "whole", tmp_path / "pieces")
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from same_run import assert_same_run, contents
 
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
@@ -30,7 +30,6 @@ RECIPE = {
     "train": {"steps": 12, "batch_size": 4, "eval_every": 5, "eval_sequences": 16, "save_every": 4},
     "metric": {"sequences": 10, "length": 32},
 }
-UNREPEATABLE = {"tokens_per_second", "mfu", "stall_share"}
 
 
 @pytest.fixture(scope="module")
@@ -60,25 +59,6 @@ def train(dataset: TokenDataset, out: Path, wanted: Recipe, stop_at: int | None 
     outcome = trainer.train()
     assert outcome.status == ("done" if stop_at is None else "stopped")
     return trainer
-
-
-def contents(out: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, object]], dict[str, object]]:
-    """Weights and optimiser at the end, the metric history, and the state, without timings."""
-    checkpoint = max((out / "checkpoints").glob("step_*"))
-    (shard,) = checkpoint.glob("*.safetensors")
-    rows = [{k: v for k, v in r.items() if k not in UNREPEATABLE} for r in read_metrics(out / "metrics.jsonl")]
-    return load_file(shard), rows, json.loads((checkpoint / "state.json").read_text())
-
-
-def assert_same_run(first: Path, second: Path) -> None:
-    (tensors, rows, state), (others, other_rows, other_state) = contents(first), contents(second)
-    assert tensors.keys() == others.keys()
-    assert all(torch.equal(tensor, others[name]) for name, tensor in tensors.items())
-    assert rows == other_rows
-    assert state == other_state
-    before, after = Measurement.load(first), Measurement.load(second)
-    assert before.sink_rate == after.sink_rate
-    assert (before.importance == after.importance).all()
 
 
 VARIANTS = {
