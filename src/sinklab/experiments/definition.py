@@ -1,25 +1,34 @@
-"""What an experiment file may say: a base recipe, cells that each change something in it, and claims about them.
+"""What an experiment file may say: cells that each change something in a base recipe, and claims about them.
 
+base: tiny                                                      # or, by scale: {tiny: tiny, 60m: 60m}
 cells:
   softmax: {}                                                   # the base itself
   k_biases: k_biases                                            # a variant of the catalogue, by its name
   weight_decay_1: {optim: {weight_decay: 1.0}}                  # or what changes
   sink_token_without_bos: [sink_token, {data: {bos: false}}]    # or several of both, one laid over the other
+adapted:                                                        # what is different at a scale, and why
+  tiny:
+    - why: "eight tokens of 64 are what 256 are of 2,048"
+      cells: {window_256: {model: {attention: {mask: {width: 8}}}}}
+claims:
+  - {id: no_sink, text: "..", check: {is: within, value: sink_1, cell: k_biases, at_most: 1.0}}
 """
 
-from collections.abc import Mapping
-from importlib import resources
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from sinklab.errors import InputError
-from sinklab.files import parse_yaml
+from sinklab.experiments.claims import Claim
+from sinklab.experiments.quantities import QuantityName
 from sinklab.interventions.variants import VARIANTS
 from sinklab.schema import Part
 
-FILE = ".yaml"
+Scale = Literal["tiny", "small", "60m", "1b"]
+SCALES: tuple[Scale, ...] = get_args(Scale)
+
+PAPER_SCALES = ("60m", "1b")
+"""Those at which the paper's own numbers were measured."""
 
 
 def _overlays(said: Any) -> Any:
@@ -36,33 +45,32 @@ def _of_variant(name: str) -> Mapping[str, Any]:
 Overlays = Annotated[list[dict[str, Any]], BeforeValidator(_overlays)]
 
 
-class Check(Part):
-    """A number of one cell (or of all cells together) and the bound it is held against.
+class Adaptation(Part):
+    """How cells differ at one scale from what the paper did, and why.
 
-    Values: `sink_1` and `sink_bias` in percent, `valid_loss` in nats/token, `valid_loss_spread`: largest minus
-    smallest validation loss over the cells, nats/token.
+    Attributes:
+        why: the reason, a sentence.
+        change: laid over every cell.
+        cells: laid over these cells; one that the experiment does not have is added.
+        without: cells that this scale does not have.
     """
 
-    cell: str | None = None
-    value: Literal["sink_1", "sink_bias", "valid_loss", "valid_loss_spread"]
-    at_least: float | None = None
-    at_most: float | None = None
-
-    @model_validator(mode="after")
-    def _one_bound_and_its_cell(self) -> Self:
-        if (self.at_least is None) == (self.at_most is None):
-            raise ValueError("give one of at_least and at_most")
-        if (self.cell is None) != (self.value == "valid_loss_spread"):
-            raise ValueError("a cell is needed for every value but valid_loss_spread, which is over all cells")
-        return self
+    why: str = Field(min_length=1)
+    change: Overlays = Field(default_factory=list)
+    cells: dict[str, Overlays] = Field(default_factory=dict)
+    without: tuple[str, ...] = ()
 
 
-class Claim(Part):
-    """A sentence and the check that decides it, seed by seed."""
+class Published(Part):
+    """Which numbers of the paper stand beside which cells.
 
-    id: str
-    text: str
-    check: Check
+    Attributes:
+        table: of `published.yaml`.
+        rows: the row of a cell; the row that has the cell's name unless given.
+    """
+
+    table: str
+    rows: dict[str, str] = Field(default_factory=dict)
 
 
 class Experiment(Part):
@@ -70,52 +78,85 @@ class Experiment(Part):
 
     Attributes:
         id: names its results.
-        base: a recipe, by the name or file that `sinklab train` takes.
+        title: what it shows, in a few words.
+        question: what it asks, a sentence.
+        source: where the paper has it, or what else it comes from.
+        base: a recipe, by the name or file that `sinklab train` takes, of each scale that there is.
         cells: by name, the overlays that are laid over the base one after the other.
+        baseline: the cell that the others are compared with; the first unless given.
+        adapted: by scale, what is different there.
+        columns: numbers that its table shows.
+        published: the paper's numbers.
+        seeds: how many its verdicts are meant to rest on.
+        rank: of `reproduce all`, the smaller first.
     """
 
     id: str = Field(pattern=r"^[\w.-]+$")
     title: str
-    base: str
+    question: str = ""
+    source: str = ""
+    base: dict[Scale, str]
     cells: dict[str, Overlays] = Field(min_length=1)
+    baseline: str = ""
+    adapted: dict[Scale, tuple[Adaptation, ...]] = Field(default_factory=dict)
+    columns: tuple[QuantityName, ...] = ("sink_1", "sink_bias", "valid_loss", "norm_ratio")
+    published: Published | None = None
     claims: tuple[Claim, ...] = ()
+    seeds: int = Field(default=3, ge=1)
+    rank: int = 1000
 
-    @field_validator("cells")
+    @field_validator("base", mode="before")
     @classmethod
-    def _names_are_folders(cls, cells: dict[str, Overlays]) -> dict[str, Overlays]:
+    def _one_recipe_is_of_one_scale(cls, base: Any) -> Any:
+        """A recipe by the name of a scale is that scale's; any other is of the smallest."""
+        return {base if base in SCALES else SCALES[0]: base} if isinstance(base, str) else base
+
+    @field_validator("cells", "adapted")
+    @classmethod
+    def _names_are_folders(cls, value: Any) -> Any:
+        cells = value if not _are_adaptations(value) else [n for s in value.values() for a in s for n in a.cells]
         for name in cells:
             if not name or name.startswith(".") or "/" in name:
                 raise ValueError(f"cell {name!r}: the name is that of a folder, without / and no . in front")
-        return cells
+        return value
 
     @model_validator(mode="after")
-    def _claims_name_cells(self) -> Self:
+    def _names_are_those_of_cells(self) -> Self:
+        known = {name for scale in self.base for name in self.cells_at(scale)}
+        if self.baseline and self.baseline not in known:
+            raise ValueError(f"baseline {self.baseline!r} is no cell")
         for claim in self.claims:
-            if claim.check.cell is not None and claim.check.cell not in self.cells:
-                raise ValueError(f"claim {claim.id} is about cell {claim.check.cell!r}, which is not there")
+            if missing := [cell for cell in claim.check.cells if cell not in known]:
+                raise ValueError(f"claim {claim.id} is about cell {missing[0]!r}, which is not there")
+            if wrong := [scale for scale in claim.scales or () if scale not in self.base]:
+                raise ValueError(f"claim {claim.id} is made at scale {wrong[0]!r}, which the experiment lacks")
+        for scale, adaptations in self.adapted.items():
+            if scale not in self.base:
+                raise ValueError(f"adapted to scale {scale!r}, which the experiment lacks")
+            if wrong := [name for one in adaptations for name in one.without if name not in self.cells]:
+                raise ValueError(f"{wrong[0]!r}, which scale {scale} is to be without, is no cell")
         return self
 
+    @property
+    def compared_with(self) -> str:
+        """The name of the baseline."""
+        return self.baseline or next(iter(self.cells))
 
-def experiment_ids() -> list[str]:
-    """The experiments that come with sinklab."""
-    folder = resources.files("sinklab") / "experiments"
-    return sorted(path.name.removesuffix(FILE) for path in folder.iterdir() if path.name.endswith(FILE))
+    def cells_at(self, scale: Scale) -> dict[str, Sequence[Mapping[str, Any]]]:
+        """The cells of a scale, each with all overlays that it takes there."""
+        cells: dict[str, list[Mapping[str, Any]]] = {name: list(overlays) for name, overlays in self.cells.items()}
+        for one in self.adapted.get(scale, ()):
+            for name, overlays in one.cells.items():
+                cells.setdefault(name, []).extend(overlays)
+            cells = {name: [*one.change, *overlays] for name, overlays in cells.items() if name not in one.without}
+        return dict(cells)
+
+    def claims_at(self, scale: Scale) -> list[Claim]:
+        """The claims that are made at a scale: those that its cells can decide."""
+        cells = self.cells_at(scale)
+        made = [claim for claim in self.claims if claim.scales is None or scale in claim.scales]
+        return [claim for claim in made if all(cell in cells for cell in claim.check.cells)]
 
 
-def load_experiment(name: str) -> Experiment:
-    """An experiment that comes with sinklab, by its id, or one of your own, by its file.
-
-    Raises:
-        InputError: there is no such experiment, or the file is no valid one; the message names the field.
-    """
-    file = Path(name) if name.endswith(FILE) else resources.files("sinklab") / "experiments" / f"{name}{FILE}"
-    if not file.is_file():
-        known = ", ".join(experiment_ids())
-        raise InputError(f"no experiment {name!r}; there are: {known}. One of your own is given as a {FILE} file")
-    try:
-        return Experiment.model_validate(parse_yaml(file.read_text(encoding="utf-8")))
-    except ValidationError as error:
-        lines = [f"  {'.'.join(map(str, one['loc'])) or 'experiment'}: {one['msg']}" for one in error.errors()]
-        raise InputError("\n".join([f"{name} is not a valid experiment:", *lines])) from error
-    except (OSError, ValueError) as error:
-        raise InputError(f"{name} cannot be read: {error}") from error
+def _are_adaptations(value: Mapping[str, Any]) -> bool:
+    return any(isinstance(one, tuple) for one in value.values())

@@ -1,0 +1,175 @@
+"""The numbers that claims are about and tables show, by the names that experiment files use.
+
+sink_K            Sink_K, percent of (sequence, layer, head) triples, K from 1
+sink_K_visible    the same of the mean over the queries that may see the key (a window); Sink_K where all may
+sink_first_P      Sink_1 + .. + Sink_P, percent: at eps above a half at most one position per triple counts
+sink_bias         on an added bias, sink logit or sink token, percent
+valid_loss        nats per token, and train_loss likewise
+norm_ratio        |h_1| over the mean of the others, in the block where it is largest
+kurtosis          of the hidden states, in the block where it is largest
+emergence_step    first evaluated step at which Sink_1 reached 10 %
+norm_step         first evaluated step at which norm_ratio reached 2
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator
+
+EMERGED = 10.0
+"""Percent of heads from which on a sink counts as having emerged."""
+
+MASSIVE = 2.0
+"""Norm ratio from which on the first token counts as a massive activation."""
+
+Measure = Literal["rate", "positive"]
+"""How a number is compared: percent through its logit, what is above zero through its logarithm."""
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """What a number is.
+
+    Attributes:
+        name: as experiment files have it.
+        label: for people.
+        unit: percent, nats, x (a ratio) or steps.
+        measure: how it is compared.
+        decimals: that are shown.
+    """
+
+    name: str
+    label: str
+    unit: str
+    measure: Measure
+    decimals: int
+
+
+_SINK = re.compile(r"sink_([1-9]\d*)(_visible)?")
+_FIRST = re.compile(r"sink_first_([1-9]\d*)")
+_NAMED = {
+    one.name: one
+    for one in (
+        Quantity("sink_bias", "Sink on the bias", "%", "rate", 1),
+        Quantity("valid_loss", "Validation loss", "nats", "positive", 3),
+        Quantity("train_loss", "Training loss", "nats", "positive", 3),
+        Quantity("norm_ratio", "Norm ratio of the first token", "x", "positive", 1),
+        Quantity("kurtosis", "Kurtosis of the hidden states", "x", "positive", 1),
+        Quantity("emergence_step", "Step at which the sink emerged", "steps", "positive", 0),
+        Quantity("norm_step", "Step at which the first token's norm grew", "steps", "positive", 0),
+    )
+}
+
+
+def quantity(name: str) -> Quantity:
+    """What a name stands for.
+
+    Raises:
+        ValueError: it stands for nothing; the message lists what does.
+    """
+    if name in _NAMED:
+        return _NAMED[name]
+    if found := _FIRST.fullmatch(name):
+        return Quantity(name, f"Sinks on the first {found[1]} tokens", "%", "rate", 1)
+    if found := _SINK.fullmatch(name):
+        return Quantity(name, f"Sink_{found[1]}{' (visible queries)' if found[2] else ''}", "%", "rate", 1)
+    raise ValueError(f"there is no number {name!r}; there are: sink_1 (or 2, 3, ..), sink_1_visible, sink_first_5, "
+                     f"{', '.join(_NAMED)}")  # fmt: skip
+
+
+def _known(name: str) -> str:
+    quantity(name)
+    return name
+
+
+QuantityName = Annotated[str, AfterValidator(_known)]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One evaluation of one run. What was not measured or not finite is None.
+
+    Attributes:
+        step: updates done.
+        tokens: that the model was trained on.
+        sink_rate, sink_rate_visible: percent, position 1 first; the latter None where it is no other.
+    """
+
+    step: int
+    tokens: float | None
+    sink_rate: Sequence[float | None]
+    sink_rate_visible: Sequence[float | None] | None
+    sink_bias: float | None
+    valid_loss: float | None
+    train_loss: float | None
+    norm_ratio: float | None
+
+
+@dataclass(frozen=True)
+class RunNumbers:
+    """What a finished run of one seed has to say.
+
+    Attributes:
+        seed: of the recipe.
+        readings: its evaluations by step, at least one.
+        triples: (sequence, layer, head) triples that a rate is over.
+        kurtosis: largest of all blocks at the end; None where it was not measured.
+        seconds: of training.
+        tokens_per_second: of its updates; None where unknown.
+        peak_memory_mb: of the process that trained it; None where unknown.
+    """
+
+    seed: int
+    readings: Sequence[Reading]
+    triples: int
+    kurtosis: float | None = None
+    seconds: float | None = None
+    tokens_per_second: float | None = None
+    peak_memory_mb: float | None = None
+
+    @property
+    def last(self) -> Reading:
+        """The last evaluation."""
+        return self.readings[-1]
+
+    def value(self, name: str, at_step: int | None = None) -> float | None:
+        """The number of that name, None where the run has none (a step: where it was never reached).
+
+        Args:
+            at_step: at the last evaluation up to this step; the end unless given.
+        """
+        if name == "kurtosis":
+            return self.kurtosis
+        if name == "emergence_step":
+            return self._first_step("sink_1", EMERGED)
+        if name == "norm_step":
+            return self._first_step("norm_ratio", MASSIVE)
+        upto = [one for one in self.readings if at_step is None or one.step <= at_step]
+        return _of_reading(upto[-1], name) if upto else None
+
+    def _first_step(self, name: str, bound: float) -> float | None:
+        for one in self.readings:
+            value = _of_reading(one, name)
+            if value is not None and value >= bound:
+                return float(max(one.step, 1))
+        return None
+
+
+def _of_reading(reading: Reading, name: str) -> float | None:
+    if found := _FIRST.fullmatch(name):
+        rates = reading.sink_rate[: int(found[1])]
+        return None if None in rates or not rates else math.fsum(rate or 0.0 for rate in rates)
+    if found := _SINK.fullmatch(name):
+        visible = reading.sink_rate_visible if found[2] else None
+        rates, position = visible or reading.sink_rate, int(found[1])
+        return rates[position - 1] if position <= len(rates) else None
+    values = {
+        "sink_bias": reading.sink_bias,
+        "valid_loss": reading.valid_loss,
+        "train_loss": reading.train_loss,
+        "norm_ratio": reading.norm_ratio,
+    }
+    return values[name]
