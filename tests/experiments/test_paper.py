@@ -43,20 +43,32 @@ MAPPINGS = {
     "table_4_attention_biases": ("table_4", {"none": "softmax"}),
     "table_6_15_attention_operation": (
         "table_6",
-        {"sigmoid_unnormalised": "sigmoid", "elu1_unnormalised": "elu1",
-         "elu1_kernel_normalised": "elu_kernel_normalised", "elu1_kernel_unnormalised": "elu_kernel", "identity_unnormalised": "identity", "mlp_unnormalised": "mlp"},
+        {
+            "sigmoid_unnormalised": "sigmoid",
+            "elu1_unnormalised": "elu1",
+            "elu1_kernel_normalised": "elu_kernel_normalised",
+            "elu1_kernel_unnormalised": "elu_kernel",
+            "identity_unnormalised": "identity",
+            "mlp_unnormalised": "mlp",
+        },
     ),
     "section_5_random_tokens": ("section_5_random_tokens", {"x1": "random_1", "x1_x2": "random_1_2", "x2": "random_2"}),
     "table_11_ffn": ("table_11", {}),
     "table_12_left_heads": (
-        "table_12", {"8": "heads_8", "4": "heads_4", "2": "heads_2", "1": "heads_1", "addition": "heads_summed"}
+        "table_12",
+        {"8": "heads_8", "4": "heads_4", "2": "heads_2", "1": "heads_1", "addition": "heads_summed"},
     ),
     "table_12_right_head_sharing": (
-        "table_12", {"kv_per_head": "kv_biases", "kv_shared": "kv_biases_shared", "k_per_head": "k_biases",
-                     "k_shared": "k_biases_shared"},
+        "table_12",
+        {
+            "kv_per_head": "kv_biases",
+            "kv_shared": "kv_biases_shared",
+            "k_per_head": "k_biases",
+            "k_shared": "k_biases_shared",
+        },
     ),
     "scale_1b": ("scale_1b", {"sigmoid_unnormalised": "sigmoid"}),
-}  # fmt: skip
+}
 
 
 @cache

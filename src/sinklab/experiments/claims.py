@@ -137,6 +137,19 @@ class Appears(Part):
         return (self.cell,)
 
 
+class Precedes(Part):
+    """Within the runs of a cell one step comes before another, such as `norm_step` before `emergence_step`."""
+
+    kind: Literal["precedes"] = Field(default="precedes", alias="is")
+    cell: str
+    first: QuantityName
+    then: QuantityName
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return (self.cell,)
+
+
 class Diverges(Part):
     """A cell does not train: its loss stops being finite."""
 
@@ -149,7 +162,7 @@ class Diverges(Part):
 
 
 Check = Annotated[
-    Within | Differs | Equal | Alike | Monotone | StandsAt | Appears | Diverges, Field(discriminator="kind")
+    Within | Differs | Equal | Alike | Monotone | StandsAt | Appears | Precedes | Diverges, Field(discriminator="kind")
 ]
 
 
