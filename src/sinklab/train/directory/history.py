@@ -1,8 +1,10 @@
 """metrics.jsonl, a line per evaluation: written by a run, and read by whoever continues it or looks at it."""
 
+import gzip
 import json
 import logging
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -126,13 +128,19 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def read_history(path: Path) -> list[Evaluation]:
     """The evaluations of anyone's run by step, finished or not; where a continued run repeats a step, the later counts.
 
+    Where the file is not there, it may lie beside it compressed, with .gz behind its name.
+
     Raises:
         InputError: the file cannot be read, or a line is no evaluation.
     """
+    path = path if path.is_file() else path.with_name(path.name + ".gz")
     if not path.is_file():
         return []
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8", errors="replace") as file:
+            lines = file.read().split("\n")
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise InputError(f"{path} is damaged: it cannot be uncompressed ({error}).") from error
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}. Make it readable, or leave its folder out.") from error
     said = {number: line for number, line in enumerate(lines, 1) if line.strip()}

@@ -1,0 +1,66 @@
+"""What the runs of a cell came to, as it is judged and added up."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sinklab.errors import SinklabError
+from sinklab.experiments.documents import CellRun, read_record
+from sinklab.experiments.quantities import Reading, RunNumbers
+from sinklab.train.directory.history import Evaluation, read_history, seconds_spent
+from sinklab.train.recipe import load_recipe
+
+
+@dataclass(frozen=True)
+class CellResults:
+    """The runs of one cell.
+
+    Attributes:
+        change: dotted keys of the recipe and their values, where they are not the base's.
+        runs: each of its seeds, as the summary shows it, finished or not.
+        numbers: of the finished ones.
+        failed: how many did not train: their loss stopped being finite.
+    """
+
+    change: Mapping[str, object]
+    runs: Sequence[CellRun]
+    numbers: Sequence[RunNumbers]
+    failed: int = 0
+
+
+def read_numbers(directory: Path) -> RunNumbers:
+    """What a finished run says: metrics.jsonl (or metrics.jsonl.gz), recipe.yaml, and record.json where there is one.
+
+    Raises:
+        InputError: one of them cannot be read, or is damaged.
+        SinklabError: the run has not finished.
+    """
+    record, history = read_record(directory), read_history(directory / "metrics.jsonl")
+    done = record.status == "done" if record else (directory / "measurement.json").exists()
+    if not done or not history:
+        raise SinklabError(f"the run in {directory} has not finished: run the same command again to continue it")
+    recipe = load_recipe(str(directory / "recipe.yaml"))
+    seconds = record.seconds if record else round(seconds_spent(history), 1)
+    return RunNumbers(
+        seed=recipe.seed,
+        readings=[_reading(one) for one in history],
+        triples=recipe.metric.sequences * recipe.model.layers * recipe.model.heads,
+        kurtosis=record.kurtosis if record else None,
+        seconds=seconds,
+        tokens_per_second=record.tokens_per_second if record else None,
+        peak_memory_mb=record.peak_memory_mb if record else None,
+    )
+
+
+def _reading(one: Evaluation) -> Reading:
+    ratios = [ratio for ratio in one.hidden_norm_ratio if ratio is not None]
+    return Reading(
+        step=one.step,
+        tokens=one.tokens,
+        sink_rate=one.sink_rate,
+        sink_rate_visible=one.sink_rate_visible,
+        sink_bias=one.sink_rate_bias,
+        valid_loss=one.valid_loss,
+        train_loss=one.train_loss,
+        norm_ratio=max(ratios) if ratios else None,
+    )

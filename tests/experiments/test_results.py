@@ -1,0 +1,86 @@
+"""What is read of a finished run, from its directory as it was trained and as it is committed, compressed."""
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from trained_run import trained_run
+
+from sinklab.errors import InputError, SinklabError
+from sinklab.experiments.documents import RECORD, RunRecord
+from sinklab.experiments.results import read_numbers
+
+METRICS = "metrics.jsonl"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory of two layers with two heads, measured on four sequences."""
+    return trained_run(tmp_path_factory.mktemp("trained"), {})[0]
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def test_the_numbers_are_those_of_its_last_evaluation(run: Path) -> None:
+    last = json.loads((run / METRICS).read_text().splitlines()[-1])
+    numbers = read_numbers(run)
+    assert numbers.seed == 0
+    assert numbers.triples == 4 * 2 * 2
+    assert numbers.value("sink_1") == last["sink_rate"][0]
+    assert numbers.value("valid_loss") == last["valid_loss"]
+    assert numbers.value("norm_ratio") == max(last["hidden_norm_ratio"])
+    assert [one.step for one in numbers.readings] == sorted({one.step for one in numbers.readings})
+
+
+def test_a_record_adds_what_the_metrics_do_not_say(run: Path) -> None:
+    assert read_numbers(run).kurtosis is None
+    RunRecord(hash="0" * 16, name="run", seed=0, status="done", kurtosis=7.5, peak_memory_mb=400.0).save(run)
+    numbers = read_numbers(run)
+    assert (numbers.kurtosis, numbers.peak_memory_mb) == (7.5, 400.0)
+
+
+def test_compressed_metrics_without_weights_say_the_same(run: Path) -> None:
+    RunRecord(hash="0" * 16, name="run", seed=0, status="done", seconds=3.0).save(run)
+    before = read_numbers(run)
+    with gzip.open(run / f"{METRICS}.gz", "wb") as file:
+        file.write((run / METRICS).read_bytes())
+    (run / METRICS).unlink()
+    (run / "measurement.json").unlink()
+    shutil.rmtree(run / "checkpoints")
+    assert read_numbers(run) == before
+
+
+@pytest.mark.parametrize("keep", [10, 60], ids=["its head", "half of it"])
+def test_compressed_metrics_that_were_cut_off_are_refused(keep: int, run: Path) -> None:
+    whole = gzip.compress((run / METRICS).read_bytes())
+    (run / f"{METRICS}.gz").write_bytes(whole[:keep])
+    (run / METRICS).unlink()
+    with pytest.raises(InputError, match=r"metrics\.jsonl\.gz is damaged"):
+        read_numbers(run)
+
+
+def test_what_is_not_compressed_at_all_is_refused(run: Path) -> None:
+    (run / METRICS).rename(run / f"{METRICS}.gz")
+    with pytest.raises(InputError, match=r"metrics\.jsonl\.gz is damaged"):
+        read_numbers(run)
+
+
+def test_a_run_that_has_not_finished_or_failed_has_no_numbers(run: Path) -> None:
+    (run / "measurement.json").unlink()
+    with pytest.raises(SinklabError, match="has not finished"):
+        read_numbers(run)
+    RunRecord(hash="0" * 16, name="run", seed=0, status="failed", message="the loss is not finite").save(run)
+    with pytest.raises(SinklabError, match="has not finished"):
+        read_numbers(run)
+
+
+def test_a_damaged_record_is_refused_by_its_path(run: Path) -> None:
+    (run / RECORD).write_text("{")
+    with pytest.raises(InputError, match=RECORD):
+        read_numbers(run)
