@@ -102,11 +102,12 @@ def costing(device: torch.device) -> Iterator[Cost]:
         torch.cuda.synchronize(device)
         cost.peak_memory_mb = torch.cuda.max_memory_allocated(device) / 2**20
     else:
-        cost.peak_memory_mb = _process_peak_mb()
+        cost.peak_memory_mb = process_peak_mb()
     cost.seconds = time.perf_counter() - start
 
 
-def _process_peak_mb() -> float | None:
+def process_peak_mb() -> float | None:
+    """The largest memory that this process has had so far (MB = 2**20), None where the system does not report it."""
     try:
         import resource
     except ImportError:  # not a Unix system

@@ -54,11 +54,21 @@ class Evaluator:
             model.train()
         return (torch.stack(losses).sum() / sum(map(len, self.batches))).item()
 
-    def measure(self) -> Measurement:
-        """The sink metric on the validation text, under the recipe's data interventions."""
+    def measure(self, details: bool = False) -> Measurement:
+        """The sink metric on the validation text, under the recipe's data interventions.
+
+        Args:
+            details: also what costs more (`measuring/statistics/details.py`).
+        """
         metric = self.recipe.metric
         tokens_NT = torch.cat(self.batches)[: metric.sequences, : metric.length]
-        options = Options((metric.eps,), batch_size=METRIC_BATCH, model_name=self.recipe.name, bos=self.recipe.data.bos)
+        options = Options(
+            (metric.eps,),
+            batch_size=METRIC_BATCH,
+            details=details,
+            model_name=self.recipe.name,
+            bos=self.recipe.data.bos,
+        )
         self.look()
         alone = self.updater.world.size == 1  # processes look together, and one of several may halve its batches
         with self.updater.autocast(), gathered(self.updater.model):

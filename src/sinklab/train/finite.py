@@ -16,6 +16,10 @@ from sinklab.errors import SinklabError
 from sinklab.train.world import World
 
 
+class DivergedError(SinklabError):
+    """A run whose numbers are not finite any more. To train it again would come to the same."""
+
+
 class NotFiniteError(SinklabError):
     """The loss or the gradient of a step is not finite; nothing has been updated since, on any process.
 

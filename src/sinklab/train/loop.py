@@ -21,7 +21,7 @@ from sinklab.train.directory.history import History, read_metrics
 from sinklab.train.directory.lock import holder, leave, lock_run, sees
 from sinklab.train.directory.run import Run, establish
 from sinklab.train.evaluate import Evaluator
-from sinklab.train.finite import NotFiniteError
+from sinklab.train.finite import DivergedError, NotFiniteError
 from sinklab.train.speed import Speedometer
 from sinklab.train.update import Updater
 from sinklab.train.world import ALONE, World
@@ -55,10 +55,13 @@ class Trainer:
         should_stop: asked before each update and between the batches of an evaluation; True, on any process, saves a
             checkpoint and returns. Once True it stays so.
         world: the processes that train together; all of them make a trainer.
+        at_end: called on all of them while the directory is still held, when the run has ended for good: it is done,
+            or has diverged with this error.
 
     Raises:
         InputError: text too short for the recipe, or a batch that the processes cannot share.
-        SinklabError: another process trains this run, or none of its checkpoints is valid.
+        HeldError: another process trains this run.
+        SinklabError: none of its checkpoints is valid.
         StoppedError: `should_stop` said so while the model was built; nothing new has been saved.
     """
 
@@ -68,7 +71,9 @@ class Trainer:
         watch: Callable[[StepReport], None] = lambda progress: None,
         should_stop: Callable[[], bool] = lambda: False,
         world: World = ALONE,
+        at_end: Callable[["Trainer", DivergedError | None], None] = lambda trainer, error: None,
     ) -> None:
+        self.at_end = at_end
         self.run, self.recipe, self.watch, self.should_stop, self.world = run, run.recipe, watch, should_stop, world
         what = (run.hash, run.recipe.train)  # the hash leaves out when all save, and how they share the work
         self._must_all(what == world.from_first(lambda: what), "have different recipes, texts or kinds of device")
@@ -105,12 +110,14 @@ class Trainer:
         """Continue to the recipe's last step; evaluate at step 0, every `eval_every` steps and at the end.
 
         Raises:
-            SinklabError: a loss or gradient is not finite (nothing has been updated), the training shard has been cut
-                short or changed or cannot be read, or the disk is full.
+            DivergedError: a loss or gradient is not finite; nothing has been updated.
+            SinklabError: the training shard has been cut short or changed or cannot be read, or the disk is full.
         """
         try:
             self.world.only_first(lambda: self.run.failure.unlink(missing_ok=True))
-            return self._train()
+            outcome = self._train()
+            self.at_end(self, None)
+            return outcome
         except StoppedError:
             self._save()
             return RunOutcome("stopped", self.state.step)
@@ -118,9 +125,15 @@ class Trainer:
             if self.world.is_first and self.run.directory.is_dir():
                 with suppress(SinklabError):  # a disk that is full may be why
                     write_json(self.run.failure, {"step": self.state.step, "message": str(error)})
+            if isinstance(error, DivergedError):
+                self.at_end(self, error)
             raise
         finally:
-            self._held.close()
+            self.close()
+
+    def close(self) -> None:
+        """Let go of the run directory; `train` does so itself."""
+        self._held.close()
 
     def _train(self) -> RunOutcome:
         options, state = self.recipe.train, self.state
@@ -170,10 +183,10 @@ class Trainer:
             replayed = f" The same command with --replay {self.state.step + 1} says where it begins."
             raise self._diverged(str(error), replayed) from error
 
-    def _diverged(self, how: str, more: str = "") -> SinklabError:
+    def _diverged(self, how: str, more: str = "") -> DivergedError:
         advice = "Try a smaller optim.lr or a longer schedule.warmup_steps."
         message = f"{how} Last checkpoint: {self._checkpoint or 'none yet'}.{more} {advice}"
-        return self.world.shared_error(SinklabError(message))
+        return self.world.shared_error(DivergedError(message))
 
     def _evaluate(self) -> None:
         with self._settled():

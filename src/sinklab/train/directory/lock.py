@@ -15,11 +15,16 @@ LOOKS = 3
 SHOWS_WITHIN_S = 60  # a network file system remembers for so long that a file was not there
 
 
+class HeldError(SinklabError):
+    """Another process holds the run directory."""
+
+
 def lock_run(directory: Path) -> IO[str]:
     """Hold the run directory, which is made where it is not there, until the returned file is closed.
 
     Raises:
-        SinklabError: another process is training there, or the directory cannot be written or locked.
+        HeldError: another process is training there.
+        SinklabError: the directory cannot be written or locked.
     """
     while True:
         file = _locked(directory)
@@ -91,7 +96,7 @@ def _locked(directory: Path) -> IO[str]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.close()
-        raise SinklabError(
+        raise HeldError(
             f"{directory} is being trained by {holder(directory) or 'another process'}: wait until it has ended, "
             "stop it with kill (it saves first), or choose another --out"
         ) from error

@@ -1,0 +1,196 @@
+"""Runs side by side on this machine: a process each, told to stop rather than killed.
+
+Processes are forked from a server that has imported everything once, so that the next run begins within a fraction of
+a second and none knows of another's memory. Each has cores, or cards, of its own. Ctrl-C, SIGTERM and SIGUSR1 are
+requests to the parent; it asks the processes to stop, each saves a checkpoint, and the same call continues later. A
+process whose parent has died stops by itself.
+"""
+
+import contextlib
+import multiprocessing as mp
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+
+from sinklab.experiments.sweep.planned import Event, PlannedRun
+from sinklab.signals import PREEMPTING, stop_on_signals
+
+PRELOADED = ["sinklab.experiments.sweep.worker", "torch._dynamo", "numpy.random"]
+HELD_BACK = {signal.SIGINT, *PREEMPTING}
+
+
+@dataclass(frozen=True)
+class Share:
+    """Of the machine, for one run at a time.
+
+    Attributes:
+        cores: that the run stays on; None where it may go anywhere.
+        threads: of PyTorch.
+        cards: of CUDA_VISIBLE_DEVICES; None to leave it as it is.
+    """
+
+    cores: frozenset[int] | None
+    threads: int
+    cards: str | None = None
+
+
+def shares(jobs: int) -> list[Share]:
+    """The machine in `jobs` parts: disjoint cores where there are enough, else a thread for each; cards likewise."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if 0 < jobs <= len(cores):
+        mine = [frozenset(cores[job::jobs]) for job in range(jobs)]
+        return [Share(one, len(one), cards) for one, cards in zip(mine, _cards(jobs), strict=True)]
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    return [Share(None, threads, cards) for cards in _cards(jobs)]
+
+
+def jobs_for(runs: int, cores: int) -> int:
+    """How many runs at a time: all of up to two per core (they share the cores evenly), else one per core."""
+    return max(1, runs if runs <= 2 * cores else cores)
+
+
+def _cards(jobs: int) -> list[str | None]:
+    """CUDA_VISIBLE_DEVICES of each part; a card serves several where there are fewer of them."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = given.split(",") if given else [str(number) for number in range(_count_cards())]
+    if given == "" or len(names) < 2:
+        return [None] * jobs
+    return [",".join(names[job::jobs] or [names[job % len(names)]]) for job in range(jobs)]
+
+
+def _count_cards() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A process that trains a run, with its part of the machine and this end of the pipe to it."""
+
+    process: BaseProcess
+    share: Share
+    pipe: Connection
+
+
+class LocalEngine:
+    """`jobs` runs at a time on this machine.
+
+    Args:
+        jobs: at least 1.
+    """
+
+    def __init__(self, jobs: int) -> None:
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOADED)
+        self._free = shares(jobs)
+        self._running: dict[str, _Running] = {}
+        self._stopping = False
+
+    def room(self) -> int:
+        """Parts of the machine that are free."""
+        return 0 if self._stopping else len(self._free)
+
+    def submit(self, runs: Sequence[PlannedRun]) -> None:
+        """Start a process for each run."""
+        for run in runs:
+            share = self._free.pop(0)
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_train, args=(run, share, dict(os.environ), theirs), daemon=True)
+            with _signals_held_back():
+                process.start()
+            theirs.close()  # so that the pipe ends with the process
+            self._running[run.name] = _Running(process, share, ours)
+
+    def events(self, timeout: float) -> Sequence[Event]:
+        """What the processes have reported; of one that died, that it failed."""
+        ready = wait([one.pipe for one in self._running.values()], timeout) if self._running else []
+        found: list[Event] = []
+        for name, one in list(self._running.items()):
+            if one.pipe in ready:
+                events, has_ended = _received(one.pipe)
+                found += events
+                if has_ended:
+                    found += self._over(name, events)
+        return found
+
+    def _over(self, name: str, said: Sequence[Event]) -> list[Event]:
+        """Take a process off the list; its last event, if it has not said one itself."""
+        one = self._running.pop(name)
+        one.process.join()
+        one.pipe.close()
+        self._free.append(one.share)
+        return [] if any(event.is_last for event in said) else [Event(name, "failed", message=_death(one.process))]
+
+    def stop(self) -> None:
+        """Ask all processes to save and end."""
+        self._stopping = True
+        for one in self._running.values():
+            with contextlib.suppress(OSError):  # it is ending
+                one.pipe.send(None)
+
+    def close(self) -> None:
+        """Wait for processes that are still there, having asked them to end."""
+        self.stop()
+        for name in list(self._running):
+            self._over(name, ())
+
+
+def _received(pipe: Connection) -> tuple[list[Event], bool]:
+    """What has arrived, and whether nothing more will: after its last event, a process sends nothing and ends."""
+    found: list[Event] = []
+    try:
+        while pipe.poll():
+            found.append(pipe.recv())
+            if found[-1].is_last:
+                return found, True
+    except (EOFError, OSError):
+        return found, True
+    return found, False
+
+
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Until after it; a process that is started within it hears none of them until it says that it does.
+
+    A terminal sends Ctrl-C, and a scheduler SIGTERM, to all processes of a command: only the parent is to hear the one,
+    and the server from which the others are forked must outlive both.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _death(process: BaseProcess) -> str:
+    code = process.exitcode
+    if code is not None and code < 0:
+        return f"the process was killed by {signal.Signals(-code).name}; run the same command again to continue"
+    return f"the process ended with status {code} and no message; run the same command again to continue"
+
+
+def _train(run: PlannedRun, share: Share, environment: Mapping[str, str], pipe: Connection) -> None:
+    """The body of a process. Whatever comes through the pipe, and its end, is a request to stop."""
+    from sinklab.experiments.sweep.worker import train_cell
+
+    os.environ.clear()  # the server's is that of the first run
+    os.environ.update(environment)
+    if share.cards is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = share.cards
+    if share.cores is not None:
+        os.sched_setaffinity(0, share.cores)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def tell(event: Event) -> None:
+        with contextlib.suppress(OSError):  # nobody is there any more
+            pipe.send(event)
+
+    with stop_on_signals(*PREEMPTING) as preempted:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
+        tell(train_cell(run, share.threads, tell, lambda: preempted() or pipe.poll()))
+        signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
