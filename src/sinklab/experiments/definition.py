@@ -17,7 +17,7 @@ claims:
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from sinklab.experiments.claims import Claim
 from sinklab.experiments.quantities import QuantityName
@@ -42,7 +42,14 @@ def _of_variant(name: str) -> Mapping[str, Any]:
     return VARIANTS[name].overlay
 
 
+def _is_a_folder(name: str) -> str:
+    if not name or name.startswith(".") or "/" in name:
+        raise ValueError(f"cell {name!r}: the name is that of a folder, without / and no . in front")
+    return name
+
+
 Overlays = Annotated[list[dict[str, Any]], BeforeValidator(_overlays)]
+Cells = dict[Annotated[str, AfterValidator(_is_a_folder)], Overlays]
 
 
 class Adaptation(Part):
@@ -57,7 +64,7 @@ class Adaptation(Part):
 
     why: str = Field(min_length=1)
     change: Overlays = Field(default_factory=list)
-    cells: dict[str, Overlays] = Field(default_factory=dict)
+    cells: Cells = Field(default_factory=dict)
     without: tuple[str, ...] = ()
 
 
@@ -96,7 +103,7 @@ class Experiment(Part):
     question: str = ""
     source: str = ""
     base: dict[Scale, str]
-    cells: dict[str, Overlays] = Field(min_length=1)
+    cells: Cells = Field(min_length=1)
     baseline: str = ""
     adapted: dict[Scale, tuple[Adaptation, ...]] = Field(default_factory=dict)
     columns: tuple[QuantityName, ...] = ("sink_1", "sink_bias", "valid_loss", "norm_ratio")
@@ -110,15 +117,6 @@ class Experiment(Part):
     def _one_recipe_is_of_one_scale(cls, base: Any) -> Any:
         """A recipe by the name of a scale is that scale's; any other is of the smallest."""
         return {base if base in SCALES else SCALES[0]: base} if isinstance(base, str) else base
-
-    @field_validator("cells", "adapted")
-    @classmethod
-    def _names_are_folders(cls, value: Any) -> Any:
-        cells = value if not _are_adaptations(value) else [n for s in value.values() for a in s for n in a.cells]
-        for name in cells:
-            if not name or name.startswith(".") or "/" in name:
-                raise ValueError(f"cell {name!r}: the name is that of a folder, without / and no . in front")
-        return value
 
     @model_validator(mode="after")
     def _names_are_those_of_cells(self) -> Self:
@@ -156,7 +154,3 @@ class Experiment(Part):
         cells = self.cells_at(scale)
         made = [claim for claim in self.claims if claim.scales is None or scale in claim.scales]
         return [claim for claim in made if all(cell in cells for cell in claim.check.cells)]
-
-
-def _are_adaptations(value: Mapping[str, Any]) -> bool:
-    return any(isinstance(one, tuple) for one in value.values())
