@@ -123,9 +123,9 @@ def test_the_other_tables_are_published_rows_too() -> None:
     assert ours["section_7_2_post_norm"]["post_norm"]["sink_1"] == theirs["section_7_2_post_norm"]["sink1"]
     swap = theirs["table_7_gpt2_xl_positional_swap"]
     for how in ("replaced", "swapped"):
-        rows = [ours["table_7"][f"{how}_{t}"] for t in swap["t"]]
-        assert [row["sink_1"] for row in rows] == swap[f"{how}_sink1"]
-        assert [row["sink_t"] for row in rows] == swap[f"{how}_sink_t"]
+        rows = {t: ours["table_7"][f"{how}_{t}"] for t in swap["t"]}
+        assert [row["sink_1"] for row in rows.values()] == swap[f"{how}_sink1"]
+        assert [row[f"sink_{t}"] for t, row in rows.items()] == swap[f"{how}_sink_t"]
     one = {name: list(row.values()) for name, row in ours["table_1"].items()}
     for model, values in theirs["table_1_left"].items():
         assert model == "columns" or one[model] == values

@@ -156,6 +156,7 @@ class ExperimentSummary(ReadDocument):
         baseline: the cell that the others are compared with.
         columns: quantities that its table shows.
         published: the paper's numbers by cell and quantity; of a row that failed there, {"trains": 0.0}.
+        elsewhere: the paper's numbers of other models than the one that is measured, by model, cell and quantity.
         adapted: why its cells differ from the paper's at this scale.
     """
 
@@ -167,6 +168,7 @@ class ExperimentSummary(ReadDocument):
     baseline: str = ""
     columns: list[str] = Field(default_factory=list)
     published: dict[str, dict[str, float]] = Field(default_factory=dict)
+    elsewhere: dict[str, dict[str, dict[str, float]]] = Field(default_factory=dict)
     adapted: list[str] = Field(default_factory=list)
 
 

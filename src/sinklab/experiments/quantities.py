@@ -9,12 +9,20 @@ norm_ratio        |h_1| over the mean of the others, in the block where it is la
 kurtosis          of the hidden states, in the block where it is largest
 emergence_step    first evaluated step at which Sink_1 reached 10 %
 norm_step         first evaluated step at which norm_ratio reached 2
+
+of existing models (measured/numbers.py):
+key_norm_ratio, value_norm_ratio    |k_1|, |v_1| over the mean of the others, mean over layers
+activation_ratio                    the largest |activation| over the median of its block
+largest_activation                  itself
+cosine_first, cosine_rest           cos(q, k) with the first key and with the others, mean over the heads with a sink
+cosine_gap                          the difference of the two
+norm_product_ratio                  |q| |k_1| over the mean of |q| |k| of the other keys, mean over the same heads
 """
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator
@@ -25,8 +33,8 @@ EMERGED = 10.0
 MASSIVE = 2.0
 """Norm ratio from which on the first token counts as a massive activation."""
 
-Measure = Literal["rate", "positive"]
-"""How a number is compared: percent through its logit, what is above zero through its logarithm."""
+Measure = Literal["rate", "positive", "plain"]
+"""How a number is compared: percent through its logit, what is above zero through its logarithm, others as they are."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,7 @@ class Quantity:
     Attributes:
         name: as experiment files have it.
         label: for people.
-        unit: percent, nats, x (a ratio) or steps.
+        unit: percent, nats, x (a ratio), steps, or none.
         measure: how it is compared.
         decimals: that are shown.
     """
@@ -60,6 +68,14 @@ _NAMED = {
         Quantity("kurtosis", "Kurtosis of the hidden states", "x", "positive", 1),
         Quantity("emergence_step", "Step at which the sink emerged", "steps", "positive", 0),
         Quantity("norm_step", "Step at which the first token's norm grew", "steps", "positive", 0),
+        Quantity("key_norm_ratio", "Norm ratio of the first key", "x", "positive", 2),
+        Quantity("value_norm_ratio", "Norm ratio of the first value", "x", "positive", 2),
+        Quantity("activation_ratio", "Largest activation over the median", "x", "positive", 0),
+        Quantity("largest_activation", "Largest activation", "", "positive", 0),
+        Quantity("cosine_first", "cos(q, k) with the first key", "", "plain", 2),
+        Quantity("cosine_rest", "cos(q, k) with the other keys", "", "plain", 2),
+        Quantity("cosine_gap", "cos(q, k) with the first key, above the others", "", "plain", 2),
+        Quantity("norm_product_ratio", "|q| |k| of the first key over the others", "x", "positive", 2),
     )
 }
 
@@ -120,6 +136,7 @@ class RunNumbers:
         seconds: of training.
         tokens_per_second: of its updates; None where unknown.
         peak_memory_mb: of the process that trained it; None where unknown.
+        measured: numbers of an existing model that no evaluation has, by name.
     """
 
     seed: int
@@ -129,6 +146,7 @@ class RunNumbers:
     seconds: float | None = None
     tokens_per_second: float | None = None
     peak_memory_mb: float | None = None
+    measured: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def last(self) -> Reading:
@@ -141,6 +159,8 @@ class RunNumbers:
         Args:
             at_step: at the last evaluation up to this step; the end unless given.
         """
+        if name in self.measured:
+            return self.measured[name]
         if name == "kurtosis":
             return self.kurtosis
         if name == "emergence_step":
@@ -172,4 +192,4 @@ def _of_reading(reading: Reading, name: str) -> float | None:
         "train_loss": reading.train_loss,
         "norm_ratio": reading.norm_ratio,
     }
-    return values[name]
+    return values.get(name)

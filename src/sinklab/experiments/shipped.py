@@ -9,9 +9,11 @@ from pydantic import ValidationError
 
 from sinklab.errors import InputError
 from sinklab.experiments.definition import Experiment
+from sinklab.experiments.measured.definition import MeasuredExperiment
 from sinklab.files import parse_yaml
 
 FILE = ".yaml"
+AnyExperiment = Experiment | MeasuredExperiment
 
 
 def experiment_ids() -> list[str]:
@@ -19,8 +21,10 @@ def experiment_ids() -> list[str]:
     return [one.id for one in sorted((load_experiment(name) for name in _shipped()), key=lambda one: one.rank)]
 
 
-def load_experiment(name: str) -> Experiment:
+def load_experiment(name: str) -> AnyExperiment:
     """An experiment that comes with sinklab, by its id, or one of your own, by its file.
+
+    A file that says `kind: measured` is one on existing models.
 
     Raises:
         InputError: there is no such experiment (the nearest names are offered), or the file is no valid one; the
@@ -34,7 +38,9 @@ def load_experiment(name: str) -> Experiment:
             f"no experiment {name!r}{meant} `sinklab experiments` lists them; one of your own is given as a {FILE} file"
         )
     try:
-        return Experiment.model_validate(parse_yaml(file.read_text(encoding="utf-8")))
+        said = parse_yaml(file.read_text(encoding="utf-8"))
+        measured = isinstance(said, dict) and said.get("kind") == "measured"
+        return (MeasuredExperiment if measured else Experiment).model_validate(said)
     except ValidationError as error:
         lines = [f"  {'.'.join(map(str, one['loc'])) or 'experiment'}: {one['msg']}" for one in error.errors()]
         raise InputError("\n".join([f"{name} is not a valid experiment:", *lines])) from error

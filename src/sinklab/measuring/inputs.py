@@ -3,6 +3,8 @@
 natural   the first T tokens of each document that is long enough, documents in order;
           of plain text files, which do not say where documents begin, consecutive pieces of T tokens;
           the files of a folder take turns, a sequence each time
+drawn     the same, but of every document all pieces of T tokens, from which a seed draws with replacement: several
+          such draws say how well what is measured is known of the text
 random    every token drawn uniformly from the vocabulary
 repeat    one random token per sequence, T times
 
@@ -11,6 +13,7 @@ Special tokens that a tokenizer puts first (BOS) count as position 1 and within 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +31,7 @@ Encode = Callable[[str], Sequence[int]]
 
 CHARACTERS = 2**16  # of a document that are tokenised at once, at least; a document may have a hundred million
 PER_TOKEN = 16  # characters that are tokenised for each token that is wanted, at least
+POOL = 64  # times the sequences that are wanted: so many of a text, from its beginning, are drawn from
 
 
 def natural_tokens(
@@ -57,21 +61,39 @@ def natural_tokens(
         InputError: the file is missing, empty or malformed, or too little of it is long enough; says how much is.
     """
     _check_shape(sequences, length, len(prefix))
-    body = length - len(prefix)
-    cutter = _Cutter(encode, body, render)
-    rows: list[list[int]] = []
-    for ids in cutter.sequences(text):
-        rows.append([*prefix, *ids])
-        if len(rows) == sequences:
-            return torch.tensor(rows)
-    if fewer and rows:
-        return torch.tensor(rows)
-    usable = f"of its {cutter.documents} documents" if cutter.documents else "pieces"
-    less = f"lower --sequences to {len(rows)}, " if rows else ""
-    raise InputError(
-        f"{text} gives {len(rows)} usable sequences, and {sequences} are needed: {len(rows)} {usable} have "
-        f"{body} tokens of text; {less}lower --length, or give more text"
-    )
+    cutter = _Cutter(encode, length - len(prefix), render)
+    rows = [[*prefix, *ids] for ids in islice(cutter.sequences(text), sequences)]
+    if len(rows) < sequences and not (fewer and rows):
+        raise cutter.too_few(text, len(rows), sequences)
+    return torch.tensor(rows)
+
+
+def drawn_tokens(
+    text: Path,
+    encode: Encode,
+    *,
+    sequences: int,
+    length: int,
+    seed: int,
+    prefix: Sequence[int] = (),
+    fewer: bool = False,
+    render: Render = plain_conversation,
+) -> Tensor:
+    """Sequences of real text from anywhere in it, drawn with replacement; the same seed gives the same.
+
+    Args:
+        fewer: of a text that has fewer sequences, as many as it has are drawn.
+
+    Other arguments, the result and errors are those of `natural_tokens`.
+    """
+    _check_shape(sequences, length, len(prefix))
+    cutter = _Cutter(encode, length - len(prefix), render, everything=True)
+    pool = list(islice(cutter.sequences(text), POOL * sequences))
+    if len(pool) < sequences and not (fewer and pool):
+        raise cutter.too_few(text, len(pool), sequences)
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randint(len(pool), (min(sequences, len(pool)),), generator=generator)
+    return torch.tensor([[*prefix, *pool[index]] for index in chosen.tolist()])
 
 
 @dataclass
@@ -79,13 +101,24 @@ class _Cutter:
     """Cuts sequences of `body` tokens out of texts.
 
     Attributes:
+        everything: all pieces of a document, not its first only; of a very long one those of its beginning.
         documents: how many were read; the pieces of plain text are none.
     """
 
     encode: Encode
     body: int
     render: Render
+    everything: bool = False
     documents: int = 0
+
+    def too_few(self, text: Path, found: int, sequences: int) -> InputError:
+        """What to say of a text that gives less than is needed."""
+        usable = f"of its {self.documents} documents" if self.documents and not self.everything else "pieces"
+        less = f"lower --sequences to {found}, " if found else ""
+        return InputError(
+            f"{text} gives {found} usable sequences, and {sequences} are needed: {found} {usable} have "
+            f"{self.body} tokens of text; {less}lower --length, or give more text"
+        )
 
     def sequences(self, text: Path) -> Iterator[Sequence[int]]:
         """Of a file, of the files of a folder in turn, or of another corpus."""
@@ -110,9 +143,15 @@ class _Cutter:
     def _of_documents(self, texts: Iterator[str]) -> Iterator[Sequence[int]]:
         for document in texts:
             self.documents += 1
-            ids = self._first(document)
-            if len(ids) >= self.body:
-                yield ids[: self.body]
+            if self.everything:
+                ids = self.encode(document[: max(CHARACTERS, PER_TOKEN * self.body)])
+            else:
+                ids = self._first(document)[: self.body]
+            yield from self._cut(ids)
+
+    def _cut(self, ids: Sequence[int]) -> Iterator[Sequence[int]]:
+        for start in range(0, len(ids) - self.body + 1, self.body):
+            yield ids[start : start + self.body]
 
     def _first(self, document: str) -> Sequence[int]:
         """The document's tokens, or of a long one enough of the first; the last of those may depend on the cut."""
@@ -135,8 +174,7 @@ class _Cutter:
             if len(ids) < self.body and not ends:
                 enough = max(2 * len(held), enough)
                 continue
-            for start in range(0, len(ids) - self.body + 1, self.body):
-                yield ids[start : start + self.body]
+            yield from self._cut(ids)
             held = ""
 
 

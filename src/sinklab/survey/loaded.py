@@ -13,7 +13,7 @@ from sinklab.errors import InputError
 from sinklab.measuring.conversations import Conversations
 from sinklab.measuring.hooks import Progress
 from sinklab.measuring.huggingface.loading import Loading, check_config, check_revision
-from sinklab.measuring.inputs import default_prefix, natural_tokens, pretrained_encode
+from sinklab.measuring.inputs import default_prefix, pretrained_encode
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.native import WatchedTransformer
 from sinklab.measuring.surgery.study import measure_with_study
@@ -26,6 +26,14 @@ if TYPE_CHECKING:
 
 class LoadedModel(Protocol):
     """A loaded model, which can be asked more than once."""
+
+    def check(self, request: Request) -> None:
+        """Refuse what this model cannot answer, before anything is measured.
+
+        Raises:
+            InputError: sequences beyond its context, or a change of learned positions that it does not have.
+        """
+        ...
 
     def measure(self, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
         """Measure it.
@@ -75,25 +83,27 @@ class _LoadedPretrained:
         self._loaded = load_pretrained(name, loading)
         self._model, self._tokenizer = self._loaded.model, self._loaded.tokenizer
 
+    def check(self, request: Request) -> None:
+        from sinklab.measuring.huggingface.anatomy import check_length
+
+        check_length(self._model.config, request.length)
+        with request.study.changed_positions(self._model, request.length):
+            pass
+
     def measure(self, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
         from sinklab.measuring.huggingface.anatomy import check_length, vocabulary_size
         from sinklab.measuring.huggingface.pretrained import WatchedPretrained
 
         check_length(self._model.config, request.length)
         special = default_prefix(self._tokenizer)
-        conversations = Conversations(self._tokenizer, keep_bos=not (special or request.no_bos))
+        conversations = Conversations(self._tokenizer, keep_bos=not (special or request.no_bos or request.drawn_text))
         tokens_NT, prefix = request.drawn(min(len(self._tokenizer), vocabulary_size(self._model))), []
         if tokens_NT is None:
             text = request.needed(text)
             prefix = [] if request.no_bos else special
-            tokens_NT = natural_tokens(
-                text,
-                pretrained_encode(self._tokenizer),
-                sequences=request.sequences,
-                length=request.length,
-                prefix=prefix,
-                fewer=request.fewer,
-                render=conversations.render,
+            encode = pretrained_encode(self._tokenizer)
+            tokens_NT = request.text_tokens(
+                text, encode, length=request.length, prefix=prefix, render=conversations.render
             )
         bos_tokens = len(prefix) or int(conversations.bos)
         measurement = measure_with_study(
@@ -122,12 +132,20 @@ class _LoadedRun:
         self._tokenizer = load_tokenizer(str(run.tokenizer_path))
         self._model = run.model.to(where, kind if isinstance(kind, torch.dtype) else None)
 
-    def measure(self, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
+    def check(self, request: Request) -> None:
+        self._check_length(request)
+        with request.study.changed_positions(self._model, request.length):
+            pass
+
+    def _check_length(self, request: Request) -> None:
         context = self._recipe.model.context
         if request.length > context:
             raise InputError(
                 f"--length {request.length} is beyond the context of {self._name}: give at most --length {context}"
             )
+
+    def measure(self, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
+        self._check_length(request)
         tokens_NT, bos, conversations = request.drawn(self._tokenizer.vocab_size), False, Conversations()
         if tokens_NT is None:
             text = request.needed(text)
@@ -152,12 +170,10 @@ def _as_trained(
     """Text as the run saw its own: its tokenizer, and its loader for BOS, fixed and random tokens."""
     from sinklab.data.loader import Loader
 
-    bare_NS = natural_tokens(
+    bare_NS = request.text_tokens(
         text,
         lambda document: tokenizer.encode_batch([document])[0],
-        sequences=request.sequences,
         length=request.length - int(data.bos),
-        fewer=request.fewer,
         render=conversations.render,
     )
     loader = Loader(

@@ -1,14 +1,17 @@
 """What is asked of a model, whichever it is: which sequences it reads, and what is measured on them."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from sinklab.data.sources.corpora import documents
+from sinklab.data.sources.textfiles import Render
 from sinklab.errors import InputError
-from sinklab.measuring.inputs import random_tokens, repeated_tokens
+from sinklab.measuring.inputs import Encode, drawn_tokens, natural_tokens, random_tokens, repeated_tokens
 from sinklab.measuring.options import Options
 from sinklab.measuring.surgery.study import Study
 
@@ -21,7 +24,8 @@ class Request:
         options: what is measured; its `inputs` say what the sequences are made of. Its lengths may come in any order.
         sequences, length: N and T.
         no_bos: leave out the special tokens that the tokenizer, or the run's recipe, puts first.
-        seed: of random and repeated tokens.
+        seed: of random and repeated tokens, and of drawn text.
+        drawn_text: natural sequences are drawn by the seed from all pieces of the text, not the first of it.
         fewer: be content with fewer sequences where a text has no more, and say so in the notes.
         study: ablations and changed positions.
     """
@@ -32,6 +36,7 @@ class Request:
     no_bos: bool = False
     seed: int = 0
     fewer: bool = False
+    drawn_text: bool = False
     study: Study = field(default_factory=Study)
 
     def check(self, text: Path | None) -> None:
@@ -66,6 +71,22 @@ class Request:
             raise InputError("natural inputs need a text: give --text FILE (.txt or .jsonl), or --inputs random")
         return text
 
+    def text_tokens(
+        self, text: Path, encode: Encode, *, length: int, prefix: Sequence[int] = (), render: Render
+    ) -> Tensor:
+        """Sequences of the text.
+
+        Args:
+            length: of them, `prefix` included.
+
+        Raises:
+            InputError: as `natural_tokens`.
+        """
+        draw = partial(drawn_tokens, seed=self.seed) if self.drawn_text else natural_tokens
+        return draw(
+            text, encode, sequences=self.sequences, length=length, prefix=prefix, fewer=self.fewer, render=render
+        )
+
     def drawn(self, vocabulary: int) -> Tensor | None:
         """Random or repeated tokens; None where text is wanted."""
         draw = {"random": random_tokens, "repeat": repeated_tokens}.get(self.options.inputs)
@@ -93,6 +114,7 @@ class Request:
             "study": asdict(self.study),
             "details": asked.details,
             "maps": [list(one) for one in asked.maps],
+            **({"drawn_text": True} if self.drawn_text else {}),  # absent from what was kept before there were draws
         }
 
     def _in_order(self) -> Options:

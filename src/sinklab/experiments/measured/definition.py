@@ -1,0 +1,181 @@
+"""What an experiment about existing models may say: cells that are ways to measure a model, and claims about them.
+
+kind: measured
+cells:
+  natural: {}                                             # text, 100 sequences of 64 tokens, eps 0.3
+  repeat: {inputs: repeat}
+  short: {length: 16, eps: 0.2}                           # the same sequences cut shorter, from the same pass
+  swapped_5: {inputs: repeat, swap_position: [1, 5]}
+  chat: {model: chat}                                     # of the second --model
+claims:
+  - {id: none_on_repeated, text: "..", check: {is: within, value: sink_1, cell: repeat, at_most: 1.0}}
+
+The model comes with the call. What stands in the place of seeds are draws: other sequences of the same kind. So its
+verdicts speak of this model alone.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from sinklab.experiments.claims import Alike, Check, Claim, Monotone, Reach
+from sinklab.experiments.quantities import QuantityName
+from sinklab.measuring.options import Inputs
+from sinklab.schema import Part
+
+Each = Literal["domain", "model"]
+"""What every cell is measured for: each file of the folder --text, or each --model."""
+
+
+class MeasuredCell(Part):
+    """One way to measure a model. Cells that differ in eps and length only share their sequences and the pass.
+
+    Attributes:
+        model: which of those given; the chat model is the second, and may be left out.
+        inputs: what the sequences are made of.
+        sequences, length: N and T.
+        eps: threshold of the sink rate.
+        loss: whether the loss is computed, a third of the work.
+        details: also angles and what else `--details` has.
+        swap_position, replace_position: learned positions that are changed (`Study`).
+    """
+
+    model: Literal["base", "chat"] = "base"
+    inputs: Inputs = "natural"
+    sequences: int = Field(default=100, ge=1)
+    length: int = Field(default=64, ge=2)
+    eps: float = Field(default=0.3, gt=0, lt=1)
+    loss: bool = False
+    details: bool = False
+    swap_position: tuple[int, int] | None = None
+    replace_position: tuple[int, int] | None = None
+
+    @property
+    def pass_key(self) -> str:
+        """The same for cells that one pass over the same sequences measures."""
+        return self.model_dump_json(exclude={"eps", "length"})
+
+
+class AlikeOverDomains(Reach):
+    """A cell is the same in any two domains up to a margin."""
+
+    kind: Literal["alike_over_domains"] = Field(default="alike_over_domains", alias="is")
+    cell: str
+    margin: float = Field(gt=0)
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return (self.cell,)
+
+    def over(self, cells: tuple[str, ...]) -> Alike:
+        """The comparison of these cells, one of each domain."""
+        return Alike.model_validate({"is": "alike", "of": cells, "value": self.value, "margin": self.margin})
+
+
+class GrowsWithSize(Reach):
+    """A cell rises over the models of a family, from small to large."""
+
+    kind: Literal["grows_with_size"] = Field(default="grows_with_size", alias="is")
+    cell: str
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return (self.cell,)
+
+    def over(self, cells: tuple[str, ...]) -> Monotone:
+        """The comparison of these cells, one of each model."""
+        return Monotone.model_validate({"is": "rising", "over": cells, "value": self.value})
+
+
+MeasuredCheck = Annotated[Check | AlikeOverDomains | GrowsWithSize, Field(discriminator="kind")]
+
+
+class MeasuredClaim(Part):
+    """A sentence and the comparison that decides it.
+
+    Attributes:
+        id: names it within its experiment.
+        positions: of which models it is claimed: those that add positions to their embedding, or the others.
+        why: the reason where a bound or margin is not the paper's own.
+    """
+
+    id: str = Field(pattern=r"^\w+$")
+    text: str
+    check: MeasuredCheck
+    positions: Literal["added", "other"] | None = None
+    why: str | None = None
+
+    def with_check(self, check: Check, family: str = "") -> Claim:
+        """The claim about cells that were measured, of one family where there are several."""
+        name, text = (f"{self.id}_{family}", f"{self.text} ({family})") if family else (self.id, self.text)
+        return Claim(id=name, text=text, check=check, why=self.why)
+
+
+class PaperModels(Part):
+    """Which table of the paper stands beside the cells.
+
+    Attributes:
+        table: of `published.yaml`.
+        model: whose numbers its rows are, by cell. Unless given, a row is a model, and has Sink_1 by cell.
+    """
+
+    table: str
+    model: str | None = None
+
+
+class MeasuredExperiment(Part):
+    """Ways to measure a model that is given, and claims about what comes out.
+
+    Attributes:
+        id: names its results.
+        title: what it shows, in a few words.
+        question: what it asks, a sentence.
+        source: where the paper has it.
+        cells: by name.
+        each: every cell is measured for each of these; it is then named DOMAIN/CELL or MODEL/CELL.
+        columns: numbers that its table shows.
+        published: the paper's numbers, of models that it measured.
+        rank: of the list of experiments, the smaller first.
+    """
+
+    kind: Literal["measured"]
+    id: str = Field(pattern=r"^[\w.-]+$")
+    title: str
+    question: str = ""
+    source: str = ""
+    cells: dict[str, MeasuredCell] = Field(min_length=1)
+    each: Each | None = None
+    columns: tuple[QuantityName, ...] = ("sink_1",)
+    published: PaperModels | None = None
+    claims: tuple[MeasuredClaim, ...] = ()
+    rank: int = 1000
+
+    @model_validator(mode="after")
+    def _names_are_those_of_cells(self) -> Self:
+        for claim in self.claims:
+            if missing := [cell for cell in claim.check.cells if cell not in self.cells]:
+                raise ValueError(f"claim {claim.id} is about cell {missing[0]!r}, which is not there")
+            wanted = {AlikeOverDomains: "domain", GrowsWithSize: "model"}.get(type(claim.check))
+            if self.each != wanted:
+                raise ValueError(
+                    f"claim {claim.id} compares {f'{wanted}s' if wanted else 'cells'}: the experiment is "
+                    f"{'measured once' if self.each is None else f'for each {self.each}'}"
+                )
+        for name, cell in self.cells.items():
+            if self.each == "domain" and cell.inputs != "natural":
+                raise ValueError(f"cell {name!r} is not of text, and the experiment is for each domain of a text")
+            if self.each == "model" and cell.model != "base":
+                raise ValueError(f"cell {name!r} is of one model, and the experiment is for each")
+        return self
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether a cell reads text."""
+        return any(cell.inputs == "natural" for cell in self.cells.values())
+
+    @property
+    def most_models(self) -> int | None:
+        """How many --model it takes; None for any number."""
+        if self.each == "model":
+            return None
+        return 1 + any(cell.model == "chat" for cell in self.cells.values())
