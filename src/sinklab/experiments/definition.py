@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from sinklab.experiments.claims import Claim
+from sinklab.experiments.published import Published
 from sinklab.experiments.quantities import QuantityName
 from sinklab.interventions.variants import VARIANTS
 from sinklab.schema import Part
@@ -66,18 +67,6 @@ class Adaptation(Part):
     change: Overlays = Field(default_factory=list)
     cells: Cells = Field(default_factory=dict)
     without: tuple[str, ...] = ()
-
-
-class Published(Part):
-    """Which numbers of the paper stand beside which cells.
-
-    Attributes:
-        table: of `published.yaml`.
-        rows: the row of a cell; the row that has the cell's name unless given.
-    """
-
-    table: str
-    rows: dict[str, str] = Field(default_factory=dict)
 
 
 class Experiment(Part):
@@ -128,6 +117,8 @@ class Experiment(Part):
                 raise ValueError(f"claim {claim.id} is about cell {missing[0]!r}, which is not there")
             if wrong := [scale for scale in claim.scales or () if scale not in self.base]:
                 raise ValueError(f"claim {claim.id} is made at scale {wrong[0]!r}, which the experiment lacks")
+        if wrong := [cell for cell in (self.published.rows if self.published else ()) if cell not in known]:
+            raise ValueError(f"published: {wrong[0]!r} is no cell")
         for scale, adaptations in self.adapted.items():
             if scale not in self.base:
                 raise ValueError(f"adapted to scale {scale!r}, which the experiment lacks")

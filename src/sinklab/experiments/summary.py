@@ -1,105 +1,93 @@
-"""From run directories to summary.json: one row per cell over its seeds, and a verdict per claim."""
+"""From the runs of a sweep to summary.json: every cell over its seeds, and a verdict on every claim."""
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 
-from sinklab.errors import SinklabError
-from sinklab.experiments.definition import Check, Claim, Experiment
-from sinklab.experiments.documents import CellSummary, JudgedClaim, SeedBySeed, Summary
-from sinklab.train.directory.history import read_history, seconds_spent
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """The end of one finished run: percent, nats per token, ratio, seconds."""
-
-    sink_rate: list[float]
-    sink_rate_bias: float | None
-    valid_loss: float
-    hidden_norm_ratio_max: float
-    seconds: float
+from sinklab.experiments.definition import Experiment, Scale
+from sinklab.experiments.documents import CellSummary, Estimate, ExperimentSummary, Summary
+from sinklab.experiments.results import CellResults
+from sinklab.experiments.verdicts.evidence import Evidence
+from sinklab.experiments.verdicts.judging import evidence_of, judge
 
 
-def read_result(directory: Path) -> RunResult:
-    """The last evaluation of a finished run.
-
-    Raises:
-        SinklabError: the run has not finished, or its last evaluation lacks a number.
-    """
-    history = read_history(directory / "metrics.jsonl")
-    if not history or not (directory / "measurement.json").exists():
-        raise SinklabError(f"the run in {directory} has not finished: run the same command again to continue it")
-    last = history[-1]
-    rates = [rate for rate in last.sink_rate if rate is not None]
-    ratios = [ratio for ratio in last.hidden_norm_ratio if ratio is not None]
-    if last.valid_loss is None or not rates or not ratios or len(rates) < len(last.sink_rate):
-        raise SinklabError(f"the last evaluation in {directory / 'metrics.jsonl'} lacks a number: train the run again")
-    return RunResult(rates, last.sink_rate_bias, last.valid_loss, max(ratios), round(seconds_spent(history), 1))
-
-
-def summarise(experiment: Experiment, results: Mapping[str, Sequence[RunResult]]) -> Summary:
-    """Every cell over its seeds, and a verdict per claim.
+def summarise(asked: Sequence[tuple[Experiment, Scale]], results: Mapping[str, CellResults]) -> Summary:
+    """The experiments of a sweep, their cells, and a verdict on each of their claims.
 
     Args:
-        results: for each finished cell its runs, one per seed, in the order of the seeds.
+        asked: in the order in which they are shown.
+        results: by cell. A name is one recipe, whichever experiment it is in; those of no experiment are left out.
     """
+    cells = _cells(asked, results)
+    scales = {scale for _, scale in asked}
+    alone = asked[0][0] if len(asked) == 1 else None
     return Summary(
-        id=experiment.id,
+        id=alone.id if alone else "",
+        title=alone.title if alone else "",
+        scale=next(iter(scales)) if len(scales) == 1 else "",
+        experiments={experiment.id: _described(experiment, scale) for experiment, scale in asked},
+        cells=cells,
+        claims=[claim for experiment, scale in asked for claim in judge(experiment, scale, results)],
+    )
+
+
+def _described(experiment: Experiment, scale: Scale) -> ExperimentSummary:
+    cells = list(experiment.cells_at(scale))
+    published = {cell: experiment.published.numbers_of(cell) for cell in cells} if experiment.published else {}
+    return ExperimentSummary(
         title=experiment.title,
-        cells={name: _cell(runs) for name, runs in results.items()},
-        claims=[_judged(claim, results) for claim in experiment.claims],
+        question=experiment.question,
+        source=experiment.source,
+        scale=scale,
+        cells=cells,
+        baseline=experiment.compared_with,
+        columns=list(experiment.columns),
+        published={cell: numbers for cell, numbers in published.items() if numbers},
+        adapted=[one.why for one in experiment.adapted.get(scale, ())],
     )
 
 
-def _cell(runs: Sequence[RunResult]) -> CellSummary:
-    """Means over the seeds, and what each seed gave at the positions that are talked about."""
-    biases = [run.sink_rate_bias for run in runs if run.sink_rate_bias is not None]
+def _cells(asked: Sequence[tuple[Experiment, Scale]], results: Mapping[str, CellResults]) -> dict[str, CellSummary]:
+    """The cells of all experiments, each with all quantities that any of them shows.
+
+    Their intervals rest on the spread within all cells of the experiment that they are first in.
+    """
+    names = list(dict.fromkeys(name for experiment, _ in asked for name in experiment.columns))
+    cells: dict[str, CellSummary] = {}
+    for experiment, scale in asked:
+        evidence = evidence_of(experiment, scale, results)
+        for cell, of in evidence.results.items():
+            if cell not in cells:
+                cells[cell] = _summarised(cell, of, names, evidence)
+    return cells
+
+
+def _summarised(cell: str, of: CellResults, names: Sequence[str], evidence: Evidence) -> CellSummary:
+    """Plain means over the finished seeds, and estimates with intervals."""
+    last = [run.last for run in of.numbers]
+    estimates = {name: _estimate(cell, name, evidence) for name in names if cell in evidence.of(name).by_cell}
     return CellSummary(
-        sink_rate=[statistics.fmean(values) for values in zip(*(run.sink_rate for run in runs), strict=True)],
-        sink_rate_bias=statistics.fmean(biases) if biases else None,
-        valid_loss=statistics.fmean(run.valid_loss for run in runs),
-        hidden_norm_ratio_max=statistics.fmean(run.hidden_norm_ratio_max for run in runs),
-        seeds=len(runs),
-        seconds=statistics.fmean(run.seconds for run in runs),
-        by_seed=SeedBySeed(
-            sink_1=[run.sink_rate[0] for run in runs],
-            sink_bias=biases or None,
-            valid_loss=[run.valid_loss for run in runs],
-            hidden_norm_ratio_max=[run.hidden_norm_ratio_max for run in runs],
-        ),
+        sink_rate=[_mean(rates) for rates in zip(*(one.sink_rate for one in last), strict=False)],
+        sink_rate_bias=_mean(one.sink_bias for one in last),
+        valid_loss=_mean(one.valid_loss for one in last),
+        hidden_norm_ratio_max=_mean(one.norm_ratio for one in last),
+        seeds=len(of.numbers),
+        seconds=_mean(run.seconds for run in of.numbers),
+        change=dict(of.change),
+        values=estimates,
+        runs=list(of.runs),
     )
 
 
-def _judged(claim: Claim, results: Mapping[str, Sequence[RunResult]]) -> JudgedClaim:
-    verdict, evidence = _judge(claim.check, results)
-    return JudgedClaim(id=claim.id, text=claim.text, verdict=verdict, evidence=evidence)
+def _mean(values: Iterable[float | None]) -> float | None:
+    """The mean of what is known, None where nothing is."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
 
 
-def _judge(check: Check, results: Mapping[str, Sequence[RunResult]]) -> tuple[str, str]:
-    """Reproduced when every seed passes, not reproduced when none does, inconclusive in between or without runs."""
-    values = _values(check, results)
-    if not values:
-        return "inconclusive", "the runs it is about have not finished"
-    low, high = check.at_least, check.at_most
-    passed = sum((low is None or value >= low) and (high is None or value <= high) for value in values)
-    verdict = "reproduced" if passed == len(values) else "inconclusive" if passed else "not reproduced"
-    shown = ", ".join(f"{value:.2f}" for value in values)
-    bound = f"at least {low:g}" if low is not None else f"at most {high:g}"
-    unit = "nats" if check.value.startswith("valid_loss") else "%"
-    seeds = "1 seed" if len(values) == 1 else f"{len(values)} seeds"
-    return verdict, f"{shown} {unit} ({seeds}; bound: {bound})"
-
-
-def _values(check: Check, results: Mapping[str, Sequence[RunResult]]) -> list[float]:
-    """The checked number, seed by seed."""
-    if check.value == "valid_loss_spread":
-        by_seed = zip(*([run.valid_loss for run in runs] for runs in results.values()), strict=False)
-        return [max(losses) - min(losses) for losses in by_seed] if len(results) > 1 else []
-    runs = results.get(check.cell or "", [])
-    if check.value == "sink_1":
-        return [run.sink_rate[0] for run in runs]
-    if check.value == "sink_bias":
-        return [run.sink_rate_bias for run in runs if run.sink_rate_bias is not None]
-    return [run.valid_loss for run in runs]
+def _estimate(cell: str, name: str, evidence: Evidence) -> Estimate:
+    seen = evidence.of(name)
+    mean = seen.mean_of(cell)
+    if mean.spread is None:
+        return Estimate(mean=seen.turned_back(mean.mean, cell))
+    low, high = (seen.turned_back(y, cell) for y in mean.interval())
+    return Estimate(mean=seen.turned_back(mean.mean, cell), low=low, high=high)

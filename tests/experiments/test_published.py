@@ -1,0 +1,100 @@
+"""The paper's numbers beside cells, at its own scale held against ours, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+from made_runs import cells_of, experiment_of, verdict
+from pydantic import ValidationError
+
+from sinklab.errors import InputError
+from sinklab.experiments.published import Published, PublishedRow, published_tables
+from sinklab.experiments.shipped import load_experiment
+
+LESS = {"is": "less", "value": "sink_1", "cell": "k_biases", "than": "softmax"}
+TABLE_4 = {"table": "table_4"}  # there: softmax 18.18 %, k_biases 0.00 %
+
+
+def test_every_published_row_has_numbers_or_failed() -> None:
+    rows = [row for table in published_tables().values() for row in table.rows.values()]
+    assert len(rows) > 90
+    assert all(row.numbers for row in rows)
+
+
+def test_a_cell_has_the_row_of_its_name_or_the_one_it_is_given_or_none() -> None:
+    said = Published(table="table_4", rows={"without_bos": "sink_token"})
+    assert said.numbers_of("softmax") == {"sink_1": 18.18, "valid_loss": 3.73}
+    assert said.numbers_of("without_bos") == said.numbers_of("sink_token")
+    assert said.numbers_of("gate_head") == {}
+    assert Published(table="table_6").numbers_of("elu_kernel") == {"trains": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"sink_one": 3.0}, "there is no number 'sink_one'"),
+        ({"sink_1": "much"}, "valid number"),
+        ({}, "a row has values"),
+        ({"trains": False, "sink_1": 3.0}, "and not both"),
+    ],
+)
+def test_a_row_that_says_nothing_known_is_refused(row: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ValidationError, match=complaint):
+        PublishedRow.model_validate(row)
+
+
+@pytest.mark.parametrize(
+    ("published", "complaint"),
+    [
+        ("{table: table_44}", "no published table 'table_44'; there are: table_1"),
+        ("{table: table_4, rows: {softmax: hardmax}}", "has no row 'hardmax' for cell 'softmax'; it has: softmax"),
+        ("{table: table_4, rows: {hardmax: softmax}}", "'hardmax' is no cell"),
+    ],
+)
+def test_an_experiment_with_an_unknown_table_or_row_is_refused(published: str, complaint: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"id: mine\ntitle: Mine\nbase: tiny\ncells: {{softmax: {{}}}}\npublished: {published}\n")
+    with pytest.raises(InputError, match=complaint):
+        load_experiment(str(file))
+
+
+OURS = {"softmax": [17.0, 19.0, 18.5], "k_biases": [0.0, 0.0, 0.0]}
+ELSEWHERE = {"softmax": [36.0, 37.0, 35.0], "k_biases": [0.0, 0.0, 0.0]}
+
+
+def test_a_published_number_where_another_seed_of_ours_would_lie_is_reproduced() -> None:
+    found = verdict(LESS, cells_of("sink_1", OURS, triples=48_000), "60m", published=TABLE_4)
+    assert found.verdict == "reproduced"
+    assert "the paper's 18.18 % of softmax lies within the prediction interval" in found.evidence
+
+
+def test_a_published_number_elsewhere_leaves_the_direction_only() -> None:
+    found = verdict(LESS, cells_of("sink_1", ELSEWHERE, triples=48_000), "60m", published=TABLE_4)
+    assert found.verdict == "direction only"
+    assert "the paper's 18.18 % of softmax lies outside" in found.evidence
+
+
+def test_at_another_scale_than_the_papers_nothing_is_computed_from_its_numbers() -> None:
+    for scale in ("tiny", "small"):
+        found = verdict(LESS, cells_of("sink_1", ELSEWHERE), scale, published=TABLE_4)
+        assert found.verdict == "reproduced"
+        assert "paper" not in found.evidence
+
+
+def test_a_published_number_rescues_no_claim_that_our_seeds_do_not_establish() -> None:
+    other_way = {"is": "greater", "value": "sink_1", "cell": "k_biases", "than": "softmax"}
+    assert (
+        verdict(other_way, cells_of("sink_1", OURS, triples=48_000), "60m", published=TABLE_4).verdict == "contradicted"
+    )
+    one = {cell: values[:1] for cell, values in OURS.items()}
+    assert verdict(LESS, cells_of("sink_1", one), "60m", published=TABLE_4).verdict == "inconclusive"
+
+
+def test_the_number_of_a_step_before_the_end_is_not_held_against_a_published_one() -> None:
+    found = verdict({**LESS, "at_step": 1500}, cells_of("sink_1", ELSEWHERE), "60m", published=TABLE_4)
+    assert found.verdict == "reproduced"
+    assert "paper" not in found.evidence
+
+
+def test_an_experiment_without_published_numbers_is_judged_by_its_own() -> None:
+    assert verdict(LESS, cells_of("sink_1", ELSEWHERE), "60m").verdict == "reproduced"
+    assert experiment_of(LESS, cells=["softmax", "k_biases"]).published is None

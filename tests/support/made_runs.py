@@ -1,0 +1,86 @@
+"""Runs of an experiment that nobody trained: their numbers are made up, so that the verdict on them is known."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from sinklab.experiments.definition import Experiment, Scale
+from sinklab.experiments.documents import JudgedClaim
+from sinklab.experiments.quantities import Reading, RunNumbers
+from sinklab.experiments.results import CellResults
+from sinklab.experiments.verdicts.judging import judge
+from sinklab.experiments.verdicts.recorded import RecordedSpreads
+
+STEPS = 1500
+TRIPLES = 1600
+NOTHING_RECORDED = RecordedSpreads()
+
+
+def reading(
+    step: int = STEPS,
+    sink: Sequence[float] | None = None,
+    sink_1: float = 10.0,
+    sink_bias: float | None = None,
+    valid_loss: float | None = 3.0,
+    norm_ratio: float | None = 2.0,
+) -> Reading:
+    """An evaluation; `sink` is the rates by position, `sink_1` that of the first alone."""
+    rates = [sink_1, 0.0] if sink is None else sink
+    return Reading(step, step * 2048, rates, None, sink_bias, valid_loss, valid_loss, norm_ratio)
+
+
+def run_of(seed: int, *readings: Reading, triples: int = TRIPLES) -> RunNumbers:
+    """A finished run."""
+    return RunNumbers(seed=seed, readings=readings, triples=triples)
+
+
+def cell_of(*runs: RunNumbers, failed: int = 0) -> CellResults:
+    """A cell with these finished runs, and others that did not train."""
+    return CellResults(change={}, runs=(), numbers=runs, failed=failed)
+
+
+def cells_of(name: str, values: Mapping[str, Sequence[float]], triples: int = TRIPLES) -> dict[str, CellResults]:
+    """Cells whose runs end with these values of a quantity, a seed each from 0 on."""
+    return {
+        cell: cell_of(
+            *(run_of(seed, replace(reading(), **_number(name, y)), triples=triples) for seed, y in enumerate(several))
+        )
+        for cell, several in values.items()
+    }
+
+
+def _number(name: str, value: float) -> dict[str, float | list[float]]:
+    return {"sink_rate": [value, 0.0]} if name == "sink_1" else {name: value}
+
+
+def experiment_of(
+    *checks: Mapping[str, object], cells: Sequence[str], scale: Scale = "tiny", **more: object
+) -> Experiment:
+    """An experiment with these cells and a claim per check: claim_0, claim_1, .."""
+    return Experiment.model_validate(
+        {
+            "id": "made_up",
+            "title": "Made up",
+            "base": {scale: scale},
+            "cells": {name: {"optim": {"weight_decay": float(i)}} for i, name in enumerate(cells)},
+            "claims": [{"id": f"claim_{i}", "text": f"claim {i}", "check": check} for i, check in enumerate(checks)],
+            **more,
+        }
+    )
+
+
+def judged(
+    *checks: Mapping[str, object], results: Mapping[str, CellResults], scale: Scale = "tiny", **more: object
+) -> list[JudgedClaim]:
+    """The claims of these checks, judged by these runs without any recorded spread."""
+    named = [str(value) for check in checks for key, value in check.items() if key in ("cell", "than", "to")]
+    named += [cell for check in checks for key in ("of", "over") for cell in check.get(key, ())]  # type: ignore[union-attr]
+    cells = list(dict.fromkeys([*results, *named]))
+    experiment = experiment_of(*checks, cells=cells, scale=scale, **more)
+    return judge(experiment, scale, results, NOTHING_RECORDED)
+
+
+def verdict(
+    check: Mapping[str, object], results: Mapping[str, CellResults], scale: Scale = "tiny", **more: object
+) -> JudgedClaim:
+    """One claim, judged."""
+    return judged(check, results=results, scale=scale, **more)[0]
