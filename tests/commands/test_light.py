@@ -3,14 +3,17 @@
 import subprocess
 import sys
 
-HEAVY = ["torch", "transformers", "altair", "vl_convert", "datasets", "ray", "trl", "lm_eval", "wandb", "tensorboard"]
+EXTRAS = {"altair", "vl_convert", "datasets", "ray", "submitit", "trl", "lm_eval", "wandb", "tensorboard"}
+HEAVY = ["torch", "transformers", *EXTRAS]
 
-TRAIN_WITHOUT = """
+TRAIN_WITHOUT = f"""
+REFUSED = {EXTRAS | {"transformers"}}
+"""
+TRAIN_WITHOUT += """
 import sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        heavy = {"altair", "vl_convert", "datasets", "ray", "trl", "lm_eval", "wandb", "tensorboard", "transformers"}
-        if name.split(".")[0] in heavy:
+        if name.split(".")[0] in REFUSED:
             raise ImportError(f"{name} was imported on a training path")
 sys.meta_path.insert(0, Refuse())
 import json, pathlib, tempfile

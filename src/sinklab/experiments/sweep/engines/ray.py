@@ -1,0 +1,184 @@
+"""Runs as tasks of an existing Ray cluster.
+
+A node that dies takes its tasks with it, and Ray starts them again elsewhere (`retries`): the run goes on from its
+newest checkpoint. A worker that is told to end (SIGTERM) saves and is gone, which Ray counts as such a death. Tasks end
+with the command that has submitted them; the same command goes on.
+"""
+
+import logging
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from sinklab.errors import InputError
+from sinklab.experiments.sweep.engines.elsewhere import StopFile, new_rows, train_elsewhere
+from sinklab.experiments.sweep.following import Follower
+from sinklab.experiments.sweep.planned import Event, PlannedRun
+from sinklab.schema import Part
+from sinklab.signals import CALL_AGAIN, PreemptedError
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+ANSWERS_WITHIN_S = 10.0
+
+
+class RayOptions(Part):
+    """Which cluster, and what a run is given.
+
+    Attributes:
+        address: HOST:PORT, ray://HOST:PORT, or auto: RAY_ADDRESS, else the cluster that this machine belongs to.
+        cpus: cores, and threads of PyTorch.
+        gpus: cards; with several the run is trained on all of them together.
+        memory_gb: none is reserved unless given.
+        retries: how often a run is started again after its node or its process has died.
+    """
+
+    address: str = "auto"
+    cpus: int = Field(default=1, ge=1)
+    gpus: int = Field(default=0, ge=0)
+    memory_gb: float | None = Field(default=None, gt=0)
+    retries: int = Field(default=10, ge=0)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Of the command, which tasks take over.
+
+    Attributes:
+        folder: working directory, to which relative paths of recipes are.
+        environment: variables that concern sinklab.
+    """
+
+    folder: Path
+    environment: Mapping[str, str]
+
+    @classmethod
+    def of_this_process(cls) -> "Surroundings":
+        """As they are here."""
+        return cls(Path.cwd(), {key: value for key, value in os.environ.items() if key.startswith("SINKLAB_")})
+
+    def take_over(self) -> None:
+        """Make them this process's own."""
+        os.chdir(self.folder)
+        os.environ.update(self.environment)
+
+
+class RayEngine:
+    """Runs as tasks of a Ray cluster.
+
+    Args:
+        folder: for the files that ask runs to stop; all machines see it.
+
+    Raises:
+        InputError: Ray is not installed here, or no cluster answers at the address.
+    """
+
+    def __init__(self, folder: Path, options: RayOptions) -> None:
+        self._folder, self._options = folder.resolve(), options
+        self._tasks: dict[ObjectRef[Event], PlannedRun] = {}
+        self._followers: dict[str, Follower] = {}
+        self._stopping = False
+        _connect(options.address)
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def room(self) -> int:
+        """Ray keeps them all."""
+        return 0 if self._stopping else sys.maxsize
+
+    def submit(self, runs: Sequence[PlannedRun]) -> None:
+        """Submit a task for each run."""
+        import ray
+
+        options = self._options
+        task, around = ray.remote(train_in_task), Surroundings.of_this_process()
+        given = {
+            "num_cpus": options.cpus,
+            "num_gpus": options.gpus,
+            "memory": None if options.memory_gb is None else round(options.memory_gb * 2**30),
+            "max_retries": options.retries,
+        }
+        for run in runs:
+            StopFile(self._folder, run).withdraw()
+            submitted = task.options(name=run.name, **given).remote(run, self._folder, options.cpus, around)
+            self._tasks[submitted] = run
+            self._followers[run.name] = Follower(run.directory)
+
+    def events(self, timeout: float) -> Sequence[Event]:
+        """What the run directories and the tasks say."""
+        import ray
+
+        if not self._tasks:
+            return []
+        ended, _ = ray.wait(list(self._tasks), num_returns=1, timeout=timeout)
+        found = new_rows(self._followers)
+        for task in ended:
+            run = self._tasks.pop(task)
+            del self._followers[run.name]
+            found.append(self._outcome(task, run))
+        return found
+
+    def stop(self) -> None:
+        """Ask all runs to save; those that have not begun find the question when they do."""
+        self._stopping = True
+        for run in self._tasks.values():
+            StopFile(self._folder, run).ask()
+
+    def close(self) -> None:
+        """Leave the cluster; what runs there for this command ends."""
+        import ray
+
+        ray.shutdown()
+
+    def _outcome(self, task: "ObjectRef[Event]", run: PlannedRun) -> Event:
+        import ray
+        from ray.exceptions import RayError
+
+        try:
+            event = ray.get(task)
+        except RayError as error:
+            reason = str(error).strip().partition("\n")[0]
+            again = "run the same command again to continue"
+            return Event(run.name, "failed", message=f"{type(error).__name__}: {reason}; {again}")
+        if event.kind == "stopped" and not self._stopping:
+            return Event(run.name, "busy", event.step, message="another call has stopped it")
+        return event
+
+
+def train_in_task(run: PlannedRun, folder: Path, threads: int, around: Surroundings) -> Event:
+    """What a task does; returns how the run ended. Where the process is told to end, it saves and is gone."""
+    around.take_over()
+    try:
+        return train_elsewhere(run, folder, threads)
+    except PreemptedError:
+        os._exit(CALL_AGAIN)
+
+
+def _connect(address: str) -> None:
+    try:
+        import ray
+    except ImportError as error:
+        raise InputError("--engine ray: Ray is not installed; pip install 'sinklab[cluster]'") from error
+    where = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
+    try:
+        _require_answer(where)
+        ray.init(where, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise InputError(
+            f"--engine ray: no cluster answers at {where} ({reason}); start one with ray start --head, or name another "
+            "with --engine-option address=HOST:PORT"
+        ) from error
+
+
+def _require_answer(address: str) -> None:
+    """Ray itself tries an address for minutes, and then ends the process."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), ANSWERS_WITHIN_S).close()

@@ -1,0 +1,66 @@
+"""An engine that cannot be had is refused in a sentence, before anything is submitted."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from sinklab.errors import InputError
+from sinklab.experiments.sweep.engines.choice import EngineName, open_engine, read_options
+from sinklab.experiments.sweep.engines.ray import RayOptions
+from sinklab.experiments.sweep.engines.slurm import SlurmOptions
+
+
+def test_options_are_read_from_keys_and_values_the_last_of_which_counts() -> None:
+    options = read_options(SlurmOptions, "slurm", ["partition=gpu", "gpus=1", "hours=1.5", "gpus=2"])
+    assert options == SlurmOptions(partition="gpu", gpus=2, hours=1.5)
+
+
+@pytest.mark.parametrize("setting", ["nodes=2", "gpus", ""])
+def test_an_unknown_option_is_answered_with_those_that_there_are(setting: str) -> None:
+    with pytest.raises(InputError) as refused:
+        read_options(RayOptions, "ray", [setting])
+    assert setting in str(refused.value)
+    assert str(refused.value).endswith("--engine ray has the options address, cpus, gpus, memory_gb, retries")
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [("cpus=none", "valid integer"), ("cpus=0", "greater than or equal to 1"), ("hours=0", "0.1"), ("gpus=-1", "0")],
+)
+def test_a_wrong_value_is_named_with_what_it_may_be(setting: str, reason: str) -> None:
+    with pytest.raises(InputError, match=f"--engine-option {setting}: .*{reason}"):
+        read_options(SlurmOptions, "slurm", [setting])
+
+
+def test_the_engine_of_this_machine_has_no_options(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="--engine-option cpus=2: --engine local has none; --jobs"):
+        open_engine(EngineName.local, 2, tmp_path, ["cpus=2"])
+
+
+@pytest.mark.parametrize(("engine", "package"), [(EngineName.slurm, "submitit"), (EngineName.ray, "ray")])
+def test_an_engine_that_is_not_installed_names_the_extra(
+    engine: EngineName, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(InputError, match=r"pip install 'sinklab\[cluster\]'"):
+        open_engine(engine, 1, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_machine_without_slurm_is_told_which_command_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("submitit", reason="needs submitit: pip install 'sinklab[cluster]'")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(InputError, match="--engine slurm: sbatch is not on the PATH"):
+        open_engine(EngineName.slurm, 1, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "nonsense"])
+def test_an_address_without_a_ray_cluster_is_named(address: str, tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="needs ray: pip install 'sinklab[cluster]'")
+    with pytest.raises(InputError, match=f"--engine ray: no cluster answers at {address}"):
+        open_engine(EngineName.ray, 1, tmp_path, [f"address={address}"])
+    assert list(tmp_path.iterdir()) == []
