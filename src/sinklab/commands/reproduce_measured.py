@@ -1,0 +1,84 @@
+"""`sinklab reproduce` of experiments on existing models: measure what is missing, summary.json, the report, a table."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from sinklab.commands.survey_progress import SurveyProgress
+from sinklab.commands.terminal.measured import print_measured
+from sinklab.errors import SinklabError
+from sinklab.experiments.measured.definition import MeasuredExperiment
+from sinklab.experiments.measured.planning import passes_of, subjects_of
+from sinklab.experiments.measured.running import MeasuredResults, measure_experiment
+from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading
+from sinklab.outputs import REPORT, check_results
+from sinklab.report import write_report
+from sinklab.survey.compare import labels
+
+MODELS = Path("runs/models")
+
+
+def reproduce_measured(
+    experiments: Sequence[MeasuredExperiment],
+    models: Sequence[str],
+    text: Path | None,
+    out: Path | None,
+    draws: int,
+    as_json: bool,
+    console: Console,
+    *,
+    loading: Loading = AS_IT_IS,
+) -> None:
+    """Measure what is missing and judge; `console` is told how it goes, standard output the result.
+
+    Args:
+        models: for each of the experiments.
+        text: a file or folder of texts; a folder with a file for each domain for experiments on domains.
+        out: of a single experiment, or the folder above those of several, each by its id; below runs/models, named by
+            the model, unless given.
+        draws: sets of sequences that each cell is measured on.
+
+    Raises:
+        InputError: no model or text, or one that cannot be used.
+        SinklabError: something could not be measured; the rest is kept, summarised and printed.
+        KeyboardInterrupt, PreemptedError: what is finished is kept, and the same call goes on with the rest.
+    """
+    for one in experiments:
+        subjects_of(one, models, text)
+    places = {one.id: _place(one.id, models, out, alone=len(experiments) == 1) for one in experiments}
+    for place in places.values():
+        check_results(place, (REPORT,))
+    done = [_measured(one, models, text, places[one.id], draws, loading, console) for one in experiments]
+    if as_json:
+        documents = [one.document() for one in done]
+        print(json.dumps(documents[0] if len(documents) == 1 else documents, indent=2))
+    else:
+        for one in done:
+            print_measured(one.summary(), Console())
+    for place in places.values():
+        if any(place.rglob("measurement.json")):
+            console.print(f"report: {write_report([place])}", highlight=False, soft_wrap=True)
+    if failed := [f"{name}: {why}" for one in done for name, why in one.outcome.failed.items()]:
+        raise SinklabError("\n".join(failed))
+
+
+def _measured(
+    experiment: MeasuredExperiment,
+    models: Sequence[str],
+    text: Path | None,
+    place: Path,
+    draws: int,
+    loading: Loading,
+    console: Console,
+) -> MeasuredResults:
+    total = draws * len(passes_of(experiment, subjects_of(experiment, models, text)))
+    with SurveyProgress(console, experiment.id, total) as bars:
+        return measure_experiment(experiment, models, text, draws, loading=loading, out=place, listener=bars)
+
+
+def _place(name: str, models: Sequence[str], out: Path | None, alone: bool) -> Path:
+    if out is not None:
+        return out if alone else out / name
+    return MODELS / "+".join(label.replace("/", "_") for label in labels(models)) / name

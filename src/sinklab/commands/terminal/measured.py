@@ -1,0 +1,64 @@
+"""An experiment on existing models in the terminal: cells with intervals, the paper's models, claims."""
+
+from collections.abc import Mapping
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sinklab.commands.terminal.report import claims_table, printable
+from sinklab.experiments.documents import CellSummary, ExperimentSummary, Summary
+from sinklab.experiments.quantities import Quantity, quantity
+from sinklab.report.data import ReportData
+
+
+def print_measured(summary: Summary, console: Console) -> None:
+    """Print what was measured beside what the paper prints, and the claims with their evidence."""
+    for one in summary.experiments.values():
+        console.print(_table(one, summary.cells))
+        if one.elsewhere:
+            console.print(_elsewhere(one))
+    if summary.claims:
+        console.print(claims_table(ReportData([], [], claims=summary.claims)))
+
+
+def _table(experiment: ExperimentSummary, cells: Mapping[str, CellSummary]) -> Table:
+    table = Table(
+        title=Text(printable(f"{experiment.title}: {experiment.scale}")), title_justify="left", box=SIMPLE_HEAD
+    )
+    table.add_column("", overflow="fold")
+    columns = [quantity(name) for name in experiment.columns]
+    shown = [one for one in columns if any(one.name in cells[cell].values for cell in experiment.cells)]
+    for one in shown:
+        table.add_column(f"{one.label}\n[dim]{one.unit}", justify="right")
+    table.add_column("draws", justify="right")
+    for cell in experiment.cells:
+        printed = experiment.published.get(cell, {})
+        numbers = (_number(one, cells[cell], printed.get(one.name)) for one in shown)
+        table.add_row(Text(printable(cell)), *numbers, str(cells[cell].seeds))
+    return table
+
+
+def _number(one: Quantity, cell: CellSummary, printed: float | None) -> str:
+    found = cell.values.get(one.name)
+    if found is None:
+        return ""
+    text = f"{found.mean:,.{one.decimals}f}"
+    if found.low is not None and found.high is not None:
+        text += f" ({found.low:,.{one.decimals}f} to {found.high:,.{one.decimals}f})"
+    return text if printed is None else f"{text}, paper {printed:,.{one.decimals}f}"
+
+
+def _elsewhere(experiment: ExperimentSummary) -> Table:
+    """What the paper prints for other models."""
+    found = {model: row for model, row in experiment.elsewhere.items() if row}
+    names = list(dict.fromkeys((cell, name) for row in found.values() for cell in row for name in row[cell]))
+    table = Table(title="The paper's models", title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("", overflow="fold")
+    for cell, name in names:
+        table.add_column(f"{cell}\n[dim]{quantity(name).label}", justify="right")
+    for model, row in found.items():
+        numbers = (row.get(cell, {}).get(name) for cell, name in names)
+        table.add_row(model, *("" if value is None else f"{value:.2f}" for value in numbers))
+    return table

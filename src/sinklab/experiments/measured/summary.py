@@ -1,0 +1,99 @@
+"""The summary of an experiment on existing models: cells over draws, verdicts that speak of these models alone."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from sinklab.experiments.claims import Claim
+from sinklab.experiments.documents import ExperimentSummary, JudgedClaim, Summary
+from sinklab.experiments.measured.claims import Undecidable, claims_about
+from sinklab.experiments.measured.definition import MeasuredExperiment
+from sinklab.experiments.measured.planning import Subject, cell_name
+from sinklab.experiments.measured.published import paper_rows, published_numbers
+from sinklab.experiments.results import CellResults
+from sinklab.experiments.summary import cell_summary
+from sinklab.experiments.verdicts.evidence import Evidence
+from sinklab.experiments.verdicts.judging import judge_claims
+from sinklab.survey.compare import labels
+
+
+def summarise_measured(
+    experiment: MeasuredExperiment,
+    subjects: Sequence[Subject],
+    results: Mapping[str, CellResults],
+    positions_added: bool | None,
+) -> Summary:
+    """The cells with the intervals over draws, and a verdict on each claim that is made of these models.
+
+    Args:
+        results: by cell, those that wait for their measurements included.
+        positions_added: whether the model adds positions to its embedding; None where that is not known (yet).
+    """
+    evidence, whose = Evidence(results), _whose(subjects)
+    claims = list(claims_about(experiment, subjects, positions_added))
+    judged = {
+        claim.id: claim
+        for claim in judge_claims([one for one in claims if isinstance(one, Claim)], evidence, experiment.id, whose)
+    }
+    return Summary(
+        id=experiment.id,
+        title=experiment.title,
+        scale=whose,
+        experiments={experiment.id: _described(experiment, subjects, list(results), whose)},
+        cells={cell: cell_summary(cell, of, experiment.columns, evidence) for cell, of in results.items()},
+        claims=[
+            _undecided(one, experiment.id, whose)
+            if isinstance(one, Undecidable)
+            else _of_draws(judged[one.id], results, experiment)
+            for one in claims
+        ],
+    )
+
+
+def _whose(subjects: Sequence[Subject]) -> str:
+    """The models by their names; what a verdict speaks of, in the place of a scale."""
+    models = dict.fromkeys(model for subject in subjects for model in subject.models.values())
+    return ", ".join(labels(list(models)))
+
+
+def _described(
+    experiment: MeasuredExperiment, subjects: Sequence[Subject], cells: list[str], whose: str
+) -> ExperimentSummary:
+    published = {
+        cell_name(subject.name, name): published_numbers(experiment, name, cell, subject.models[cell.model])
+        for subject in subjects
+        for name, cell in experiment.cells.items()
+        if cell.model in subject.models
+    }
+    return ExperimentSummary(
+        title=experiment.title,
+        question=experiment.question,
+        source=experiment.source,
+        scale=whose,
+        cells=cells,
+        columns=list(experiment.columns),
+        published={cell: numbers for cell, numbers in published.items() if numbers},
+        elsewhere=paper_rows(experiment),
+    )
+
+
+def _of_draws(claim: JudgedClaim, results: Mapping[str, CellResults], experiment: MeasuredExperiment) -> JudgedClaim:
+    """The claim with its evidence in the words of draws: what the rule calls a seed is a set of sequences here."""
+    if claim.verdict == "not run":
+        return claim
+    draws = len({run.seed for cell in claim.cells for run in results[cell].numbers})
+    sequences = max(cell.sequences for cell in experiment.cells.values())
+    several = f"{draws} draw{'' if draws == 1 else 's'} of {'up to ' if experiment.each == 'domain' else ''}{sequences}"
+    said = re.sub(r"\bseed(s?)\b", r"draw\1", claim.evidence)
+    return claim.model_copy(update={"evidence": f"{said}; of {claim.scale} alone, {several} sequences"})
+
+
+def _undecided(one: Undecidable, experiment: str, whose: str) -> JudgedClaim:
+    claim = one.claim
+    return JudgedClaim(
+        id=claim.id,
+        experiment=experiment,
+        text=claim.text,
+        scale=whose,
+        evidence=one.why,
+        cells=list(claim.check.cells),
+    )

@@ -1,0 +1,297 @@
+"""Experiments on existing models: what is measured, drawn, kept, refused, and how far a verdict speaks."""
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from made_measurement import made_measurement
+from pydantic import ValidationError
+from tiny_models import text_file, tiny_model
+
+from sinklab.errors import InputError
+from sinklab.experiments.measured.definition import MeasuredCell, MeasuredExperiment
+from sinklab.experiments.measured.numbers import numbers_of
+from sinklab.experiments.measured.planning import passes_of, subjects_of
+from sinklab.experiments.measured.published import open_model, paper_rows, published_numbers
+from sinklab.experiments.measured.running import MeasuredResults, measure_experiment
+from sinklab.experiments.shipped import load_experiment
+from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.options import Options
+from sinklab.survey.items import Listener
+from sinklab.survey.request import Request
+from sinklab.survey.single import measure_model
+
+SMALL = {"sequences": 6, "length": 16}
+
+
+class Stops(Listener):
+    """Ctrl-C when so many measurements are done; remembers what was started."""
+
+    def __init__(self, after: int) -> None:
+        self.after, self.started = after, []
+
+    def starts(self, name: str) -> None:
+        self.started.append(name)
+
+    def ends(self, name: str, measurement: Measurement) -> None:
+        self.after -= 1
+        if not self.after:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_model(tmp_path_factory.mktemp("measured") / "gpt2"))
+
+
+@pytest.fixture(scope="module")
+def neox(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_model(tmp_path_factory.mktemp("measured") / "neox", "gptneox"))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return text_file(tmp_path / "text.jsonl")
+
+
+def made(cells: dict[str, Any], claims: list[dict[str, Any]] | None = None, **others: Any) -> MeasuredExperiment:
+    sized = {name: {**SMALL, **cell} for name, cell in cells.items()}
+    said = {"kind": "measured", "id": "mine", "title": "Mine", "cells": sized, "claims": claims or [], **others}
+    return MeasuredExperiment.model_validate(said)
+
+
+def shipped(name: str, **sizes: int) -> MeasuredExperiment:
+    """One that comes with sinklab, of fewer sequences."""
+    experiment = load_experiment(name)
+    assert isinstance(experiment, MeasuredExperiment)
+    cells = {name: cell.model_copy(update=sizes) for name, cell in experiment.cells.items()}
+    return experiment.model_copy(update={"cells": cells})
+
+
+def verdicts(results: MeasuredResults) -> dict[str, str]:
+    return {claim.id: claim.verdict for claim in results.summary().claims}
+
+
+def without_cost(document: dict[str, Any]) -> dict[str, Any]:
+    cells = document["cells"]
+    for cell in cells.values():
+        cell["seconds"] = None
+        for run in cell["runs"]:
+            run["seconds"] = None
+    return document
+
+
+def test_cells_that_differ_in_threshold_and_length_share_a_pass_and_have_its_numbers(
+    gpt2: str, text: Path, tmp_path: Path
+) -> None:
+    cells = {f"eps_{eps}_length_{length}": {"eps": eps, "length": length} for eps in (0.1, 0.3) for length in (8, 16)}
+    experiment = made({**cells, "random": {"inputs": "random"}})
+    assert [one.name for one in passes_of(experiment, subjects_of(experiment, [gpt2], text))] == ["natural", "random"]
+    done = measure_experiment(experiment, [gpt2], text, 2, out=tmp_path / "out").summary()
+    for draw in range(2):
+        request = Request(Options(eps=(0.1, 0.3), lengths=(8,)), seed=draw, drawn_text=True, **SMALL)
+        alone = measure_model(gpt2, text, request)
+        assert alone.sink_rates
+        assert alone.sink_rate_by_length
+        expected = {
+            "eps_0.1_length_16": alone.sink_rates["0.1"][0],
+            "eps_0.3_length_16": alone.sink_rates["0.3"][0],
+            "eps_0.1_length_8": alone.sink_rate_by_length["8"]["0.1"][0],
+            "eps_0.3_length_8": alone.sink_rate_by_length["8"]["0.3"][0],
+        }
+        assert {name: done.cells[name].runs[draw].values["sink_1"] for name in expected} == expected
+
+
+def test_draws_are_other_sequences_and_a_draw_is_always_the_same(gpt2: str, text: Path, tmp_path: Path) -> None:
+    experiment = made({"natural": {}, "random": {"inputs": "random"}, "repeat": {"inputs": "repeat"}})
+    once, again = (measure_experiment(experiment, [gpt2], text, 2, out=tmp_path / name) for name in ("a", "b"))
+    for cell in ("natural", "random", "repeat"):
+        first, second = (once.outcome.measured[f"{cell}/seed_{draw}"].importance for draw in range(2))
+        assert not np.array_equal(first, second)
+        assert np.array_equal(first, again.outcome.measured[f"{cell}/seed_0"].importance)
+
+
+def test_an_interrupted_experiment_goes_on_and_more_draws_keep_those_there_are(
+    gpt2: str, text: Path, tmp_path: Path
+) -> None:
+    experiment = made(
+        {"natural": {}, "random": {"inputs": "random"}},
+        [{"id": "some", "text": "..", "check": {"is": "within", "value": "sink_1", "cell": "natural", "at_least": 0}}],
+    )
+    with pytest.raises(KeyboardInterrupt):
+        measure_experiment(experiment, [gpt2], text, 2, out=tmp_path / "cut", listener=Stops(3))
+    after = Stops(-1)
+    went_on = measure_experiment(experiment, [gpt2], text, 2, out=tmp_path / "cut", listener=after)
+    assert after.started == ["random/seed_1"]
+    whole = measure_experiment(experiment, [gpt2], text, 2, out=tmp_path / "whole")
+    assert without_cost(went_on.document()) == without_cost(whole.document())
+    more = Stops(-1)
+    measure_experiment(experiment, [gpt2], text, 3, out=tmp_path / "cut", listener=more)
+    assert more.started == ["natural/seed_2", "random/seed_2"]
+
+
+def test_a_repeated_token_has_no_sink_in_a_real_model_with_rotary_positions(data_dir: Path, tmp_path: Path) -> None:
+    model, web = str(data_dir / "models" / "TinyStories-656K"), data_dir / "domains" / "c4_web.jsonl"
+    results = measure_experiment(shipped("table_1", sequences=30), [model], web, 3, out=tmp_path)
+    found, summary = verdicts(results), results.summary()
+    assert found["no_sink_on_repeated_tokens"] == "reproduced"
+    assert "sink_on_repeated_tokens" not in found  # which is claimed of models that add positions
+    assert found["chat_model_has_it_too"] == "not run"
+    assert summary.scale == "TinyStories-656K"
+    evidence = next(claim.evidence for claim in summary.claims if claim.id == "no_sink_on_repeated_tokens")
+    assert evidence.endswith("of TinyStories-656K alone, 3 draws of 30 sequences")
+    assert "seed" not in evidence
+    assert summary.cells["natural"].seeds == 3
+    assert list(summary.cells) == ["natural", "random", "repeat"]
+    assert summary.experiments["table_1"].published == {}
+    assert summary.experiments["table_1"].elsewhere["GPT2-XL"]["repeat"] == {"sink_1": 62.28}
+
+
+def test_what_is_claimed_of_added_positions_is_said_of_models_that_add_them(
+    gpt2: str, text: Path, tmp_path: Path
+) -> None:
+    results = measure_experiment(shipped("table_1", **SMALL), [gpt2], text, 2, out=tmp_path)
+    assert "sink_on_repeated_tokens" in verdicts(results)
+    assert "no_sink_on_repeated_tokens" not in verdicts(results)
+
+
+def test_a_pair_is_measured_as_base_and_chat(gpt2: str, neox: str, text: Path, tmp_path: Path) -> None:
+    results = measure_experiment(shipped("table_1", **SMALL), [gpt2, neox], text, 2, out=tmp_path)
+    assert results.outcome.measured["natural/seed_0"].model == gpt2
+    assert results.outcome.measured["chat/seed_0"].model == neox
+    assert verdicts(results)["chat_model_has_it_too"] != "not run"
+    assert results.summary().scale == "gpt2, neox"
+
+
+def test_swapped_positions_take_what_belongs_to_them_along(gpt2: str, tmp_path: Path) -> None:
+    experiment = shipped("table_7", sequences=4, length=32)
+    few = {name: cell for name, cell in experiment.cells.items() if name in ("unchanged", "swapped_5", "replaced_5")}
+    claims = tuple(claim for claim in experiment.claims if set(claim.check.cells) <= set(few))
+    assert len(claims) == 4
+    results = measure_experiment(
+        experiment.model_copy(update={"cells": few, "claims": claims}), [gpt2], None, 2, out=tmp_path
+    )
+    unchanged, swapped = (results.outcome.measured[f"{name}/seed_0"] for name in ("unchanged", "swapped_5"))
+    assert swapped.notes == ["the learned positions 1 and 5 swapped"]
+    assert not np.allclose(unchanged.hidden_norm[0, 0], swapped.hidden_norm[0, 0])  # type: ignore[index]
+    assert np.allclose(unchanged.hidden_norm[0, 0], swapped.hidden_norm[0, 4])  # type: ignore[index]
+    assert set(results.summary().cells["swapped_5"].values) == {"sink_1", "sink_5", "sink_10", "sink_15", "sink_20",
+                                                                "sink_25", "sink_30"}  # fmt: skip
+
+
+def test_a_model_without_learned_positions_is_refused_before_anything_is_measured(neox: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no learned table of positions to change: that is for models such as GPT-2"):
+        measure_experiment(shipped("table_7"), [neox], None, 1, out=tmp_path / "out")
+    assert not list(tmp_path.rglob("measurement.json"))
+
+
+def test_sequences_beyond_a_models_context_are_refused_before_anything_is_measured(
+    gpt2: str, text: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match="256"):
+        measure_experiment(shipped("figure_3"), [gpt2], text, 1, out=tmp_path / "out")
+    assert not list(tmp_path.rglob("measurement.json"))
+
+
+def test_every_domain_is_a_cell_and_the_claim_is_about_all_of_them(gpt2: str, tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    for seed, name in enumerate(("alpha", "beta", "small")):
+        text_file(texts / f"{name}.jsonl", documents=2 if name == "small" else 12, seed=30 * seed)
+    results = measure_experiment(shipped("figure_9", **SMALL), [gpt2], texts, 2, out=tmp_path / "out")
+    summary = results.summary()
+    assert list(summary.cells)[:4] == ["alpha/eps_0.2", "alpha/eps_0.3", "alpha/eps_0.4", "beta/eps_0.2"]
+    claim = next(one for one in summary.claims if one.id == "alike_at_eps_0_2")
+    assert claim.cells == ["alpha/eps_0.2", "beta/eps_0.2", "small/eps_0.2"]
+    assert claim.verdict != "not run"
+    assert len(list((tmp_path / "out").rglob("measurement.json"))) == 6  # thresholds share a pass
+
+
+def test_a_family_is_ordered_by_size_whatever_the_order_given(gpt2: str, text: Path, tmp_path: Path) -> None:
+    sizes = ("gpt2-medium", "gpt2-large", "gpt2")
+    models = [str(shutil.copytree(gpt2, tmp_path / "models" / name)) for name in sizes]
+    results = measure_experiment(shipped("table_8", **SMALL), models, text, 2, out=tmp_path / "out")
+    (claim,) = results.summary().claims
+    assert claim.id == "grows_with_size_gpt2"
+    assert claim.cells == ["gpt2/natural", "gpt2-medium/natural", "gpt2-large/natural"]
+    two = measure_experiment(shipped("table_8", **SMALL), models[:2], text, 2, out=tmp_path / "two").summary()
+    assert (two.claims[0].verdict, two.claims[0].evidence) == (
+        "not run",
+        "it takes 3 models of one family of the paper's list",
+    )
+
+
+def test_the_published_number_stands_beside_the_model_that_the_paper_measured_and_no_other(tmp_path: Path) -> None:
+    (tmp_path / "Llama-2-7b-chat-hf").mkdir()
+    experiment = shipped("table_1")
+    natural, chat = experiment.cells["natural"], experiment.cells["chat"]
+    assert published_numbers(experiment, "natural", natural, "openai-community/gpt2-xl") == {"sink_1": 77.0}
+    assert published_numbers(experiment, "chat", chat, str(tmp_path / "Llama-2-7b-chat-hf")) == {"sink_1": 92.88}
+    assert published_numbers(experiment, "natural", natural, "my-gpt2-xl") == {}
+    assert published_numbers(experiment, "natural", natural.model_copy(update={"length": 32}), "gpt2-xl") == {}
+    swap = shipped("table_7")
+    cell = swap.cells["swapped_5"]
+    assert published_numbers(swap, "swapped_5", cell, "gpt2-xl") == {"sink_1": 1.44, "sink_5": 57.63}
+    assert published_numbers(swap, "swapped_5", cell, "openai-community/gpt2") == {}
+    assert paper_rows(swap)["GPT2-XL"]["replaced_30"] == {"sink_1": 10.21, "sink_30": 0.0}
+    assert open_model("gpt2-xl") == open_model("openai-community/gpt2-xl") != None  # noqa: E711
+    assert open_model("nobody/gpt2-xxl") is None
+
+
+def test_angles_are_means_over_the_heads_with_a_sink(data_dir: Path, tmp_path: Path) -> None:
+    model, web = str(data_dir / "models" / "TinyStories-656K"), data_dir / "domains" / "tinystories.jsonl"
+    measured = measure_model(model, web, Request(Options(details=True), sequences=8, length=32))
+    found = numbers_of(MeasuredCell(sequences=8, length=32, details=True), measured, 0).measured
+    heads = measured.importance[:, :, 0] > 0.3
+    assert heads.any()
+    assert measured.details is not None
+    assert measured.details.cosine is not None
+    cosine = torch.from_numpy(measured.details.cosine[heads])
+    first, rest = float(cosine[:, 0].mean()), float(cosine[:, 1:].mean())
+    assert found["cosine_first"] == pytest.approx(first)
+    assert found["cosine_gap"] == pytest.approx(first - rest)
+    assert found["largest_activation"] == max(abs(one.value) for one in measured.massive_activations or [])
+    nowhere = numbers_of(MeasuredCell(sequences=8, length=32, eps=0.99, details=True), measured, 0).measured
+    assert "cosine_first" not in nowhere
+
+
+def test_a_number_that_was_not_measured_is_not_there() -> None:
+    numbers = numbers_of(MeasuredCell(sequences=4, length=16), made_measurement(), 1)
+    assert numbers.value("cosine_gap") is None
+    assert numbers.value("valid_loss") is not None
+    assert numbers.seed == 1
+    assert numbers.triples == 4 * 2 * 3
+    assert math.isclose(numbers.value("norm_ratio") or 0, max(made_measurement().hidden_norm_ratio or []))
+
+
+BOUND = {"is": "within", "value": "sink_1", "cell": "no", "at_most": 1}
+OVER_DOMAINS = {"is": "alike_over_domains", "value": "sink_1", "cell": "natural", "margin": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"claims": [{"id": "a", "text": "..", "check": BOUND}]}, "cell 'no', which is not there"),
+        (
+            {"claims": [{"id": "a", "text": "..", "check": OVER_DOMAINS}]},
+            "compares domains: the experiment is measured",
+        ),
+        ({"each": "domain", "cells": {"random": {"inputs": "random"}}}, "is not of text"),
+        ({"cells": {"natural": {"eps": 2}}}, "eps"),
+        ({"columns": ["sinks"]}, "there is no number 'sinks'"),
+        ({"scale": "tiny"}, "scale"),
+    ],
+)
+def test_an_experiment_that_contradicts_itself_is_refused(change: dict[str, Any], said: str) -> None:
+    whole = {"kind": "measured", "id": "mine", "title": "Mine", "cells": {"natural": {}}, **change}
+    with pytest.raises(ValidationError, match=said):
+        MeasuredExperiment.model_validate(whole)
+
+
+def test_measurements_of_other_settings_are_not_mixed(gpt2: str, text: Path, tmp_path: Path) -> None:
+    measure_experiment(made({"natural": {}}), [gpt2], text, 1, out=tmp_path)
+    with pytest.raises(InputError, match="holds a measurement with other settings"):
+        measure_experiment(made({"natural": {"loss": True}}), [gpt2], text, 1, out=tmp_path)
