@@ -19,6 +19,7 @@ from sinklab.experiments.measured.planning import passes_of, subjects_of
 from sinklab.experiments.measured.published import open_model, paper_rows, published_numbers
 from sinklab.experiments.measured.running import MeasuredResults, measure_experiment
 from sinklab.experiments.shipped import load_experiment
+from sinklab.experiments.verdicts.transforms import shifted, transformed, turned_back
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.survey.items import Listener
@@ -93,7 +94,7 @@ def test_cells_that_differ_in_threshold_and_length_share_a_pass_and_have_its_num
     assert [one.name for one in passes_of(experiment, subjects_of(experiment, [gpt2], text))] == ["natural", "random"]
     done = measure_experiment(experiment, [gpt2], text, 2, out=tmp_path / "out").summary()
     for draw in range(2):
-        request = Request(Options(eps=(0.1, 0.3), lengths=(8,)), seed=draw, drawn_text=True, **SMALL)
+        request = Request(Options(eps=(0.1, 0.3), lengths=(8,)), 6, 16, seed=draw, drawn_text=True)
         alone = measure_model(gpt2, text, request)
         assert alone.sink_rates
         assert alone.sink_rate_by_length
@@ -237,7 +238,8 @@ def test_the_published_number_stands_beside_the_model_that_the_paper_measured_an
     assert published_numbers(swap, "swapped_5", cell, "gpt2-xl") == {"sink_1": 1.44, "sink_5": 57.63}
     assert published_numbers(swap, "swapped_5", cell, "openai-community/gpt2") == {}
     assert paper_rows(swap)["GPT2-XL"]["replaced_30"] == {"sink_1": 10.21, "sink_30": 0.0}
-    assert open_model("gpt2-xl") == open_model("openai-community/gpt2-xl") != None  # noqa: E711
+    assert open_model("gpt2-xl") == open_model("openai-community/gpt2-xl")
+    assert open_model("gpt2-xl") is not None
     assert open_model("nobody/gpt2-xxl") is None
 
 
@@ -256,6 +258,12 @@ def test_angles_are_means_over_the_heads_with_a_sink(data_dir: Path, tmp_path: P
     assert found["largest_activation"] == max(abs(one.value) for one in measured.massive_activations or [])
     nowhere = numbers_of(MeasuredCell(sequences=8, length=32, eps=0.99, details=True), measured, 0).measured
     assert "cosine_first" not in nowhere
+
+
+@pytest.mark.parametrize("value", [-0.05, 0.0, 0.45])
+def test_a_cosine_is_compared_as_it_is(value: float) -> None:
+    assert transformed(value, "plain", 100) == turned_back(value, "plain", 100) == value
+    assert shifted(value, -0.1, "plain", 100) == pytest.approx(-0.1)
 
 
 def test_a_number_that_was_not_measured_is_not_there() -> None:

@@ -57,12 +57,16 @@ def _cells(asked: Sequence[tuple[Experiment, Scale]], results: Mapping[str, Cell
         evidence = evidence_of(experiment, scale, results)
         for cell, of in evidence.results.items():
             if cell not in cells:
-                cells[cell] = _summarised(cell, of, names, evidence)
+                cells[cell] = cell_summary(cell, of, names, evidence)
     return cells
 
 
-def _summarised(cell: str, of: CellResults, names: Sequence[str], evidence: Evidence) -> CellSummary:
-    """Plain means over the finished seeds, and estimates with intervals."""
+def cell_summary(cell: str, of: CellResults, names: Sequence[str], evidence: Evidence) -> CellSummary:
+    """Plain means over the finished seeds, and estimates with intervals.
+
+    Args:
+        names: of the quantities.
+    """
     last = [run.last for run in of.numbers]
     estimates = {name: _estimate(cell, name, evidence) for name in names if cell in evidence.of(name).by_cell}
     return CellSummary(

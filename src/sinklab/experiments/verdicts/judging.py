@@ -18,6 +18,7 @@ from sinklab.experiments.claims import (
 )
 from sinklab.experiments.definition import PAPER_SCALES, Experiment, Scale
 from sinklab.experiments.documents import JudgedClaim, Verdict
+from sinklab.experiments.published import Published
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.verdicts.bounded import judge_appears, judge_stands_at, judge_within
 from sinklab.experiments.verdicts.comparing import (
@@ -46,10 +47,27 @@ def judge(
         results: by cell; cells of other experiments are left alone.
         spreads: recorded earlier, for experiments without replicates; those that come with sinklab unless given.
     """
-    evidence, claims = evidence_of(experiment, scale, results, spreads), experiment.claims_at(scale)
+    evidence = evidence_of(experiment, scale, results, spreads)
+    published = experiment.published if scale in PAPER_SCALES else None
+    return judge_claims(experiment.claims_at(scale), evidence, experiment.id, scale, published)
+
+
+def judge_claims(
+    claims: Sequence[Claim], evidence: Evidence, experiment: str, scale: str, published: Published | None = None
+) -> list[JudgedClaim]:
+    """A verdict on each of these claims.
+
+    Args:
+        experiment: id of the one that makes them.
+        scale: that the verdicts carry, and say nothing beyond.
+        published: what our numbers are held against; None away from the paper's own scale.
+    """
     ready = [claim for claim in claims if not _waits_for(claim.check, evidence)]
     adjusted = adjusted_p(ready, evidence)
-    return [_judged(claim, experiment, scale, evidence, adjusted) for claim in claims]
+    return [
+        _judged(claim, evidence, adjusted, published).model_copy(update={"experiment": experiment, "scale": scale})
+        for claim in claims
+    ]
 
 
 def evidence_of(
@@ -61,21 +79,14 @@ def evidence_of(
     return Evidence(own, spreads_for(experiment, scale, runs, spreads or shipped_spreads()))
 
 
-def _judged(claim: Claim, experiment: Experiment, scale: Scale, evidence: Evidence, adjusted: Adjusted) -> JudgedClaim:
+def _judged(claim: Claim, evidence: Evidence, adjusted: Adjusted, published: Published | None) -> JudgedClaim:
     name = quantity_of(claim.check)
-    judged = JudgedClaim(
-        id=claim.id,
-        experiment=experiment.id,
-        text=claim.text,
-        scale=scale,
-        cells=list(claim.check.cells),
-        quantity=name,
-    )
+    judged = JudgedClaim(id=claim.id, text=claim.text, cells=list(claim.check.cells), quantity=name)
     if waiting := _waits_for(claim.check, evidence):
         return judged.model_copy(update={"verdict": "not run", "evidence": waiting})
     found = _found(claim.check, evidence, adjusted)
-    if found.holds and scale in PAPER_SCALES and name and not _is_of_a_step(claim.check):
-        found = _with_published(found, experiment, name, claim.check.cells, evidence)
+    if found.holds and published and name and not _is_of_a_step(claim.check):
+        found = _with_published(found, published, name, claim.check.cells, evidence)
     said = "; ".join(filter(None, [found.said, found.note, *_failures(claim.check, evidence)]))
     verdict = _verdict(found)
     return judged.model_copy(update={"verdict": verdict, "evidence": said, "seeds_needed": found.seeds_needed})
@@ -160,13 +171,12 @@ def _failures(check: Check, evidence: Evidence) -> list[str]:
 
 
 def _with_published(
-    found: Finding, experiment: Experiment, name: str, cells: Sequence[str], evidence: Evidence
+    found: Finding, published: Published, name: str, cells: Sequence[str], evidence: Evidence
 ) -> Finding:
     """An established claim, and whether the paper's own numbers lie where one more seed of ours would."""
     seen, said, size = evidence.of(name), [found.said], found.size
-    for cell in cells if experiment.published else ():
-        assert experiment.published
-        value = experiment.published.numbers_of(cell).get(name)
+    for cell in cells:
+        value = published.numbers_of(cell).get(name)
         if value is None or cell not in seen.by_cell:
             continue
         low, high = seen.mean_of(cell).prediction()

@@ -15,6 +15,8 @@ def transformed(value: float, measure: Measure, triples: int) -> float:
         value: percent for a rate, otherwise above zero.
         triples: that a rate is over.
     """
+    if measure == "plain":
+        return value
     if measure == "positive":
         return math.log(value)
     hits = min(max(value / 100, 0.0), 1.0) * triples
@@ -23,6 +25,8 @@ def transformed(value: float, measure: Measure, triples: int) -> float:
 
 def turned_back(y: float, measure: Measure, triples: int) -> float:
     """The number that is compared as `y`; beyond 0 % and 100 % it is these."""
+    if measure == "plain":
+        return y
     if measure == "positive":
         return math.exp(min(y, 700.0))
     share = 1 / (1 + math.exp(-y)) if y > 0 else math.exp(y) / (1 + math.exp(y))
@@ -36,7 +40,7 @@ def shifted(y: float, by: float, measure: Measure, triples: int) -> float:
     Infinite where it leads to the end of what such a number can be or beyond: to nothing, to 100 %.
     """
     value = turned_back(y, measure, triples) + by
-    if by < 0 and value <= 0:
+    if measure != "plain" and by < 0 and value <= 0:
         return -math.inf
     if by > 0 and measure == "rate" and value >= 100:
         return math.inf

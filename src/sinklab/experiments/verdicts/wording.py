@@ -16,7 +16,7 @@ def number(value: float, of: Quantity) -> str:
 
 def unit(of: Quantity) -> str:
     """What stands behind a number."""
-    return {"x": ""}.get(of.unit, f" {of.unit}")
+    return {"x": "", "": ""}.get(of.unit, f" {of.unit}")
 
 
 def step_unit(of: Quantity) -> str:
