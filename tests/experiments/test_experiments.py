@@ -1,103 +1,97 @@
 """Experiments: files of cells and claims, those that come along and one's own, and the commands that run them."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 from conftest import Run
+from sweeps import EXPERIMENT, write_experiment
 
 from sinklab.errors import InputError
-from sinklab.experiments.definition import experiment_ids, load_experiment
-from sinklab.experiments.running import runs_of
+from sinklab.experiments.definition import Experiment
+from sinklab.experiments.shipped import experiment_ids, load_experiment
+from sinklab.experiments.sweep.plan import Question, cells_of, plan_sweep
 from sinklab.train.recipe import build_recipe, load_recipe
-
-SMALL = """
-name: small
-model: {layers: 1, width: 16, heads: 2, ffn_width: 16, context: 16}
-train: {steps: 2, batch_size: 2, eval_every: 1, eval_sequences: 4, precision: fp32}
-metric: {sequences: 4, length: 16}
-data: {tokenizer: "train:300"}
-"""
-OWN = """
-id: mine
-title: "Three ways"
-base: small.yaml
-cells:
-  softmax: {}
-  sigmoid: sigmoid
-  decayed: [k_biases, {optim: {weight_decay: 0.5}}]
-claims:
-  - {id: sinks, text: "no sink yet", check: {cell: sigmoid, value: sink_1, at_most: 100.0}}
-"""
 
 
 @pytest.fixture
 def run(run: Run) -> Run:
     """`sinklab ARGS` in a folder with an experiment and a text."""
-    Path("small.yaml").write_text(SMALL)
-    Path("mine.yaml").write_text(OWN)
-    rows = ({"text": " ".join(f"w{(i * j) % 37} and {(i + j) % 11}" for j in range(30))} for i in range(60))
-    Path("text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_experiment(Path())
     return run
 
 
-def test_an_experiment_of_ones_own_is_run_by_its_file(run: Run) -> None:
-    status, out, err = run("reproduce", "mine.yaml", "--text", "text.jsonl", "--jobs", 1, "--json")
-    assert status == 0, err
-    summary = json.loads(out)
-    assert list(summary["cells"]) == ["softmax", "sigmoid", "decayed"]
-    assert [claim["verdict"] for claim in summary["claims"]] == ["reproduced"]
-    assert json.loads(Path("runs/mine/summary.json").read_text()) == summary
-    assert Path("runs/mine/report.html").is_file()
-    made = {path: os.stat(path).st_mtime_ns for path in Path("runs/mine").rglob("state.json")}
-    assert len(made) == 3  # a checkpoint each
-    status, out, _ = run("reproduce", "mine.yaml", "--text", "text.jsonl", "--jobs", 1)
-    assert status == 0
-    assert "no sink yet" in out
-    assert made == {path: os.stat(path).st_mtime_ns for path in made}  # trained once
+def own() -> Experiment:
+    """The experiment in mine.yaml."""
+    experiment = load_experiment("mine.yaml")
+    assert isinstance(experiment, Experiment)
+    return experiment
 
 
 def test_a_cell_is_a_variant_of_the_catalogue_what_changes_or_both(run: Run) -> None:
-    recipes = {one.name: one.recipe for one in runs_of(load_experiment("mine.yaml"), Path("out"), 1, {})}
+    cells = cells_of(Question(own(), "tiny", 1), {})
     sigmoid = build_recipe(load_recipe("small.yaml").model_dump(), {"model": {"attention": {"operation": "sigmoid"}}})
-    assert recipes["sigmoid"].model == sigmoid.model
-    assert recipes["decayed"].model.attention.bias.kind == "k"
-    assert recipes["decayed"].optim.weight_decay == 0.5
+    assert cells["sigmoid"].recipe.model == sigmoid.model
+    assert cells["decayed"].recipe.model.attention.bias.kind == "k"
+    assert cells["decayed"].recipe.optim.weight_decay == 0.5
 
 
-def test_all_experiments_that_come_along_are_listed_and_have_valid_recipes(run: Run) -> None:
+def test_what_a_cell_changes_is_said_as_in_its_overlays(run: Run) -> None:
+    cells = cells_of(Question(own(), "tiny", 1), {"train": {"steps": 9}})
+    changes = {name: dict(cell.change) for name, cell in cells.items()}
+    assert changes["softmax"] == {}
+    assert changes["decayed"] == {"model.attention.bias.kind": "k", "optim.weight_decay": 0.5}
+
+
+def test_seeds_come_one_after_the_other_within_an_experiment_and_experiments_by_their_rank(run: Run) -> None:
+    second = own()
+    first = second.model_copy(update={"id": "first", "rank": 1, "cells": {"softmax": [], "gate": [{"seed": 0}]}})
+    plan = plan_sweep([Question(second, "tiny", 2), Question(first, "tiny", 1)], {})
+    assert plan.order == (
+        ("softmax", 0), ("gate", 0),  # of the first
+        ("sigmoid", 0), ("decayed", 0), ("softmax", 1), ("sigmoid", 1), ("decayed", 1),
+    )  # fmt: skip
+
+
+def test_all_experiments_that_come_along_are_listed_with_what_they_cost(run: Run) -> None:
     status, out, _ = run("experiments")
     assert status == 0
     status, document, _ = run("experiments", "--json")
     assert status == 0
-    for name, listed in zip(experiment_ids(), json.loads(document), strict=True):
-        experiment = load_experiment(name)
-        assert listed["id"] == experiment.id == name
-        assert name in out
-        recipes = {one.recipe.model_dump_json(exclude={"name"}) for one in runs_of(experiment, Path("x"), 1, {})}
-        assert len(recipes) == len(experiment.cells)  # no two cells are the same
+    listed = json.loads(document)
+    assert [one["id"] for one in listed] == experiment_ids()
+    for one in listed:
+        experiment = load_experiment(one["id"])
+        assert one["id"] in out
+        assert one["question"]
+        assert bool(one["scales"]) == isinstance(experiment, Experiment)
+        for scale, cost in one["scales"].items():
+            assert isinstance(experiment, Experiment)
+            assert cost["cells"] == len(experiment.cells_at(scale))
+            assert cost["claims"] == len(experiment.claims_at(scale))
+            assert cost["hours"] > 0
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (("sigmoid: sigmoid", "sigmoid: sigmod"), "cells.sigmoid: Value error, there is no variant 'sigmod'"),
-        (("{cell: sigmoid", "{cell: other"), "claim sinks is about cell 'other', which is not there"),
+        (("cell: sigmoid", "cell: other"), "claim learns is about cell 'other', which is not there"),
         (("sigmoid: sigmoid", "a/b: sigmoid"), "the name is that of a folder"),
         (("title:", "titel:"), "titel"),
         (('"Three ways"', "[3"), "cannot be read"),
         (("weight_decay: 0.5", "weight_decay: much"), "cell decayed of mine is not a valid recipe: optim.weight_decay"),
+        (("base: small.yaml", "base: nothing"), "no recipe at nothing"),
     ],
 )
 def test_a_file_that_says_something_impossible_is_refused(run: Run, change: tuple[str, str], said: str) -> None:
-    Path("mine.yaml").write_text(OWN.replace(*change))
+    Path("mine.yaml").write_text(EXPERIMENT.replace(*change))
     status, out, err = run("reproduce", "mine.yaml", "--text", "text.jsonl")
     assert (status, out) == (2, "")
     assert said in " ".join(err.split())
     assert not Path("runs").exists()
 
 
-def test_an_unknown_experiment_is_refused_with_those_there_are() -> None:
-    with pytest.raises(InputError, match=r"no experiment 'table_99'; there are: .*table_4.*\.yaml file"):
-        load_experiment("table_99")
+def test_an_unknown_experiment_is_refused_and_the_nearest_are_offered() -> None:
+    with pytest.raises(InputError, match=r"no experiment 'tabel_4': did you mean table_4"):
+        load_experiment("tabel_4")

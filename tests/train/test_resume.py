@@ -1,7 +1,5 @@
 """A run that is killed with SIGKILL anywhere, inside a save too, and continued is the undisturbed run, bit for bit."""
 
-import multiprocessing as mp
-import os
 import random
 import signal
 from pathlib import Path
@@ -12,12 +10,10 @@ from commands import Command, Kill, together
 from same_run import assert_same_run
 
 from sinklab.data.prepare import prepare
-from sinklab.experiments.pool import Event, PlannedRun, train_side_by_side
 from sinklab.files import sha256_of
 from sinklab.interventions import VARIANTS
-from sinklab.signals import PreemptedError
 from sinklab.train.directory.defects import step_of
-from sinklab.train.recipe import build_recipe, load_recipe
+from sinklab.train.recipe import build_recipe
 
 BASE = {
     "model": {"layers": 1, "width": 16, "heads": 2, "ffn_width": 16, "context": 16},
@@ -135,19 +131,3 @@ def test_processes_stop_together_when_one_of_them_is_asked(tokens: Path, tmp_pat
     assert [process.wait() for process in pair] == [75, 75]
     pair = together(args, tmp_path / "again", 2)
     assert [process.wait() for process in pair] == [0, 0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("who", ["the parent", "a run"])
-def test_runs_side_by_side_save_and_stop_when_one_process_is_told_to(who: str, tokens: Path, tmp_path: Path) -> None:
-    recipe = load_recipe(str(written("softmax", tokens, tmp_path)), ["train.steps=3000"])
-    runs = [PlannedRun(name, recipe, tmp_path / name) for name in ("a", "b")]
-
-    def stop(event: Event) -> None:
-        if event.kind == "step" and event.step == 5:
-            told = os.getpid() if who == "the parent" else mp.active_children()[0].pid
-            os.kill(told or 0, signal.SIGTERM)
-
-    with pytest.raises(PreemptedError):
-        train_side_by_side(runs, 2, stop)
-    assert all(list((run.directory / "checkpoints").glob("step_*")) for run in runs)

@@ -16,13 +16,14 @@ from rich.progress import (
 )
 
 from sinklab.commands.timing import Forecast, RunLength, duration
-from sinklab.experiments.pool import Event
+from sinklab.experiments.sweep.planned import Event
 
 
 class RunBoard:
-    """A line per run (steps, losses, the sink so far) and when all will be done.
+    """A line per run (steps, losses, the sink so far) and when all will be done; of many, only those under way.
 
-    Without a terminal: a line per evaluation, and where none comes for a while, a line all the same.
+    Without a terminal: a line per evaluation, and where none comes for a while, a line all the same. What failed is
+    said at once.
 
     Args:
         console: where to print.
@@ -48,12 +49,15 @@ class RunBoard:
             console=console,
             disable=not console.is_terminal,
         )
+        self.many = len(lengths) > MANY
         self.tasks = {
-            name: self.progress.add_task(name, total=length.steps, latest="waiting") for name, length in lengths.items()
+            name: self.progress.add_task(name, total=length.steps, latest="waiting", visible=not self.many)
+            for name, length in lengths.items()
         }
         self.steps = dict.fromkeys(lengths, 0)
         self.said = self.looked = clock()
         total = sum(length.steps for length in lengths.values())
+        self.ended = 0
         self.whole = self.progress.add_task("all", total=total, latest="")
 
     def __enter__(self) -> "RunBoard":
@@ -71,28 +75,37 @@ class RunBoard:
             self.steps[event.run] = event.step
         else:
             self.forecast.ended(event.run)
+            self.ended += 1
             self.steps[event.run] = event.step or self.steps[event.run]
+            if event.kind == "failed":
+                self.progress.console.print(f"{event.run} failed: {event.message}", **PLAIN)
         if event.row is not None:
             latest = describe(event.row)
         if event.kind != "step":
-            self.progress.update(self.tasks[event.run], latest=latest)
+            shown = not self.many or not event.is_last
+            self.progress.update(self.tasks[event.run], latest=latest, visible=shown)
         self.progress.update(self.tasks[event.run], completed=self.steps[event.run])
-        if event.row is not None or now - self.looked >= LOOKS_EVERY:
+        if event.row is not None or event.is_last or now - self.looked >= LOOKS_EVERY:
             self.looked = now
             self._show(event, now, latest if event.row is not None else "")
 
     def _show(self, event: Event, now: float, latest: str) -> None:
         seconds = self.forecast.seconds_left(now)
         left = "" if not seconds else f"about {duration(seconds)} left"
-        self.progress.update(self.whole, completed=sum(self.steps.values()), latest=left)
+        ended = f"{self.ended} of {len(self.lengths)} runs" if self.many else ""
+        shown = "  ".join(filter(None, (ended, left)))
+        self.progress.update(self.whole, completed=sum(self.steps.values()), latest=shown)
         if not self.console.is_terminal and (latest or now - self.said >= SPEAKS_EVERY):
             self.said = now
             reached = f"{event.run}: step {event.step}/{self.lengths[event.run].steps}"
             whole = left if len(self.lengths) == 1 or not left else f"{left} for all"
+            whole = f"{ended}  {whole}" if ended else whole
             said = "  ".join(filter(None, (reached, latest, whole)))
-            self.console.print(said, highlight=False, markup=False, soft_wrap=True)
+            self.console.print(said, **PLAIN)
 
 
+MANY = 8  # runs: of more, only those under way have a line
+PLAIN: Any = {"highlight": False, "markup": False, "soft_wrap": True}
 LOOKS_EVERY = 1.0  # seconds: how often the time that is left is counted anew
 SPEAKS_EVERY = 30.0  # seconds: where there is no terminal, something is said at least so often
 STALLED = 0.02  # share of the time from which on waiting for data is worth a word

@@ -1,8 +1,7 @@
-"""`sinklab lab`, `experiments` and `reproduce`: data, runs side by side, summary.json, the report, and a table."""
+"""`sinklab lab`, `experiments` and `reproduce`: options to a sweep, and its summary to the terminal."""
 
 import json
-import os
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,22 +10,26 @@ from rich.console import Console
 
 from sinklab.commands.ending import stderr
 from sinklab.commands.options import Json
+from sinklab.errors import InputError
+from sinklab.experiments.sweep.engines.choice import EngineName
 from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:
-    from sinklab.experiments.definition import Experiment
+    from sinklab.commands.sweeping import SweepRequest
+    from sinklab.experiments.definition import Experiment, Scale
+    from sinklab.experiments.sweep.plan import Question
 
 RUNS = Path("runs")
+ALL = "all"
 Updates = Annotated[int | None, typer.Option(min=1, help="Updates per model; the recipe's unless given.")]
 TrainingText = Annotated[Path | None, typer.Option(help="Train on this .txt or .jsonl file or folder instead.")]
-Seeds = Annotated[int, typer.Option(min=1, help="Models per cell, with seeds 0, 1, ...")]
 
 
 def lab(
     out: Annotated[Path, typer.Option(help="Directory of the runs, summary.json and report.html.")] = RUNS / "lab",
     steps: Updates = None,
     text: TrainingText = None,
-    seeds: Seeds = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="Models per cell, with seeds 0, 1, ...")] = 1,
     as_json: Json = False,
 ) -> None:
     """Train three tiny models side by side and watch the sink appear, move and stay away.
@@ -34,95 +37,148 @@ def lab(
     Softmax grows a sink on the first token; with K biases it moves to the bias; sigmoid without normalisation grows
     none. Ends with a table and report.html. Interrupt it with Ctrl-C and call it again to continue.
     """
-    from sinklab.experiments.definition import load_experiment
+    from sinklab.commands.sweeping import SweepRequest
+    from sinklab.experiments.sweep.plan import Question
 
     with keeping_what_is_finished():
-        run_experiment(load_experiment("lab"), out, seeds, _changes(steps, text), as_json, stderr())
+        (experiment,) = _named("lab", "tiny")
+        questions = [Question(experiment, "tiny", seeds)]
+        _run(SweepRequest(questions, out, _changes(steps, text)), as_json)
 
 
 def experiments(as_json: Json = False) -> None:
-    """List the experiments that `sinklab reproduce` runs, with their cells."""
+    """List the experiments that `sinklab reproduce` runs: questions, cells, claims, and hours on this machine."""
     from sinklab.commands.terminal.experiments import print_experiments
-    from sinklab.experiments.definition import experiment_ids, load_experiment
+    from sinklab.experiments.listing import list_experiments
 
-    found = [load_experiment(name) for name in experiment_ids()]
+    found = list_experiments()
     if as_json:
-        print(json.dumps([one.model_dump(mode="json") for one in found], indent=2))
+        print(json.dumps([one.document() for one in found], indent=2))
     else:
         print_experiments(found, Console())
 
 
 def reproduce(
-    experiment: Annotated[
-        str, typer.Argument(help="The id of an experiment (see sinklab experiments), or a .yaml file.")
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="EXPERIMENT...",
+            help="Ids (see sinklab experiments), .yaml files of your own, or: all of the scale.",
+        ),
     ],
-    out: Annotated[
-        Path | None, typer.Option(help="Directory of the runs, summary.json and report.html; runs/ID unless given.")
+    scale: Annotated[str, typer.Option(help="tiny, small, 60m or 1b.")] = "tiny",
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Models per cell, with seeds 0, 1, ...; as the experiment says, mostly 3.")
     ] = None,
     steps: Updates = None,
     text: TrainingText = None,
-    seeds: Seeds = 1,
     jobs: Annotated[int | None, typer.Option(min=1, help="Models at a time; as many as the cores suggest.")] = None,
+    engine: Annotated[EngineName, typer.Option(help="Where models are trained.")] = EngineName.local,
+    engine_options: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--engine-option", metavar="KEY=VALUE", help="Of slurm or ray, such as partition=gpu; may be repeated."
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Train nothing: print the cells, what each changes, and the hours.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory of the runs, summary.json and report.html; runs/SCALE unless given.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train every cell of an experiment, compare them, and judge its claims.
+    """Train every cell of experiments, compare them, and judge their claims.
 
-    Example: sinklab reproduce table_4 --seeds 3
+    Example: sinklab reproduce table_4 table_2 --scale tiny --seeds 3 --jobs 2
 
-    Ends with a table, summary.json and report.html. Interrupt it with Ctrl-C and call it again to continue; what has
-    been trained is not trained again.
+    Ends with our numbers beside the paper's, the verdict of each claim, summary.json and report.html. What has been
+    trained below the directory is not trained again, and several of these commands, on any machines that see it, share
+    the work. Interrupt it with Ctrl-C and call it again to continue.
     """
-    from sinklab.experiments.definition import load_experiment
+    from sinklab.commands.sweeping import SweepRequest, look_ahead
 
-    asked = load_experiment(experiment)
+    questions = _questions(names, scale, seeds)
+    request = SweepRequest(questions, out or RUNS / scale, _changes(steps, text), jobs, engine, engine_options or ())
+    if dry_run:
+        from sinklab.commands.terminal.experiments import print_preview
+
+        ahead = look_ahead(request)
+        if as_json:
+            print(json.dumps(ahead.document(), indent=2))
+        else:
+            print_preview(ahead, Console())
+        return
     with keeping_what_is_finished():
-        run_experiment(asked, out or RUNS / asked.id, seeds, _changes(steps, text), as_json, stderr(), jobs)
+        if ALL in names:
+            from sinklab.commands.terminal.experiments import hours_line
+
+            stderr().print(hours_line(look_ahead(request)), highlight=False, soft_wrap=True)
+        _run(request, as_json)
 
 
-def run_experiment(
-    experiment: "Experiment",
-    out: Path,
-    seeds: int,
-    overlay: Mapping[str, Any],
-    as_json: bool,
-    console: Console,
-    jobs: int | None = None,
-) -> None:
-    """Train what is missing of all cells below `out`; `console` is told how it goes, standard output the result.
+def _questions(names: Sequence[str], scale: str, seeds: int | None) -> "list[Question]":
+    """The experiments that were asked for, each once."""
+    from sinklab.experiments.definition import SCALES
+    from sinklab.experiments.sweep.plan import Question
 
-    Args:
-        overlay: laid over every cell.
-        jobs: runs at a time; as many as the cores suggest unless given.
+    found: dict[str, Experiment] = {}
+    for name in dict.fromkeys(names):
+        for one in _named(name, scale):
+            if found.setdefault(one.id, one) != one:
+                raise InputError(f"two different experiments are called {one.id}: ask for them one after the other")
+    if not found:
+        raise InputError(f"no experiment has scale {scale!r}; there are: {', '.join(SCALES)}")
+    return [Question(one, _scale_of(one, scale), seeds or one.seeds) for one in found.values()]
+
+
+def _named(name: str, scale: str) -> "list[Experiment]":
+    """The experiments of a name; of all of a scale, most informative first."""
+    from sinklab.experiments.measured.definition import MeasuredExperiment
+    from sinklab.experiments.shipped import experiment_ids, load_experiment
+
+    loaded = [load_experiment(one) for one in (experiment_ids() if name == ALL else [name])]
+    trained = [one for one in loaded if not isinstance(one, MeasuredExperiment)]
+    if not trained:
+        raise InputError(f"{name} is about models that are given to it: nothing is trained for it")
+    return [one for one in trained if name != ALL or scale in one.base]
+
+
+def _scale_of(experiment: "Experiment", scale: str) -> "Scale":
+    for known in experiment.base:
+        if known == scale:
+            return known
+    raise InputError(f"{experiment.id} has no scale {scale!r}; it has: {', '.join(experiment.base)}")
+
+
+def _run(request: "SweepRequest", as_json: bool) -> None:
+    """Run the sweep; standard output gets its result.
 
     Raises:
-        InputError: text or a directory that cannot be used, or an overlay that makes an invalid recipe.
-        SinklabError: some runs failed; the others are finished and summarised.
-        KeyboardInterrupt: Ctrl-C; everything is saved and the same call continues.
-        PreemptedError: SIGTERM or SIGUSR1, likewise.
+        Exit: with status 1, some runs failed that should not have.
     """
-    from sinklab.commands.console import RunBoard, data_progress
-    from sinklab.commands.terminal.report import print_report
-    from sinklab.commands.timing import RunLength
-    from sinklab.experiments.pool import processes_for
-    from sinklab.experiments.running import prepare_data, runs_of, train_runs
-    from sinklab.outputs import REPORT, check_results
-    from sinklab.report import write_report
-    from sinklab.report.collect import collect
+    from sinklab.commands.sweeping import sweep
+    from sinklab.commands.terminal.experiments import print_summary
+    from sinklab.outputs import REPORT
 
-    check_results(out, ("summary.json", REPORT))
-    runs = runs_of(experiment, out, seeds, overlay)
-    with data_progress(console) as progress:
-        prepare_data(runs, progress)
-    lengths = {run.name: RunLength(run.recipe.train.steps, run.recipe.train.eval_every) for run in runs}
-    jobs = jobs or processes_for(len(runs), os.cpu_count() or 1)
-    with RunBoard(console, lengths, jobs) as board:
-        summary = train_runs(experiment, runs, out, jobs, board.watch)
-    path = write_report([out])
+    console = stderr()
+    ended = sweep(request, console)
     if as_json:
-        print(json.dumps(summary.model_dump(), indent=2))
+        print(json.dumps(ended.summary.model_dump(by_alias=True), indent=2))
     else:
-        print_report(collect([out]), Console())
-    console.print(f"report: {path}", highlight=False, soft_wrap=True)
+        print_summary(ended.summary, [one.experiment.id for one in request.questions], Console())
+    for directory, files in ended.edited.items():
+        console.print(
+            f"warning: {request.out / directory} was changed by hand since its run ended ({', '.join(files)})",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+    console.print(f"report: {request.out / REPORT}", highlight=False, soft_wrap=True)
+    for run, message in ended.failures.items():
+        console.print(f"failed: {run}: {message}", highlight=False, markup=False, soft_wrap=True)
+    if ended.failures:
+        raise typer.Exit(1)
 
 
 def _changes(steps: int | None, text: Path | None) -> dict[str, Any]:
@@ -131,5 +187,7 @@ def _changes(steps: int | None, text: Path | None) -> dict[str, Any]:
     if steps is not None:
         changes["train"] = {"steps": steps}
     if text is not None:
+        if not text.exists():
+            raise InputError(f"--text {text}: there is no such file or folder")
         changes["data"] = {"source": str(text)}
     return changes

@@ -120,7 +120,27 @@ def prepared(config: DataConfig, cache: Path | None = None, progress: StageProgr
     folder = Path(config.source).expanduser()
     if is_prepared(folder):
         return TokenDataset.open(folder)
-    settings = Settings(
+    settings = _settings(config)
+    return prepare_settings(settings, _in_cache(settings, cache), progress)
+
+
+def find_prepared(config: DataConfig, cache: Path | None = None) -> TokenDataset | None:
+    """The data of a recipe where it is prepared already, else None; nothing is written.
+
+    Args:
+        config, cache: as `prepared`.
+
+    Raises:
+        InputError, SinklabError: as `TokenDataset.open`, and where there is no such source.
+    """
+    folder = Path(config.source).expanduser()
+    if not is_prepared(folder):
+        folder = _in_cache(_settings(config), cache)
+    return TokenDataset.open(folder) if is_prepared(folder) else None
+
+
+def _settings(config: DataConfig) -> Settings:
+    return Settings(
         source=config.source,
         tokenizer=config.tokenizer,
         valid_fraction=config.valid_fraction,
@@ -129,8 +149,11 @@ def prepared(config: DataConfig, cache: Path | None = None, progress: StageProgr
         token_limit=config.token_limit,
         identity=_identity(config.source, config.tokenizer),
     )
+
+
+def _in_cache(settings: Settings, cache: Path | None) -> Path:
     key = hashlib.sha256(settings.model_dump_json().encode()).hexdigest()[:20]
-    return prepare_settings(settings, (cache or _cache_folder()) / "data" / key, progress)
+    return (cache or _cache_folder()) / "data" / key
 
 
 def _remedy(error: OSError) -> str:

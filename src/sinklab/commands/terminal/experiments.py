@@ -1,19 +1,129 @@
-"""The experiments as a table."""
+"""Experiments in a terminal: what there is, what a sweep will take, and what has come of one."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sinklab.experiments.definition import Experiment
+from sinklab.commands.tables import print_table
+from sinklab.commands.terminal.report import VERDICT_STYLES, printable
+from sinklab.commands.timing import duration
+from sinklab.experiments.definition import SCALES, Scale
+from sinklab.experiments.documents import CellSummary, Estimate, ExperimentSummary, Summary
+from sinklab.experiments.listing import ListedExperiment, jobs_here
+from sinklab.experiments.quantities import quantity
+from sinklab.experiments.sweep.preview import CellPreview, Preview
+
+NO = "–"
 
 
-def print_experiments(found: Iterable[Experiment], console: Console) -> None:
-    """Print a line per experiment: its question, its base recipe and its cells."""
-    table = Table("id", "what it shows", box=None, pad_edge=False, header_style="bold")
+def print_experiments(found: Sequence[ListedExperiment], console: Console) -> None:
+    """A line per experiment: its question, cells and claims, and the time that each scale takes here."""
+    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    table.add_column("id", no_wrap=True)
+    table.add_column("question", min_width=24)
+    scales: list[Scale] = [scale for scale in SCALES if any(scale in one.scales for one in found)]
+    for name in ("cells", "claims", "seeds", *scales):
+        table.add_column(name, justify="right")
+    jobs = jobs_here()
     for one in found:
-        claims = f"; {len(one.claims)} claims" if one.claims else ""
-        said = f"{one.title}. On {one.base}: {', '.join(one.cells)}{claims}"
-        table.add_row(Text(one.id, style="bold"), Text(said))
+        costs = [one.scales.get(scale) for scale in scales]
+        shown = [duration(cost.hours * 3600 / jobs) if cost else NO for cost in costs]
+        question = Text(printable(one.question or one.title))
+        seeds = str(one.seeds) if one.scales else "of --model"
+        table.add_row(Text(printable(one.id), style="bold"), question, str(one.cells), str(one.claims), seeds, *shown)
+    print_table(table, console, names=2)
+    for scale in scales:
+        cost = next(one.scales[scale] for one in found if scale in one.scales)
+        console.print(f"{scale}: {jobs} at a time, {cost.estimated}", highlight=False, soft_wrap=True)
+
+
+def hours_line(ahead: Preview) -> str:
+    """How long it will take, in a sentence."""
+    if not ahead.missing:
+        return f"all {ahead.runs} runs are done"
+    left = duration(ahead.hours * 3600)
+    return f"{ahead.missing} of {ahead.runs} runs are to be trained, {ahead.jobs} at a time: {left} ({ahead.estimated})"
+
+
+def print_preview(ahead: Preview, console: Console) -> None:
+    """A line per cell, what it changes and what of it is done; and the time it all takes."""
+    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    table.add_column("cell", overflow="fold")
+    table.add_column("changes", overflow="fold")
+    table.add_column("done", justify="right")
+    table.add_column("a run takes", justify="right")
+    for cell in ahead.cells:
+        done = f"{cell.done} of {cell.seeds}"
+        table.add_row(Text(printable(cell.name)), Text(printable(_change(cell))), done, duration(cell.hours * 3600))
     console.print(table)
+    console.print(hours_line(ahead), highlight=False, soft_wrap=True)
+
+
+def _change(cell: CellPreview) -> str:
+    changed = ", ".join(f"{key}={value}" for key, value in cell.change.items()) or "nothing"
+    return f"{changed} (the runs of {cell.same_as})" if cell.same_as else changed
+
+
+def print_summary(summary: Summary, wanted: Sequence[str], console: Console) -> None:
+    """Our numbers beside the paper's and the verdict of each claim, of the experiments that were asked for."""
+    for name in wanted:
+        one = summary.experiments[name]
+        console.print(Text(printable(f"{name}: {one.title} ({one.scale})"), style="bold"))
+        print_table(_numbers(one, summary), console)
+        for why in one.adapted:
+            console.print(Text(printable(f"adapted: {why}"), style="dim"))
+        print_claims(summary, name, console)
+
+
+def print_claims(summary: Summary, experiment: str, console: Console) -> None:
+    """A line per claim of an experiment: verdict, what is claimed, evidence."""
+    claims = [claim for claim in summary.claims if claim.experiment == experiment]
+    if not claims:
+        return
+    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for name in ("verdict", "claim", "evidence"):
+        table.add_column(name, overflow="fold")
+    for claim in claims:
+        verdict = Text(printable(claim.verdict), style=VERDICT_STYLES.get(claim.verdict, "bold yellow"))
+        table.add_row(verdict, Text(printable(claim.said)), Text(printable(claim.evidence)))
+    console.print(table)
+
+
+def _numbers(one: ExperimentSummary, summary: Summary) -> Table:
+    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    table.add_column("cell", overflow="fold")
+    table.add_column("seeds", justify="right")
+    for name in one.columns:
+        known = quantity(name)
+        table.add_column(f"{known.label}\n[dim]{known.unit}", justify="right")
+        if _is_published(one, name):
+            table.add_column("the paper's", justify="right", style="dim")
+    for cell in one.cells:
+        table.add_row(Text(printable(cell)), *_row(one, cell, summary.cells.get(cell, CellSummary(seeds=0))))
+    return table
+
+
+def _row(one: ExperimentSummary, name: str, cell: CellSummary) -> Iterable[str]:
+    failed = sum(run.status == "failed" for run in cell.runs)
+    yield f"{cell.seeds}" + (f", {failed} failed" if failed else "")
+    for column in one.columns:
+        yield _shown(cell.values.get(column), quantity(column).decimals)
+        if _is_published(one, column):
+            value = one.published.get(name, {}).get(column)
+            yield NO if value is None else f"{value:.{quantity(column).decimals}f}"
+
+
+def _shown(value: Estimate | None, decimals: int) -> str:
+    """A mean with its interval."""
+    if value is None:
+        return NO
+    if value.low is None or value.high is None:
+        return f"{value.mean:.{decimals}f}"
+    return f"{value.mean:.{decimals}f} [{value.low:.{decimals}f}, {value.high:.{decimals}f}]"
+
+
+def _is_published(one: ExperimentSummary, column: str) -> bool:
+    return any(column in values for values in one.published.values())

@@ -68,7 +68,7 @@ def record_end(trainer: Trainer, diverged: DivergedError | None, memory: PeakMem
             step=trainer.state.step,
             steps=recipe.train.steps,
             triples=recipe.metric.sequences * recipe.model.layers * recipe.model.heads,
-            seconds=round(seconds_spent(history), 3),
+            seconds=seconds_spent(history),
             tokens_per_second=_tokens_per_second(history),
             peak_memory_mb=peak_memory_mb,
             kurtosis=kurtosis,
@@ -97,7 +97,7 @@ def record_without_model(directory: Path, run_hash: str, name: str, seed: int) -
         step=measured.planned_steps,
         steps=measured.planned_steps,
         triples=measured.sequences * measured.layers * measured.heads,
-        seconds=round(seconds_spent(history), 3),
+        seconds=seconds_spent(history),
         tokens_per_second=_tokens_per_second(history),
         files=checksums(directory),
     ).save(directory)

@@ -13,9 +13,10 @@ import torch
 
 from sinklab.data.prepare import prepared
 from sinklab.errors import InputError, SinklabError, StoppedError
-from sinklab.experiments.documents import RunRecord, read_record
+from sinklab.experiments.documents import RunRecord
 from sinklab.experiments.sweep.planned import Event, PlannedRun
 from sinklab.experiments.sweep.recording import PeakMemory, record_end, record_without_model
+from sinklab.experiments.sweep.store import record_of
 from sinklab.experiments.sweep.together import cards_for, train_together
 from sinklab.train.directory.checkpoint import steps_saved
 from sinklab.train.directory.environment import recorded_hash
@@ -28,11 +29,13 @@ from sinklab.train.world import ALONE, World
 
 log = logging.getLogger(__name__)
 
-Watch = Callable[[Event], None]
-
 
 def train_cell(
-    planned: PlannedRun, threads: int | None, watch: Watch, should_stop: Callable[[], bool], world: World = ALONE
+    planned: PlannedRun,
+    threads: int | None,
+    watch: Callable[[Event], None],
+    should_stop: Callable[[], bool],
+    world: World = ALONE,
 ) -> Event:
     """Train a run, continuing what is there, and record how it ended; what is recorded already is only looked up.
 
@@ -60,9 +63,8 @@ def train_cell(
         return Event(planned.name, "failed", message=f"{type(error).__name__}: {error}")
 
 
-def _ended(planned: PlannedRun, watch: Watch, should_stop: Callable[[], bool], world: World) -> Event:
-    record = world.from_first(lambda: read_record(planned.directory))
-    if record is not None and record.hash == planned.hash:
+def _ended(planned: PlannedRun, watch: Callable[[Event], None], should_stop: Callable[[], bool], world: World) -> Event:
+    if (record := world.from_first(lambda: record_of(planned.directory, planned.hash))) is not None:
         return _as_recorded(planned, record)
     if world.from_first(lambda: _record_remains(planned)):
         return Event(planned.name, "done")
@@ -90,7 +92,7 @@ def _record_remains(planned: PlannedRun) -> bool:
         return False
     recipe = planned.read_recipe()
     with lock_run(directory):
-        if read_record(directory) is None:
+        if record_of(directory, planned.hash) is None:
             record_without_model(directory, planned.hash, recipe.name, recipe.seed)
     return True
 
@@ -109,7 +111,9 @@ def _opened(planned: PlannedRun, recipe: Recipe, world: World) -> Run:
     return run
 
 
-def _trained(planned: PlannedRun, run: Run, watch: Watch, should_stop: Callable[[], bool], world: World) -> Event:
+def _trained(
+    planned: PlannedRun, run: Run, watch: Callable[[Event], None], should_stop: Callable[[], bool], world: World
+) -> Event:
     memory = PeakMemory(world.device(run.recipe.train.device))
 
     def told(progress: StepReport) -> None:
@@ -121,7 +125,7 @@ def _trained(planned: PlannedRun, run: Run, watch: Watch, should_stop: Callable[
     trainer = Trainer(run, told, should_stop, world, record)
     with closing(trainer):
         watch(Event(planned.name, "ready", trainer.state.step))
-        if (found := world.from_first(lambda: read_record(run.directory))) is not None:  # written while it was held
+        if (found := world.from_first(lambda: record_of(run.directory, run.hash))) is not None:  # since
             return _as_recorded(planned, found)
         if world.from_first(lambda: _is_finished(trainer)):
             record(trainer, None)

@@ -17,7 +17,7 @@ from sinklab.train.directory.environment import ENVIRONMENT
 from sinklab.train.optim import learning_rate
 from sinklab.train.recipe import Recipe, load_recipe
 
-MEASURED = ("measurement.json", "measurement.npz")
+MEASURED = ("measurement.json", "measurement.npz", "record.json")
 """What the shorter run ended with, and the longer one writes when it ends."""
 
 

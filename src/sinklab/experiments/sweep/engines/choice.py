@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import ValidationError
 
 from sinklab.errors import InputError
-from sinklab.experiments.sweep.engines.base import Engine
 from sinklab.schema import Part
+
+if TYPE_CHECKING:
+    from sinklab.experiments.sweep.engines.base import Engine
 
 OptionsOfEngine = TypeVar("OptionsOfEngine", bound=Part)
 
@@ -22,7 +24,7 @@ class EngineName(StrEnum):
     ray = "ray"
 
 
-def open_engine(name: EngineName, jobs: int, sweep: Path, settings: Sequence[str] = ()) -> Engine:
+def open_engine(name: EngineName, jobs: int, sweep: Path, settings: Sequence[str] = ()) -> "Engine":
     """An engine that takes runs.
 
     Args:

@@ -24,7 +24,7 @@ HELD_BACK = {signal.SIGINT, *PREEMPTING}
 
 
 @dataclass(frozen=True)
-class Share:
+class MachineShare:
     """Of the machine, for one run at a time.
 
     Attributes:
@@ -38,14 +38,24 @@ class Share:
     cards: str | None = None
 
 
-def shares(jobs: int) -> list[Share]:
-    """The machine in `jobs` parts: disjoint cores where there are enough, else a thread for each; cards likewise."""
+def shares(jobs: int) -> list[MachineShare]:
+    """The machine in `jobs` parts: disjoint cores where there are enough, else a thread for each; cards likewise.
+
+    A part has no more threads than OMP_NUM_THREADS says.
+    """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    said = os.environ.get("OMP_NUM_THREADS", "")
+    most = int(said) if said.isdecimal() and int(said) else os.cpu_count() or 1
     if 0 < jobs <= len(cores):
         mine = [frozenset(cores[job::jobs]) for job in range(jobs)]
-        return [Share(one, len(one), cards) for one, cards in zip(mine, _cards(jobs), strict=True)]
-    threads = max(1, (os.cpu_count() or 1) // jobs)
-    return [Share(None, threads, cards) for cards in _cards(jobs)]
+        return [MachineShare(one, min(most, len(one)), cards) for one, cards in zip(mine, _cards(jobs), strict=True)]
+    threads = min(most, max(1, (os.cpu_count() or 1) // jobs))
+    return [MachineShare(None, threads, cards) for cards in _cards(jobs)]
+
+
+def cores_here() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def jobs_for(runs: int, cores: int) -> int:
@@ -56,13 +66,14 @@ def jobs_for(runs: int, cores: int) -> int:
 def _cards(jobs: int) -> list[str | None]:
     """CUDA_VISIBLE_DEVICES of each part; a card serves several where there are fewer of them."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = given.split(",") if given else [str(number) for number in range(_count_cards())]
+    names = given.split(",") if given else [str(number) for number in range(cards_here())]
     if given == "" or len(names) < 2:
         return [None] * jobs
     return [",".join(names[job::jobs] or [names[job % len(names)]]) for job in range(jobs)]
 
 
-def _count_cards() -> int:
+def cards_here() -> int:
+    """How many cards of CUDA this process sees."""
     import torch
 
     return torch.cuda.device_count()
@@ -73,7 +84,7 @@ class _Running:
     """A process that trains a run, with its part of the machine and this end of the pipe to it."""
 
     process: BaseProcess
-    share: Share
+    share: MachineShare
     pipe: Connection
 
 
@@ -174,7 +185,7 @@ def _death(process: BaseProcess) -> str:
     return f"the process ended with status {code} and no message; run the same command again to continue"
 
 
-def _train(run: PlannedRun, share: Share, environment: Mapping[str, str], pipe: Connection) -> None:
+def _train(run: PlannedRun, share: MachineShare, environment: Mapping[str, str], pipe: Connection) -> None:
     """The body of a process. Whatever comes through the pipe, and its end, is a request to stop."""
     from sinklab.experiments.sweep.worker import train_cell
 

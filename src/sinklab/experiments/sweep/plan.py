@@ -1,0 +1,215 @@
+"""From experiments to runs: a recipe per cell and seed, its hash with the data it has, and the order of training."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sinklab.data.shards import TokenDataset
+from sinklab.errors import InputError
+from sinklab.experiments.claims import Diverges
+from sinklab.experiments.definition import Experiment, Scale
+from sinklab.experiments.sweep.planned import PlannedRun
+from sinklab.files import parse_yaml
+from sinklab.interventions.variants import VARIANTS
+from sinklab.schema import leaves
+from sinklab.train.directory.run import resolve
+from sinklab.train.recipe import DATA_ORIGIN, KINDS, Recipe, build_recipe, recipe_text
+
+
+@dataclass(frozen=True)
+class Question:
+    """An experiment that is asked for.
+
+    Attributes:
+        scale: at which.
+        seeds: 0, 1, .. of each cell.
+    """
+
+    experiment: Experiment
+    scale: Scale
+    seeds: int
+
+
+@dataclass(frozen=True)
+class SweepCell:
+    """A cell, in whichever experiments it is.
+
+    Attributes:
+        recipe: of seed 0.
+        change: dotted keys of the recipe and their values, where they are not the base's.
+        seeds: how many.
+        may_diverge: that it does not train would be a result.
+    """
+
+    name: str
+    recipe: Recipe
+    change: Mapping[str, object]
+    seeds: int
+    may_diverge: bool
+
+    def of_seed(self, seed: int) -> Recipe:
+        """Its recipe with another seed."""
+        return self.recipe.model_copy(update={"seed": seed})
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """Every cell of some experiments once, and the order in which their seeds are trained.
+
+    Attributes:
+        cells: by name.
+        order: names of cells with seeds: by the rank of the experiment, and within one all cells of seed 0 first.
+    """
+
+    cells: Mapping[str, SweepCell]
+    order: Sequence[tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class PlannedSweep:
+    """A plan whose data is there.
+
+    Attributes:
+        runs: to be trained in this order; cells with the same recipe are one run.
+        hashes: of the run of every cell and seed.
+    """
+
+    plan: SweepPlan
+    runs: Sequence[PlannedRun]
+    hashes: Mapping[tuple[str, int], str] = field(default_factory=dict)
+
+
+def check_scale(experiment: Experiment, scale: str) -> None:
+    """Refuse a scale that an experiment lacks.
+
+    Raises:
+        InputError: it names those that there are.
+    """
+    if scale not in experiment.base:
+        raise InputError(f"{experiment.id} has no scale {scale!r}; it has: {', '.join(experiment.base)}")
+
+
+def plan_sweep(questions: Sequence[Question], overlay: Mapping[str, Any]) -> SweepPlan:
+    """The cells and their order; no data is needed.
+
+    Args:
+        questions: of one scale.
+        overlay: laid over every recipe.
+
+    Raises:
+        InputError: an experiment lacks the scale, an overlay makes an invalid recipe (the message names the field), or
+            two experiments mean different recipes by the name of a cell.
+    """
+    cells: dict[str, SweepCell] = {}
+    order: dict[tuple[str, int], None] = {}
+    first: dict[str, str] = {}
+    for question in sorted(questions, key=lambda one: one.experiment.rank):
+        own = cells_of(question, overlay)
+        for name, cell in own.items():
+            known = cells.get(name, cell)
+            if known.recipe != cell.recipe:
+                raise InputError(
+                    f"cell {name} of {question.experiment.id} is not what {first[name]} means by it "
+                    f"({_first_difference(known.recipe, cell.recipe)}): run them in different directories (--out), or "
+                    "give the cell another name"
+                )
+            first.setdefault(name, question.experiment.id)
+            seeds, may_diverge = max(cell.seeds, known.seeds), cell.may_diverge or known.may_diverge
+            cells[name] = SweepCell(name, known.recipe, known.change, seeds, may_diverge)
+        order |= dict.fromkeys((name, seed) for seed in range(question.seeds) for name in own)
+    return SweepPlan(cells, tuple(order))
+
+
+def cells_of(question: Question, overlay: Mapping[str, Any]) -> dict[str, SweepCell]:
+    """The cells of one experiment; raises as `plan_sweep`."""
+    experiment, scale = question.experiment, question.scale
+    check_scale(experiment, scale)
+    diverging = {
+        claim.check.cell
+        for claim in experiment.claims_at(scale)
+        if isinstance(claim.check, Diverges) and claim.check.kind == "diverges"
+    }
+    values = base_values(experiment, scale)
+    base = build_recipe(values, overlay, origin=experiment.base[scale])
+    found = {}
+    for name, overlays in experiment.cells_at(scale).items():
+        top = {"name": name, "seed": 0}
+        recipe = build_recipe(values, *overlays, overlay, top, origin=f"cell {name} of {experiment.id}")
+        may_diverge = name in diverging or any(_may_diverge(one) for one in overlays)
+        found[name] = SweepCell(name, recipe, change_of(recipe, base, overlays), question.seeds, may_diverge)
+    return found
+
+
+def base_values(experiment: Experiment, scale: Scale) -> Mapping[str, Any]:
+    """What the base recipe of an experiment says.
+
+    Raises:
+        InputError: there is no such recipe, or it is not YAML.
+    """
+    name = experiment.base[scale]
+    try:
+        values = parse_yaml(recipe_text(name))
+    except ValueError as error:
+        raise InputError(f"{name}, the base of {experiment.id}, is no recipe: {error}") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{name}, the base of {experiment.id}, must hold a mapping of recipe keys")
+    return values
+
+
+def change_of(recipe: Recipe, base: Recipe, overlays: Sequence[Mapping[str, Any]]) -> dict[str, object]:
+    """Dotted keys of a recipe that overlays on the base have set to something else, and their values.
+
+    A choice that is given by its bare name is listed as such; what comes along with a kind by default is not listed.
+    """
+    before, after = (leaves(one.model_dump(mode="json")) for one in (base, recipe))
+    said = {key for overlay in overlays for key in leaves(overlay)}
+    changed: dict[str, object] = {}
+    for key in sorted(said):
+        full = next((name for name in (key, *(f"{key}.{kind}" for kind in KINDS)) if name in after), None)
+        if full is not None and (full not in before or before[full] != after[full]):
+            changed[key] = after[full]
+    return changed
+
+
+def place_sweep(
+    plan: SweepPlan, data: Mapping[str, TokenDataset], out: Path, found: Mapping[str, Path]
+) -> PlannedSweep:
+    """Runs with their hashes and directories.
+
+    Args:
+        data: of every recipe, by `data_key`.
+        out: of the sweep.
+        found: directories of runs that are there already, by hash.
+
+    Raises:
+        InputError: a model's vocabulary is smaller than the tokenizer's.
+    """
+    runs: dict[str, PlannedRun] = {}
+    hashes: dict[tuple[str, int], str] = {}
+    several = any(cell.seeds > 1 for cell in plan.cells.values())
+    for name, seed in plan.order:
+        cell = plan.cells[name]
+        dataset = data[data_key(cell.recipe)]
+        recipe = resolve(cell.of_seed(seed), dataset)
+        run_hash = hashes[name, seed] = recipe.content_hash(dataset.fingerprint)
+        if run_hash not in runs:
+            directory = found.get(run_hash) or out / f"{name}-{run_hash}"
+            label = f"{name} seed {seed}" if several else name
+            runs[run_hash] = PlannedRun(label, recipe.to_yaml(), directory, run_hash)
+    return PlannedSweep(plan, tuple(runs.values()), hashes)
+
+
+def data_key(recipe: Recipe) -> str:
+    """What recipes have in common whose data is prepared once."""
+    return recipe.data.model_dump_json(include=DATA_ORIGIN)
+
+
+def _may_diverge(overlay: Mapping[str, Any]) -> bool:
+    return any(variant.may_diverge and variant.overlay == overlay for variant in VARIANTS.values())
+
+
+def _first_difference(one: Recipe, other: Recipe) -> str:
+    before, after = (leaves(recipe.model_dump(mode="json")) for recipe in (one, other))
+    key = next(key for key in {**before, **after} if before.get(key) != after.get(key))
+    return f"{key} is {before.get(key)} there and {after.get(key)} here"

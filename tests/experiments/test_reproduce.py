@@ -1,0 +1,230 @@
+"""`sinklab reproduce`: trains what is missing, wherever it lies, and adds up what there is."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Run
+from sweeps import EXPERIMENT, write_experiment
+
+from sinklab.experiments.documents import SUMMARY
+from sinklab.train.directory.lock import LOCK, lock_run
+
+OTHER = """
+id: other
+title: "Two of them again"
+base: small.yaml
+cells:
+  softmax: {}
+  gate: gate_head
+  softmax_again: {}
+seeds: 1
+rank: 1
+"""
+DIVERGING = """
+id: diverging
+title: "One of them does not train"
+base: small.yaml
+cells:
+  softmax: {}
+  huge: {optim: {lr: 1.0e+30, clip: null}, schedule: {warmup_steps: 0}}
+seeds: 1
+"""
+OPTIONS = ("--text", "text.jsonl", "--jobs", 2)  # a thread each
+
+
+@pytest.fixture
+def run(run: Run) -> Run:
+    """`sinklab ARGS` in a folder with experiments and a text."""
+    write_experiment(Path(), other=OTHER, diverging=DIVERGING)
+    return run
+
+
+def summary_of(out: Path) -> dict[str, Any]:
+    return json.loads((out / SUMMARY).read_text())
+
+
+def records(out: Path) -> dict[str, int]:
+    """When each record was written, by its directory."""
+    return {path.parent.name: os.stat(path).st_mtime_ns for path in out.rglob("record.json")}
+
+
+def test_an_experiment_of_ones_own_is_run_by_its_file_and_once(run: Run) -> None:
+    status, out, err = run("reproduce", "mine.yaml", *OPTIONS, "--json")
+    assert status == 0, err
+    summary = json.loads(out)
+    assert list(summary["cells"]) == ["softmax", "sigmoid", "decayed"]
+    assert [claim["verdict"] for claim in summary["claims"]] == ["reproduced"]
+    assert summary_of(Path("runs/tiny")) == summary
+    assert Path("runs/tiny/report.html").is_file()
+    made = records(Path("runs/tiny"))
+    assert len(made) == 6  # three cells, two seeds
+    status, out, _ = run("reproduce", "mine.yaml", *OPTIONS)
+    assert status == 0
+    assert "it has learnt" in out
+    assert made == records(Path("runs/tiny"))
+
+
+def test_experiments_share_their_cells_and_a_summary(run: Run) -> None:
+    status, out, err = run("reproduce", "mine.yaml", "other.yaml", *OPTIONS, "--json")
+    assert status == 0, err
+    assert len(records(Path("runs/tiny"))) == 6 + 1  # softmax is there, softmax_again is softmax
+    summary = json.loads(out)
+    assert list(summary["experiments"]) == ["other", "mine"]  # by rank
+    cells = summary["cells"]
+    assert cells["softmax_again"]["runs"][0]["hash"] == cells["softmax"]["runs"][0]["hash"]
+    assert cells["softmax"]["seeds"] == 2
+
+
+def test_what_was_asked_for_before_stays_in_the_summary(run: Run) -> None:
+    assert run("reproduce", "mine.yaml", *OPTIONS)[0] == 0
+    assert run("reproduce", "other.yaml", *OPTIONS)[0] == 0
+    assert list(summary_of(Path("runs/tiny"))["experiments"]) == ["other", "mine"]
+    assert run("reproduce", "mine.yaml", *OPTIONS, "--seeds", 1)[0] == 0
+    assert summary_of(Path("runs/tiny"))["cells"]["sigmoid"]["seeds"] == 2
+
+
+def test_runs_of_other_steps_stay_and_are_not_in_the_summary(run: Run) -> None:
+    assert run("reproduce", "mine.yaml", *OPTIONS)[0] == 0
+    status, _, err = run("reproduce", "other.yaml", *OPTIONS, "--steps", 2)
+    assert status == 0
+    assert "not in this summary, as their scale, steps or text differ: mine" in err
+    assert list(summary_of(Path("runs/tiny"))["experiments"]) == ["other"]
+    assert len(records(Path("runs/tiny"))) == 6 + 2
+
+
+def test_a_run_of_sinklab_train_below_the_directory_is_taken(run: Run) -> None:
+    told = ["--set", "data.source=text.jsonl", "--set", "model.attention.operation=sigmoid", "--set", "seed=1"]
+    assert run("train", "small.yaml", *told, "--out", "out/elsewhere/mine")[0] == 0
+    before = Path("out/elsewhere/mine/measurement.json").stat().st_mtime_ns
+    assert run("reproduce", "mine.yaml", *OPTIONS, "--out", "out")[0] == 0
+    assert before == Path("out/elsewhere/mine/measurement.json").stat().st_mtime_ns
+    runs = summary_of(Path("out"))["cells"]["sigmoid"]["runs"]
+    assert runs[1]["directory"] == "elsewhere/mine"
+    assert runs[1]["status"] == "done"
+    assert len(list(Path("out").rglob("env.json"))) == 6
+
+
+def test_a_dry_run_says_what_is_to_be_done_and_writes_nothing(run: Run) -> None:
+    before = set(Path().rglob("*"))
+    status, out, _ = run("reproduce", "mine.yaml", *OPTIONS, "--dry-run")
+    assert status == 0
+    assert "optim.weight_decay=0.5" in out
+    assert "6 of 6 runs are to be trained, 2 at a time" in out
+    assert set(Path().rglob("*")) == before
+    assert run("reproduce", "mine.yaml", *OPTIONS, "--seeds", 1)[0] == 0
+    status, out, _ = run("reproduce", "mine.yaml", *OPTIONS, "--dry-run", "--json")
+    ahead = json.loads(out)
+    assert (ahead["runs"], ahead["missing"]) == (6, 3)
+    assert [cell["done"] for cell in ahead["cells"]] == [1, 1, 1]
+    assert ahead["hours"] > 0
+    assert ahead["estimated"] == "by the finished runs of that directory"
+
+
+def test_a_cell_that_fails_is_shown_the_others_go_on_and_the_status_is_1(run: Run) -> None:
+    status, out, err = run("reproduce", "diverging.yaml", *OPTIONS)
+    assert status == 1
+    assert "failed: huge: step" in err
+    assert "1 failed" in out
+    cells = summary_of(Path("runs/tiny"))["cells"]
+    assert cells["softmax"]["seeds"] == 1
+    assert cells["huge"]["runs"][0]["status"] == "failed"
+    assert "diverged" in cells["huge"]["runs"][0]["message"]
+    before = records(Path("runs/tiny"))
+    assert run("reproduce", "diverging.yaml", *OPTIONS)[0] == 1
+    assert records(Path("runs/tiny")) == before
+
+
+def test_a_cell_that_is_claimed_to_diverge_is_a_result(run: Run) -> None:
+    claims = 'claims:\n  - {id: fails, text: "it does not train", check: {is: diverges, cell: huge}}\n'
+    Path("diverging.yaml").write_text(DIVERGING + claims)
+    status, out, err = run("reproduce", "diverging.yaml", *OPTIONS, "--json")
+    assert status == 0, err
+    assert [claim["verdict"] for claim in json.loads(out)["claims"]] == ["reproduced"]
+
+
+def test_a_run_that_was_edited_is_named_and_not_trained_again(run: Run) -> None:
+    assert run("reproduce", "other.yaml", *OPTIONS)[0] == 0
+    before = records(Path("runs/tiny"))
+    (directory,) = Path("runs/tiny").glob("gate-*")
+    with (directory / "recipe.yaml").open("a") as file:
+        file.write("# looked at\n")
+    status, _, err = run("reproduce", "other.yaml", *OPTIONS)
+    assert status == 0
+    assert f"{directory} was changed by hand since its run ended (recipe.yaml)" in err
+    assert records(Path("runs/tiny")) == before
+    assert summary_of(Path("runs/tiny"))["cells"]["gate"]["runs"][0]["edited"] == ["recipe.yaml"]
+
+
+def test_a_lock_that_nobody_holds_keeps_nobody_out(run: Run) -> None:
+    assert run("reproduce", "other.yaml", *OPTIONS)[0] == 0
+    (directory,) = Path("runs/tiny").glob("gate-*")
+    (directory / "record.json").unlink()
+    lock_run(directory).close()
+    assert (directory / LOCK).is_file()
+    assert run("reproduce", "other.yaml", *OPTIONS)[0] == 0
+    assert (directory / "record.json").is_file()
+
+
+def not_ours(out: Path) -> None:
+    (out / SUMMARY).write_text('{"mine": 1}')
+
+
+def newer(out: Path) -> None:
+    (out / SUMMARY).write_text('{"schema": 3, "cells": {}, "claims": []}')
+
+
+def damaged_question(out: Path) -> None:
+    (out / "asked").mkdir()
+    (out / "asked" / "mine.json").write_text("{")
+
+
+def nothing(out: Path) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("args", "prepare", "said"),
+    [
+        (["tabel_4"], nothing, "did you mean table_4"),
+        (["emergence", "--scale", "60m"], nothing, "emergence has no scale '60m'; it has: tiny"),
+        (["all", "--scale", "huge"], nothing, "no experiment has scale 'huge'; there are: tiny, small, 60m, 1b"),
+        (["mine.yaml", "--engine", "cloud"], nothing, "Invalid value for '--engine'"),
+        (["mine.yaml", "--text", "nowhere.txt"], nothing, "--text nowhere.txt: there is no such file"),
+        (["mine.yaml"], not_ours, "was not written by sinklab"),
+        (["mine.yaml"], newer, "has schema 3"),
+        (["mine.yaml"], damaged_question, "asked/mine.json cannot be read"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(run: Run, args: list[str], prepare: Any, said: str) -> None:
+    Path("out").mkdir()
+    prepare(Path("out"))
+    before = set(Path("out").rglob("*"))
+    status, out, err = run("reproduce", "--text", "text.jsonl", *args, "--out", "out")
+    assert (status, out) == (2, "")
+    assert said in " ".join(err.split())
+    assert set(Path("out").rglob("*")) == before
+
+
+def test_two_experiments_that_mean_different_things_by_a_name_are_refused(run: Run) -> None:
+    Path("other.yaml").write_text(OTHER.replace("gate: gate_head", "sigmoid: gate_head"))
+    status, _, err = run("reproduce", "mine.yaml", "other.yaml", *OPTIONS)
+    assert status == 2
+    assert "cell sigmoid of mine is not what other means by it" in " ".join(err.split())
+    assert not Path("runs").exists()
+
+
+def test_a_name_that_meant_another_recipe_in_an_earlier_call_is_refused(run: Run) -> None:
+    assert run("reproduce", "mine.yaml", *OPTIONS, "--seeds", 1)[0] == 0
+    Path("other.yaml").write_text(OTHER.replace("gate: gate_head", "sigmoid: gate_head"))
+    status, _, err = run("reproduce", "other.yaml", *OPTIONS)
+    assert status == 2
+    assert "sigmoid of other is not what mine, which was run here before, meant by it" in " ".join(err.split())
+
+
+def test_the_help_says_how_many_seeds_there_are_unless_told(run: Run) -> None:
+    assert EXPERIMENT.count("seeds: 2") == 1
+    _, out, _ = run("reproduce", "--help")
+    assert "as the experiment says" in " ".join(out.split())
