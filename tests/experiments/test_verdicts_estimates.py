@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from sinklab.experiments.quantities import Measure
 from sinklab.experiments.verdicts.estimates import (
     MeanOverSeeds,
     SeedSpread,
@@ -18,7 +19,7 @@ from sinklab.experiments.verdicts.estimates import (
     single_spread,
     within,
 )
-from sinklab.experiments.verdicts.transforms import shifted, transformed, turned_back
+from sinklab.experiments.verdicts.transforms import slope, transformed, turned_back
 
 
 def known(spread: SeedSpread | None) -> SeedSpread:
@@ -44,13 +45,11 @@ def test_what_lies_beyond_all_rates_comes_back_as_the_last_of_them() -> None:
     assert turned_back(800.0, "rate", 1600) == 100.0
 
 
-def test_a_step_in_points_leads_from_the_mean_to_the_mean_and_the_step_and_beyond_the_end_without_bound() -> None:
-    y = transformed(20.0, "rate", 1600)
-    assert y + shifted(y, 5.0, "rate", 1600) == pytest.approx(transformed(25.0, "rate", 1600))
-    assert shifted(y, -20.5, "rate", 1600) == -math.inf
-    assert shifted(y, 80.0, "rate", 1600) == math.inf
-    assert shifted(math.log(3.0), 0.3, "positive", 1) == pytest.approx(math.log(1.1))
-    assert shifted(math.log(3.0), -4.0, "positive", 1) == -math.inf
+@pytest.mark.parametrize(("value", "measure"), [(0.5, "rate"), (20.0, "rate"), (95.0, "rate"), (3.0, "positive")])
+def test_the_slope_of_a_transform_is_its_derivative(value: float, measure: Measure) -> None:
+    step = 1e-5
+    rise = transformed(value + step, measure, 1600) - transformed(value - step, measure, 1600)
+    assert slope(value, measure, 1600) == pytest.approx(rise / (2 * step), rel=1e-6)
 
 
 def test_the_single_spread_is_that_within_cells_whatever_lies_between_them() -> None:
@@ -120,7 +119,7 @@ def test_without_a_spread_there_is_no_interval_and_nothing_is_decided() -> None:
         assert mean.p == 1.0
         assert within(mean, 0.0, 10.0) is None
         assert within(mean, -math.inf, math.inf) is None
-        assert equivalent(mean, -1.0, 10.0) is None
+        assert equivalent([mean.moved_to(-9.0)]) is None
 
 
 def test_holm_on_a_textbook_example() -> None:
@@ -153,13 +152,15 @@ def test_equivalence_is_two_one_sided_tests_of_scipy() -> None:
         above = stats.ttest_1samp(d, -0.5, alternative="greater")
         below = stats.ttest_1samp(d, 0.5, alternative="less")
         theirs = max(np.asarray(test)[1] for test in (above, below))
-        assert (equivalent(over_seeds(d.tolist(), None), -0.5, 0.5) is True) == (theirs < 0.05)
+        mean = over_seeds(d.tolist(), None)
+        sides = [mean.moved_to(mean.mean - 0.5), mean.negated().moved_to(-mean.mean - 0.5)]
+        assert (equivalent(sides) is True) == (theirs < 0.05)
 
 
 def test_more_comparisons_make_it_harder_to_refute_that_all_are_equal() -> None:
-    mean = over_seeds([1.9, 2.0, 2.1], None)
-    assert equivalent(mean, -1.74, 1.74) is False
-    assert equivalent(mean, -1.74, 1.74, comparisons=3) is None
+    mean = over_seeds([0.16, 0.26, 0.36], None)
+    assert equivalent([mean]) is False
+    assert equivalent([mean], comparisons=3) is None
 
 
 def test_the_seeds_that_decide_are_the_fewest_that_do_and_none_beyond_a_thousand() -> None:

@@ -40,7 +40,7 @@ def at_sinks(check: Check, sinks: Mapping[str, Sequence[float]] = SINKS) -> Judg
         ({"is": "less", "cell": "k_biases", "than": "softmax"}, "reproduced"),
         ({"is": "less", "cell": "k_biases", "than": "softmax", "at_most": 1.0}, "reproduced"),
         ({"is": "less", "cell": "k_biases", "than": "softmax", "by": 20.0}, "reproduced"),
-        ({"is": "less", "cell": "k_biases", "than": "softmax", "by": 34.0}, "reproduced"),
+        ({"is": "less", "cell": "k_biases", "than": "softmax", "by": 34.0}, "direction only"),
         ({"is": "less", "cell": "k_biases", "than": "softmax", "by": 40.0}, "direction only"),
         ({"is": "less", "cell": "k_biases", "than": "softmax", "times": 2.0}, "reproduced"),
         ({"is": "greater", "cell": "softmax", "than": "k_biases", "at_least": 50.0}, "direction only"),

@@ -1,8 +1,7 @@
 """Claims that compare cells, or numbers within one: greater, less, equal, alike, rising, falling, precedes."""
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 from sinklab.experiments.claims import Alike, Differs, Equal, Monotone, Precedes
@@ -17,6 +16,7 @@ from sinklab.experiments.verdicts.estimates import (
 )
 from sinklab.experiments.verdicts.evidence import Evidence, Finding, missing, undecided
 from sinklab.experiments.verdicts.families import AdjustedP, Compared, comparison
+from sinklab.experiments.verdicts.margins import beyond_margin, beyond_times
 from sinklab.experiments.verdicts.observations import Observations
 from sinklab.experiments.verdicts.wording import (
     bounds,
@@ -49,7 +49,7 @@ def judge_differs(check: Differs, evidence: Evidence, adjusted: Adjusted) -> Fin
     said += f", {p_value(p.adjusted, p.comparisons)}" if mean.spread else ""
     found = _tested(said, mean, sign, p)
     found = _with_steps_never_reached(found, seen, {check.cell: sign, check.than: -sign})
-    return _with_size(found, check, seen, mean) if found.holds else found
+    return _with_size(found, check, seen) if found.holds else found
 
 
 def _tested(said: str, mean: MeanOverSeeds, sign: int, p: AdjustedP) -> Finding:
@@ -71,18 +71,16 @@ def _with_steps_never_reached(found: Finding, seen: Observations, helped_by: Map
     return found
 
 
-def _with_size(found: Finding, check: Differs, seen: Observations, mean: MeanOverSeeds) -> Finding:
+def _with_size(found: Finding, check: Differs, seen: Observations) -> Finding:
     """An established direction, and whether the size that the claim states is established, too."""
-    sign, shared = (1 if check.kind == "greater" else -1), seen.shared(check.cells)
-    said, size = found.said, True
+    greater, said, size = check.kind == "greater", found.said, True
+    high, low = (check.cell, check.than) if greater else (check.than, check.cell)
     if check.by is not None:
-        size = _beyond(mean, seen.shifted(sign * check.by, check.than, shared), sign)
+        size = _beyond(beyond_margin(seen, high, low, check.by))
         said += f"; claimed: by {check.by:g}{step_unit(seen.quantity)}"
     if check.times is not None:
-        around = seen.turned_back(seen.mean_y(check.than, shared), check.than)
-        step = around * (check.times if sign > 0 else 1 / check.times) - around
-        size = size and _beyond(mean, seen.shifted(step, check.than, shared), sign)
-        said += f"; claimed: {check.times:g} times as {'large' if sign > 0 else 'small'}"
+        size = size and _beyond(beyond_times(seen, high, low, check.times))
+        said += f"; claimed: {check.times:g} times as {'large' if greater else 'small'}"
     if check.at_least is not None or check.at_most is not None:
         size = size and keeps_bounds(seen, check.cell, check.at_least, check.at_most) is True
         limits = bounds(check.at_least, check.at_most, seen.quantity)
@@ -90,29 +88,8 @@ def _with_size(found: Finding, check: Differs, seen: Observations, mean: MeanOve
     return replace(found, said=said, size=size)
 
 
-def _beyond(mean: MeanOverSeeds, step: float, sign: int) -> bool:
-    """Whether the interval of a difference lies beyond a step in the direction of `sign`."""
-    low, high = mean.interval()
-    return math.isfinite(step) and (low >= step if sign > 0 else high <= step)
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """A cell and the one it is compared with, and the margin as their difference is compared."""
-
-    cell: str
-    to: str
-    mean: MeanOverSeeds
-    low: float
-    high: float
-
-
-def _pair(seen: Observations, cell: str, to: str, margin: float) -> _Pair | None:
-    mean = seen.contrast({cell: 1.0, to: -1.0})
-    if mean is None:
-        return None
-    shared = seen.shared((cell, to))
-    return _Pair(cell, to, mean, seen.shifted(-margin, to, shared), seen.shifted(margin, to, shared))
+def _beyond(mean: MeanOverSeeds | None) -> bool:
+    return mean is not None and mean.interval()[0] >= 0
 
 
 def judge_equal(check: Equal, evidence: Evidence) -> Finding:
@@ -128,33 +105,32 @@ def judge_alike(check: Alike, evidence: Evidence) -> Finding:
     return _equivalence(evidence, check, list(combinations(by_mean, 2)))
 
 
-def _equivalence(evidence: Evidence, check: Equal | Alike, of: Sequence[tuple[str, str]]) -> Finding:
+def _equivalence(evidence: Evidence, check: Equal | Alike, pairs: Sequence[tuple[str, str]]) -> Finding:
     """All pairs are equal (True), one of them is not (False), or neither can be said."""
     seen = evidence.of(check.value, check.at_step)
     if absent := [cell for cell in check.cells if cell not in seen.by_cell]:
         return missing(check.value, check.at_step, absent)
     said = "; ".join(each_seed(seen, cell) for cell in check.cells)
-    pairs = [_pair(seen, cell, to, check.margin) for cell, to in of]
-    known = [pair for pair in pairs if pair]
-    if len(known) < len(pairs):
+    differences = {pair: mean for pair in pairs if (mean := seen.contrast({pair[0]: 1.0, pair[1]: -1.0}))}
+    if len(differences) < len(pairs):
         return Finding(None, said, note="no seed has all")
-    farthest = max(known, key=lambda pair: (abs(pair.mean.mean), pair.cell, pair.to))
-    shared = seen.shared((farthest.cell, farthest.to))
-    which = "" if len(known) == 1 else f"largest {farthest.cell} and {farthest.to}, "
-    said += f" ({seeds(min(pair.mean.n for pair in known))}): {which}"
-    said += f"{difference(seen, farthest.mean, farthest.to, shared, EQUIVALENCE)} at 90 %, "
-    said += f"margin {check.margin:g}{step_unit(seen.quantity)}"
+    sides = [
+        side for cell, to in pairs for high, low in ((cell, to), (to, cell))
+        if (side := beyond_margin(seen, high, low, check.margin))
+    ]  # fmt: skip
+    farthest = max(differences, key=lambda pair: (abs(differences[pair].mean), pair))
+    which = "" if len(pairs) == 1 else f"largest {farthest[0]} and {farthest[1]}, "
+    shared = seen.shared(farthest)
+    said += f" ({seeds(min(mean.n for mean in differences.values()))}): {which}"
+    said += difference(seen, differences[farthest], farthest[1], shared, EQUIVALENCE)
+    said += f" at 90 %, margin {check.margin:g}{step_unit(seen.quantity)}"
+    said += f", {p_value(max(side.one_sided_p() for side in sides))}" if sides else ""
 
-    def outcome(n: int | None) -> bool | None:
-        means = [pair.mean.with_seeds(n) if n else pair.mean for pair in known]
-        found = [equivalent(m, pair.low, pair.high, len(known)) for m, pair in zip(means, known, strict=True)]
-        return False if False in found else None if None in found else True
+    def outcome(n: int) -> bool | None:
+        return equivalent([side.with_seeds(n) for side in sides], len(pairs))
 
-    holds = outcome(None)
-    if holds is None:
-        found = undecided(said, [pair.mean for pair in known], lambda n: outcome(n) is not None)
-    else:
-        found = Finding(holds, said)
+    holds = equivalent(sides, len(pairs)) if all(mean.spread for mean in differences.values()) else None
+    found = Finding(holds, said) if holds is not None else undecided(said, sides, lambda n: outcome(n) is not None)
     return _with_steps_never_reached(found, seen, dict.fromkeys(check.cells, -1.0))
 
 

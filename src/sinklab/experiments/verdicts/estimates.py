@@ -75,6 +75,20 @@ class MeanOverSeeds:
             return 1.0
         return float(2 * stdtr(self.spread.df, -abs(self.mean) / self.standard_error))
 
+    def one_sided_p(self) -> float:
+        """Of the t test that the mean is not below 0; 1 where the spread is unknown."""
+        from scipy.special import stdtr
+
+        return float(stdtr(self.spread.df, self.mean / self.standard_error)) if self.spread else 1.0
+
+    def moved_to(self, mean: float) -> "MeanOverSeeds":
+        """Another mean with this spread."""
+        return replace(self, mean=mean)
+
+    def negated(self) -> "MeanOverSeeds":
+        """The mean of the opposite."""
+        return replace(self, mean=-self.mean)
+
     def with_seeds(self, n: int) -> "MeanOverSeeds":
         """The same mean and spread as they would be with n seeds of every cell."""
         if not self.spread or self.spread.recorded or self.n == 1:
@@ -160,16 +174,17 @@ def within(mean: MeanOverSeeds, low: float, high: float, level: float = LEVEL) -
     return False if highest < low or high < lowest else None
 
 
-def equivalent(mean: MeanOverSeeds, low: float, high: float, comparisons: int = 1) -> bool | None:
-    """Whether a difference lies within a margin, by two one-sided tests at 5 %; False where its interval lies outside.
+def equivalent(sides: Sequence[MeanOverSeeds], comparisons: int = 1) -> bool | None:
+    """Whether what is to be below 0 is (True), by one-sided tests at 5 %, or one of it is above (False).
 
     Args:
-        low, high: the margin.
-        comparisons: that may refute the same claim: the level of that interval is Bonferroni's for so many.
+        sides: how far each side lies beyond the margin.
+        comparisons: that may refute the same claim: the level of the intervals is Bonferroni's for so many.
     """
-    if within(mean, low, high, EQUIVALENCE):
+    if all(side.one_sided_p() < 1 - LEVEL for side in sides):
         return True
-    return False if within(mean, low, high, 1 - (1 - LEVEL) / comparisons) is False else None
+    level = 1 - (1 - LEVEL) / comparisons
+    return False if any(side.interval(level)[0] > 0 for side in sides) else None
 
 
 def seeds_that_decide(now: int, decided: Callable[[int], bool]) -> int | None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -10,7 +10,7 @@ from sinklab.experiments.quantities import Quantity, RunNumbers, quantity
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.verdicts.estimates import MeanOverSeeds, SeedSpread, over_seeds, paired_spread, single_spread
 from sinklab.experiments.verdicts.recorded import QuantitySpread, RecordedSpread
-from sinklab.experiments.verdicts.transforms import shifted, transformed, turned_back
+from sinklab.experiments.verdicts.transforms import transformed, turned_back
 
 End = Literal["low", "high"]
 
@@ -69,9 +69,15 @@ class Observations:
         if not seeds:
             return None
         sums = [sum(weight * self.by_cell[cell][seed].y for cell, weight in weights.items()) for seed in seeds]
-        norm = sum(weight * weight for weight in weights.values()) ** 0.5
-        known = self.paired and SeedSpread(self.paired.sd * norm, self.paired.df, self.paired.recorded)
-        return over_seeds(sums, known)
+        return over_seeds(sums, self._spread_of(list(weights.values())))
+
+    def _spread_of(self, weights: Sequence[float]) -> SeedSpread | None:
+        """Of a weighted sum over cells: where the weights do not add up to 0, what all cells of a seed share stays."""
+        if not self.paired:
+            return None
+        apart, together = math.fsum(weight * weight for weight in weights), math.fsum(weights) ** 2
+        shared = max(0.0, self.single.sd**2 - self.paired.sd**2) if self.single else 0.0
+        return replace(self.paired, sd=math.sqrt(apart * self.paired.sd**2 + together * shared))
 
     def shared(self, cells: Sequence[str]) -> list[int]:
         """The seeds that all of these cells have."""
@@ -112,10 +118,6 @@ class Observations:
     def mean_y(self, cell: str, seeds: Sequence[int]) -> float:
         """The mean of a cell over these seeds, as it is compared."""
         return math.fsum(self.by_cell[cell][seed].y for seed in seeds) / len(seeds)
-
-    def shifted(self, by: float, cell: str, seeds: Sequence[int]) -> float:
-        """How far from the mean of a cell over these seeds a step in the quantity's unit leads."""
-        return shifted(self.mean_y(cell, seeds), by, self.quantity.measure, self.triples(cell))
 
 
 def observe(

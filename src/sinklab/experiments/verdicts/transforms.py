@@ -1,4 +1,4 @@
-"""The scales on which numbers are compared: rates as logits, what is above zero as logarithms, and back again.
+"""The scales on which numbers are compared: rates as logits, what is above zero as logarithms, all else as it is.
 
 A rate of k out of N triples counts as (k + 1/2) / (N + 1), so that 0 % and 100 % have a logit.
 """
@@ -12,7 +12,7 @@ def transformed(value: float, measure: Measure, triples: int) -> float:
     """A number as it is compared.
 
     Args:
-        value: percent for a rate, otherwise above zero.
+        value: percent for a rate, above zero where it is positive.
         triples: that a rate is over.
     """
     if measure == "plain":
@@ -34,14 +34,11 @@ def turned_back(y: float, measure: Measure, triples: int) -> float:
     return 100 * min(max(hits / triples, 0.0), 1.0)
 
 
-def shifted(y: float, by: float, measure: Measure, triples: int) -> float:
-    """How far on the transformed scale a step in the unit that people read leads from `y`.
-
-    Infinite where it leads to the end of what such a number can be or beyond: to nothing, to 100 %.
-    """
-    value = turned_back(y, measure, triples) + by
-    if measure != "plain" and by < 0 and value <= 0:
-        return -math.inf
-    if by > 0 and measure == "rate" and value >= 100:
-        return math.inf
-    return transformed(value, measure, triples) - y
+def slope(value: float, measure: Measure, triples: int) -> float:
+    """How fast a number moves as it is compared, per step in the unit that people read: dy / d(value)."""
+    if measure == "plain":
+        return 1.0
+    if measure == "positive":
+        return 1 / value
+    share = (value / 100 * triples + 0.5) / (triples + 1)
+    return triples / (triples + 1) / 100 / (share * (1 - share))
