@@ -19,7 +19,7 @@ from sinklab.experiments.measured.planning import passes_of, subjects_of
 from sinklab.experiments.measured.published import open_model, paper_rows, published_numbers
 from sinklab.experiments.measured.running import MeasuredResults, measure_experiment
 from sinklab.experiments.shipped import load_experiment
-from sinklab.experiments.verdicts.transforms import shifted, transformed, turned_back
+from sinklab.experiments.verdicts.transforms import slope, transformed, turned_back
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.survey.items import Listener
@@ -263,7 +263,7 @@ def test_angles_are_means_over_the_heads_with_a_sink(data_dir: Path, tmp_path: P
 @pytest.mark.parametrize("value", [-0.05, 0.0, 0.45])
 def test_a_cosine_is_compared_as_it_is(value: float) -> None:
     assert transformed(value, "plain", 100) == turned_back(value, "plain", 100) == value
-    assert shifted(value, -0.1, "plain", 100) == pytest.approx(-0.1)
+    assert slope(value, "plain", 100) == 1.0
 
 
 def test_a_number_that_was_not_measured_is_not_there() -> None:

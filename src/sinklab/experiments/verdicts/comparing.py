@@ -27,6 +27,7 @@ from sinklab.experiments.verdicts.wording import (
     p_value,
     seeds,
     step_unit,
+    trend_per_cell,
 )
 
 ALPHA = 1 - LEVEL
@@ -143,8 +144,7 @@ def judge_monotone(check: Monotone, evidence: Evidence) -> Finding:
     said, mean = "; ".join(each_seed(seen, cell) for cell in check.over), seen.contrast(weights)
     if mean is None:
         return Finding(None, said, note="no seed has all")
-    what = "odds" if seen.quantity.measure == "rate" else "value"
-    said += f" ({seeds(mean.n)}): {factor(mean, f'trend per cell, {what}')}"
+    said += f" ({seeds(mean.n)}): {trend_per_cell(mean, seen.quantity)}"
     said += f", {p_value(mean.p)}" if mean.spread else ""
     found = _tested(said, mean, sign, AdjustedP(mean.p, mean.p, 1))
     if found.holds and (against := _neighbours_against(seen, check.over, sign)):

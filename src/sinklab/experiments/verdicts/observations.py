@@ -98,10 +98,10 @@ class Observations:
     def bounds(self, at_least: float | None, at_most: float | None, cell: str) -> tuple[float, float]:
         """Bounds in the quantity's unit as they are compared with the mean of a cell.
 
-        What is at least 0 (at most 100 %) has no bound there.
+        A rate is at least 0 % and at most 100 % without a test.
         """
-        low = -math.inf if at_least is None or at_least <= 0 else self.compared(at_least, cell)
         is_rate = self.quantity.measure == "rate"
+        low = -math.inf if at_least is None or (is_rate and at_least <= 0) else self.compared(at_least, cell)
         high = math.inf if at_most is None or (is_rate and at_most >= 100) else self.compared(at_most, cell)
         return low, high
 

@@ -59,8 +59,16 @@ def difference(seen: Observations, mean: MeanOverSeeds, than: str, seeds: Sequen
     return f"{text} [{low}, {high}]"
 
 
+def trend_per_cell(mean: MeanOverSeeds, of: Quantity) -> str:
+    """`trend per cell x 1.21 [1.05, 1.40]`, of the odds for a rate; `+ 0.02 [..]` for what is compared as it is."""
+    if of.measure == "plain":
+        text = f"trend per cell {mean.mean:+.3g}"
+        return text if mean.spread is None else f"{text} [{', '.join(f'{y:+.3g}' for y in mean.interval())}]"
+    return factor(mean, f"trend per cell{', odds' if of.measure == 'rate' else ''}")
+
+
 def factor(mean: MeanOverSeeds, of: str) -> str:
-    """`x 1.21 [1.05, 1.40] per cell`: a difference of logarithms or logits."""
+    """`ratio x 1.21 [1.05, 1.40]`: a difference of logarithms or logits."""
     text = f"{of} x {_power(mean.mean)}"
     return text if mean.spread is None else f"{text} [{', '.join(_power(y) for y in mean.interval())}]"
 
@@ -88,4 +96,5 @@ def _signed(text: str) -> str:
 
 
 def _power(y: float) -> str:
-    return f"{math.exp(min(max(y, -50.0), 50.0)):.3g}"
+    power = math.exp(min(max(y, -50.0), 50.0))
+    return f"{power:,.0f}" if 100 <= power < 1e6 else f"{power:.3g}"
