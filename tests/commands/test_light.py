@@ -4,10 +4,10 @@ import subprocess
 import sys
 
 EXTRAS = {"altair", "vl_convert", "datasets", "ray", "submitit", "trl", "lm_eval", "wandb", "tensorboard"}
-HEAVY = ["torch", "transformers", *EXTRAS]
+HEAVY = ["torch", "transformers", "scipy", *EXTRAS]
 
 TRAIN_WITHOUT = f"""
-REFUSED = {EXTRAS | {"transformers"}}
+REFUSED = {EXTRAS | {"transformers", "scipy"}}
 """
 TRAIN_WITHOUT += """
 import sys

@@ -7,6 +7,7 @@ import pytest
 from made_runs import cell_of, cells_of, experiment_of, reading, run_of
 
 from sinklab.errors import InputError
+from sinklab.experiments.definition import Experiment
 from sinklab.experiments.documents import CellRun, Summary
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.shipped import load_experiment
@@ -17,6 +18,13 @@ from sinklab.experiments.verdicts.recording import record_spreads
 
 LESS = {"is": "less", "value": "sink_1", "cell": "k_biases", "than": "softmax"}
 SINKS = {"softmax": [36.0, 30.0, 42.0], "k_biases": [0.0, 0.0, 0.0]}
+
+
+def trained(name: str) -> Experiment:
+    """An experiment that comes with sinklab and trains its cells."""
+    experiment = load_experiment(name)
+    assert isinstance(experiment, Experiment)
+    return experiment
 
 
 def test_a_cell_has_plain_means_and_estimates_with_intervals() -> None:
@@ -53,7 +61,7 @@ def test_a_cell_without_finished_runs_is_there_with_its_failures() -> None:
 
 
 def test_several_experiments_share_their_cells_and_each_has_its_claims() -> None:
-    asked = [load_experiment("table_4"), load_experiment("table_6")]
+    asked = [trained("table_4"), trained("table_6")]
     results = cells_of("sink_1", {**SINKS, "sigmoid": [0.1, 0.1, 0.05], "of_nobody": [1.0]})
     summary = summarise([(one, "tiny") for one in asked], results)
     assert (summary.id, summary.title, summary.scale) == ("", "", "tiny")
@@ -72,8 +80,8 @@ def test_several_experiments_share_their_cells_and_each_has_its_claims() -> None
 
 
 def test_one_experiment_names_the_summary_and_it_is_read_as_it_was_written(tmp_path: Path) -> None:
-    summary = summarise([(load_experiment("lab"), "tiny")], cells_of("sink_1", SINKS))
-    assert (summary.id, summary.title) == ("lab", load_experiment("lab").title)
+    summary = summarise([(trained("lab"), "tiny")], cells_of("sink_1", SINKS))
+    assert (summary.id, summary.title) == ("lab", trained("lab").title)
     summary.save(tmp_path)
     document = json.loads((tmp_path / "summary.json").read_text())
     assert document["schema"] == 2

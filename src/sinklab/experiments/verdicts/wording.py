@@ -97,4 +97,4 @@ def _signed(text: str) -> str:
 
 def _power(y: float) -> str:
     power = math.exp(min(max(y, -50.0), 50.0))
-    return f"{power:,.0f}" if 100 <= power < 1e6 else f"{power:.3g}"
+    return f"{power:,.0f}" if 100 <= power < 1e6 else f"{power:.4g}"
