@@ -16,9 +16,9 @@ from sinklab.report import charts, theme
 from sinklab.report.collect import collect
 from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.export import export_charts
-from sinklab.report.figure import Figure
+from sinklab.report.figure import ColourScale, Figure
 from sinklab.report.figures import figures
-from sinklab.report.heatmaps import OUTLINE, Scale, heatmap, pooled
+from sinklab.report.heatmaps import OUTLINE, heatmap, pooled
 from sinklab.report.importance_figures import uniform_importance
 from sinklab.report.tables import table_of_cells
 
@@ -156,13 +156,13 @@ def test_what_a_window_dilutes_is_drawn_a_second_time(tmp_path: Path) -> None:
 
 def test_the_heatmap_shows_the_value_of_each_head_on_hover() -> None:
     importance = np.array([[0.1, 0.8]])
-    spec = heatmap(importance, Scale("importance", 0, 1, outlined=0.3), "title").to_dict()
+    spec = heatmap(importance, ColourScale("importance", 0, 1, outlined=0.3), "title").to_dict()
     assert [row["value"] for row in spec["data"]["values"]] == [0.1, 0.8]
     assert spec["layer"][0]["encoding"]["tooltip"][2]["title"] == "importance"
 
 
 def test_a_heatmap_outlines_the_heads_above_the_threshold_only() -> None:
-    above = Scale("importance", 0, 1, outlined=0.3)
+    above = ColourScale("importance", 0, 1, outlined=0.3)
     outlines = [
         vlc.vegalite_to_svg(heatmap(np.array([[0.1, high]]), above, "title").to_dict()).count(OUTLINE)
         for high in (0.2, 0.8)

@@ -119,10 +119,10 @@ def test_nothing_is_loaded_from_anywhere(lab_page: Page) -> None:
 
 def test_the_only_scripts_that_run_are_those_in_the_content_policy(lab_page: Page) -> None:
     kinds = [a.get("type") for tag, a in lab_page.elements if tag == "script"]
-    assert kinds == ["application/json", "module", "module"]
-    bundle, drawing = (s for s in lab_page.scripts if s and not s.startswith(("{", ":root")))
+    assert kinds == ["application/json", "module", "module", "module"]
+    running = [s for s in lab_page.scripts if s and not s.startswith(("{", ":root"))]
     policy = next(a["content"] for tag, a in lab_page.elements if a.get("http-equiv") == "Content-Security-Policy")
-    assert policy == content_policy([bundle, drawing])
+    assert policy == content_policy(running)
 
 
 @pytest.mark.parametrize("kind", ["run", "model"])
@@ -133,7 +133,7 @@ def test_a_hostile_name_is_shown_as_text(tmp_path: Path, kind: str) -> None:
     page = Page(text)
     assert [a for tag, a in page.elements if tag == "script"] == [{"type": "application/json", "id": "charts"}] + [
         {"type": "module"}
-    ] * 2
+    ] * 3
     assert "alert(1)" in page.text
     assert "<script>alert" not in text
 

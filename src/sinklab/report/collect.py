@@ -15,6 +15,7 @@ from sinklab.errors import InputError
 from sinklab.experiments.documents import CellSummary, JudgedClaim, Summary
 from sinklab.files import parse_json, parse_yaml
 from sinklab.report.data import ReportData, ReportedRun, Suite, WrittenRecipe, model_name
+from sinklab.report.experiments.sweeps import Sweep, read_sweep
 from sinklab.report.grouping import grouped
 from sinklab.survey.documents import ComparisonDocument, DomainsDocument, FamiliesDocument
 from sinklab.train.directory.history import finite, read_history
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 SEED_FOLDER = re.compile(r"seed_(\d+)")
 LOOKED_FOR = "recipe.yaml (a run), measurement.json (a measurement) or summary.json (a lab)"
+READ_SCHEMA = Summary.model_fields["schema_version"].default
+"""Of summary.json; one without a version is from before there were any, and is read, too."""
+
 SUITES = {"domains.json": DomainsDocument, "comparison.json": ComparisonDocument, "families.json": FamiliesDocument}
 
 
@@ -38,8 +42,12 @@ def collect(dirs: list[Path]) -> ReportData:
     runs: list[ReportedRun] = []
     claims: list[JudgedClaim] = []
     cells: dict[str, CellSummary] = {}
+    sweeps: list[Sweep] = []
     for top in dirs:
-        found, summary = _collect_one(top)
+        summary = _read_summary(_checked(top) / "summary.json")
+        sweep = read_sweep(top, summary) if summary.experiments else None
+        sweeps += [sweep] if sweep else []
+        found, summary = _collect_one(top, summary)
         taken = {run.cell for run in runs} | set(cells)
         if taken & ({run.cell for run in found} | set(summary.cells)):
             found, summary = _prefixed(top, found, summary)
@@ -49,20 +57,31 @@ def collect(dirs: list[Path]) -> ReportData:
     suites = [suite for top in dirs for suite in _read_suites(top)]
     place = {suite.top / name: number for suite in suites for number, name in enumerate(suite.document.measured)}
     runs = sorted(grouped(runs, cells), key=lambda run: place.get(run.path, -1))
-    data = ReportData(dirs, runs, claims, cells, suites)
+    data = ReportData(dirs, runs, claims, cells, suites, sweeps)
     order = {cell: index for index, cell in enumerate(data.cells)}
     runs.sort(key=lambda run: (order[run.cell], run.seed or 0, str(run.path)))
     return data
 
 
-def _collect_one(top: Path) -> tuple[list[ReportedRun], Summary]:
+def _checked(top: Path) -> Path:
     if not top.is_dir():
         raise InputError(f"{top} is not a directory: expected one that holds {LOOKED_FOR}.")
-    summary = _read_summary(top / "summary.json")
-    runs = [_read_run(path, top, summary.cells) for path in folders_with(top, _is_run_or_measurement)]
-    if not runs and not summary.cells:
+    return top
+
+
+def _collect_one(top: Path, summary: Summary) -> tuple[list[ReportedRun], Summary]:
+    """The runs that are shown each, and what the summary says of these.
+
+    Runs of several experiments are shown by the sections of those alone: hundreds would make no table.
+    """
+    several = len(summary.experiments) > 1
+    cell_of = {top / run.directory: name for name, cell in summary.cells.items() for run in cell.runs if run.directory}
+    paths = [path for path in folders_with(top, _is_run_or_measurement) if not (several and path in cell_of)]
+    if not paths and not summary.cells:
         raise InputError(f"nothing to report in {top}: looked there and in the folders below it for {LOOKED_FOR}.")
-    return runs, summary
+    cells = {} if several else summary.cells
+    claims = [claim for claim in summary.claims if claim.experiment not in summary.experiments]
+    return [_read_run(path, top, cells, cell_of.get(path)) for path in paths], Summary(cells=cells, claims=claims)
 
 
 def _is_run_or_measurement(folder: Path) -> bool:
@@ -93,13 +112,13 @@ def _prefixed(top: Path, runs: list[ReportedRun], summary: Summary) -> tuple[lis
     return renamed, Summary(cells=cells, claims=summary.claims)
 
 
-def _read_run(path: Path, top: Path, named: Collection[str]) -> ReportedRun:
+def _read_run(path: Path, top: Path, named: Collection[str], cell: str | None = None) -> ReportedRun:
     recipe, measurement = _read_recipe(path / "recipe.yaml"), _read_measurement(path)
     own_name = recipe.name if recipe else None
     folder = SEED_FOLDER.fullmatch(path.name)
     return ReportedRun(
         path=path,
-        cell=own_name if own_name and own_name in named else _cell_name(path, top, recipe, measurement),
+        cell=cell or (own_name if own_name and own_name in named else _cell_name(path, top, recipe, measurement)),
         seed=recipe.seed if recipe and "seed" in recipe.values else int(folder[1]) if folder else None,
         recipe=recipe,
         env=read_mapping(path / "env.json"),
@@ -161,8 +180,15 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def _read_summary(path: Path) -> Summary:
+    document = finite(read_mapping(path))
+    if (version := document.get("schema", READ_SCHEMA)) != READ_SCHEMA:
+        raise InputError(
+            f"{path} is of schema {version}, and this version of sinklab reads {READ_SCHEMA}: call `sinklab reproduce` "
+            "with its experiments again, which writes it from the runs without training any, or use the version of "
+            "sinklab that wrote it."
+        )
     try:
-        return Summary.model_validate(finite(read_mapping(path)))
+        return Summary.model_validate(document)
     except ValidationError as error:
         raise InputError(f"{path} should hold `cells` (a mapping) and `claims` (a list). Write it again.") from error
 

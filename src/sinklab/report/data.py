@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from sinklab.experiments.documents import CellSummary, JudgedClaim
+from sinklab.report.experiments.sweeps import Sweep
 from sinklab.survey.documents import SuiteDocument
 from sinklab.train.directory.history import Evaluation
 
@@ -163,9 +164,10 @@ class ReportData:
 
     Attributes:
         runs: ordered by cell (in order of appearance), then by seed.
-        claims: of the experiments, with their verdicts.
-        summary_cells: what the summaries of experiments say of their cells, by name.
+        claims: of summaries that name no experiment.
+        summary_cells: what the summaries say of the cells that these runs belong to, by name.
         suites: what commands that measure many say of their measurements.
+        sweeps: whose experiments have a section each. Of a sweep of several experiments no run is among `runs`.
     """
 
     dirs: list[Path]
@@ -173,6 +175,7 @@ class ReportData:
     claims: list[JudgedClaim] = field(default_factory=list)
     summary_cells: dict[str, CellSummary] = field(default_factory=dict)
     suites: list[Suite] = field(default_factory=list)
+    sweeps: list[Sweep] = field(default_factory=list)
 
     @property
     def cells(self) -> list[str]:

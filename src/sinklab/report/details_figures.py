@@ -14,7 +14,7 @@ from sinklab.measuring.statistics.secondary import ALIGNED, FIRST_FEW
 from sinklab.measuring.statistics.shown import BlockLines, BucketLines, HeadMap, Heatmap, MatrixMap, PositionMap, Shown
 from sinklab.report import heatmaps, lines
 from sinklab.report.data import ReportData, ReportedRun
-from sinklab.report.figure import DataTable, Figure, Scale
+from sinklab.report.figure import ColourScale, DataTable, Figure
 from sinklab.report.heatmaps import Named, side_by_side
 from sinklab.report.importance_figures import SHOWN_POSITIONS
 from sinklab.report.summary import by_key
@@ -99,7 +99,7 @@ def _matrices(data: ReportData, name: str, shown: MatrixMap, width: int | str) -
     return side_by_side(shown.key, shown.title, caption, maps, _scale(shown, maps), width, *sides, height=260)
 
 
-def _scale(shown: Heatmap, maps: list[Named]) -> Scale:
+def _scale(shown: Heatmap, maps: list[Named]) -> ColourScale:
     return heatmaps.scale_over(shown.what, [matrix for _, matrix in maps], shown.diverging)
 
 

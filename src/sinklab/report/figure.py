@@ -14,7 +14,7 @@ class DataTable:
 
 
 @dataclass(frozen=True)
-class Scale:
+class ColourScale:
     """The colour scale that a figure's heatmaps share.
 
     Attributes:
@@ -54,6 +54,6 @@ class Figure:
     title: str
     caption: str
     charts: list[Drawing]
-    scale: Scale | None = None
+    scale: ColourScale | None = None
     small: bool = False
     table: DataTable | None = None

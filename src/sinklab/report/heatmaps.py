@@ -14,7 +14,7 @@ import numpy as np
 
 from sinklab.report import theme
 from sinklab.report.charts import Drawing, Width, thinned
-from sinklab.report.figure import Figure, Scale
+from sinklab.report.figure import ColourScale, Figure
 
 OUTLINE = "#FF2D87"
 UNIFORM = "uniform"
@@ -38,7 +38,7 @@ KEYS = Side("Position of the key")
 QUERIES = Side("Position of the query")
 
 
-def scale_over(what: str, matrices: Iterable[np.ndarray], diverging: bool = False) -> Scale:
+def scale_over(what: str, matrices: Iterable[np.ndarray], diverging: bool = False) -> ColourScale:
     """A scale that holds all values, from zero where none is negative; symmetric where it is diverging."""
     values = np.concatenate([matrix[np.isfinite(matrix)] for matrix in matrices])
     low, high = min(0.0, float(values.min())), max(0.0, float(values.max()))
@@ -46,7 +46,7 @@ def scale_over(what: str, matrices: Iterable[np.ndarray], diverging: bool = Fals
         high = max(high, -low)
         low = -_rounded_up(high)
     step = _rounded_up(high) if high > 0 else 0.0
-    return Scale(what, low if diverging or low == 0 else -_rounded_up(-low), step or 1.0, diverging=diverging)
+    return ColourScale(what, low if diverging or low == 0 else -_rounded_up(-low), step or 1.0, diverging=diverging)
 
 
 def side_by_side(
@@ -54,7 +54,7 @@ def side_by_side(
     title: str,
     caption: str,
     named: Iterable[Named],
-    scale: Scale,
+    scale: ColourScale,
     width: Width,
     rows: Side = LAYERS,
     columns: Side = HEADS,
@@ -68,7 +68,7 @@ def side_by_side(
 
 def heatmap(
     values_YX: np.ndarray,
-    scale: Scale,
+    scale: ColourScale,
     title: str,
     rows: Side = LAYERS,
     columns: Side = HEADS,
@@ -151,7 +151,7 @@ def pooled(matrix_TT: np.ndarray, cells: int) -> np.ndarray:
     return np.where(count > 0, np.where(known, squares, 0).sum((1, 3)) / np.maximum(count, 1), np.nan)
 
 
-def _title(scale: Scale) -> str:
+def _title(scale: ColourScale) -> str:
     uniform = ", ".join(f"{value:.3f}" for value in scale.references)
     return scale.what[:1].upper() + scale.what[1:] + (f" ({UNIFORM}: {uniform})" if uniform else "")
 

@@ -26,16 +26,16 @@ from sinklab.outputs import REPORT, REPORT_MARK, check_report
 from sinklab.report import theme
 from sinklab.report.collect import collect
 from sinklab.report.data import ReportData, ReportedRun
+from sinklab.report.experiments import dots
+from sinklab.report.experiments.sections import shown_board, shown_experiments
 from sinklab.report.export import export_charts
 from sinklab.report.figures import Figure, figures
-from sinklab.report.summary import VERDICTS, headline
+from sinklab.report.summary import VERDICTS, headline, verdict_counts
 from sinklab.report.tables import table_of_cells, tables
-
-TEMPLATES = files("sinklab.report") / "templates"
 
 
 def write_report(dirs: list[Path], out: Path | None = None, formats: tuple[str, ...] = ()) -> Path:
-    """Draw the report of all runs and measurements in `dirs`.
+    """Draw the report of all runs, measurements and experiments in `dirs`.
 
     Args:
         out: the HTML file, by default `report.html` in the first directory.
@@ -53,26 +53,41 @@ def write_report(dirs: list[Path], out: Path | None = None, formats: tuple[str, 
     check_report(target)
     if formats:
         export_charts(data, target.parent / "charts", formats)
-    write_text(target, render(data))
+    write_text(target, render(data, target.parent, datetime.now(UTC)))
     return target
 
 
-def render(data: ReportData) -> str:
-    """The whole page as text."""
+def render(data: ReportData, page: Path, written: datetime | None) -> str:
+    """The whole page as text.
+
+    Args:
+        page: the folder of the page, from which links lead to runs.
+        written: what it says about when it was drawn, if anything.
+
+    Raises:
+        InputError: the metrics of a run are damaged.
+    """
     environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+        loader=jinja2.PackageLoader("sinklab.report"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
     )
     environment.filters["verdict_class"] = verdict_class
-    template = environment.from_string((TEMPLATES / "report.html.j2").read_text(encoding="utf-8"))
-    drawn = figures(data)
+    drawn, experiments = figures(data), shown_experiments(data.sweeps, page)
     columns, rows = table_of_cells(data)
-    scripts = [vega_bundle(), (TEMPLATES / "report.js").read_text(encoding="utf-8")]
-    return template.render(
+    scripts = [vega_bundle(), *(_template(name) for name in ("report.js", "board.js"))]
+    return environment.get_template("report.html.j2").render(
         title=_title(data),
         mark=Markup(REPORT_MARK),
         headline=headline(data),
         claims=data.claims,
         verdicts=_verdict_counts(data),
+        boards=shown_board(data.sweeps),
+        experiments=experiments,
+        ours=dots.OURS,
+        paper=dots.PAPER,
         columns=columns,
         rows=rows,
         proxied=list(dict.fromkeys(run.cell for run, measured in data.measured if measured.proxy)),
@@ -80,14 +95,20 @@ def render(data: ReportData) -> str:
         tables=tables(data),
         swatches=theme.colours(data.cells),
         figures=drawn,
-        charts=Markup(json_for_script(_charts_document(drawn))),
+        charts=Markup(
+            json_for_script(_charts_document([*(one for shown in experiments for one in shown.figures), *drawn]))
+        ),
         scripts=[Markup(script) for script in scripts],
-        style=Markup((TEMPLATES / "report.css").read_text(encoding="utf-8")),
+        style=Markup(_template("report.css") + _template("experiments.css")),
         policy=content_policy(scripts),
-        runs=[_provenance(data, run) for run in data.runs],
-        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        runs=[_provenance(data, run, page) for run in data.runs],
+        written=written.strftime(" %Y-%m-%d %H:%M UTC") if written else "",
         version=sinklab.__version__,
     )
+
+
+def _template(name: str) -> str:
+    return (files("sinklab.report") / "templates" / name).read_text(encoding="utf-8")
 
 
 @cache
@@ -137,9 +158,11 @@ def _title(data: ReportData) -> str:
     return ", ".join(dict.fromkeys(names))
 
 
-def _verdict_counts(data: ReportData) -> list[tuple[str, int]]:
-    found = [claim.verdict for claim in data.claims]
-    return [(verdict, found.count(verdict)) for verdict in VERDICTS if verdict in found]
+def _verdict_counts(data: ReportData) -> list[tuple[str, list[tuple[str, int]]]]:
+    """Of every scale, how often there is each verdict."""
+    claims = [*data.claims, *(claim for sweep in data.sweeps for claim in sweep.summary.claims if claim.experiment)]
+    scales = dict.fromkeys(claim.scale for claim in claims)
+    return [(scale, verdict_counts([claim for claim in claims if claim.scale == scale])) for scale in scales]
 
 
 @dataclass(frozen=True)
@@ -153,7 +176,7 @@ class Provenance:
     recipe: str
 
 
-def _provenance(data: ReportData, run: ReportedRun) -> Provenance:
+def _provenance(data: ReportData, run: ReportedRun, page: Path) -> Provenance:
     one, env = run.measurement, run.env
     settings: dict[str, object] = {}
     if one is not None:
@@ -168,7 +191,14 @@ def _provenance(data: ReportData, run: ReportedRun) -> Provenance:
         "device": env.get("device"),
     }
     recipe = yaml.safe_dump(run.recipe.values, sort_keys=False, allow_unicode=True) if run.recipe else ""
-    return Provenance(data.label(run), str(run.path), _plain_values(settings), _plain_values(run.env), recipe)
+    return Provenance(
+        data.label(run), str(_below(run.path, page)), _plain_values(settings), _plain_values(run.env), recipe
+    )
+
+
+def _below(path: Path, page: Path) -> Path:
+    """From the page's folder, where it lies below that: a page and its runs may be moved together."""
+    return path.relative_to(page) if path != page and path.is_relative_to(page) else path
 
 
 def _plain_values(values: Mapping[str, object]) -> dict[str, str]:

@@ -9,7 +9,7 @@ import numpy as np
 from sinklab.measuring.measurement import Measurement
 from sinklab.report import charts, heatmaps, lines
 from sinklab.report.data import ReportData
-from sinklab.report.figure import Figure, Scale
+from sinklab.report.figure import ColourScale, Figure
 from sinklab.report.heatmaps import Named, heatmap, side_by_side
 from sinklab.report.summary import by_key, over_seeds
 
@@ -101,10 +101,10 @@ def _said_of_masks(data: ReportData) -> str:
     )
 
 
-def _importance_scale(maps: list[Named], data: ReportData) -> Scale:
+def _importance_scale(maps: list[Named], data: ReportData) -> ColourScale:
     """From 0 to eps at least, so that a model without a sink looks like one."""
     highest = max(float(matrix.max()) for _, matrix in maps)
-    return Scale("importance", 0, max(*(run.eps for run in data.runs), math.ceil(highest * 10) / 10))
+    return ColourScale("importance", 0, max(*(run.eps for run in data.runs), math.ceil(highest * 10) / 10))
 
 
 def _by_position(data: ReportData, width: int | str) -> Figure | None:

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, TypeVar
 
-from sinklab.experiments.documents import CellSummary
+from sinklab.experiments.documents import CellSummary, JudgedClaim
 from sinklab.report.data import ReportData, ReportedRun
+from sinklab.report.experiments.sweeps import Sweep
 from sinklab.survey.documents import ComparisonDocument, DomainsDocument
 from sinklab.train.directory.history import Evaluation, seconds_spent
 
 K = TypeVar("K", bound=Hashable)
 
-VERDICTS = ("reproduced", "not reproduced", "inconclusive")
+VERDICTS = ("reproduced", "direction only", "contradicted", "not reproduced", "inconclusive", "not run")
+"""In the order in which they are counted; "not reproduced" is an older version's."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,12 @@ def _highest(rates: Sequence[Sequence[float | None]]) -> tuple[int, float] | Non
     return best + 1, means[best]
 
 
+def verdict_counts(claims: Sequence[JudgedClaim]) -> list[tuple[str, int]]:
+    """How often there is each verdict, in the order of the verdicts."""
+    found = [claim.verdict for claim in claims]
+    return [(verdict, found.count(verdict)) for verdict in VERDICTS if verdict in found]
+
+
 class OverSeeds(TypedDict):
     """One quantity over the seeds of a cell."""
 
@@ -181,7 +189,8 @@ def headline(data: ReportData) -> list[str]:
     """What was done and what came out, in at most three plain sentences."""
     rows = cell_rows(data)
     trained = [run for run in data.runs if run.trained]
-    sentences = [_what_was_done(data, rows, trained)]
+    sentences = [_what_a_sweep_did(sweep) for sweep in data.sweeps if len(sweep.experiments) > 1]
+    sentences += [_what_was_done(data, rows, trained)] if rows else []
     with_sink = [row for row in rows if row.sink_first is not None]
     if with_sink:
         sentences.append(_what_came_out(with_sink))
@@ -189,6 +198,20 @@ def headline(data: ReportData) -> list[str]:
     if unfinished:
         sentences.append(f"{counted(unfinished, 'run')} still in progress: the numbers below are not final.")
     return sentences
+
+
+def _what_a_sweep_did(sweep: Sweep) -> str:
+    runs = sweep.runs
+    done, failed = (sum(run.status == status for run in runs) for status in ("done", "failed"))
+    ended = f" ({failed} of them failed)" if failed else ""
+    left = len(runs) - done - failed
+    waiting = f"; {counted(left, 'run')} still to be finished" if left else ""
+    cells = counted(len(sweep.summary.cells), "cell")
+    scale = f" at scale {sweep.summary.scale}" if sweep.summary.scale else ""
+    return (
+        f"{counted(len(sweep.experiments), 'experiment').capitalize()}{scale}: {cells}, "
+        f"{counted(done + failed, 'run')}{ended}{waiting}."
+    )
 
 
 def _what_was_done(data: ReportData, rows: list[CellRow], trained: list[ReportedRun]) -> str:

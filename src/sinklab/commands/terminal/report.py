@@ -7,21 +7,75 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sinklab.experiments.documents import JudgedClaim
 from sinklab.report.data import ReportData
+from sinklab.report.experiments.comparison import compared
+from sinklab.report.experiments.numbers import interval_text, number_text
+from sinklab.report.experiments.sweeps import Sweep
 from sinklab.report.summary import curve
 from sinklab.report.tables import table_of_cells
 
 BARS = "▁▂▃▄▅▆▇█"
-VERDICT_STYLES = {"reproduced": "bold green", "not reproduced": "bold red", "inconclusive": "bold yellow"}
+VERDICT_STYLES = {
+    "reproduced": "bold green",
+    "direction only": "bold cyan",
+    "contradicted": "bold red",
+    "not reproduced": "bold red",
+    "inconclusive": "bold yellow",
+    "not run": "dim",
+}
 
 
 def print_report(data: ReportData, console: Console) -> None:
-    """Print the cells with the notes of their measurements, and the claims where there are any."""
-    console.print(cells_table(data, console.width))
+    """Print the cells with the notes of their measurements, each experiment's numbers and claims, and other claims."""
+    if data.cells:
+        console.print(cells_table(data, console.width))
     for name, note in [*((data.label(run), note) for run in data.runs for note in run.notes), *data.failures]:
         console.print(Text("note: ", style="yellow"), Text(printable(f"{name}: {note}")), sep="")
+    for sweep in data.sweeps:
+        for name in sweep.experiments:
+            print_experiment(sweep, name, console)
     if data.claims:
-        console.print(claims_table(data))
+        console.print(claims_table(data.claims))
+
+
+def print_experiment(sweep: Sweep, name: str, console: Console) -> None:
+    """Ours beside the paper's, what is wrong with a run, and the claims with their verdicts."""
+    experiment = sweep.experiments[name]
+    console.print(compared_table(sweep, name))
+    for cell, found in sweep.cells_of(experiment).items():
+        for run in found.runs:
+            edited = [f"edited since it ended: {', '.join(run.edited)}"] if run.edited else []
+            for said in (*edited, *([run.message] if run.message else [])):
+                note = f"{cell}, seed {run.seed}: {said}"
+                console.print(Text("note: ", style="yellow"), Text(printable(note)), sep="")
+    if claims := sweep.claims_of(name):
+        console.print(claims_table(claims))
+
+
+def compared_table(sweep: Sweep, name: str) -> Table:
+    """A line per cell: seeds, and of each number ours with its 95 % interval, and the paper's."""
+    experiment, found = sweep.experiments[name], compared(sweep, name)
+    title = printable(f"{name} at {experiment.scale}: {experiment.title}")
+    table = Table(title=Text(title), title_justify="left", header_style="bold", box=SIMPLE_HEAD)
+    table.add_column("Cell", overflow="fold", min_width=8)
+    table.add_column("Seeds", justify="right")
+    for one in found.columns:
+        table.add_column(f"{one.label}\n[dim]{one.unit}", justify="right")
+        if one.name in found.in_paper:
+            table.add_column("paper", justify="right", style="dim")
+    for cell in found.cells:
+        texts = [cell.seeds + (f", {cell.failed} failed" if cell.failed else "")]
+        for one in found.columns:
+            estimate = cell.ours[one.name]
+            mean = number_text(estimate.mean if estimate else None, one.decimals)
+            texts.append(f"{mean} {interval_text(estimate, one.decimals)}".strip())
+            if one.name in found.in_paper:
+                paper = cell.paper.get(one.name)
+                failed = paper is None and not cell.trained_there
+                texts.append("did not train" if failed else number_text(paper, max(one.decimals, 2)))
+        table.add_row(*(Text(printable(text)) for text in (cell.name, *texts)))
+    return table
 
 
 def cells_table(data: ReportData, width: int | None = None) -> Table:
@@ -59,14 +113,15 @@ def _cells(columns: list[tuple[str, str]], rows: list[list[str]], kept: int) -> 
     return drawn
 
 
-def claims_table(data: ReportData) -> Table:
-    """One line per claim: verdict, what is claimed, evidence."""
+def claims_table(claims: Sequence[JudgedClaim]) -> Table:
+    """One line per claim: verdict with its scale, what is claimed, evidence."""
     table = Table(title="Claims", title_justify="left", header_style="bold", box=SIMPLE_HEAD)
     for name in ("Verdict", "Claim", "Evidence"):
         table.add_column(name, overflow="fold")
-    for claim in data.claims:
+    for claim in claims:
+        said = f"{claim.verdict} at {claim.scale}" if claim.scale else claim.verdict
         table.add_row(
-            Text(printable(claim.verdict), style=VERDICT_STYLES.get(claim.verdict, "bold yellow")),
+            Text(printable(said), style=VERDICT_STYLES.get(claim.verdict, "bold yellow")),
             Text(printable(claim.said)),
             Text(printable(claim.evidence)),
         )

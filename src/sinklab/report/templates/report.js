@@ -1,5 +1,9 @@
-// Draws every chart of the page and says on <body> when it is done, for tests and for printing scripts.
+// Draws the charts of the page: those near the window at once, the others when the reader comes near, all for print.
+// Says on <body> when those that are near have been drawn, for tests and for printing scripts.
 const { config, specs } = JSON.parse(document.getElementById("charts").textContent);
+const NEAR = "1200px";
+const FEW = 40; // charts that are drawn at once wherever they stand
+
 const options = {
   renderer: "svg",
   ast: true, // expressions are interpreted: the content policy forbids eval
@@ -25,13 +29,39 @@ mark();
 window.addEventListener("resize", mark);
 document.addEventListener("toggle", mark, true); // what was folded away had no width
 
-const drawn = Object.entries(specs).map(async ([key, spec]) => {
-  const place = document.getElementById("chart-" + key);
+const waiting = new Map(Object.entries(specs).map(([key, spec]) => [document.getElementById("chart-" + key), { key, spec }]));
+
+async function draw(place) {
+  const { key, spec } = waiting.get(place);
+  waiting.delete(place);
   try {
     await window.vegaEmbed(place, spec, { ...options, downloadFileName: key });
   } catch (error) {
     complain(place, error);
   }
+}
+
+// Printing waits for nothing but promises that need no event: drawing is made of such alone.
+const folded = () => [...document.querySelectorAll("main details:not([open])")].filter((one) => !one.closest(".chart"));
+window.addEventListener("beforeprint", () => {
+  [...waiting.keys()].forEach(draw);
+  folded().forEach((one) => ((one.open = true), (one.dataset.forPrint = "")));
 });
-await Promise.all(drawn);
+window.addEventListener("afterprint", () =>
+  document.querySelectorAll("[data-for-print]").forEach((one) => ((one.open = false), delete one.dataset.forPrint)));
+
+const all = [...waiting.keys()];
+if (all.length <= FEW) {
+  await Promise.all(all.map(draw));
+} else {
+  await new Promise((seen) => {
+    const observer = new IntersectionObserver(async (entries) => {
+      const near = entries.filter((one) => one.isIntersecting && waiting.has(one.target)).map((one) => one.target);
+      near.forEach((place) => observer.unobserve(place));
+      await Promise.all(near.map(draw));
+      seen();
+    }, { rootMargin: NEAR });
+    all.forEach((place) => observer.observe(place));
+  });
+}
 document.body.dataset.charts = "drawn";

@@ -1,0 +1,1 @@
+"""What a page says of the experiments of a sweep: tables, figures, claims, runs, and the leaderboard."""

@@ -1,0 +1,180 @@
+"""One number of an experiment's cells as a chart: a point per seed, mean and interval, and the paper's number.
+
+As in `charts.py`, names are data and nothing else.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import altair as alt
+
+from sinklab.report import theme
+from sinklab.report.charts import ChartRows, Drawing, Width
+
+OURS, PAPER = theme.PALETTE[0], theme.PALETTE[1]
+ROW, TALL = 26, 210
+SPREAD = 30
+"""A quantity that spans more than this factor is drawn on a logarithmic axis."""
+
+
+@dataclass(frozen=True)
+class Dots:
+    """What one chart shows.
+
+    Attributes:
+        title: of the quantity, with its unit.
+        cells: in the order to be shown.
+        seeds: rows `cell, seed, value, run, link`.
+        means: rows `cell, mean`, and `low, high` where there is an interval.
+        paper: rows `cell, value`.
+        decimals: that a value has.
+        from_zero: whether the axis begins at zero.
+    """
+
+    title: str
+    cells: Sequence[str]
+    seeds: ChartRows
+    means: ChartRows
+    paper: ChartRows
+    decimals: int
+    from_zero: bool
+
+    @property
+    def axis(self) -> tuple[str, alt.Scale]:
+        """Title and scale of the values."""
+        values = [
+            row[key] for rows in (self.seeds, self.means, self.paper) for row in rows for key in _NUMBERS & {*row}
+        ]
+        if values and min(values) > 0 and max(values) > SPREAD * min(values) and not self.from_zero:
+            return f"{self.title}, log scale", alt.Scale(type="log", nice=True)
+        if self.from_zero and max(values, default=0.0) < 1:
+            return self.title, alt.Scale(domain=[0, 1])  # noise is not a sink
+        return self.title, alt.Scale(zero=self.from_zero, nice=True)
+
+
+_NUMBERS = {"value", "mean", "low", "high"}
+
+
+def by_cell(dots: Dots, width: Width = 420) -> Drawing:
+    """A row per cell, values from left to right."""
+    cell = alt.Y(
+        "cell:N",
+        title=None,
+        scale=alt.Scale(domain=list(dots.cells)),
+        axis=alt.Axis(grid=True, ticks=False, domain=False, labelLimit=150, labelPadding=8),
+    )
+    title, scale = dots.axis
+
+    def across(field: str) -> alt.X:
+        return alt.X(field, title=title, scale=scale, axis=alt.Axis(format=_format(scale), grid=False, tickCount=4))
+
+    layers = []
+    if _has_intervals(dots):
+        layers.append(_bars().encode(y=cell, x=across("low:Q"), x2="high:Q"))
+    if dots.means:
+        layers.append(_means(dots).encode(y=cell, x=across("mean:Q")))
+    if dots.paper:
+        layers.append(_diamonds(dots).encode(y=cell, x=across("value:Q")))
+    if dots.seeds:
+        offset = alt.YOffset("place:Q", scale=alt.Scale(domain=[-2, 2]))
+        layers.append(_points(dots).encode(y=cell, x=across("value:Q"), yOffset=offset))
+    return _drawn(dots, layers, width, ROW * len(dots.cells))
+
+
+def in_order(dots: Dots, what: str, width: Width = 420) -> Drawing:
+    """Cells in their order from left to right, values upwards, the means joined.
+
+    Args:
+        what: is varied from cell to cell. The rows have its value as `at`.
+    """
+    order = list(dict.fromkeys(row["at"] for rows in (dots.means, dots.paper) for row in rows))
+    place = alt.X("at:N", title=what, sort=order, axis=alt.Axis(grid=False, labelAngle=0, labelOverlap=True))
+    title, scale = dots.axis
+
+    def up(field: str) -> alt.Y:
+        return alt.Y(field, title=title, scale=scale, axis=alt.Axis(format=_format(scale), tickCount=5))
+
+    layers = []
+    if dots.paper:
+        line = alt.Chart(PAPERS).mark_line(strokeWidth=1.2, strokeDash=[4, 3], opacity=0.7, color=PAPER)
+        layers.append(line.encode(x=place, y=up("value:Q")))
+    if dots.means:
+        layers.append(alt.Chart(MEANS).mark_line(strokeWidth=1.8, color=OURS).encode(x=place, y=up("mean:Q")))
+    if _has_intervals(dots):
+        layers.append(_bars().encode(x=place, y=up("low:Q"), y2="high:Q"))
+    if dots.means:
+        layers.append(_means(dots).encode(x=place, y=up("mean:Q")))
+    if dots.paper:
+        layers.append(_diamonds(dots).encode(x=place, y=up("value:Q")))
+    if dots.seeds:
+        offset = alt.XOffset("place:Q", scale=alt.Scale(domain=[-4, 4]))
+        layers.append(_points(dots).encode(x=place, y=up("value:Q"), xOffset=offset))
+    return _drawn(dots, layers, width, TALL)
+
+
+SEEDS, MEANS, PAPERS = (alt.NamedData(name) for name in ("seeds", "means", "paper"))
+"""The rows are put beside the layers, which Altair copies again and again while it builds them."""
+
+
+def _drawn(dots: Dots, layers: Sequence[alt.Chart], width: Width, height: int) -> Drawing:
+    rows = {"seeds": _apart(dots.seeds), "means": list(dots.means), "paper": list(dots.paper)}
+    filled = {name: found for name, found in rows.items() if found}
+    return alt.layer(*layers, width=width, height=height, datasets=filled)
+
+
+def _has_intervals(dots: Dots) -> bool:
+    return any("low" in row for row in dots.means)
+
+
+def _format(scale: alt.Scale) -> str:
+    return "~g" if scale.to_dict().get("type") == "log" else ",~r"
+
+
+def _bars() -> alt.Chart:
+    return alt.Chart(MEANS).mark_rule(strokeWidth=2, opacity=0.55, color=OURS)
+
+
+def _means(dots: Dots) -> alt.Chart:
+    return alt.Chart(MEANS).mark_tick(thickness=2.5, size=15, color=OURS).encode(tooltip=_of_mean(dots))
+
+
+def _diamonds(dots: Dots) -> alt.Chart:
+    marks = alt.Chart(PAPERS).mark_point(shape="diamond", size=85, filled=False, strokeWidth=2, color=PAPER)
+    return marks.encode(tooltip=_of_paper(dots))
+
+
+def _points(dots: Dots) -> alt.Chart:
+    marks = alt.Chart(SEEDS).mark_point(size=38, opacity=0.85, color=OURS, cursor="pointer")
+    return marks.encode(tooltip=_of_seed(dots), href="link:N")
+
+
+def _apart(seeds: ChartRows) -> ChartRows:
+    """The seeds of a cell a little beside each other, so that equal ones can be told apart."""
+    count = {row["cell"]: 0 for row in seeds}
+    placed = []
+    for row in seeds:
+        count[row["cell"]] += 1
+        placed.append((row, count[row["cell"]]))
+    return [{**row, "place": number - (count[row["cell"]] + 1) / 2} for row, number in placed]
+
+
+def _of_mean(dots: Dots) -> list[alt.Tooltip]:
+    bounds = [alt.Tooltip(f"{key}:Q", title=said, format=f",.{dots.decimals}f") for key, said in _BOUNDS]
+    return [alt.Tooltip("cell:N", title="cell"), *bounds]
+
+
+_BOUNDS = (("mean", "mean over seeds"), ("low", "95 % from"), ("high", "95 % to"))
+
+
+def _of_paper(dots: Dots) -> list[alt.Tooltip]:
+    value = alt.Tooltip("value:Q", title="the paper's", format=f",.{max(dots.decimals, 2)}f")
+    return [alt.Tooltip("cell:N", title="cell"), value]
+
+
+def _of_seed(dots: Dots) -> list[alt.Tooltip]:
+    return [
+        alt.Tooltip("cell:N", title="cell"),
+        alt.Tooltip("seed:Q", title="seed"),
+        alt.Tooltip("value:Q", title="value", format=f",.{dots.decimals + 1}f"),
+        alt.Tooltip("run:N", title="run"),
+    ]

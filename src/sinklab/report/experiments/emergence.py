@@ -1,0 +1,31 @@
+"""The sink on the first token while models train: a line per seed."""
+
+from collections.abc import Sequence
+
+import altair as alt
+
+from sinklab.report.charts import HEIGHT, ChartRows, Drawing, Width, cell_colour
+
+
+def sink_of_every_seed(rows: ChartRows, cells: Sequence[str], width: Width = 640) -> Drawing:
+    """Sink_1 against training step.
+
+    Args:
+        rows: `cell, seed, step, value` in percent of heads.
+    """
+    scale = alt.Scale(domain=[0, 1]) if max(row["value"] for row in rows) < 1 else alt.Scale(zero=True, nice=True)
+    base = alt.Chart(alt.Data(values=list(rows))).encode(
+        x=alt.X("step:Q", title="Training step", axis=alt.Axis(format=",d", tickMinStep=1, grid=False)),
+        y=alt.Y("value:Q", title="Sink₁ (percent of heads)", scale=scale),
+        color=cell_colour(cells),
+        detail="seed:N",
+    )
+    tooltip = [
+        alt.Tooltip("cell:N", title="cell"),
+        alt.Tooltip("seed:Q", title="seed"),
+        alt.Tooltip("step:Q", title="step", format=",d"),
+        alt.Tooltip("value:Q", title="percent", format=".2f"),
+    ]
+    lines = base.mark_line(strokeWidth=1.4, opacity=0.75)
+    points = base.mark_point(size=18, opacity=0.9).encode(tooltip=tooltip)
+    return alt.layer(lines, points).properties(width=width, height=HEIGHT)

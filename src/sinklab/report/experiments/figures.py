@@ -1,0 +1,127 @@
+"""The figures of experiments: each number of their tables by cell, and how the sink grows where they ask when."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import quote
+
+from sinklab.experiments.documents import CellRun, CellSummary, ExperimentSummary
+from sinklab.experiments.quantities import Quantity
+from sinklab.report.charts import Drawing, Width
+from sinklab.report.experiments.dots import Dots, by_cell, in_order
+from sinklab.report.experiments.emergence import sink_of_every_seed
+from sinklab.report.experiments.numbers import by_seed, estimate_of, quantity_of
+from sinklab.report.experiments.ordering import Ordered, ordered
+from sinklab.report.experiments.sweeps import Sweep
+from sinklab.report.figure import Figure
+
+WHEN = {"emergence_step", "norm_step"}
+"""Numbers that are steps: an experiment about one shows how the sink grows."""
+
+
+def experiment_figures(sweep: Sweep, name: str, key: str, page: Path, width: Width) -> list[Figure]:
+    """What an experiment of a sweep shows.
+
+    Args:
+        key: of its section.
+        page: the folder of the page, from which links lead to runs.
+
+    Raises:
+        InputError: the metrics of a run are damaged.
+    """
+    made = [_numbers(sweep, name, key, page, width), _growth(sweep, name, key, width)]
+    return [figure for figure in made if figure is not None]
+
+
+def _numbers(sweep: Sweep, name: str, key: str, page: Path, width: Width) -> Figure | None:
+    experiment = sweep.experiments[name]
+    cells = sweep.cells_of(experiment)
+    order = ordered(list(cells))
+    shown = [quantity_of(column) for column in experiment.columns]
+    charts = [
+        _chart(sweep, cells, experiment, one, order, page, width)
+        for one in shown
+        if any(estimate_of(cell, one.name) for cell in cells.values())
+    ]
+    return Figure(f"{key}-numbers", experiment.title, _caption(experiment), charts, small=True) if charts else None
+
+
+def _caption(experiment: ExperimentSummary) -> str:
+    caption = f"Every point is a run of one seed at scale {experiment.scale}, and leads to its recipe; the bar is the mean over seeds with its 95 % interval."  # noqa: E501
+    if experiment.published:
+        caption += " The open diamond is the paper's number, a single run at the paper's own scale."
+    return caption
+
+
+def _chart(
+    sweep: Sweep,
+    cells: dict[str, CellSummary],
+    experiment: ExperimentSummary,
+    shown: Quantity,
+    order: Ordered | None,
+    page: Path,
+    width: Width,
+) -> Drawing:
+    labels = order.labels if order else {cell: cell for cell in cells}
+    estimates = {cell: estimate_of(cells[cell], shown.name) for cell in labels}
+    dots = Dots(
+        title=f"{shown.label} ({shown.unit})" if shown.unit else shown.label,
+        cells=list(labels),
+        seeds=[
+            {"cell": cell, "at": labels[cell], "seed": run.seed, "value": value, **_led_to(sweep, run, page)}
+            for cell in labels
+            for run, value in by_seed(cells[cell], shown.name)
+        ],
+        means=[
+            {"cell": cell, "at": labels[cell], **one.model_dump(exclude_none=True)}
+            for cell, one in estimates.items()
+            if one is not None
+        ],
+        paper=[
+            {"cell": cell, "at": labels[cell], "value": experiment.published[cell][shown.name]}
+            for cell in labels
+            if shown.name in experiment.published.get(cell, {})
+        ],
+        decimals=shown.decimals,
+        from_zero=shown.measure == "rate" or shown.unit == "steps",
+    )
+    return in_order(dots, order.what, width) if order else by_cell(dots, width)
+
+
+def _led_to(sweep: Sweep, run: CellRun, page: Path) -> dict[str, str]:
+    """What a point says of its run, and where it leads."""
+    link = link_to(sweep, run, page)
+    return {"run": run.hash, **({"link": link} if link else {})}
+
+
+def link_to(sweep: Sweep, run: CellRun, page: Path) -> str | None:
+    """From the folder of a page to the recipe of a run, None where it is not on the disk.
+
+    Whatever stands in the name of a folder is part of a path: none of it can be taken for a scheme or a query.
+    """
+    file = sweep.provenance(run)
+    return quote(os.path.relpath(file.resolve(), page.resolve())) if file else None
+
+
+def _growth(sweep: Sweep, name: str, key: str, width: Width) -> Figure | None:
+    experiment = sweep.experiments[name]
+    asked = {*experiment.columns, *(claim.quantity for claim in sweep.claims_of(name))}
+    if not asked & WHEN:
+        return None
+    cells = sweep.cells_of(experiment)
+    rows = [
+        {"cell": cell, "seed": run.seed, "step": one.step, "value": one.sink_rate[0]}
+        for cell, found in cells.items()
+        for run in found.runs
+        for one in sweep.history(run)
+        if one.sink_rate and one.sink_rate[0] is not None
+    ]
+    if not rows:
+        return None
+    chart = sink_of_every_seed(rows, _with_rows(cells, rows), width)
+    return Figure(f"{key}-growth", f"{experiment.title}: the sink while the models train", "A line per seed.", [chart])
+
+
+def _with_rows(cells: dict[str, CellSummary], rows: Sequence[dict[str, object]]) -> list[str]:
+    known = {row["cell"] for row in rows}
+    return [cell for cell in cells if cell in known]

@@ -1,0 +1,137 @@
+"""The leaderboard of mitigations: every cell of the experiments about them, each number with its spread over seeds."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sinklab.experiments.documents import CellRun, CellSummary
+from sinklab.report.experiments.numbers import by_seed, estimate_of
+from sinklab.report.experiments.sweeps import Sweep
+
+MITIGATIONS, RETUNED = "mitigations", "mitigations_retuned"
+AT_RATE = "_lr_"
+LOSS = "valid_loss"
+
+
+@dataclass(frozen=True)
+class SeedScore:
+    """A number over the seeds of a cell.
+
+    Attributes:
+        mean: over the seeds, as the experiment's table has it.
+        seeds: the number of each seed.
+        note: what it was reached with.
+    """
+
+    mean: float
+    seeds: tuple[float, ...]
+    note: str = ""
+
+
+ScoreOf = Callable[[str, CellSummary], SeedScore | None]
+
+
+@dataclass(frozen=True)
+class BoardColumn:
+    """A column of the board.
+
+    Attributes:
+        decimals: that are shown.
+        score: of a cell, by its name; None where it has none.
+    """
+
+    title: str
+    unit: str
+    decimals: int
+    score: ScoreOf
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A line of the board.
+
+    Attributes:
+        failed: how many of its runs failed.
+        scores: one per column.
+    """
+
+    cell: str
+    failed: int
+    scores: Sequence[SeedScore | None]
+
+
+@dataclass(frozen=True)
+class Leaderboard:
+    """The board, the lowest validation loss first."""
+
+    scale: str
+    columns: Sequence[BoardColumn]
+    standings: Sequence[Standing]
+
+
+def leaderboard(sweep: Sweep) -> Leaderboard | None:
+    """The board of a sweep, None where it has no experiment about mitigations."""
+    names = [name for name in sweep.experiments if name.startswith(MITIGATIONS) and name != RETUNED]
+    if not names:
+        return None
+    columns = (
+        BoardColumn("Valid. loss", "nats / token", 3, _quantity(LOSS)),
+        BoardColumn("Retuned", "loss at the best rate", 3, lambda name, cell: _retuned(sweep, name)),
+        BoardColumn("Sink₁", "% of heads", 1, _quantity("sink_1")),
+        BoardColumn("On the bias", "% of heads", 1, _quantity("sink_bias")),
+        BoardColumn("Norm ratio", "largest block", 1, _quantity("norm_ratio")),
+        BoardColumn("Kurtosis", "largest block", 1, _quantity("kurtosis")),
+        BoardColumn("Speed", "tokens / s", 0, _of_runs(lambda run: run.tokens_per_second)),
+        BoardColumn("Memory", "peak, MB", 0, _of_runs(lambda run: run.peak_memory_mb)),
+    )
+    cells = {cell: found for name in names for cell, found in sweep.cells_of(sweep.experiments[name]).items()}
+    standings = [
+        Standing(
+            name,
+            sum(run.status == "failed" for run in cell.runs),
+            [column.score(name, cell) for column in columns],
+        )
+        for name, cell in cells.items()
+    ]
+    standings.sort(key=_by_loss)
+    return Leaderboard(sweep.experiments[names[0]].scale, columns, standings)
+
+
+def _by_loss(standing: Standing) -> tuple[bool, float]:
+    loss = standing.scores[0]
+    return (True, 0.0) if loss is None else (False, loss.mean)
+
+
+def _quantity(quantity: str) -> ScoreOf:
+    def score(name: str, cell: CellSummary) -> SeedScore | None:
+        estimate = estimate_of(cell, quantity)
+        return SeedScore(estimate.mean, tuple(value for _, value in by_seed(cell, quantity))) if estimate else None
+
+    return score
+
+
+def _of_runs(value: Callable[[CellRun], float | None]) -> ScoreOf:
+    def score(name: str, cell: CellSummary) -> SeedScore | None:
+        found = tuple(one for run in cell.runs if run.status == "done" and (one := value(run)) is not None)
+        return SeedScore(sum(found) / len(found), found) if found else None
+
+    return score
+
+
+def _retuned(sweep: Sweep, name: str) -> SeedScore | None:
+    """The lowest loss of a cell at several learning rates, with the rate."""
+    tuned = sweep.experiments.get(RETUNED)
+    cells = sweep.cells_of(tuned) if tuned else {}
+    found = [
+        (estimate.mean, cell)
+        for other, cell in cells.items()
+        if other.startswith(name + AT_RATE) and (estimate := estimate_of(cell, LOSS))
+    ]
+    if not found:
+        return None
+    mean, cell = min(found, key=lambda one: one[0])
+    rate = cell.change.get("optim.lr")
+    rate = (
+        rate if isinstance(rate, float) else next((lr for run in cell.runs if (lr := sweep.learning_rate(run))), None)
+    )
+    seeds = tuple(value for _, value in by_seed(cell, LOSS))
+    return SeedScore(mean, seeds, f"at {rate:.1e}".replace("e-0", "e-") if rate else "")

@@ -1,0 +1,222 @@
+"""What the page shows of a sweep, as texts: a section per experiment, the leaderboard, the counts of verdicts."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sinklab.experiments.documents import CellRun, CellSummary, JudgedClaim
+from sinklab.report.experiments.comparison import ComparedCell, ComparedCells, compared
+from sinklab.report.experiments.figures import experiment_figures, link_to
+from sinklab.report.experiments.leaderboard import BoardColumn, Leaderboard, SeedScore, leaderboard
+from sinklab.report.experiments.numbers import NOTHING, change_text, interval_text, number_text, quantity_of
+from sinklab.report.experiments.sweeps import Sweep
+from sinklab.report.figure import Figure
+from sinklab.report.summary import counted, verdict_counts
+
+FAILED_THERE = "did not train"
+
+
+@dataclass(frozen=True)
+class ShownNumber:
+    """A number in a table.
+
+    Attributes:
+        text: of the mean.
+        spread: of the interval or of the seeds.
+        value: to sort by; None where there is none.
+    """
+
+    text: str
+    spread: str = ""
+    value: float | None = None
+
+
+@dataclass(frozen=True)
+class ShownRun:
+    """A run in the list of a cell.
+
+    Attributes:
+        link: to its recipe.
+        warnings: what is wrong with it.
+    """
+
+    seed: int
+    status: str
+    values: Sequence[str]
+    seconds: str
+    hash: str
+    link: str | None
+    warnings: Sequence[str]
+
+
+@dataclass(frozen=True)
+class ShownCell:
+    """A cell with its runs.
+
+    Attributes:
+        change: what it changes in the base recipe.
+        badges: what to know of its runs without looking at them, each with its style.
+    """
+
+    name: str
+    change: Sequence[str]
+    runs: Sequence[ShownRun]
+    badges: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class ShownExperiment:
+    """The section of an experiment.
+
+    Attributes:
+        key: of its anchor.
+        columns: title and unit of the numbers' columns, the paper's beside ours.
+        rows: the cell's name and its numbers.
+        in_paper: whether the paper has numbers for it.
+        run_columns: titles of the numbers of a run.
+    """
+
+    key: str
+    name: str
+    title: str
+    question: str
+    source: str
+    scale: str
+    adapted: Sequence[str]
+    verdicts: Sequence[tuple[str, int]]
+    figures: Sequence[Figure]
+    columns: Sequence[tuple[str, str]]
+    rows: Sequence[tuple[str, Sequence[ShownNumber]]]
+    in_paper: bool
+    claims: Sequence[JudgedClaim]
+    run_columns: Sequence[str]
+    cells: Sequence[ShownCell]
+
+
+@dataclass(frozen=True)
+class ShownBoard:
+    """The leaderboard as texts, ready to be sorted."""
+
+    scale: str
+    columns: Sequence[tuple[str, str]]
+    rows: Sequence[tuple[str, Sequence[ShownNumber]]]
+
+
+def shown_experiments(sweeps: Sequence[Sweep], page: Path) -> list[ShownExperiment]:
+    """A section per experiment, in the order of the summaries.
+
+    Args:
+        page: the folder of the page, from which links lead to runs.
+
+    Raises:
+        InputError: the metrics of a run are damaged.
+    """
+    keys: set[str] = set()
+    return [_shown(sweep, name, _key(name, keys), page) for sweep in sweeps for name in sweep.experiments]
+
+
+def _key(name: str, taken: set[str]) -> str:
+    """An anchor and the name of chart files: of letters, digits, - and _."""
+    plain = re.sub(r"[^A-Za-z0-9_-]", "-", name) or "experiment"
+    key = next(key for key in (plain, *(f"{plain}-{n}" for n in range(2, len(taken) + 3))) if key not in taken)
+    taken.add(key)
+    return key
+
+
+def _shown(sweep: Sweep, name: str, key: str, page: Path) -> ShownExperiment:
+    experiment, table = sweep.experiments[name], compared(sweep, name)
+    claims = sweep.claims_of(name)
+    return ShownExperiment(
+        key=key,
+        name=name,
+        title=experiment.title or name,
+        question=experiment.question,
+        source=experiment.source,
+        scale=experiment.scale,
+        adapted=experiment.adapted,
+        verdicts=verdict_counts(claims),
+        figures=experiment_figures(sweep, name, key, page, "container"),
+        columns=_columns(table),
+        rows=[(cell.name, _numbers(table, cell)) for cell in table.cells],
+        in_paper=bool(experiment.published),
+        claims=claims,
+        run_columns=[one.label for one in table.columns],
+        cells=[
+            _cell(sweep, cell, found, [one.name for one in table.columns], page)
+            for cell, found in sweep.cells_of(experiment).items()
+        ],
+    )
+
+
+def _columns(table: ComparedCells) -> list[tuple[str, str]]:
+    columns = [("Seeds", "finished")]
+    for one in table.columns:
+        columns.append((one.label, f"{one.unit}, 95 % interval" if one.unit else "95 % interval"))
+        columns += [("the paper’s", one.unit)] if one.name in table.in_paper else []
+    return columns
+
+
+def _numbers(table: ComparedCells, cell: ComparedCell) -> list[ShownNumber]:
+    numbers = [ShownNumber(cell.seeds, counted(cell.failed, "run") + " failed" if cell.failed else "")]
+    for one in table.columns:
+        estimate = cell.ours[one.name]
+        mean = estimate.mean if estimate else None
+        numbers.append(ShownNumber(number_text(mean, one.decimals), interval_text(estimate, one.decimals)))
+        if one.name in table.in_paper:
+            there = FAILED_THERE if not cell.trained_there else NOTHING
+            paper = cell.paper.get(one.name)
+            numbers.append(ShownNumber(there if paper is None else number_text(paper, max(one.decimals, 2))))
+    return numbers
+
+
+def _cell(sweep: Sweep, name: str, cell: CellSummary, columns: Sequence[str], page: Path) -> ShownCell:
+    return ShownCell(name, change_text(cell), [_run(sweep, run, columns, page) for run in cell.runs], _badges(cell))
+
+
+def _badges(cell: CellSummary) -> list[tuple[str, str]]:
+    failed, unfinished = (sum(run.status == how for run in cell.runs) for how in ("failed", "unfinished"))
+    edited = sum(bool(run.edited) for run in cell.runs)
+    counts = ((failed, "failed", "warn"), (edited, "edited", "warn"), (unfinished, "unfinished", "inconclusive"))
+    return [(f"{number} {what}", style) for number, what, style in counts if number]
+
+
+def _run(sweep: Sweep, run: CellRun, columns: Sequence[str], page: Path) -> ShownRun:
+    edited = [f"edited since it ended: {', '.join(run.edited)}"] if run.edited else []
+    decimals = [quantity_of(name).decimals + 1 for name in columns]
+    return ShownRun(
+        seed=run.seed,
+        status=run.status,
+        values=[number_text(run.values.get(name), d) for name, d in zip(columns, decimals, strict=True)],
+        seconds=number_text(run.seconds, 0),
+        hash=run.hash,
+        link=link_to(sweep, run, page),
+        warnings=[*edited, *([run.message] if run.message else [])],
+    )
+
+
+def shown_board(sweeps: Sequence[Sweep]) -> list[ShownBoard]:
+    """The leaderboard of every sweep that has one."""
+    boards = [leaderboard(sweep) for sweep in sweeps]
+    return [_board(board) for board in boards if board is not None]
+
+
+def _board(board: Leaderboard) -> ShownBoard:
+    rows = [
+        (
+            standing.cell + (f" ({counted(standing.failed, 'run')} failed)" if standing.failed else ""),
+            [_score(column, score) for column, score in zip(board.columns, standing.scores, strict=True)],
+        )
+        for standing in board.standings
+    ]
+    kept = [index for index in range(len(board.columns)) if any(row[index].value is not None for _, row in rows)]
+    columns = [(board.columns[index].title, board.columns[index].unit) for index in kept]
+    return ShownBoard(board.scale, columns, [(name, [row[index] for index in kept]) for name, row in rows])
+
+
+def _score(column: BoardColumn, score: SeedScore | None) -> ShownNumber:
+    if score is None:
+        return ShownNumber(NOTHING)
+    low, high = (number_text(end(score.seeds), column.decimals) for end in (min, max)) if score.seeds else ("", "")
+    spread = [f"{low} … {high}" if low != high else f"all {low}"] if len(score.seeds) > 1 else []
+    return ShownNumber(number_text(score.mean, column.decimals), " ".join([*spread, score.note]).strip(), score.mean)

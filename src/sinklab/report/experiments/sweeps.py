@@ -1,0 +1,92 @@
+"""A sweep as it lies on the disk: its summary, and what its run directories say beside it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sinklab.experiments.documents import CellRun, CellSummary, ExperimentSummary, JudgedClaim, Summary, read_record
+from sinklab.experiments.sweep.recording import edited
+from sinklab.files import parse_yaml
+from sinklab.train.directory.history import Evaluation, read_history
+
+PROVENANCE = ("recipe.yaml", "measurement.json")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A directory whose summary names experiments.
+
+    Attributes:
+        top: the directory of summary.json, to which the directories of runs are relative.
+        summary: as it was written, but for `edited`, which is as the files are now.
+    """
+
+    top: Path
+    summary: Summary
+
+    @property
+    def experiments(self) -> Mapping[str, ExperimentSummary]:
+        """By id, in the order of the summary."""
+        return self.summary.experiments
+
+    @property
+    def runs(self) -> list[CellRun]:
+        """Those of all cells, each once, whatever cells it is a run of."""
+        found = {run.hash: run for cell in self.summary.cells.values() for run in cell.runs}
+        return list(found.values())
+
+    def cells_of(self, experiment: ExperimentSummary) -> dict[str, CellSummary]:
+        """Its cells by name; one that the summary says nothing of is empty."""
+        return {name: self.summary.cells.get(name, CellSummary(seeds=0)) for name in experiment.cells}
+
+    def claims_of(self, name: str) -> list[JudgedClaim]:
+        """The claims of an experiment."""
+        return [claim for claim in self.summary.claims if claim.experiment == name]
+
+    def folder(self, run: CellRun) -> Path | None:
+        """The directory of a run, None where it has none yet."""
+        return self.top / run.directory if run.directory else None
+
+    def provenance(self, run: CellRun) -> Path | None:
+        """The file that says how a run came about: its recipe, or the measurement of a model; None without one."""
+        folder = self.folder(run)
+        return next((folder / name for name in PROVENANCE if (folder / name).is_file()), None) if folder else None
+
+    def history(self, run: CellRun) -> Sequence[Evaluation]:
+        """Its evaluations so far.
+
+        Raises:
+            InputError: metrics.jsonl is damaged.
+        """
+        folder = self.folder(run)
+        return read_history(folder / "metrics.jsonl") if folder else ()
+
+    def learning_rate(self, run: CellRun) -> float | None:
+        """Of its recipe, None where that is not on the disk."""
+        folder = self.folder(run)
+        if folder is None:
+            return None
+        try:
+            return float(parse_yaml((folder / "recipe.yaml").read_text(encoding="utf-8"))["optim"]["lr"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+def read_sweep(top: Path, summary: Summary) -> Sweep:
+    """The sweep in a directory; which files of its runs were edited is looked up again.
+
+    Raises:
+        InputError: the record of a run is damaged.
+    """
+    cells = {
+        name: cell.model_copy(update={"runs": [_as_it_is(top, run) for run in cell.runs]})
+        for name, cell in summary.cells.items()
+    }
+    return Sweep(top, summary.model_copy(update={"cells": cells}))
+
+
+def _as_it_is(top: Path, run: CellRun) -> CellRun:
+    record = read_record(top / run.directory) if run.directory else None
+    if record is None or record.hash != run.hash:
+        return run
+    return run.model_copy(update={"edited": edited(top / run.directory, record)})

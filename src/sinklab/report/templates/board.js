@@ -1,0 +1,27 @@
+// Sorts a leaderboard by the column whose heading is pressed, and the other way round when it is pressed again.
+function sort(table, column, rising) {
+  const value = (row) => {
+    const cell = row.cells[column];
+    return column === 0 ? cell.textContent.trim() : cell.dataset.value === undefined ? null : Number(cell.dataset.value);
+  };
+  const body = table.tBodies[0];
+  const rows = [...body.rows].map((row) => ({ row, value: value(row) }));
+  rows.sort((a, b) => {
+    if (a.value === null || b.value === null) return (a.value === null) - (b.value === null); // missing comes last
+    const order = column === 0 ? a.value.localeCompare(b.value) : a.value - b.value;
+    return rising ? order : -order;
+  });
+  body.append(...rows.map((one) => one.row));
+}
+
+for (const table of document.querySelectorAll("table.board")) {
+  const heads = [...table.tHead.rows[0].cells];
+  heads.forEach((head, column) => {
+    head.querySelector("button").addEventListener("click", () => {
+      const rising = head.getAttribute("aria-sort") !== "ascending";
+      heads.forEach((other) => other.removeAttribute("aria-sort"));
+      head.setAttribute("aria-sort", rising ? "ascending" : "descending");
+      sort(table, column, rising);
+    });
+  });
+}

@@ -1,0 +1,215 @@
+"""The page and the terminal say of a sweep what its summary and its run directories say."""
+
+import io
+import json
+import re
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from report_fixtures import make_lab
+from rich.console import Console
+from sweep_fixtures import CELLS, EXPERIMENTS, MadeCell, make_sweep
+from test_report_html import Page
+
+from sinklab.commands.terminal.report import print_report
+from sinklab.errors import InputError
+from sinklab.experiments.documents import ExperimentSummary
+from sinklab.report import write_report
+from sinklab.report.collect import collect
+from sinklab.report.experiments.comparison import compared
+from sinklab.report.experiments.leaderboard import leaderboard
+from sinklab.report.experiments.ordering import ordered
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+
+@pytest.fixture(scope="module")
+def sweep_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_sweep(tmp_path_factory.mktemp("sweep") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def page(sweep_folder: Path) -> Page:
+    return Page(write_report([sweep_folder]).read_text(encoding="utf-8"))
+
+
+def test_the_page_counts_the_verdicts_with_their_scale_and_lists_every_experiment(page: Page) -> None:
+    assert "Claims at tiny: 1 reproduced 1 direction only 1 contradicted 1 inconclusive 1 not run" in page.text
+    anchors = {a["id"] for tag, a in page.elements if tag == "h2"}
+    links = {str(a["href"]).removeprefix("#") for tag, a in page.elements if tag == "a" and a["href"][0] == "#"}  # type: ignore[index]
+    assert {"leaderboard", *EXPERIMENTS} == links
+    assert links <= anchors
+
+
+def test_a_section_has_question_source_adaptation_numbers_claims_and_runs(page: Page) -> None:
+    for said in (
+        "Does the sink leave the first token when every head has a key or a token of its own?",
+        "2410.10781, table 4",
+        "so every chunk begins with BOS",
+        "74.12",
+        "reproduced at tiny",
+        "0.2 % [0.1, 0.6] against 18.0 %",
+        "model.attention.bias=k",
+        "The base recipe itself",
+    ):
+        assert said in page.text
+
+
+def test_what_is_wrong_with_a_run_stands_on_the_page(page: Page) -> None:
+    assert "edited since it ended: metrics.jsonl" in page.text
+    assert "the loss is not finite at step 312" in page.text
+    assert "1 unfinished" in page.text
+    assert "2 of 3" in page.text
+    assert "did not train" in page.text
+
+
+def test_a_file_that_is_edited_after_the_summary_was_written_is_named(tmp_path: Path) -> None:
+    top = make_sweep(tmp_path / "tiny")
+    recipe = next(top.glob("sigmoid-*/recipe.yaml"))
+    recipe.write_text(recipe.read_text(encoding="utf-8") + "# mine\n", encoding="utf-8")
+    found = collect([top]).sweeps[0].summary.cells["sigmoid"].runs
+    assert [run.edited for run in found].count(["recipe.yaml"]) == 1
+
+
+def test_every_link_to_a_recipe_leads_to_a_file(page: Page, sweep_folder: Path) -> None:
+    links = [str(a["href"]) for tag, a in page.elements if tag == "a" and not str(a["href"]).startswith("#")]
+    runs = sum(len(one.runs) for one in collect([sweep_folder]).sweeps[0].summary.cells.values())
+    assert len(links) >= runs
+    assert all((sweep_folder / unquote(link)).is_file() for link in links)
+
+
+def test_links_lead_to_the_runs_from_wherever_the_page_lies(tmp_path: Path, sweep_folder: Path) -> None:
+    written = write_report([sweep_folder], out=tmp_path / "else where" / "page.html")
+    links = [str(a["href"]) for tag, a in Page(written.read_text(encoding="utf-8")).elements if tag == "a"]
+    recipes = [link for link in links if not link.startswith("#")]
+    assert recipes
+    assert all((written.parent / unquote(link)).is_file() for link in recipes)
+
+
+def test_points_of_a_chart_are_runs_with_their_seed_and_recipe(page: Page, sweep_folder: Path) -> None:
+    document = json.loads(page.scripts[[s.startswith('{"config"') for s in page.scripts].index(True)])
+    rows = document["specs"]["table_4-numbers-0"]["datasets"]
+    cells = collect([sweep_folder]).sweeps[0].summary.cells
+    expected = [
+        (cell, run.seed, run.hash) for cell in EXPERIMENTS["table_4"].cells for run in cells[cell].runs if run.values
+    ]
+    assert [(row["cell"], row["seed"], row["run"]) for row in rows["seeds"]] == expected
+    assert all((sweep_folder / unquote(row["link"])).is_file() for row in rows["seeds"])
+    assert {row["cell"]: row["value"] for row in rows["paper"]} == {"softmax": 18.18, "sink_token": 0.0, "k_biases": 0}
+
+
+def test_the_sink_is_drawn_by_step_where_an_experiment_asks_when_it_emerges(page: Page) -> None:
+    document = json.loads(page.scripts[[s.startswith('{"config"') for s in page.scripts].index(True)])
+    grown = [key for key in document["specs"] if "growth" in key]
+    assert grown == ["table_2-growth-0"]
+
+
+def test_cells_are_ordered_by_the_numbers_in_their_names() -> None:
+    found = ordered(["weight_decay_0.5", "weight_decay_0", "weight_decay_0.001", "weight_decay_5"])
+    assert found is not None
+    assert (found.what, [*found.labels.values()]) == ("weight decay", ["0", "0.001", "0.5", "5"])
+    sizes = ordered(["data_5B", "data_2.5B", "data_500M"])
+    assert sizes is not None
+    assert [*sizes.labels] == ["data_500M", "data_2.5B", "data_5B"]
+    windows = ordered(["softmax", "window_64", "window_32", "window_128"])
+    assert windows is not None
+    assert [*windows.labels] == ["softmax", "window_32", "window_64", "window_128"]
+
+
+@pytest.mark.parametrize(
+    "cells", [["softmax", "sigmoid"], ["lr_1_2k", "lr_2_4k", "lr_2_8k"], ["a_1", "a_2", "b_3"], []]
+)
+def test_cells_whose_names_say_no_order_have_none(cells: list[str]) -> None:
+    assert ordered(cells) is None
+
+
+def test_the_leaderboard_has_every_mitigation_with_its_loss_at_the_best_learning_rate(sweep_folder: Path) -> None:
+    board = leaderboard(collect([sweep_folder]).sweeps[0])
+    assert board is not None
+    assert {one.cell for one in board.standings} == set(EXPERIMENTS["mitigations"].cells)
+    by_cell = {
+        one.cell: dict(zip([c.title for c in board.columns], one.scores, strict=True)) for one in board.standings
+    }
+    softmax, sigmoid = by_cell["softmax"], by_cell["sigmoid"]
+    assert softmax["Retuned"] is not None
+    assert softmax["Retuned"].mean == pytest.approx(2.81, abs=0.05)
+    assert softmax["Retuned"].note == "at 1.6e-2"
+    assert by_cell["k_biases"]["Retuned"] is not None
+    assert by_cell["k_biases"]["Retuned"].note == "at 8.0e-3"  # the base's, from the recipe on the disk
+    assert sigmoid["Retuned"] is None
+    assert softmax["Speed"] is not None
+    assert len(softmax["Speed"].seeds) == 3
+    assert by_cell["elu1_normalised"]["Valid. loss"] is None
+    assert board.standings[-1].cell == "elu1_normalised"
+
+
+def test_a_cell_that_trained_is_compared_with_what_the_paper_says_of_it(sweep_folder: Path) -> None:
+    table = compared(collect([sweep_folder]).sweeps[0], "table_6")
+    cells = {cell.name: cell for cell in table.cells}
+    assert (cells["elu1_normalised"].failed, cells["elu1_normalised"].trained_there) == (3, False)
+    assert cells["softmax"].paper["sink_1"] == 18.18
+    assert cells["softmax"].seeds == "3"
+
+
+def test_runs_of_several_experiments_are_not_listed_a_second_time(sweep_folder: Path) -> None:
+    data = collect([sweep_folder])
+    assert data.runs == []
+    assert data.cells == []
+    assert len(data.sweeps[0].runs) < sum(cell.seeds for cell in CELLS.values())  # a run of two cells is one
+
+
+def test_the_runs_of_a_single_experiment_have_their_curves_and_their_section(tmp_path: Path) -> None:
+    top = make_sweep(tmp_path / "tiny", {"table_2": EXPERIMENTS["table_2"]})
+    data = collect([top])
+    assert data.cells == EXPERIMENTS["table_2"].cells
+    assert {run.cell for run in data.runs} == set(EXPERIMENTS["table_2"].cells)
+    text = Page(write_report([top]).read_text(encoding="utf-8")).text
+    for said in ("The sink while the model trains", "Weight decay and the sink", "Where the numbers come from"):
+        assert said in text
+
+
+def test_names_that_are_markup_are_shown_as_text(tmp_path: Path) -> None:
+    experiment = EXPERIMENTS["table_4"].model_copy(update={"title": HOSTILE, "cells": [HOSTILE, "k_biases"]})
+    cell = MadeCell((18.0, None, 6.2, 2.84), {HOSTILE: HOSTILE})
+    experiments: dict[str, ExperimentSummary] = {HOSTILE: experiment, "mitigations": experiment}
+    top = make_sweep(tmp_path / "tiny", experiments, {**CELLS, HOSTILE: cell})
+    text = write_report([top]).read_text(encoding="utf-8")
+    page = Page(text)
+    assert "img" not in {tag for tag, _ in page.elements}
+    assert "<img" not in text.replace(page.scripts[page.scripts.index(max(page.scripts, key=len))], "")
+    assert HOSTILE in page.text
+    links = [str(a["href"]) for tag, a in page.elements if tag == "a"]
+    assert all(re.fullmatch(r"[#\w.%/-]+", link) for link in links)
+
+
+@pytest.mark.parametrize("version", [3, 1, "2"])
+def test_a_summary_of_another_schema_is_refused_with_what_to_do(tmp_path: Path, version: object) -> None:
+    top = make_sweep(tmp_path / "tiny", {"table_2": EXPERIMENTS["table_2"]})
+    document = json.loads((top / "summary.json").read_text(encoding="utf-8"))
+    (top / "summary.json").write_text(json.dumps({**document, "schema": version}), encoding="utf-8")
+    with pytest.raises(InputError, match=rf"summary\.json is of schema {version}.*reads 2.*sinklab reproduce"):
+        collect([top])
+
+
+def test_the_terminal_shows_ours_beside_the_papers_and_the_verdicts(sweep_folder: Path) -> None:
+    console = Console(file=io.StringIO(), width=220)
+    print_report(collect([sweep_folder]), console)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    for said in (
+        "table_4 at tiny",
+        "74.12",
+        "2 of 3",
+        "did not train",
+        "contradicted at tiny",
+        "edited since it ended",
+    ):
+        assert said in text
+    assert re.search(r"softmax +3 +1\d\.\d \[\d+\.\d, \d+\.\d\]", text)
+
+
+def test_a_lab_of_the_version_before_is_shown_as_it_was(tmp_path: Path) -> None:
+    data = collect([make_lab(tmp_path / "lab")])
+    assert data.sweeps == []
+    assert len(data.claims) == 3
