@@ -14,6 +14,9 @@ from sinklab.experiments.verdicts.transforms import transformed, turned_back
 
 End = Literal["low", "high"]
 
+NEAR = 0.5
+"""Percent from 0 % or 100 % within which a rate lies at that end: there the logit magnifies single triples."""
+
 
 @dataclass(frozen=True)
 class Observed:
@@ -23,7 +26,7 @@ class Observed:
         value: in the quantity's unit.
         y: as it is compared.
         triples: that a rate is over.
-        end: at which the number lies, if at one: 0 %, 100 %, or the run's last step where a step was never reached.
+        end: at which the number lies, if at one: near 0 % or 100 %, or the last step where a step was never reached.
     """
 
     value: float
@@ -141,7 +144,7 @@ def _observed(run: RunNumbers, known: Quantity, at_step: int | None) -> Observed
     if value is None or (known.measure == "positive" and value <= 0):
         return None
     if known.measure == "rate":
-        end = "low" if value <= 0 else "high" if value >= 100 else None
+        end = "low" if value <= NEAR else "high" if value >= 100 - NEAR else None
     return Observed(value, transformed(value, known.measure, run.triples), run.triples, end)
 
 
