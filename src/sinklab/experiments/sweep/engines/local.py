@@ -137,6 +137,10 @@ class LocalEngine:
         self._free.append(one.share)
         return [] if any(event.is_last for event in said) else [Event(name, "failed", message=_death(one.process))]
 
+    def processes(self) -> list[int]:
+        """Ids of the processes that train."""
+        return [one.process.pid for one in self._running.values() if one.process.pid is not None]
+
     def stop(self) -> None:
         """Ask all processes to save and end."""
         self._stopping = True
