@@ -11,9 +11,9 @@ import yaml
 from report_fixtures import evaluation
 
 from sinklab.experiments.documents import (
+    CellEstimate,
     CellRun,
     CellSummary,
-    Estimate,
     ExperimentSummary,
     JudgedClaim,
     RunRecord,
@@ -165,10 +165,14 @@ def make_cell(top: Path, name: str, cell: MadeCell) -> CellSummary:
     )
 
 
-def estimate(values: Sequence[float]) -> Estimate:
+def estimate(values: Sequence[float]) -> CellEstimate:
     """The plain mean, and an interval about as wide as a real one."""
     mean, half = float(np.mean(values)), 2.5 * float(np.std(values)) + 0.05
-    return Estimate(mean=mean, low=max(0.0, mean - half), high=mean + half) if len(values) > 1 else Estimate(mean=mean)
+    return (
+        CellEstimate(mean=mean, low=max(0.0, mean - half), high=mean + half)
+        if len(values) > 1
+        else CellEstimate(mean=mean)
+    )
 
 
 def make_sweep_run(top: Path, name: str, cell: MadeCell, seed: int) -> CellRun:

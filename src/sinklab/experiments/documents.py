@@ -79,7 +79,7 @@ class CellRun(ReadDocument):
     peak_memory_mb: float | None = None
 
 
-class Estimate(ReadDocument):
+class CellEstimate(ReadDocument):
     """A quantity over the seeds of a cell.
 
     Attributes:
@@ -114,7 +114,7 @@ class CellSummary(ReadDocument):
     seeds: int = 1
     seconds: float | None = None
     change: dict[str, object] = Field(default_factory=dict)
-    values: dict[str, Estimate] = Field(default_factory=dict)
+    values: dict[str, CellEstimate] = Field(default_factory=dict)
     runs: list[CellRun] = Field(default_factory=list)
 
 

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from sinklab.experiments.definition import Experiment, Scale
-from sinklab.experiments.documents import CellSummary, Estimate, ExperimentSummary, Summary
+from sinklab.experiments.documents import CellEstimate, CellSummary, ExperimentSummary, Summary
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.verdicts.evidence import Evidence
 from sinklab.experiments.verdicts.judging import evidence_of, judge
@@ -88,10 +88,10 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return statistics.fmean(known) if known else None
 
 
-def _estimate(cell: str, name: str, evidence: Evidence) -> Estimate:
+def _estimate(cell: str, name: str, evidence: Evidence) -> CellEstimate:
     seen = evidence.of(name)
     mean = seen.mean_of(cell)
     if mean.spread is None:
-        return Estimate(mean=seen.turned_back(mean.mean, cell))
+        return CellEstimate(mean=seen.turned_back(mean.mean, cell))
     low, high = (seen.turned_back(y, cell) for y in mean.interval())
-    return Estimate(mean=seen.turned_back(mean.mean, cell), low=low, high=high)
+    return CellEstimate(mean=seen.turned_back(mean.mean, cell), low=low, high=high)

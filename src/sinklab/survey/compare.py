@@ -24,7 +24,7 @@ from sinklab.survey.request import Request
 DOCUMENT = "comparison.json"
 POSITIONS = 4
 
-Quantity = tuple[str, str, Callable[[Measurement], float | None]]
+ComparedNumber = tuple[str, str, Callable[[Measurement], float | None]]
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _parts(model: str) -> tuple[str, ...]:
     return tuple(part for part in path.parts if part not in (path.anchor, "..", "."))
 
 
-def _row(quantity: Quantity, measured: Mapping[str, Measurement]) -> ComparedQuantity:
+def _row(quantity: ComparedNumber, measured: Mapping[str, Measurement]) -> ComparedQuantity:
     name, unit, value = quantity
     values = {model: value(measurement) for model, measurement in measured.items()}
     first, *others = values
@@ -137,9 +137,9 @@ def _difference(value: float | None, reference: float | None) -> float | None:
     return None if value is None or reference is None else value - reference
 
 
-def _quantities(first: Measurement) -> list[Quantity]:
+def _quantities(first: Measurement) -> list[ComparedNumber]:
     """What is compared; sink rates at every threshold that was asked for."""
-    quantities: list[Quantity] = [
+    quantities: list[ComparedNumber] = [
         (f"Sink_{k + 1}", "% of heads", lambda m, k=k: m.sink_rate[k]) for k in range(min(POSITIONS, first.length))
     ]
     others = [eps for eps in first.sink_rates or {} if float(eps) != first.eps]

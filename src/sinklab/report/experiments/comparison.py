@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sinklab.experiments.documents import CellSummary, Estimate, ExperimentSummary
+from sinklab.experiments.documents import CellEstimate, CellSummary, ExperimentSummary
 from sinklab.experiments.quantities import Quantity
 from sinklab.report.experiments.numbers import estimate_of, quantity_of
 from sinklab.report.experiments.sweeps import Sweep
@@ -24,7 +24,7 @@ class ComparedCell:
     name: str
     seeds: str
     failed: int
-    ours: Mapping[str, Estimate | None]
+    ours: Mapping[str, CellEstimate | None]
     paper: Mapping[str, float]
     trained_there: bool
 

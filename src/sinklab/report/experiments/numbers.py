@@ -2,7 +2,7 @@
 
 import statistics
 
-from sinklab.experiments.documents import CellRun, CellSummary, Estimate
+from sinklab.experiments.documents import CellEstimate, CellRun, CellSummary
 from sinklab.experiments.quantities import Quantity, quantity
 
 NOTHING = "–"
@@ -16,10 +16,10 @@ def quantity_of(name: str) -> Quantity:
         return Quantity(name, name, "", "positive", 3)
 
 
-def estimate_of(cell: CellSummary, name: str) -> Estimate | None:
+def estimate_of(cell: CellSummary, name: str) -> CellEstimate | None:
     """Mean and interval over the seeds; the plain mean where the summary has none, None without any seed."""
     values = [value for _, value in by_seed(cell, name)]
-    return cell.values.get(name) or (Estimate(mean=statistics.fmean(values)) if values else None)
+    return cell.values.get(name) or (CellEstimate(mean=statistics.fmean(values)) if values else None)
 
 
 def by_seed(cell: CellSummary, name: str) -> list[tuple[CellRun, float]]:
@@ -32,7 +32,7 @@ def number_text(value: float | None, decimals: int) -> str:
     return NOTHING if value is None else f"{value:,.{decimals}f}"
 
 
-def interval_text(estimate: Estimate | None, decimals: int) -> str:
+def interval_text(estimate: CellEstimate | None, decimals: int) -> str:
     """`[15.1, 21.7]`, nothing where there is no interval."""
     if estimate is None or estimate.low is None or estimate.high is None:
         return ""
