@@ -7,17 +7,19 @@ from pathlib import Path
 from rich.console import Console
 
 from sinklab.commands.survey_progress import SurveyProgress
-from sinklab.commands.terminal.measured import print_measured
-from sinklab.errors import SinklabError
+from sinklab.commands.terminal.measured import print_measured, print_passes
+from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.measured.definition import MeasuredExperiment
 from sinklab.experiments.measured.planning import passes_of, subjects_of
 from sinklab.experiments.measured.running import MeasuredResults, measure_experiment
+from sinklab.experiments.shipped import load_experiment
 from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading
 from sinklab.outputs import REPORT, check_results
 from sinklab.report import write_report
 from sinklab.survey.compare import labels
 
 MODELS = Path("runs/models")
+ALL = "all"
 
 
 def reproduce_measured(
@@ -62,6 +64,49 @@ def reproduce_measured(
             console.print(f"report: {write_report([place])}", highlight=False, soft_wrap=True)
     if failed := [f"{name}: {why}" for one in done for name, why in one.outcome.failed.items()]:
         raise SinklabError("\n".join(failed))
+
+
+def measured_among(names: Sequence[str], models: Sequence[str] | None) -> list[MeasuredExperiment]:
+    """The experiments on existing models, where the names are of such; none where they are of experiments that train.
+
+    Raises:
+        InputError: some are of one kind and some of the other, two that differ have the same id, or a --model is given
+            for experiments that train their own.
+    """
+    loaded = {name: load_experiment(name) for name in dict.fromkeys(names) if name != ALL}
+    found = {name: one for name, one in loaded.items() if isinstance(one, MeasuredExperiment)}
+    others = [name for name in names if name not in found]
+    if found and others:
+        raise InputError(
+            f"{next(iter(found))} measures a --model, and {others[0]} trains models of its own: ask for them one after "
+            "the other"
+        )
+    if models and not found:
+        raise InputError(f"--model {models[0]}: {others[0]} trains models of its own; leave --model out")
+    if len({one.id for one in found.values()}) < len(found):
+        raise InputError(f"two different experiments have the same id: {', '.join(found)}")
+    return list(found.values())
+
+
+def preview_measured(
+    experiments: Sequence[MeasuredExperiment],
+    models: Sequence[str],
+    text: Path | None,
+    draws: int,
+    as_json: bool,
+    console: Console,
+) -> None:
+    """Say which measurements would be made; no model is loaded.
+
+    Raises:
+        InputError: no model or text, or one that cannot be used.
+    """
+    planned = {one.id: passes_of(one, subjects_of(one, models, text)) for one in experiments}
+    if as_json:
+        asked = {name: {one.name: one.request(0).document() for one in passes} for name, passes in planned.items()}
+        print(json.dumps({"schema": 1, "draws": draws, "experiments": asked}, indent=2))
+    else:
+        print_passes(planned, draws, console)
 
 
 def _measured(

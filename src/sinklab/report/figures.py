@@ -7,6 +7,7 @@ from sinklab.report.data import ReportData
 from sinklab.report.details_figures import details_figures
 from sinklab.report.figure import Figure
 from sinklab.report.importance_figures import importance_figures
+from sinklab.report.length_figures import length_figure
 from sinklab.report.suite_figures import suite_figures
 from sinklab.report.summary import CurvePoint, by_key, cell_rows, curve, over_seeds
 
@@ -15,6 +16,7 @@ def figures(data: ReportData, width: int | str = "container") -> list[Figure]:
     """All figures the data allows, in reading order. `width` is in pixels, or "container" inside a page."""
     made = [
         *suite_figures(data, width),
+        length_figure(data.summary_cells, width),
         _sink_by_step(data, width),
         *importance_figures(data, width),
         *details_figures(data, width),

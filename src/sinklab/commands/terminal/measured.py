@@ -1,6 +1,6 @@
 """An experiment on existing models in the terminal: cells with intervals, the paper's models, claims."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -9,6 +9,7 @@ from rich.text import Text
 
 from sinklab.commands.terminal.report import claims_table, printable
 from sinklab.experiments.documents import CellSummary, ExperimentSummary, Summary
+from sinklab.experiments.measured.planning import Pass
 from sinklab.experiments.quantities import Quantity, quantity
 from sinklab.report.data import ReportData
 
@@ -21,6 +22,20 @@ def print_measured(summary: Summary, console: Console) -> None:
             console.print(_elsewhere(one))
     if summary.claims:
         console.print(claims_table(ReportData([], [], claims=summary.claims)))
+
+
+def print_passes(planned: Mapping[str, Sequence[Pass]], draws: int, console: Console) -> None:
+    """Print a line for each pass over sequences: what it reads, and which cells it is for."""
+    table = Table(box=SIMPLE_HEAD)
+    for name in ("experiment", "model", "sequences", "tokens", "cells"):
+        table.add_column(name, overflow="fold")
+    for experiment, passes in planned.items():
+        for one in passes:
+            request = one.request(0)
+            sequences = f"{draws} x {request.sequences} x {request.length}"
+            named = (experiment, one.model, sequences, request.options.inputs, ", ".join(one.cells))
+            table.add_row(*(Text(printable(text)) for text in named))
+    console.print(table)
 
 
 def _table(experiment: ExperimentSummary, cells: Mapping[str, CellSummary]) -> Table:

@@ -65,8 +65,14 @@ class MeasuredResults:
             if found is not None:
                 numbers.append(numbers_of(option, found, draw))
             runs.append(self._run(folder, draw, numbers[-1] if found else None))
-        change = option.model_dump(exclude_defaults=True)
-        return CellResults(change, runs, numbers)
+        return CellResults(self._said(option), runs, numbers)
+
+    def _said(self, option: MeasuredCell) -> dict[str, object]:
+        """How a cell is measured: what is not the default, or not the same in all cells."""
+        dumped = [cell.model_dump(mode="json") for cell in self.experiment.cells.values()]
+        varied = {name for name in MeasuredCell.model_fields if any(one[name] != dumped[0][name] for one in dumped)}
+        changed = option.model_dump(exclude_defaults=True)
+        return {name: value for name, value in option.model_dump(mode="json").items() if name in varied | set(changed)}
 
     def _run(self, folder: str, draw: int, numbers: RunNumbers | None) -> CellRun:
         failed = self.outcome.failed.get(folder)
