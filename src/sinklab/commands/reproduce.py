@@ -20,9 +20,14 @@ if TYPE_CHECKING:
     from sinklab.experiments.sweep.plan import Question
 
 RUNS = Path("runs")
-ALL = "all"
+ALL, TINY = "all", "tiny"
+DRAWS = 3
+"""Sets of sequences that an existing model is measured on unless told."""
+
 Updates = Annotated[int | None, typer.Option(min=1, help="Updates per model; the recipe's unless given.")]
-TrainingText = Annotated[Path | None, typer.Option(help="Train on this .txt or .jsonl file or folder instead.")]
+TrainingText = Annotated[
+    Path | None, typer.Option(help="Train on this .txt or .jsonl file or folder instead; or measure a --model on it.")
+]
 
 
 def lab(
@@ -66,9 +71,17 @@ def reproduce(
             help="Ids (see sinklab experiments), .yaml files of your own, or: all of the scale.",
         ),
     ],
-    scale: Annotated[str, typer.Option(help="tiny, small, 60m or 1b.")] = "tiny",
+    scale: Annotated[str, typer.Option(help="tiny, small, 60m or 1b.")] = TINY,
     seeds: Annotated[
         int | None, typer.Option(min=1, help="Models per cell, with seeds 0, 1, ...; as the experiment says, mostly 3.")
+    ] = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            help="What experiments on existing models measure, on --seeds draws of sequences: Hugging Face id, "
+            "directory, .gguf file or run directory; the chat model second.",
+        ),
     ] = None,
     steps: Updates = None,
     text: TrainingText = None,
@@ -92,12 +105,25 @@ def reproduce(
 
     Example: sinklab reproduce table_4 table_2 --scale tiny --seeds 3 --jobs 2
 
+    Experiments on existing models (tables 1, 7 and 8, figures 2, 3 and 9) train nothing and measure a --model.
+
+    Example: sinklab reproduce table_1 figure_2 --model MODEL --text FILE
+
     Ends with our numbers beside the paper's, the verdict of each claim, summary.json and report.html. What has been
     trained below the directory is not trained again, and several of these commands, on any machines that see it, share
     the work. Interrupt it with Ctrl-C and call it again to continue.
     """
+    from sinklab.commands.reproduce_measured import measured_among, measured_command
     from sinklab.commands.sweeping import SweepRequest, look_ahead
 
+    if about_models := measured_among(names, models or ()):
+        training = {"--steps": steps, "--jobs": jobs, "--engine-option": engine_options}
+        given = [option for option, value in training.items() if value is not None]
+        given += [f"--scale {scale}"] * (scale != TINY) + [f"--engine {engine.value}"] * (engine != EngineName.local)
+        if given:
+            raise InputError(f"{given[0]} is about training, and {about_models[0].id} trains nothing: leave it out")
+        measured_command(about_models, models or (), text, out, seeds or DRAWS, dry_run, as_json)
+        return
     questions = _questions(names, scale, seeds)
     request = SweepRequest(questions, out or RUNS / scale, _changes(steps, text), jobs, engine, engine_options or ())
     if dry_run:
@@ -139,8 +165,6 @@ def _named(name: str, scale: str) -> "list[Experiment]":
 
     loaded = [load_experiment(one) for one in (experiment_ids() if name == ALL else [name])]
     trained = [one for one in loaded if not isinstance(one, MeasuredExperiment)]
-    if not trained:
-        raise InputError(f"{name} is about models that are given to it: nothing is trained for it")
     return [one for one in trained if name != ALL or scale in one.base]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from sinklab.commands.ending import stderr
 from sinklab.commands.survey_progress import SurveyProgress
 from sinklab.commands.terminal.measured import print_measured, print_passes
 from sinklab.errors import InputError, SinklabError
@@ -16,10 +17,32 @@ from sinklab.experiments.shipped import load_experiment
 from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading
 from sinklab.outputs import REPORT, check_results
 from sinklab.report import write_report
+from sinklab.signals import keeping_what_is_finished
 from sinklab.survey.compare import labels
 
 MODELS = Path("runs/models")
 ALL = "all"
+
+
+def measured_command(
+    experiments: Sequence[MeasuredExperiment],
+    models: Sequence[str],
+    text: Path | None,
+    out: Path | None,
+    draws: int,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """What `sinklab reproduce` does for experiments on existing models.
+
+    Raises:
+        InputError, SinklabError: as `reproduce_measured` and `preview_measured`.
+    """
+    if dry_run:
+        preview_measured(experiments, models, text, draws, as_json, Console())
+        return
+    with keeping_what_is_finished():
+        reproduce_measured(experiments, models, text, out, draws, as_json, stderr())
 
 
 def reproduce_measured(
@@ -66,7 +89,7 @@ def reproduce_measured(
         raise SinklabError("\n".join(failed))
 
 
-def measured_among(names: Sequence[str], models: Sequence[str] | None) -> list[MeasuredExperiment]:
+def measured_among(names: Sequence[str], models: Sequence[str]) -> list[MeasuredExperiment]:
     """The experiments on existing models, where the names are of such; none where they are of experiments that train.
 
     Raises:

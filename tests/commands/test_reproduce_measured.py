@@ -1,0 +1,148 @@
+"""`sinklab reproduce` of experiments on existing models: what it leaves, what it refuses, and that it goes on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from commands import Command
+from conftest import Run, on_one_line
+from tiny_models import text_file, tiny_model
+
+OWN = """
+kind: measured
+id: mine
+title: "<b>Mine</b>"
+cells:
+  natural: {sequences: 4, length: 16}
+  repeat: {sequences: 4, length: 16, inputs: repeat}
+columns: [sink_1, norm_ratio]
+claims:
+  - {id: some, text: "Text has some", check: {is: within, value: sink_1, cell: natural, at_least: 0.0}}
+"""
+
+
+@pytest.fixture
+def run(run: Run) -> Run:
+    """`sinklab ARGS` in a folder with two models, a text and an experiment."""
+    tiny_model(Path("gpt2"))
+    tiny_model(Path("neox"), "gptneox")
+    text_file(Path("text.jsonl"))
+    Path("mine.yaml").write_text(OWN)
+    return run
+
+
+def without_cost(summary: dict[str, Any]) -> dict[str, Any]:
+    for cell in summary["cells"].values():
+        for one in (cell, *cell["runs"]):
+            one["seconds"] = None
+    return summary
+
+
+def test_it_leaves_measurements_a_summary_and_a_page_and_prints_the_summary(run: Run) -> None:
+    status, out, err = run("reproduce", "mine.yaml", "--model", "gpt2", "--text", "text.jsonl", "--seeds", 2, "--json")
+    assert status == 0, err
+    top = Path("runs/models/gpt2/mine")
+    summary = json.loads(out)
+    assert summary == json.loads((top / "summary.json").read_text())
+    assert summary["schema"] == 2
+    assert [summary["cells"][name]["seeds"] for name in ("natural", "repeat")] == [2, 2]
+    assert all((top / one["directory"] / "measurement.json").is_file() for one in summary["cells"]["natural"]["runs"])
+    assert [(claim["id"], claim["scale"]) for claim in summary["claims"]] == [("some", "gpt2")]
+    page = (top / "report.html").read_text(encoding="utf-8")
+    assert "Text has some" in page
+    assert "<b>Mine</b>" not in page
+    status, out, err = run("reproduce", "mine.yaml", "--model", "gpt2", "--text", "text.jsonl", "--seeds", 2)
+    assert status == 0, err
+    assert err.count("(kept)") == 4
+    assert "<b>Mine</b>: gpt2" in out
+    assert "2 draws of 4 sequences" in " ".join(out.split())
+
+
+def test_several_are_measured_into_a_folder_each(run: Run) -> None:
+    Path("other.yaml").write_text(OWN.replace("id: mine", "id: other"))
+    measured = ("--model", "gpt2", "--text", "text.jsonl", "--seeds", 1)
+    status, out, err = run("reproduce", "mine.yaml", "other.yaml", *measured, "--out", "both", "--json")
+    assert status == 0, err
+    assert [one["id"] for one in json.loads(out)] == ["mine", "other"]
+    assert sorted(path.parent.name for path in Path("both").glob("*/report.html")) == ["mine", "other"]
+
+
+def test_a_preview_measures_nothing(run: Run) -> None:
+    status, out, err = run("reproduce", "mine.yaml", "--model", "gpt2", "--text", "text.jsonl", "--dry-run", "--json")
+    assert status == 0, err
+    asked = json.loads(out)
+    assert asked["draws"] == 3
+    assert {name: one["inputs"] for name, one in asked["experiments"]["mine"].items()} == {
+        "natural": "natural",
+        "repeat": "repeat",
+    }
+    assert run("reproduce", "mine.yaml", "--model", "gpt2", "--text", "text.jsonl", "--dry-run")[0] == 0
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("table_1",), "table_1 measures an existing model: give --model MODEL"),
+        (("table_1", "--model", "gpt2"), "table_1 measures on natural text: give --text FILE"),
+        (("figure_9", "--model", "gpt2", "--text", "text.jsonl"), "figure_9 needs --text FOLDER"),
+        (("figure_2", "--model", "gpt2", "--model", "neox", "--text", "text.jsonl"), "figure_2 takes one model"),
+        (("table_8", "--model", "gpt2", "--model", "gpt2", "--text", "text.jsonl"), "gpt2 is given twice"),
+        (("table_7", "--model", "neox"), "no learned table of positions to change"),
+        (("table_1", "--model", "nowhere/at/all", "--text", "text.jsonl"), "nowhere/at/all"),
+        (("table_1", "--model", "gpt2", "--text", "none.jsonl"), "none.jsonl"),
+        (("mine.yaml", "--model", "gpt2", "--text", "text.jsonl", "--steps", 5), "--steps is about training"),
+        (("mine.yaml", "--model", "gpt2", "--text", "text.jsonl", "--scale", "60m"), "--scale 60m is about training"),
+        (("mine.yaml", "table_4", "--model", "gpt2"), "table_4 trains models of its own"),
+        (("table_4", "--model", "gpt2"), "leave --model out"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_with_what_would_be_right(
+    run: Run, args: tuple[Any, ...], said: str
+) -> None:
+    status, out, err = on_one_line(run)("reproduce", *args)
+    assert (status, out) == (2, "")
+    assert said in err
+    assert not list(Path().rglob("measurement.json"))
+
+
+def test_a_domain_that_cannot_be_measured_is_shown_and_the_rest_goes_on(run: Run) -> None:
+    text_file(Path("texts/long.jsonl"))
+    text_file(Path("texts/other.jsonl"), seed=9)
+    text_file(Path("texts/short.jsonl"), words=1)
+    own = yaml.safe_load(OWN)
+    cells = {"natural": own["cells"]["natural"]}
+    Path("mine.yaml").write_text(yaml.safe_dump(own | {"each": "domain", "cells": cells, "claims": []}))
+    args = ("reproduce", "mine.yaml", "--model", "gpt2", "--text", "texts", "--seeds", 2, "--out", "out")
+    status, _, err = on_one_line(run)(*args)
+    assert status == 1
+    assert "short/natural/seed_0: texts/short.jsonl gives 0 usable sequences" in err
+    summary = json.loads(Path("out/summary.json").read_text())
+    assert {name: cell["seeds"] for name, cell in summary["cells"].items()} == {
+        "long/natural": 2,
+        "other/natural": 2,
+        "short/natural": 0,
+    }
+    assert [one["status"] for one in summary["cells"]["short/natural"]["runs"]] == ["failed", "failed"]
+
+
+@pytest.mark.slow
+def test_killed_after_any_measurement_and_called_again_it_ends_with_the_same_summary(run: Run, tmp_path: Path) -> None:
+    def started(out: str, log: str) -> Command:
+        measured = ["--model", "gpt2", "--text", "text.jsonl", "--seeds", "2", "--out", out]
+        return Command(["reproduce", "mine.yaml", *measured], tmp_path / log)
+
+    assert started("whole", "whole.log").wait() == 0
+    expected = without_cost(json.loads(Path("whole/summary.json").read_text()))
+    for done, last in enumerate(("natural/seed_0", "repeat/seed_0", "natural/seed_1")):
+        killed = started(f"killed_{done}", "killed.log")
+        while killed.process.is_alive() and not Path(f"killed_{done}", last, "measurement.json").is_file():
+            pass
+        killed.process.kill()
+        killed.process.join()
+        again = started(f"killed_{done}", "again.log")
+        assert again.wait() == 0, again.printed()
+        assert again.printed().count("(kept)") > done
+        assert without_cost(json.loads(Path(f"killed_{done}", "summary.json").read_text())) == expected
