@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import altair as alt
 
-from sinklab.experiments.documents import CellSummary, Estimate
+from sinklab.experiments.documents import CellSummary, CellEstimate
 from sinklab.report.charts import HEIGHT, ChartRows, Drawing, Width, cell_colour
 from sinklab.report.figure import Figure
 
@@ -39,7 +39,7 @@ def _row(name: str, cell: CellSummary) -> dict[str, str | float] | None:
     return {"cell": f"ε = {eps:g}", "name": name, "eps": eps, "length": length, **_interval(found)}
 
 
-def _interval(found: Estimate) -> dict[str, float]:
+def _interval(found: CellEstimate) -> dict[str, float]:
     known = found.low is not None and found.high is not None
     low, high = (found.low, found.high) if known else (found.mean, found.mean)
     return {"mean": found.mean, "low": low or 0.0, "high": high or 0.0}

@@ -11,7 +11,6 @@ from sinklab.commands.terminal.report import claims_table, printable
 from sinklab.experiments.documents import CellSummary, ExperimentSummary, Summary
 from sinklab.experiments.measured.planning import Pass
 from sinklab.experiments.quantities import Quantity, quantity
-from sinklab.report.data import ReportData
 
 
 def print_measured(summary: Summary, console: Console) -> None:
@@ -21,7 +20,7 @@ def print_measured(summary: Summary, console: Console) -> None:
         if one.elsewhere:
             console.print(_elsewhere(one))
     if summary.claims:
-        console.print(claims_table(ReportData([], [], claims=summary.claims)))
+        console.print(claims_table(summary.claims))
 
 
 def print_passes(planned: Mapping[str, Sequence[Pass]], draws: int, console: Console) -> None:
