@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import altair as alt
 
-from sinklab.experiments.documents import CellSummary, CellEstimate
+from sinklab.experiments.documents import CellEstimate, CellSummary
 from sinklab.report.charts import HEIGHT, ChartRows, Drawing, Width, cell_colour
 from sinklab.report.figure import Figure
 

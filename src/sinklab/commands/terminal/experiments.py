@@ -11,7 +11,7 @@ from sinklab.commands.tables import print_table
 from sinklab.commands.terminal.report import VERDICT_STYLES, printable
 from sinklab.commands.timing import duration
 from sinklab.experiments.definition import SCALES, Scale
-from sinklab.experiments.documents import CellSummary, Estimate, ExperimentSummary, Summary
+from sinklab.experiments.documents import CellEstimate, CellSummary, ExperimentSummary, Summary
 from sinklab.experiments.listing import ListedExperiment, jobs_here
 from sinklab.experiments.quantities import quantity
 from sinklab.experiments.sweep.preview import CellPreview, Preview
@@ -116,7 +116,7 @@ def _row(one: ExperimentSummary, name: str, cell: CellSummary) -> Iterable[str]:
             yield NO if value is None else f"{value:.{quantity(column).decimals}f}"
 
 
-def _shown(value: Estimate | None, decimals: int) -> str:
+def _shown(value: CellEstimate | None, decimals: int) -> str:
     """A mean with its interval."""
     if value is None:
         return NO
