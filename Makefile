@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := .venv-extras
 OLDEST := .venv-oldest
 
-.PHONY: setup lab test test-slow test-browser test-extras test-real test-portable test-oldest bench check clean
+.PHONY: setup lab test test-slow test-browser test-extras test-real test-cluster test-portable test-oldest bench check clean
 
 setup: $(STAMP)
 
@@ -40,9 +40,12 @@ test-extras: $(EXTRAS)/.installed
 test-real: $(EXTRAS)/.installed
 	$(EXTRAS)/bin/pytest -m real
 
+test-cluster: $(EXTRAS)/.installed
+	$(EXTRAS)/bin/pytest -m cluster -rs tests/experiments/test_cluster_slurm.py tests/experiments/test_cluster_ray.py
+
 $(EXTRAS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(EXTRAS)
-	$(EXTRAS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,track,quantised,gguf]'
+	$(EXTRAS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,track,quantised,gguf,cluster]'
 	@touch $@
 
 test-portable: $(STAMP)

@@ -7,8 +7,8 @@ import pytest
 
 from sinklab.errors import InputError
 from sinklab.experiments.sweep.engines.choice import EngineName, open_engine, read_options
-from sinklab.experiments.sweep.engines.ray import RayOptions
-from sinklab.experiments.sweep.engines.slurm import SlurmOptions
+from sinklab.experiments.sweep.engines.on_ray import RayOptions
+from sinklab.experiments.sweep.engines.on_slurm import SlurmOptions
 
 
 def test_options_are_read_from_keys_and_values_the_last_of_which_counts() -> None:

@@ -36,11 +36,11 @@ def open_engine(name: EngineName, jobs: int, sweep: Path, settings: Sequence[str
         InputError: what it needs is not installed, no cluster answers, or an option is not one of its own.
     """
     if name == EngineName.slurm:
-        from sinklab.experiments.sweep.engines.slurm import SlurmEngine, SlurmOptions
+        from sinklab.experiments.sweep.engines.on_slurm import SlurmEngine, SlurmOptions
 
         return SlurmEngine(sweep / name, read_options(SlurmOptions, name, settings))
     if name == EngineName.ray:
-        from sinklab.experiments.sweep.engines.ray import RayEngine, RayOptions
+        from sinklab.experiments.sweep.engines.on_ray import RayEngine, RayOptions
 
         return RayEngine(sweep / name, read_options(RayOptions, name, settings))
     if settings:

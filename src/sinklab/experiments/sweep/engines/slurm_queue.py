@@ -1,5 +1,8 @@
 """What Slurm's own commands say of its queue. They are there wherever Slurm is; `sacct` needs a data base as well."""
 
+# pyright: reportMissingImports=false
+# It is an extra, which `dev` leaves out.
+
 import os
 import shutil
 import subprocess

@@ -19,6 +19,9 @@ The command may be killed; its jobs go on. Called again it finds by `HASH.job` t
 hears of their ends. A job that finds its run done or held by another process says so, and ends.
 """
 
+# pyright: reportMissingImports=false
+# It is an extra, which `dev` leaves out.
+
 import logging
 import pickle
 import sys
@@ -202,11 +205,12 @@ class SlurmEngine:
             return None
         one.ended = one.ended or time.monotonic()
         event = _result(one.job)
-        if event is None and one.state in ("COMPLETED", "") and time.monotonic() - one.ended < SHOWS_WITHIN_S:
+        may_show = one.state in ("COMPLETED", "") and time.monotonic() - one.ended < SHOWS_WITHIN_S
+        if event is None and may_show and not self._stopping:
             return None
         del self._submitted[name], self._followers[name]
         if event is None:
-            event = Event(name, "stopped") if self._stopping and one.state == "CANCELLED" else self._lost(one)
+            event = Event(name, "stopped") if self._stopping else self._lost(one)
         if event.kind == "stopped" and not self._stopping:
             return Event(name, "busy", event.step, message="another call has stopped it")
         return event

@@ -5,6 +5,9 @@ newest checkpoint. A worker that is told to end (SIGTERM) saves and is gone, whi
 with the command that has submitted them; the same command goes on.
 """
 
+# pyright: reportMissingImports=false
+# It is an extra, which `dev` leaves out.
+
 import logging
 import os
 import socket

@@ -1,0 +1,172 @@
+"""Runs of a sweep on a real Slurm cluster: two nodes on this machine, set up by tests/cluster/slurm.sh."""
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from cluster_runs import Diary, six_runs, train_disturbed
+
+from sinklab.errors import InputError
+from sinklab.experiments.sweep.engines.on_slurm import SlurmEngine, SlurmOptions
+from sinklab.experiments.sweep.engines.slurm_queue import ENDED, states
+from sinklab.experiments.sweep.planned import Event, PlannedRun
+
+SCRIPT = Path(__file__).parents[1] / "cluster" / "slurm.sh"
+OPTIONS = SlurmOptions(poll_seconds=1)
+
+pytestmark = pytest.mark.cluster
+
+
+def missing() -> str:
+    """What the cluster needs and this machine lacks."""
+    commands = [name for name in ("slurmctld", "munged", "sbatch") if not shutil.which(name, path=PATH)]
+    if commands:
+        return f"{commands[0]} is not installed: apt-get install slurm-wlm munge"
+    if not find_spec("submitit"):
+        return "submitit is not installed: pip install 'sinklab[cluster]'"
+    return "" if os.geteuid() == 0 else "Slurm's daemons want to be started by root"
+
+
+PATH = f"{os.environ['PATH']}:/usr/sbin"
+needs_slurm = pytest.mark.skipif(bool(missing()), reason=missing())
+
+
+def scontrol(*arguments: str) -> str:
+    return subprocess.run(["scontrol", *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def wait_until_idle(nodes: str) -> None:
+    end = time.monotonic() + 60
+    ask = ["sinfo", "--noheader", "--format=%t", f"--nodes={nodes}"]
+    while subprocess.run(ask, capture_output=True, text=True).stdout != "idle\n":
+        assert time.monotonic() < end, f"nodes {nodes} do not come up"
+        time.sleep(0.2)
+
+
+def job_of(folder: Path, run: PlannedRun) -> str:
+    return (folder / f"{run.hash}.job").read_text()
+
+
+def hear(engine: SlurmEngine, is_enough: Callable[[list[Event]], bool]) -> list[Event]:
+    """All events, until they are enough."""
+    heard: list[Event] = []
+    end = time.monotonic() + 300
+    while not is_enough(heard):
+        assert time.monotonic() < end, heard
+        heard += engine.events(0.5)
+    return heard
+
+
+def node_of(job: str) -> str:
+    fields = scontrol("show", "job", job).split()
+    return next(field.removeprefix("NodeList=") for field in fields if field.startswith("NodeList="))
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with slurm.conf; afterwards no daemon is left."""
+    folder = tmp_path_factory.mktemp("slurm")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+        patch.setenv("SINKLAB_CACHE", str(folder / "cache"))
+        try:
+            subprocess.run([SCRIPT, "start", folder], check=True)
+            wait_until_idle("one,two")
+            yield folder
+        finally:
+            subprocess.run([SCRIPT, "stop", folder], check=True)
+
+
+@needs_slurm
+def test_six_runs_finish_once_though_two_are_requeued_and_a_node_is_lost(cluster: Path, tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep"
+    runs = six_runs(sweep)
+    folder = sweep / "slurm"
+
+    def job(name: str) -> str:
+        return next(job_of(folder, run) for run in runs if run.name == name)
+
+    lost: list[str] = []
+
+    def requeue() -> None:  # as Slurm does to make room for another job
+        scontrol("requeue", job("seed 0"))
+
+    def warn() -> None:  # as it does before the time limit
+        subprocess.run(["scancel", "--signal=USR1", job("seed 1")], check=True)
+
+    def lose_node() -> None:
+        lost.append(node_of(job("seed 3")))
+        subprocess.run([SCRIPT, "lose-node", cluster, lost[0]], check=True)
+
+    train_disturbed(runs, SlurmEngine(folder, OPTIONS), {"seed 0": requeue, "seed 1": warn, "seed 3": lose_node})
+    diaries = {run.name: Diary(folder, run) for run in runs}
+    assert {name: diary.completions for name, diary in diaries.items()} == {run.name: 1 for run in runs}
+    for name in ("seed 0", "seed 1"):
+        (saved_at,) = diaries[name].stopped_at
+        assert diaries[name].begun_at == [0, saved_at]
+    begun_first, begun_again = diaries["seed 3"].begun_at
+    assert begun_again > begun_first
+    assert diaries["seed 3"].stopped_at == []
+    subprocess.run([SCRIPT, "start-node", cluster, lost[0]], check=True)
+    wait_until_idle("one,two")
+
+
+@needs_slurm
+def test_jobs_outlive_a_call_and_are_found_and_stopped_and_continued_by_later_ones(
+    cluster: Path, tmp_path: Path
+) -> None:
+    sweep = tmp_path / "sweep"
+    runs = six_runs(sweep)
+    folder = sweep / "slurm"
+    SlurmEngine(folder, OPTIONS).submit(runs)  # and is never heard of again
+    jobs = [job_of(folder, run) for run in runs]
+
+    second = SlurmEngine(folder, OPTIONS)
+    second.submit(runs)
+    assert [job_of(folder, run) for run in runs] == jobs
+    assert sorted(states(folder)) == sorted(jobs)
+
+    hear(second, lambda heard: any(event.step > 0 for event in heard))
+    second.stop()
+    ended = hear(second, lambda heard: sum(event.is_last for event in heard) == len(runs))
+    assert {event.kind for event in ended if event.is_last} == {"stopped"}
+    assert set(states(folder).values()) <= set(ENDED)
+
+    begun = [run for run in runs if (folder / f"{run.hash}.log").exists() and Diary(folder, run).stopped_at]
+    train_disturbed(begun[:2], SlurmEngine(folder, OPTIONS), {})
+    for diary in (Diary(folder, run) for run in begun[:2]):
+        assert diary.begun_at == [0, *diary.stopped_at]
+        assert diary.completions == 1
+
+
+@needs_slurm
+def test_a_job_that_somebody_cancels_has_failed_and_does_not_come_back(cluster: Path, tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep"
+    run = six_runs(sweep)[0]
+    folder = sweep / "slurm"
+    engine = SlurmEngine(folder, OPTIONS)
+    engine.submit([run])
+    hear(engine, lambda heard: any(event.step > 0 for event in heard))
+    subprocess.run(["scancel", job_of(folder, run)], check=True)
+    ended = hear(engine, lambda heard: any(event.is_last for event in heard))[-1]
+    assert ended.kind == "failed"
+    assert f"job {job_of(folder, run)} ended as CANCELLED" in ended.message
+    assert states(folder) == {job_of(folder, run): "CANCELLED"}
+    assert len(Diary(folder, run).stopped_at) == 1
+
+
+@needs_slurm
+def test_without_its_controller_the_cluster_is_said_not_to_answer(
+    cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nobody = tmp_path / "slurm.conf"
+    nobody.write_text((cluster / "slurm.conf").read_text().replace("SlurmctldPort=16817", "SlurmctldPort=16816"))
+    monkeypatch.setenv("SLURM_CONF", str(nobody))
+    with pytest.raises(InputError, match=r"--engine slurm: no cluster answers .*SLURM_CONF is .*slurm\.conf"):
+        SlurmEngine(tmp_path / "sweep", OPTIONS)
+    assert not (tmp_path / "sweep").exists()

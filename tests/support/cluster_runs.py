@@ -1,0 +1,109 @@
+"""Runs that keep a cluster busy for some seconds each, and what the machines that trained them have written down."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from sinklab.data.prepare import prepared
+from sinklab.experiments.documents import read_record
+from sinklab.experiments.sweep.driving import train_all
+from sinklab.experiments.sweep.engines.base import Engine
+from sinklab.experiments.sweep.planned import Event, PlannedRun
+from sinklab.train.directory.run import open_run
+from sinklab.train.recipe import build_recipe
+
+STEPS = 1200
+EVAL_EVERY = 100
+
+
+def six_runs(sweep: Path) -> list[PlannedRun]:
+    """Of one recipe, by their seeds; the text lies beside the sweep."""
+    text = sweep.with_suffix(".jsonl")
+    text.write_text(
+        "\n".join(f'{{"text": "sheep {i} jumps {i * i * 7} fences and {i * i} more"}}' for i in range(2000))
+    )
+    return [_run(sweep, text, seed) for seed in range(6)]
+
+
+def _run(sweep: Path, text: Path, seed: int) -> PlannedRun:
+    recipe = build_recipe(
+        {
+            "seed": seed,
+            "model": {"layers": 2, "width": 32, "heads": 2, "ffn_width": 64, "context": 32},
+            "data": {"source": str(text), "tokenizer": "train:300", "valid_fraction": 0.2},
+            "train": {
+                "steps": STEPS,
+                "batch_size": 8,
+                "eval_sequences": 4,
+                "eval_every": EVAL_EVERY,
+                "save_every": EVAL_EVERY,
+                "device": "cpu",
+            },
+            "metric": {"sequences": 4, "length": 16},
+        }
+    )
+    run = open_run(recipe, prepared(recipe.data), sweep / f"seed-{seed}")
+    return PlannedRun(f"seed {seed}", recipe.to_yaml(), run.directory, run.hash)
+
+
+class Disturbance:
+    """Does something to runs while they are trained.
+
+    Args:
+        deeds: by the name of a run, what is done once it is on its way and has saved.
+    """
+
+    def __init__(self, deeds: dict[str, Callable[[], None]]) -> None:
+        self._deeds = dict(deeds)
+
+    def watch(self, event: Event) -> None:
+        """To be told of every event."""
+        if event.kind == "row" and 2 * EVAL_EVERY <= event.step < STEPS and event.run in self._deeds:
+            self._deeds.pop(event.run)()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether everything was done in time."""
+        return not self._deeds
+
+
+def train_disturbed(runs: list[PlannedRun], engine: Engine, deeds: dict[str, Callable[[], None]]) -> None:
+    """Train all runs while things happen to some; all end as done, and say so in their records."""
+    disturbance = Disturbance(deeds)
+    ended = train_all(runs, engine, disturbance.watch)
+    assert {name: event.kind for name, event in ended.items()} == {run.name: "done" for run in runs}
+    assert disturbance.is_done
+    for run in runs:
+        record = read_record(run.directory)
+        assert record is not None
+        assert (record.hash, record.status, record.step) == (run.hash, "done", STEPS)
+
+
+class Diary:
+    """What was done with a run, wherever it was (`HASH.log` of the engine's folder)."""
+
+    def __init__(self, folder: Path, run: PlannedRun) -> None:
+        self.lines = (folder / f"{run.hash}.log").read_text(encoding="utf-8").splitlines()
+
+    def _steps(self, kind: str) -> list[int]:
+        return [int(step) for line in self.lines for step in re.findall(rf" {kind} at step (\d+)", line)]
+
+    @property
+    def last_process(self) -> int:
+        """The id of the process that wrote last."""
+        return int(self.lines[-1].split()[2])
+
+    @property
+    def begun_at(self) -> list[int]:
+        """The step from which each process went on."""
+        return self._steps("ready")
+
+    @property
+    def completions(self) -> int:
+        """How many processes have trained it to its last step."""
+        return self._steps("row").count(STEPS)
+
+    @property
+    def stopped_at(self) -> list[int]:
+        """Where processes were asked to save, and did."""
+        return self._steps("stopped")
