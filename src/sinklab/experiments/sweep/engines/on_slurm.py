@@ -41,7 +41,7 @@ from sinklab.experiments.sweep.following import Follower
 from sinklab.experiments.sweep.planned import Event, PlannedRun
 from sinklab.files import write_text
 from sinklab.schema import Part
-from sinklab.signals import CALL_AGAIN, PreemptedError
+from sinklab.signals import CALL_AGAIN, PREEMPTING, PreemptedError
 from sinklab.train.directory.lock import SHOWS_WITHIN_S
 
 if TYPE_CHECKING:
@@ -52,7 +52,12 @@ LARGEST_ARRAY = 1000  # Slurm's own default
 SAVES_WITHIN_S = 120
 """Before its time limit a run is asked to save."""
 
-AGAIN = ["status=$?", f'[ $status -ne {CALL_AGAIN} ] || scontrol requeue "$SLURM_JOB_ID"', "exit $status"]
+UNHEARD = [128 + number for number in PREEMPTING]  # of a process that died of the signal while it was still starting
+AGAIN = [
+    "status=$?",
+    f'case $status in {"|".join(map(str, [CALL_AGAIN, *UNHEARD]))}) scontrol requeue "$SLURM_JOB_ID" ;; esac',
+    "exit $status",
+]
 
 
 class SlurmOptions(Part):
