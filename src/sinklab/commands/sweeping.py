@@ -1,5 +1,6 @@
 """A sweep from what was asked to its summary: data once, runs shared with whoever trains them, summary.json, a page."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,9 @@ from sinklab.experiments.sweep.store import found_runs, record_of, results_of
 from sinklab.files import parse_json
 from sinklab.outputs import REPORT, check_results
 from sinklab.report import write_report
+
+SUMMARISED_EVERY_S = 60.0
+"""Meanwhile, so that a night that ends in a power cut has a summary, too."""
 
 SCHEMA = Summary.model_fields["schema_version"].default
 
@@ -116,7 +120,16 @@ def sweep(request: SweepRequest, console: Console) -> SweepEnding:
     lengths = {run.name: _length(run) for run in planned.runs}
     try:
         with RunBoard(console, lengths, _jobs(request, len(missing))) as board:
-            ended = train_all(planned.runs, engine, board.watch)
+            written = time.monotonic()
+
+            def watch(event: Event) -> None:
+                nonlocal written
+                board.watch(event)
+                if event.is_last and time.monotonic() - written > SUMMARISED_EVERY_S:
+                    _summarised(asked, out)
+                    written = time.monotonic()
+
+            ended = train_all(planned.runs, engine, watch)
     finally:
         summary = _summarised(asked, out)
     write_report([out])
