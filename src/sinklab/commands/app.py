@@ -136,12 +136,20 @@ def report(
     formats: Annotated[
         list[str] | None, typer.Option("--format", help="Also write every chart as svg, pdf or png; may be repeated.")
     ] = None,
+    pack: Annotated[
+        Path | None,
+        typer.Option(help="Also copy one sweep without its weights into this folder, small enough to be committed."),
+    ] = None,
 ) -> None:
     """(Re)draw report.html from what is on disk, also while runs go on."""
     from sinklab.commands.terminal.report import print_report
     from sinklab.report import write_report
     from sinklab.report.collect import collect
 
+    if pack is not None:
+        from sinklab.report.experiments.packing import pack_sweep
+
+        stderr().print(f"packed: {pack_sweep(directories, pack)}", highlight=False, soft_wrap=True)
     path = write_report(directories, out, tuple(formats or ()))
     print_report(collect(directories), Console())
     stderr().print(f"report: {path}", highlight=False, soft_wrap=True)

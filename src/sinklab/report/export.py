@@ -16,10 +16,13 @@ from sinklab.files import written_aside
 from sinklab.outputs import CHART_MARK, check_chart
 from sinklab.report import theme
 from sinklab.report.data import ReportData
+from sinklab.report.experiments.figures import all_experiment_figures
 from sinklab.report.figures import figures
 
 # No chart refers to data elsewhere, and none may: the converter is given no address it could load from.
 OFFLINE: dict[str, Any] = {"allowed_base_urls": []}
+
+EXPERIMENT_WIDTH = 420
 
 PNG_END = 12  # bytes of the last chunk
 
@@ -45,7 +48,7 @@ def export_charts(data: ReportData, out_dir: Path, formats: Sequence[str] = ("sv
         raise InputError(f"unknown chart format {', '.join(unknown)}: choose from {', '.join(WRITERS)}.")
     wanted = [
         (out_dir / f"{figure.key if len(figure.charts) == 1 else f'{figure.key}-{number}'}.{kind}", kind, chart)
-        for figure in figures(data, width=640)
+        for figure in [*all_experiment_figures(data.sweeps, out_dir, EXPERIMENT_WIDTH), *figures(data, width=640)]
         for number, chart in enumerate(figure.charts, start=1)
         for kind in formats
     ]

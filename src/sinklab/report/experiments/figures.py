@@ -1,6 +1,7 @@
 """The figures of experiments: each number of their tables by cell, and how the sink grows where they ask when."""
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
@@ -17,6 +18,22 @@ from sinklab.report.figure import Figure
 
 WHEN = {"emergence_step", "norm_step"}
 """Numbers that are steps: an experiment about one shows how the sink grows."""
+
+
+def keyed(sweeps: Sequence[Sweep]) -> list[tuple[Sweep, str, str]]:
+    """Every experiment of some sweeps, with the key of its anchor and chart files, of letters, digits, - and _."""
+    found: dict[str, tuple[Sweep, str]] = {}
+    for sweep in sweeps:
+        for name in sweep.experiments:
+            plain = re.sub(r"[^A-Za-z0-9_-]", "-", name) or "experiment"
+            keys = (plain, *(f"{plain}-{number}" for number in range(2, len(found) + 3)))
+            found[next(key for key in keys if key not in found)] = (sweep, name)
+    return [(sweep, name, key) for key, (sweep, name) in found.items()]
+
+
+def all_experiment_figures(sweeps: Sequence[Sweep], page: Path, width: Width) -> list[Figure]:
+    """Those of every experiment of some sweeps; see `experiment_figures`."""
+    return [one for sweep, name, key in keyed(sweeps) for one in experiment_figures(sweep, name, key, page, width)]
 
 
 def experiment_figures(sweep: Sweep, name: str, key: str, page: Path, width: Width) -> list[Figure]:

@@ -1,13 +1,12 @@
 """What the page shows of a sweep, as texts: a section per experiment, the leaderboard, the counts of verdicts."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sinklab.experiments.documents import CellRun, CellSummary, JudgedClaim
 from sinklab.report.experiments.comparison import ComparedCell, ComparedCells, compared
-from sinklab.report.experiments.figures import experiment_figures, link_to
+from sinklab.report.experiments.figures import experiment_figures, keyed, link_to
 from sinklab.report.experiments.leaderboard import BoardColumn, Leaderboard, SeedScore, leaderboard
 from sinklab.report.experiments.numbers import NOTHING, change_text, interval_text, number_text, quantity_of
 from sinklab.report.experiments.sweeps import Sweep
@@ -112,16 +111,7 @@ def shown_experiments(sweeps: Sequence[Sweep], page: Path) -> list[ShownExperime
     Raises:
         InputError: the metrics of a run are damaged.
     """
-    keys: set[str] = set()
-    return [_shown(sweep, name, _key(name, keys), page) for sweep in sweeps for name in sweep.experiments]
-
-
-def _key(name: str, taken: set[str]) -> str:
-    """An anchor and the name of chart files: of letters, digits, - and _."""
-    plain = re.sub(r"[^A-Za-z0-9_-]", "-", name) or "experiment"
-    key = next(key for key in (plain, *(f"{plain}-{n}" for n in range(2, len(taken) + 3))) if key not in taken)
-    taken.add(key)
-    return key
+    return [_shown(sweep, name, key, page) for sweep, name, key in keyed(sweeps)]
 
 
 def _shown(sweep: Sweep, name: str, key: str, page: Path) -> ShownExperiment:

@@ -1,0 +1,37 @@
+"""README.md of a packed sweep: the verdicts of every claim, as a table."""
+
+from sinklab.experiments.documents import Summary
+from sinklab.report.summary import counted, verdict_counts
+
+
+def readme(summary: Summary) -> str:
+    """Markdown; what comes from files is escaped."""
+    runs = {run.hash: run for cell in summary.cells.values() for run in cell.runs}
+    done = sum(run.status == "done" for run in runs.values())
+    failed = sum(run.status == "failed" for run in runs.values())
+    lines = [
+        f"# Results at scale {_escaped(summary.scale)}" if summary.scale else "# Results",
+        "",
+        f"{counted(len(summary.experiments), 'experiment').capitalize()}, {counted(len(summary.cells), 'cell')}, "
+        f"{counted(done, 'finished run')}, {failed} failed, {len(runs) - done - failed} not finished. "
+        "`report.html` shows them with every seed; each run's recipe and metrics lie in its folder.",
+        "",
+        "; ".join(f"{verdict}: {number}" for verdict, number in verdict_counts(summary.claims)) + ".",
+        "",
+        "| experiment | claim | verdict | evidence |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {_escaped(claim.experiment)} | {_escaped(claim.said)} | {_escaped(claim.verdict)} at "
+        f"{_escaped(claim.scale)} | {_escaped(claim.evidence)} |"
+        for claim in summary.claims
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _escaped(text: str) -> str:
+    """Without anything that Markdown or HTML would take for markup."""
+    plain = " ".join(text.split()).replace("\\", "\\\\")
+    for character in "|`*_[]":
+        plain = plain.replace(character, f"\\{character}")
+    return plain.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -1,0 +1,184 @@
+"""The page of a sweep in a real browser: by mouse and keyboard, on a telephone, in print, large, with hostile names."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from browser import BrowserTab, browser_tab
+from sweep_fixtures import CELLS, EXPERIMENTS, MadeCell, make_sweep, many_experiments
+from test_browser import browser  # noqa: F401
+
+from sinklab.report import write_report
+
+pytestmark = pytest.mark.browser
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+MB = 2**20
+OPENS_IN = 2.0  # seconds, on a machine that does nothing else
+SLOWER = 10  # times as long on a busy one
+
+
+@pytest.fixture(scope="module")
+def sweep_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_report([make_sweep(tmp_path_factory.mktemp("sweep") / "tiny")])
+
+
+@pytest.fixture(scope="module")
+def large_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    experiments, cells = many_experiments()
+    return write_report([make_sweep(tmp_path_factory.mktemp("large") / "tiny", experiments, cells)])
+
+
+@pytest.fixture
+def tab(browser: str, tmp_path: Path) -> Iterator[BrowserTab]:  # noqa: F811
+    with browser_tab(browser, tmp_path / "profile") as tab:
+        yield tab
+
+
+def column(tab: BrowserTab, number: int) -> list[str]:
+    """The texts of a column of the leaderboard, from above."""
+    cells = (
+        f"[...document.querySelectorAll('.board tbody tr')].map((row) => row.cells[{number}].firstChild.textContent)"
+    )
+    return tab.evaluate(cells)
+
+
+def sorted_by(tab: BrowserTab) -> list[str | None]:
+    return tab.evaluate("[...document.querySelectorAll('.board thead th')].map((head) => head.ariaSort)")
+
+
+def test_nothing_is_requested_and_nothing_complained_of(tab: BrowserTab, sweep_page: Path) -> None:
+    tab.open(sweep_page)
+    tab.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
+    assert tab.complaints == []
+    assert tab.requests == [sweep_page.as_uri()]
+    assert tab.evaluate("document.querySelectorAll('.chart').length") == tab.evaluate(
+        "document.querySelectorAll('.chart svg.marks').length"
+    )
+
+
+def test_the_leaderboard_is_sorted_by_click_with_numbers_as_numbers_and_what_is_missing_last(
+    tab: BrowserTab, sweep_page: Path
+) -> None:
+    tab.open(sweep_page)
+    bias = 4
+    for expected, state in ((False, "ascending"), (True, "descending")):
+        tab.click(f".board thead th:nth-child({bias + 1}) button")
+        shown = column(tab, bias)
+        numbers = [float(text) for text in shown if text != "–"]
+        assert len(numbers) == 2
+        assert numbers == sorted(numbers, reverse=expected)
+        assert shown[2:] == ["–"] * 3
+        assert sorted_by(tab)[bias] == state
+        assert sum(one is not None for one in sorted_by(tab)) == 1
+    tab.click(".board thead th:nth-child(1) button")
+    names = column(tab, 0)
+    assert names == sorted(names)
+
+
+def test_the_leaderboard_is_sorted_by_keyboard(tab: BrowserTab, sweep_page: Path) -> None:
+    tab.open(sweep_page)
+    tab.evaluate("document.querySelector('.board thead th:nth-child(2) button').focus()")
+    tab.press("Tab")
+    tab.press("Tab")
+    tab.press("Enter")
+    assert sorted_by(tab)[3] == "ascending"
+    tab.press(" ")
+    assert sorted_by(tab)[3] == "descending"
+    numbers = [float(text) for text in column(tab, 3) if text != "–"]
+    assert numbers == sorted(numbers, reverse=True)
+
+
+def test_a_point_says_its_seed_and_value_and_leads_to_its_recipe(tab: BrowserTab, sweep_page: Path) -> None:
+    tab.open(sweep_page)
+    point = "#chart-table_4-numbers-0 path[aria-label*='seed: 0']"
+    tab.hover(point)
+    tab.until("document.querySelector('#vg-tooltip-element.visible')")
+    said = tab.evaluate("document.querySelector('#vg-tooltip-element').innerText")
+    assert re.search(r"cell\W+softmax\W+seed\W+0\W+value\W+\d+\.\d\d", said)
+    tab.click(point)
+    tab.until("location.href.endsWith('recipe.yaml')")
+    found = Path(unquote(urlsplit(tab.evaluate("location.href")).path))
+    assert found.is_file()
+    assert found.parent.name.startswith("softmax-")
+
+
+def test_every_recipe_link_of_the_page_leads_to_a_file(tab: BrowserTab, sweep_page: Path) -> None:
+    tab.open(sweep_page)
+    links = tab.evaluate("[...document.querySelectorAll('.cell a')].map((one) => one.href)")
+    assert len(links) > 20
+    assert all(Path(unquote(urlsplit(link).path)).is_file() for link in links)
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_is_no_wider_than_the_window(tab: BrowserTab, sweep_page: Path, width: int) -> None:
+    tab.open(sweep_page, width=width)
+    tab.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_the_first_column_stays_where_it_is_while_the_board_is_scrolled(tab: BrowserTab, sweep_page: Path) -> None:
+    tab.open(sweep_page, width=390)
+    left = "document.querySelector('.board tbody th').getBoundingClientRect().left"
+    before = tab.evaluate(left)
+    tab.evaluate("document.querySelector('.leaderboard .scroll').scrollLeft = 300")
+    assert tab.evaluate(left) == before
+    assert tab.evaluate("document.querySelector('.board tbody td').getBoundingClientRect().left") < 0
+
+
+def test_a_large_page_is_small_and_opens_at_once(tab: BrowserTab, large_page: Path) -> None:
+    assert large_page.stat().st_size < 5 * MB
+    tab.open(large_page)
+    timing = "performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd / 1000"
+    loaded, drawn = tab.evaluate(timing), tab.evaluate("performance.now() / 1000")
+    size = large_page.stat().st_size / MB
+    print(f"{size:.2f} MB, DOMContentLoaded after {loaded:.2f} s, first charts drawn by {drawn:.2f} s")
+    assert drawn < OPENS_IN * SLOWER
+    assert tab.complaints == []
+
+
+def test_charts_of_a_large_page_are_drawn_when_the_reader_comes_near(tab: BrowserTab, large_page: Path) -> None:
+    tab.open(large_page)
+    last = "#chart-experiment_59-numbers-3"
+    assert tab.evaluate(f"document.querySelector('{last}').childElementCount") == 0
+    tab.show(last)
+    tab.until(f"document.querySelector('{last} svg.marks')")
+
+
+def test_every_chart_is_drawn_and_everything_unfolded_for_print(
+    tab: BrowserTab, large_page: Path, tmp_path: Path
+) -> None:
+    tab.open(large_page)
+    marks, folded = "document.querySelectorAll('.chart svg.marks').length", "details.cell:not([open])"
+    tab.evaluate(
+        "window.atPrint = {};"
+        f"addEventListener('beforeprint', () => (atPrint.folded = document.querySelectorAll('{folded}').length));"
+        f"addEventListener('afterprint', () => (atPrint.drawn = {marks}))"
+    )
+    tab.printed(tmp_path / "page.pdf")
+    tab.until("window.atPrint.drawn")
+    charts = tab.evaluate("document.querySelectorAll('.chart').length")
+    assert tab.evaluate("window.atPrint") == {"drawn": charts, "folded": 0}
+    assert tab.evaluate("document.querySelectorAll('details.cell[open]').length") == 0
+
+
+def test_hostile_names_do_no_harm_in_tables_charts_tooltips_and_links(tab: BrowserTab, tmp_path: Path) -> None:
+    title = {"title": HOSTILE, "question": HOSTILE, "source": HOSTILE, "adapted": [HOSTILE]}
+    experiment = EXPERIMENTS["table_4"].model_copy(update={**title, "cells": [HOSTILE, "k_biases"]})
+    cells = {**CELLS, HOSTILE: MadeCell((18.0, None, 6.2, 2.84), {HOSTILE: HOSTILE})}
+    page = write_report([make_sweep(tmp_path / "tiny", {HOSTILE: experiment, "mitigations": experiment}, cells)])
+    policy = re.sub(r"<meta http-equiv[^>]*>", "", page.read_text(encoding="utf-8"))
+    page.write_text(policy, encoding="utf-8")  # not even without the content policy
+    tab.open(page)
+    tab.hover(".chart path[aria-label*='seed: 0']")
+    tab.until("document.querySelector('#vg-tooltip-element.visible')")
+    assert HOSTILE in tab.evaluate("document.querySelector('#vg-tooltip-element').innerText")
+    assert HOSTILE in tab.evaluate("document.querySelector('.chart svg').textContent")
+    assert tab.evaluate("document.querySelectorAll('img').length") == 0
+    assert tab.complaints == []
+    links = tab.evaluate("[...document.querySelectorAll('.cell a')].map((one) => one.href)")
+    assert json.dumps(links).count("alert") > 0
+    assert all(Path(unquote(urlsplit(link).path)).is_file() for link in links)

@@ -1,0 +1,124 @@
+"""A sweep is packed into a folder that can be committed: small, the same every time, of no machine, and reportable."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+import yaml
+from report_fixtures import make_lab
+from sweep_fixtures import EXPERIMENTS, make_sweep
+
+from sinklab.errors import InputError
+from sinklab.experiments.documents import read_record
+from sinklab.report.collect import collect
+from sinklab.report.experiments.packing import pack_sweep
+from sinklab.report.experiments.sweeps import Sweep
+
+TWO = {name: EXPERIMENTS[name] for name in ("table_4", "table_6")}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def only_sweep(folder: Path) -> Sweep:
+    return collect([folder]).sweeps[0]
+
+
+@pytest.fixture(scope="module")
+def sweep_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_sweep(tmp_path_factory.mktemp("packing") / "tiny", TWO)
+
+
+@pytest.fixture(scope="module")
+def packed(sweep_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pack_sweep([sweep_folder], tmp_path_factory.mktemp("results") / "tiny")
+
+
+def test_a_packed_sweep_has_what_its_runs_found_and_no_weights(sweep_folder: Path, packed: Path) -> None:
+    found = contents(packed)
+    runs = {path.parent.name for path in sweep_folder.glob("*/recipe.yaml")}
+    recipes = {name.removesuffix("/recipe.yaml") for name in found if name.endswith("/recipe.yaml")}
+    assert recipes == runs
+    kinds = {Path(name).name for name in found if "-" in name and "/" in name and not name.startswith("charts")}
+    assert kinds == {"recipe.yaml", "metrics.jsonl.gz", "record.json"}
+    assert {"summary.json", "report.html", "README.md", "asked/table_4.json"} <= set(found)
+    assert any(name.startswith("charts/table_4-numbers") for name in found)
+
+
+def test_a_packed_sweep_reads_as_the_sweep_it_was_made_from(sweep_folder: Path, packed: Path) -> None:
+    before, after = only_sweep(sweep_folder), only_sweep(packed)
+    assert after.summary == before.summary
+    run = after.runs[0]
+    assert after.history(run) == before.history(run)
+    assert [one.edited for one in after.runs].count(["metrics.jsonl"]) == 1
+
+
+def test_what_is_edited_in_a_packed_sweep_is_noticed(sweep_folder: Path, tmp_path: Path) -> None:
+    packed = pack_sweep([sweep_folder], tmp_path / "tiny")
+    folder = next(packed.glob("sigmoid-*"))
+    (folder / "metrics.jsonl.gz").write_bytes(gzip.compress(b"{}\n"))
+    edited = [run.edited for run in only_sweep(packed).runs if run.directory == folder.name]
+    assert edited == [["metrics.jsonl"]]
+
+
+def test_packing_again_gives_the_same_bytes_and_takes_away_what_is_no_longer_there(
+    sweep_folder: Path, tmp_path: Path
+) -> None:
+    out = pack_sweep([sweep_folder], tmp_path / "tiny")
+    first = contents(out)
+    more = make_sweep(tmp_path / "more", {**TWO, "table_2": EXPERIMENTS["table_2"]})
+    assert set(contents(pack_sweep([more], out))) > set(first)
+    assert contents(pack_sweep([sweep_folder], out)) == first
+
+
+def test_nothing_in_a_packed_sweep_names_the_machine(sweep_folder: Path, packed: Path) -> None:
+    for name, content in contents(packed).items():
+        text = gzip.decompress(content) if name.endswith(".gz") else content
+        assert str(sweep_folder).encode() not in text
+        assert str(packed).encode() not in text
+        assert b"/home/me" not in text
+
+
+def test_a_packed_sweep_is_a_sweep_that_can_be_packed(packed: Path, tmp_path: Path) -> None:
+    again = contents(pack_sweep([packed], tmp_path / "tiny"))
+    assert again == contents(packed)
+
+
+def test_a_record_names_the_files_that_are_packed_alone(packed: Path) -> None:
+    record = read_record(next(packed.glob("sigmoid-*")))
+    assert record is not None
+    assert set(record.files) == {"recipe.yaml", "metrics.jsonl"}
+
+
+def test_the_readme_has_every_claim_with_its_verdict(packed: Path) -> None:
+    text = (packed / "README.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| table")]
+    assert len(rows) == 5
+    assert "| reproduced at tiny |" in rows[0]
+
+
+def test_a_recipe_that_names_a_path_of_this_machine_is_refused(tmp_path: Path) -> None:
+    top = make_sweep(tmp_path / "tiny", {"table_6": EXPERIMENTS["table_6"]})
+    file = next(top.glob("sigmoid-*/recipe.yaml"))
+    recipe = yaml.safe_load(file.read_text(encoding="utf-8"))
+    recipe["data"]["source"] = "/home/me/text.txt"
+    file.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    with pytest.raises(InputError, match=r"data\.source is /home/me/text\.txt, a path of this machine"):
+        pack_sweep([top], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_packed_is_refused_and_stays_as_it_is(sweep_folder: Path, tmp_path: Path) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "thesis.txt").write_text("mine", encoding="utf-8")
+    with pytest.raises(InputError, match="not empty"):
+        pack_sweep([sweep_folder], full)
+    with pytest.raises(InputError, match="within each other"):
+        pack_sweep([sweep_folder], sweep_folder / "packed")
+    with pytest.raises(InputError, match="holds no sweep"):
+        pack_sweep([make_lab(tmp_path / "lab")], tmp_path / "out")
+    with pytest.raises(InputError, match="2 directories"):
+        pack_sweep([sweep_folder, full], tmp_path / "out")
+    assert contents(full) == {"thesis.txt": b"mine"}
