@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -93,10 +93,21 @@ class BrowserTab:
         Raises:
             TimeoutError: it does not become so.
         """
+        self._wait(lambda: bool(self.evaluate(f"Boolean({expression})")), expression)
+
+    def until_asked_for(self, ending: str) -> None:
+        """Wait until the last request was for an address with this ending; what becomes of it does not matter.
+
+        Raises:
+            TimeoutError: no such request comes.
+        """
+        self._wait(lambda: self.requests[-1].endswith(ending), ending)
+
+    def _wait(self, reached: Callable[[], bool], what: str) -> None:
         end = time.monotonic() + PATIENCE
-        while not self.evaluate(f"Boolean({expression})"):
+        while not reached():
             if time.monotonic() > end:
-                raise TimeoutError(f"the page never came to {expression}: {self.complaints}")
+                raise TimeoutError(f"the page never came to {what}: {self.complaints}")
             self.evaluate("new Promise((done) => setTimeout(done, 50))")
 
     def show(self, selector: str) -> tuple[float, float]:

@@ -24,15 +24,17 @@ class Dots:
     Attributes:
         title: of the quantity, with its unit.
         cells: in the order to be shown.
-        seeds: rows `cell, seed, value, run, link`.
-        means: rows `cell, mean`, and `low, high` where there is an interval.
-        paper: rows `cell, value`.
+        labels: of the cells where they stand in an order, as `at` in the rows.
+        seeds: rows `cell, at, seed, value, run, link`.
+        means: rows `cell, at, mean`, and `low, high` where there is an interval.
+        paper: rows `cell, at, value`.
         decimals: that a value has.
         from_zero: whether the axis begins at zero.
     """
 
     title: str
     cells: Sequence[str]
+    labels: Sequence[str]
     seeds: ChartRows
     means: ChartRows
     paper: ChartRows
@@ -85,10 +87,10 @@ def in_order(dots: Dots, what: str, width: Width = 420) -> Drawing:
     """Cells in their order from left to right, values upwards, the means joined.
 
     Args:
-        what: is varied from cell to cell. The rows have its value as `at`.
+        what: is varied from cell to cell.
     """
-    order = list(dict.fromkeys(row["at"] for rows in (dots.means, dots.paper) for row in rows))
-    place = alt.X("at:N", title=what, sort=order, axis=alt.Axis(grid=False, labelAngle=0, labelOverlap=True))
+    scale_of_places = alt.Scale(domain=list(dots.labels))
+    place = alt.X("at:N", title=what, scale=scale_of_places, axis=alt.Axis(grid=False, labelAngle=0, labelOverlap=True))
     title, scale = dots.axis
 
     def up(field: str) -> alt.Y:

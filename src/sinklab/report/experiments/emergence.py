@@ -15,7 +15,12 @@ def sink_of_every_seed(rows: ChartRows, cells: Sequence[str], width: Width = 640
     """
     scale = alt.Scale(domain=[0, 1]) if max(row["value"] for row in rows) < 1 else alt.Scale(zero=True, nice=True)
     base = alt.Chart(alt.Data(values=list(rows))).encode(
-        x=alt.X("step:Q", title="Training step", axis=alt.Axis(format=",d", tickMinStep=1, grid=False)),
+        x=alt.X(
+            "step:Q",
+            title="Training step",
+            scale=alt.Scale(nice=False),
+            axis=alt.Axis(format=",d", tickMinStep=1, grid=False),
+        ),
         y=alt.Y("value:Q", title="Sink₁ (percent of heads)", scale=scale),
         color=cell_colour(cells),
         detail="seed:N",

@@ -84,6 +84,7 @@ def _chart(
     dots = Dots(
         title=f"{shown.label} ({shown.unit})" if shown.unit else shown.label,
         cells=list(labels),
+        labels=list(labels.values()),
         seeds=[
             {"cell": cell, "at": labels[cell], "seed": run.seed, "value": value, **_led_to(sweep, run, page)}
             for cell in labels
