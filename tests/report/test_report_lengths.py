@@ -1,0 +1,37 @@
+"""The figure of the sink by threshold and length: made from the cells that say both, and only from several lengths."""
+
+import pytest
+
+from sinklab.experiments.documents import CellEstimate, CellSummary
+from sinklab.report.length_figures import length_figure
+
+
+def cell(eps: float, length: int, low: float | None = None) -> CellSummary:
+    sink = CellEstimate(mean=80 - length / 4, low=low, high=None if low is None else 90.0)
+    return CellSummary(change={"eps": eps, "length": length}, values={"sink_1": sink})
+
+
+def test_a_line_for_each_threshold_with_intervals_where_they_are_known() -> None:
+    cells = {f"eps_{eps}_length_{length}": cell(eps, length, 10.0) for eps in (0.4, 0.2) for length in (64, 16)}
+    figure = length_figure({**cells, "other": CellSummary(change={"inputs": "random"})}, 640)
+    assert figure is not None
+    (chart,) = figure.charts
+    rows = chart.to_dict()["data"]["values"]
+    assert [(row["cell"], row["length"], row["low"]) for row in rows] == [
+        ("ε = 0.2", 16, 10.0),
+        ("ε = 0.2", 64, 10.0),
+        ("ε = 0.4", 16, 10.0),
+        ("ε = 0.4", 64, 10.0),
+    ]
+
+
+@pytest.mark.parametrize("lengths", [(), (64,)])
+def test_without_several_lengths_there_is_no_such_figure(lengths: tuple[int, ...]) -> None:
+    assert length_figure({str(length): cell(0.3, length) for length in lengths}, 640) is None
+
+
+def test_one_draw_has_a_point_without_an_interval() -> None:
+    figure = length_figure({"a": cell(0.3, 16), "b": cell(0.3, 64)}, 640)
+    assert figure is not None
+    rows = figure.charts[0].to_dict()["data"]["values"]
+    assert all(row["low"] == row["mean"] == row["high"] for row in rows)
