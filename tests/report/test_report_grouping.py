@@ -96,3 +96,12 @@ def test_what_a_device_makes_of_auto_is_no_change() -> None:
 def test_a_recipe_of_another_name_has_no_base() -> None:
     with pytest.raises(InputError, match="no recipe at mine"):
         changes(load_recipe("tiny").model_dump(mode="json"), "mine")
+
+
+def test_runs_in_folders_named_by_their_hash_are_called_by_their_name(tmp_path: Path) -> None:
+    for seed in range(2):
+        make_run(tmp_path / f"k_biases-{seed:016x}", name="k_biases", seed=seed)
+    make_run(tmp_path / f"k_biases-{2:016x}", name="k_biases", seed=2, steps=500)
+    data = collect([tmp_path])
+    assert data.cells == ["k_biases", f"k_biases-{2:016x}"]
+    assert len(data.runs_of("k_biases")) == 2

@@ -1,6 +1,7 @@
 """Which runs are one cell, and what it is called: runs that differ in their seed alone, named by what was changed."""
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from sinklab.report.data import ReportedRun, WrittenRecipe
 from sinklab.schema import leaves
 from sinklab.train.recipe import KINDS, MANNER, load_recipe
 
+HASHED = re.compile(r"(.+)-[0-9a-f]{16}")
 SHOWN = 4  # changes that a name has room for
 
 
@@ -37,7 +39,7 @@ def grouped(runs: list[ReportedRun], named: Collection[str]) -> list[ReportedRun
     cells: dict[str, str] = {}
     for key in sorted(groups, key=lambda key: bool(changed[key])):  # what keeps its name before what gets one
         first = groups[key][0]
-        names = (changed[key], first.cell, str(first.path))
+        names = (changed[key], _without_hash(first), first.cell, str(first.path))
         cells[key] = next(name for name in names if name and name not in taken)
         taken.add(cells[key])
     return [replace(run, cell=cells[inside[id(run)]] if id(run) in inside else run.cell) for run in runs]
@@ -49,6 +51,12 @@ def _without_seed(recipe: WrittenRecipe) -> str:
     if isinstance(train := kept.get("train"), dict):
         kept["train"] = {key: value for key, value in train.items() if key not in MANNER}
     return json.dumps(kept, sort_keys=True, default=str)
+
+
+def _without_hash(run: ReportedRun) -> str:
+    """The name of a run in a directory that `sinklab train` has named NAME-HASH, or its cell's."""
+    named = HASHED.fullmatch(run.cell)
+    return named[1] if named and run.recipe and run.recipe.name == named[1] else run.cell
 
 
 def _base_name(run: ReportedRun) -> str:
