@@ -53,11 +53,25 @@ def test_it_leaves_measurements_a_summary_and_a_page_and_prints_the_summary(run:
     page = (top / "report.html").read_text(encoding="utf-8")
     assert "Text has some" in page
     assert "<b>Mine</b>" not in page
+    assert "Measured on gpt2." in page
+    assert "Run at scale" not in page
     status, out, err = run("reproduce", "mine.yaml", "--model", "gpt2", "--text", "text.jsonl", "--seeds", 2)
     assert status == 0, err
     assert err.count("(kept)") == 4
     assert "<b>Mine</b>: gpt2" in out
     assert "2 draws of 4 sequences" in " ".join(out.split())
+
+
+def test_the_papers_models_stand_on_the_page_and_in_the_terminal_as_rows_of_their_own(run: Run) -> None:
+    Path("mine.yaml").write_text(OWN + "published: {table: table_1}\n")
+    status, out, err = run("reproduce", "mine.yaml", "--model", "gpt2", "--text", "text.jsonl", "--seeds", 1)
+    assert status == 0, err
+    page = Path("runs/models/gpt2/mine/report.html").read_text(encoding="utf-8")
+    assert "The paper’s models" in page
+    for shown in (out, page):
+        assert "LLaMA3-8B Base" in shown
+        assert "99.02" in shown
+        assert "98.85" not in shown  # of a chat model, which is no cell here
 
 
 def test_several_are_measured_into_a_folder_each(run: Run) -> None:

@@ -11,14 +11,16 @@ from sinklab.commands.terminal.report import claims_table, printable
 from sinklab.experiments.documents import CellSummary, ExperimentSummary, Summary
 from sinklab.experiments.measured.planning import Pass
 from sinklab.experiments.quantities import Quantity, quantity
+from sinklab.report.experiments.models import paper_models
+from sinklab.report.figure import DataTable
 
 
 def print_measured(summary: Summary, console: Console) -> None:
     """Print what was measured beside what the paper prints, and the claims with their evidence."""
     for one in summary.experiments.values():
         console.print(_table(one, summary.cells))
-        if one.elsewhere:
-            console.print(_elsewhere(one))
+        if found := paper_models(one):
+            console.print(_elsewhere(found))
     if summary.claims:
         console.print(claims_table(summary.claims))
 
@@ -64,15 +66,10 @@ def _number(one: Quantity, cell: CellSummary, printed: float | None) -> str:
     return text if printed is None else f"{text}, paper {printed:,.{one.decimals}f}"
 
 
-def _elsewhere(experiment: ExperimentSummary) -> Table:
-    """What the paper prints for other models."""
-    found = {model: row for model, row in experiment.elsewhere.items() if row}
-    names = list(dict.fromkeys((cell, name) for row in found.values() for cell in row for name in row[cell]))
+def _elsewhere(found: DataTable) -> Table:
     table = Table(title="The paper's models", title_justify="left", box=SIMPLE_HEAD)
-    table.add_column("", overflow="fold")
-    for cell, name in names:
-        table.add_column(f"{cell}\n[dim]{quantity(name).label}", justify="right")
-    for model, row in found.items():
-        numbers = (row.get(cell, {}).get(name) for cell, name in names)
-        table.add_row(model, *("" if value is None else f"{value:.2f}" for value in numbers))
+    for number, column in enumerate(found.columns):
+        table.add_column(column, justify="right" if number else "left")
+    for row in found.rows:
+        table.add_row(*row)
     return table

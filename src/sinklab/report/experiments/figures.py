@@ -11,6 +11,7 @@ from sinklab.experiments.quantities import Quantity
 from sinklab.report.charts import Drawing, Width
 from sinklab.report.experiments.dots import Dots, by_cell, in_order
 from sinklab.report.experiments.emergence import sink_of_every_seed
+from sinklab.report.experiments.models import replicate_of
 from sinklab.report.experiments.numbers import by_seed, estimate_of, quantity_of
 from sinklab.report.experiments.ordering import Ordered, ordered
 from sinklab.report.experiments.sweeps import Sweep
@@ -64,7 +65,11 @@ def _numbers(sweep: Sweep, name: str, key: str, page: Path, width: Width) -> Fig
 
 
 def _caption(experiment: ExperimentSummary) -> str:
-    caption = f"Every point is a run of one seed at scale {experiment.scale}, and leads to its recipe; the bar is the mean over seeds with its 95 % interval."  # noqa: E501
+    if replicate_of(experiment) == "seed":
+        one, place, many = f"a run of one seed at scale {experiment.scale}", "recipe", "seeds"
+    else:
+        one, place, many = f"{experiment.scale} on one draw of sequences", "measurement", "draws"
+    caption = f"Every point is {one}, and leads to its {place}; the bar is the mean over {many} with its 95 % interval."
     if experiment.published:
         caption += " The open diamond is the paper's number, a single run at the paper's own scale."
     return caption

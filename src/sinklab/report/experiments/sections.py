@@ -8,9 +8,10 @@ from sinklab.experiments.documents import CellRun, CellSummary, JudgedClaim
 from sinklab.report.experiments.comparison import ComparedCell, ComparedCells, compared
 from sinklab.report.experiments.figures import experiment_figures, keyed, link_to
 from sinklab.report.experiments.leaderboard import BoardColumn, Leaderboard, SeedScore, leaderboard
+from sinklab.report.experiments.models import Replicate, paper_models, replicate_of
 from sinklab.report.experiments.numbers import NOTHING, change_text, interval_text, number_text, quantity_of
 from sinklab.report.experiments.sweeps import Sweep
-from sinklab.report.figure import Figure
+from sinklab.report.figure import DataTable, Figure
 from sinklab.report.summary import counted, verdict_counts
 
 FAILED_THERE = "did not train"
@@ -73,6 +74,8 @@ class ShownExperiment:
         columns: title and unit of the numbers' columns, the paper's beside ours.
         rows: the cell's name and its numbers.
         in_paper: whether the paper has numbers for it.
+        replicate: what its intervals are over: a seed, or a draw of sequences that an existing model is measured on.
+        elsewhere: what the paper prints of other models than the one that is measured; None where nothing.
         run_columns: titles of the numbers of a run.
     """
 
@@ -88,6 +91,8 @@ class ShownExperiment:
     columns: Sequence[tuple[str, str]]
     rows: Sequence[tuple[str, Sequence[ShownNumber]]]
     in_paper: bool
+    replicate: Replicate
+    elsewhere: DataTable | None
     claims: Sequence[JudgedClaim]
     run_columns: Sequence[str]
     cells: Sequence[ShownCell]
@@ -116,7 +121,7 @@ def shown_experiments(sweeps: Sequence[Sweep], page: Path) -> list[ShownExperime
 
 def _shown(sweep: Sweep, name: str, key: str, page: Path) -> ShownExperiment:
     experiment, table = sweep.experiments[name], compared(sweep, name)
-    claims = sweep.claims_of(name)
+    claims, replicate = sweep.claims_of(name), replicate_of(experiment)
     return ShownExperiment(
         key=key,
         name=name,
@@ -127,9 +132,11 @@ def _shown(sweep: Sweep, name: str, key: str, page: Path) -> ShownExperiment:
         adapted=experiment.adapted,
         verdicts=verdict_counts(claims),
         figures=experiment_figures(sweep, name, key, page, "container"),
-        columns=_columns(table),
+        columns=_columns(table, replicate),
         rows=[(cell.name, _numbers(table, cell)) for cell in table.cells],
         in_paper=bool(experiment.published),
+        replicate=replicate,
+        elsewhere=paper_models(experiment),
         claims=claims,
         run_columns=[one.label for one in table.columns],
         cells=[
@@ -139,8 +146,8 @@ def _shown(sweep: Sweep, name: str, key: str, page: Path) -> ShownExperiment:
     )
 
 
-def _columns(table: ComparedCells) -> list[tuple[str, str]]:
-    columns = [("Seeds", "finished")]
+def _columns(table: ComparedCells, replicate: Replicate) -> list[tuple[str, str]]:
+    columns = [(f"{replicate}s".capitalize(), "finished")]
     for one in table.columns:
         columns.append((one.label, f"{one.unit}, 95 % interval" if one.unit else "95 % interval"))
         columns += [("the paper’s", one.unit)] if one.name in table.in_paper else []
