@@ -2,8 +2,8 @@
 
     python -m benchmarks.spread runs/tiny
 
-Writes `src/sinklab/experiments/spread.json`, which comes with sinklab: an experiment without replicates of its own, such
-as `sinklab lab`, is judged with it (docs/verdicts.md). Cells with fewer seeds than the most are left out.
+Writes `src/sinklab/experiments/spread.json`, which comes with sinklab: an experiment without replicates of its own,
+such as `sinklab lab`, is judged with it (docs/verdicts.md). Cells with fewer seeds than the most are left out.
 """
 
 import argparse
