@@ -141,9 +141,10 @@ def test_lab_trains_three_models_and_judges_them(run: Run, text: Path, tmp_path:
     assert summary == json.loads((tmp_path / "lab2" / "summary.json").read_text())
     assert set(summary["cells"]) == {"softmax", "k_biases", "sigmoid"}
     assert summary["cells"]["k_biases"]["sink_rate_bias"] is not None
-    verdicts = {claim["id"]: claim["verdict"] for claim in summary["claims"]}
-    assert verdicts["sink_appears"] == "not reproduced"  # after two steps there is none
-    assert verdicts["no_sink_without_normalisation"] == "reproduced"
+    assert {claim["id"] for claim in summary["claims"]} >= {"sink_appears", "no_sink_without_normalisation"}
+    for claim in summary["claims"]:  # one seed says nothing of the spread, and none was recorded for runs this short
+        assert (claim["verdict"], claim["scale"]) == ("inconclusive", "tiny")
+        assert "1 seed" in claim["evidence"]
     assert (tmp_path / "lab2" / "report.html").exists()
 
 
