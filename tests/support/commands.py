@@ -165,6 +165,7 @@ def _body(command: Command) -> None:
     os.environ.update(command.environment, COLUMNS="300")
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background inherit that it is ignored
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a sweep in this process has its server hold signals back
     sys.argv = ["sinklab", *command.args]
     with _counting(command) if command.kill or command.count else contextlib.nullcontext():
         cli.main()
