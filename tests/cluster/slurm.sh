@@ -6,6 +6,7 @@
 #   SLURM_CONF=DIR/slurm.conf sinfo              how commands find it
 #   tests/cluster/slurm.sh lose-node DIR one     as a node that loses its power: its daemon and all its jobs die at once
 #   tests/cluster/slurm.sh start-node DIR one    it is there again
+#   tests/cluster/slurm.sh wait DIR one,two      until these nodes are idle; an error after a minute
 #   tests/cluster/slurm.sh stop DIR
 #
 # Every node has process numbers and a host name of its own (namespaces), so that killing its first process ends it.
@@ -76,11 +77,12 @@ start)
     ;;
 start-node) start_node "$3" ;;
 lose-node) end "$3" KILL ;;
+wait) timeout 60 sh -c 'until [ "$(sinfo --noheader --format=%t --nodes="$0")" = idle ]; do sleep 0.2; done' "$3" ;;
 stop)
     end one KILL
     end two KILL
     end slurmctld TERM
     end munged TERM
     ;;
-*) sed -n '2,10p' "$0" && exit 2 ;;
+*) sed -n '2,11p' "$0" && exit 2 ;;
 esac

@@ -40,14 +40,6 @@ def scontrol(*arguments: str) -> str:
     return subprocess.run(["scontrol", *arguments], check=True, capture_output=True, text=True).stdout
 
 
-def wait_until_idle(nodes: str) -> None:
-    end = time.monotonic() + 60
-    ask = ["sinfo", "--noheader", "--format=%t", f"--nodes={nodes}"]
-    while subprocess.run(ask, capture_output=True, text=True).stdout != "idle\n":
-        assert time.monotonic() < end, f"nodes {nodes} do not come up"
-        time.sleep(0.2)
-
-
 def job_of(folder: Path, run: PlannedRun) -> str:
     return (folder / f"{run.hash}.job").read_text()
 
@@ -76,7 +68,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("SINKLAB_CACHE", str(folder / "cache"))
         try:
             subprocess.run([SCRIPT, "start", folder], check=True)
-            wait_until_idle("one,two")
+            subprocess.run([SCRIPT, "wait", folder, "one,two"], check=True)
             yield folder
         finally:
             subprocess.run([SCRIPT, "stop", folder], check=True)
@@ -114,7 +106,7 @@ def test_six_runs_finish_once_though_two_are_requeued_and_a_node_is_lost(cluster
     assert begun_again > begun_first
     assert diaries["seed 3"].stopped_at == []
     subprocess.run([SCRIPT, "start-node", cluster, lost[0]], check=True)
-    wait_until_idle("one,two")
+    subprocess.run([SCRIPT, "wait", cluster, "one,two"], check=True)
 
 
 @needs_slurm

@@ -3,7 +3,7 @@
 As in `charts.py`, names are data and nothing else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import altair as alt
@@ -67,19 +67,12 @@ def by_cell(dots: Dots, width: Width = 420) -> Drawing:
     )
     title, scale = dots.axis
 
-    def across(field: str) -> alt.X:
-        return alt.X(field, title=title, scale=scale, axis=alt.Axis(format=_format(scale), grid=False, tickCount=4))
+    def placed(mark: alt.Chart, field: str) -> alt.Chart:
+        axis = alt.Axis(format=_format(scale), grid=False, tickCount=4)
+        return mark.encode(y=cell, x=alt.X(field, title=title, scale=scale, axis=axis))
 
-    layers = []
-    if _has_intervals(dots):
-        layers.append(_bars().encode(y=cell, x=across("low:Q"), x2="high:Q"))
-    if dots.means:
-        layers.append(_means(dots).encode(y=cell, x=across("mean:Q")))
-    if dots.paper:
-        layers.append(_diamonds(dots).encode(y=cell, x=across("value:Q")))
-    if dots.seeds:
-        offset = alt.YOffset("place:Q", scale=alt.Scale(domain=[-2, 2]))
-        layers.append(_points(dots).encode(y=cell, x=across("value:Q"), yOffset=offset))
+    offset = alt.YOffset("place:Q", scale=alt.Scale(domain=[-2, 2]))
+    layers = _marks(dots, placed, _bars().encode(x2="high:Q"), _points(dots).encode(yOffset=offset))
     return _drawn(dots, layers, width, ROW * len(dots.cells))
 
 
@@ -93,25 +86,41 @@ def in_order(dots: Dots, what: str, width: Width = 420) -> Drawing:
     place = alt.X("at:N", title=what, scale=scale_of_places, axis=alt.Axis(grid=False, labelAngle=0, labelOverlap=True))
     title, scale = dots.axis
 
-    def up(field: str) -> alt.Y:
-        return alt.Y(field, title=title, scale=scale, axis=alt.Axis(format=_format(scale), tickCount=5))
+    def placed(mark: alt.Chart, field: str) -> alt.Chart:
+        axis = alt.Axis(format=_format(scale), tickCount=5)
+        return mark.encode(x=place, y=alt.Y(field, title=title, scale=scale, axis=axis))
 
     layers = []
     if dots.paper:
         line = alt.Chart(PAPERS).mark_line(strokeWidth=1.2, strokeDash=[4, 3], opacity=0.7, color=PAPER)
-        layers.append(line.encode(x=place, y=up("value:Q")))
+        layers.append(placed(line, "value:Q"))
     if dots.means:
-        layers.append(alt.Chart(MEANS).mark_line(strokeWidth=1.8, color=OURS).encode(x=place, y=up("mean:Q")))
-    if _has_intervals(dots):
-        layers.append(_bars().encode(x=place, y=up("low:Q"), y2="high:Q"))
-    if dots.means:
-        layers.append(_means(dots).encode(x=place, y=up("mean:Q")))
-    if dots.paper:
-        layers.append(_diamonds(dots).encode(x=place, y=up("value:Q")))
-    if dots.seeds:
-        offset = alt.XOffset("place:Q", scale=alt.Scale(domain=[-4, 4]))
-        layers.append(_points(dots).encode(x=place, y=up("value:Q"), xOffset=offset))
+        layers.append(placed(alt.Chart(MEANS).mark_line(strokeWidth=1.8, color=OURS), "mean:Q"))
+    offset = alt.XOffset("place:Q", scale=alt.Scale(domain=[-4, 4]))
+    layers += _marks(dots, placed, _bars().encode(y2="high:Q"), _points(dots).encode(xOffset=offset))
     return _drawn(dots, layers, width, TALL)
+
+
+def _marks(
+    dots: Dots, placed: Callable[[alt.Chart, str], alt.Chart], bars: alt.Chart, points: alt.Chart
+) -> list[alt.Chart]:
+    """Intervals, means, the paper's numbers and seeds, those that there are, one drawn over the other.
+
+    Args:
+        placed: a mark in its cell, by the field of its value.
+        bars: intervals that know where they end.
+        points: seeds that know how they are set apart.
+    """
+    layers = []
+    if _has_intervals(dots):
+        layers.append(placed(bars, "low:Q"))
+    if dots.means:
+        layers.append(placed(_means(dots), "mean:Q"))
+    if dots.paper:
+        layers.append(placed(_diamonds(dots), "value:Q"))
+    if dots.seeds:
+        layers.append(placed(points, "value:Q"))
+    return layers
 
 
 SEEDS, MEANS, PAPERS = (alt.NamedData(name) for name in ("seeds", "means", "paper"))
