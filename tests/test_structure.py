@@ -14,6 +14,7 @@ FLOORS = (
     ("__main__", "commands"),
     ("report",),
     ("experiments",),
+    ("assessing",),
     ("survey",),
     ("interventions",),
     ("train",),

@@ -27,6 +27,7 @@ KEYS = {
     "domains.json": {"schema", "domains"},
     "comparison.json": {"schema", "rows"},
     "families.json": {"schema", "models"},
+    "assessment.json": {"schema", "asked", "skipped"},
     "summary.json": {"cells", "claims"},
 }
 

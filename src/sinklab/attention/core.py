@@ -86,7 +86,7 @@ class AttentionCore(nn.Module):
                 needed under the document mask.
         """
         with torch.autocast(q_BHTD.device.type, enabled=False):  # the primitive chooses its own precision
-            call = self._call(q_BHTD, k_BGTD, documents_BL)
+            call = self.call(q_BHTD, k_BGTD, documents_BL)
             out = self.operation.output(call, v_BGTD)
             if self.bias.key is None and call.value_HV is not None:
                 out = out + call.value_HV[:, None].to(out.dtype)
@@ -100,7 +100,7 @@ class AttentionCore(nn.Module):
         row sum is reported with it.
         """
         with torch.autocast(q_BHTD.device.type, enabled=False):
-            call = self._call(q_BHTD, k_BGTD, documents_BL)
+            call = self.call(q_BHTD, k_BGTD, documents_BL)
             sums = self.operation.column_sums(call)
             if self.leading:
                 alone = replace(call, q_BHTD=q_BHTD[:, :, :1], k_BGTD=k_BGTD[:, :, :1], mask=masks.CAUSAL)
@@ -124,7 +124,7 @@ class AttentionCore(nn.Module):
 
     def rows(self, q_BHTD: Tensor, k_BGTD: Tensor, documents_BL: Tensor | None = None) -> Iterator[Rows]:
         """The rows that `importance` sums up, leading token included, a block of queries at a time."""
-        return self.operation.rows(self._call(q_BHTD, k_BGTD, documents_BL))
+        return self.operation.rows(self.call(q_BHTD, k_BGTD, documents_BL))
 
     def visible(self, documents_BL: Tensor | None = None) -> masks.Mask:
         """Who sees whom, leading token included.
@@ -143,7 +143,8 @@ class AttentionCore(nn.Module):
         documents = documents_BL[:, self.leading :] if self.leading else documents_BL
         return self._in_place(masks.Document(documents))
 
-    def _call(self, q_BHTD: Tensor, k_BGTD: Tensor, documents_BL: Tensor | None) -> Call:
+    def call(self, q_BHTD: Tensor, k_BGTD: Tensor, documents_BL: Tensor | None) -> Call:
+        """What the operation is called with."""
         return Call(
             q_BHTD,
             k_BGTD,

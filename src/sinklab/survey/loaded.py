@@ -56,7 +56,7 @@ def load_model(name: str, loading: Loading) -> LoadedModel:
         InputError: it cannot be loaded.
     """
     check_revision(name, loading.revision)
-    return _LoadedRun(name, loading) if _is_run(name) else _LoadedPretrained(name, loading)
+    return _LoadedRun(name, loading) if is_run(name) else _LoadedPretrained(name, loading)
 
 
 def check_loadable(name: str, loading: Loading) -> None:
@@ -65,11 +65,12 @@ def check_loadable(name: str, loading: Loading) -> None:
     Raises:
         InputError: it could not be loaded.
     """
-    if not _is_run(name):
+    if not is_run(name):
         check_config(name, loading)
 
 
-def _is_run(name: str) -> bool:
+def is_run(name: str) -> bool:
+    """Whether it is a run directory."""
     return (Path(name) / "recipe.yaml").is_file()
 
 

@@ -1,0 +1,187 @@
+"""What the sink carries: its value, its place in the row, its share, its logit, each taken or changed by itself.
+
+    value zeroed   o_t - sum over selected s of A_ts v_s
+    hidden         the selected keys are masked, so that where rows are divided by their sum the others share the rest
+    spread         A_ts of the selected is given to the other keys of the row in equal parts (2410.10781's share, taken)
+    shifted        z_ts + d for the selected keys, before the similarity; d = -inf hides them
+
+A bias key or a sink logit is the selected key of every row, with its own value (zero in most).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sinklab.assessing.documents import Carried, Carries, Shift
+from sinklab.assessing.layers import Change, LayerAttention, Patient
+from sinklab.assessing.reading import Step, Text
+from sinklab.assessing.selections import Selection
+from sinklab.attention.blocks import default_scale
+from sinklab.attention.biases import extra_logits
+from sinklab.attention.masks import Dense
+from sinklab.attention.operations.call import Call, at_every_query
+from sinklab.attention.scores import Score, compose
+
+SHIFTS = (-8.0, -4.0, -2.0, -1.0, 1.0, 2.0, 4.0, 8.0)
+
+
+@dataclass(frozen=True)
+class ZeroedValues:
+    """A `Change`: the selected keys keep their share and pass nothing on."""
+
+    selection: Selection
+
+    def __call__(self, layer: LayerAttention) -> Tensor:
+        """The layer's output."""
+        scores_BHLL, bias_BHL = layer.scores()
+        if self.selection.keys == "bias":
+            layer = replace(layer, call=replace(layer.call, value_HV=None))
+        return layer.weighted(scores_BHLL.masked_fill(self.selection.matrix(layer), 0), bias_BHL)
+
+
+@dataclass(frozen=True)
+class SpreadShares:
+    """A `Change`: the share of the selected keys goes to the other keys that the query sees, in equal parts."""
+
+    selection: Selection
+
+    def __call__(self, layer: LayerAttention) -> Tensor:
+        """The layer's output."""
+        scores_BHLL, bias_BHL = layer.scores()
+        L, device = layer.length, scores_BHLL.device
+        selected_HLL = self.selection.matrix(layer)
+        others_BHLL = layer.call.mask.block(0, L, 0, L, device) & ~selected_HLL
+        taken_BHL = (scores_BHLL * selected_HLL).sum(-1)
+        if self.selection.keys == "bias" and bias_BHL is not None:
+            taken_BHL, bias_BHL = bias_BHL, torch.zeros_like(bias_BHL)
+        each_BHL = taken_BHL / others_BHLL.sum(-1).clamp(min=1)
+        spread_BHLL = torch.where(selected_HLL, 0, scores_BHLL + each_BHL[..., None] * others_BHLL)
+        return layer.weighted(spread_BHLL, bias_BHL)
+
+
+@dataclass(frozen=True)
+class HiddenKeys:
+    """A `Change`: the selected keys are not there."""
+
+    selection: Selection
+
+    def __call__(self, layer: LayerAttention) -> Tensor:
+        """The layer's output."""
+        if self.selection.keys == "bias":
+            return replace(layer, call=replace(layer.call, key_HD=None, logit_H=None, value_HV=None)).output()
+        return layer.under(Dense(~self.selection.matrix(layer)[None], later=True)).output()
+
+
+@dataclass(frozen=True)
+class ShiftedLogits:
+    """A `Change`: the logits of the selected keys are shifted."""
+
+    selection: Selection
+    by: float
+
+    def __call__(self, layer: LayerAttention) -> Tensor:
+        """The layer's output."""
+        call = layer.call
+        if self.selection.keys == "bias":
+            return replace(layer, call=_WithShiftedBias(**vars(call), by=self.by)).output()
+        added = compose(call.position, self._added(layer))
+        return replace(layer, call=replace(call, position=added)).output()
+
+    def _added(self, layer: LayerAttention) -> Score:
+        selected_HLL = self.selection.matrix(layer)
+        by, heads = self.by, len(selected_HLL)
+
+        def shifted(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, selected_HLL: Tensor) -> Tensor:
+            return z + by * selected_HLL[h if heads > 1 else torch.zeros_like(h), q, k].to(z.dtype)
+
+        return Score(shifted, (selected_HLL,))
+
+
+@dataclass(frozen=True)
+class _WithShiftedBias(Call):
+    by: float = 0.0
+
+    def bias_logits(self, similarity: Score | None = None) -> Tensor | None:
+        B, H, L, _ = self.q_BHTD.shape
+        if self.logit_H is not None:
+            z_BHL = self.logit_H.float()[None, :, None].expand(B, H, L)
+        elif self.key_HD is not None:
+            z_BHL = extra_logits(self.q_BHTD, self.key_HD, default_scale(self.q_BHTD))
+            z_BHL = at_every_query(self.cap, z_BHL)
+        else:
+            return None
+        return at_every_query(similarity, z_BHL + self.by)
+
+
+class _Shares:
+    """A `Change` that changes nothing and sums up the share of the selected keys."""
+
+    def __init__(self, selection: Selection) -> None:
+        self.selection, self.total, self.rows = selection, 0.0, 0
+
+    def __call__(self, layer: LayerAttention) -> Tensor:
+        scores_BHLL, bias_BHL = layer.scores()
+        whole_BHL = scores_BHLL.sum(-1) + (0 if bias_BHL is None else bias_BHL)
+        whole_BHL = whole_BHL.masked_fill(whole_BHL == 0, 1)
+        selected_HLL = self.selection.matrix(layer)
+        if self.selection.keys == "bias" and bias_BHL is not None:
+            share_BHL, counted = bias_BHL / whole_BHL, bias_BHL.numel()
+        else:
+            share_BHL = (scores_BHLL * selected_HLL).sum(-1) / whole_BHL
+            rows_HL = selected_HLL.any(-1)
+            counted = int(rows_HL.sum()) * (share_BHL.shape[0] * share_BHL.shape[1] // len(rows_HL))
+        self.total += float(share_BHL.double().sum())
+        self.rows += counted
+        return layer.weighted(scores_BHLL, bias_BHL)
+
+
+def assess_carries(
+    patient: Patient, tokens_NT: Tensor, sink_keys: int, shifts: Sequence[float], seed: int, step: Step
+) -> Carries:
+    """Loss when something is done to the sink, and when the same is done to as many other keys.
+
+    Args:
+        sink_keys: n, the first keys; a sink token in front is the first of them.
+
+    Raises:
+        InputError: an operation whose scores cannot be changed one by one.
+    """
+    text = Text(patient, tokens_NT, step)
+    bias = has_bias(patient, tokens_NT)
+    kinds = (["bias"] if bias else []) + ["sink", "recent", "random"]
+    found = [_carried(text, Selection(keys, sink_keys, seed), shifts) for keys in kinds]
+    N, T = tokens_NT.shape
+    return Carries(sequences=N, length=T, unchanged=text.unchanged.effect(), sink_keys=sink_keys, keys=found)
+
+
+def _carried(text: Text, selection: Selection, shifts: Sequence[float]) -> Carried:
+    shares = _Shares(selection)
+    text.under(shares)
+    hidden = text.under(HiddenKeys(selection)).effect()
+    curve = [Shift(by=None, **hidden.model_dump())]
+    for by in shifts:
+        change: Change = ShiftedLogits(selection, by)
+        curve.append(Shift(by=by, **text.under(change).effect().model_dump()))
+    return Carried(
+        keys=selection.keys,
+        share=shares.total / max(shares.rows, 1),
+        value_zeroed=text.under(ZeroedValues(selection)).effect(),
+        hidden=hidden,
+        spread=text.under(SpreadShares(selection)).effect(),
+        shifted=curve,
+    )
+
+
+def has_bias(patient: Patient, tokens_NT: Tensor) -> bool:
+    """Whether a bias key or a sink logit takes part in the model's rows."""
+    found: list[bool] = []
+
+    def watch(layer: LayerAttention) -> Tensor:
+        found.append(layer.has_bias)
+        return layer.output()
+
+    with torch.no_grad(), patient.changed(watch):
+        patient.hidden(tokens_NT[:1, :2].to(patient.device))
+    return any(found)

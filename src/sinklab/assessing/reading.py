@@ -1,0 +1,120 @@
+"""The same text read by the unchanged model and under a change: loss and divergence, position by position.
+
+    loss_t = -log p(x_t+1 | x_1 .. x_t)                             nats
+    kl_t   = sum_v p_t(v) (log p_t(v) - log q_t(v))                 nats; p of the unchanged model, q of the changed
+
+Where sequences are longer than the context, the unchanged model reads them in windows of its context, each half over
+the one before; of a window only the second half counts, so that every token has at least half a context before it.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sinklab.assessing.documents import Effect
+from sinklab.assessing.layers import Change, Patient, as_it_is
+from sinklab.errors import SinklabError
+from sinklab.measuring.hooks import evaluating
+from sinklab.measuring.memory import LOGITS_AT_ONCE
+
+TOKENS_AT_ONCE = 2**11
+Step = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class ByPosition:
+    """Loss and divergence of every target that counts.
+
+    Attributes:
+        first: 1-based position of the first target.
+        loss_NP, kl_NP: nats, float64, of the targets first .. T.
+    """
+
+    first: int
+    loss_NP: Tensor
+    kl_NP: Tensor
+
+    def effect(self, start: int = 1, stop: int | None = None) -> Effect:
+        """Means over the targets at positions start .. stop - 1 (1-based), all by default.
+
+        Raises:
+            SinklabError: a loss that is no number.
+        """
+        here = slice(max(start - self.first, 0), None if stop is None else max(stop - self.first, 0))
+        loss_NP, kl_NP = self.loss_NP[:, here], self.kl_NP[:, here]
+        loss, kl = float(loss_NP.mean()), float(kl_NP.mean())
+        if not (loss_NP.isfinite().all() and kl_NP.isfinite().all()):
+            raise SinklabError("the changed model computes NaN or infinity: its loss is no number")
+        return Effect(loss=loss, kl=max(kl, 0.0), targets=loss_NP.numel())
+
+
+class Text:
+    """Sequences, and what the unchanged model makes of them.
+
+    Args:
+        tokens_NT: token ids.
+        step: called for every sequence, after each pass.
+    """
+
+    def __init__(self, patient: Patient, tokens_NT: Tensor, step: Step = lambda: None) -> None:
+        self.patient, self.tokens_NT, self._step = patient, tokens_NT, step
+        with evaluating(patient.module):
+            self._unchanged_NTE = self._within_context()
+            self.unchanged = self._against(self._unchanged_NTE)
+
+    def under(self, change: Change, surgery: AbstractContextManager[None] | None = None) -> ByPosition:
+        """The text read once more, under a change of the attention and, beside it, of the model itself.
+
+        Under `as_it_is`, sequences beyond the context are read whole.
+        """
+        with evaluating(self.patient.module), surgery or nullcontext():
+            hidden_NTE = self._read(self.tokens_NT, change)
+        self._passed()
+        with evaluating(self.patient.module):
+            return self._against(hidden_NTE)
+
+    def _within_context(self) -> Tensor:
+        """Read by the unchanged model: whole, or in windows of its context that overlap by half."""
+        T, context = self.tokens_NT.shape[1], self.patient.context
+        parts = [self._read(self.tokens_NT[:, : min(T, context)], as_it_is)]
+        for start in range(context, T, stride := max(1, context // 2)):
+            stop = min(start + stride, T)
+            window_NLE = self._read(self.tokens_NT[:, stop - context : stop], as_it_is)
+            parts.append(window_NLE[:, start - stop :])
+        self._passed()
+        return torch.cat(parts, 1)
+
+    def _read(self, tokens_NT: Tensor, change: Change) -> Tensor:
+        together = max(1, TOKENS_AT_ONCE // tokens_NT.shape[1])
+        with self.patient.changed(change):
+            batches = tokens_NT.split(together)
+            return torch.cat([self.patient.hidden(tokens_BT.to(self.patient.device)) for tokens_BT in batches])
+
+    def _passed(self) -> None:
+        for _ in range(len(self.tokens_NT)):
+            self._step()
+
+    def _against(self, hidden_NTE: Tensor) -> ByPosition:
+        """Loss of these hidden states, and divergence from those of the unchanged model."""
+        first = self.patient.first_target
+        same = hidden_NTE is self._unchanged_NTE
+        states, before = (x[:, first - 2 : -1].flatten(0, 1) for x in (hidden_NTE, self._unchanged_NTE))
+        targets_R = self.tokens_NT[:, first - 1 :].flatten().to(self.patient.device)
+        losses, divergences, start = [], [], 0
+        vocabulary = self.patient.logits(states[:1]).shape[-1]
+        rows = max(1, LOGITS_AT_ONCE // vocabulary)
+        for start in range(0, len(states), rows):
+            here = slice(start, start + rows)
+            log_q = F.log_softmax(self.patient.logits(states[here]), -1)
+            losses.append(-log_q.gather(1, targets_R[here, None])[:, 0].double())
+            if same:
+                divergences.append(torch.zeros_like(losses[-1]))
+                continue
+            log_p = F.log_softmax(self.patient.logits(before[here]), -1)
+            divergences.append((log_p.exp() * (log_p - log_q)).sum(-1).double())
+        N = len(self.tokens_NT)
+        return ByPosition(first, torch.cat(losses).view(N, -1).cpu(), torch.cat(divergences).view(N, -1).cpu())
