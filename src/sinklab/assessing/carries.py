@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sinklab.assessing.documents import Carried, Carries, Shift
+from sinklab.assessing.documents import Carried, Carries, Keys, Shift
 from sinklab.assessing.layers import Change, LayerAttention, Patient
-from sinklab.assessing.reading import Step, Text
-from sinklab.assessing.selections import Selection
-from sinklab.attention.blocks import default_scale
+from sinklab.assessing.reading import Reading, Step
+from sinklab.assessing.selections import SelectedKeys
 from sinklab.attention.biases import extra_logits
+from sinklab.attention.blocks import default_scale
 from sinklab.attention.masks import Dense
 from sinklab.attention.operations.call import Call, at_every_query
 from sinklab.attention.scores import Score, compose
@@ -31,7 +31,7 @@ SHIFTS = (-8.0, -4.0, -2.0, -1.0, 1.0, 2.0, 4.0, 8.0)
 class ZeroedValues:
     """A `Change`: the selected keys keep their share and pass nothing on."""
 
-    selection: Selection
+    selection: SelectedKeys
 
     def __call__(self, layer: LayerAttention) -> Tensor:
         """The layer's output."""
@@ -45,7 +45,7 @@ class ZeroedValues:
 class SpreadShares:
     """A `Change`: the share of the selected keys goes to the other keys that the query sees, in equal parts."""
 
-    selection: Selection
+    selection: SelectedKeys
 
     def __call__(self, layer: LayerAttention) -> Tensor:
         """The layer's output."""
@@ -65,7 +65,7 @@ class SpreadShares:
 class HiddenKeys:
     """A `Change`: the selected keys are not there."""
 
-    selection: Selection
+    selection: SelectedKeys
 
     def __call__(self, layer: LayerAttention) -> Tensor:
         """The layer's output."""
@@ -78,7 +78,7 @@ class HiddenKeys:
 class ShiftedLogits:
     """A `Change`: the logits of the selected keys are shifted."""
 
-    selection: Selection
+    selection: SelectedKeys
     by: float
 
     def __call__(self, layer: LayerAttention) -> Tensor:
@@ -118,7 +118,7 @@ class _WithShiftedBias(Call):
 class _Shares:
     """A `Change` that changes nothing and sums up the share of the selected keys."""
 
-    def __init__(self, selection: Selection) -> None:
+    def __init__(self, selection: SelectedKeys) -> None:
         self.selection, self.total, self.rows = selection, 0.0, 0
 
     def __call__(self, layer: LayerAttention) -> Tensor:
@@ -148,28 +148,28 @@ def assess_carries(
     Raises:
         InputError: an operation whose scores cannot be changed one by one.
     """
-    text = Text(patient, tokens_NT, step)
-    bias = has_bias(patient, tokens_NT)
-    kinds = (["bias"] if bias else []) + ["sink", "recent", "random"]
-    found = [_carried(text, Selection(keys, sink_keys, seed), shifts) for keys in kinds]
+    reading = Reading(patient, tokens_NT, step)
+    others: tuple[Keys, ...] = ("sink", "recent", "random")
+    kinds: tuple[Keys, ...] = ("bias", *others) if has_bias(patient, tokens_NT) else others
+    found = [_carried(reading, SelectedKeys(keys, sink_keys, seed), shifts) for keys in kinds]
     N, T = tokens_NT.shape
-    return Carries(sequences=N, length=T, unchanged=text.unchanged.effect(), sink_keys=sink_keys, keys=found)
+    return Carries(sequences=N, length=T, unchanged=reading.unchanged.effect(), sink_keys=sink_keys, keys=found)
 
 
-def _carried(text: Text, selection: Selection, shifts: Sequence[float]) -> Carried:
+def _carried(reading: Reading, selection: SelectedKeys, shifts: Sequence[float]) -> Carried:
     shares = _Shares(selection)
-    text.under(shares)
-    hidden = text.under(HiddenKeys(selection)).effect()
+    reading.under(shares)
+    hidden = reading.under(HiddenKeys(selection)).effect()
     curve = [Shift(by=None, **hidden.model_dump())]
     for by in shifts:
         change: Change = ShiftedLogits(selection, by)
-        curve.append(Shift(by=by, **text.under(change).effect().model_dump()))
+        curve.append(Shift(by=by, **reading.under(change).effect().model_dump()))
     return Carried(
         keys=selection.keys,
         share=shares.total / max(shares.rows, 1),
-        value_zeroed=text.under(ZeroedValues(selection)).effect(),
+        value_zeroed=reading.under(ZeroedValues(selection)).effect(),
         hidden=hidden,
-        spread=text.under(SpreadShares(selection)).effect(),
+        spread=reading.under(SpreadShares(selection)).effect(),
         shifted=curve,
     )
 

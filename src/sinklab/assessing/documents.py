@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 
 from sinklab.schema import ReadDocument
 
-Part = Literal["streaming", "quantisation", "eviction", "length", "carries", "heads"]
+AssessPart = Literal["streaming", "quantisation", "eviction", "length", "carries", "heads"]
 Placed = Literal["cache", "text"]
 Keys = Literal["bias", "sink", "recent", "random"]
 HeadKind = Literal["no sink", "nop", "broadcast", "between"]
@@ -137,7 +137,7 @@ class Bucket(ReadDocument):
     within: Effect
 
 
-class Length(TextRead):
+class LossByLength(TextRead):
     """Loss by position, beyond the context."""
 
     context: int
@@ -222,11 +222,11 @@ class Assessment(ReadDocument):
     layers: int
     asked: dict[str, object]
     notes: list[str] = Field(default_factory=list)
-    skipped: dict[Part, str] = Field(default_factory=dict)
-    seconds: dict[Part, float] = Field(default_factory=dict)
+    skipped: dict[AssessPart, str] = Field(default_factory=dict)
+    seconds: dict[AssessPart, float] = Field(default_factory=dict)
     streaming: Streaming | None = None
     quantisation: Quantisation | None = None
     eviction: Eviction | None = None
-    length: Length | None = None
+    length: LossByLength | None = None
     carries: Carries | None = None
     heads: Heads | None = None

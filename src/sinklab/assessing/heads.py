@@ -8,8 +8,8 @@ induce low-rank outputs". The quantities and the numbers at which they are cut a
     output_share     mean_t |A_t,sink v_sink| / mean_t |o_t|               large from LARGE on, and
     effective_rank   exp(-sum_i p_i log p_i), p_i = s_i^2 / sum_j s_j^2    low up to LOW of the head's width: broadcast
 
-with s_i the singular values of the head's outputs o_t over the queries after the sink. A gate suits a nop, a register or
-sink token a broadcast.
+with s_i the singular values of the head's outputs o_t over the queries after the sink. A gate suits a nop, a register
+or sink token a broadcast.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sinklab.assessing.documents import HeadKind, HeadRole, Heads
 from sinklab.assessing.layers import LayerAttention, Patient
-from sinklab.assessing.reading import Step, Text
+from sinklab.assessing.reading import Reading, Step
 
 SHARE = 0.3
 NEGLIGIBLE = 0.25
@@ -59,7 +59,9 @@ class _Watch:
         else:
             self.bias = True
             value_HV, others_BHLV, after_BHLV = layer.call.value_HV, v_BHLV, out_BHLV.float()
-            sink_BHV = torch.zeros_like(v_BHLV[:, :, 0]) if value_HV is None else value_HV.float().expand_as(v_BHLV[:, :, 0])
+            sink_BHV = (
+                torch.zeros_like(v_BHLV[:, :, 0]) if value_HV is None else value_HV.float().expand_as(v_BHLV[:, :, 0])
+            )
             given_BHL, whole_BHL = bias_BHL, scores_BHLL.sum(-1) + bias_BHL
         norm_BH = sink_BHV.norm(dim=-1)
         share_BHL = given_BHL / whole_BHL.masked_fill(whole_BHL == 0, 1)
@@ -86,8 +88,8 @@ def assess_heads(patient: Patient, tokens_NT: Tensor, step: Step) -> Heads:
     Raises:
         InputError: an operation whose scores cannot be told apart.
     """
-    text, watch = Text(patient, tokens_NT, step), _Watch()
-    text.under(watch)
+    reading, watch = Reading(patient, tokens_NT, step), _Watch()
+    reading.under(watch)
     width = watch.layers[1].gram_HVV.shape[-1]
     roles = []
     for number, sums in sorted(watch.layers.items()):
@@ -112,7 +114,7 @@ def assess_heads(patient: Patient, tokens_NT: Tensor, step: Step) -> Heads:
     return Heads(
         sequences=N,
         length=T,
-        unchanged=text.unchanged.effect(),
+        unchanged=reading.unchanged.effect(),
         sink="bias" if watch.bias else "first position",
         width=width,
         heads=roles,

@@ -1,24 +1,26 @@
 """Length: loss by position, beyond the context that the model was trained with."""
 
+from itertools import pairwise
+
 from torch import Tensor
 
-from sinklab.assessing.documents import Bucket, Length
+from sinklab.assessing.documents import Bucket, LossByLength
 from sinklab.assessing.layers import Patient, as_it_is
-from sinklab.assessing.reading import Step, Text
+from sinklab.assessing.reading import Reading, Step
 
 EDGES = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1, 9 / 8, 5 / 4, 3 / 2, 7 / 4, 2, 3, 4)
 """Of the buckets, in contexts."""
 
 
-def assess_length(patient: Patient, tokens_NT: Tensor, step: Step) -> Length:
+def assess_length(patient: Patient, tokens_NT: Tensor, step: Step) -> LossByLength:
     """Loss of the text read at once, and of the same targets read within the context, by position."""
     N, T = tokens_NT.shape
-    text = Text(patient, tokens_NT, step)
-    whole, within = text.under(as_it_is), text.unchanged
+    reading = Reading(patient, tokens_NT, step)
+    whole, within = reading.under(as_it_is), reading.unchanged
     inner = {int(edge * patient.context) + 1 for edge in EDGES}
     edges = [whole.first, *sorted(edge for edge in inner if whole.first < edge <= T), T + 1]
     buckets = [
         Bucket(start=start, stop=stop, whole=whole.effect(start, stop), within=within.effect(start, stop))
-        for start, stop in zip(edges, edges[1:], strict=False)
+        for start, stop in pairwise(edges)
     ]
-    return Length(sequences=N, length=T, unchanged=within.effect(), context=patient.context, buckets=buckets)
+    return LossByLength(sequences=N, length=T, unchanged=within.effect(), context=patient.context, buckets=buckets)

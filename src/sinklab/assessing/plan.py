@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import get_args
 
-from sinklab.assessing.documents import Part, Placed
+from sinklab.assessing.documents import AssessPart, Placed
 from sinklab.assessing.layers import Patient
 from sinklab.errors import InputError
 
-PARTS: tuple[Part, ...] = get_args(Part)
+PARTS: tuple[AssessPart, ...] = get_args(AssessPart)
 WITHIN = 2**10  # tokens of a sequence within the context, unless told
 TOKENS = 2**11  # of such sequences together
 STREAMED = 2**13  # tokens of the streaming part together
-LONGEST = 2**14  # tokens of the length part's one sequence
+LONGEST = 2**13  # tokens of a sequence of the length part, unless 5/4 of the context is more
 KEPT = (0, 1, 2, 4)
 
 
@@ -32,7 +32,7 @@ class Wanted:
         seed: of random keys.
     """
 
-    parts: Sequence[Part] = ()
+    parts: Sequence[AssessPart] = ()
     sequences: int | None = None
     length: int | None = None
     stream_length: int | None = None
@@ -57,7 +57,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Settings:
+class AssessSettings:
     """What is done, for one model; attributes as those of `Wanted`.
 
     Attributes:
@@ -82,7 +82,7 @@ class Settings:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
 
-def settings_for(patient: Patient, wanted: Wanted) -> Settings:
+def settings_for(patient: Patient, wanted: Wanted) -> AssessSettings:
     """Lengths, caches and budgets: what was asked for, else what suits the context.
 
     Raises:
@@ -118,7 +118,7 @@ def settings_for(patient: Patient, wanted: Wanted) -> Settings:
         raise InputError(f"--sink-tokens {wanted.sink_tokens}: give 1 to {length // 4}, a quarter of the sequences")
     if "length" in wanted.parts and patient.ends:
         raise InputError(f"the part `length` reads beyond the context, and {patient.name} cannot: {patient.ends}")
-    return Settings(
+    return AssessSettings(
         sequences=wanted.sequences or max(1, TOKENS // length),
         length=length,
         stream_sequences=wanted.sequences or max(1, STREAMED // stream_length),

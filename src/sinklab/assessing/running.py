@@ -14,13 +14,13 @@ from torch import Tensor
 
 from sinklab.assessing.caches import RollingCache
 from sinklab.assessing.carries import SHIFTS, assess_carries, has_bias
-from sinklab.assessing.documents import Assessment, Part
+from sinklab.assessing.documents import Assessment, AssessPart
 from sinklab.assessing.eviction import POLICIES, HeavyHitters, assess_eviction
 from sinklab.assessing.heads import assess_heads
 from sinklab.assessing.layers import Change, LayerAttention, Patient
 from sinklab.assessing.length import assess_length
 from sinklab.assessing.loading import Admitted, admit
-from sinklab.assessing.plan import PARTS, STREAMED, Settings, Wanted, settings_for
+from sinklab.assessing.plan import PARTS, STREAMED, AssessSettings, Wanted, settings_for
 from sinklab.assessing.quantisation import SETTINGS, assess_quantisation
 from sinklab.assessing.reading import Step
 from sinklab.assessing.streaming import assess_streaming
@@ -37,19 +37,19 @@ CALIBRATED = 4  # sequences at most
 class AssessListener:
     """Is told how the work goes. This one says nothing."""
 
-    def starts(self, part: Part, passes: int) -> None:
+    def starts(self, part: AssessPart, passes: int) -> None:
         """A part begins, which reads sequences so often."""
 
     def advances(self) -> None:
         """A sequence was read once more."""
 
-    def ends(self, part: Part, seconds: float) -> None:
+    def ends(self, part: AssessPart, seconds: float) -> None:
         """The part is done."""
 
-    def keeps(self, part: Part) -> None:
+    def keeps(self, part: AssessPart) -> None:
         """The part was done by an earlier call."""
 
-    def skips(self, part: Part, why: str) -> None:
+    def skips(self, part: AssessPart, why: str) -> None:
         """The model cannot be given this part."""
 
 
@@ -138,11 +138,11 @@ def load_assessment(path: Path) -> Assessment:
 
 
 def _jobs(
-    admitted: Admitted, text: Path, settings: Settings, wanted: Wanted
-) -> tuple[dict[Part, Job], dict[Part, str]]:
+    admitted: Admitted, text: Path, settings: AssessSettings, wanted: Wanted
+) -> tuple[dict[AssessPart, Job], dict[AssessPart, str]]:
     """The parts that can be done, and why the others cannot; of those asked for by name, every one can be."""
-    jobs: dict[Part, Job] = {}
-    skipped: dict[Part, str] = {}
+    jobs: dict[AssessPart, Job] = {}
+    skipped: dict[AssessPart, str] = {}
     for part in wanted.parts or PARTS:
         why = _why_not(part, admitted.patient, settings)
         if why is None and part == "length":
@@ -159,7 +159,7 @@ def _jobs(
     return jobs, skipped
 
 
-def _job(part: Part, admitted: Admitted, text: Path, settings: Settings) -> Job:
+def _job(part: AssessPart, admitted: Admitted, text: Path, settings: AssessSettings) -> Job:
     patient, s = admitted.patient, settings
     if part == "streaming":
         tokens_NT = admitted.sequences(text, s.stream_sequences, s.stream_length)
@@ -186,11 +186,11 @@ def _job(part: Part, admitted: Admitted, text: Path, settings: Settings) -> Job:
     return Job((1 + kinds * (4 + len(SHIFTS))) * len(tokens_NT), run)
 
 
-def _why_not(part: Part, patient: Patient, settings: Settings) -> str | None:
+def _why_not(part: AssessPart, patient: Patient, settings: AssessSettings) -> str | None:
     """Why the model cannot be given a part, as a few tokens tell."""
     if part == "length":
         return patient.ends
-    trials: dict[Part, Change] = {
+    trials: dict[AssessPart, Change] = {
         "streaming": RollingCache(2, 1, in_cache=settings.positions == "cache"),
         "eviction": HeavyHitters(2),
         "carries": _told_apart,
@@ -210,14 +210,14 @@ def _told_apart(layer: LayerAttention) -> Tensor:
     return layer.weighted(*layer.scores())
 
 
-def _notes(admitted: Admitted, settings: Settings, wanted: Wanted) -> list[str]:
+def _notes(admitted: Admitted, settings: AssessSettings, wanted: Wanted) -> list[str]:
     notes = [*admitted.notes, *admitted.conversations.notes()]
     if settings.positions == "text" and wanted.positions is None:
         notes.append(f"positions in the streaming part are those in the text, as {admitted.patient.fixed_positions}")
     return notes
 
 
-def _hash(admitted: Admitted, text: Path, settings: Settings) -> str:
+def _hash(admitted: Admitted, text: Path, settings: AssessSettings) -> str:
     """A SHA-256 of the first tokens that a part reads."""
     tokens_NT = admitted.sequences(text, settings.sequences, settings.length)
     return hashlib.sha256(tokens_NT.numpy().tobytes()).hexdigest()

@@ -18,7 +18,7 @@ from sinklab.assessing.layers import LayerAttention
 
 
 @dataclass(frozen=True)
-class Selection:
+class SelectedKeys:
     """Some keys of every query.
 
     Attributes:

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from sinklab import __version__
 from sinklab.commands import data, reproduce
+from sinklab.commands.assess import assess
 from sinklab.commands.ending import end, stderr
 from sinklab.commands.measure import compare, measure
 from sinklab.commands.options import Json, Track
@@ -108,6 +109,7 @@ def train(
 
 app.command("measure")(measure)
 app.command("compare")(compare)
+app.command("assess")(assess)
 
 
 app.command()(reproduce.experiments)
