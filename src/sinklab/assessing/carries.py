@@ -106,7 +106,8 @@ class _WithShiftedBias(Call):
     def bias_logits(self, similarity: Score | None = None) -> Tensor | None:
         B, H, L, _ = self.q_BHTD.shape
         if self.logit_H is not None:
-            z_BHL = self.logit_H.float()[None, :, None].expand(B, H, L)
+            dtype = torch.promote_types(self.q_BHTD.dtype, torch.float32)
+            z_BHL = self.logit_H.to(dtype)[None, :, None].expand(B, H, L)
         elif self.key_HD is not None:
             z_BHL = extra_logits(self.q_BHTD, self.key_HD, default_scale(self.q_BHTD))
             z_BHL = at_every_query(self.cap, z_BHL)

@@ -1,5 +1,6 @@
 """A Hugging Face causal language model taken apart: our function stands in for its attention."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
@@ -8,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from sinklab.assessing.layers import Change, LayerAttention, Turn, as_it_is
 from sinklab.attention.operations.call import Call
@@ -83,7 +83,8 @@ class ForeignPatient:
         body = self.module.base_model
         own = body.__dict__.get("forward")
         body.__dict__["forward"] = MethodType(
-            lambda _, *args, **kwargs: BaseModelOutputWithPast(last_hidden_state=hidden_RE[None]), body
+            lambda _, *args, **kwargs: BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden_RE[None]),
+            body,
         )
         try:
             tokens_1R = torch.zeros(1, len(hidden_RE), dtype=torch.long, device=self.device)
@@ -100,6 +101,7 @@ class ForeignPatient:
         tokens_1T = self._some_tokens()
         with evaluating(self.module):
             expected_RV = self.module(tokens_1T, use_cache=False).logits[0].float()
+            self._answer: Any = self.module.base_model(tokens_1T[:, :1], use_cache=False)
             with self.changed(as_it_is):
                 hidden_1TE = _unless_foreign(self.module, lambda: self.hidden(tokens_1T))
             if self._number != self._layers:

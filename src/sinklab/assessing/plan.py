@@ -11,7 +11,7 @@ from sinklab.errors import InputError
 PARTS: tuple[AssessPart, ...] = get_args(AssessPart)
 WITHIN = 2**10  # tokens of a sequence within the context, unless told
 TOKENS = 2**11  # of such sequences together
-STREAMED = 2**13  # tokens of the streaming part together
+STREAMED = 2**12  # tokens of the streaming part together
 LONGEST = 2**13  # tokens of a sequence of the length part, unless 5/4 of the context is more
 KEPT = (0, 1, 2, 4)
 

@@ -31,7 +31,7 @@ def assess(
         typer.Option(help="Of streaming, quantisation, eviction, length, carries and heads, with commas; or all."),
     ] = "all",
     sequences: Annotated[
-        int | None, typer.Option(min=1, max=MOST, help="How many; default: 2,048 tokens, streaming 8,192.")
+        int | None, typer.Option(min=1, max=MOST, help="How many; default: 2,048 tokens, streaming 4,096.")
     ] = None,
     length: Annotated[
         int | None, typer.Option(min=8, max=MOST, help="Tokens per sequence; default: the context, at most 1,024.")

@@ -1,0 +1,89 @@
+"""Rolling caches and eviction in one pass give what a cache gives token by token."""
+
+import pytest
+import torch
+from support.assessed import PATIENTS, patient, some_tokens
+from support.closeness import assert_close
+from support.streaming_reference import Policy, first_and_recent, heavy_hitters, streamed
+
+from sinklab.assessing.caches import RollingCache
+from sinklab.assessing.eviction import HeavyHitters, RandomKeys
+from sinklab.assessing.layers import Change, LayerAttention
+from sinklab.assessing.own import OwnPatient
+from sinklab.assessing.reading import Reading
+from sinklab.errors import InputError
+from sinklab.measuring.hooks import evaluating
+
+
+def under(one: OwnPatient, change: Change, tokens: torch.Tensor) -> torch.Tensor:
+    with evaluating(one.module), one.changed(change):
+        return one.hidden(tokens)
+
+
+def compare(one: OwnPatient, change: Change, policy: Policy, in_cache: bool) -> None:
+    tokens = some_tokens()
+    expected = torch.stack([streamed(one.module, row, policy, in_cache) for row in tokens])
+    assert_close(under(one, change, tokens), expected, 1e-9)
+
+
+@pytest.mark.parametrize("first", [0, 1, 4])
+@pytest.mark.parametrize("variant", PATIENTS)
+def test_a_rolling_cache_gives_what_reading_token_by_token_gives(variant: str, first: int) -> None:
+    compare(patient(variant), RollingCache(7, first), first_and_recent(7, first), in_cache=True)
+
+
+@pytest.mark.parametrize("variant", ["softmax", "k biases", "alibi"])
+def test_positions_may_be_those_in_the_text(variant: str) -> None:
+    compare(patient(variant), RollingCache(7, 2, in_cache=False), first_and_recent(7, 2), in_cache=False)
+
+
+def test_positions_in_the_cache_are_others_than_those_in_the_text() -> None:
+    one, tokens = patient(), some_tokens()
+    cache, text = (under(one, RollingCache(7, 2, in_cache), tokens) for in_cache in (True, False))
+    assert (cache - text).abs().max() > 1e-3 * text.abs().max()
+
+
+@pytest.mark.parametrize("variant", ["softmax", "grouped keys", "sigmoid", "k biases", "sink token"])
+@pytest.mark.parametrize(("budget", "barred"), [(6, 0), (6, 2), (2, 0), (3, 1)])
+def test_heavy_hitters_are_those_of_a_cache_that_is_kept_token_by_token(variant: str, budget: int, barred: int) -> None:
+    compare(patient(variant), HeavyHitters(budget, barred), heavy_hitters(budget, barred), in_cache=False)
+
+
+def test_a_cache_as_long_as_the_text_gives_the_ordinary_loss() -> None:
+    reading = Reading(patient(), some_tokens())
+    before = reading.unchanged.effect()
+    for change in (RollingCache(20, 0), RollingCache(20, 4), HeavyHitters(20), RandomKeys(20, seed=1)):
+        after = reading.under(change).effect()
+        assert after.loss == pytest.approx(before.loss, rel=1e-9)
+        assert after.kl == pytest.approx(0, abs=1e-9)
+
+
+def test_random_keys_keep_the_budget_and_never_take_a_key_back() -> None:
+    seen: list[torch.Tensor] = []
+
+    def watch(layer: LayerAttention) -> torch.Tensor:
+        found = RandomKeys(6, seed=3)
+        one_hot = torch.eye(layer.length, dtype=layer.value_BGLV.dtype).expand(*layer.value_BGLV.shape[:2], -1, -1)
+        shares = found(LayerAttention(layer.number, layer.operation, layer.call, one_hot))
+        seen.append(shares > 0)
+        return layer.output()
+
+    under(patient(), watch, some_tokens())
+    kept = seen[0]
+    assert kept.sum(-1).max() == 6
+    assert bool((kept.sum(-1)[..., 6:] == 6).all())
+    for s in range(kept.shape[-1]):
+        column = kept[..., s:, s].int()
+        assert bool((column.diff(dim=-1) <= 0).all()), "a key that was evicted is seen again"
+    assert not torch.equal(kept[0, 0], kept[0, 1]), "each group of heads draws its own"
+
+
+def test_a_cache_keeps_fewer_first_keys_than_it_holds() -> None:
+    with pytest.raises(InputError, match="keep fewer than it holds"):
+        RollingCache(4, 4)
+
+
+def test_kernels_with_rotary_positions_have_none_in_a_cache() -> None:
+    one = patient(attention={"operation": {"kind": "mlp"}})
+    with pytest.raises(InputError, match="--positions text"):
+        under(one, RollingCache(4, 1), some_tokens())

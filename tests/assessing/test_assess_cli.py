@@ -1,0 +1,162 @@
+"""`sinklab assess`: what it prints and keeps, how it goes on, and what it refuses."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Run, on_one_line
+from support.tiny_models import text_file, tiny_model
+from support.trained_run import trained_run
+
+from sinklab.assessing.documents import Assessment
+from sinklab.assessing.plan import PARTS
+from sinklab.assessing.running import load_assessment
+
+SMALL = ("--sequences", 2, "--stream-length", 24, "--cache", 8, "--length", 16, "--budget", 6)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return trained_run(tmp_path_factory.mktemp("run"), {"bos": True})
+
+
+def test_every_part_of_a_run_is_assessed(made: tuple[Path, Path], run: Run, tmp_path: Path) -> None:
+    directory, text = made
+    status, out, err = run("assess", directory, "--text", text, *SMALL, "--out", tmp_path / "a", "--json")
+    assert status == 0, err
+    document = json.loads(out)
+    assert document == json.loads((tmp_path / "a" / "assessment.json").read_text())
+    found = Assessment.model_validate(document)
+    assert all(getattr(found, part) is not None for part in PARTS)
+    assert found.skipped == {}
+    assert found.streaming is not None
+    assert found.streaming.positions == "cache"
+    assert [(row.cache, row.first) for row in found.streaming.caches] == [(8, 0), (8, 1), (8, 2), (8, 4)]
+
+
+def test_one_table_is_printed(made: tuple[Path, Path], run: Run) -> None:
+    directory, text = made
+    status, out, _ = run("assess", directory, "--text", text, *SMALL, "--parts", "streaming,heads")
+    assert status == 0
+    assert "cache 8, first 4 kept" in out
+    assert "heads (first position):" in out
+    assert "quantisation" not in out
+
+
+def test_the_same_call_goes_on_with_the_parts_that_are_missing(
+    made: tuple[Path, Path], run: Run, tmp_path: Path
+) -> None:
+    directory, text = made
+    call = ("assess", directory, "--text", text, *SMALL, "--out", tmp_path / "a")
+    assert run(*call, "--parts", "heads")[0] == 0
+    first = load_assessment(tmp_path / "a" / "assessment.json")
+    status, _, err = run(*call, "--parts", "heads,streaming")
+    assert status == 0
+    assert "heads: kept" in err
+    both = load_assessment(tmp_path / "a" / "assessment.json")
+    assert both.heads == first.heads
+    assert both.streaming is not None
+
+
+def test_other_settings_are_refused(made: tuple[Path, Path], run: Run, tmp_path: Path) -> None:
+    directory, text = made
+    call = ("assess", directory, "--text", text, "--parts", "heads", "--out", tmp_path / "a")
+    assert run(*call, *SMALL)[0] == 0
+    before = (tmp_path / "a" / "assessment.json").read_bytes()
+    status, _, err = on_one_line(run)(*call, *SMALL[:-1], 5)
+    assert status == 2
+    assert "with other settings (budgets is [6] there and [5] now)" in err
+    assert (tmp_path / "a" / "assessment.json").read_bytes() == before
+
+
+def test_a_model_without_rotary_positions_streams_by_those_of_the_text(run: Run, tmp_path: Path) -> None:
+    model, text = tiny_model(tmp_path / "gpt2"), text_file(tmp_path / "text.jsonl", 40)
+    status, out, err = run("assess", model, "--text", text, *SMALL, "--json")
+    assert status == 0, err
+    found = Assessment.model_validate(json.loads(out))
+    assert found.streaming is not None
+    assert found.streaming.positions == "text"
+    assert found.skipped == {"length": "its learned table of positions ends at 64"}
+    assert any("positions in the streaming part are those in the text" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--cache", 25, "--stream-length", 24), "fewer than the cache holds"),
+        (("--cache", 1), "a cache holds 2 keys or more"),
+        (("--keep", 8, "--cache", 8), "fewer than the cache holds"),
+        (("--length", 999), "is beyond the context"),
+        (("--stream-length", 100), "cannot read beyond 64 tokens"),
+        (("--positions", "cache"), "give --positions text"),
+        (("--parts", "length"), "reads beyond the context"),
+        (("--parts", "streaming,sinks"), "'sinks' is none"),
+        (("--length", 64, "--sequences", 2, "--parts", "heads,quantisation", "--stream-length", 64), "give more text"),
+    ],
+)
+def test_what_cannot_be_done_is_a_sentence_and_leaves_nothing(
+    options: tuple[object, ...], said: str, run: Run, tmp_path: Path
+) -> None:
+    model, text = tiny_model(tmp_path / "gpt2"), text_file(tmp_path / "text.jsonl", 1, words=20)
+    if said != "give more text":
+        text = text_file(tmp_path / "text.jsonl", 40)
+    status, out, err = on_one_line(run)("assess", model, "--text", text, *options, "--out", tmp_path / "a")
+    assert status == 2
+    assert said in err
+    assert out == ""
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_part_that_the_attention_does_not_allow_is_skipped_and_said(run: Run, tmp_path: Path) -> None:
+    directory, text = _differential(tmp_path)
+    status, out, err = run("assess", directory, "--text", text, *SMALL, "--json")
+    assert status == 0, err
+    assert set(json.loads(out)["skipped"]) == {"carries", "heads"}
+    status, _, err = on_one_line(run)("assess", directory, "--text", text, *SMALL, "--parts", "heads")
+    assert status == 2
+    assert "the part `heads` cannot be done" in err
+
+
+def _differential(folder: Path) -> tuple[Path, Path]:
+    from sinklab.data.prepare import prepared
+    from sinklab.train.directory.run import open_run
+    from sinklab.train.loop import Trainer
+    from sinklab.train.recipe import build_recipe
+
+    text = text_file(folder / "text.jsonl", 200)
+    recipe = build_recipe(
+        {
+            "model": {
+                "layers": 2,
+                "width": 16,
+                "heads": 2,
+                "ffn_width": 16,
+                "context": 16,
+                "attention": {"operation": {"kind": "differential"}},
+            },
+            "data": {"source": str(text), "tokenizer": "train:300", "valid_fraction": 0.2},
+            "train": {"steps": 1, "batch_size": 4, "eval_sequences": 4},
+            "metric": {"sequences": 4, "length": 8},
+        }
+    )
+    Trainer(open_run(recipe, prepared(recipe.data, folder / "cache"), folder / "run")).train()
+    return folder / "run", text
+
+
+def test_a_real_model_with_a_cache_as_long_as_the_text_reads_as_ever(
+    data_dir: Path, run: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model, text = data_dir / "models" / "TinyStories-656K", data_dir / "domains" / "tinystories.jsonl"
+    options = ("--sequences", 2, "--stream-length", 256, "--cache", 256, "--cache", 32)
+    status, out, err = run("assess", model, "--text", text, "--parts", "streaming", *options, "--json")
+    assert status == 0, err
+    found = Assessment.model_validate(json.loads(out)).streaming
+    assert found is not None
+    for row in found.caches:
+        if row.cache == 256:
+            assert row.loss == pytest.approx(found.unchanged.loss, rel=1e-5)
+        else:
+            assert row.kl > 1e-3

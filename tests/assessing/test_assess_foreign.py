@@ -1,0 +1,83 @@
+"""Models of Hugging Face taken apart, put together again, and streamed."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from support.assessed import some_tokens
+from support.closeness import assert_close
+from support.families import GROUPED, SMALL
+from support.foreign_streaming_reference import streamed_llama
+from support.streaming_reference import first_and_recent
+
+from sinklab.assessing.caches import RollingCache
+from sinklab.assessing.eviction import HeavyHitters
+from sinklab.assessing.foreign import ForeignPatient
+from sinklab.assessing.layers import as_it_is
+from sinklab.assessing.reading import Reading
+from sinklab.errors import InputError
+from sinklab.measuring.hooks import evaluating
+
+CONFIGS: dict[str, Any] = {
+    "llama": lambda: hf.LlamaConfig(**GROUPED),
+    "gpt2": lambda: hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.3),
+    "pythia": lambda: hf.GPTNeoXConfig(**SMALL, rotary_pct=0.5),
+    "qwen3": lambda: hf.Qwen3Config(**GROUPED),
+    "gemma2": lambda: hf.Gemma2Config(**GROUPED, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
+    "mistral, window 5": lambda: hf.MistralConfig(**GROUPED, sliding_window=5),
+    "gpt-oss": lambda: hf.GptOssConfig(**GROUPED, num_local_experts=2, num_experts_per_tok=1),
+}
+
+
+def made(name: str) -> Any:
+    torch.manual_seed(3)
+    model = hf.AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
+    return model if name == "gpt-oss" else model.double()  # its experts are in float32 at most
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_put_together_again_gives_its_own_logits(name: str) -> None:
+    model, tokens = made(name), some_tokens(vocabulary=64)
+    one = ForeignPatient(model, name)
+    with evaluating(model):
+        expected = model(tokens).logits
+        with one.changed(as_it_is):
+            hidden = one.hidden(tokens)
+        assert_close(one.logits(hidden.flatten(0, 1)), expected.flatten(0, 1), 1e-5)
+        assert_close(model(tokens).logits, expected, 1e-6)  # and is left as it was
+
+
+def test_a_llama_streams_as_one_that_reads_token_by_token() -> None:
+    model, tokens = made("llama"), some_tokens(1, vocabulary=64)
+    one = ForeignPatient(model, "llama")
+    assert one.fixed_positions is None
+    for first in (0, 2):
+        with evaluating(model), one.changed(RollingCache(6, first)):
+            found = one.hidden(tokens)[0]
+        assert_close(found, streamed_llama(model, tokens[0], first_and_recent(6, first)), 1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "pythia", "qwen3"])
+def test_rotary_positions_can_be_those_in_a_cache(name: str) -> None:
+    assert ForeignPatient(made(name), name).fixed_positions is None
+
+
+def test_learned_positions_are_fixed_and_end() -> None:
+    one = ForeignPatient(made("gpt2"), "gpt2")
+    assert one.fixed_positions is not None
+    assert one.ends == "its learned table of positions ends at 64"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_whole_cache_changes_nothing(name: str) -> None:
+    reading = Reading(ForeignPatient(made(name), name), some_tokens(vocabulary=64))
+    before = reading.unchanged.effect()
+    for change in (RollingCache(20, 0), RollingCache(20, 3, in_cache=False), HeavyHitters(20)):
+        assert reading.under(change).effect().loss == pytest.approx(before.loss, rel=1e-5)
+
+
+def test_a_model_that_ignores_the_interface_cannot_be_taken_apart() -> None:
+    config = hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
+    with pytest.raises(InputError, match="cannot be taken apart"):
+        ForeignPatient(hf.AutoModelForCausalLM.from_config(config), "bloom")

@@ -1,0 +1,132 @@
+"""The quantiser by hand and against PyTorch's, and what it leaves alone."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.assessed import patient, some_tokens
+from support.closeness import assert_close
+
+from sinklab.assessing.layers import as_it_is
+from sinklab.assessing.quantisation import assess_quantisation, outliers_by_block
+from sinklab.assessing.quantiser import LinearMap, linear_maps, on_grid, quantised, quantised_weight, watched_maxima
+from sinklab.assessing.reading import Reading
+
+TOKENS, OTHERS = some_tokens(2, 16), some_tokens(3, 12)[2:]
+
+
+def by_hand(row: list[float], steps: int) -> list[float]:
+    scale = max(abs(x) for x in row) / steps
+    return [scale * max(-steps, min(steps, round(x / scale))) for x in row]
+
+
+def test_a_row_is_rounded_to_the_grid_of_its_largest_value() -> None:
+    row = [0.30, -1.27, 0.004, 0.0, 0.9949]
+    x = torch.tensor(row, dtype=torch.float64)
+    assert_close(on_grid(x, 8, x.abs().max()), by_hand(row, 127), 1e-6)
+    assert_close(on_grid(x, 4, x.abs().max()), by_hand(row, 7), 1e-6)
+    assert float(on_grid(torch.tensor(9.0), 8, torch.tensor(1.27))) == pytest.approx(1.27)  # beyond a static scale
+    assert float(on_grid(torch.zeros(3), 8, torch.zeros(())).abs().max()) == 0
+
+
+def test_weights_agree_with_pytorchs_own_fake_quantisation() -> None:
+    weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+    scale = weight.abs().amax(1) / 127
+    zero = torch.zeros(6, dtype=torch.int32)
+    expected = torch.fake_quantize_per_channel_affine(weight, scale, zero, 0, -127, 127)
+    assert_close(quantised_weight(weight, "int8 per channel"), expected, 1e-6)
+    groups = weight.view(12, 32)
+    expected = torch.fake_quantize_per_channel_affine(
+        groups, groups.abs().amax(1) / 7, torch.zeros(12, dtype=torch.int32), 0, -7, 7
+    )
+    assert_close(quantised_weight(weight, "int4 in groups of 32"), expected.view(6, 64), 1e-6)
+
+
+def test_a_last_group_of_weights_may_be_shorter() -> None:
+    weight = torch.randn(2, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found = quantised_weight(weight, "int4 in groups of 32")
+    for row, given in zip(found, weight, strict=True):
+        assert_close(row, by_hand(given[:32].tolist(), 7) + by_hand(given[32:].tolist(), 7), 1e-6)
+
+
+@pytest.mark.parametrize("activations", ["full", "per token", "dynamic per tensor", "static per tensor"])
+@pytest.mark.parametrize("spared", [0, 2])
+@torch.no_grad()
+def test_a_map_computes_what_its_quantised_parts_give(activations: Any, spared: int) -> None:
+    linear = torch.nn.Linear(32, 5).double()
+    maps = [LinearMap(linear, transposed=False)]
+    x = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    other = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    before, plain = linear.weight.detach().clone(), linear(x)
+    with watched_maxima(maps, spared) as maxima:
+        linear(other)
+    with quantised(maps, "int8 per channel", activations, maxima, spared):
+        found = linear(x)
+    weight = torch.stack([torch.tensor(by_hand(row.tolist(), 127), dtype=torch.float64) for row in before])
+    for n in range(2):
+        rest = x[n, spared:]
+        if activations == "per token":
+            rounded = torch.stack([torch.tensor(by_hand(row.tolist(), 127), dtype=torch.float64) for row in rest])
+        elif activations == "full":
+            rounded = rest
+        else:
+            largest = float((other[:, spared:] if activations == "static per tensor" else rest).abs().max())
+            rounded = (rest * 127 / largest).round().clamp(-127, 127) * largest / 127
+        assert_close(found[n, spared:], rounded @ weight.T + linear.bias, 1e-12)
+        assert_close(found[n, :spared], plain[n, :spared], 1e-12)
+    assert torch.equal(linear.weight, before)
+
+
+def test_all_maps_of_the_blocks_are_quantised_and_put_back() -> None:
+    one = patient("gate")
+    maps = linear_maps(one.blocks)
+    assert len(maps) == 2 * (1 + 1 + 1 + 2)  # qkv, gate, out, and the two of the feed-forward part
+    before = [one.weight.clone() for one in maps]
+    found = assess_quantisation(one, TOKENS, OTHERS, 1, lambda: None)
+    assert all(torch.equal(a, b.weight) for a, b in zip(before, maps, strict=True))
+    assert [setting.name for setting in found.settings][-1] == "int4 weights"
+    for setting in found.settings:
+        assert setting.everything.kl > 0
+        assert setting.due_to_sink == pytest.approx(setting.everything.loss - setting.without_sink.loss)
+
+
+def test_a_sink_position_with_huge_activations_is_what_shared_scales_cost() -> None:
+    one = patient()
+    embedding: Any = one.module.embedding
+    tokens = TOKENS.clone()
+    tokens[:, 0] = 23
+    tokens[:, 1:] = tokens[:, 1:].clamp(max=22)
+    with torch.no_grad():
+        embedding.weight[23] = 0
+        embedding.weight[23, 0] = 3e4  # one channel, so that norms leave the others at the first position alone
+        for block in one.blocks:
+            block.ffn_norm.weight[0] *= 30  # type: ignore[index, union-attr, operator]
+    found = {row.name: row for row in assess_quantisation(one, tokens, tokens, 1, lambda: None).settings}
+    per_tensor, per_token = found["int8 dynamic per tensor"], found["int8 per token"]
+    assert per_tensor.everything.kl > 10 * per_token.everything.kl
+    assert per_tensor.without_sink.kl < per_tensor.everything.kl / 3
+
+
+def test_outliers_are_counted_by_block() -> None:
+    one = patient()
+    streams: list[torch.Tensor] = []
+    handles = [block.register_forward_hook(lambda _, __, out: streams.append(out)) for block in one.blocks]
+    found = outliers_by_block(one, TOKENS)
+    for handle in handles:
+        handle.remove()
+    assert [row.layer for row in found] == [1, 2]
+    for row, x in zip(found, (stream.float() for stream in streams), strict=True):
+        assert row.largest == pytest.approx(float(x.abs().max()))
+        assert row.largest_norm == pytest.approx(float(x.norm(dim=-1).max()))
+        far = (x - x.mean()).abs() > 6 * ((x - x.mean()) ** 2).mean().sqrt()
+        assert row.channels == len({int(c) for _, _, c in far.nonzero()})
+        centred = x - x.mean(-1, keepdim=True)
+        assert row.kurtosis == pytest.approx(
+            float(((centred**4).mean(-1) / (centred**2).mean(-1) ** 2).mean()), rel=1e-4
+        )
+
+
+def test_quantising_nothing_changes_nothing() -> None:
+    one = patient()
+    effect = Reading(one, TOKENS).under(as_it_is, quantised([], "int8 per channel", "full", {}, 0)).effect()
+    assert effect.kl == pytest.approx(0, abs=1e-12)

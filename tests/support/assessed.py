@@ -1,0 +1,42 @@
+"""Small models to be assessed, in float64, and tokens for them."""
+
+from typing import Any
+
+import torch
+
+from sinklab.assessing.own import OwnPatient
+from sinklab.model.config import ModelConfig
+from sinklab.model.transformer import Transformer
+
+VOCABULARY, CONTEXT = 24, 32
+
+PATIENTS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "grouped keys": {"kv_heads": 2},
+    "k biases": {"attention": {"bias": {"kind": "k"}}},
+    "sink logit": {"attention": {"bias": {"kind": "sink_logit"}}},
+    "sink token": {"attention": {"bias": {"kind": "sink_token"}}},
+    "sigmoid": {"attention": {"operation": {"kind": "sigmoid"}}},
+    "gate": {"gate": {"kind": "head"}},
+    "softpick": {"attention": {"operation": {"kind": "softpick"}}},
+    "off by one": {"attention": {"bias": {"kind": "off_by_one"}}},
+    "no positions": {"position": {"kind": "none"}},
+    "alibi": {"position": {"kind": "alibi"}},
+}
+
+
+def patient(variant: str = "softmax", **changes: Any) -> OwnPatient:
+    """Random, and sharper than at the start, so that it matters which keys are seen."""
+    config = {"layers": 2, "width": 32, "heads": 4, "ffn_width": 48, "vocab_size": VOCABULARY, "context": CONTEXT}
+    model = Transformer(ModelConfig.model_validate({**config, **PATIENTS[variant], **changes}), seed=5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".bias." in name or name == "sink_token":
+                parameter.normal_(std=1.0, generator=torch.Generator().manual_seed(8))
+            elif not name.endswith("norm.weight"):
+                parameter.mul_(2.5)
+    return OwnPatient(model.double().eval(), variant)
+
+
+def some_tokens(sequences: int = 2, length: int = 20, vocabulary: int = VOCABULARY) -> torch.Tensor:
+    return torch.randint(vocabulary, (sequences, length), generator=torch.Generator().manual_seed(4))

@@ -1,0 +1,133 @@
+"""Caches written out: every token by itself, every head by itself, explicit vectors; nothing of sinklab's attention.
+
+A layer keeps of each token its key before rotation, its value and its position in the text. What a policy keeps is a
+list of positions, shorter after every step.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sinklab.model.transformer import Transformer
+
+Policy = Callable[["HeadCache", int], list[int]]  # (cache, the query that comes next) -> positions that stay
+
+
+@dataclass
+class HeadCache:
+    """What one key head of one layer holds, by position in the text."""
+
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)
+    attention: dict[int, float] = field(default_factory=dict)
+
+    def keep(self, positions: Sequence[int]) -> None:
+        for store in (self.keys, self.values, self.attention):
+            for gone in set(store) - set(positions):
+                del store[gone]
+
+
+def first_and_recent(size: int, first: int) -> Policy:
+    """So that with the next query's own key the cache holds `size`."""
+
+    def stay(cache: HeadCache, t: int) -> list[int]:
+        return [s for s in sorted(cache.keys) if s < first or s > t - (size - first)]
+
+    return stay
+
+
+def heavy_hitters(size: int, barred: int = 0) -> Policy:
+    def stay(cache: HeadCache, t: int) -> list[int]:
+        held = sorted(cache.keys)
+        if len(held) < size:
+            return held
+        recent = max(1, size // 2)
+        late = [s for s in held if s > t - recent]
+        early = [s for s in held if s <= t - recent and s >= barred]
+        early.sort(key=lambda s: -cache.attention[s])
+        return late + early[: size - recent]
+
+    return stay
+
+
+def rotated(x_D: Tensor, position: int, theta: float = 10000.0) -> Tensor:
+    half = len(x_D) // 2
+    out = torch.empty_like(x_D)
+    for i in range(half):
+        angle = position * theta ** (-2 * i / len(x_D))
+        out[i] = x_D[i] * math.cos(angle) - x_D[i + half] * math.sin(angle)
+        out[i + half] = x_D[i] * math.sin(angle) + x_D[i + half] * math.cos(angle)
+    return out
+
+
+def weights(kind: str, logits: list[float], bias: float | None) -> list[float]:
+    """Of the keys, and of the bias behind them where there is one, by the formula of each operation."""
+    z = [*logits, bias] if bias is not None else logits
+    if kind == "sigmoid":
+        return [1 / (1 + math.exp(-x)) for x in z]
+    if kind == "softpick":
+        total = sum(abs(math.exp(x) - 1) for x in z) + 1e-6
+        return [max(math.exp(x) - 1, 0) / total for x in z]
+    total = sum(math.exp(x) for x in z)
+    return [math.exp(x) / total for x in z]
+
+
+@torch.no_grad()
+def streamed(model: Transformer, tokens_T: Tensor, policy: Policy, in_cache: bool) -> Tensor:
+    """The hidden states (T, E) of a model of ours in float64, a token at a time.
+
+    Args:
+        in_cache: positions are those in the cache, not those in the text.
+    """
+    config: Any = model.config
+    heads, groups, width = config.heads, config.key_heads, config.head_width
+    kind, rotary = config.attention.operation.kind, config.position.kind == "rotary"
+    caches = [[HeadCache() for _ in range(groups)] for _ in model.blocks]
+    stream = list(model.embedding(tokens_T))
+    if model.sink_token is not None:
+        stream = [model.sink_token[0, 0], *stream]
+    states = []
+    for t, x_E in enumerate(stream):
+        for block, layer in zip(model.blocks, caches, strict=True):
+            attention: Any = block.attention
+            read_E = block.attention_norm(x_E)  # type: ignore[operator]
+            parts = attention.qkv(read_E).view(-1, width)
+            queries, keys, values = parts[:heads], parts[heads : heads + groups], parts[heads + groups :]
+            for g, cache in enumerate(layer):
+                cache.keep(policy(cache, t))
+                cache.keys[t], cache.values[t], cache.attention[t] = keys[g], values[g], 0.0
+            outputs = []
+            for h in range(heads):
+                cache = layer[h * groups // heads]
+                held = sorted(cache.keys)
+                place = {s: i for i, s in enumerate(held)} if in_cache else {s: s for s in held}
+                q = rotated(queries[h], place[t]) if rotary else queries[h]
+                logits = []
+                for s in held:
+                    k = rotated(cache.keys[s], place[s]) if rotary else cache.keys[s]
+                    term = -(2 ** (-8 * (h + 1) / heads)) * (place[t] - place[s])
+                    logits.append(float(q @ k) / math.sqrt(width) + (term if config.position.kind == "alibi" else 0))
+                bias = None
+                if attention.core.bias.key is not None:
+                    bias = float(q @ attention.core.bias.key[h * groups // heads]) / math.sqrt(width)
+                if attention.core.bias.logit is not None:
+                    bias = float(attention.core.bias.logit[h])
+                if attention.core.bias.off_by_one:
+                    bias = 0.0
+                row = weights(kind, logits, bias)
+                total = sum(row) or 1.0  # softpick may give a row of zeros
+                for s, weight in zip(held, row, strict=False):
+                    cache.attention[s] += weight / total
+                outputs.append(sum(weight * cache.values[s] for s, weight in zip(held, row, strict=False)))
+            joined = torch.cat([torch.as_tensor(out) for out in outputs])
+            if attention.output_gate is not None:
+                gate = torch.sigmoid(attention.output_gate.linear(read_E)).view(heads, -1)
+                joined = (joined.view(heads, width) * gate).flatten()
+            x_E = x_E + attention.out(joined)
+            x_E = x_E + block.ffn(block.ffn_norm(x_E))  # type: ignore[operator]
+        states.append(model.final_norm(x_E))
+    return torch.stack(states[model.leading :])
