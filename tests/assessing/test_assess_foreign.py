@@ -22,7 +22,7 @@ from sinklab.measuring.hooks import evaluating
 CONFIGS: dict[str, Any] = {
     "llama": lambda: hf.LlamaConfig(**GROUPED),
     "gpt2": lambda: hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.3),
-    "pythia": lambda: hf.GPTNeoXConfig(**SMALL, rotary_pct=0.5),
+    "pythia": lambda: hf.GPTNeoXConfig(**SMALL),
     "qwen3": lambda: hf.Qwen3Config(**GROUPED),
     "gemma2": lambda: hf.Gemma2Config(**GROUPED, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
     "mistral, window 5": lambda: hf.MistralConfig(**GROUPED, sliding_window=5),

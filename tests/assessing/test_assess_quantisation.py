@@ -110,7 +110,11 @@ def test_a_sink_position_with_huge_activations_is_what_shared_scales_cost() -> N
 def test_outliers_are_counted_by_block() -> None:
     one = patient()
     streams: list[torch.Tensor] = []
-    handles = [block.register_forward_hook(lambda _, __, out: streams.append(out)) for block in one.blocks]
+
+    def leaving(_: Any, __: Any, out: torch.Tensor) -> None:
+        streams.append(out)
+
+    handles = [block.register_forward_hook(leaving) for block in one.blocks]
     found = outliers_by_block(one, TOKENS)
     for handle in handles:
         handle.remove()

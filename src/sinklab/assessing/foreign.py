@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -82,10 +81,8 @@ class ForeignPatient:
         """By the model's own head, and whatever it does between body and logits."""
         body = self.module.base_model
         own = body.__dict__.get("forward")
-        body.__dict__["forward"] = MethodType(
-            lambda _, *args, **kwargs: BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden_RE[None]),
-            body,
-        )
+        answer = dataclasses.replace(self._answer, last_hidden_state=hidden_RE[None])
+        body.__dict__["forward"] = lambda *args, **kwargs: answer
         try:
             tokens_1R = torch.zeros(1, len(hidden_RE), dtype=torch.long, device=self.device)
             logits_RV = self.module(tokens_1R, use_cache=False).logits[0]

@@ -25,7 +25,7 @@ class Wanted:
         sequences, length: N and T of what is read within the context.
         stream_length: T of the streaming part.
         caches: sizes of the rolling cache.
-        kept: how many of the first tokens stay in it.
+        kept: how many of the first tokens stay in it; KEPT unless told.
         positions: in the cache or in the text.
         budgets: of the eviction part.
         sink_tokens: so many first tokens are the sink.
@@ -37,7 +37,7 @@ class Wanted:
     length: int | None = None
     stream_length: int | None = None
     caches: Sequence[int] = ()
-    kept: Sequence[int] = KEPT
+    kept: Sequence[int] = ()
     positions: Placed | None = None
     budgets: Sequence[int] = ()
     sink_tokens: int = 1
@@ -52,8 +52,8 @@ class Wanted:
                 if number < 2:
                     raise InputError(f"{option} {number}: a cache holds 2 keys or more, the query's own included")
         for first in self.kept:
-            if first < 0 or (self.caches and first >= min(self.caches)):
-                raise InputError(f"--keep {first}: give 0 or more, and fewer than the cache holds")
+            if first < 0:
+                raise InputError(f"--keep {first}: give 0 or more")
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,11 @@ def settings_for(patient: Patient, wanted: Wanted) -> AssessSettings:
                     f"{option} {number}: the sequences have {tokens} tokens, fewer than the cache holds, so that it "
                     f"would never be full: give at most {option} {tokens}, or a longer {given}"
                 )
+    for first in wanted.kept:
+        if first >= min(caches):
+            raise InputError(
+                f"--keep {first}: the smallest cache holds {min(caches)} keys; keep fewer than the cache holds"
+            )
     if not 1 <= wanted.sink_tokens <= length // 4:
         raise InputError(f"--sink-tokens {wanted.sink_tokens}: give 1 to {length // 4}, a quarter of the sequences")
     if "length" in wanted.parts and patient.ends:
@@ -124,7 +129,7 @@ def settings_for(patient: Patient, wanted: Wanted) -> AssessSettings:
         stream_sequences=wanted.sequences or max(1, STREAMED // stream_length),
         stream_length=stream_length,
         caches=caches,
-        kept=tuple(first for first in wanted.kept if first < max(caches)),
+        kept=tuple(wanted.kept) or tuple(first for first in KEPT if first < max(caches)),
         positions=wanted.positions or ("text" if patient.fixed_positions else "cache"),
         budgets=budgets,
         long_length=None if patient.ends else max(min(2 * context, LONGEST), context + context // 4),

@@ -20,7 +20,7 @@ from sinklab.assessing.heads import assess_heads
 from sinklab.assessing.layers import Change, LayerAttention, Patient
 from sinklab.assessing.length import assess_length
 from sinklab.assessing.loading import Admitted, admit
-from sinklab.assessing.plan import PARTS, STREAMED, AssessSettings, Wanted, settings_for
+from sinklab.assessing.plan import KEPT, PARTS, STREAMED, AssessSettings, Wanted, settings_for
 from sinklab.assessing.quantisation import SETTINGS, assess_quantisation
 from sinklab.assessing.reading import Step
 from sinklab.assessing.streaming import assess_streaming
@@ -177,7 +177,7 @@ def _job(part: AssessPart, admitted: Admitted, text: Path, settings: AssessSetti
         return Job((1 + 2 * len(SETTINGS)) * N + 2 * (len(both_NT) - N), run)
     tokens_NT = admitted.sequences(text, s.sequences, s.length)
     if part == "eviction":
-        run = partial(assess_eviction, patient, tokens_NT, s.budgets, max(s.kept, default=0), s.seed)
+        run = partial(assess_eviction, patient, tokens_NT, s.budgets, max(s.kept) or max(KEPT), s.seed)
         return Job((1 + POLICIES * len(s.budgets)) * len(tokens_NT), run)
     if part == "heads":
         return Job(2 * len(tokens_NT), partial(assess_heads, patient, tokens_NT))

@@ -72,7 +72,7 @@ def assess(
 
     from rich.console import Console
 
-    from sinklab.assessing.plan import KEPT, Wanted
+    from sinklab.assessing.plan import Wanted
     from sinklab.assessing.running import assess as assess_model
     from sinklab.assessing.running import document
     from sinklab.commands.terminal.assess import print_assessment
@@ -97,7 +97,7 @@ def assess(
         length=length,
         stream_length=stream_length,
         caches=tuple(cache or ()),
-        kept=tuple(keep) if keep else KEPT,
+        kept=tuple(keep or ()),
         positions=positions,
         budgets=tuple(budget or ()),
         sink_tokens=sink_tokens,
