@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from support.assessed import PATIENTS, patient, some_tokens
-from support.closeness import assert_close
-from support.streaming_reference import Policy, first_and_recent, heavy_hitters, streamed
+from assessed import PATIENTS, patient, some_tokens
+from closeness import assert_close
+from streaming_reference import Policy, first_and_recent, heavy_hitters, streamed
 
 from sinklab.assessing.caches import RollingCache
 from sinklab.assessing.eviction import HeavyHitters, RandomKeys

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Run, on_one_line
-from support.tiny_models import text_file, tiny_model
-from support.trained_run import trained_run
+from tiny_gguf import needed
+from tiny_models import text_file, tiny_model
+from trained_run import trained_run
 
 from sinklab.assessing.documents import Assessment
 from sinklab.assessing.plan import PARTS
@@ -160,3 +161,17 @@ def test_a_real_model_with_a_cache_as_long_as_the_text_reads_as_ever(
             assert row.loss == pytest.approx(found.unchanged.loss, rel=1e-5)
         else:
             assert row.kl > 1e-3
+
+
+@pytest.mark.slow
+def test_without_the_first_tokens_a_rolling_cache_of_a_real_model_collapses(data_dir: Path, run: Run) -> None:
+    needed()
+    model, text = data_dir / "models" / "SmolLM2-135M-Instruct", data_dir / "domains" / "gutenberg.jsonl"
+    options = ("--sequences", 1, "--stream-length", 384, "--cache", 64, "--keep", 0, "--keep", 4)
+    status, out, err = run("assess", model, "--text", text, "--parts", "streaming", *options, "--json")
+    assert status == 0, err
+    found = Assessment.model_validate(json.loads(out)).streaming
+    assert found is not None
+    none, four = found.caches
+    assert none.loss > four.loss + 1
+    assert four.loss < found.unchanged.loss + 0.5

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from support.assessed import some_tokens
-from support.closeness import assert_close
-from support.families import GROUPED, SMALL
-from support.foreign_streaming_reference import streamed_llama
-from support.streaming_reference import first_and_recent
+from assessed import some_tokens
+from closeness import assert_close
+from families import GROUPED, SMALL
+from foreign_streaming_reference import streamed_llama
+from streaming_reference import first_and_recent
 
 from sinklab.assessing.caches import RollingCache
 from sinklab.assessing.eviction import HeavyHitters

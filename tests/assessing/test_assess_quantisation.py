@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.assessed import patient, some_tokens
-from support.closeness import assert_close
+from assessed import patient, some_tokens
+from closeness import assert_close
 
 from sinklab.assessing.layers import as_it_is
 from sinklab.assessing.quantisation import assess_quantisation, outliers_by_block

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from support.assessed import CONTEXT, patient, some_tokens
-from support.closeness import assert_close
+from assessed import CONTEXT, patient, some_tokens
+from closeness import assert_close
 
 from sinklab.assessing.caches import RollingCache
 from sinklab.assessing.layers import LayerAttention, as_it_is

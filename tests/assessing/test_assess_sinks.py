@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.assessed import patient, some_tokens
-from support.closeness import assert_close
+from assessed import patient, some_tokens
+from closeness import assert_close
 
 from sinklab.assessing.carries import (
     HiddenKeys,

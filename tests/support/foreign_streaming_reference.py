@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import torch
-from support.streaming_reference import HeadCache, Policy, rotated
+from streaming_reference import HeadCache, Policy, rotated
 from torch import Tensor
 
 
