@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sinklab.attention.blocks import grouped_product
-from sinklab.attention.visible import RunningSum
+from sinklab.attention.visible import Mask, RunningSum
 
 CHUNK = 64
 
@@ -24,6 +24,13 @@ def linear_sums(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor, rows: RunningSum
     state_BGDV = k_BGTD[:, :, :end].mT @ v_BGTV[:, :, :end]
     seen = torch.cat((own, grouped_product(q_BHTD[:, :, leading:], state_BGDV)), dim=2)
     return seen + causal_sums(q_BHTD, later_BGTD, v_BGTV)
+
+
+def last_sums(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, mask: Mask) -> Tensor:
+    """The same for queries at the last T of S positions, few enough for explicit scores: (B, H, T, V)."""
+    T, S = q_BHTD.shape[2], k_BGSD.shape[2]
+    similarity_BHTS = grouped_product(q_BHTD, k_BGSD.mT) * mask.block(S - T, S, 0, S, q_BHTD.device)
+    return grouped_product(similarity_BHTS, v_BGSV)
 
 
 def causal_sums(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor) -> Tensor:

@@ -87,10 +87,16 @@ class Mask(ABC):
         return self
 
 
-def visible_keys(mask: Mask, positions: int, device: torch.device) -> Tensor:
-    """How many keys each of `positions` queries sees: (rows, T), of the first head; counted in blocks of rows."""
-    starts = range(0, positions, COUNTED_ROWS)
-    blocks = (mask.block(start, min(start + COUNTED_ROWS, positions), 0, positions, device) for start in starts)
+def visible_keys(mask: Mask, queries: int, device: torch.device, keys: int | None = None) -> Tensor:
+    """How many keys each query sees: (rows, T), of the first head; counted in blocks of rows.
+
+    Args:
+        queries: T; they stand at the last T of `keys` positions.
+        keys: S; as many as queries unless given.
+    """
+    keys = queries if keys is None else keys
+    starts = range(keys - queries, keys, COUNTED_ROWS)
+    blocks = (mask.block(start, min(start + COUNTED_ROWS, keys), 0, keys, device) for start in starts)
     counts = [block.expand(mask.rows, mask.heads, -1, -1)[:, 0].sum(-1) for block in blocks]
     return torch.cat(counts, dim=-1)
 

@@ -12,6 +12,7 @@ from sinklab.model.config import ModelConfig
 from sinklab.model.ffn import FeedForward
 from sinklab.model.gate import OutputGating, ValueGating
 from sinklab.model.norm import HeadNorm, build_norm
+from sinklab.model.past import LayerPast
 from sinklab.model.position import DistanceTerm, SharedTerm
 from sinklab.model.rotary import rotate
 
@@ -22,7 +23,8 @@ class Places:
 
     Attributes:
         rotary: cos and sin, each (L, K / 2); None without rotary positions.
-        documents_BL: the document of every position; None unless the mask keeps documents apart.
+        documents_BL: the document of every position, earlier ones included where a sequence is continued; None unless
+            the mask keeps documents apart.
     """
 
     rotary: tuple[Tensor, Tensor] | None = None
@@ -100,11 +102,12 @@ class DecoderBlock(nn.Module):
             self.attention_post_norm = build_norm(config.norm, config.width)
             self.ffn_post_norm = build_norm(config.norm, config.width)
 
-    def forward(self, x_BLE: Tensor, places: Places) -> Tensor:
-        read_BLE, *inputs = self.before_core(x_BLE, places)
-        if places.documents_BL is None:
-            return self.after_core(x_BLE, read_BLE, self.attention.core(*inputs))
-        return self.after_core(x_BLE, read_BLE, self.attention.core(*inputs, places.documents_BL))
+    def forward(self, x_BLE: Tensor, places: Places, past: LayerPast | None = None) -> Tensor:
+        read_BLE, q_BHLD, k_BGLD, v_BGLD = self.before_core(x_BLE, places)
+        if past is not None:
+            k_BGLD, v_BGLD = past.extend(k_BGLD, v_BGLD)
+        documents = () if places.documents_BL is None else (places.documents_BL,)
+        return self.after_core(x_BLE, read_BLE, self.attention.core(q_BHLD, k_BGLD, v_BGLD, *documents))
 
     def before_core(self, x_BLE: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What attention reads of the stream, and queries, keys and values."""

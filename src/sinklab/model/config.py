@@ -59,10 +59,15 @@ class ModelConfig(Part):
         return self.width // self.heads
 
     @property
+    def shared_tokens(self) -> int:
+        """How many tokens at the start all queries see, earlier ones included: those of a prefix mask, else the first."""
+        mask = self.attention.mask
+        return mask.length if mask.kind == "prefix" else 1
+
+    @property
     def first_target(self) -> int:
         """Position, 1-based, of the first token that any loss counts: those that all queries see are not predicted."""
-        mask = self.attention.mask
-        return (mask.length if mask.kind == "prefix" else 1) + 1
+        return self.shared_tokens + 1
 
     @property
     def key_width(self) -> int:

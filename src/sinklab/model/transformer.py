@@ -6,6 +6,8 @@ It is trained and measured as it is. Probes attach from outside: to the blocks f
 B batch, T tokens, L = leading + T positions, E width, D head width, V vocabulary.
 """
 
+from itertools import repeat
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from sinklab.model.config import ModelConfig
 from sinklab.model.init import initialise
 from sinklab.model.loss import next_token_loss
 from sinklab.model.norm import build_norm
+from sinklab.model.past import Past
 from sinklab.model.position import T5, Absolute, Alibi, DistanceTerm, Learnable, Relative, Rotary, sinusoid
 from sinklab.model.rotary import rotary_tables
 
@@ -53,39 +56,54 @@ class Transformer(nn.Module):
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         initialise(self, config, seed)
 
-    def hidden(self, tokens_BT: Tensor) -> Tensor:
+    def hidden(self, tokens_BT: Tensor, past: Past | None = None) -> Tensor:
         """The stream after the final norm, leading token dropped: (B, T, E).
+
+        Args:
+            past: the beginning of the same sequences, which these tokens continue; they are added to it.
 
         Raises:
             InputError: more tokens than a learned table of positions has rows.
         """
-        x_BLE = self._placed(self.embedding(tokens_BT))
-        if self.sink_token is not None:
+        if past is not None and 0 < past.get_seq_length() < self.config.shared_tokens:
+            # Those that all queries see have not seen each other yet: nothing that was kept of them holds.
+            earlier_BT = past.restart()
+            assert earlier_BT is not None
+            return self.hidden(torch.cat((earlier_BT, tokens_BT), dim=1), past)[:, earlier_BT.shape[1] :]
+        first = 0 if past is None else past.positions
+        leading = 0 if first else self.leading
+        x_BLE = self._placed(self.embedding(tokens_BT), first - self.leading if first else 0)
+        if self.sink_token is not None and leading:
             x_BLE = torch.cat((self.sink_token.expand(len(x_BLE), -1, -1), x_BLE), dim=1)
         position, rotary = self.config.position, None
         if isinstance(position, Rotary):
             length, width = x_BLE.shape[1], self.config.key_width
             dtype = accumulate_dtype(x_BLE.dtype)
-            rotary = rotary_tables(length, width, position.theta, x_BLE.device, first=-self.leading, dtype=dtype)
-        places = Places(rotary, self._documents(tokens_BT))
-        for block in self.blocks:
-            x_BLE = block(x_BLE, places)
-        return self.final_norm(x_BLE[:, self.leading :])
+            rotary = rotary_tables(length, width, position.theta, x_BLE.device, first - self.leading, dtype=dtype)
+        places = Places(rotary, self._documents(tokens_BT if past is None else past.extend(tokens_BT)))
+        for block, kept in zip(self.blocks, repeat(None) if past is None else past.layers, strict=False):
+            x_BLE = block(x_BLE, places, kept)
+        return self.final_norm(x_BLE[:, leading:])
 
-    def _placed(self, x_BTE: Tensor) -> Tensor:
-        """The embeddings with those positions that are added to them."""
+    def new_past(self) -> Past:
+        """An empty past, for sequences that are to be read piece by piece."""
+        return Past(self.config.layers, self.leading)
+
+    def _placed(self, x_BTE: Tensor, first: int) -> Tensor:
+        """The embeddings with those positions that are added to them, from position `first` on."""
         _, T, E = x_BTE.shape
+        end = first + T
         if isinstance(self.config.position, Absolute):
             theta, dtype = self.config.position.theta, accumulate_dtype(x_BTE.dtype)
-            return x_BTE + sinusoid(T, E, theta, x_BTE.device, dtype).to(x_BTE.dtype)
+            return x_BTE + sinusoid(end, E, theta, x_BTE.device, dtype)[first:].to(x_BTE.dtype)
         if self.position_table is None:
             return x_BTE
-        if len(self.position_table) < T:
+        if len(self.position_table) < end:
             raise InputError(
-                f"{T} tokens, but the learned positions end at model.context {len(self.position_table)}: "
+                f"{end} tokens, but the learned positions end at model.context {len(self.position_table)}: "
                 "use shorter sequences, or train with a longer context"
             )
-        return x_BTE + self.position_table[:T]
+        return x_BTE + self.position_table[first:end]
 
     def _documents(self, tokens_BT: Tensor) -> Tensor | None:
         """Document numbers for a document mask; an EOS belongs to the document that it ends."""

@@ -19,7 +19,8 @@ class Call:
     """One call of the core.
 
     Attributes:
-        q_BHTD, k_BGTD: queries and keys; scores are scaled by 1 / sqrt(D).
+        q_BHTD, k_BGTD: queries and keys; scores are scaled by 1 / sqrt(D). Where there are more keys than queries, as
+            when a sequence is continued, the queries stand at the last positions.
         mask: who sees whom.
         backend: of the primitive.
         cap: softcap of the scores, bias keys included.
@@ -41,6 +42,11 @@ class Call:
     value_HV: Tensor | None = None
     learned: nn.Module | None = None
 
+    @property
+    def first(self) -> int:
+        """The position of the first query among the keys."""
+        return self.k_BGTD.shape[2] - self.q_BHTD.shape[2]
+
     def attend(self, v_BGTV: Tensor, similarity: Score | None = None) -> tuple[Tensor, Tensor]:
         """`primitive.attend` over the sequence's own keys, the logarithm of the similarity behind the call's scores."""
         score = self._score(similarity)
@@ -60,7 +66,8 @@ class Call:
         """(B, T), in the precision of scores: how many keys take part in each row, bias key included."""
         B, _, T, _ = self.q_BHTD.shape
         has_bias = self.key_HD is not None or self.logit_H is not None
-        keys_BT = visible_keys(self.mask, T, self.q_BHTD.device).expand(B, T) + int(has_bias)
+        seen_BT = visible_keys(self.mask, T, self.q_BHTD.device, self.k_BGTD.shape[2])
+        keys_BT = seen_BT.expand(B, T) + int(has_bias)
         return keys_BT.to(accumulate_dtype(self.q_BHTD.dtype))
 
     def bias_logits(self, similarity: Score | None = None) -> Tensor | None:
@@ -68,11 +75,11 @@ class Call:
         if self.logit_H is not None:
             B, H, T, _ = self.q_BHTD.shape
             dtype = torch.promote_types(self.q_BHTD.dtype, torch.float32)
-            return at_every_query(similarity, self.logit_H.to(dtype)[None, :, None].expand(B, H, T))
+            return at_every_query(similarity, self.logit_H.to(dtype)[None, :, None].expand(B, H, T), self.first)
         if self.key_HD is None:
             return None
         z_BHT = extra_logits(self.q_BHTD, self.key_HD, default_scale(self.q_BHTD))
-        return at_every_query(compose(self.cap, similarity), z_BHT)
+        return at_every_query(compose(self.cap, similarity), z_BHT, self.first)
 
     def normaliser(self, similarity: Score | None) -> Tensor:
         """(B, H, T): the logarithm of the row sum of the similarity, bias key included."""
@@ -85,11 +92,12 @@ class Call:
         return compose(self.cap, self.position, similarity)
 
 
-def at_every_query(score: Score | None, z_BHT: Tensor) -> Tensor:
-    """A score function applied to one score per query, as that of a bias key."""
+def at_every_query(score: Score | None, z_BHT: Tensor, first: int) -> Tensor:
+    """A score function applied to one score per query, as that of a bias key; `first` is the first query's position."""
     if score is None:
         return z_BHT
     B, H, T = z_BHT.shape
     device = z_BHT.device
     rows, heads = torch.arange(B, device=device).view(-1, 1, 1), torch.arange(H, device=device).view(-1, 1)
-    return score(z_BHT, rows, heads, torch.arange(T, device=device), torch.zeros((), dtype=torch.long, device=device))
+    queries, key = torch.arange(first, first + T, device=device), torch.zeros((), dtype=torch.long, device=device)
+    return score(z_BHT, rows, heads, queries, key)

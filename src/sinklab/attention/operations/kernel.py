@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sinklab.attention.blocks import accumulate_dtype, default_scale
 from sinklab.attention.importance import Rows
-from sinklab.attention.linear import linear_sums
+from sinklab.attention.linear import last_sums, linear_sums
 from sinklab.attention.operations.base import OperationPart
 from sinklab.attention.operations.call import Call
 from sinklab.attention.reference import Explicit
@@ -85,8 +85,12 @@ class Kernel(OperationPart):
 def _signed_sums(call: Call, v_BGTV: Tensor, signed: bool) -> Tensor:
     """sum_s sim_ts v_s over the sequence's own keys: (B, H, T, V)."""
     rows = call.mask.running_sum
-    if call.backend in ("auto", "chunked") and rows is not None:
-        return linear_sums(call.q_BHTD * default_scale(call.q_BHTD), call.k_BGTD, v_BGTV, rows)
+    if call.backend in ("auto", "chunked"):
+        q_BHTD = call.q_BHTD * default_scale(call.q_BHTD)
+        if call.first:
+            return last_sums(q_BHTD, call.k_BGTD, v_BGTV, call.mask)
+        if rows is not None:
+            return linear_sums(q_BHTD, call.k_BGTD, v_BGTV, rows)
     total = torch.zeros(())
     for sign in (1, -1) if signed else (1,):
         out, lse = call.attend(v_BGTV, log_relu(sign))

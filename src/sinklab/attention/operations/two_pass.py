@@ -41,10 +41,10 @@ class ClippedSoftmax(LogSimilarity):
     def weigh(self, call: Call) -> Weighing:
         if self.plain:
             return Weighing()
-        zeta, gamma = self.zeta, self.gamma
+        zeta, gamma, first = self.zeta, self.gamma, call.first
 
         def clipped(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, lse_BHT: Tensor) -> Tensor:
-            stretched = _share(z, lse_BHT[b, h, q]) * (zeta - gamma) + gamma
+            stretched = _share(z, lse_BHT[b, h, q - first]) * (zeta - gamma) + gamma
             return stretched if zeta == 1 else stretched.clamp(max=1)
 
         return Weighing(log_of(clipped, (call.normaliser(None),)), 0.0)
@@ -126,14 +126,14 @@ class ElasticSoftmax(LogSimilarity):
         return Offset(heads, self.start)
 
     def weigh(self, call: Call) -> Weighing:
-        lse_BHT = call.normaliser(None)
+        lse_BHT, first = call.normaliser(None), call.first
         assert isinstance(call.learned, Offset)
         offset_BHT = call.learned.tau.to(lse_BHT.dtype)[:, None] / call.keys_per_row()[:, None]
 
         def shifted(
             z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, lse_BHT: Tensor, offset_BHT: Tensor
         ) -> Tensor:
-            return _share(z, lse_BHT[b, h, q]) + offset_BHT[b, h, q]
+            return _share(z, lse_BHT[b, h, q - first]) + offset_BHT[b, h, q - first]
 
         return Weighing(log_of(shifted, (lse_BHT, offset_BHT)), 0.0)
 

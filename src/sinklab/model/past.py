@@ -1,0 +1,112 @@
+"""Keys and values of a sequence's beginning, kept so that it can be continued without computing them again.
+
+Nothing about attention is decided here: new queries go through the same operation, mask and bias as ever, against the
+keys that were kept and their own. Kernels keep their keys like every other operation: the running sum that they also
+have would serve causal and prefix masks only, and not windows or documents.
+
+B batch, G key heads, S positions so far (a leading token included), D head width.
+"""
+
+import torch
+from torch import Tensor
+
+
+class LayerPast:
+    """What one layer has kept.
+
+    Attributes:
+        keys_BGSD, values_BGSD: as they entered the attention core; None before the first call.
+    """
+
+    def __init__(self) -> None:
+        self.keys_BGSD: Tensor | None = None
+        self.values_BGSD: Tensor | None = None
+
+    def extend(self, k_BGTD: Tensor, v_BGTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Add those of new positions; returns all of them."""
+        if self.keys_BGSD is None or self.values_BGSD is None:
+            self.keys_BGSD, self.values_BGSD = k_BGTD, v_BGTD
+        else:
+            self.keys_BGSD = torch.cat((self.keys_BGSD, k_BGTD), dim=2)
+            self.values_BGSD = torch.cat((self.values_BGSD, v_BGTD), dim=2)
+        return self.keys_BGSD, self.values_BGSD
+
+    def select(self, rows: Tensor | None = None, positions: int | None = None) -> None:
+        """Keep these rows of the batch, and the first positions."""
+        for name in ("keys_BGSD", "values_BGSD"):
+            held = getattr(self, name)
+            if held is not None:
+                held = held if rows is None else held.index_select(0, rows.to(held.device))
+                setattr(self, name, held[:, :, :positions])
+
+
+class Past:
+    """The beginning of a batch of sequences, as `Transformer.hidden` continues it.
+
+    The methods that `transformers.generate` calls have the names that it knows.
+
+    Args:
+        layers: of the model.
+        leading: learned tokens before each sequence, which every layer keeps as well.
+
+    Attributes:
+        tokens_BT: read so far; None before the first call.
+        layers: what each layer has kept.
+    """
+
+    is_compileable = False
+
+    def __init__(self, layers: int, leading: int) -> None:
+        self.leading = leading
+        self.tokens_BT: Tensor | None = None
+        self.layers = [LayerPast() for _ in range(layers)]
+
+    @property
+    def positions(self) -> int:
+        """How many positions every layer has kept, leading ones included."""
+        return 0 if self.tokens_BT is None else self.leading + self.tokens_BT.shape[1]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens read so far."""
+        return 0 if self.tokens_BT is None else self.tokens_BT.shape[1]
+
+    def extend(self, tokens_BT: Tensor) -> Tensor:
+        """Add new tokens; returns all of them."""
+        self.tokens_BT = tokens_BT if self.tokens_BT is None else torch.cat((self.tokens_BT, tokens_BT), dim=1)
+        return self.tokens_BT
+
+    def restart(self) -> Tensor | None:
+        """Forget what the layers have kept; returns the tokens read so far."""
+        tokens_BT, self.tokens_BT = self.tokens_BT, None
+        self.layers = [LayerPast() for _ in self.layers]
+        return tokens_BT
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row beam_idx[i] was."""
+        self._select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows."""
+        self._select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row so many times."""
+        if self.tokens_BT is not None:
+            self._select(torch.arange(len(self.tokens_BT)).repeat_interleave(repeats))
+
+    def crop(self, max_length: int) -> None:
+        """Keep the first `max_length` tokens, or all but the last -max_length where it is negative."""
+        length = self.get_seq_length()
+        kept = min(length, max_length if max_length >= 0 else max(length + max_length, 0))
+        if kept == 0:
+            self.restart()
+        elif self.tokens_BT is not None:
+            self.tokens_BT = self.tokens_BT[:, :kept]
+            for layer in self.layers:
+                layer.select(positions=self.leading + kept)
+
+    def _select(self, rows: Tensor) -> None:
+        if self.tokens_BT is not None:
+            self.tokens_BT = self.tokens_BT.index_select(0, rows.to(self.tokens_BT.device))
+            for layer in self.layers:
+                layer.select(rows)
