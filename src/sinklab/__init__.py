@@ -8,11 +8,14 @@
 
     sinklab.Measurement.load("runs/m")               # one that `sinklab measure --out runs/m` has kept
 
-Importing it brings in nothing heavy; the first use of a name does. help(sinklab.measure) says what it takes.
+Importing it brings in nothing heavy; the first use of a name does. help(sinklab.measure) says what it takes. From then
+on AutoModelForCausalLM and AutoConfig of transformers know the models that `sinklab export` writes.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from sinklab.imports import once_imported
 
 if TYPE_CHECKING:
     from sinklab.measuring.api import measure
@@ -35,3 +38,13 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
+
+
+once_imported(
+    "transformers.models.auto.configuration_auto",
+    lambda: import_module("sinklab.model.huggingface.registration").register_config(),
+)
+once_imported(
+    "transformers.models.auto.modeling_auto",
+    lambda: import_module("sinklab.model.huggingface.registration").register_model(),
+)

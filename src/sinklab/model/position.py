@@ -130,16 +130,20 @@ class DistanceTerm(nn.Module):
 
     def __init__(self, position: Relative | T5 | Alibi, heads: int) -> None:
         super().__init__()
-        self.kind = position.kind
+        self.kind, self.position, self.heads = position.kind, position, heads
         learned = isinstance(position, T5)
         self.weight = nn.Parameter(torch.empty(position.buckets, heads)) if learned else None
-        fixed = (
-            alibi_slopes(heads)
-            if isinstance(position, Alibi)
-            else bucket_numbers(position.buckets, position.max_distance)
-        )
         self.fixed: Tensor
-        self.register_buffer("fixed", fixed, persistent=False)
+        self.register_buffer("fixed", self._slopes_or_buckets(), persistent=False)
+
+    def reset(self) -> None:
+        """Work out what is not learned, and not stored with the weights, once more in its place."""
+        self.fixed.copy_(self._slopes_or_buckets())
+
+    def _slopes_or_buckets(self) -> Tensor:
+        if isinstance(self.position, Alibi):
+            return alibi_slopes(self.heads)
+        return bucket_numbers(self.position.buckets, self.position.max_distance)
 
     def score(self) -> Score:
         """z -> z + term, with the tensor it reads."""
