@@ -38,7 +38,7 @@ def flex_attend(
     tensors = (q_BHTD, k_BGSD, v_BGSV, *(score.tensors if score else ()))
     if not q_BHTD.is_cuda and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise ValueError("the flex backend trains on CUDA only; use backend auto, chunked or eager on a CPU")
-    run = _compiled() if q_BHTD.is_cuda else flex.flex_attention
+    run = _compiled_flex() if q_BHTD.is_cuda else flex.flex_attention
     offset = S - T
     out, lse = run(
         q_BHTD,
@@ -76,7 +76,7 @@ def _block_mask(mask: Mask, queries: int, keys: int, device: str) -> Any:
 
 
 @functools.cache
-def _compiled() -> Any:
+def _compiled_flex() -> Any:
     return compiled(flex.flex_attention, dynamic=False)
 
 

@@ -116,10 +116,10 @@ def _loss_and_slope(logits_NV: Tensor, targets_N: Tensor, count: Tensor, trainin
 
 
 @functools.cache
-def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
+def _compiled_loss() -> Callable[..., tuple[Tensor, Tensor]]:
     return compiled(_loss_and_slope)
 
 
 def _of_logits(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
     """On CUDA fused, as the float32 form of a chunk would cost more memory traffic than its matrix products."""
-    return _compiled() if device.type == "cuda" else _loss_and_slope
+    return _compiled_loss() if device.type == "cuda" else _loss_and_slope

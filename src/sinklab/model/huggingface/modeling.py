@@ -14,11 +14,10 @@ from transformers.modeling_utils import PreTrainedModel
 from sinklab.errors import InputError
 from sinklab.model.config import ModelConfig
 from sinklab.model.huggingface.configuration import SinklabConfig
+from sinklab.model.loss import IGNORED
 from sinklab.model.past import Past
 from sinklab.model.position import DistanceTerm
 from sinklab.model.transformer import Transformer
-
-IGNORED = -100  # a label that is not learned, as in all of transformers
 
 
 class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
