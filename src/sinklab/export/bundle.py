@@ -1,0 +1,143 @@
+"""The model's code as one file, for people without sinklab: made from our own modules, never written a second time.
+
+The modules that the file needs follow each other as they are, those that are imported first first, without their
+imports of each other. That a name means one thing throughout is checked, not arranged: where two modules give a name
+two meanings, there is no bundle, and a test fails.
+"""
+
+import ast
+import builtins
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+PACKAGE = "sinklab"
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A module of ours.
+
+    Attributes:
+        name: in full.
+        text: the source.
+        body: its statements.
+    """
+
+    name: str
+    text: str
+    body: list[ast.stmt]
+
+    def own_imports(self) -> list[ast.ImportFrom]:
+        """The statements that import from other modules of ours."""
+        imports = [node for node in self.body if isinstance(node, ast.ImportFrom)]
+        return [node for node in imports if (node.module or "").partition(".")[0] == PACKAGE]
+
+    def other_imports(self) -> list[ast.Import | ast.ImportFrom]:
+        """The statements that import from other libraries."""
+        own = self.own_imports()
+        return [node for node in self.body if isinstance(node, ast.Import | ast.ImportFrom) and node not in own]
+
+
+def bundled(root: str) -> str:
+    """The source of one module that holds `root` and everything of ours that it imports.
+
+    Args:
+        root: a module of sinklab in full, such as sinklab.model.huggingface.modeling.
+
+    Raises:
+        ValueError: a name means two things in the modules, or is imported under another one.
+    """
+    modules: dict[str, _Module] = {}
+    _collect(root, modules)
+    meanings: dict[str, str] = {}
+    sections = []
+    for module in modules.values():
+        text = _by_itself(module, set(modules), known=set(meanings))
+        for name, meaning in _bound(module, set(modules)):
+            if hasattr(builtins, name):
+                raise ValueError(f"{meaning} has the name of a built-in, which other modules would then mean")
+            if meanings.setdefault(name, meaning) != meaning:
+                raise ValueError(f"{name} is {meanings[name]} and {meaning}: in one file it can only be one of them")
+        sections.append(f"# {module.name}\n\n{text.strip()}\n")
+    return "\n\n".join(sections)
+
+
+def _collect(name: str, modules: dict[str, _Module]) -> None:
+    """Add a module behind those that it imports."""
+    if name in modules:
+        return
+    text = _path(name).read_text(encoding="utf-8")
+    module = _Module(name, text, ast.parse(text).body)
+    for node in module.own_imports():
+        assert node.module is not None
+        for alias in node.names:
+            inside = f"{node.module}.{alias.name}"
+            _collect(inside if _is_module(inside) else node.module, modules)
+    modules[name] = module
+
+
+def _path(name: str) -> Path:
+    spec = find_spec(name)
+    if spec is None or spec.origin is None:
+        raise ValueError(f"there is no module {name}")
+    return Path(spec.origin)
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # its parent is no package
+        return False
+
+
+def _bound(module: _Module, modules: set[str]) -> list[tuple[str, str]]:
+    """The names that a module binds at its top, and what each is."""
+    found = []
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.append((node.name, f"{module.name}.{node.name}"))
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)]
+            found += [(name, f"{module.name}.{name}") for name in names]
+    for node in module.other_imports():
+        origin = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        found += [(alias.asname or alias.name, f"{origin}{alias.name}") for alias in node.names]
+    for node in module.own_imports():
+        for alias in node.names:
+            if f"{node.module}.{alias.name}" not in modules and alias.asname:
+                raise ValueError(f"{module.name} imports {alias.name} as {alias.asname}: in one file it has one name")
+    return found
+
+
+def _by_itself(module: _Module, modules: set[str], known: set[str]) -> str:
+    """The source without imports of what stands before it, and with `other_module.name` written as `name`.
+
+    Args:
+        known: names that are bound already.
+    """
+    aliases = {
+        alias.asname or alias.name
+        for node in module.own_imports()
+        for alias in node.names
+        if f"{node.module}.{alias.name}" in modules
+    }
+    lines = module.text.encode().splitlines(keepends=True)
+    spans = []
+    for statement in module.body:
+        nodes = list(ast.walk(statement))
+        local = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        local |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
+                if node.attr in local:
+                    raise ValueError(f"{module.name}: {node.attr} is a local name as well, in line {node.lineno}")
+                spans.append((node.lineno, node.value.col_offset, len(f"{node.value.id}.")))
+    for line, start, length in sorted(spans, reverse=True):
+        lines[line - 1] = lines[line - 1][:start] + lines[line - 1][start + length :]
+    there = [node for node in module.other_imports() if {one.asname or one.name for one in node.names} <= known]
+    for node in [*module.own_imports(), *there]:
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):
+            lines[line - 1] = b""
+    return b"".join(lines).decode()
