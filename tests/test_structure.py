@@ -17,12 +17,13 @@ FLOORS = (
     ("assessing",),
     ("survey",),
     ("interventions",),
+    ("export",),
     ("train",),
     ("measuring",),
     ("model",),
     ("data",),
     ("attention",),
-    ("errors", "schema", "outputs", "files", "device", "compiling", "signals", "__init__"),
+    ("errors", "schema", "outputs", "files", "device", "compiling", "imports", "signals", "__init__"),
 )
 """From the top down. Nothing imports what stands above it; files at the very bottom serve all floors."""
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from sinklab.errors import InputError
 from sinklab.measuring.driver import Watched, check_shape
 from sinklab.measuring.driver import measure as measure_watched
+from sinklab.measuring.exported import own_transformer
 from sinklab.measuring.given import check_causal_lm, token_matrix
 from sinklab.measuring.hooks import Progress
 from sinklab.measuring.huggingface.turns import measured_in_turn
@@ -43,7 +44,7 @@ def measure(
     """Sinks, norms and loss of a causal language model on the given tokens; the model is left as it was found.
 
     Args:
-        model: a Hugging Face causal language model, or a sinklab transformer.
+        model: a Hugging Face causal language model, or a sinklab transformer, also an exported one.
         tokens: ids (sequences, length): a tensor on any device, an array, or rows of numbers.
         attention_mask: 1 at real tokens, 0 at padding on the left or right; Hugging Face models only.
         eps: threshold of the sink rate, a share of attention in (0, 1); of several, the first is the headline.
@@ -81,7 +82,7 @@ def measure(
     )
     study = Study(ablate)
     if mask_NT is not None:
-        if isinstance(model, Transformer):
+        if isinstance(watched, WatchedTransformer):
             raise InputError("a sinklab transformer reads whole sequences: leave out attention_mask")
         if study.ablate:
             raise InputError("ablations need sequences without padding: leave out the padded ones, or `ablate`")
@@ -97,8 +98,8 @@ def watched_model(model: "PreTrainedModel | Transformer") -> Watched:
     Raises:
         InputError: no model, or one without weights.
     """
-    if isinstance(model, Transformer):
-        return WatchedTransformer(model)
+    if (own := own_transformer(model)) is not None:
+        return WatchedTransformer(own)
     check_causal_lm(model)
     from sinklab.measuring.huggingface.pretrained import WatchedPretrained
 

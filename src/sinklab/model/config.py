@@ -60,7 +60,7 @@ class ModelConfig(Part):
 
     @property
     def shared_tokens(self) -> int:
-        """How many tokens at the start all queries see, earlier ones included: those of a prefix mask, else the first."""
+        """How many tokens at the start every query sees, earlier ones included: a prefix mask's, else the first."""
         mask = self.attention.mask
         return mask.length if mask.kind == "prefix" else 1
 

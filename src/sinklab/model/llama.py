@@ -8,6 +8,7 @@ from sinklab.attention.biases import NoBias
 from sinklab.attention.config import CausalMask
 from sinklab.attention.operations import Softmax
 from sinklab.errors import InputError
+from sinklab.model.config import ModelConfig
 from sinklab.model.gate import NoGate
 from sinklab.model.norm import NormConfig
 from sinklab.model.position import Rotary
@@ -24,7 +25,13 @@ def llama_config(model: Transformer) -> dict[str, Any]:
     Raises:
         InputError: the variant is not one that a plain Llama can compute.
     """
-    config = model.config
+    if other := differences(model.config):
+        raise InputError("not a plain Llama: " + "; ".join(other.values()))
+    return llama_sizes(model.config)
+
+
+def differences(config: ModelConfig) -> dict[str, str]:
+    """In what a model is no plain Llama: what is said of each part that differs, by its key below `model`."""
     attention = config.attention
     plain: dict[str, tuple[Any, Any]] = {
         "attention.operation": (attention.operation, Softmax()),
@@ -37,9 +44,12 @@ def llama_config(model: Transformer) -> dict[str, Any]:
         "ffn": (config.ffn, "swiglu"),
         "head_outputs": (config.head_outputs, "concat"),
     }
-    other = [f"model.{key} is {_said(is_, must)}" for key, (is_, must) in plain.items() if is_ != must]
-    if other or not isinstance(config.position, Rotary):
-        raise InputError("not a plain Llama: " + "; ".join(other))
+    return {key: f"model.{key} is {_said(is_, must)}" for key, (is_, must) in plain.items() if is_ != must}
+
+
+def llama_sizes(config: ModelConfig) -> dict[str, Any]:
+    """The sizes of a model with rotary positions, as the configs of Llama and its relatives name them."""
+    assert isinstance(config.position, Rotary)
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.width,

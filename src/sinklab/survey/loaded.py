@@ -10,6 +10,7 @@ from torch import Tensor
 from sinklab.data.sources.textfiles import text_files
 from sinklab.device import pick_device
 from sinklab.errors import InputError
+from sinklab.measuring.api import watched_model
 from sinklab.measuring.conversations import Conversations
 from sinklab.measuring.hooks import Progress
 from sinklab.measuring.huggingface.loading import Loading, check_config, check_revision
@@ -93,7 +94,6 @@ class _LoadedPretrained:
 
     def measure(self, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
         from sinklab.measuring.huggingface.anatomy import check_length, vocabulary_size
-        from sinklab.measuring.huggingface.pretrained import WatchedPretrained
 
         check_length(self._model.config, request.length)
         special = default_prefix(self._tokenizer)
@@ -108,7 +108,7 @@ class _LoadedPretrained:
             )
         bos_tokens = len(prefix) or int(conversations.bos)
         measurement = measure_with_study(
-            WatchedPretrained(self._model),
+            watched_model(self._model),
             tokens_NT,
             request.options_for(self._name, bos=bos_tokens > 0),
             request.study,

@@ -84,7 +84,9 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             shown = max(self.transformer.config.first_target - 1 - first, 0)
-            labels = torch.cat((labels.new_full((len(labels), shown), IGNORED)[:, : labels.shape[1]], labels[:, shown:]), 1)
+            labels = torch.cat(
+                (labels.new_full((len(labels), shown), IGNORED)[:, : labels.shape[1]], labels[:, shown:]), 1
+            )
             counted = {name: others[name] for name in ("num_items_in_batch",) if name in others}
             loss = self.loss_function(logits_BTV, labels, vocab_size=logits_BTV.shape[-1], **counted)
         output = CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=past)  # type: ignore[arg-type]
@@ -132,6 +134,6 @@ def _check_padding(attention_mask: Tensor | None) -> None:
         raise InputError(f"attention_mask is {tuple(attention_mask.shape)}: give one of (sequences, tokens)")
     if bool((attention_mask[:, 1:] > attention_mask[:, :-1]).any()):
         raise InputError(
-            "there is padding before a token, and a sinklab model has no mask for it: pad on the right, or generate for "
-            "prompts of one length at a time"
+            "there is padding before a token, and a sinklab model has no mask for it: pad on the right, or generate "
+            "for prompts of one length at a time"
         )
