@@ -61,13 +61,16 @@ class Tokenizer:
     def _encode(self) -> EncodeBatch:
         return encoder(self.backend)
 
+    def token(self, token_id: int) -> str:
+        """A token as the vocabulary has it; one that was added as it was added, and not as a normaliser changes it."""
+        added = self.backend.get_added_tokens_decoder().get(token_id)
+        return self.backend.id_to_token(token_id) if added is None else added.content
+
     def save(self, directory: Path) -> Path:
         """Write tokenizer.json and tokenizer_config.json, as `AutoTokenizer` reads them; returns the former."""
         path = directory / "tokenizer.json"
         write_text(path, self.backend.to_str(pretty=True))
-        names = {
-            key: self.backend.id_to_token(i) for key, i in (("eos_token", self.eos_id), ("bos_token", self.bos_id))
-        }
+        names = {"eos_token": self.token(self.eos_id), "bos_token": self.token(self.bos_id)}
         write_json(directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names})
         return path
 

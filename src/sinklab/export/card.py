@@ -1,10 +1,10 @@
 """The model card, README.md: what the model is, what was measured of it, how it loads, and the recipe."""
 
-from pathlib import Path
+from collections.abc import Sequence
 
 import sinklab
 from sinklab.export.forms import CODE, Form
-from sinklab.train.directory.history import Evaluation, read_history
+from sinklab.train.directory.history import Evaluation
 from sinklab.train.recipe import Recipe
 
 HEAD = """---
@@ -17,18 +17,18 @@ tags:
 """
 
 
-def model_card(recipe: Recipe, step: int, run: Path, form: Form) -> str:
+def model_card(recipe: Recipe, step: int, history: Sequence[Evaluation], form: Form) -> str:
     """README.md of an exported run.
 
     Args:
         step: at which it was exported.
-        run: its directory, for the evaluation that stands nearest.
+        history: its evaluations, of which the last one up to the step is shown.
     """
     parts = [
         f"{HEAD}\n# {recipe.name}",
         f"A small LLaMA-style language model, step {step:,} of {recipe.train.steps:,} of a training run of sinklab "
         f"{sinklab.__version__}, a laboratory for attention sinks in language models.",
-        _numbers(recipe, [row for row in read_history(run / "metrics.jsonl") if row.step <= step]),
+        _numbers(recipe, [row for row in history if row.step <= step]),
         _loading(form),
         *_warnings(recipe),
         f"## Recipe\n\n```yaml\n{recipe.to_yaml()}```\n",

@@ -7,7 +7,7 @@ modeling_sinklab.py where transformers does not know the architecture.
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +20,8 @@ from sinklab.export.card import model_card
 from sinklab.export.forms import CODE, form_of
 from sinklab.export.tokenizer import write_tokenizer
 from sinklab.files import is_full, write_text
-from sinklab.train.directory.run import load_run
+from sinklab.train.directory.history import Evaluation, read_history
+from sinklab.train.directory.run import TrainedRun, load_run
 
 MODELING = "sinklab.model.huggingface.modeling"
 
@@ -60,7 +61,18 @@ def export_run(run: Path, directory: Path) -> Exported:
         SinklabError: no valid checkpoint, or the disk is full or not writable; nothing is left behind.
     """
     _check_free(directory)
-    found = load_run(run)
+    return write_directory(load_run(run), read_history(run / "metrics.jsonl"), directory)
+
+
+def write_directory(found: TrainedRun, history: Sequence[Evaluation], directory: Path) -> Exported:
+    """The same of a run that is loaded.
+
+    Args:
+        history: its evaluations, for the model card.
+
+    Raises:
+        SinklabError: the disk is full or not writable; nothing is left behind.
+    """
     tokenizer = load_tokenizer(str(found.tokenizer_path))
     tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     form, recipe = form_of(found.model, tokens), found.recipe
@@ -75,7 +87,7 @@ def export_run(run: Path, directory: Path) -> Exported:
         write_tokenizer(tokenizer, aside, recipe.data.bos, recipe.model.context)
         if not form.is_foreign:
             write_text(aside / f"{CODE}.py", bundled(MODELING))
-        write_text(aside / "README.md", model_card(recipe, found.step, run, form))
+        write_text(aside / "README.md", model_card(recipe, found.step, history, form))
     parameters = sum(parameter.numel() for parameter in found.model.parameters())
     code = None if form.is_foreign else f"{CODE}.py"
     return Exported(directory, form.architecture, code, found.step, parameters)
@@ -83,8 +95,9 @@ def export_run(run: Path, directory: Path) -> Exported:
 
 def _check_free(directory: Path) -> None:
     try:
-        if directory.exists() and not directory.is_dir():
-            raise InputError(f"{directory} is a file: give a new directory")
+        there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+        if not there.is_dir():
+            raise InputError(f"{there} is a file, so {directory} cannot be a directory: give a new one")
         if directory.is_dir() and any(directory.iterdir()):
             raise InputError(f"{directory} is not empty: give a new directory, or move away what is there")
     except OSError as error:

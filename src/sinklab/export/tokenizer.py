@@ -25,7 +25,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, bos: bool, context: int)
         folder / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            **{name: backend.id_to_token(number) for name, number in names.items()},
+            **{name: tokenizer.token(number) for name, number in names.items()},
             "model_max_length": context,
             "clean_up_tokenization_spaces": False,
         },
@@ -36,7 +36,7 @@ def _beginning(tokenizer: Tokenizer, bos: bool) -> InTurn:
     """What is added to a text's tokens. ByteLevel adds nothing: it is there because a processor must be."""
     if not bos:
         return InTurn([ByteLevel(trim_offsets=False)])
-    token = tokenizer.backend.id_to_token(tokenizer.bos_id)
+    token = tokenizer.token(tokenizer.bos_id)
     template = TemplateProcessing(
         single=f"{token}:0 $A:0", pair=f"{token}:0 $A:0 $B:1", special_tokens=[(token, tokenizer.bos_id)]
     )

@@ -9,9 +9,9 @@ from torch import Tensor
 from sinklab.errors import InputError
 from sinklab.measuring.driver import Watched, check_shape
 from sinklab.measuring.driver import measure as measure_watched
-from sinklab.measuring.exported import own_transformer
 from sinklab.measuring.given import check_causal_lm, token_matrix
 from sinklab.measuring.hooks import Progress
+from sinklab.measuring.huggingface.exported import own_transformer
 from sinklab.measuring.huggingface.turns import measured_in_turn
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.native import WatchedTransformer

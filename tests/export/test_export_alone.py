@@ -1,0 +1,133 @@
+"""Exported models in processes of their own: without sinklab, with its code from the directory, and registered."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from closeness import assert_close
+from exported_models import shaken_run, some_tokens, tokenizer_in
+from safetensors.torch import load_file
+
+import sinklab
+from sinklab.export.bundle import bundled
+from sinklab.export.directory import MODELING, write_directory
+from sinklab.interventions import VARIANTS
+
+WITHOUT_SINKLAB = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "sinklab":
+            raise ImportError(f"{name} is not there")
+sys.meta_path.insert(0, Refuse())
+import json, pathlib, torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folder, trusted, tokens = pathlib.Path(sys.argv[1]), sys.argv[2] == "trusted", torch.tensor(json.loads(sys.argv[3]))
+logits = {}
+for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+    model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=trusted)
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusted)
+    with torch.no_grad():
+        logits[path.name] = model(tokens).logits
+        new = [model.generate(tokens, max_new_tokens=5, do_sample=False, use_cache=cache) for cache in (True, False)]
+    assert torch.equal(*new), path.name
+    assert tokenizer("the sheep").input_ids
+save_file(logits, folder / "logits.safetensors")
+"""
+
+REGISTERED = {
+    "sinklab first": "import sinklab; from transformers import AutoModelForCausalLM",
+    "sinklab afterwards": "from transformers import AutoModelForCausalLM; import sinklab",
+    "in between": "from transformers import AutoConfig; import sinklab; from transformers import AutoModelForCausalLM",
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer_in(folder)
+    return folder / "tokenizer.json"
+
+
+def python(code: str, *args: str, home: Path) -> str:
+    environment = {**os.environ, "HF_HOME": str(home), "HF_MODULES_CACHE": str(home / "modules")}
+    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def loads_without_sinklab(variants: list[str], trusted: bool, tokenizer: Path, folder: Path) -> None:
+    """What a process that cannot import sinklab computes is what we do."""
+    runs = {variant: shaken_run(variant, tokenizer) for variant in variants}
+    for variant, run in runs.items():
+        write_directory(run, [], folder / "models" / variant)
+    tokens_BT = some_tokens(length=9)
+    python(
+        WITHOUT_SINKLAB,
+        str(folder / "models"),
+        "trusted" if trusted else "alone",
+        json.dumps(tokens_BT.tolist()),
+        home=folder / "home",
+    )
+    theirs = load_file(folder / "models" / "logits.safetensors")
+    with torch.no_grad():
+        for variant, run in runs.items():
+            assert_close(theirs[variant], run.model(tokens_BT), what=variant)
+
+
+def test_the_default_and_a_sink_logit_load_without_sinklab(tokenizer: Path, tmp_path: Path) -> None:
+    loads_without_sinklab(["softmax", "sink_logit", "off_by_one"], trusted=False, tokenizer=tokenizer, folder=tmp_path)
+
+
+def test_every_other_variant_loads_without_sinklab_from_the_code_beside_it(tokenizer: Path, tmp_path: Path) -> None:
+    loads_without_sinklab(list(VARIANTS), trusted=True, tokenizer=tokenizer, folder=tmp_path)
+
+
+@pytest.mark.parametrize("imports", REGISTERED.values(), ids=REGISTERED)
+def test_in_whatever_order_things_are_imported_the_auto_classes_know_the_model(
+    imports: str, tokenizer: Path, tmp_path: Path
+) -> None:
+    write_directory(shaken_run("k_biases", tokenizer), [], tmp_path / "model")
+    code = f"import sys; {imports}; print(type(AutoModelForCausalLM.from_pretrained(sys.argv[1])).__module__)"
+    assert python(code, str(tmp_path / "model"), home=tmp_path) == MODELING
+
+
+def test_the_config_alone_is_known_too(tokenizer: Path, tmp_path: Path) -> None:
+    write_directory(shaken_run("k_biases", tokenizer), [], tmp_path / "model")
+    code = "import sys, sinklab, transformers; print(transformers.AutoConfig.from_pretrained(sys.argv[1]).hidden_size)"
+    assert python(code, str(tmp_path / "model"), home=tmp_path) == "32"
+
+
+def test_a_model_with_the_code_beside_it_is_measured_as_our_own(tokenizer: Path, tmp_path: Path) -> None:
+    run = shaken_run("k_biases", tokenizer)
+    write_directory(run, [], tmp_path / "model")
+    code = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+import sinklab
+assert not type(model).__module__.startswith("sinklab")
+print(sinklab.measure(model, json.loads(sys.argv[2])).loss)
+"""
+    tokens_BT = some_tokens(length=9)
+    loss = float(python(code, str(tmp_path / "model"), json.dumps(tokens_BT.tolist()), home=tmp_path / "home"))
+    assert loss == pytest.approx(sinklab.measure(run.model, tokens_BT).loss, rel=1e-6)
+
+
+def test_the_code_in_one_file_imports_nothing_of_ours_and_says_from_which_module_each_part_is() -> None:
+    code = bundled(MODELING)
+    assert "from sinklab" not in code
+    assert "import sinklab" not in code
+    parts = [line for line in code.splitlines() if line.startswith("# sinklab.")]
+    assert parts[-1] == f"# {MODELING}"
+    assert len(parts) == len(set(parts))
+
+
+def test_a_module_that_does_not_exist_has_no_code() -> None:
+    with pytest.raises(ValueError, match=r"there is no module sinklab\.nowhere"):
+        bundled("sinklab.nowhere")

@@ -1,0 +1,137 @@
+"""`sinklab export`: what lies in the directory, that it measures as the run does, and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Run, on_one_line
+from safetensors.torch import load_file
+from trained_run import trained_run
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import sinklab
+from sinklab.errors import InputError, SinklabError
+from sinklab.export import directory as exporting
+from sinklab.export.directory import export_run
+
+FILES = {
+    "README.md",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
+
+
+@pytest.fixture(scope="module")
+def with_bos(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run of the default variant whose sequences begin with BOS, and a text."""
+    return trained_run(tmp_path_factory.mktemp("bos"), {"bos": True})
+
+
+@pytest.fixture(scope="module")
+def natural(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run with key biases, without BOS, and a text."""
+    return trained_run(tmp_path_factory.mktemp("natural"), {}, {"attention": {"bias": "k"}})
+
+
+@pytest.mark.parametrize("which", ["with_bos", "natural"])
+def test_an_exported_run_measures_as_the_run(
+    which: str, run: Run, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    there, text = request.getfixturevalue(which)
+    status, out, _ = run("export", there, "hf", "--json")
+    assert status == 0
+    document = json.loads(out)
+    assert document["directory"] == "hf"
+    assert document["step"] == 1
+    own_code = {"modeling_sinklab.py"} if document["code"] else set()
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == FILES | own_code
+    ours, theirs = (
+        json.loads(run("measure", place, "--text", text, "--sequences", 8, "--length", 16, "--json")[1])
+        for place in (there, "hf")
+    )
+    assert theirs["sink_rate"] == ours["sink_rate"]
+    assert theirs["sink_rate_bias"] == ours["sink_rate_bias"]
+    assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-5)
+    assert theirs["bos"] == ours["bos"] == (which == "with_bos")
+
+
+def test_the_tokenizer_begins_a_text_as_the_run_did(
+    with_bos: tuple[Path, Path], natural: tuple[Path, Path], tmp_path: Path
+) -> None:
+    for there, starts in ((with_bos[0], True), (natural[0], False)):
+        tokenizer = AutoTokenizer.from_pretrained(export_run(there, tmp_path / there.parent.name).directory)
+        assert (tokenizer("sheep jumps").input_ids[0] == tokenizer.bos_token_id) == starts
+        assert tokenizer.decode(tokenizer("sheep jumps", add_special_tokens=False).input_ids) == "sheep jumps"
+        assert tokenizer.eos_token == "<|endoftext|>"
+
+
+def test_the_model_card_says_what_was_measured_and_how_it_loads(
+    with_bos: tuple[Path, Path], natural: tuple[Path, Path], tmp_path: Path
+) -> None:
+    card = (export_run(with_bos[0], tmp_path / "llama").directory / "README.md").read_text()
+    last = json.loads((with_bos[0] / "metrics.jsonl").read_text().splitlines()[-1])
+    assert f"| {last['valid_loss']:.4f} |" in card
+    assert "Sink_1, percent of heads (eps 0.3, 4 sequences of 8 tokens)" in card
+    assert "LlamaForCausalLM" in card
+    assert "trust_remote_code" not in card
+    assert "kind: softmax" in card
+    own = (export_run(natural[0], tmp_path / "own").directory / "README.md").read_text()
+    assert "import sinklab  # or, without it, trust_remote_code=True" in own
+
+
+def test_a_run_in_progress_is_exported_at_its_newest_checkpoint(with_bos: tuple[Path, Path], tmp_path: Path) -> None:
+    shutil.copytree(with_bos[0], tmp_path / "run")
+    (tmp_path / "run" / "measurement.json").unlink()
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    done = export_run(tmp_path / "run", tmp_path / "hf")
+    assert done.step == 1
+    assert (
+        sum(tensor.numel() for tensor in load_file(tmp_path / "hf" / "model.safetensors").values()) == done.parameters
+    )
+    assert "At step" not in (tmp_path / "hf" / "README.md").read_text()
+
+
+def test_what_cannot_be_exported_is_a_sentence(with_bos: tuple[Path, Path], run: Run, tmp_path: Path) -> None:
+    command = on_one_line(run)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(with_bos[0], tmp_path / "begun")
+    shutil.rmtree(tmp_path / "begun" / "checkpoints")
+    for there, target, said in (
+        (with_bos[0], "full", "full is not empty: give a new directory, or move away what is there"),
+        (with_bos[0], "file", "file is a file, so file cannot be a directory: give a new one"),
+        (with_bos[0], "file/below", "file is a file, so file/below cannot be a directory"),
+        ("nowhere", "new", "nowhere is not a run directory: it has no recipe.yaml"),
+        ("begun", "new", "begun has no checkpoint yet"),
+    ):
+        status, out, err = command("export", there, target)
+        assert (status, out) == (2, "")
+        assert said in err
+    assert not (tmp_path / "new").exists()
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes.txt"]
+    assert command("export", with_bos[0], "empty")[0] == 0
+
+
+def test_a_disk_that_is_full_leaves_nothing_behind(
+    with_bos: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(exporting, "write_tokenizer", full)
+    with pytest.raises(SinklabError, match=r"No space left on device; free some space, or give another directory"):
+        export_run(with_bos[0], tmp_path / "hf")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_padding_cannot_be_measured_of_an_exported_model(natural: tuple[Path, Path], tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(export_run(natural[0], tmp_path / "hf").directory)
+    with pytest.raises(InputError, match="leave out attention_mask"):
+        sinklab.measure(model, torch.ones(2, 8, dtype=torch.long), attention_mask=torch.ones(2, 8).long())

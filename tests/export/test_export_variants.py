@@ -1,0 +1,123 @@
+"""Every variant of the catalogue as a model of transformers: the same logits, saved again, with a cache and without."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from closeness import assert_close
+from exported_models import CONTEXT, shaken_run, some_tokens, tokenizer_in
+from transformers import AutoModelForCausalLM
+
+from sinklab.errors import InputError
+from sinklab.export.directory import write_directory
+from sinklab.interventions import VARIANTS
+from sinklab.model.transformer import Transformer
+
+ALONE = {  # those that transformers knows: the default, also under what does not change the model, and sink logits
+    **dict.fromkeys(
+        ["softmax", "bos", "fixed_token", "random_tokens", "init_torch", "multi_query"], "LlamaForCausalLM"
+    ),
+    **dict.fromkeys(["weight_decay_half", "sgd", "muon", "schedule_flat", "schedule_wsd"], "LlamaForCausalLM"),
+    "heads_1": "LlamaForCausalLM",
+    "sink_logit": "GraniteSWAForCausalLM",
+    "off_by_one": "GraniteSWAForCausalLM",
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer_in(folder)
+    return folder / "tokenizer.json"
+
+
+def exported(variant: str, tokenizer: Path, folder: Path, **sizes: Any) -> tuple[Transformer, Any]:
+    """Our model and transformers'."""
+    run = shaken_run(variant, tokenizer, **sizes)
+    write_directory(run, [], folder)
+    return run.model, AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_transformers_computes_every_variant_as_we_do(variant: str, tokenizer: Path, tmp_path: Path) -> None:
+    ours, theirs = exported(variant, tokenizer, tmp_path / "one")
+    assert type(theirs).__name__ == ALONE.get(variant, "SinklabForCausalLM")
+    tokens_BT = some_tokens(length=20)
+    logits_BTV = theirs(tokens_BT).logits
+    assert_close(logits_BTV, ours(tokens_BT))
+
+    theirs.save_pretrained(tmp_path / "two")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "two")
+    assert torch.equal(again(tokens_BT).logits, logits_BTV)
+
+    with_cache, without = (
+        theirs.generate(some_tokens(length=3), max_new_tokens=14, do_sample=False, use_cache=cache, eos_token_id=None)
+        for cache in (True, False)
+    )
+    assert with_cache.shape == (2, 17)
+    assert torch.equal(with_cache, without)
+
+
+@torch.no_grad()
+def test_a_sink_logit_in_a_window_is_transformers_own_as_well(tokenizer: Path, tmp_path: Path) -> None:
+    run = shaken_run("sink_logit", tokenizer, attention={"mask": {"kind": "window", "width": 5}}, kv_heads=2)
+    assert write_directory(run, [], tmp_path / "one").architecture == "GraniteSWAForCausalLM"
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
+    assert_close(theirs(some_tokens(length=20)).logits, run.model(some_tokens(length=20)))
+
+
+@pytest.mark.parametrize("variant", ["prefix", "document", "sink_token"])
+@torch.no_grad()
+def test_beams_are_the_same_with_a_cache_as_without(variant: str, tokenizer: Path, tmp_path: Path) -> None:
+    _, theirs = exported(variant, tokenizer, tmp_path / "one")
+    with_cache, without = (
+        theirs.generate(some_tokens(), max_new_tokens=10, do_sample=False, num_beams=3, use_cache=cache)
+        for cache in (True, False)
+    )
+    assert torch.equal(with_cache, without)
+
+
+@torch.no_grad()
+def test_padding_on_the_right_changes_nothing_before_it(tokenizer: Path, tmp_path: Path) -> None:
+    ours, theirs = exported("k_biases", tokenizer, tmp_path / "one")
+    tokens_BT, mask_BT = some_tokens(length=8), torch.ones(2, 8, dtype=torch.long)
+    mask_BT[0, 5:] = 0
+    assert_close(theirs(tokens_BT, attention_mask=mask_BT).logits[:1, :5], ours(tokens_BT[:1, :5]))
+
+
+def test_the_loss_is_that_of_the_targets_a_run_counts(tokenizer: Path, tmp_path: Path) -> None:
+    ours, theirs = exported("prefix", tokenizer, tmp_path / "one")
+    tokens_BT = some_tokens(length=20)
+    assert_close(theirs(tokens_BT, labels=tokens_BT).loss, ours.loss(tokens_BT))
+
+
+def test_what_a_sinklab_model_cannot_do_is_refused(tokenizer: Path, tmp_path: Path) -> None:
+    _, theirs = exported("k_biases", tokenizer, tmp_path / "one")
+    tokens_BT, mask_BT = some_tokens(), torch.ones(2, 6, dtype=torch.long)
+    mask_BT[0, 0] = 0
+    with pytest.raises(InputError, match="padding before a token"):
+        theirs(tokens_BT, attention_mask=mask_BT)
+    with pytest.raises(InputError, match=r"attention_mask is \(2, 1, 6, 6\)"):
+        theirs(tokens_BT, attention_mask=torch.ones(2, 1, 6, 6))
+    with pytest.raises(InputError, match="output_attentions"):
+        theirs(tokens_BT, output_attentions=True)
+    with pytest.raises(InputError, match="give input_ids"):
+        theirs(tokens_BT, inputs_embeds=torch.zeros(2, 6, 32))
+
+
+@torch.no_grad()
+def test_a_cache_of_another_model_is_refused(tokenizer: Path, tmp_path: Path) -> None:
+    _, ours = exported("k_biases", tokenizer, tmp_path / "one")
+    _, llama = exported("softmax", tokenizer, tmp_path / "two")
+    cache = llama(some_tokens(), use_cache=True).past_key_values
+    with pytest.raises(InputError, match="DynamicCache was filled by another model"):
+        ours(some_tokens(), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_learned_positions_end_at_the_context(tokenizer: Path, tmp_path: Path) -> None:
+    _, theirs = exported("position_learnable", tokenizer, tmp_path / "one")
+    with pytest.raises(InputError, match=f"learned positions end at model.context {CONTEXT}"):
+        theirs.generate(some_tokens(), max_new_tokens=CONTEXT, do_sample=False, eos_token_id=None)
