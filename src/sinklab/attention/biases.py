@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 from sinklab.schema import Example, Kind, NeutralExample, Part
 
+ASIDE = -12.0
+"""A logit at which a bias takes next to nothing: 6e-6 of a row whose sum of exponentials is 1, and less of a larger."""
+
 
 class BiasPart(Kind):
     """What every bias tells the rules of combination."""
@@ -71,6 +74,10 @@ class KeyBias(BiasPart):
     learnable_dims: int | None = Field(
         default=None, ge=1, description="d_a: so many dimensions of the key are learned, the others are zero"
     )
+    start: float | None = Field(
+        default=None,
+        description="a learned number per query head is added to the key's logit and starts here; null: none is",
+    )
     value: Literal["zero"] | FixedValue = Field(default="zero", description="zero, or a fixed direction and norm")
     examples: ClassVar = {
         "k_biases": Example(),
@@ -97,6 +104,10 @@ class KeyValueBias(BiasPart):
     learnable_dims: int | None = Field(
         default=None, ge=1, description="d_a: so many dimensions of the key are learned, the others are zero"
     )
+    start: float | None = Field(
+        default=None,
+        description="a learned number per query head is added to the key's logit and starts here; null: none is",
+    )
     examples: ClassVar = {"kv_biases": Example(), "kv_biases_shared": Example({"shared": True})}
 
     def key_shape(self, kv_heads: int, head_width: int) -> tuple[int, int]:
@@ -121,6 +132,7 @@ class SinkLogit(BiasPart):
     """A learned logit s per query head in every row, with value zero (gpt-oss, 2508.10925): out * sigmoid(lse - s)."""
 
     kind: Literal["sink_logit"] = "sink_logit"
+    start: float | None = Field(default=None, description="s before training; null: 0")
     adds_logit: ClassVar[bool] = True
     examples: ClassVar = {"sink_logit": Example()}
 
@@ -146,6 +158,8 @@ class BiasParameters(nn.Module):
         value: learned, (G, D) or (1, D) when shared.
         fixed: a value that is not learned, the same for all heads.
         logit: (H,), a learned sink logit. Each is None where there is none.
+        offset: (H,), learned and added to the logit of the key.
+        initial: mean and std of those that the recipe has start somewhere.
     """
 
     def __init__(self, bias: Bias, kv_heads: int, head_width: int, heads: int) -> None:
@@ -155,6 +169,10 @@ class BiasParameters(nn.Module):
         self.key = None if key is None else nn.Parameter(torch.zeros(key))
         self.value = None if value is None else nn.Parameter(torch.zeros(value))
         self.logit = nn.Parameter(torch.zeros(heads)) if bias.kind == "sink_logit" else None
+        start = bias.start if bias.kind in ("k", "kv", "sink_logit") else None
+        offset = start is not None and key is not None
+        self.offset = nn.Parameter(torch.zeros(heads)) if offset else None
+        self.initial = {} if start is None else {"offset" if offset else "logit": (start, 0.0)}
         self.fixed = bias.value if bias.kind == "k" and bias.value != "zero" else None
 
     def key_per_head(self) -> Tensor | None:

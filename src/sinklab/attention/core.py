@@ -153,6 +153,7 @@ class AttentionCore(nn.Module):
             cap=None if self.softcap is None else softcap(self.softcap),
             position=None if self.position is None else self.position.score(),
             key_HD=self.bias.key_per_head(),
+            offset_H=self.bias.offset,
             logit_H=self.bias.logit_per_head(q_BHTD),
             value_HV=self.bias.value_per_head(),
             learned=self.learned,

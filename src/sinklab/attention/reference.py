@@ -29,6 +29,7 @@ class Explicit:
         allowed_BHTT: bool, which query sees which key of the sequence.
         key_HD, value_HV: of a bias key; the value is zero where the bias has none.
         logit_H: a sink logit, in the place of q.k_s.
+        added_H: what is added to the logit of a bias key, else zero.
         offset_HV: what a V bias adds to the output, else zero.
         softcap: of the scores, in nats.
         position: what the positional embedding does to a score.
@@ -42,6 +43,7 @@ class Explicit:
     key_HD: Tensor | None
     value_HV: Tensor
     logit_H: Tensor | None
+    added_H: Tensor
     offset_HV: Tensor
     softcap: float | None
     position: Score | None
@@ -69,6 +71,7 @@ class Explicit:
             extra_BHT1 = self.logit_H[:, None, None].expand(len(q), -1, q.shape[2], 1)
         elif self.key_HD is not None:
             extra_BHT1 = self._capped(q @ self.key_HD[:, part, None] / math.sqrt(q.shape[-1]))
+            extra_BHT1 = extra_BHT1 + self.added_H[:, None, None]
         else:
             return z_BHTT
         return torch.cat([extra_BHT1, z_BHTT], dim=-1)
@@ -127,6 +130,7 @@ def explicit(
         key_HD=key_HD,
         value_HV=value_HV,
         logit_H=q_BHTD.new_zeros(H) if bias.off_by_one else bias.logit,
+        added_H=q_BHTD.new_zeros(H) if bias.offset is None else bias.offset,
         offset_HV=value_HV if is_v_bias else torch.zeros_like(value_HV),
         softcap=softcap,
         position=position,

@@ -21,6 +21,7 @@ from sinklab.train.planning.capacity import check_fits
 from sinklab.train.planning.plan import TrainingPlan, memory_line, plan_of, sized
 from sinklab.train.recipe import Recipe, load_recipe
 from sinklab.train.replay import Replay, replay
+from sinklab.train.start import started
 from sinklab.train.track import Tracker, TrackerName, require, tracked
 from sinklab.train.world import World, joined_world
 
@@ -147,13 +148,13 @@ def replay_command(recipe: str, overrides: Iterable[str], out: Path | None, step
     with joined_world() as world:
         if world.size > 1:
             raise world.shared_error(InputError("--replay needs one process: start it without torchrun"))
-        loaded = load_recipe(recipe, overrides)
+        loaded = started(load_recipe(recipe, overrides))
         return replay(existing_run(loaded, _data(loaded, console), out), step)
 
 
 def _recipe(name: str, overrides: Iterable[str], world: World) -> Recipe:
     """The recipe, and its device made ready."""
-    recipe = load_recipe(name, overrides)
+    recipe = started(load_recipe(name, overrides))
     world.use(recipe.train.device)
     return recipe
 

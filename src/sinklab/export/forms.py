@@ -92,7 +92,7 @@ def _as_itself(model: Transformer, tokens: Mapping[str, int]) -> Form:
     from sinklab.model.huggingface.configuration import SinklabConfig
     from sinklab.model.huggingface.modeling import SinklabForCausalLM
 
-    config = SinklabConfig(model.config.model_dump(mode="json"), **tokens)
+    config = SinklabConfig(model.config.model_dump(mode="json", exclude={"init_from", "init_sha256"}), **tokens)
     config.auto_map = {
         "AutoConfig": f"{CODE}.{SinklabConfig.__name__}",
         "AutoModelForCausalLM": f"{CODE}.{SinklabForCausalLM.__name__}",

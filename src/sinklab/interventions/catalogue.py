@@ -21,6 +21,8 @@ NOT_INTERVENTIONS = {
     "model.ffn_width",
     "model.vocab_size",
     "model.context",
+    "model.init_from",
+    "model.init_sha256",
     "model.attention.backend",
     "model.attention.mask.eos_id",
     "data.tokenizer",

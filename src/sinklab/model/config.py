@@ -47,6 +47,10 @@ class ModelConfig(Part):
         default="concat", description="concat: [o_1 .. o_H] W; sum: (o_1 + .. + o_H) W with W of head width x width"
     )
     init: Init = DeclaredInit()
+    init_from: str | None = Field(
+        default=None, min_length=1, description="a Llama (directory, .gguf file, name on the hub) or a run: its weights"
+    )
+    init_sha256: str | None = Field(default=None, description="of those weights; a run sets it")
 
     @property
     def key_heads(self) -> int:

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from sinklab.attention.biases import NoBias
@@ -115,3 +116,54 @@ def to_llama(model: Transformer) -> "LlamaForCausalLM":
     llama = LlamaForCausalLM(LlamaConfig(**llama_config(model)))
     llama.load_state_dict(llama_weights(model))
     return llama.eval()
+
+
+def from_llama(llama: "LlamaForCausalLM") -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The model part of a recipe that computes a Llama, and the weights under our names.
+
+    Tied embeddings become two tensors with the same values.
+
+    Raises:
+        InputError: offsets in its projections, another activation, rotary frequencies that are scaled, or heads that
+            are not as wide as the model's width over their number: none of which ours has.
+    """
+    config = llama.config
+    rope = dict(config.rope_parameters or {})
+    head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    others = {
+        "attention_bias": (config.attention_bias, False),
+        "mlp_bias": (config.mlp_bias, False),
+        "hidden_act": (config.hidden_act, "silu"),
+        "rope_type": (rope.get("rope_type", "default"), "default"),
+        "head_dim": (head_width * config.num_attention_heads, config.hidden_size),
+    }
+    if wrong := [f"{key} is {is_} (ours: {must})" for key, (is_, must) in others.items() if is_ != must]:
+        raise InputError("not a Llama that a recipe can name: " + "; ".join(wrong))
+    model = {
+        "layers": config.num_hidden_layers,
+        "width": config.hidden_size,
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "ffn_width": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+        "context": config.max_position_embeddings,
+        "position": {"kind": "rotary", "theta": float(rope["rope_theta"])},
+        "norm": {"kind": "rmsnorm", "eps": config.rms_norm_eps},
+    }
+    theirs = {name: weight.detach().float() for name, weight in llama.state_dict().items()}
+    weights = {
+        "embedding.weight": theirs["model.embed_tokens.weight"],
+        "final_norm.weight": theirs["model.norm.weight"],
+        "head.weight": theirs["lm_head.weight"].clone(),
+    }
+    for i in range(config.num_hidden_layers):
+        of, ours = (lambda name, i=i: theirs[f"model.layers.{i}.{name}.weight"]), f"blocks.{i}"
+        weights |= {
+            f"{ours}.attention.qkv.weight": torch.cat([of(f"self_attn.{part}_proj") for part in "qkv"]),
+            f"{ours}.attention.out.weight": of("self_attn.o_proj"),
+            f"{ours}.ffn.up.weight": torch.cat([of("mlp.gate_proj"), of("mlp.up_proj")]),
+            f"{ours}.ffn.down.weight": of("mlp.down_proj"),
+            f"{ours}.attention_norm.weight": of("input_layernorm"),
+            f"{ours}.ffn_norm.weight": of("post_attention_layernorm"),
+        }
+    return model, weights

@@ -19,6 +19,7 @@ from sinklab.train.finite import FiniteCheck, NotFiniteError
 from sinklab.train.optim import build_optimizer, learning_rate
 from sinklab.train.parallel import local, share, whole
 from sinklab.train.prefetch import Prefetcher
+from sinklab.train.start import begin, load_start
 from sinklab.train.world import ALONE, World
 
 
@@ -38,7 +39,8 @@ class Updater:
         batches: this process's rows of every batch.
 
     Raises:
-        InputError: text too short for the recipe, or a batch that the processes cannot share equally.
+        InputError: text too short for the recipe, a batch that the processes cannot share equally, or a checkpoint to
+            start from that cannot be used.
     """
 
     def __init__(self, run: Run, world: World = ALONE, look: Callable[[], None] = lambda: None) -> None:
@@ -48,6 +50,8 @@ class Updater:
         self.batches = Prefetcher(lambda index: loader.batch(index, rows), self.device, self.recipe.train.steps)
         with _Looking(look):
             model = Transformer(self.recipe.model, self.recipe.seed)
+        if self.recipe.model.init_from is not None:
+            begin(model, load_start(self.recipe.model.init_from), run.dataset.tokenizer_path)
         self.model = model.to(self.device)
         with self.autocast():  # FSDP needs a forward pass
             self._shared = share(self.model, self.recipe.train.parallel, world)

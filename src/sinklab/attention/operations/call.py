@@ -26,6 +26,7 @@ class Call:
         cap: softcap of the scores, bias keys included.
         position: what the positional embedding does to the scores of the sequence's own keys.
         key_HD: the key of a bias.
+        offset_H: what is added to the logit of that key, behind the cap.
         logit_H: a sink logit; takes the place of q.k_s.
         value_HV: the value of the bias; None stands for zero.
         learned: the operation's own parameters.
@@ -38,6 +39,7 @@ class Call:
     cap: Score | None = None
     position: Score | None = None
     key_HD: Tensor | None = None
+    offset_H: Tensor | None = None
     logit_H: Tensor | None = None
     value_HV: Tensor | None = None
     learned: nn.Module | None = None
@@ -79,7 +81,8 @@ class Call:
         if self.key_HD is None:
             return None
         z_BHT = extra_logits(self.q_BHTD, self.key_HD, default_scale(self.q_BHTD))
-        return at_every_query(compose(self.cap, similarity), z_BHT, self.first)
+        offset = None if self.offset_H is None else Score(_plus_offset, (self.offset_H,))
+        return at_every_query(compose(self.cap, offset, similarity), z_BHT, self.first)
 
     def normaliser(self, similarity: Score | None) -> Tensor:
         """(B, H, T): the logarithm of the row sum of the similarity, bias key included."""
@@ -101,3 +104,7 @@ def at_every_query(score: Score | None, z_BHT: Tensor, first: int) -> Tensor:
     rows, heads = torch.arange(B, device=device).view(-1, 1, 1), torch.arange(H, device=device).view(-1, 1)
     queries, key = torch.arange(first, first + T, device=device), torch.zeros((), dtype=torch.long, device=device)
     return score(z_BHT, rows, heads, queries, key)
+
+
+def _plus_offset(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, offset_H: Tensor) -> Tensor:
+    return z + offset_H[h].to(z.dtype)
