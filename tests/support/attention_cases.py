@@ -35,6 +35,8 @@ BIASES: dict[str, Choice] = {
     "k_biases_two_dims": {"kind": "k", "learnable_dims": 2},
     "kv_biases_one_dim": {"kind": "kv", "learnable_dims": 1},
     "v_biases_shared": {"kind": "v", "shared": True},
+    "k_biases_start": {"kind": "k", "start": -1.5},
+    "kv_biases_start": {"kind": "kv", "start": 0.5, "shared": True},
 }
 MASKS: dict[str, Choice] = {
     "causal": {"kind": "causal"},

@@ -1,0 +1,233 @@
+"""`model.init_from`: a run that starts from a checkpoint, at its outputs, and goes on bit for bit."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from closeness import assert_close
+from conftest import Run, on_one_line
+from same_run import assert_same_run
+from tiny_gguf import as_gguf, llama, needed
+from tiny_models import text_file, tiny_model
+from trained_run import trained_run
+from transformers import AutoModelForCausalLM
+
+from sinklab.data.prepare import prepared
+from sinklab.errors import InputError
+from sinklab.model.transformer import Transformer
+from sinklab.train.directory.run import open_run
+from sinklab.train.loop import Trainer
+from sinklab.train.recipe import Recipe, build_recipe, load_recipe
+from sinklab.train.start import begin, load_start, started
+
+TRAINING: dict[str, Any] = {
+    "train": {"steps": 4, "batch_size": 4, "eval_every": 2, "save_every": 2, "eval_sequences": 4, "precision": "fp32"},
+    "metric": {"sequences": 4, "length": 16},
+}
+NEUTRAL: dict[str, dict[str, Any]] = {  # what is added
+    "nothing": {},
+    "a sink logit": {"attention": {"bias": "sink_logit"}},
+    "k biases": {"attention": {"bias": "k"}},
+    "kv biases": {"attention": {"bias": "kv"}},
+    "v biases": {"attention": {"bias": "v"}},
+    "a gate per head": {"gate": "head"},
+    "a gate per element": {"gate": "element"},
+    "a gate of values": {"gate": "value"},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama(tmp_path_factory.mktemp("llama"), bos=True)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return text_file(tmp_path_factory.mktemp("text") / "text.jsonl", documents=60)
+
+
+def recipe_on(checkpoint: Path, model: dict[str, Any], text: Path | None = None) -> Recipe:
+    data = {"data": {"source": str(text), "valid_fraction": 0.2}} if text else {}
+    return started(build_recipe({"model": {"context": 32, "init_from": str(checkpoint), **model}, **TRAINING, **data}))
+
+
+def begun(checkpoint: Path, model: dict[str, Any]) -> Transformer:
+    made = Transformer(recipe_on(checkpoint, model).model).eval()
+    begin(made, load_start(str(checkpoint)), checkpoint / "tokenizer.json")
+    return made
+
+
+def some_tokens(length: int = 20) -> torch.Tensor:
+    return torch.randint(320, (2, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("added", NEUTRAL)
+@torch.no_grad()
+def test_the_start_has_the_outputs_of_the_checkpoint_whatever_is_added(added: str, checkpoint: Path) -> None:
+    expected = AutoModelForCausalLM.from_pretrained(checkpoint)(some_tokens()).logits
+    # A sink logit of -12 takes 6e-6 of a row of sum 1; everything else changes nothing but by rounding.
+    tolerance = 5e-5 if added in ("a sink logit", "k biases", "kv biases") else 1e-5
+    assert_close(begun(checkpoint, NEUTRAL[added])(some_tokens()), expected, tolerance)
+
+
+@torch.no_grad()
+def test_gates_that_are_added_to_a_run_of_ours_leave_its_outputs_bit_for_bit(checkpoint: Path) -> None:
+    plain, gated = (begun(checkpoint, NEUTRAL[added]) for added in ("nothing", "a gate per head"))
+    assert torch.equal(plain(some_tokens()), gated(some_tokens()))
+
+
+def test_a_gate_that_is_added_can_be_learned(checkpoint: Path) -> None:
+    model = begun(checkpoint, NEUTRAL["a gate per head"])
+    model.loss(some_tokens()).backward()
+    gradient = model.get_parameter("blocks.0.attention.output_gate.linear.weight").grad
+    assert gradient is not None
+    assert gradient.abs().sum() > 0
+
+
+def test_sizes_and_tokenizer_that_a_recipe_leaves_open_are_the_checkpoints(checkpoint: Path) -> None:
+    recipe = recipe_on(checkpoint, NEUTRAL["k biases"])
+    model = recipe.model
+    assert (model.layers, model.width, model.heads, model.kv_heads, model.ffn_width) == (2, 64, 4, 2, 96)
+    assert model.context == 32
+    assert recipe.data.tokenizer == str(checkpoint)
+    assert model.attention.bias.kind == "k"
+    assert model.attention.bias.start == -12
+    assert started(recipe) == recipe
+
+
+def test_a_bias_may_start_elsewhere(checkpoint: Path) -> None:
+    model = begun(checkpoint, {"attention": {"bias": {"kind": "sink_logit", "start": -3.0}}})
+    assert model.get_parameter("blocks.1.attention.core.bias.logit").tolist() == [-3.0] * 4
+
+
+def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    recipe = recipe_on(checkpoint, NEUTRAL["a sink logit"], text)
+    dataset = prepared(recipe.data, tmp_path / "cache")
+    Trainer(open_run(recipe, dataset, tmp_path / "whole")).train()
+    seen: list[int] = []
+    stopped = Trainer(
+        open_run(recipe, dataset, tmp_path / "parts"),
+        watch=lambda report: seen.append(report.step),
+        should_stop=lambda: 3 in seen,
+    )
+    assert stopped.train().step == 3
+    assert Trainer(open_run(recipe, dataset, tmp_path / "parts")).train().status == "done"
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+    first = json.loads((tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["sink_rate_bias"] == 0
+
+
+def test_a_run_of_ours_is_a_start_as_well(tmp_path: Path) -> None:
+    there, text = trained_run(tmp_path, {})
+    recipe = started(
+        build_recipe(
+            {
+                "model": {"init_from": str(there), "gate": "element"},
+                "data": {"source": str(text), "valid_fraction": 0.2},
+                **TRAINING,
+            }
+        )
+    )
+    assert (recipe.model.width, recipe.model.context) == (16, 16)
+    trainer = Trainer(open_run(recipe, prepared(recipe.data, tmp_path / "cache"), tmp_path / "out"))
+    ours = trainer.model
+    theirs = load_start(str(there))
+    assert torch.equal(ours.embedding.weight, theirs.weights["embedding.weight"])
+    expected = theirs.weights["blocks.0.attention.out.weight"] * 2
+    assert torch.equal(ours.get_parameter("blocks.0.attention.out.weight"), expected)
+    assert trainer.train().status == "done"
+
+
+def test_which_weights_a_run_starts_from_is_part_of_its_hash_and_not_where_they_lie(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(checkpoint, tmp_path / "copy")
+    shutil.copytree(checkpoint, tmp_path / "other")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    with torch.no_grad():
+        model.model.norm.weight[0] += 1
+    model.save_pretrained(tmp_path / "other")
+    here, copy, other = (
+        recipe_on(path, {}).content_hash("d") for path in (checkpoint, tmp_path / "copy", tmp_path / "other")
+    )
+    assert here == copy
+    assert other != here
+    scratch = build_recipe(
+        {"model": recipe_on(checkpoint, {}).model.model_dump(exclude={"init_from", "init_sha256"}), **TRAINING}
+    )
+    assert scratch.content_hash("d") != here
+
+
+def test_runs_from_before_there_was_such_a_start_are_the_runs_they_were() -> None:
+    before = {"k": "c84f02767c36cf2e", "kv": "7414608d881ecfa2", "sink_logit": "e9d860ebd563696f"}
+    for bias, known in before.items():
+        assert load_recipe("tiny-128", [f"model.attention.bias={bias}"]).content_hash("d") == known
+        begun_elsewhere = load_recipe("tiny-128", [f"model.attention.bias={{kind: {bias}, start: -3}}"])
+        assert begun_elsewhere.content_hash("d") != known
+
+
+def test_a_gguf_file_is_a_start(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed()
+    monkeypatch.setenv("SINKLAB_CACHE", str(tmp_path / "cache"))
+    path = as_gguf(checkpoint, tmp_path / "tiny.gguf")
+    from_file, from_directory = (load_start(str(place)).weights for place in (path, checkpoint))
+    assert from_file.keys() == from_directory.keys()
+    for name, tensor in from_file.items():
+        assert_close(tensor, from_directory[name], what=name)
+
+
+def test_starts_that_cannot_be_are_sentences(checkpoint: Path, text: Path, run: Run, tmp_path: Path) -> None:
+    command = on_one_line(run)
+    (tmp_path / "recipe.yaml").write_text(
+        f"data: {{source: {text}, valid_fraction: 0.2}}\nmetric: {{length: 16, sequences: 4}}\n"
+    )
+    other = tiny_model(tmp_path / "gpt2")
+    for changes, said in (
+        (["model.init_from=nowhere/at/all"], "nowhere/at/all is not a directory"),
+        ([f"model.init_from={other}"], "is a gpt2: give a Llama, or a run directory of sinklab"),
+        (
+            [f"model.init_from={checkpoint}", "model.layers=3", "model.ffn_width=7"],
+            "model.layers is 3 here and 2 there, model.ffn_width is 7 here and 96 there. Leave these keys out",
+        ),
+        ([f"model.init_from={checkpoint}", "model.ffn=relu"], "it is not the same architecture"),
+        (
+            [
+                f"model.init_from={checkpoint}",
+                "model.attention.operation=elu_kernel",
+                "model.attention.bias={kind: kv, start: 0}",
+            ],
+            "a kernel without logits",
+        ),
+        (
+            [f"model.init_from={checkpoint}", "data.tokenizer=train:300"],
+            "another tokenizer than that of model.init_from",
+        ),
+        (
+            [
+                f"model.init_from={checkpoint}",
+                "model.init_sha256=abc",
+                "model.layers=2",
+                "model.width=64",
+                "model.heads=4",
+                "model.ffn_width=96",
+            ],
+            "have changed since",
+        ),
+    ):
+        sets = [part for change in changes for part in ("--set", change)]
+        status, out, err = command("train", tmp_path / "recipe.yaml", *sets, "--out", tmp_path / "out")
+        assert (status, out) == (2, "")
+        assert said in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_llama_with_scaled_frequencies_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path / "scaled")
+    config = json.loads((tmp_path / "scaled" / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    (tmp_path / "scaled" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="rope_type is linear"):
+        load_start(str(tmp_path / "scaled"))
