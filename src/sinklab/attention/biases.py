@@ -25,6 +25,12 @@ class BiasPart(Kind):
     """What every bias tells the rules of combination."""
 
     adds_logit: ClassVar[bool] = False  # a logit that is not a product with a key
+    may_start: ClassVar[bool] = False  # whether `start` says where its logit begins
+
+    @property
+    def starts_at(self) -> float | None:
+        """`start`; None where it is not given, or there is no such value."""
+        return getattr(self, "start", None)
 
     @property
     def without_value(self) -> bool:
@@ -70,6 +76,7 @@ class KeyBias(BiasPart):
     """A learned key with a fixed value, zero unless said otherwise: K biases."""
 
     kind: Literal["k"] = "k"
+    may_start: ClassVar[bool] = True
     shared: bool = Field(default=False, description="one bias for all heads instead of one per head")
     learnable_dims: int | None = Field(
         default=None, ge=1, description="d_a: so many dimensions of the key are learned, the others are zero"
@@ -100,6 +107,7 @@ class KeyValueBias(BiasPart):
     """A learned key and a learned value: KV biases."""
 
     kind: Literal["kv"] = "kv"
+    may_start: ClassVar[bool] = True
     shared: bool = Field(default=False, description="one bias for all heads instead of one per head")
     learnable_dims: int | None = Field(
         default=None, ge=1, description="d_a: so many dimensions of the key are learned, the others are zero"
@@ -132,6 +140,7 @@ class SinkLogit(BiasPart):
     """A learned logit s per query head in every row, with value zero (gpt-oss, 2508.10925): out * sigmoid(lse - s)."""
 
     kind: Literal["sink_logit"] = "sink_logit"
+    may_start: ClassVar[bool] = True
     start: float | None = Field(default=None, description="s before training; null: 0")
     adds_logit: ClassVar[bool] = True
     examples: ClassVar = {"sink_logit": Example()}
@@ -169,7 +178,7 @@ class BiasParameters(nn.Module):
         self.key = None if key is None else nn.Parameter(torch.zeros(key))
         self.value = None if value is None else nn.Parameter(torch.zeros(value))
         self.logit = nn.Parameter(torch.zeros(heads)) if bias.kind == "sink_logit" else None
-        start = bias.start if bias.kind in ("k", "kv", "sink_logit") else None
+        start = bias.starts_at
         offset = start is not None and key is not None
         self.offset = nn.Parameter(torch.zeros(heads)) if offset else None
         self.initial = {} if start is None else {"offset" if offset else "logit": (start, 0.0)}

@@ -81,7 +81,7 @@ class AttentionConfig(Part):
             raise ValueError(
                 f"bias {bias.kind} adds a logit to the row, and operation {name} is a kernel without logits"
             )
-        if bias.kind in ("k", "kv") and bias.start is not None and not operation.has_logits:
+        if bias.starts_at is not None and not operation.has_logits:
             raise ValueError(
                 f"bias.start is added to the logit of the bias key, and operation {name} is a kernel without logits"
             )

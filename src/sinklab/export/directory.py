@@ -17,7 +17,7 @@ from sinklab.data.tokenizers import load_tokenizer
 from sinklab.errors import InputError, SinklabError
 from sinklab.export.bundle import bundled
 from sinklab.export.card import model_card
-from sinklab.export.forms import CODE, form_of
+from sinklab.export.forms import CODE, SpecialTokens, form_of
 from sinklab.export.tokenizer import write_tokenizer
 from sinklab.files import is_full, write_text
 from sinklab.train.directory.history import Evaluation, read_history
@@ -74,7 +74,7 @@ def write_directory(found: TrainedRun, history: Sequence[Evaluation], directory:
         SinklabError: the disk is full or not writable; nothing is left behind.
     """
     tokenizer = load_tokenizer(str(found.tokenizer_path))
-    tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    tokens = SpecialTokens(tokenizer.bos_id, tokenizer.eos_id)
     form, recipe = form_of(found.model, tokens), found.recipe
     with _written_aside(directory) as aside:
         from safetensors.torch import save_file
@@ -82,7 +82,7 @@ def write_directory(found: TrainedRun, history: Sequence[Evaluation], directory:
 
         form.config.update({"architectures": [form.architecture], "dtype": "float32"})
         form.config.save_pretrained(aside)
-        GenerationConfig(**tokens).save_pretrained(aside)
+        GenerationConfig(bos_token_id=tokens.bos, eos_token_id=tokens.eos).save_pretrained(aside)
         save_file(form.weights, aside / "model.safetensors", metadata={"format": "pt"})
         write_tokenizer(tokenizer, aside, recipe.data.bos, recipe.model.context)
         if not form.is_foreign:

@@ -10,12 +10,12 @@ each, here all of them or none. gpt-oss has the same logit, but its feed-forward
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from sinklab.attention.biases import BiasParameters
 from sinklab.model.llama import differences, llama_sizes, llama_weights
 from sinklab.model.transformer import Transformer
 
@@ -24,6 +24,14 @@ if TYPE_CHECKING:
 
 CODE = "modeling_sinklab"  # the module that stands beside the weights of a variant that transformers does not know
 SINK_LOGITS = ("sink_logit", "off_by_one")
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Ids of the tokens that begin and end a text."""
+
+    bos: int
+    eos: int
 
 
 @dataclass(frozen=True)
@@ -43,11 +51,11 @@ class Form:
     is_foreign: bool
 
 
-def form_of(model: Transformer, tokens: Mapping[str, int]) -> Form:
+def form_of(model: Transformer, tokens: SpecialTokens) -> Form:
     """The simplest form that computes the model exactly.
 
     Args:
-        tokens: `bos_token_id` and `eos_token_id`, for the config.
+        tokens: for the config.
     """
     other = differences(model.config)
     if not other:
@@ -62,37 +70,44 @@ def _has_sink_logit(model: Transformer) -> bool:
     return attention.bias.kind in SINK_LOGITS and attention.mask.kind in ("causal", "window")
 
 
-def _as_llama(model: Transformer, tokens: Mapping[str, int]) -> Form:
+def _as_llama(model: Transformer, tokens: SpecialTokens) -> Form:
     from transformers import LlamaConfig
 
-    config = LlamaConfig(**llama_sizes(model.config), **tokens)
+    config = LlamaConfig(**llama_sizes(model.config), bos_token_id=tokens.bos, eos_token_id=tokens.eos)
     return Form(config, "LlamaForCausalLM", llama_weights(model), is_foreign=True)
 
 
-def _as_granite(model: Transformer, tokens: Mapping[str, int]) -> Form:
+def _as_granite(model: Transformer, tokens: SpecialTokens) -> Form:
     from transformers import GraniteSWAConfig
 
     mask, layers = model.config.attention.mask, model.config.layers
     config = GraniteSWAConfig(
         **llama_sizes(model.config),
-        **tokens,
+        bos_token_id=tokens.bos,
+        eos_token_id=tokens.eos,
         attention_multiplier=1 / math.sqrt(model.config.head_width),
         layer_types=["sliding_attention" if mask.kind == "window" else "full_attention"] * layers,
         sliding_window=mask.width if mask.kind == "window" else model.config.context,  # it must be a number
     )
     weights = llama_weights(model)
     for i in range(layers):
-        core = model.get_submodule(f"blocks.{i}.attention.core.bias")
-        sinks = core.logit_per_head(model.embedding.weight)
+        bias = model.get_submodule(f"blocks.{i}.attention.core.bias")
+        assert isinstance(bias, BiasParameters)
+        sinks = bias.logit_per_head(model.embedding.weight)
+        assert sinks is not None
         weights[f"model.layers.{i}.self_attn.sinks"] = sinks.detach().contiguous()
     return Form(config, "GraniteSWAForCausalLM", weights, is_foreign=True)
 
 
-def _as_itself(model: Transformer, tokens: Mapping[str, int]) -> Form:
+def _as_itself(model: Transformer, tokens: SpecialTokens) -> Form:
     from sinklab.model.huggingface.configuration import SinklabConfig
     from sinklab.model.huggingface.modeling import SinklabForCausalLM
 
-    config = SinklabConfig(model.config.model_dump(mode="json", exclude={"init_from", "init_sha256"}), **tokens)
+    config = SinklabConfig(
+        model.config.model_dump(mode="json", exclude={"init_from", "init_sha256"}),
+        bos_token_id=tokens.bos,
+        eos_token_id=tokens.eos,
+    )
     config.auto_map = {
         "AutoConfig": f"{CODE}.{SinklabConfig.__name__}",
         "AutoModelForCausalLM": f"{CODE}.{SinklabForCausalLM.__name__}",

@@ -17,7 +17,7 @@ from sinklab.model.transformer import Transformer
 from sinklab.schema import Part
 
 if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM
+    from transformers import LlamaForCausalLM, PreTrainedModel
 
 
 def llama_config(model: Transformer) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def to_llama(model: Transformer) -> "LlamaForCausalLM":
     return llama.eval()
 
 
-def from_llama(llama: "LlamaForCausalLM") -> tuple[dict[str, Any], dict[str, Tensor]]:
+def from_llama(llama: "PreTrainedModel") -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The model part of a recipe that computes a Llama, and the weights under our names.
 
     Tied embeddings become two tensors with the same values.
@@ -128,7 +128,7 @@ def from_llama(llama: "LlamaForCausalLM") -> tuple[dict[str, Any], dict[str, Ten
             are not as wide as the model's width over their number: none of which ours has.
     """
     config = llama.config
-    rope = dict(config.rope_parameters or {})
+    rope: dict[str, Any] = dict(config.rope_parameters or {})
     head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     others = {
         "attention_bias": (config.attention_bias, False),

@@ -127,7 +127,7 @@ def started(recipe: Recipe) -> Recipe:
     model: dict[str, Any] = {key: start.model[key] for key in OPEN if key in start.model and key not in given}
     model["init_sha256"] = start.sha256()
     bias, operation = recipe.model.attention.bias, recipe.model.attention.operation
-    if bias.kind in ("k", "kv", "sink_logit") and bias.start is None and operation.has_logits:
+    if bias.may_start and bias.starts_at is None and operation.has_logits:
         model["attention"] = {"bias": {"start": ASIDE}}
     overlay: dict[str, Any] = {"model": model}
     if "tokenizer" not in recipe.data.model_fields_set:

@@ -15,12 +15,12 @@ def own_transformer(model: Any) -> Transformer | None:
     """
     if isinstance(model, Transformer):
         return model
-    held = getattr(model, "transformer", None)
-    if not isinstance(model, nn.Module) or getattr(getattr(model, "config", None), "model_type", "") != "sinklab":
+    config, held = getattr(model, "config", None), getattr(model, "transformer", None)
+    if not isinstance(model, nn.Module) or config is None or getattr(config, "model_type", "") != "sinklab":
         return None
     if isinstance(held, Transformer) or not isinstance(held, nn.Module):
         return held if isinstance(held, Transformer) else None
     first = next(held.parameters())
-    own = Transformer(ModelConfig.model_validate(model.config.model)).to(first.device, first.dtype)
+    own = Transformer(ModelConfig.model_validate(config.model)).to(first.device, first.dtype)
     own.load_state_dict(held.state_dict())
     return own.eval()

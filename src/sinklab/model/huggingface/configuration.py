@@ -33,6 +33,7 @@ class SinklabConfig(PreTrainedConfig):
         for name, ours in DERIVED.items():
             others.pop(name, None)
             setattr(self, name, self.model.get(ours))
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
-        super().__init__(**({"tie_word_embeddings": False} | others))
+        if self.model.get("kv_heads") is None:
+            self.num_key_value_heads = self.model.get("heads")
+        others.setdefault("tie_word_embeddings", False)
+        super().__init__(**others)

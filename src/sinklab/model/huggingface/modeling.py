@@ -30,7 +30,7 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = SinklabConfig
     base_model_prefix = "transformer"
     main_input_name = "input_ids"
-    _no_split_modules = ("DecoderBlock",)
+    _no_split_modules = ["DecoderBlock"]  # noqa: RUF012  as transformers declares it
 
     def __init__(self, config: SinklabConfig) -> None:
         super().__init__(config)
@@ -92,7 +92,7 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
         output = CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=past)  # type: ignore[arg-type]
         return output.to_tuple() if return_dict is False else output
 
-    def prepare_inputs_for_generation(
+    def prepare_inputs_for_generation(  # type: ignore[override]
         self, input_ids: Tensor, past_key_values: Past | None = None, **others: Any
     ) -> dict[str, Any]:
         """The tokens that the cache does not have yet, and what `forward` takes."""
