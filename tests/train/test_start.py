@@ -224,6 +224,12 @@ def test_starts_that_cannot_be_are_sentences(checkpoint: Path, text: Path, run: 
     assert not (tmp_path / "out").exists()
 
 
+def test_a_recipe_that_does_not_know_its_weights_begins_no_run(checkpoint: Path) -> None:
+    model = Transformer(recipe_on(checkpoint, {}).model.model_copy(update={"init_sha256": None}))
+    with pytest.raises(InputError, match="does not know its weights yet"):
+        begin(model, load_start(str(checkpoint)), checkpoint / "tokenizer.json")
+
+
 def test_a_llama_with_scaled_frequencies_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoint, tmp_path / "scaled")
     config = json.loads((tmp_path / "scaled" / "config.json").read_text())

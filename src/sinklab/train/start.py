@@ -165,8 +165,13 @@ def begin(model: Transformer, start: Start, tokenizer_path: Path) -> list[str]:
         The names of the tensors that are new.
 
     Raises:
-        InputError: other weights than the recipe knows, another tokenizer, or tensors of other shapes.
+        InputError: other weights than the recipe knows, or none that it knows, another tokenizer, or tensors of other shapes.
     """
+    if model.config.init_sha256 is None:
+        raise InputError(
+            f"model.init_from {start.name}: the recipe does not know its weights yet, which `sinklab train` fills in: "
+            "give the recipe.yaml of a run that has begun"
+        )
     if model.config.init_sha256 != start.sha256():
         raise InputError(
             f"the weights of model.init_from {start.name} are not those that the recipe knows (model.init_sha256): "
