@@ -165,7 +165,8 @@ def begin(model: Transformer, start: Start, tokenizer_path: Path) -> list[str]:
         The names of the tensors that are new.
 
     Raises:
-        InputError: other weights than the recipe knows, or none that it knows, another tokenizer, or tensors of other shapes.
+        InputError: other weights than the recipe knows, or none that it knows, another tokenizer, or tensors of other
+            shapes.
     """
     if model.config.init_sha256 is None:
         raise InputError(
