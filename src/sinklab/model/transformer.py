@@ -6,8 +6,6 @@ It is trained and measured as it is. Probes attach from outside: to the blocks f
 B batch, T tokens, L = leading + T positions, E width, D head width, V vocabulary.
 """
 
-from itertools import repeat
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -81,8 +79,8 @@ class Transformer(nn.Module):
             dtype = accumulate_dtype(x_BLE.dtype)
             rotary = rotary_tables(length, width, position.theta, x_BLE.device, first - self.leading, dtype=dtype)
         places = Places(rotary, self._documents(tokens_BT if past is None else past.extend(tokens_BT)))
-        for block, kept in zip(self.blocks, repeat(None) if past is None else past.layers, strict=False):
-            x_BLE = block(x_BLE, places, kept)
+        for index, block in enumerate(self.blocks):
+            x_BLE = block(x_BLE, places) if past is None else block(x_BLE, places, past.layers[index])
         return self.final_norm(x_BLE[:, leading:])
 
     def new_past(self) -> Past:
