@@ -10,7 +10,7 @@ from sinklab.assessing.caches import RollingCache
 from sinklab.assessing.eviction import HeavyHitters, RandomKeys
 from sinklab.assessing.layers import Change, LayerAttention
 from sinklab.assessing.own import OwnPatient
-from sinklab.assessing.reading import Reading
+from sinklab.assessing.reading import Reader
 from sinklab.errors import InputError
 from sinklab.measuring.hooks import evaluating
 
@@ -50,10 +50,10 @@ def test_heavy_hitters_are_those_of_a_cache_that_is_kept_token_by_token(variant:
 
 
 def test_a_cache_as_long_as_the_text_gives_the_ordinary_loss() -> None:
-    reading = Reading(patient(), some_tokens())
-    before = reading.unchanged.effect()
+    reader = Reader(patient(), some_tokens())
+    before = reader.unchanged.effect()
     for change in (RollingCache(20, 0), RollingCache(20, 4), HeavyHitters(20), RandomKeys(20, seed=1)):
-        after = reading.under(change).effect()
+        after = reader.under(change).effect()
         assert after.loss == pytest.approx(before.loss, rel=1e-9)
         assert after.kl == pytest.approx(0, abs=1e-9)
 

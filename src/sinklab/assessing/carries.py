@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sinklab.assessing.documents import Carried, Carries, Keys, Shift
 from sinklab.assessing.layers import Change, LayerAttention, Patient
-from sinklab.assessing.reading import Reading, Step
+from sinklab.assessing.reading import Reader, Step
 from sinklab.assessing.selections import SelectedKeys
 from sinklab.attention.biases import extra_logits
 from sinklab.attention.blocks import default_scale
@@ -149,28 +149,28 @@ def assess_carries(
     Raises:
         InputError: an operation whose scores cannot be changed one by one.
     """
-    reading = Reading(patient, tokens_NT, step)
+    reader = Reader(patient, tokens_NT, step)
     others: tuple[Keys, ...] = ("sink", "recent", "random")
     kinds: tuple[Keys, ...] = ("bias", *others) if has_bias(patient, tokens_NT) else others
-    found = [_carried(reading, SelectedKeys(keys, sink_keys, seed), shifts) for keys in kinds]
+    found = [_carried(reader, SelectedKeys(keys, sink_keys, seed), shifts) for keys in kinds]
     N, T = tokens_NT.shape
-    return Carries(sequences=N, length=T, unchanged=reading.unchanged.effect(), sink_keys=sink_keys, keys=found)
+    return Carries(sequences=N, length=T, unchanged=reader.unchanged.effect(), sink_keys=sink_keys, keys=found)
 
 
-def _carried(reading: Reading, selection: SelectedKeys, shifts: Sequence[float]) -> Carried:
+def _carried(reader: Reader, selection: SelectedKeys, shifts: Sequence[float]) -> Carried:
     shares = _Shares(selection)
-    reading.under(shares)
-    hidden = reading.under(HiddenKeys(selection)).effect()
+    reader.under(shares)
+    hidden = reader.under(HiddenKeys(selection)).effect()
     curve = [Shift(by=None, **hidden.model_dump())]
     for by in shifts:
         change: Change = ShiftedLogits(selection, by)
-        curve.append(Shift(by=by, **reading.under(change).effect().model_dump()))
+        curve.append(Shift(by=by, **reader.under(change).effect().model_dump()))
     return Carried(
         keys=selection.keys,
         share=shares.total / max(shares.rows, 1),
-        value_zeroed=reading.under(ZeroedValues(selection)).effect(),
+        value_zeroed=reader.under(ZeroedValues(selection)).effect(),
         hidden=hidden,
-        spread=reading.under(SpreadShares(selection)).effect(),
+        spread=reader.under(SpreadShares(selection)).effect(),
         shifted=curve,
     )
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from sinklab.assessing.caches import RollingCache
 from sinklab.assessing.documents import Evicted, Eviction
 from sinklab.assessing.layers import Change, LayerAttention, Patient
-from sinklab.assessing.reading import Reading, Step
+from sinklab.assessing.reading import Reader, Step
 from sinklab.attention.masks import Dense
 
 POLICIES = 5
@@ -117,7 +117,7 @@ def assess_eviction(
     Args:
         first: n, the first keys that are kept or barred; a sink token in front is the first of them.
     """
-    reading = Reading(patient, tokens_NT, step)
+    reader = Reader(patient, tokens_NT, step)
     found = []
     for budget in budgets:
         kept = min(first, budget - 1)
@@ -129,7 +129,7 @@ def assess_eviction(
             "random": RandomKeys(budget, seed),
         }
         for policy, change in policies.items():
-            effect = reading.under(change).effect()
+            effect = reader.under(change).effect()
             found.append(Evicted(policy=policy, budget=budget, **effect.model_dump()))
     N, T = tokens_NT.shape
-    return Eviction(sequences=N, length=T, unchanged=reading.unchanged.effect(), first=first, policies=found)
+    return Eviction(sequences=N, length=T, unchanged=reader.unchanged.effect(), first=first, policies=found)

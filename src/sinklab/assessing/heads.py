@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sinklab.assessing.documents import HeadKind, HeadRole, Heads
 from sinklab.assessing.layers import LayerAttention, Patient
-from sinklab.assessing.reading import Reading, Step
+from sinklab.assessing.reading import Reader, Step
 
 SHARE = 0.3
 NEGLIGIBLE = 0.25
@@ -88,8 +88,8 @@ def assess_heads(patient: Patient, tokens_NT: Tensor, step: Step) -> Heads:
     Raises:
         InputError: an operation whose scores cannot be told apart.
     """
-    reading, watch = Reading(patient, tokens_NT, step), _Watch()
-    reading.under(watch)
+    reader, watch = Reader(patient, tokens_NT, step), _Watch()
+    reader.under(watch)
     width = watch.layers[1].gram_HVV.shape[-1]
     roles = []
     for number, sums in sorted(watch.layers.items()):
@@ -114,7 +114,7 @@ def assess_heads(patient: Patient, tokens_NT: Tensor, step: Step) -> Heads:
     return Heads(
         sequences=N,
         length=T,
-        unchanged=reading.unchanged.effect(),
+        unchanged=reader.unchanged.effect(),
         sink="bias" if watch.bias else "first position",
         width=width,
         heads=roles,

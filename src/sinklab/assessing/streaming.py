@@ -8,7 +8,7 @@ from torch import Tensor
 from sinklab.assessing.caches import RollingCache
 from sinklab.assessing.documents import CachedReading, Placed, Streaming
 from sinklab.assessing.layers import Patient
-from sinklab.assessing.reading import Reading, Step
+from sinklab.assessing.reading import Reader, Step
 
 
 def assess_streaming(
@@ -19,19 +19,19 @@ def assess_streaming(
     Raises:
         InputError: a cache that holds no more keys than it keeps.
     """
-    reading = Reading(patient, tokens_NT, step)
+    reader = Reader(patient, tokens_NT, step)
     caches = []
     for size in sizes:
         for first in kept:
             if first >= size:
                 continue
-            effect = reading.under(RollingCache(size, first, in_cache=positions == "cache")).effect()
+            effect = reader.under(RollingCache(size, first, in_cache=positions == "cache")).effect()
             perplexity = math.exp(effect.loss) if effect.loss < 700 else None
             caches.append(CachedReading(cache=size, first=first, perplexity=perplexity, **effect.model_dump()))
     return Streaming(
         sequences=len(tokens_NT),
         length=tokens_NT.shape[1],
-        unchanged=reading.unchanged.effect(),
+        unchanged=reader.unchanged.effect(),
         positions=positions,
         caches=caches,
     )

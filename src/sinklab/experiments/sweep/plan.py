@@ -15,6 +15,7 @@ from sinklab.interventions.variants import VARIANTS
 from sinklab.schema import leaves
 from sinklab.train.directory.run import resolve
 from sinklab.train.recipe import DATA_ORIGIN, KINDS, Recipe, build_recipe, recipe_text
+from sinklab.train.start import started
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def plan_sweep(questions: Sequence[Question], overlay: Mapping[str, Any]) -> Swe
 
 
 def cells_of(question: Question, overlay: Mapping[str, Any]) -> dict[str, SweepCell]:
-    """The cells of one experiment; raises as `plan_sweep`."""
+    """The cells of one experiment; raises as `plan_sweep`, and InputError where a checkpoint to start from is of no use."""
     experiment, scale = question.experiment, question.scale
     check_scale(experiment, scale)
     diverging = {
@@ -135,7 +136,7 @@ def cells_of(question: Question, overlay: Mapping[str, Any]) -> dict[str, SweepC
     found = {}
     for name, overlays in experiment.cells_at(scale).items():
         top = {"name": name, "seed": 0}
-        recipe = build_recipe(values, *overlays, overlay, top, origin=f"cell {name} of {experiment.id}")
+        recipe = started(build_recipe(values, *overlays, overlay, top, origin=f"cell {name} of {experiment.id}"))
         may_diverge = name in diverging or any(_may_diverge(one) for one in overlays)
         found[name] = SweepCell(name, recipe, change_of(recipe, base, overlays), question.seeds, may_diverge)
     return found
