@@ -123,7 +123,7 @@ def plan_sweep(questions: Sequence[Question], overlay: Mapping[str, Any]) -> Swe
 
 
 def cells_of(question: Question, overlay: Mapping[str, Any]) -> dict[str, SweepCell]:
-    """The cells of one experiment; raises as `plan_sweep`, and InputError where a checkpoint to start from is of no use."""
+    """The cells of one experiment; raises as `plan_sweep`, and where a checkpoint to start from is of no use."""
     experiment, scale = question.experiment, question.scale
     check_scale(experiment, scale)
     diverging = {
