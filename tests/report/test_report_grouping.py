@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from report_fixtures import make_run
+from report_fixtures import make_measurement, make_run
 
 from sinklab.errors import InputError
 from sinklab.report.collect import collect
@@ -105,3 +105,8 @@ def test_runs_in_folders_named_by_their_hash_are_called_by_their_name(tmp_path: 
     data = collect([tmp_path])
     assert data.cells == ["k_biases", f"k_biases-{2:016x}"]
     assert len(data.runs_of("k_biases")) == 2
+
+
+def test_one_model_measured_twice_is_one_model(tmp_path: Path) -> None:
+    measured = [make_measurement(tmp_path / name, model="tiny") for name in ("natural", "random")]
+    assert "Two measurements of one model" in headline(collect(measured))[0]

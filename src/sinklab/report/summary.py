@@ -232,12 +232,15 @@ def _what_was_done(data: ReportData, rows: list[CellRow], trained: list[Reported
 
 
 def _subject(data: ReportData) -> str:
+    names = {run.measurement.model for run in data.runs if run.measurement and run.measurement.model}
     models = counted(len(data.runs), "model").capitalize()
     match data.only_suite:
         case DomainsDocument() as document:
             return f"{Path(document.model).name} on {counted(len(data.runs), 'domain')}"
         case ComparisonDocument():
             return f"{models} on the same text"
+    if names and len(names) < len(data.runs):
+        return f"{counted(len(data.runs), 'measurement').capitalize()} of {counted(len(names), 'model')}"
     return models
 
 

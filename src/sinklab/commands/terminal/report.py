@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sinklab.experiments.definition import SCALES
 from sinklab.experiments.documents import JudgedClaim
 from sinklab.report.data import ReportData
 from sinklab.report.experiments.comparison import compared
@@ -56,7 +57,7 @@ def print_experiment(sweep: Sweep, name: str, console: Console) -> None:
 def compared_table(sweep: Sweep, name: str) -> Table:
     """A line per cell: seeds, and of each number ours with its 95 % interval, and the paper's."""
     experiment, found = sweep.experiments[name], compared(sweep, name)
-    title = printable(f"{name} at {experiment.scale}: {experiment.title}")
+    title = printable(f"{name} {where(experiment.scale)}: {experiment.title}")
     table = Table(title=Text(title), title_justify="left", header_style="bold", box=SIMPLE_HEAD)
     table.add_column("Cell", overflow="fold", min_width=8)
     table.add_column("Seeds", justify="right")
@@ -113,13 +114,18 @@ def _cells(columns: list[tuple[str, str]], rows: list[list[str]], kept: int) -> 
     return drawn
 
 
+def where(scale: str) -> str:
+    """`at tiny`; of an experiment on an existing model, `in` its name."""
+    return f"{'at' if scale in SCALES else 'in'} {scale}"
+
+
 def claims_table(claims: Sequence[JudgedClaim]) -> Table:
     """One line per claim: verdict with its scale, what is claimed, evidence."""
     table = Table(title="Claims", title_justify="left", header_style="bold", box=SIMPLE_HEAD)
     for name in ("Verdict", "Claim", "Evidence"):
         table.add_column(name, overflow="fold")
     for claim in claims:
-        said = f"{claim.verdict} at {claim.scale}" if claim.scale else claim.verdict
+        said = f"{claim.verdict} {where(claim.scale)}" if claim.scale else claim.verdict
         table.add_row(
             Text(printable(said), style=VERDICT_STYLES.get(claim.verdict, "bold yellow")),
             Text(printable(claim.said)),
