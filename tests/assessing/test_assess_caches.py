@@ -10,7 +10,7 @@ from sinklab.assessing.caches import RollingCache
 from sinklab.assessing.eviction import HeavyHitters, RandomKeys
 from sinklab.assessing.layers import Change, LayerAttention
 from sinklab.assessing.own import OwnPatient
-from sinklab.assessing.reading import Reader
+from sinklab.assessing.reading import PairedReader
 from sinklab.errors import InputError
 from sinklab.measuring.hooks import evaluating
 
@@ -50,7 +50,7 @@ def test_heavy_hitters_are_those_of_a_cache_that_is_kept_token_by_token(variant:
 
 
 def test_a_cache_as_long_as_the_text_gives_the_ordinary_loss() -> None:
-    reader = Reader(patient(), some_tokens())
+    reader = PairedReader(patient(), some_tokens())
     before = reader.unchanged.effect()
     for change in (RollingCache(20, 0), RollingCache(20, 4), HeavyHitters(20), RandomKeys(20, seed=1)):
         after = reader.under(change).effect()

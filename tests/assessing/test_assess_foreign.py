@@ -15,7 +15,7 @@ from sinklab.assessing.caches import RollingCache
 from sinklab.assessing.eviction import HeavyHitters
 from sinklab.assessing.foreign import ForeignPatient
 from sinklab.assessing.layers import as_it_is
-from sinklab.assessing.reading import Reader
+from sinklab.assessing.reading import PairedReader
 from sinklab.errors import InputError
 from sinklab.measuring.hooks import evaluating
 
@@ -71,7 +71,7 @@ def test_learned_positions_are_fixed_and_end() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_whole_cache_changes_nothing(name: str) -> None:
-    reader = Reader(ForeignPatient(made(name), name), some_tokens(vocabulary=64))
+    reader = PairedReader(ForeignPatient(made(name), name), some_tokens(vocabulary=64))
     before = reader.unchanged.effect()
     for change in (RollingCache(20, 0), RollingCache(20, 3, in_cache=False), HeavyHitters(20)):
         assert reader.under(change).effect().loss == pytest.approx(before.loss, rel=1e-5)

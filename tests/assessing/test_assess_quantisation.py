@@ -10,7 +10,7 @@ from closeness import assert_close
 from sinklab.assessing.layers import as_it_is
 from sinklab.assessing.quantisation import assess_quantisation, outliers_by_block
 from sinklab.assessing.quantiser import LinearMap, linear_maps, on_grid, quantised, quantised_weight, watched_maxima
-from sinklab.assessing.reading import Reader
+from sinklab.assessing.reading import PairedReader
 
 TOKENS, OTHERS = some_tokens(2, 16), some_tokens(3, 12)[2:]
 
@@ -132,5 +132,5 @@ def test_outliers_are_counted_by_block() -> None:
 
 def test_quantising_nothing_changes_nothing() -> None:
     one = patient()
-    effect = Reader(one, TOKENS).under(as_it_is, quantised([], "int8 per channel", "full", {}, 0)).effect()
+    effect = PairedReader(one, TOKENS).under(as_it_is, quantised([], "int8 per channel", "full", {}, 0)).effect()
     assert effect.kl == pytest.approx(0, abs=1e-12)

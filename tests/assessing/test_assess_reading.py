@@ -8,7 +8,7 @@ from closeness import assert_close
 from sinklab.assessing.caches import RollingCache
 from sinklab.assessing.layers import LayerAttention, as_it_is
 from sinklab.assessing.length import assess_length
-from sinklab.assessing.reading import Reader
+from sinklab.assessing.reading import PairedReader
 from sinklab.assessing.streaming import assess_streaming
 from sinklab.errors import SinklabError
 
@@ -19,7 +19,7 @@ def test_loss_and_divergence_are_those_of_the_formulas() -> None:
     p = one.module(tokens).softmax(-1)
     with one.changed(RollingCache(3, 0)):
         q = one.module(tokens).softmax(-1)
-    found = Reader(one, tokens).under(RollingCache(3, 0))
+    found = PairedReader(one, tokens).under(RollingCache(3, 0))
     for n in range(len(tokens)):
         for t in range(1, tokens.shape[1]):
             loss = -q[n, t - 1, tokens[n, t]].log()
@@ -29,7 +29,7 @@ def test_loss_and_divergence_are_those_of_the_formulas() -> None:
 
 
 def test_an_effect_is_the_mean_over_the_targets_of_a_bucket() -> None:
-    found = Reader(patient(), some_tokens()).under(RollingCache(3, 0))
+    found = PairedReader(patient(), some_tokens()).under(RollingCache(3, 0))
     whole, part = found.effect(), found.effect(4, 6)
     assert whole.targets == 2 * 19
     assert part.targets == 2 * 2
@@ -48,7 +48,7 @@ def test_perplexity_is_the_exponential_of_the_loss() -> None:
 @torch.no_grad()
 def test_beyond_the_context_the_unchanged_model_reads_windows_of_it() -> None:
     one, tokens = patient(), some_tokens(1, 2 * CONTEXT + 5)
-    found = Reader(one, tokens).unchanged
+    found = PairedReader(one, tokens).unchanged
     first = one.module(tokens[:, :CONTEXT]).log_softmax(-1)
     second = one.module(tokens[:, CONTEXT // 2 : CONTEXT + CONTEXT // 2]).log_softmax(-1)
     assert float(found.loss_NP[0, 9]) == pytest.approx(-float(first[0, 9, tokens[0, 10]]), rel=1e-9)
@@ -61,7 +61,7 @@ def test_loss_beyond_the_context_stands_beside_that_within_it() -> None:
     one, tokens = patient(), some_tokens(2, 2 * CONTEXT)
     found = assess_length(one, tokens, lambda: None)
     assert [found.buckets[0].start, found.buckets[-1].stop] == [2, 2 * CONTEXT + 1]
-    whole = Reader(one, tokens).under(as_it_is)
+    whole = PairedReader(one, tokens).under(as_it_is)
     for before, after in zip(found.buckets, found.buckets[1:], strict=False):
         assert before.stop == after.start
     for bucket in found.buckets:
@@ -85,4 +85,4 @@ def test_a_change_that_computes_nan_is_an_error() -> None:
         return layer.output() * torch.nan
 
     with pytest.raises(SinklabError, match="NaN"):
-        Reader(patient(), some_tokens()).under(broken).effect()
+        PairedReader(patient(), some_tokens()).under(broken).effect()

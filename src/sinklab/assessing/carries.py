@@ -16,12 +16,10 @@ from torch import Tensor
 
 from sinklab.assessing.documents import Carried, Carries, Keys, Shift
 from sinklab.assessing.layers import Change, LayerAttention, Patient
-from sinklab.assessing.reading import Reader, Step
+from sinklab.assessing.reading import PairedReader, Step
 from sinklab.assessing.selections import SelectedKeys
-from sinklab.attention.biases import extra_logits
-from sinklab.attention.blocks import default_scale
 from sinklab.attention.masks import Dense
-from sinklab.attention.operations.call import Call, at_every_query
+from sinklab.attention.operations.call import Call
 from sinklab.attention.scores import Score, compose
 
 SHIFTS = (-8.0, -4.0, -2.0, -1.0, 1.0, 2.0, 4.0, 8.0)
@@ -104,16 +102,12 @@ class _WithShiftedBias(Call):
     by: float = 0.0
 
     def bias_logits(self, similarity: Score | None = None) -> Tensor | None:
-        B, H, L, _ = self.q_BHTD.shape
-        if self.logit_H is not None:
-            dtype = torch.promote_types(self.q_BHTD.dtype, torch.float32)
-            z_BHL = self.logit_H.to(dtype)[None, :, None].expand(B, H, L)
-        elif self.key_HD is not None:
-            z_BHL = extra_logits(self.q_BHTD, self.key_HD, default_scale(self.q_BHTD))
-            z_BHL = at_every_query(self.cap, z_BHL)
-        else:
-            return None
-        return at_every_query(similarity, z_BHL + self.by)
+        by = self.by
+
+        def shifted(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return z + by
+
+        return super().bias_logits(compose(Score(shifted), similarity))
 
 
 class _Shares:
@@ -149,7 +143,7 @@ def assess_carries(
     Raises:
         InputError: an operation whose scores cannot be changed one by one.
     """
-    reader = Reader(patient, tokens_NT, step)
+    reader = PairedReader(patient, tokens_NT, step)
     others: tuple[Keys, ...] = ("sink", "recent", "random")
     kinds: tuple[Keys, ...] = ("bias", *others) if has_bias(patient, tokens_NT) else others
     found = [_carried(reader, SelectedKeys(keys, sink_keys, seed), shifts) for keys in kinds]
@@ -157,7 +151,7 @@ def assess_carries(
     return Carries(sequences=N, length=T, unchanged=reader.unchanged.effect(), sink_keys=sink_keys, keys=found)
 
 
-def _carried(reader: Reader, selection: SelectedKeys, shifts: Sequence[float]) -> Carried:
+def _carried(reader: PairedReader, selection: SelectedKeys, shifts: Sequence[float]) -> Carried:
     shares = _Shares(selection)
     reader.under(shares)
     hidden = reader.under(HiddenKeys(selection)).effect()

@@ -3,11 +3,16 @@
 Losses and divergences are in nats per token. Positions and layers count from 1, a sink token in front as position 0.
 """
 
+from pathlib import Path
 from typing import Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, ValidationError
 
+from sinklab.errors import InputError
+from sinklab.files import parse_json
 from sinklab.schema import ReadDocument
+
+ASSESSMENT = "assessment.json"
 
 AssessPart = Literal["streaming", "quantisation", "eviction", "length", "carries", "heads"]
 Placed = Literal["cache", "text"]
@@ -230,3 +235,15 @@ class Assessment(ReadDocument):
     length: LossByLength | None = None
     carries: Carries | None = None
     heads: Heads | None = None
+
+
+def load_assessment(path: Path) -> Assessment:
+    """Read an assessment.json.
+
+    Raises:
+        InputError: it is not there or damaged.
+    """
+    try:
+        return Assessment.model_validate(parse_json(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, ValidationError) as error:
+        raise InputError(f"{path} cannot be read as an assessment ({error}): make it again in another --out") from error

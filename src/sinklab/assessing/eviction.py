@@ -20,7 +20,7 @@ from torch import Tensor
 from sinklab.assessing.caches import RollingCache
 from sinklab.assessing.documents import Evicted, Eviction
 from sinklab.assessing.layers import Change, LayerAttention, Patient
-from sinklab.assessing.reading import Reader, Step
+from sinklab.assessing.reading import PairedReader, Step
 from sinklab.attention.masks import Dense
 
 POLICIES = 5
@@ -117,7 +117,7 @@ def assess_eviction(
     Args:
         first: n, the first keys that are kept or barred; a sink token in front is the first of them.
     """
-    reader = Reader(patient, tokens_NT, step)
+    reader = PairedReader(patient, tokens_NT, step)
     found = []
     for budget in budgets:
         kept = min(first, budget - 1)

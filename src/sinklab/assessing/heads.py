@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sinklab.assessing.documents import HeadKind, HeadRole, Heads
 from sinklab.assessing.layers import LayerAttention, Patient
-from sinklab.assessing.reading import Reader, Step
+from sinklab.assessing.reading import PairedReader, Step
 
 SHARE = 0.3
 NEGLIGIBLE = 0.25
@@ -88,7 +88,7 @@ def assess_heads(patient: Patient, tokens_NT: Tensor, step: Step) -> Heads:
     Raises:
         InputError: an operation whose scores cannot be told apart.
     """
-    reader, watch = Reader(patient, tokens_NT, step), _Watch()
+    reader, watch = PairedReader(patient, tokens_NT, step), _Watch()
     reader.under(watch)
     width = watch.layers[1].gram_HVV.shape[-1]
     roles = []

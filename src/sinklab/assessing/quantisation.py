@@ -13,7 +13,7 @@ from torch import Tensor
 from sinklab.assessing.documents import Outliers, Quantisation, Quantised
 from sinklab.assessing.layers import Patient, as_it_is
 from sinklab.assessing.quantiser import Activations, Weights, linear_maps, quantised, watched_maxima
-from sinklab.assessing.reading import Reader, Step
+from sinklab.assessing.reading import PairedReader, Step
 from sinklab.measuring.hooks import evaluating, residual_stream
 from sinklab.measuring.metrics import token_norms
 from sinklab.measuring.statistics.stream import kurtosis
@@ -39,7 +39,7 @@ def assess_quantisation(
     """
     spared = patient.leading + sink_tokens
     maps = linear_maps(patient.blocks)
-    reader = Reader(patient, tokens_NT, step)
+    reader = PairedReader(patient, tokens_NT, step)
     maxima = {skipped: _calibrated(patient, calibration_NT, skipped, step) for skipped in (0, spared)}
     before = reader.unchanged.effect()
     found = []

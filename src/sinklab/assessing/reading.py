@@ -52,7 +52,7 @@ class ByPosition:
         return Effect(loss=loss, kl=max(kl, 0.0), targets=loss_NP.numel())
 
 
-class Reader:
+class PairedReader:
     """Sequences, and what the unchanged model makes of them.
 
     Args:

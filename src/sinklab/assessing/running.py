@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from torch import Tensor
 
 from sinklab.assessing.caches import RollingCache
 from sinklab.assessing.carries import SHIFTS, assess_carries, has_bias
-from sinklab.assessing.documents import Assessment, AssessPart
+from sinklab.assessing.documents import ASSESSMENT, Assessment, AssessPart, load_assessment
 from sinklab.assessing.eviction import POLICIES, HeavyHitters, assess_eviction
 from sinklab.assessing.heads import assess_heads
 from sinklab.assessing.layers import Change, LayerAttention, Patient
@@ -30,7 +30,6 @@ from sinklab.measuring.hooks import evaluating
 from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading
 from sinklab.outputs import check_results
 
-FILE = "assessment.json"
 CALIBRATED = 4  # sequences at most
 
 
@@ -89,7 +88,7 @@ def assess(
     """
     listener = listener or AssessListener()
     if out is not None:
-        check_results(out, (FILE,))
+        check_results(out, (ASSESSMENT,))
     admitted = admit(model, loading)
     settings = settings_for(admitted.patient, wanted)
     jobs, skipped = _jobs(admitted, text, settings, wanted)
@@ -123,18 +122,6 @@ def assess(
 def document(assessment: Assessment) -> dict[str, object]:
     """What assessment.json holds."""
     return assessment.model_dump(mode="json", by_alias=True)
-
-
-def load_assessment(path: Path) -> Assessment:
-    """Read an assessment.json.
-
-    Raises:
-        InputError: it is not there or damaged.
-    """
-    try:
-        return Assessment.model_validate(parse_json(path.read_text("utf-8")))
-    except (OSError, ValueError, ValidationError) as error:
-        raise InputError(f"{path} cannot be read as an assessment ({error}): make it again in another --out") from error
 
 
 def _jobs(
@@ -225,7 +212,7 @@ def _hash(admitted: Admitted, text: Path, settings: AssessSettings) -> str:
 
 def _continued(new: Assessment, out: Path | None) -> Assessment:
     """What an earlier call has left of the same assessment, or the new one."""
-    path = None if out is None else out / FILE
+    path = None if out is None else out / ASSESSMENT
     if path is None or not path.is_file() or not path.stat().st_size:
         return new
     before = load_assessment(path)
@@ -243,6 +230,6 @@ def _continued(new: Assessment, out: Path | None) -> Assessment:
 def _keep(found: Assessment, out: Path | None) -> None:
     if out is not None:
         try:
-            write_json(out / FILE, document(found))
+            write_json(out / ASSESSMENT, document(found))
         except SinklabError as error:
             raise UnsavedError(str(error), found) from error

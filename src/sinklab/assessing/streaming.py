@@ -8,7 +8,7 @@ from torch import Tensor
 from sinklab.assessing.caches import RollingCache
 from sinklab.assessing.documents import CachedReading, Placed, Streaming
 from sinklab.assessing.layers import Patient
-from sinklab.assessing.reading import Reader, Step
+from sinklab.assessing.reading import PairedReader, Step
 
 
 def assess_streaming(
@@ -19,7 +19,7 @@ def assess_streaming(
     Raises:
         InputError: a cache that holds no more keys than it keeps.
     """
-    reader = Reader(patient, tokens_NT, step)
+    reader = PairedReader(patient, tokens_NT, step)
     caches = []
     for size in sizes:
         for first in kept:

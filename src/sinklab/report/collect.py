@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from sinklab.assessing.documents import ASSESSMENT
 from sinklab.errors import InputError
 from sinklab.experiments.documents import CellSummary, JudgedClaim, Summary
 from sinklab.files import parse_json, parse_yaml
+from sinklab.report.assessing.assessed import read_assessments
 from sinklab.report.data import ReportData, ReportedRun, Suite, WrittenRecipe, model_name
 from sinklab.report.experiments.sweeps import Sweep, read_sweep
 from sinklab.report.grouping import grouped
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from sinklab.measuring.measurement import Measurement
 
 SEED_FOLDER = re.compile(r"seed_(\d+)")
-LOOKED_FOR = "recipe.yaml (a run), measurement.json (a measurement) or summary.json (a lab)"
+LOOKED_FOR = "recipe.yaml (a run), measurement.json (a measurement), assessment.json or summary.json (a lab)"
 READ_SCHEMA = Summary.model_fields["schema_version"].default
 """Of summary.json; one without a version is from before there were any, and is read, too."""
 
@@ -57,7 +59,9 @@ def collect(dirs: list[Path]) -> ReportData:
     suites = [suite for top in dirs for suite in _read_suites(top)]
     place = {suite.top / name: number for suite in suites for number, name in enumerate(suite.document.measured)}
     runs = sorted(grouped(runs, cells), key=lambda run: place.get(run.path, -1))
-    data = ReportData(dirs, runs, claims, cells, suites, sweeps)
+    swept = {sweep.top / run.directory for sweep in sweeps for run in sweep.runs if run.directory}
+    assessed = [one for top in dirs for one in read_assessments(top, swept)]
+    data = ReportData(dirs, runs, claims, cells, suites, sweeps, assessed)
     order = {cell: index for index, cell in enumerate(data.cells)}
     runs.sort(key=lambda run: (order[run.cell], run.seed or 0, str(run.path)))
     return data
@@ -77,7 +81,7 @@ def _collect_one(top: Path, summary: Summary) -> tuple[list[ReportedRun], Summar
     several = len(summary.experiments) > 1
     cell_of = {top / run.directory: name for name, cell in summary.cells.items() for run in cell.runs if run.directory}
     paths = [path for path in folders_with(top, _is_run_or_measurement) if not (several and path in cell_of)]
-    if not paths and not summary.cells:
+    if not paths and not summary.cells and not any(top.rglob(ASSESSMENT)):
         raise InputError(f"nothing to report in {top}: looked there and in the folders below it for {LOOKED_FOR}.")
     cells = {} if several else summary.cells
     claims = [claim for claim in summary.claims if claim.experiment not in summary.experiments]

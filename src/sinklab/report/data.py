@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from sinklab.experiments.documents import CellSummary, JudgedClaim
+from sinklab.report.assessing.assessed import Assessed
 from sinklab.report.experiments.sweeps import Sweep
 from sinklab.survey.documents import SuiteDocument
 from sinklab.train.directory.history import Evaluation
@@ -168,6 +169,7 @@ class ReportData:
         summary_cells: what the summaries say of the cells that these runs belong to, by name.
         suites: what commands that measure many say of their measurements.
         sweeps: whose experiments have a section each. Of a sweep of several experiments no run is among `runs`.
+        assessed: what was assessed, but for the runs of such a sweep.
     """
 
     dirs: list[Path]
@@ -176,6 +178,7 @@ class ReportData:
     summary_cells: dict[str, CellSummary] = field(default_factory=dict)
     suites: list[Suite] = field(default_factory=list)
     sweeps: list[Sweep] = field(default_factory=list)
+    assessed: list[Assessed] = field(default_factory=list)
 
     @property
     def cells(self) -> list[str]:

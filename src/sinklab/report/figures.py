@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from sinklab.report import charts
+from sinklab.report.assessing.figures import assessment_figures
 from sinklab.report.data import ReportData
 from sinklab.report.details_figures import details_figures
 from sinklab.report.figure import Figure
@@ -22,6 +23,7 @@ def figures(data: ReportData, width: int | str = "container") -> list[Figure]:
         *details_figures(data, width),
         _norm_ratio(data, width),
         _loss(data, width),
+        *assessment_figures(data.assessed, width),
     ]
     return [figure for figure in made if figure is not None]
 

@@ -24,6 +24,7 @@ import sinklab
 from sinklab.files import write_text
 from sinklab.outputs import REPORT, REPORT_MARK, check_report
 from sinklab.report import theme
+from sinklab.report.assessing.tables import assessment_tables
 from sinklab.report.collect import collect
 from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.experiments import dots
@@ -92,7 +93,7 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
         rows=rows,
         proxied=list(dict.fromkeys(run.cell for run, measured in data.measured if measured.proxy)),
         notes=[*((data.label(run), note) for run in data.runs for note in run.notes), *data.failures],
-        tables=tables(data),
+        tables=[*tables(data), *assessment_tables(data.assessed)],
         swatches=theme.colours(data.cells),
         figures=drawn,
         charts=Markup(

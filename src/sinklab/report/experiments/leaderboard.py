@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sinklab.experiments.documents import CellRun, CellSummary
+from sinklab.report.assessing.prices import PRICES, Price, comparable
 from sinklab.report.experiments.numbers import by_seed, estimate_of
 from sinklab.report.experiments.sweeps import Sweep
 
@@ -61,9 +62,14 @@ class Standing:
 
 @dataclass(frozen=True)
 class Leaderboard:
-    """The board, the lowest validation loss first."""
+    """The board, the lowest validation loss first.
+
+    Attributes:
+        assessed: whether some of its runs were.
+    """
 
     scale: str
+    assessed: bool
     columns: Sequence[BoardColumn]
     standings: Sequence[Standing]
 
@@ -82,6 +88,7 @@ def leaderboard(sweep: Sweep) -> Leaderboard | None:
         BoardColumn("Kurtosis", "largest block", 1, _quantity("kurtosis")),
         BoardColumn("Speed", "tokens / s", 0, _of_runs(lambda run: run.tokens_per_second)),
         BoardColumn("Memory", "peak, MB", 0, _of_runs(lambda run: run.peak_memory_mb)),
+        *(prices := _prices(sweep, names)),
     )
     cells = {cell: found for name in names for cell, found in sweep.cells_of(sweep.experiments[name]).items()}
     standings = [
@@ -93,7 +100,7 @@ def leaderboard(sweep: Sweep) -> Leaderboard | None:
         for name, cell in cells.items()
     ]
     standings.sort(key=_by_loss)
-    return Leaderboard(sweep.experiments[names[0]].scale, columns, standings)
+    return Leaderboard(sweep.experiments[names[0]].scale, bool(prices), columns, standings)
 
 
 def _by_loss(standing: Standing) -> tuple[bool, float]:
@@ -115,6 +122,25 @@ def _of_runs(value: Callable[[CellRun], float | None]) -> ScoreOf:
         return SeedScore(sum(found) / len(found), found) if found else None
 
     return score
+
+
+def _prices(sweep: Sweep, names: Sequence[str]) -> list[BoardColumn]:
+    """What `sinklab assess` has found out about the runs of some experiments."""
+    runs = [
+        run
+        for name in names
+        for cell in sweep.cells_of(sweep.experiments[name]).values()
+        for run in cell.runs
+        if run.hash
+    ]
+    found = comparable({run.hash: one for run in runs if (one := sweep.assessment(run)) is not None})
+
+    def column(price: Price) -> BoardColumn:
+        return BoardColumn(
+            price.title, price.unit, 3, _of_runs(lambda run: price.of(found[run.hash]) if run.hash in found else None)
+        )
+
+    return [column(price) for price in PRICES] if found else []
 
 
 def _retuned(sweep: Sweep, name: str) -> SeedScore | None:

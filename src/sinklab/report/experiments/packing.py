@@ -3,7 +3,7 @@
 summary.json, asked/, README.md     what was asked, what came out
 report.html, charts/*.svg           drawn from this folder alone
 NAME-HASH/record.json               how a run ended, with the checksums of the two files beside it
-NAME-HASH/recipe.yaml, metrics.jsonl.gz
+NAME-HASH/recipe.yaml, metrics.jsonl.gz, assessment.json
 
 The same sweep gives the same bytes.
 """
@@ -13,9 +13,10 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from sinklab.assessing.documents import ASSESSMENT
 from sinklab.errors import InputError
 from sinklab.experiments.documents import RECORD, SUMMARY, CellRun, Summary, read_record
-from sinklab.files import parse_json, parse_yaml, write_text, written_aside
+from sinklab.files import parse_json, parse_yaml, write_json, write_text, written_aside
 from sinklab.outputs import REPORT, check_results
 from sinklab.report.collect import collect
 from sinklab.report.experiments.readme import readme
@@ -26,7 +27,7 @@ from sinklab.schema import leaves
 
 RECIPE, METRICS = "recipe.yaml", "metrics.jsonl"
 PACKED = (RECIPE, METRICS)
-RUN_FILES = {RECIPE, f"{METRICS}.gz", RECORD}
+RUN_FILES = {RECIPE, f"{METRICS}.gz", RECORD, ASSESSMENT}
 ASKED, CHARTS = "asked", "charts"
 
 
@@ -110,6 +111,12 @@ def _pack_run(sweep: Sweep, run: CellRun, out: Path) -> None:
     metrics = _metrics(folder)
     if metrics is not None:
         _write(target / f"{METRICS}.gz", gzip.compress(metrics, mtime=0))
+    assessment = sweep.assessment(run)
+    if assessment is not None:
+        found = assessment.model_copy(
+            update={"model": run.directory, "asked": {**assessment.asked, "model": run.directory}}
+        )
+        write_json(target / ASSESSMENT, found.model_dump(mode="json", by_alias=True))
     record = read_record(folder)
     if record is not None:
         files = {name: record.files[name] for name in PACKED if name in record.files}

@@ -103,6 +103,7 @@ class ShownBoard:
     """The leaderboard as texts, ready to be sorted."""
 
     scale: str
+    assessed: bool
     columns: Sequence[tuple[str, str]]
     rows: Sequence[tuple[str, Sequence[ShownNumber]]]
 
@@ -208,7 +209,9 @@ def _board(board: Leaderboard) -> ShownBoard:
     ]
     kept = [index for index in range(len(board.columns)) if any(row[index].value is not None for _, row in rows)]
     columns = [(board.columns[index].title, board.columns[index].unit) for index in kept]
-    return ShownBoard(board.scale, columns, [(name, [row[index] for index in kept]) for name, row in rows])
+    return ShownBoard(
+        board.scale, board.assessed, columns, [(name, [row[index] for index in kept]) for name, row in rows]
+    )
 
 
 def _score(column: BoardColumn, score: SeedScore | None) -> ShownNumber:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sinklab.assessing.documents import ASSESSMENT, Assessment, load_assessment
 from sinklab.experiments.documents import CellRun, CellSummary, ExperimentSummary, JudgedClaim, Summary, read_record
 from sinklab.experiments.sweep.recording import edited
 from sinklab.files import parse_yaml
@@ -60,6 +61,15 @@ class Sweep:
         """
         folder = self.folder(run)
         return read_history(folder / "metrics.jsonl") if folder else ()
+
+    def assessment(self, run: CellRun) -> Assessment | None:
+        """What `sinklab assess RUN --out RUN` left in its directory, None where nothing.
+
+        Raises:
+            InputError: assessment.json is damaged.
+        """
+        folder = self.folder(run)
+        return load_assessment(folder / ASSESSMENT) if folder and (folder / ASSESSMENT).is_file() else None
 
     def learning_rate(self, run: CellRun) -> float | None:
         """Of its recipe, None where that is not on the disk."""

@@ -1,0 +1,1 @@
+"""What the report shows of an assessment: a table of everything that was done, and a figure for each part."""
