@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from closeness import assert_close
 from conftest import Run, on_one_line
 from same_run import assert_same_run
@@ -222,6 +223,40 @@ def test_starts_that_cannot_be_are_sentences(checkpoint: Path, text: Path, run: 
         assert (status, out) == (2, "")
         assert said in err
     assert not (tmp_path / "out").exists()
+
+
+def test_the_cells_of_an_experiment_start_from_the_checkpoint(
+    checkpoint: Path, text: Path, run: Run, tmp_path: Path
+) -> None:
+    recipe = {
+        "model": {"init_from": str(checkpoint), "context": 32},
+        "data": {"source": str(text), "valid_fraction": 0.2},
+        **TRAINING,
+    }
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(recipe))
+    experiment = {
+        "id": "continued_here",
+        "title": "A sink logit in a trained model",
+        "base": {"tiny": str(tmp_path / "base.yaml")},
+        "cells": {"plain": {}, "logit": {"model": {"attention": {"bias": "sink_logit"}}}},
+        "claims": [
+            {
+                "id": "harmless",
+                "text": "The logit costs nothing",
+                "check": {"is": "equal", "value": "valid_loss", "cell": "logit", "to": "plain", "margin": 5.0},
+            }
+        ],
+    }
+    (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(experiment))
+    out = tmp_path / "out"
+    status, _, err = on_one_line(run)("reproduce", tmp_path / "experiment.yaml", "--seeds", "1", "--out", out)
+    assert status == 0, err
+    begun = {
+        load_recipe(str(path), []).name: json.loads((path.parent / "metrics.jsonl").read_text().splitlines()[0])
+        for path in out.glob("*/recipe.yaml")
+    }
+    assert begun["logit"]["step"] == 0
+    assert begun["logit"]["valid_loss"] == pytest.approx(begun["plain"]["valid_loss"], rel=1e-4)
 
 
 def test_a_recipe_that_does_not_know_its_weights_begins_no_run(checkpoint: Path) -> None:
