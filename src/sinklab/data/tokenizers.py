@@ -64,7 +64,9 @@ class Tokenizer:
     def token(self, token_id: int) -> str:
         """A token as the vocabulary has it; one that was added as it was added, and not as a normaliser changes it."""
         added = self.backend.get_added_tokens_decoder().get(token_id)
-        return self.backend.id_to_token(token_id) if added is None else added.content
+        token = self.backend.id_to_token(token_id) if added is None else added.content
+        assert token is not None, f"{token_id} is no id of this vocabulary"
+        return token
 
     def save(self, directory: Path) -> Path:
         """Write tokenizer.json and tokenizer_config.json, as `AutoTokenizer` reads them; returns the former."""

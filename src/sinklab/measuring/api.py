@@ -100,6 +100,7 @@ def watched_model(model: "PreTrainedModel | Transformer") -> Watched:
     """
     if (own := own_transformer(model)) is not None:
         return WatchedTransformer(own)
+    assert not isinstance(model, Transformer)
     check_causal_lm(model)
     from sinklab.measuring.huggingface.pretrained import WatchedPretrained
 

@@ -11,18 +11,19 @@ ROW_HEIGHT = 30
 
 
 def over_numbers(
-    rows: ChartRows, x: alt.X, y: alt.Y, width: Width = 640, reference: float | None = None, what: str = ""
+    rows: ChartRows, across: tuple[str, alt.X], y: tuple[str, alt.Y], width: Width = 640, reference: float | None = None
 ) -> Drawing:
     """A line per series.
 
     Args:
         rows: `series, x, y, loss, kl`.
-        x, y: of the fields `x:Q` (or `x:O`) and `y:Q`.
+        across, y: of the fields `x:Q` (or `x:O`) and `y:Q`, each with its name in a tooltip.
         reference: of the unchanged model, a dashed line.
-        what: y is, in a tooltip.
     """
-    base = alt.Chart(alt.Data(values=list(rows))).encode(x=x, y=y, color=cell_colour(series_of(rows), "series"))
-    points = base.mark_point(size=46, opacity=1).encode(tooltip=_tooltip(str(x.to_dict()["title"]).lower(), what))
+    base = alt.Chart(alt.Data(values=list(rows))).encode(
+        x=across[1], y=y[1], color=cell_colour(series_of(rows), "series")
+    )
+    points = base.mark_point(size=46, opacity=1).encode(tooltip=_tooltip(across[0], y[0]))
     layers = [base.mark_line(), points]
     if reference is not None:
         dashed = alt.Chart(alt.Data(values=[{"y": reference}])).mark_rule(
@@ -48,7 +49,7 @@ def beside_each_other(rows: ChartRows, title: str, width: Width = 640) -> Drawin
         ),
         x=alt.X("y:Q", title=title, axis=alt.Axis(grid=False, tickCount=6)),
     )
-    tooltip = [alt.Tooltip("setting:N", title="setting"), *_tooltip(None, title)]
+    tooltip = [alt.Tooltip("setting:N", title="setting"), *_tooltip(None, "nats per token")]
     joined = base.mark_line(strokeWidth=1.2, opacity=0.35, color="currentColor").encode(detail="setting:N")
     points = base.mark_point(size=64, opacity=1).encode(color=cell_colour(series_of(rows), "series"), tooltip=tooltip)
     zero = alt.Chart(alt.Data(values=[{"y": 0}])).mark_rule(strokeDash=[2, 3], opacity=0.5).encode(x="y:Q")
@@ -96,7 +97,7 @@ def _tooltip(x: str | None, y: str) -> list[alt.Tooltip]:
     return [
         alt.Tooltip("series:N", title="what"),
         *across,
-        alt.Tooltip("y:Q", title=y.lower(), format=".4f"),
+        alt.Tooltip("y:Q", title=y, format=".4f"),
         alt.Tooltip("loss:Q", title="loss, nats", format=".4f"),
         alt.Tooltip("kl:Q", title="KL from the unchanged model", format=".4f"),
     ]

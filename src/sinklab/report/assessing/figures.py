@@ -80,7 +80,7 @@ def _streaming(part: Streaming, place: _Place) -> Figure:
         f"the most recent ones, positions as they are {where} (2309.17453). The dashed line is the unchanged model, "
         "which reads the text in windows of its context."
     )
-    chart = over_numbers(rows, x, y, place.width, math.exp(part.unchanged.loss), "perplexity")
+    chart = over_numbers(rows, ("keys", x), ("perplexity", y), place.width, math.exp(part.unchanged.loss))
     return place.figure("streaming", "Streaming through a rolling cache", caption, chart)
 
 
@@ -107,7 +107,7 @@ def _eviction(part: Eviction, place: _Place) -> Figure:
         f"What evicting keys adds to the loss of {before:.3f} ({part.sequences} x {part.length:,} tokens), by policy "
         "and budget; random keys are the control."
     )
-    chart = over_numbers(rows, x, alt.Y("y:Q", title=GROWTH, axis=_few()), place.width, what=GROWTH)
+    chart = over_numbers(rows, ("keys", x), ("nats added", _growth()), place.width)
     return place.figure("eviction", "Evicting keys", caption, chart)
 
 
@@ -128,7 +128,7 @@ def _length(part: LossByLength, place: _Place) -> Figure:
         "Bucket by bucket the two read the same targets."
     )
     return place.figure(
-        "length", "Loss beyond the context", caption, over_numbers(rows, x, y, place.width, what="loss")
+        "length", "Loss beyond the context", caption, over_numbers(rows, ("positions", x), ("loss", y), place.width)
     )
 
 
@@ -145,7 +145,7 @@ def _carries(part: Carries, place: _Place) -> Figure:
         "from nearly hidden to strong, and when those of as many recent and random keys are."
     )
     x = alt.X("x:Q", title="Shift of the logits", axis=alt.Axis(grid=False, format="+~g"))
-    chart = over_numbers(rows, x, alt.Y("y:Q", title=GROWTH, axis=_few()), place.width, what=GROWTH)
+    chart = over_numbers(rows, ("shift", x), ("nats added", _growth()), place.width)
     return place.figure("carries", "What the sink carries", caption, chart)
 
 
@@ -174,6 +174,10 @@ def _heads(part: Heads, place: _Place) -> Figure:
 
 def _row(series: str, x: float | str, effect: Effect) -> Mapping[str, object]:
     return {"series": series, "x": x, "loss": effect.loss, "kl": effect.kl}
+
+
+def _growth() -> alt.Y:
+    return alt.Y("y:Q", title=GROWTH, axis=_few())
 
 
 def _few(form: str = ",~r") -> alt.Axis:
