@@ -18,6 +18,7 @@ import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -121,22 +122,38 @@ def started(recipe: Recipe) -> Recipe:
     name = recipe.model.init_from
     if name is None or recipe.model.init_sha256 is not None:
         return recipe
-    start = load_start(name)
+    start = _described(name)
     _check_sizes(recipe, start)
     given = recipe.model.model_fields_set
     model: dict[str, Any] = {key: start.model[key] for key in OPEN if key in start.model and key not in given}
-    model["init_sha256"] = start.sha256()
+    model["init_sha256"] = start.sha256
     bias, operation = recipe.model.attention.bias, recipe.model.attention.operation
     if bias.may_start and bias.starts_at is None and operation.has_logits:
         model["attention"] = {"bias": {"start": ASIDE}}
     overlay: dict[str, Any] = {"model": model}
     if "tokenizer" not in recipe.data.model_fields_set:
-        source = start.tokenizer.source
-        overlay["data"] = {"tokenizer": source}
+        overlay["data"] = {"tokenizer": start.tokenizer}
     return build_recipe(recipe.model_dump(mode="json", exclude_unset=True), overlay, origin=f"the recipe on {name}")
 
 
-def _check_sizes(recipe: Recipe, start: Start) -> None:
+@dataclass(frozen=True)
+class _Described:
+    """What a recipe must know of a checkpoint: all but its weights."""
+
+    name: str
+    model: Mapping[str, Any]
+    sha256: str
+    tokenizer: str
+
+
+@cache
+def _described(name: str) -> _Described:
+    """Read once by each process: the cells of an experiment begin with the same checkpoint."""
+    start = load_start(name)
+    return _Described(start.name, start.model, start.sha256(), start.tokenizer.source)
+
+
+def _check_sizes(recipe: Recipe, start: _Described) -> None:
     """Refuse sizes that the recipe gives and the checkpoint does not have."""
     said = recipe.model.model_dump(mode="json", exclude_unset=True)
     theirs = leaves({key: start.model[key] for key in OPEN if key in start.model and key != "context"})
