@@ -98,6 +98,10 @@ def test_the_norm_ratio_is_the_first_position_over_the_mean_of_the_rest() -> Non
     assert first_to_rest(torch.tensor([[6.0, 1.0, 2.0, 3.0]])).tolist() == [3.0]
 
 
+def test_where_all_norms_are_zero_none_is_larger_than_another() -> None:
+    assert first_to_rest(torch.tensor([[0.0, 0.0, 0.0], [4.0, 2.0, 2.0]])).tolist() == [1.0, 2.0]
+
+
 def test_a_batch_that_a_full_card_cannot_hand_over_is_not_half_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     totals, batch = Accumulator((0.3,), 4), _batch(torch.full((2, 3, 1, 4), 0.5))
 

@@ -212,3 +212,13 @@ def test_the_result_says_what_it_is() -> None:
     assert (measured.model, measured.inputs, measured.bos, measured.eps) == ("tiny", "natural", True, 0.25)
     assert (measured.sequences, measured.length, measured.layers, measured.heads) == (5, LENGTH, 2, 4)
     assert measured.dtype == "float32"
+
+
+def test_a_layer_whose_keys_weight_decay_has_made_zero_is_measured() -> None:
+    model = own_model("softmax")
+    with torch.no_grad():
+        model.blocks[1].attention.qkv.weight.zero_()
+    measured = measure(model, own_tokens())
+    assert measured.key_norm_ratio is not None
+    assert measured.key_norm_ratio[1] == 1.0
+    assert measured.key_norm_ratio[0] != 1.0

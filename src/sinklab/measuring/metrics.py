@@ -63,9 +63,11 @@ def first_to_rest(norm_LT: Tensor) -> Tensor:
         norm_LT: mean l2 norm per layer and position, T >= 2.
 
     Returns:
-        ratio_L.
+        ratio_L; 1 where all are zero, as weight decay makes the keys of a layer that nothing is learned in: none is
+        larger than another.
     """
-    return norm_LT[..., 0] / norm_LT[..., 1:].mean(-1)
+    first_L, rest_L = norm_LT[..., 0], norm_LT[..., 1:].mean(-1)
+    return torch.where((first_L == 0) & (rest_L == 0), 1.0, first_L / rest_L)
 
 
 def token_norms(x: Tensor) -> Tensor:
