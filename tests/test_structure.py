@@ -15,6 +15,7 @@ FLOORS = (
     ("report",),
     ("experiments",),
     ("assessing",),
+    ("tuning",),
     ("survey",),
     ("interventions",),
     ("export",),

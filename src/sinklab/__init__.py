@@ -7,6 +7,7 @@
     watch.layers[0].importance_BHT                   # alpha of every head and position
 
     sinklab.Measurement.load("runs/m")               # one that `sinklab measure --out runs/m` has kept
+    Trainer(.., callbacks=[sinklab.SinkCallback(tokens)])     # the sink at every evaluation of transformers or trl
 
 Importing it brings in nothing heavy; the first use of a name does. help(sinklab.measure) says what it takes. From then
 on AutoModelForCausalLM and AutoConfig of transformers know the models that `sinklab export` writes.
@@ -19,11 +20,12 @@ from sinklab.imports import once_imported
 
 if TYPE_CHECKING:
     from sinklab.measuring.api import measure
+    from sinklab.measuring.huggingface.callback import SinkCallback
     from sinklab.measuring.huggingface.probe import probe
     from sinklab.measuring.measurement import Measurement
 
 __version__ = "0.1.0"
-__all__ = ["Measurement", "measure", "probe"]
+__all__ = ["Measurement", "SinkCallback", "measure", "probe"]
 
 
 def __getattr__(name: str) -> Any:
@@ -31,6 +33,8 @@ def __getattr__(name: str) -> Any:
         return import_module("sinklab.measuring.api").measure
     if name == "probe":
         return import_module("sinklab.measuring.huggingface.probe").probe
+    if name == "SinkCallback":
+        return import_module("sinklab.measuring.huggingface.callback").SinkCallback
     if name == "Measurement":
         return import_module("sinklab.measuring.measurement").Measurement
     raise AttributeError(f"module 'sinklab' has no attribute {name!r}")

@@ -29,6 +29,7 @@ KEYS = {
     "families.json": {"schema", "models"},
     "assessment.json": {"schema", "asked", "skipped"},
     "summary.json": {"cells", "claims"},
+    "sft.json": {"schema", "asked", "conversations"},
 }
 
 TABLES = {  # the first columns of each

@@ -14,6 +14,7 @@ from sinklab.commands.ending import end, stderr
 from sinklab.commands.export import export
 from sinklab.commands.measure import compare, measure
 from sinklab.commands.options import Json, Track
+from sinklab.commands.sft import sft
 from sinklab.signals import keeping_what_is_finished
 
 app = typer.Typer(
@@ -112,6 +113,7 @@ app.command("measure")(measure)
 app.command("compare")(compare)
 app.command("assess")(assess)
 app.command("export")(export)
+app.command("sft")(sft)
 
 
 app.command()(reproduce.experiments)

@@ -76,7 +76,7 @@ def write_directory(found: TrainedRun, history: Sequence[Evaluation], directory:
     tokenizer = load_tokenizer(str(found.tokenizer_path))
     tokens = SpecialTokens(tokenizer.bos_id, tokenizer.eos_id)
     form, recipe = form_of(found.model, tokens), found.recipe
-    with _written_aside(directory) as aside:
+    with whole_directory(directory) as aside:
         from safetensors.torch import save_file
         from transformers import GenerationConfig
 
@@ -105,8 +105,12 @@ def _check_free(directory: Path) -> None:
 
 
 @contextmanager
-def _written_aside(directory: Path) -> Iterator[Path]:
-    """A folder beside the directory, which takes its place in the end, or vanishes."""
+def whole_directory(directory: Path) -> Iterator[Path]:
+    """A folder beside the directory, new or empty, whose place it takes in the end; on failure it vanishes.
+
+    Raises:
+        SinklabError: the disk is full or not writable.
+    """
     aside: Path | None = None
     try:
         target = directory.resolve()

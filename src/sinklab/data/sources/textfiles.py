@@ -108,7 +108,30 @@ def _message(message: Any, where: str) -> Message:
     return message
 
 
+def read_conversations(path: Path) -> Iterator[tuple[list[Message], str]]:
+    """The conversations of a .jsonl file, each with where it stands.
+
+    Raises:
+        InputError: it is no .jsonl file, cannot be read, is not UTF-8, or a row is no conversation.
+    """
+    if path.suffix.lower() != ".jsonl" or not path.is_file():
+        raise InputError(
+            f'{path} is not a .jsonl file: give one whose rows have "messages" (a list of role and content)'
+        )
+    with _readable(path) as file:
+        for row, where in _rows(file, path):
+            if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
+                raise InputError(f'{where}: a row needs "messages", a list of role and content')
+            yield [_message(message, where) for message in row["messages"]], where
+
+
 def _jsonl_documents(file: TextIO, path: Path, render: Render) -> Iterator[str]:
+    for row, where in _rows(file, path):
+        yield row_text(row, where, render)
+
+
+def _rows(file: TextIO, path: Path) -> Iterator[tuple[Any, str]]:
+    """Each row as JSON has it, and where it stands."""
     for number, line in enumerate(file, start=1):
         if not line.strip():
             continue
@@ -117,7 +140,7 @@ def _jsonl_documents(file: TextIO, path: Path, render: Render) -> Iterator[str]:
             row = parse_json(line)
         except ValueError as error:
             raise InputError(f"{where}: not valid JSON ({error}); each line is one JSON object") from error
-        yield row_text(row, where, render)
+        yield row, where
 
 
 def _txt_pieces(file: TextIO) -> Iterator[tuple[str, bool]]:

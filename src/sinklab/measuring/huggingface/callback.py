@@ -1,0 +1,96 @@
+"""The sink metric at every evaluation of a training with transformers or trl."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+from transformers.training_args import TrainingArguments
+
+from sinklab.errors import InputError
+from sinklab.measuring.api import measure
+from sinklab.measuring.given import token_matrix
+from sinklab.measuring.measurement import Measurement
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+EVALUATION = "eval_"
+"""How the Trainer begins the names of what it logs of an evaluation."""
+
+
+class SinkCallback(TrainerCallback):
+    """Measures the model on the same tokens at every evaluation, and adds what it finds to what the Trainer logs.
+
+    Among the numbers of an evaluation there are then, also for `metric_for_best_model`:
+
+        eval_sink_1       Sink_1, percent of (sequence, layer, head) triples
+        eval_sink_bias    the same for an added bias, sink logit or sink token, where the model has one
+        eval_norm_ratio   norm of the first hidden state over the mean of the others', in the block where it is largest
+
+    Any Trainer takes it: `Trainer(.., callbacks=[SinkCallback(tokens)])`. W&B and TensorBoard, which the Trainer asks
+    before the callbacks of its user, see these numbers too after `callback.goes_first(trainer)`.
+
+    Args:
+        tokens: ids (sequences, length), as `sinklab.measure` takes them.
+        eps: threshold of the sink rate, a share of attention in (0, 1).
+        batch_size: sequences per forward pass; by default as many as fit the memory, at most 16.
+
+    Attributes:
+        measurement: the last one, whole; None before the first evaluation.
+
+    Raises:
+        InputError: tokens that are no ids.
+    """
+
+    def __init__(
+        self,
+        tokens: Tensor | np.ndarray | Sequence[Sequence[int]],
+        *,
+        eps: float = 0.3,
+        batch_size: int | None = None,
+    ) -> None:
+        self._tokens_NT = token_matrix(tokens)
+        self._eps, self._batch_size = eps, batch_size
+        self.measurement: Measurement | None = None
+
+    def goes_first(self, trainer: "Trainer") -> None:
+        """Stand before all other callbacks of the trainer, so that they see what this one adds.
+
+        Raises:
+            InputError: it is not among them, or the trainer was given another one.
+        """
+        callbacks = trainer.callback_handler.callbacks
+        if self not in callbacks:
+            raise InputError("this SinkCallback is not the trainer's: give it as Trainer(callbacks=[..]) first")
+        callbacks.remove(self)
+        callbacks.insert(0, self)
+
+    def on_log(  # type: ignore[override]  # transformers gives `logs` among the keywords
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Of an evaluation, which the names of its numbers tell: measure, and add to `logs` and to the history."""
+        if logs is None or not any(name.startswith(EVALUATION) for name in logs):
+            return
+        self.measurement = measure(model, self._tokens_NT, eps=self._eps, batch_size=self._batch_size, loss=False)
+        found = sink_numbers(self.measurement)
+        logs.update(found)
+        if state.log_history:
+            state.log_history[-1].update(found)
+
+
+def sink_numbers(measurement: Measurement) -> Mapping[str, float]:
+    """What a logger is told of a measurement."""
+    numbers = {
+        "sink_1": measurement.sink_rate[0],
+        "sink_bias": measurement.sink_rate_bias,
+        "norm_ratio": max(measurement.hidden_norm_ratio or (), default=None),
+    }
+    return {f"{EVALUATION}{name}": float(number) for name, number in numbers.items() if number is not None}

@@ -1,0 +1,1 @@
+"""Instruction tuning on conversations, with the sink beside the loss: docs/sft.md."""

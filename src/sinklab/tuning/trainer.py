@@ -1,0 +1,226 @@
+"""trl's SFTTrainer as sinklab uses it; imported only where trl is there.
+
+The conversations come tokenised, with labels at what the assistant says and IGNORED elsewhere, so that the trainer
+prepares nothing. It differs from SFTTrainer in two things:
+
+- A model of sinklab computes its own loss. trl would apply the head to the hidden states of the model below it, which
+  it calls as it calls those of transformers.
+- The validation loss is the mean over all tokens that count, not over batches, so it is the same for any batch.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from datasets import Dataset  # pyright: ignore[reportMissingImports]  # comes with trl, an extra that `dev` leaves out
+from transformers import Trainer
+from transformers.trainer_callback import PrinterCallback, TrainerCallback, TrainerControl, TrainerState
+from transformers.training_args import TrainingArguments
+from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
+
+from sinklab.errors import SinklabError
+from sinklab.measuring.huggingface.callback import EVALUATION, SinkCallback
+from sinklab.measuring.huggingface.exported import own_transformer
+from sinklab.model.loss import IGNORED
+from sinklab.tuning.checkpoints import mark_complete
+from sinklab.tuning.documents import METRICS, UPDATES, TuneEvaluation, TuneUpdate, write_rows
+from sinklab.tuning.settings import TuneSettings
+from sinklab.tuning.template import Spoken
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class TuneRecord(TrainerCallback):
+    """Collects updates and evaluations from what the Trainer logs, and writes them beside every checkpoint.
+
+    Args:
+        folder: of metrics.jsonl and updates.jsonl.
+        updates, evaluations: those made by the time of the checkpoint that is continued from.
+        sink: of the same trainer, standing before this callback.
+        should_stop: asked after every update; the trainer then saves and ends.
+        updated, evaluated: are told of each.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        updates: Sequence[TuneUpdate],
+        evaluations: Sequence[TuneEvaluation],
+        sink: SinkCallback,
+        should_stop: Callable[[], bool],
+        updated: Callable[[TuneUpdate], None],
+        evaluated: Callable[[TuneEvaluation], None],
+    ) -> None:
+        self.updates, self.evaluations = list(updates), list(evaluations)
+        self._folder, self._sink, self._should_stop = folder, sink, should_stop
+        self._updated, self._evaluated = updated, evaluated
+
+    def on_log(  # type: ignore[override]  # transformers gives `logs` among the keywords
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """An update, an evaluation, or neither.
+
+        Raises:
+            SinklabError: a loss or gradient that is no finite number.
+        """
+        if logs is None:
+            return
+        if "loss" in logs and "grad_norm" in logs:
+            self._add_update(state.global_step, logs)
+        elif f"{EVALUATION}loss" in logs:
+            self._add_evaluation(state.global_step, logs[f"{EVALUATION}loss"])
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Have the trainer save and end where that was asked for."""
+        if self._should_stop():
+            control.should_save = control.should_training_stop = True
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """A checkpoint counts once what led to it is on the disk as well."""
+        self.write()
+        mark_complete(Path(cast(str, args.output_dir)), state.global_step)
+
+    def write(self) -> None:
+        """Write both files."""
+        write_rows(self._folder / UPDATES, self.updates)
+        write_rows(self._folder / METRICS, self.evaluations)
+
+    def _add_update(self, step: int, logs: dict[str, Any]) -> None:
+        made = TuneUpdate(step=step, loss=logs["loss"], grad_norm=logs["grad_norm"], lr=logs["learning_rate"])
+        if not (math.isfinite(made.loss) and math.isfinite(made.grad_norm)):
+            raise SinklabError(
+                f"update {step} has the loss {made.loss} and a gradient of norm {made.grad_norm}: lower --lr, or look "
+                "at the model with `sinklab measure`. The checkpoints before it are untouched"
+            )
+        self.updates.append(made)
+        self._updated(made)
+
+    def _add_evaluation(self, step: int, loss: float) -> None:
+        measurement = self._sink.measurement
+        assert measurement is not None  # it stands before this callback
+        before = self.evaluations[-1].step if self.evaluations else 0
+        since = [one for one in self.updates if one.step > before]
+        last = self.updates[-1] if self.updates else None
+        made = TuneEvaluation(
+            step=step,
+            train_loss=sum(one.loss for one in since) / len(since) if since else None,
+            valid_loss=loss,
+            sink_rate=list(measurement.sink_rate),
+            sink_rate_bias=measurement.sink_rate_bias,
+            hidden_norm_ratio=measurement.hidden_norm_ratio,
+            lr=last and last.lr,
+            grad_norm=last and last.grad_norm,
+            grad_norm_max=max((one.grad_norm for one in since), default=None),
+        )
+        self.evaluations.append(made)
+        self._evaluated(made)
+
+
+class Tuner(SFTTrainer):
+    """SFTTrainer with the two differences that the docstring of this file names."""
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        is_ours = own_transformer(self.model) is not None
+        compute = Trainer.compute_loss if is_ours else SFTTrainer.compute_loss
+        found = compute(self, model, inputs, return_outputs, num_items_in_batch)
+        if not model.training:
+            targets = int((inputs["labels"][:, 1:] != IGNORED).sum())
+            self._nats += float(found[0] if return_outputs else found) * targets
+            self._targets += targets
+        return found
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._nats, self._targets = 0.0, 0
+        output = super().evaluation_loop(*args, **kwargs)
+        output.metrics[f"{EVALUATION}loss"] = self._nats / self._targets
+        return output
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """None at a checkpoint: that of the result is sinklab's."""
+
+
+def tuner(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    trained: Sequence[Spoken],
+    held_out: Sequence[Spoken],
+    settings: TuneSettings,
+    folder: Path,
+    callbacks: list[TrainerCallback],
+    begins: bool,
+) -> Tuner:
+    """The trainer.
+
+    Args:
+        folder: of its checkpoints.
+        begins: whether it begins at step 0, with an evaluation.
+    """
+    device = model.device
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of transformers, about an option that trl sets
+        config = _config(settings, folder, device, begins)
+    made = Tuner(
+        model,
+        config,
+        train_dataset=_dataset(trained),
+        eval_dataset=_dataset(held_out),
+        processing_class=tokenizer,
+        callbacks=callbacks,
+    )
+    made.remove_callback(PrinterCallback)
+    return made
+
+
+def _config(settings: TuneSettings, folder: Path, device: torch.device, begins: bool) -> SFTConfig:
+    return SFTConfig(
+        output_dir=str(folder),
+        learning_rate=settings.lr,
+        lr_scheduler_type="cosine",
+        warmup_steps=settings.warmup,  # below 1 it is a share
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        max_steps=settings.steps,
+        per_device_train_batch_size=settings.micro_batch,
+        per_device_eval_batch_size=settings.micro_batch,
+        gradient_accumulation_steps=settings.batch_size // settings.micro_batch,
+        max_length=settings.length,
+        gradient_checkpointing=False,  # trl's default is True
+        bf16=device.type == "cuda" and torch.cuda.is_bf16_supported(),
+        use_cpu=device.type == "cpu",
+        seed=settings.seed,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        eval_strategy="steps",
+        eval_steps=settings.eval_every,
+        eval_on_start=begins,
+        save_strategy="steps",
+        save_steps=settings.save_every,
+        save_total_limit=2,
+        report_to=[],
+        disable_tqdm=True,
+        dataset_kwargs={"skip_prepare_dataset": True},
+    )
+
+
+def _dataset(chats: Sequence[Spoken]) -> Dataset:
+    rows = [
+        {
+            "input_ids": chat.ids,
+            "labels": [
+                token if is_trained else IGNORED for token, is_trained in zip(chat.ids, chat.is_trained, strict=True)
+            ],
+        }
+        for chat in chats
+    ]
+    return Dataset.from_list(rows)
