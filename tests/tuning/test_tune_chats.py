@@ -1,0 +1,157 @@
+"""How conversations become tokens, labels and held-out sets, and what is refused; none of it needs trl."""
+
+from pathlib import Path
+
+import pytest
+import transformers as hf
+from chats import MARKED, exported, sheep_chats, tuned_run, write_chats
+
+from sinklab.errors import InputError
+from sinklab.tuning.chats import beginnings, read_chats
+from sinklab.tuning.settings import TuneWanted, held_out_for, length_for, settings_for
+from sinklab.tuning.template import ChatTemplate, Spoken
+
+TALK = [
+    {"role": "system", "content": "count"},
+    {"role": "user", "content": "1 and 2"},
+    {"role": "assistant", "content": "sheep jumps 4"},
+    {"role": "user", "content": "and 9"},
+    {"role": "assistant", "content": "fence 16"},
+]
+UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("tokenizer")
+    run, _ = tuned_run(where)
+    return exported(where, run)
+
+
+@pytest.fixture
+def tokenizer(folder: Path) -> hf.PreTrainedTokenizerBase:
+    return hf.AutoTokenizer.from_pretrained(folder)
+
+
+def trained_text(spoken: Spoken, tokenizer: hf.PreTrainedTokenizerBase) -> list[str]:
+    """What is trained on, each stretch on its own."""
+    stretches: list[list[int]] = []
+    for i, (token, is_trained) in enumerate(zip(spoken.ids, spoken.is_trained, strict=True)):
+        if is_trained and (i == 0 or not spoken.is_trained[i - 1]):
+            stretches.append([])
+        if is_trained:
+            stretches[-1].append(token)
+    return [str(tokenizer.decode(stretch)) for stretch in stretches]
+
+
+def test_a_tokenizer_without_a_template_is_given_ours_and_learns_what_the_assistant_says_and_to_stop(tokenizer) -> None:
+    template = ChatTemplate(tokenizer)
+    spoken = template.speak(TALK, "here")
+    assert trained_text(spoken, tokenizer) == ["sheep jumps 4<|endoftext|>", "fence 16<|endoftext|>"]
+    said = "<|bos|>system:\ncount\nuser:\n1 and 2\nassistant:\nsheep jumps 4<|endoftext|>\nuser:\nand 9\nassistant:\n"
+    assert tokenizer.decode(spoken.ids) == said + "fence 16<|endoftext|>\n"
+    assert "given sinklab's" in template.notes[0]
+
+
+def test_a_run_without_bos_has_a_template_without_it(tmp_path: Path) -> None:
+    run, _ = tuned_run(tmp_path, bos=False)
+    tokenizer = hf.AutoTokenizer.from_pretrained(exported(tmp_path, run))
+    assert str(tokenizer.decode(ChatTemplate(tokenizer).speak(TALK, "here").ids)).startswith("system:\n")
+
+
+def test_the_prompt_for_an_answer_is_the_beginning_of_the_answered_conversation(tokenizer) -> None:
+    spoken = ChatTemplate(tokenizer).speak(TALK, "here")
+    asked = tokenizer.apply_chat_template(TALK[:-1], add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert spoken.ids[: len(asked)] == asked
+    assert spoken.is_trained[len(asked)]
+    assert not spoken.is_trained[len(asked) - 1]
+
+
+def test_a_template_without_marks_trains_on_what_each_answer_adds(tokenizer) -> None:
+    marked = ChatTemplate(tokenizer, MARKED).speak(TALK, "here")
+    unmarked = ChatTemplate(tokenizer, UNMARKED).speak(TALK, "here")
+    assert unmarked.ids == marked.ids
+    assert trained_text(marked, tokenizer) == ["sheep jumps 4</s>", "fence 16</s>"]
+    assert trained_text(unmarked, tokenizer) == ["sheep jumps 4</s>\n", "fence 16</s>\n"]
+
+
+def test_a_template_that_rewrites_the_beginning_is_refused_with_what_to_do(tokenizer) -> None:
+    counting = "{{ messages | length }} " + UNMARKED
+    with pytest.raises(InputError, match=r"line 3: .*does not mark what the assistant says.*--chat-template FILE"):
+        ChatTemplate(tokenizer, counting).speak(TALK, "chats.jsonl, line 3")
+
+
+def test_a_conversation_that_the_template_refuses_is_named(tokenizer) -> None:
+    with pytest.raises(InputError, match=r"line 7: .*refuses this conversation \(no system role\)"):
+        ChatTemplate(tokenizer, "{{ raise_exception('no system role') }}").speak(TALK, "chats.jsonl, line 7")
+
+
+def test_conversations_are_cut_and_those_without_an_answer_before_that_left_out(tokenizer, tmp_path: Path) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": "1 " * n}, {"role": "assistant", "content": "2"}]} for n in (1, 99)
+    ]
+    chats = read_chats(write_chats(tmp_path / "chats.jsonl", rows), ChatTemplate(tokenizer), length=48, seed=0)
+    assert (chats.read, len(chats.usable), chats.cut) == (2, 1, 0)
+    assert "1 left out" in chats.note(48)
+    longer = [{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2 " * 99}]}]
+    chats = read_chats(write_chats(tmp_path / "long.jsonl", longer), ChatTemplate(tokenizer), length=48, seed=0)
+    assert (len(chats.usable[0].ids), chats.cut) == (48, 1)
+
+
+def test_the_seed_decides_the_order(tokenizer, tmp_path: Path) -> None:
+    file, template = sheep_chats(tmp_path / "chats.jsonl"), ChatTemplate(tokenizer)
+    first, again, other = (read_chats(file, template, 48, seed).usable for seed in (0, 0, 1))
+    assert first == again
+    assert first != other
+    assert sorted(one.ids for one in first) == sorted(one.ids for one in other)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"messages": [{"role": "user", "content": "hello"}]}, 'line 1: nothing is said by the role "assistant"'),
+        ({"messages": [{"role": "assistant", "content": "  "}]}, 'line 1: nothing is said by the role "assistant"'),
+        ({"messages": []}, 'line 1: nothing is said by the role "assistant"'),
+        ({"messages": ["hello"]}, 'line 1: each message needs "role" and "content"'),
+        ({"text": "hello"}, 'line 1: a row needs "messages"'),
+    ],
+)
+def test_a_row_that_is_no_conversation_is_named(tokenizer, tmp_path: Path, row: dict[str, object], says: str) -> None:
+    with pytest.raises(InputError) as refused:
+        read_chats(write_chats(tmp_path / "chats.jsonl", [row]), ChatTemplate(tokenizer), 48, 0)
+    assert says in str(refused.value)
+
+
+def test_a_file_without_conversations_is_refused(tokenizer, tmp_path: Path) -> None:
+    empty = write_chats(tmp_path / "chats.jsonl", [])
+    with pytest.raises(InputError, match="holds no conversation"):
+        read_chats(empty, ChatTemplate(tokenizer), 48, 0)
+    with pytest.raises(InputError, match=r"is not a \.jsonl file"):
+        read_chats(tmp_path / "chats.txt", ChatTemplate(tokenizer), 48, 0)
+
+
+def test_the_sink_is_measured_on_whole_beginnings() -> None:
+    chats = [Spoken(list(range(n)), [True] * n) for n in (3, 9, 5, 9)]
+    assert beginnings(chats, 2, 5).tolist() == [[0, 1, 2, 3, 4]] * 2
+    with pytest.raises(InputError, match="none of the 4 conversations held out has 10 tokens"):
+        beginnings(chats, 2, 10)
+
+
+def test_the_defaults_are_those_of_the_paper() -> None:
+    length = length_for(TuneWanted(), context=8192)
+    settings = settings_for(TuneWanted(), length, held_out_for(TuneWanted(), 200_100), trained=200_000)
+    assert (settings.lr, settings.batch_size, settings.length, settings.steps) == (2e-5, 64, 2048, 3125)
+    assert (settings.held_out, settings.micro_batch, settings.eval_every) == (100, 2, 312)
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    with pytest.raises(InputError, match="give at most --length 64"):
+        length_for(TuneWanted(length=65), context=64)
+    with pytest.raises(InputError, match="no whole number of --micro-batch 5"):
+        settings_for(TuneWanted(micro_batch=5), 64, 1, 10)
+    with pytest.raises(InputError, match="--sink-length 65 is beyond the 64 tokens"):
+        settings_for(TuneWanted(sink_length=65), 64, 1, 10)
+    with pytest.raises(InputError, match="at least 2 are needed"):
+        held_out_for(TuneWanted(), 1)
+    with pytest.raises(InputError, match="--held-out 5 leaves none of 5"):
+        held_out_for(TuneWanted(held_out=5), 5)
