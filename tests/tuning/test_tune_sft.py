@@ -105,7 +105,10 @@ def test_losses_and_sink_are_those_of_the_models_on_their_own(run: Run, tmp_path
 
 def test_interrupted_and_continued_it_is_the_undisturbed_tuning(tmp_path: Path) -> None:
     model, chats = tuned_run(tmp_path / "base", "sigmoid")
-    sources, wanted = TuneSources(chats), TuneWanted(lr=0.01, steps=6, batch_size=8, eval_every=4, save_every=2)
+    sources, wanted = (
+        TuneSources(chats),
+        TuneWanted(lr=0.01, steps=6, batch_size=8, eval_every=4, save_every=2, sink_length=12),
+    )
     whole = tune(str(model), sources, wanted, tmp_path / "whole")
     with stop_on_signals() as should_stop:
         stopped = tune(str(model), sources, wanted, tmp_path / "two", listener=Interrupting(3), should_stop=should_stop)
@@ -121,7 +124,10 @@ def test_interrupted_and_continued_it_is_the_undisturbed_tuning(tmp_path: Path) 
 
 def test_a_checkpoint_that_was_torn_is_passed_over(tmp_path: Path) -> None:
     model, chats = tuned_run(tmp_path / "base")
-    sources, wanted = TuneSources(chats), TuneWanted(lr=0.01, steps=6, batch_size=8, eval_every=4, save_every=2)
+    sources, wanted = (
+        TuneSources(chats),
+        TuneWanted(lr=0.01, steps=6, batch_size=8, eval_every=4, save_every=2, sink_length=12),
+    )
     with stop_on_signals() as should_stop:
         tune(str(model), sources, wanted, tmp_path / "out", listener=Interrupting(3), should_stop=should_stop)
     checkpoints = tmp_path / "out" / "checkpoints"
@@ -153,7 +159,7 @@ def test_micro_batches_change_the_result_by_rounding_only(tmp_path: Path) -> Non
         tune(
             str(model),
             TuneSources(chats),
-            TuneWanted(lr=0.01, steps=3, batch_size=8, micro_batch=micro),
+            TuneWanted(lr=0.01, steps=3, batch_size=8, micro_batch=micro, sink_length=12),
             tmp_path / str(micro),
         )
         for micro in (2, 8)
@@ -203,11 +209,13 @@ def test_every_kind_of_run_is_tuned(tmp_path: Path, variant: str) -> None:
     folder.mkdir()
     model, _ = trained_run(folder, {"bos": True}, {"context": 48, **VARIANTS[variant]})
     chats = sheep_chats(folder / "chats.jsonl")
-    found = tune(str(model), TuneSources(chats), TuneWanted(lr=0.01, steps=3, batch_size=8), tmp_path / "out")
+    found = tune(
+        str(model), TuneSources(chats), TuneWanted(lr=0.01, steps=3, batch_size=8, sink_length=12), tmp_path / "out"
+    )
     assert found.base is not None
     assert found.chat is not None
     assert found.chat.valid_loss < found.base.valid_loss
-    assert (found.chat.sink_rate_bias is None) == (variant in ("gate", "window", "sink logit"))
+    assert (found.chat.sink_rate_bias is None) == (variant in ("gate", "window"))
 
 
 def test_a_model_of_the_hub_with_a_template_of_its_own(tmp_path: Path, data_dir: Path) -> None:
@@ -262,6 +270,8 @@ def test_another_tuning_is_not_continued_and_a_folder_of_another_kind_not_used(r
 
 def test_a_loss_that_is_no_number_ends_it(run: Run, tmp_path: Path) -> None:
     model, chats = tuned_run(tmp_path / "base")
-    status, _, err = on_one_line(run)("sft", model, "--data", chats, "--out", "tuned", "--lr", 1000, "--steps", 40)
+    status, _, err = on_one_line(run)(
+        "sft", model, "--data", chats, "--out", "tuned", *QUICK, "--lr", 1000, "--steps", 40
+    )
     assert status == 1
     assert "lower --lr" in err
