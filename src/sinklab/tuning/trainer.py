@@ -133,7 +133,7 @@ class Tuner(SFTTrainer):
     ) -> Any:
         is_ours = own_transformer(self.model) is not None
         compute = Trainer.compute_loss if is_ours else SFTTrainer.compute_loss
-        found = compute(self, model, inputs, return_outputs, num_items_in_batch)
+        found: Any = compute(self, model, inputs, return_outputs, num_items_in_batch)
         if not model.training:
             targets = int((inputs["labels"][:, 1:] != IGNORED).sum())
             self._nats += float(found[0] if return_outputs else found) * targets
