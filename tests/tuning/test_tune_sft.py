@@ -17,15 +17,16 @@ from conftest import Run, on_one_line
 from trained_run import trained_run
 
 from sinklab.data.sources.textfiles import read_conversations
-from sinklab.signals import stop_on_signals
 from sinklab.tuning.documents import TuneUpdate
-from sinklab.tuning.running import TuneListener, TuneSources, tune
+from sinklab.tuning.preparing import TuneSources
+from sinklab.tuning.running import TuneListener, tune
 from sinklab.tuning.settings import TuneWanted
 from sinklab.tuning.template import ChatTemplate
 
 if importlib.util.find_spec("trl") is None:
     pytest.skip("trl is not installed: pip install 'sinklab[sft]'", allow_module_level=True)
 
+SHORT = TuneWanted(lr=0.01, steps=6, batch_size=8, eval_every=4, save_every=2, sink_length=12)
 QUICK = ("--steps", 6, "--lr", 0.01, "--batch-size", 8, "--eval-every", 3, "--save-every", 2, "--sink-length", 12)
 
 
@@ -105,38 +106,28 @@ def test_losses_and_sink_are_those_of_the_models_on_their_own(run: Run, tmp_path
 
 def test_interrupted_and_continued_it_is_the_undisturbed_tuning(tmp_path: Path) -> None:
     model, chats = tuned_run(tmp_path / "base", "sigmoid")
-    sources, wanted = (
-        TuneSources(chats),
-        TuneWanted(lr=0.01, steps=6, batch_size=8, eval_every=4, save_every=2, sink_length=12),
-    )
-    whole = tune(str(model), sources, wanted, tmp_path / "whole")
-    with stop_on_signals() as should_stop:
-        stopped = tune(str(model), sources, wanted, tmp_path / "two", listener=Interrupting(3), should_stop=should_stop)
-        assert should_stop.exit_status == 130
-    assert stopped.chat is None
+    sources = TuneSources(chats)
+    whole = tune(str(model), sources, SHORT, tmp_path / "whole").tuning
+    stopped = tune(str(model), sources, SHORT, tmp_path / "two", listener=Interrupting(3))
+    assert stopped.exit_status == 130
+    assert stopped.tuning.chat is None
     assert not (tmp_path / "two" / "model").exists()
-    continued = tune(str(model), sources, wanted, tmp_path / "two")
-    same = {"seconds", "asked"}
-    assert continued.model_dump(exclude=same) == whole.model_dump(exclude=same)
+    continued = tune(str(model), sources, SHORT, tmp_path / "two")
+    assert continued.exit_status == 0
+    assert continued.tuning.model_dump(exclude={"seconds"}) == whole.model_dump(exclude={"seconds"})
     for name in ("updates.jsonl", "metrics.jsonl", "model/model.safetensors"):
         assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
 
 
 def test_a_checkpoint_that_was_torn_is_passed_over(tmp_path: Path) -> None:
     model, chats = tuned_run(tmp_path / "base")
-    sources, wanted = (
-        TuneSources(chats),
-        TuneWanted(lr=0.01, steps=6, batch_size=8, eval_every=4, save_every=2, sink_length=12),
-    )
-    with stop_on_signals() as should_stop:
-        tune(str(model), sources, wanted, tmp_path / "out", listener=Interrupting(3), should_stop=should_stop)
+    tune(str(model), TuneSources(chats), SHORT, tmp_path / "out", listener=Interrupting(3))
     checkpoints = tmp_path / "out" / "checkpoints"
     torn = max(checkpoints.iterdir(), key=lambda path: int(path.name.rpartition("-")[2]))
     (torn / "complete").unlink()
     (torn / "model.safetensors").write_bytes(b"")
-    continued = tune(str(model), sources, wanted, tmp_path / "out")
-    whole = tune(str(model), sources, wanted, tmp_path / "whole")
-    assert continued.chat == whole.chat
+    continued = tune(str(model), TuneSources(chats), SHORT, tmp_path / "out").tuning
+    assert continued.chat == tune(str(model), TuneSources(chats), SHORT, tmp_path / "whole").tuning.chat
 
 
 def test_the_command_stops_with_130_and_goes_on(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +152,7 @@ def test_micro_batches_change_the_result_by_rounding_only(tmp_path: Path) -> Non
             TuneSources(chats),
             TuneWanted(lr=0.01, steps=3, batch_size=8, micro_batch=micro, sink_length=12),
             tmp_path / str(micro),
-        )
+        ).tuning
         for micro in (2, 8)
     ]
     assert found[0].chat is not None
@@ -209,9 +200,8 @@ def test_every_kind_of_run_is_tuned(tmp_path: Path, variant: str) -> None:
     folder.mkdir()
     model, _ = trained_run(folder, {"bos": True}, {"context": 48, **VARIANTS[variant]})
     chats = sheep_chats(folder / "chats.jsonl")
-    found = tune(
-        str(model), TuneSources(chats), TuneWanted(lr=0.01, steps=3, batch_size=8, sink_length=12), tmp_path / "out"
-    )
+    wanted = TuneWanted(lr=0.01, steps=3, batch_size=8, sink_length=12)
+    found = tune(str(model), TuneSources(chats), wanted, tmp_path / "out").tuning
     assert found.base is not None
     assert found.chat is not None
     assert found.chat.valid_loss < found.base.valid_loss
@@ -224,7 +214,7 @@ def test_a_model_of_the_hub_with_a_template_of_its_own(tmp_path: Path, data_dir:
     template.write_text(MARKED)
     wanted = TuneWanted(lr=1e-3, steps=2, batch_size=8, length=128, sink_length=8)
     model = data_dir / "models" / "TinyStories-656K"
-    found = tune(str(model), TuneSources(chats, template=template), wanted, tmp_path / "out")
+    found = tune(str(model), TuneSources(chats, template=template), wanted, tmp_path / "out").tuning
     assert found.chat is not None
     assert found.base is not None
     assert found.chat.valid_loss < found.base.valid_loss
@@ -266,6 +256,18 @@ def test_another_tuning_is_not_continued_and_a_folder_of_another_kind_not_used(r
     assert status == 2
     assert "was not written by sinklab" in err
     assert (tmp_path / "tuned" / "sft.json").read_text() == '{"mine": 1}'
+
+
+def test_the_directory_of_the_model_or_of_a_run_is_no_place_for_it(run: Run, tmp_path: Path) -> None:
+    model, chats = tuned_run(tmp_path / "base")
+    other, _ = tuned_run(tmp_path / "other")
+    before = (other / "metrics.jsonl").read_bytes()
+    for out, says in ((model / "chat", "lies in the directory of the model"), (other, "is no part of a tuning")):
+        status, _, err = on_one_line(run)("sft", model, "--data", chats, "--out", out, *QUICK)
+        assert status == 2
+        assert says in err
+    assert not (model / "chat").exists()
+    assert (other / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_loss_that_is_no_number_ends_it(run: Run, tmp_path: Path) -> None:

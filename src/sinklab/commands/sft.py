@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sinklab.commands.ending import stderr
 from sinklab.commands.options import MOST, Device, Json, Revision, TrustRemoteCode
-from sinklab.signals import keeping_what_is_finished, stop_on_signals
+from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:
     from sinklab.tuning.documents import TuneEvaluation, TuneUpdate
@@ -68,7 +68,8 @@ def sft(
     from sinklab.commands.terminal.report import printable
     from sinklab.commands.terminal.sft import print_tuning
     from sinklab.measuring.huggingface.loading import Loading
-    from sinklab.tuning.running import TuneSources, tune
+    from sinklab.tuning.preparing import TuneSources
+    from sinklab.tuning.running import tune
     from sinklab.tuning.settings import TuneWanted
 
     console = stderr()
@@ -93,23 +94,17 @@ def sft(
         seed=seed,
     )
     loading = Loading("float32", device, trust_remote_code, revision, say=say)
-    with keeping_what_is_finished(), stop_on_signals() as should_stop, TuneProgress(console) as listener:
-        found = tune(
-            model,
-            TuneSources(data, text, chat_template),
-            wanted,
-            out,
-            loading=loading,
-            listener=cast(Any, listener),
-            should_stop=should_stop,
+    with keeping_what_is_finished(), TuneProgress(console) as listener:
+        ended = tune(
+            model, TuneSources(data, text, chat_template), wanted, out, loading=loading, listener=cast(Any, listener)
         )
-        if found.chat is None:
+        if ended.exit_status:
             say(f"stopped, saved in {out}")
-            raise typer.Exit(should_stop.exit_status)
+            raise typer.Exit(ended.exit_status)
     if as_json:
-        print(json.dumps(found.document(), indent=2))
+        print(json.dumps(ended.tuning.document(), indent=2))
     else:
-        print_tuning(found, Console())
+        print_tuning(ended.tuning, Console())
         say(f"model: {out / 'model'}")
 
 

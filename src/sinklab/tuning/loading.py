@@ -7,6 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
+from sinklab.device import pick_device
 from sinklab.errors import InputError
 from sinklab.measuring.huggingface.anatomy import check_length, quantisation
 from sinklab.measuring.huggingface.loading import (
@@ -68,6 +71,8 @@ def load_student(name: str, loading: Loading) -> Student:
     check_revision(name, loading.revision)
     if loading.device == DEVICE_MAP:
         raise InputError("--device map: a model is tuned on one device; give auto, cpu or cuda:N")
+    if pick_device(loading.device).type == "cuda" and torch.cuda.device_count() > 1:
+        raise InputError("a model is tuned on one device, and there are several: choose one by CUDA_VISIBLE_DEVICES=0")
     whole = replace(loading, dtype="float32")
     if not is_run(name):
         return _student(name, name, whole)
@@ -82,6 +87,11 @@ def load_student(name: str, loading: Loading) -> Student:
     if data.fixed_token is not None or data.random_tokens is not None:
         notes.append("the run's own text had changed tokens (data.fixed_token, data.random_tokens); the chats have not")
     return replace(found, notes=notes)
+
+
+def is_ours(model: "PreTrainedModel") -> bool:
+    """Whether it is a SinklabForCausalLM, also one of the code beside an exported run."""
+    return model.config.model_type == "sinklab"
 
 
 def _student(name: str, place: str, loading: Loading) -> Student:

@@ -1,28 +1,20 @@
 """One tuning from its beginning, or from its newest checkpoint, to the model and its documents."""
 
-import hashlib
 import importlib.util
+import os
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import cast
 
-import torch
-from torch import Tensor
-
-from sinklab.errors import InputError
-from sinklab.files import sha256_of, write_json
-from sinklab.measuring.conversations import Conversations
-from sinklab.measuring.huggingface.exported import own_transformer
+from sinklab.errors import InputError, SinklabError
+from sinklab.files import is_full, write_json
 from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading
-from sinklab.measuring.inputs import default_prefix, natural_tokens, pretrained_encode
 from sinklab.outputs import check_results
+from sinklab.signals import stop_on_signals
 from sinklab.train.directory.lock import leave, lock_run
 from sinklab.tuning.card import tuned_card
-from sinklab.tuning.chats import Chats, beginnings, read_chats
 from sinklab.tuning.checkpoints import discard_torn, newest, write_model
 from sinklab.tuning.documents import (
     METRICS,
@@ -33,14 +25,12 @@ from sinklab.tuning.documents import (
     Tuning,
     load_tuning,
     read_rows,
-    write_rows,
 )
-from sinklab.tuning.loading import Student, load_student, without_bars
-from sinklab.tuning.settings import TuneSettings, TuneWanted, held_out_for, length_for, settings_for
-from sinklab.tuning.template import ChatTemplate, Spoken
+from sinklab.tuning.loading import is_ours, without_bars
+from sinklab.tuning.preparing import Lesson, TuneSources, prepare_lesson
+from sinklab.tuning.settings import TuneWanted
 
 MODEL, CHECKPOINTS = "model", "checkpoints"
-LIBRARIES = ("torch", "transformers", "trl", "accelerate")
 
 
 class TuneListener:
@@ -60,18 +50,16 @@ class TuneListener:
 
 
 @dataclass(frozen=True)
-class TuneSources:
-    """Files that a tuning reads.
+class TuneEnd:
+    """How a tuning ended.
 
     Attributes:
-        chats: .jsonl of conversations.
-        text: on which the sink is measured; None for the conversations held out.
-        template: a chat template in place of the model's own.
+        tuning: as far as it came; without `chat` where it was stopped.
+        exit_status: 0, or that of a command which the signal has stopped.
     """
 
-    chats: Path
-    text: Path | None = None
-    template: Path | None = None
+    tuning: Tuning
+    exit_status: int = 0
 
 
 def tune(
@@ -82,14 +70,14 @@ def tune(
     *,
     loading: Loading = AS_IT_IS,
     listener: TuneListener | None = None,
-    should_stop: Callable[[], bool] = lambda: False,
-) -> Tuning:
+) -> TuneEnd:
     """Tune a model, or go on where an earlier call has stopped; what is done already is not done again.
+
+    While it trains, SIGINT, SIGTERM and SIGUSR1 have it finish the update, save, and end.
 
     Args:
         model: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub.
-        out: for the documents, checkpoints and, in the end, the model.
-        should_stop: asked after every update; once it says yes a checkpoint is saved, and the tuning has no `chat`.
+        out: for the documents, checkpoints and, in the end, the model; not within the model's own directory.
 
     Raises:
         InputError: trl is not installed, a model, file or option that cannot be used, or a tuning with other settings
@@ -98,21 +86,25 @@ def tune(
     """
     check_extra()
     check_results(out, (SFT,))
+    before = load_tuning(out)
+    _check_free(out, model, before)
     is_new = not out.exists()
     with lock_run(out):
         try:
             with without_bars():
-                return _tune(model, sources, wanted, out, loading, listener or TuneListener(), should_stop)
+                return _tune(model, sources, wanted, out, before, loading, listener or TuneListener())
         finally:
             leave(out, is_new)
 
 
 def check_extra() -> None:
-    """Refuse to begin without trl.
+    """Refuse to begin without trl, or in several processes.
 
     Raises:
         InputError: with the command that installs it.
     """
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise InputError("a model is tuned in one process: start it without torchrun")
     if importlib.util.find_spec("trl") is None or importlib.util.find_spec("accelerate") is None:
         raise InputError("instruction tuning needs trl, which is not installed: pip install 'sinklab[sft]'")
 
@@ -122,132 +114,68 @@ def _tune(
     sources: TuneSources,
     wanted: TuneWanted,
     out: Path,
+    before: Tuning | None,
     loading: Loading,
     listener: TuneListener,
-    should_stop: Callable[[], bool],
-) -> Tuning:
-    given = None if sources.template is None else _read_template(sources.template)
-    before = load_tuning(out)
-    _check_free(out, before)
-    student = load_student(model, loading)
-    template = ChatTemplate(student.tokenizer, given)
-    length = length_for(wanted, student.context)
-    chats = read_chats(sources.chats, template, length, wanted.seed)
-    held_out = held_out_for(wanted, len(chats.usable))
-    trained, kept_back = chats.usable[held_out:], chats.usable[:held_out]
-    settings = settings_for(wanted, length, held_out, len(trained))
-    tokens_NT = _sink_tokens(sources.text, student, kept_back, settings)
-    found = Tuning(
-        model=model,
-        architecture=type(student.model).__name__,
-        parameters=sum(parameter.numel() for parameter in student.model.parameters()),
-        asked=_asked(sources, student, settings, tokens_NT, given),
-        conversations=len(trained),
-        trained_tokens=sum(sum(chat.is_trained[1:]) for chat in trained),
-        sequences=len(tokens_NT),
-        notes=_notes(student, template, chats, tokens_NT, settings),
-        versions={name: version(name) for name in LIBRARIES},
-    )
-    found = _continued(found, before, out)
+) -> TuneEnd:
+    lesson = prepare_lesson(model, sources, wanted, loading)
+    found = _continued(lesson.tuning, before, out)
     if found.chat is not None:
-        return found
+        return TuneEnd(found)
     listener.notes(found.notes)
-    return _trained(found, student, trained, kept_back, settings, tokens_NT, out, listener, should_stop)
+    return _trained(found, lesson, out, listener)
 
 
-def _trained(
-    found: Tuning,
-    student: Student,
-    trained: list[Spoken],
-    held_out: list[Spoken],
-    settings: TuneSettings,
-    tokens_NT: Tensor,
-    out: Path,
-    listener: TuneListener,
-    should_stop: Callable[[], bool],
-) -> Tuning:
+def _trained(found: Tuning, lesson: Lesson, out: Path, listener: TuneListener) -> TuneEnd:
     """Train, and write what has come of it."""
-    from sinklab.measuring.huggingface.callback import SinkCallback
-    from sinklab.tuning.trainer import TuneRecord, tuner
-
     begun, folder = time.perf_counter(), out / CHECKPOINTS
     write_json(out / SFT, found.document())
     discard_torn(folder)
-    checkpoint = newest(folder)
-    step = checkpoint[0] if checkpoint else 0
-    sink = SinkCallback(tokens_NT, eps=settings.eps)
-    record = TuneRecord(
-        out,
-        [row for row in read_rows(out / UPDATES, TuneUpdate) if row.step <= step],
-        [row for row in read_rows(out / METRICS, TuneEvaluation) if row.step <= step and checkpoint],
-        sink,
-        should_stop,
-        listener.updated,
-        listener.evaluated,
-    )
-    if step < settings.steps:
-        listener.starts(settings.steps, step)
-        trainer = tuner(
-            student.model, student.tokenizer, trained, held_out, settings, folder, [sink, record], begins=not checkpoint
-        )
-        trainer.train(resume_from_checkpoint=str(checkpoint[1]) if checkpoint else None)
+    updates, evaluations, exit_status = _updated(lesson, out, listener)
     last = newest(folder)
-    done = last is not None and last[0] == settings.steps
+    done = last is not None and last[0] == lesson.settings.steps
     found = found.model_copy(
         update={
-            "base": record.evaluations[0] if record.evaluations else None,
-            "chat": record.evaluations[-1] if done else None,
-            "grad_norm_max": max((one.grad_norm for one in record.updates), default=None),
+            "base": evaluations[0] if evaluations else None,
+            "chat": evaluations[-1] if done else None,
+            "grad_norm_max": max((one.grad_norm for one in updates), default=None),
             "seconds": round(found.seconds + time.perf_counter() - begun, 1),
         }
     )
-    if last is not None and done:
-        if not (out / MODEL).exists():
-            write_model(last[1], out / MODEL, tuned_card(found), own_transformer(student.model) is not None)
-        write_rows(out / UPDATES, record.updates)
-        write_rows(out / METRICS, record.evaluations)
+    if last is not None and done and not (out / MODEL).exists():
+        write_model(last[1], out / MODEL, tuned_card(found), is_ours(lesson.student.model))
     write_json(out / SFT, found.document())
     if done:
         shutil.rmtree(folder, ignore_errors=True)
-    return found
+    return TuneEnd(found, 0 if done else exit_status)
 
 
-def _sink_tokens(text: Path | None, student: Student, held_out: list[Spoken], settings: TuneSettings) -> Tensor:
-    """What the sink is measured on: (N, T)."""
-    if text is None:
-        return beginnings(held_out, settings.sequences, settings.sink_length)
-    prefix = default_prefix(student.tokenizer)
-    return natural_tokens(
-        text,
-        pretrained_encode(student.tokenizer),
-        sequences=settings.sequences,
-        length=settings.sink_length,
-        prefix=prefix,
-        fewer=True,
-        render=Conversations(student.tokenizer, keep_bos=not prefix).render,
-    )
+def _updated(lesson: Lesson, out: Path, listener: TuneListener) -> tuple[list[TuneUpdate], list[TuneEvaluation], int]:
+    """Make the updates that are still to be made; all so far, all evaluations, and the exit status if it was stopped."""
+    from sinklab.measuring.huggingface.callback import SinkCallback
+    from sinklab.tuning.trainer import TuneRecord, tuner
 
-
-def _notes(
-    student: Student, template: ChatTemplate, chats: Chats, tokens_NT: Tensor, settings: TuneSettings
-) -> list[str]:
-    notes = [*student.notes, *template.notes, chats.note(settings.length)]
-    if len(tokens_NT) < settings.sequences:
-        notes.append(f"the sink is measured on {len(tokens_NT)} of {settings.sequences} sequences: there are no more")
-    return notes
-
-
-def _asked(
-    sources: TuneSources, student: Student, settings: TuneSettings, tokens_NT: Tensor, template: str | None
-) -> dict[str, object]:
-    """Everything that decides the result."""
-    return {
-        "files": student.files,
-        "data": sha256_of(sources.chats),
-        "sink_tokens": hashlib.sha256(tokens_NT.to(torch.int64).numpy().tobytes()).hexdigest(),
-        "chat_template": template,
-        **settings.document(),
-    }
+    steps, checkpoint = lesson.settings.steps, newest(out / CHECKPOINTS)
+    step, place = checkpoint or (0, None)
+    updates = [row for row in read_rows(out / UPDATES, TuneUpdate) if row.step <= step]
+    evaluations = [row for row in read_rows(out / METRICS, TuneEvaluation) if row.step <= step and place]
+    if step == steps:
+        return updates, evaluations, 0
+    sink = SinkCallback(lesson.tokens_NT, eps=lesson.settings.eps)
+    with stop_on_signals() as should_stop:
+        record = TuneRecord(out, updates, evaluations, sink, should_stop, listener.updated, listener.evaluated)
+        listener.starts(steps, step)
+        made = tuner(lesson, out / CHECKPOINTS, [sink, record], begins=place is None)
+        try:
+            made.train(resume_from_checkpoint=str(place) if place else None)
+        except Exception as error:
+            if not is_full(error):
+                raise
+            raise SinklabError(
+                f"the disk of {out} is full: free some space, and run the same command again, which goes on from the "
+                "last checkpoint"
+            ) from error
+        return record.updates, record.evaluations, should_stop.exit_status
 
 
 def _continued(new: Tuning, before: Tuning | None, out: Path) -> Tuning:
@@ -269,20 +197,15 @@ def _continued(new: Tuning, before: Tuning | None, out: Path) -> Tuning:
     return before
 
 
-def _check_free(out: Path, before: Tuning | None) -> None:
-    """Refuse a directory whose model or checkpoints are not of a tuning.
+def _check_free(out: Path, model: str, before: Tuning | None) -> None:
+    """Refuse a directory that holds something else, or lies within the model's own, whose files tell what it is.
 
     Raises:
-        InputError: with the folder.
+        InputError: with what is there.
     """
-    for name in (MODEL, CHECKPOINTS):
-        folder = out / name
-        if before is None and folder.exists():
-            raise InputError(f"{folder} is there already and is no part of a tuning: choose another --out")
-
-
-def _read_template(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--chat-template {path} cannot be read: {error}") from error
+    place = Path(model).expanduser()
+    if place.is_dir() and out.resolve().is_relative_to(place.resolve()):
+        raise InputError(f"{out} lies in the directory of the model: choose an --out beside it")
+    for name in (MODEL, CHECKPOINTS, METRICS, UPDATES):
+        if before is None and (out / name).exists():
+            raise InputError(f"{out / name} is there already and is no part of a tuning: choose another --out")

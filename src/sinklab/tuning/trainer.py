@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from datasets import Dataset  # pyright: ignore[reportMissingImports]  # comes with trl, an extra that `dev` leaves out
@@ -23,15 +23,13 @@ from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
 
 from sinklab.errors import SinklabError
 from sinklab.measuring.huggingface.callback import EVALUATION, SinkCallback
-from sinklab.measuring.huggingface.exported import own_transformer
 from sinklab.model.loss import IGNORED
 from sinklab.tuning.checkpoints import mark_complete
 from sinklab.tuning.documents import METRICS, UPDATES, TuneEvaluation, TuneUpdate, write_rows
+from sinklab.tuning.loading import is_ours
+from sinklab.tuning.preparing import Lesson
 from sinklab.tuning.settings import TuneSettings
 from sinklab.tuning.template import Spoken
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 class TuneRecord(TrainerCallback):
@@ -131,8 +129,7 @@ class Tuner(SFTTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        is_ours = own_transformer(self.model) is not None
-        compute = Trainer.compute_loss if is_ours else SFTTrainer.compute_loss
+        compute = Trainer.compute_loss if is_ours(self.model) else SFTTrainer.compute_loss
         found: Any = compute(self, model, inputs, return_outputs, num_items_in_batch)
         if not model.training:
             targets = int((inputs["labels"][:, 1:] != IGNORED).sum())
@@ -150,32 +147,23 @@ class Tuner(SFTTrainer):
         """None at a checkpoint: that of the result is sinklab's."""
 
 
-def tuner(
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
-    trained: Sequence[Spoken],
-    held_out: Sequence[Spoken],
-    settings: TuneSettings,
-    folder: Path,
-    callbacks: list[TrainerCallback],
-    begins: bool,
-) -> Tuner:
+def tuner(lesson: Lesson, folder: Path, callbacks: list[TrainerCallback], begins: bool) -> Tuner:
     """The trainer.
 
     Args:
         folder: of its checkpoints.
         begins: whether it begins at step 0, with an evaluation.
     """
-    device = model.device
+    student = lesson.student
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of transformers, about an option that trl sets
-        config = _config(settings, folder, device, begins)
+        config = _config(lesson.settings, folder, student.model.device, begins)
     made = Tuner(
-        model,
+        student.model,
         config,
-        train_dataset=_dataset(trained),
-        eval_dataset=_dataset(held_out),
-        processing_class=tokenizer,
+        train_dataset=_dataset(lesson.trained),
+        eval_dataset=_dataset(lesson.held_out),
+        processing_class=student.tokenizer,
         callbacks=callbacks,
     )
     made.remove_callback(PrinterCallback)

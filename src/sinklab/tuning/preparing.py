@@ -1,0 +1,129 @@
+"""Everything that a tuning needs before its first update: model, conversations, settings, tokens for the sink."""
+
+import hashlib
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sinklab.errors import InputError
+from sinklab.files import sha256_of
+from sinklab.measuring.conversations import Conversations
+from sinklab.measuring.huggingface.loading import Loading
+from sinklab.measuring.inputs import default_prefix, natural_tokens, pretrained_encode
+from sinklab.tuning.chats import Chats, beginnings, read_chats
+from sinklab.tuning.documents import Tuning
+from sinklab.tuning.loading import Student, load_student
+from sinklab.tuning.settings import TuneSettings, TuneWanted, held_out_for, length_for, settings_for
+from sinklab.tuning.template import ChatTemplate, Spoken
+
+LIBRARIES = ("torch", "transformers", "trl", "accelerate")
+
+
+@dataclass(frozen=True)
+class TuneSources:
+    """Files that a tuning reads.
+
+    Attributes:
+        chats: .jsonl of conversations.
+        text: on which the sink is measured; None for the conversations held out.
+        template: a chat template in place of the model's own.
+    """
+
+    chats: Path
+    text: Path | None = None
+    template: Path | None = None
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What is done to a model.
+
+    Attributes:
+        trained, held_out: conversations.
+        tokens_NT: on which the sink is measured.
+        tuning: sft.json of one that has not begun.
+    """
+
+    student: Student
+    trained: list[Spoken]
+    held_out: list[Spoken]
+    settings: TuneSettings
+    tokens_NT: Tensor
+    tuning: Tuning
+
+
+def prepare_lesson(model: str, sources: TuneSources, wanted: TuneWanted, loading: Loading) -> Lesson:
+    """Load the model, read the conversations, decide what was left open.
+
+    Raises:
+        InputError: a model, file or option that cannot be used.
+    """
+    given = None if sources.template is None else _read_template(sources.template)
+    student = load_student(model, loading)
+    template = ChatTemplate(student.tokenizer, given)
+    length = length_for(wanted, student.context)
+    chats = read_chats(sources.chats, template, length, wanted.seed)
+    held_out = held_out_for(wanted, len(chats.usable))
+    trained, kept_back = chats.usable[held_out:], chats.usable[:held_out]
+    settings = settings_for(wanted, length, held_out, len(trained))
+    tokens_NT = _sink_tokens(sources.text, student, kept_back, settings)
+    found = Tuning(
+        model=model,
+        architecture=type(student.model).__name__,
+        parameters=sum(parameter.numel() for parameter in student.model.parameters()),
+        asked=_asked(sources, student, settings, tokens_NT, given),
+        conversations=len(trained),
+        trained_tokens=sum(sum(chat.is_trained[1:]) for chat in trained),
+        sequences=len(tokens_NT),
+        notes=_notes(student, template, chats, tokens_NT, settings),
+        versions={name: version(name) for name in LIBRARIES},
+    )
+    return Lesson(student, trained, kept_back, settings, tokens_NT, found)
+
+
+def _sink_tokens(text: Path | None, student: Student, held_out: list[Spoken], settings: TuneSettings) -> Tensor:
+    """What the sink is measured on: (N, T)."""
+    if text is None:
+        return beginnings(held_out, settings.sequences, settings.sink_length)
+    prefix = default_prefix(student.tokenizer)
+    return natural_tokens(
+        text,
+        pretrained_encode(student.tokenizer),
+        sequences=settings.sequences,
+        length=settings.sink_length,
+        prefix=prefix,
+        fewer=True,
+        render=Conversations(student.tokenizer, keep_bos=not prefix).render,
+    )
+
+
+def _notes(
+    student: Student, template: ChatTemplate, chats: Chats, tokens_NT: Tensor, settings: TuneSettings
+) -> list[str]:
+    notes = [*student.notes, *template.notes, chats.note(settings.length)]
+    if len(tokens_NT) < settings.sequences:
+        notes.append(f"the sink is measured on {len(tokens_NT)} of {settings.sequences} sequences: there are no more")
+    return notes
+
+
+def _asked(
+    sources: TuneSources, student: Student, settings: TuneSettings, tokens_NT: Tensor, template: str | None
+) -> dict[str, object]:
+    """Everything that decides the result."""
+    return {
+        "files": student.files,
+        "data": sha256_of(sources.chats),
+        "sink_tokens": hashlib.sha256(tokens_NT.to(torch.int64).numpy().tobytes()).hexdigest(),
+        "chat_template": template,
+        **settings.document(),
+    }
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--chat-template {path} cannot be read: {error}") from error
