@@ -151,7 +151,7 @@ def _trained(found: Tuning, lesson: Lesson, out: Path, listener: TuneListener) -
 
 
 def _updated(lesson: Lesson, out: Path, listener: TuneListener) -> tuple[list[TuneUpdate], list[TuneEvaluation], int]:
-    """Make the updates that are still to be made; all so far, all evaluations, and the exit status if it was stopped."""
+    """Make the updates still to be made: all so far, all evaluations, and the exit status where a signal came."""
     from sinklab.measuring.huggingface.callback import SinkCallback
     from sinklab.tuning.trainer import TuneRecord, tuner
 
