@@ -1,0 +1,29 @@
+"""The committed results of figure 30 at scale tiny hold what their README says of them."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from sinklab.tuning.documents import METRICS, UPDATES, TuneEvaluation, TuneUpdate, load_tuning, read_rows
+
+FOLDER = Path(__file__).parents[2] / "results" / "tiny" / "sft"
+TUNED = sorted(path.parent for path in FOLDER.glob("*/sft.json"))
+
+
+def test_there_are_softmax_and_sigmoid_runs() -> None:
+    assert {path.name.partition("-")[0] for path in TUNED} == {"softmax", "sigmoid"}
+
+
+@pytest.mark.parametrize("folder", TUNED, ids=lambda path: path.name)
+def test_the_loss_fell_and_every_gradient_was_finite(folder: Path) -> None:
+    tuning = load_tuning(folder)
+    assert tuning is not None
+    assert tuning.base is not None
+    assert tuning.chat is not None
+    assert tuning.chat.valid_loss < tuning.base.valid_loss
+    updates, evaluations = read_rows(folder / UPDATES, TuneUpdate), read_rows(folder / METRICS, TuneEvaluation)
+    assert [row.step for row in updates] == list(range(1, tuning.chat.step + 1))
+    assert all(math.isfinite(row.grad_norm) for row in updates)
+    assert tuning.grad_norm_max == max(row.grad_norm for row in updates)
+    assert (evaluations[0], evaluations[-1]) == (tuning.base, tuning.chat)
