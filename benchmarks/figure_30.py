@@ -1,0 +1,96 @@
+"""Figure 30 from tuned runs: loss, sink and gradient norms of softmax and sigmoid, and their differences by seed.
+
+    python -m benchmarks.figure_30 results/tiny/sft --runs results/tiny
+
+Each folder holds what `sinklab sft runs/tiny/CELL-HASH` wrote, under the run's name. Intervals are those of Student's t
+for the mean over seeds, at 95 %.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+
+from scipy.stats import t
+
+from sinklab.train.recipe import load_recipe
+from sinklab.tuning.documents import UPDATES, TuneEvaluation, TuneUpdate, load_tuning, read_rows
+
+SETTLED = 13
+"""Updates after which gradient norms are averaged: the first epoch."""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """One tuned run."""
+
+    cell: str
+    seed: int
+    base: TuneEvaluation
+    chat: TuneEvaluation
+    norms: Sequence[float]
+
+    @property
+    def fall(self) -> float:
+        """Of the validation loss, nats."""
+        return self.base.valid_loss - self.chat.valid_loss
+
+    @property
+    def settled(self) -> float:
+        """Mean gradient norm after the first epoch."""
+        return fmean(self.norms[SETTLED:])
+
+
+MEASURES: dict[str, Callable[[Tuned], float]] = {
+    "loss before, nats": lambda one: one.base.valid_loss,
+    "loss after": lambda one: one.chat.valid_loss,
+    "fall of the loss": lambda one: one.fall,
+    "change of Sink_1, points": lambda one: one.chat.sink_rate[0] - one.base.sink_rate[0],
+    "largest gradient norm": lambda one: max(one.norms),
+    "mean norm after the first epoch": lambda one: one.settled,
+}
+
+
+def read_tuned(folder: Path, runs: Path) -> Tuned:
+    """What lies in a folder that is called like its run."""
+    tuning = load_tuning(folder)
+    if tuning is None or tuning.base is None or tuning.chat is None:
+        raise SystemExit(f"{folder} holds no tuning that has ended")
+    seed = load_recipe(str(runs / folder.name / "recipe.yaml")).seed
+    norms = [row.grad_norm for row in read_rows(folder / UPDATES, TuneUpdate)]
+    return Tuned(folder.name.rpartition("-")[0], seed, tuning.base, tuning.chat, norms)
+
+
+def interval(values: Sequence[float]) -> str:
+    """Mean and 95 % interval."""
+    mean, half = fmean(values), 0.0
+    if len(values) > 1:
+        half = float(t.ppf(0.975, len(values) - 1)) * stdev(values) / len(values) ** 0.5
+    return f"{mean:+.2f} [{mean - half:+.2f}, {mean + half:+.2f}]"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--runs", type=Path, required=True, help="the runs, or a packed sweep of them")
+    given = parser.parse_args()
+    tuned = [read_tuned(path.parent, given.runs) for path in sorted(given.folder.glob("*/sft.json"))]
+    tuned.sort(key=lambda one: (one.cell != "softmax", one.seed))
+    print("| attention | seed | Sink_1 before, % | after | loss before, nats | after | largest norm | mean norm |")
+    print("|---|---|---|---|---|---|---|---|")
+    for one in tuned:
+        rates = f"{one.base.sink_rate[0]:.1f} | {one.chat.sink_rate[0]:.1f}"
+        losses = f"{one.base.valid_loss:.3f} | {one.chat.valid_loss:.3f}"
+        print(f"| {one.cell} | {one.seed} | {rates} | {losses} | {max(one.norms):.2f} | {one.settled:.2f} |")
+    of = {(one.cell, one.seed): one for one in tuned}
+    seeds = [seed for cell, seed in of if cell == "softmax" and ("sigmoid", seed) in of]
+    print(f"\n| over {len(seeds)} seeds | softmax | sigmoid | sigmoid - softmax, by seed |\n|---|---|---|---|")
+    for name, measure in MEASURES.items():
+        softmax, sigmoid = ([measure(of[cell, seed]) for seed in seeds] for cell in ("softmax", "sigmoid"))
+        apart = [after - before for before, after in zip(softmax, sigmoid, strict=True)]
+        print(f"| {name} | {interval(softmax)} | {interval(sigmoid)} | {interval(apart)} |")
+
+
+if __name__ == "__main__":
+    main()
