@@ -16,6 +16,7 @@ FLOORS = (
     ("experiments",),
     ("assessing",),
     ("tuning",),
+    ("evaluating",),
     ("survey",),
     ("interventions",),
     ("export",),

@@ -28,6 +28,7 @@ KEYS = {
     "comparison.json": {"schema", "rows"},
     "families.json": {"schema", "models"},
     "assessment.json": {"schema", "asked", "skipped"},
+    "evaluation.json": {"schema", "lm_eval", "tasks"},
     "summary.json": {"cells", "claims"},
     "sft.json": {"schema", "asked", "conversations"},
 }

@@ -11,6 +11,7 @@ from sinklab import __version__
 from sinklab.commands import data, reproduce
 from sinklab.commands.assess import assess
 from sinklab.commands.ending import end, stderr
+from sinklab.commands.evaluate import evaluate
 from sinklab.commands.export import export
 from sinklab.commands.measure import compare, measure
 from sinklab.commands.options import Json, Track
@@ -112,6 +113,7 @@ def train(
 app.command("measure")(measure)
 app.command("compare")(compare)
 app.command("assess")(assess)
+app.command("eval")(evaluate)
 app.command("export")(export)
 app.command("sft")(sft)
 

@@ -13,7 +13,7 @@ from sinklab.errors import InputError
 from sinklab.measuring.api import watched_model
 from sinklab.measuring.conversations import Conversations
 from sinklab.measuring.hooks import Progress
-from sinklab.measuring.huggingface.loading import Loading, check_config, check_revision
+from sinklab.measuring.huggingface.loading import Loading, Pretrained, check_config, check_revision, load_pretrained
 from sinklab.measuring.inputs import default_prefix, pretrained_encode
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.native import WatchedTransformer
@@ -57,7 +57,9 @@ def load_model(name: str, loading: Loading) -> LoadedModel:
         InputError: it cannot be loaded.
     """
     check_revision(name, loading.revision)
-    return _LoadedRun(name, loading) if is_run(name) else _LoadedPretrained(name, loading)
+    if is_run(name):
+        return _LoadedRun(name, loading)
+    return LoadedPretrained(name, loading.revision, load_pretrained(name, loading))
 
 
 def check_loadable(name: str, loading: Loading) -> None:
@@ -75,15 +77,17 @@ def is_run(name: str) -> bool:
     return (Path(name) / "recipe.yaml").is_file()
 
 
-class _LoadedPretrained:
-    """A Hugging Face model with its tokenizer."""
+class LoadedPretrained:
+    """A Hugging Face model with its tokenizer.
 
-    def __init__(self, name: str, loading: Loading) -> None:
-        from sinklab.measuring.huggingface.loading import load_pretrained
+    Args:
+        name: as the user calls it.
+        revision: of the hub, that was asked for.
+    """
 
-        self._name, self._revision = name, loading.revision
-        self._loaded = load_pretrained(name, loading)
-        self._model, self._tokenizer = self._loaded.model, self._loaded.tokenizer
+    def __init__(self, name: str, revision: str | None, loaded: Pretrained) -> None:
+        self._name, self._revision, self._loaded = name, revision, loaded
+        self._model, self._tokenizer = loaded.model, loaded.tokenizer
 
     def check(self, request: Request) -> None:
         from sinklab.measuring.huggingface.anatomy import check_length

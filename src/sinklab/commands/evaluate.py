@@ -1,0 +1,140 @@
+"""`sinklab eval` on the command line: downstream tasks, and the sink beside them."""
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from sinklab.commands.ending import stderr
+from sinklab.commands.options import MOST, Device, Dtype, Json, Revision, Seed, TrustRemoteCode
+from sinklab.commands.timing import duration
+from sinklab.signals import keeping_what_is_finished
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from sinklab.evaluating.documents import DownstreamScores, TaskScores
+
+SPEAKS_EVERY = 30.0  # seconds, where there is no terminal
+
+
+def evaluate(
+    model: Annotated[str, typer.Argument(help="Run directory, Hugging Face id, model directory or .gguf file.")],
+    tasks: Annotated[str, typer.Option(help="Names of lm-eval, with commas: hellaswag, arc_easy, ...")],
+    limit: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="Items of each task, drawn by --seed; all unless given.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="HellaSwag's items, .jsonl or .jsonl.gz; SINKLAB_DATA's or the hub's else.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help=".txt or .jsonl that the sink is measured on; the task's items unless given.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts at a time.")] = 4,
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory for evaluation.json and the items; a run's own unless given. The same call continues."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Score a model on downstream tasks with lm-eval (extra eval), and measure its sink beside them.
+
+    HellaSwag is read from a file (--data, or eval/hellaswag_val.jsonl.gz in SINKLAB_DATA) and needs no network; other
+    tasks come from the Hugging Face hub. What each number is stands in docs/eval.md.
+
+    Example: sinklab eval runs/tiny-0 --tasks hellaswag --limit 200 --data hellaswag_val.jsonl.gz
+    """
+    from contextlib import nullcontext
+
+    from rich.console import Console
+
+    from sinklab.commands.terminal.evaluate import print_scores
+    from sinklab.commands.terminal.report import printable
+    from sinklab.errors import UnsavedError
+    from sinklab.evaluating.running import TaskRequest, evaluate_model
+    from sinklab.measuring.huggingface.loading import Loading
+    from sinklab.survey.loaded import is_run
+
+    console = stderr()
+
+    def say(message: str) -> None:
+        console.print(printable(message), markup=False, highlight=False, soft_wrap=True)
+
+    def show(scores: "DownstreamScores") -> None:
+        if as_json:
+            print(json.dumps(scores.document(), indent=2))
+        else:
+            print_scores(scores, Console())
+
+    names = tuple(name.strip() for name in tasks.split(","))
+    request = TaskRequest(names, limit, seed, data, text, batch_size)
+    loading = Loading(dtype, device, trust_remote_code, revision, say=say)
+    place = Path(model) if out is None and is_run(model) else out
+    with keeping_what_is_finished() if place is not None else nullcontext(), TaskProgress(console) as listener:
+        try:
+            found = evaluate_model(model, request, loading=loading, out=place, listener=listener)
+        except UnsavedError as error:
+            show(error.result)
+            raise
+    show(found)
+
+
+class TaskProgress:
+    """A `TaskListener`: a bar of requests in a terminal; elsewhere lines, one each half minute."""
+
+    def __init__(self, console: "Console") -> None:
+        self._console = console
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=None)
+        self._name, self._done, self._requests, self._said = "", 0, 0, time.monotonic()
+
+    def __enter__(self) -> "TaskProgress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._bar.stop()
+
+    def starts(self, task: str, requests: int) -> None:
+        """Show the bar of the task."""
+        self._name, self._done, self._requests = task, 0, requests
+        self._bar.reset(self._task, description=task, total=requests)
+        if not self._console.is_terminal:
+            self._say(f"{task}: {requests:,} requests")
+
+    def advances(self, requests: int) -> None:
+        """Move the bar."""
+        self._done += requests
+        self._bar.update(self._task, completed=self._done)
+        if not self._console.is_terminal and time.monotonic() - self._said >= SPEAKS_EVERY:
+            self._say(f"{self._name}: {self._done:,} of {self._requests:,}")
+
+    def ends(self, task: str, scores: "TaskScores") -> None:
+        """Print how long it took."""
+        self._say(f"{task}: {scores.items:,} items in {duration(scores.seconds)}")
+
+    def keeps(self, task: str, scores: "TaskScores") -> None:
+        """Print that it is there already."""
+        self._say(f"{task}: {scores.items:,} items (kept)")
+
+    def _say(self, what: str) -> None:
+        self._said = time.monotonic()
+        self._console.print(what, markup=False, highlight=False, soft_wrap=True)

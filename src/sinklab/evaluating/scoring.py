@@ -1,0 +1,173 @@
+"""One task, asked of one model: which items are drawn, and what comes of them."""
+
+import random
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sinklab.errors import InputError, SinklabError, cause, is_out_of_memory
+from sinklab.evaluating.documents import ItemRecord, Score, TaskScores
+from sinklab.evaluating.tasks import ChosenTask, quiet
+
+if TYPE_CHECKING:
+    from sinklab.evaluating.language_model import AnsweringModel
+
+CHOICES = "loglikelihood"
+RESAMPLED = 1000
+"""Times that items are drawn anew for the standard error of what is no mean."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The items that a model is asked.
+
+    Attributes:
+        items: their numbers in the task, in order.
+        left_out: items that were drawn and have an answer too long for the model.
+        cut: of the others, those whose context is too long.
+        requests: how many there are.
+        texts: of each item, what stands in its right answer's request, else in its first.
+    """
+
+    items: list[int]
+    left_out: int
+    cut: int
+    requests: int
+    texts: list[str]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What came of a task, with its items."""
+
+    scores: TaskScores
+    records: list[ItemRecord]
+
+
+def draw_items(chosen: ChosenTask, model: "AnsweringModel", limit: int | None, seed: int, name: str) -> Drawn:
+    """Draw items without replacement, and leave out those whose answers the model cannot read.
+
+    Args:
+        limit: how many; all of them where it is None or beyond what there is.
+        name: of the model.
+
+    Raises:
+        InputError: the model can read the answers of none.
+        SinklabError: lm-eval cannot ask the task of such a model.
+    """
+    every = range(chosen.size)
+    items = sorted(random.Random(seed).sample(every, limit)) if limit and limit < chosen.size else list(every)
+    task = chosen.task
+    with quiet(), _as_sentence(chosen.name):
+        if task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=seed)
+        task.build_all_requests(samples=_samples(items, chosen), rank=0, world_size=1)
+    asked: defaultdict[int, list[Any]] = defaultdict(list)
+    for one in task.instances:
+        asked[items[one.doc_id]].append(one)
+    told = {item: [one.args for one in of if one.request_type == CHOICES] for item, of in asked.items()}
+    kept = [item for item in items if not any(model.overlong(*pair) for pair in told[item])]
+    if not kept:
+        raise InputError(
+            f"--tasks {chosen.name}: every item has an answer that is longer than the context of {name}, which is "
+            f"{model.max_length} tokens: take a task with shorter answers, or a model with a longer context"
+        )
+    return Drawn(
+        items=kept,
+        left_out=len(items) - len(kept),
+        cut=sum(any(model.cuts(*pair) for pair in told[item]) for item in kept),
+        requests=sum(len(asked[item]) for item in kept),
+        texts=[_text(asked[item]) for item in kept],
+    )
+
+
+def score_task(
+    chosen: ChosenTask, drawn: Drawn, model: "AnsweringModel", limit: int | None, seed: int
+) -> Scored:
+    """Ask the items that were drawn, and add up.
+
+    Raises:
+        SinklabError: lm-eval cannot ask the task of such a model, or answers cannot be kept.
+    """
+    from lm_eval.evaluator import evaluate  # pyright: ignore[reportMissingImports]  # an extra
+
+    start = time.perf_counter()
+    with quiet(), _as_sentence(chosen.name):
+        found = evaluate(
+            model,
+            {"tasks": {chosen.name: chosen.task}, "groups": {}, "group_map": {}},
+            samples={chosen.name: _samples(drawn.items, chosen)},
+            bootstrap_iters=RESAMPLED,
+        )
+    scores = TaskScores(
+        version=chosen.version,
+        data=chosen.data,
+        sha256=chosen.sha256,
+        limit=limit,
+        seed=seed,
+        items=len(drawn.items),
+        available=chosen.size,
+        left_out=drawn.left_out,
+        cut=drawn.cut,
+        metrics=_metrics(found["results"][chosen.name]),
+        seconds=round(time.perf_counter() - start, 1),
+    )
+    return Scored(scores, _records(found["samples"][chosen.name]))
+
+
+@contextmanager
+def _as_sentence(task: str) -> Iterator[None]:
+    """Whatever lm-eval raises becomes a sentence."""
+    try:
+        yield
+    except SinklabError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise SinklabError(f"lm-eval cannot ask {task} of this model ({type(error).__name__}: {cause(error)})") from error
+
+
+def _samples(items: list[int], chosen: ChosenTask) -> list[int] | None:
+    """As lm-eval takes them, which looks every item up in the list: None for all."""
+    return None if len(items) == chosen.size else items
+
+
+def _text(requests: Sequence[Any]) -> str:
+    target = requests[0].doc.get("label") if isinstance(requests[0].doc, dict) else None
+    right = [one for one in requests if one.idx == target] or requests
+    return "".join(part for part in right[0].args if isinstance(part, str))
+
+
+def _metrics(results: dict[str, Any]) -> dict[str, Score]:
+    """lm-eval's `acc,none` and `acc_stderr,none`; the filter stands behind the name where there is one."""
+    found: dict[str, Score] = {}
+    for key, value in results.items():
+        name, _, kind = key.partition(",")
+        if not kind or name.endswith("_stderr") or not isinstance(value, int | float):
+            continue
+        stderr = results.get(f"{name}_stderr,{kind}")
+        known = float(stderr) if isinstance(stderr, int | float) else None
+        found[name if kind == "none" else f"{name},{kind}"] = Score(value=float(value), stderr=known)
+    return found
+
+
+def _records(samples: Sequence[dict[str, Any]]) -> list[ItemRecord]:
+    """The items by their numbers; of several filters the first."""
+    first: dict[int, dict[str, Any]] = {}
+    for sample in samples:
+        first.setdefault(sample["doc_id"], sample)
+    return [
+        ItemRecord(
+            item=number,
+            doc_hash=sample["doc_hash"],
+            target=sample["target"],
+            responses=list(sample["filtered_resps"]),
+            metrics={name: sample[name] for name in sample["metrics"]},
+        )
+        for number, sample in sorted(first.items())
+    ]
