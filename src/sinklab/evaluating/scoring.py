@@ -85,9 +85,7 @@ def draw_items(chosen: ChosenTask, model: "AnsweringModel", limit: int | None, s
     )
 
 
-def score_task(
-    chosen: ChosenTask, drawn: Drawn, model: "AnsweringModel", limit: int | None, seed: int
-) -> Scored:
+def score_task(chosen: ChosenTask, drawn: Drawn, model: "AnsweringModel", limit: int | None, seed: int) -> Scored:
     """Ask the items that were drawn, and add up.
 
     Raises:
@@ -129,7 +127,9 @@ def _as_sentence(task: str) -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise SinklabError(f"lm-eval cannot ask {task} of this model ({type(error).__name__}: {cause(error)})") from error
+        raise SinklabError(
+            f"lm-eval cannot ask {task} of this model ({type(error).__name__}: {cause(error)})"
+        ) from error
 
 
 def _samples(items: list[int], chosen: ChosenTask) -> list[int] | None:

@@ -1,0 +1,185 @@
+"""`sinklab eval`: what it prints and keeps, how it goes on, and what it refuses."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import Run, on_one_line
+from hellaswag_files import hellaswag_file, sheep_items
+from trained_run import trained_run
+
+from sinklab.evaluating.answers import Answers
+from sinklab.evaluating.documents import DownstreamScores, load_scores, read_records
+from sinklab.evaluating.running import TaskListener, TaskRequest, evaluate_model
+
+Made = tuple[Path, Path]
+
+
+@pytest.fixture(scope="module")
+def needs_lm_eval() -> None:
+    pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'sinklab[eval]'")
+
+
+@pytest.fixture
+def made(needs_lm_eval: None, tmp_path: Path) -> Made:
+    """A run, and a file of items."""
+    run, _ = trained_run(tmp_path, {"bos": True}, {"context": 64})
+    return run, hellaswag_file(tmp_path / "items.jsonl", sheep_items(30))
+
+
+class Stops(TaskListener):
+    """Ctrl-C when so many requests are answered; remembers how many were asked for anew."""
+
+    def __init__(self, after: int) -> None:
+        self._after, self.steps = after, list[int]()
+
+    def advances(self, requests: int) -> None:
+        self.steps.append(requests)
+        if sum(self.steps) >= self._after:
+            raise KeyboardInterrupt
+
+
+def without_cost(scores: DownstreamScores) -> dict[str, object]:
+    tasks = {name: task.model_copy(update={"seconds": 0.0}) for name, task in scores.tasks.items()}
+    return scores.model_copy(update={"tasks": tasks}).document()
+
+
+def test_scores_of_a_run_are_kept_in_its_directory(made: Made, run: Run) -> None:
+    directory, file = made
+    status, out, err = run("eval", directory, "--tasks", "hellaswag", "--data", file, "--limit", 8, "--json")
+    assert status == 0, err
+    document = json.loads(out)
+    assert document == json.loads((directory / "evaluation.json").read_text())
+    assert document["schema"] == 1
+    task = document["tasks"]["hellaswag"]
+    assert (task["items"], task["available"], task["limit"]) == (8, 30, 8)
+    assert set(task["metrics"]) == {"acc", "acc_norm"}
+    assert all({"value", "stderr"} == set(metric) for metric in task["metrics"].values())
+    assert len(list(read_records(directory / task["records"]))) == 8
+    assert not list(directory.glob("answers_*"))
+    assert run("runs", directory)[0] == 0  # and it is a run as before
+
+
+def test_a_table_is_printed_and_nothing_written_where_there_is_no_place(made: Made, run: Run, tmp_path: Path) -> None:
+    directory, file = made
+    assert run("export", directory, tmp_path / "exported")[0] == 0
+    before = sorted((tmp_path / "exported").iterdir())
+    status, out, err = run("eval", tmp_path / "exported", "--tasks", "hellaswag", "--data", file, "--limit", 4)
+    assert status == 0, err
+    assert "acc_norm" in out
+    assert "standard error" in out
+    assert "hellaswag: 16 requests" in err
+    assert sorted((tmp_path / "exported").iterdir()) == before
+
+
+def test_an_interrupted_call_goes_on_and_ends_as_an_undisturbed_one(made: Made, tmp_path: Path) -> None:
+    directory, file = made
+    request = TaskRequest(["hellaswag"], data=file, batch_size=2)
+    stops = Stops(after=60)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_model(str(directory), request, out=tmp_path / "cut", listener=stops)
+    assert not (tmp_path / "cut" / "evaluation.json").exists()
+    after = Stops(after=10**9)
+    went_on = evaluate_model(str(directory), request, out=tmp_path / "cut", listener=after)
+    assert after.steps[0] == sum(stops.steps) == 64  # answered before, and not asked for again
+    whole = evaluate_model(str(directory), request, out=tmp_path / "whole")
+    assert without_cost(went_on) == without_cost(whole)
+    records = [(tmp_path / name / "items_hellaswag.jsonl.gz").read_bytes() for name in ("cut", "whole")]
+    assert records[0] == records[1]
+
+
+def test_what_is_scored_is_kept_and_other_settings_are_refused(made: Made, run: Run) -> None:
+    directory, file = made
+    call = ("eval", directory, "--tasks", "hellaswag", "--data", file)
+    assert run(*call, "--limit", 4)[0] == 0
+    before = (directory / "evaluation.json").read_bytes()
+    status, _, err = run(*call, "--limit", 4)
+    assert (status, "hellaswag: 4 items (kept)" in err) == (0, True)
+    status, _, err = on_one_line(run)(*call, "--limit", 5)
+    assert status == 2
+    assert "with other settings (limit of hellaswag is 4 there and 5 now)" in err
+    assert (directory / "evaluation.json").read_bytes() == before
+    assert load_scores(directory / "evaluation.json").tasks["hellaswag"].items == 4
+
+
+@pytest.mark.parametrize(
+    ("tasks", "options", "said"),
+    [
+        ("helaswag", (), "no task 'helaswag'; near it are hellaswag"),
+        ("", (), "--tasks: give the names of tasks"),
+        ("arc_easy", ("--data", "items.jsonl"), "is the file of hellaswag, which is not among --tasks arc_easy"),
+        ("hellaswag", ("--data", "absent.jsonl"), "cannot read absent.jsonl: No such file"),
+        ("hellaswag", ("--text", "absent.jsonl"), "no text at absent.jsonl"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_and_nothing_written(
+    tasks: str, options: tuple[object, ...], said: str, made: Made, run: Run, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    status, _, err = on_one_line(run)("eval", made[0], "--tasks", tasks, *options, "--out", out)
+    assert status == 2
+    assert said in err
+    assert not out.exists()
+
+
+def test_a_model_that_can_read_no_answer_is_refused(made: Made, run: Run, tmp_path: Path) -> None:
+    items = sheep_items(3)
+    for item in items:
+        item["endings"][0] = "jumps " * 90
+    file = hellaswag_file(tmp_path / "long.jsonl", items)
+    status, _, err = on_one_line(run)("eval", made[0], "--tasks", "hellaswag", "--data", file)
+    assert status == 2
+    assert "every item has an answer that is longer than the context" in err
+    assert "64 tokens" in err
+
+
+def test_a_hub_out_of_reach_is_said_with_what_to_do(made: Made, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets  # pyright: ignore[reportMissingImports]  # comes with lm-eval
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("Couldn't reach the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    monkeypatch.delenv("SINKLAB_DATA", raising=False)
+    status, _, err = on_one_line(run)("eval", made[0], "--tasks", "hellaswag")
+    assert status == 2
+    assert "could not be fetched from the Hugging Face hub (ConnectionError: Couldn't reach the Hub)" in err
+    assert "--data hellaswag_val.jsonl" in err
+
+
+def test_hellaswag_is_found_where_the_data_lies(
+    made: Made, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, file = made
+    (tmp_path / "data" / "eval").mkdir(parents=True)
+    file.rename(tmp_path / "data" / "eval" / "hellaswag_val.jsonl")
+    monkeypatch.setenv("SINKLAB_DATA", str(tmp_path / "data"))
+    status, out, err = run("eval", directory, "--tasks", "hellaswag", "--limit", 2, "--json")
+    assert status == 0, err
+    assert json.loads(out)["tasks"]["hellaswag"]["data"] == "hellaswag_val.jsonl"
+
+
+def test_an_absent_extra_is_named_with_the_command_that_installs_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    status, _, err = on_one_line(run)("eval", tmp_path, "--tasks", "hellaswag")
+    assert status == 2
+    assert "lm-eval, and it is not installed: pip install 'sinklab[eval]'" in err
+
+
+def test_a_torn_line_is_asked_for_again_and_answers_of_others_are_refused(tmp_path: Path) -> None:
+    from sinklab.errors import InputError
+
+    path, whose = tmp_path / "answers.jsonl", {"model": "a", "dtype": "auto"}
+    Answers(path, whose).add([("first", (-1.5, True)), ("second", "text")])
+    path.write_text(path.read_text() + '{"request": "third", "ans')
+    again = Answers(path, whose)
+    assert (again.get("first"), again.get("second"), again.get("third")) == ((-1.5, True), "text", None)
+    again.add([("third", -2.0)])
+    assert Answers(path, whose).get("third") == -2.0
+    with pytest.raises(InputError, match="the answers of another model"):
+        Answers(path, {**whose, "dtype": "float32"})
+    path.write_text("my notes\n")
+    Answers(path, whose)

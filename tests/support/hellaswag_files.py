@@ -1,0 +1,22 @@
+"""Small HellaSwag files: items of counted sheep, as many of each right answer as of the others."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def sheep_items(count: int, words: int = 3) -> list[dict[str, Any]]:
+    """Items with contexts of so many numbers."""
+    return [
+        {
+            "query": f"sheep jumps {' '.join(str(number * step) for step in range(1, words + 1))}",
+            "endings": [f"{number} sheep", "jumps", f"{number * number}", "sheep jumps"],
+            "label": number % 4,
+        }
+        for number in range(count)
+    ]
+
+
+def hellaswag_file(path: Path, items: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(f"{json.dumps(item)}\n" for item in items), encoding="utf-8")
+    return path

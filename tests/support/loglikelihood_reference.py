@@ -1,0 +1,35 @@
+"""Log-likelihoods of continuations written from the definition: transformers and torch alone, one text at a time.
+
+log p(continuation | context) = sum over its tokens of log softmax(logits before the token)[token]
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as hf
+
+
+def reference_model(folder: Path, gguf: str | None = None) -> tuple[Any, Any]:
+    """Model and tokenizer as transformers loads them, in float32."""
+    options: dict[str, Any] = {} if gguf is None else {"gguf_file": gguf}
+    model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+    return model.eval(), hf.AutoTokenizer.from_pretrained(folder, **options)
+
+
+@torch.no_grad()
+def log_likelihood(model: Any, tokenizer: Any, context: str, continuation: str) -> tuple[float, bool]:
+    """Of the continuation, the tokens of the whole text after the context's; and whether each is the likeliest."""
+    whole, before = tokenizer(f"{context}{continuation}")["input_ids"], len(tokenizer(context)["input_ids"])
+    logits = model(torch.tensor([whole])).logits[0].double()
+    total, greedy = 0.0, True
+    for place in range(before, len(whole)):
+        log_p = torch.log_softmax(logits[place - 1], -1)
+        total += float(log_p[whole[place]])
+        greedy &= int(log_p.argmax()) == whole[place]
+    return total, greedy
+
+
+def hellaswag_answers(model: Any, tokenizer: Any, item: dict[str, Any]) -> list[tuple[float, bool]]:
+    """Of every ending of an item, a space before it."""
+    return [log_likelihood(model, tokenizer, item["query"], f" {ending}") for ending in item["endings"]]
