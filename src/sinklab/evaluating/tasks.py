@@ -77,16 +77,17 @@ def chosen_tasks(names: Sequence[str], data: Path | None) -> list[ChosenTask]:
     lm_eval_version()
     if data is not None and NAME not in names:
         raise InputError(f"--data {data} is the file of {NAME}, which is not among --tasks {','.join(names)}")
+    found: dict[str, ChosenTask] = {}
     with quiet():
-        from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]  # an extra
-
-        manager = TaskManager()
-        _check_names(names, manager)
-        found: dict[str, ChosenTask] = {}
+        file = data or local_file()
+        here = {NAME: file} if file is not None else {}
+        others = [name for name in names if name not in here]
+        hub = _Hub(others) if others else None
         for name in dict.fromkeys(names):
-            file = data or local_file() if name == NAME else None
-            for one in [_from_file(file)] if file is not None else _from_hub(name, manager):
-                found[one.name] = one
+            if hub is None or name in here:
+                found[name] = _from_file(here[name])
+            else:
+                found |= {one.name: one for one in hub.tasks(name)}
     return list(found.values())
 
 
@@ -104,18 +105,6 @@ def quiet() -> Iterator[None]:
     finally:
         logger.setLevel(before)
         task.tqdm = bars
-
-
-def _check_names(names: Sequence[str], manager: Any) -> None:
-    known = sorted({*manager.all_tasks, NAME})
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3)
-            like = f"; near it are {', '.join(near)}" if near else ""
-            raise InputError(
-                f"--tasks: lm-eval has no task {name!r}{like}. It has {len(known):,} (`lm-eval ls tasks` lists them), "
-                f"of which {NAME} needs no network where its file is given with --data"
-            )
 
 
 def _from_file(path: Path) -> ChosenTask:
@@ -139,19 +128,40 @@ def _from_file(path: Path) -> ChosenTask:
     return ChosenTask(NAME, ConfigurableTask(config=config), path.name, sha256_of(path))
 
 
-def _from_hub(name: str, manager: Any) -> list[ChosenTask]:
-    try:
-        return [ChosenTask(one, task, HUB) for one, task in manager.load([name])["tasks"].items()]
-    except ImportError as error:
-        raise InputError(f"--tasks {name} needs a package that is not installed: {cause(error)}") from error
-    except Exception as error:  # network, hub and format errors share no base class
-        file = (
-            "; or give its file: --data hellaswag_val.jsonl, or a folder eval/ with it in SINKLAB_DATA"
-            if name == NAME
-            else f"; {NAME} can be read from a file instead (--data)"
-        )
-        raise InputError(
-            f"the items of --tasks {name} could not be fetched from the Hugging Face hub ({type(error).__name__}: "
-            f"{cause(error)}): check the connection, and where the network is closed fetch them elsewhere into "
-            f"HF_HOME and set HF_HUB_OFFLINE=1{file}"
-        ) from error
+class _Hub:
+    """lm-eval's own tasks. To know them all it reads thousands of files, which takes a while.
+
+    Raises:
+        InputError: it has no task of one of the names.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]  # an extra
+
+        self._manager = TaskManager()
+        for name in names:
+            if name not in self._manager.all_tasks:
+                near = difflib.get_close_matches(name, self._manager.all_tasks, n=3)
+                like = f"; near it are {', '.join(near)}" if near else ""
+                raise InputError(
+                    f"--tasks: lm-eval has no task {name!r}{like}. `lm-eval ls tasks` lists those that it has; "
+                    f"{NAME} needs no network where its file is given with --data"
+                )
+
+    def tasks(self, name: str) -> list[ChosenTask]:
+        """The task, or those of a group, with their items."""
+        try:
+            return [ChosenTask(one, task, HUB) for one, task in self._manager.load([name])["tasks"].items()]
+        except ImportError as error:
+            raise InputError(f"--tasks {name} needs a package that is not installed: {cause(error)}") from error
+        except Exception as error:  # network, hub and format errors share no base class
+            file = (
+                "; or give its file: --data hellaswag_val.jsonl, or a folder eval/ with it in SINKLAB_DATA"
+                if name == NAME
+                else f"; {NAME} can be read from a file instead (--data)"
+            )
+            raise InputError(
+                f"the items of --tasks {name} could not be fetched from the Hugging Face hub ({type(error).__name__}: "
+                f"{cause(error)}): check the connection, and where the network is closed fetch them elsewhere into "
+                f"HF_HOME and set HF_HUB_OFFLINE=1{file}"
+            ) from error
