@@ -19,7 +19,7 @@ needs_the_paper = pytest.mark.skipif(not RESULTS.is_file(), reason=f"the paper's
 
 PAPER = [
     *(f"table_{number}" for number in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)),
-    *(f"figure_{number}" for number in (2, 3, 4, 5, 6, 7, 8, 9, 28, 29)),
+    *(f"figure_{number}" for number in (2, 3, 4, 5, 6, 7, 8, 9, 10, 28, 29)),
     "table_10_left",
     "table_14_right",
     "section_5_random_tokens",

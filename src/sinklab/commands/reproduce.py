@@ -85,6 +85,9 @@ def reproduce(
     ] = None,
     steps: Updates = None,
     text: TrainingText = None,
+    data: Annotated[
+        Path | None, typer.Option(help="HellaSwag's file, for experiments on existing models that ask it.")
+    ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Models at a time; as many as the cores suggest.")] = None,
     engine: Annotated[EngineName, typer.Option(help="Where models are trained.")] = EngineName.local,
     engine_options: Annotated[
@@ -105,7 +108,7 @@ def reproduce(
 
     Example: sinklab reproduce table_4 table_2 --scale tiny --seeds 3 --jobs 2
 
-    Experiments on existing models (tables 1, 7 and 8, figures 2, 3 and 9) train nothing and measure a --model.
+    Experiments on existing models (tables 1, 7 and 8, figures 2, 3, 9 and 10) train nothing and measure a --model.
 
     Example: sinklab reproduce table_1 figure_2 --model MODEL --text FILE
 
@@ -122,8 +125,12 @@ def reproduce(
         given += [f"--scale {scale}"] * (scale != TINY) + [f"--engine {engine.value}"] * (engine != EngineName.local)
         if given:
             raise InputError(f"{given[0]} is about training, and {about_models[0].id} trains nothing: leave it out")
-        measured_command(about_models, models or (), text, out, seeds or DRAWS, dry_run, as_json)
+        measured_command(about_models, models or (), text, out, seeds or DRAWS, dry_run, as_json, data)
         return
+    if data is not None:
+        raise InputError(
+            f"--data {data} is of experiments on existing models, and {names[0]} trains its own: leave it out"
+        )
     questions = _questions(names, scale, seeds)
     request = SweepRequest(questions, out or RUNS / scale, _changes(steps, text), jobs, engine, engine_options or ())
     if dry_run:

@@ -32,6 +32,7 @@ def measured_command(
     draws: int,
     dry_run: bool,
     as_json: bool,
+    data: Path | None = None,
 ) -> None:
     """What `sinklab reproduce` does for experiments on existing models.
 
@@ -42,7 +43,7 @@ def measured_command(
         preview_measured(experiments, models, text, draws, as_json, Console())
         return
     with keeping_what_is_finished():
-        reproduce_measured(experiments, models, text, out, draws, as_json, stderr())
+        reproduce_measured(experiments, models, text, out, draws, as_json, stderr(), data=data)
 
 
 def reproduce_measured(
@@ -55,6 +56,7 @@ def reproduce_measured(
     console: Console,
     *,
     loading: Loading = AS_IT_IS,
+    data: Path | None = None,
 ) -> None:
     """Measure what is missing and judge; `console` is told how it goes, standard output the result.
 
@@ -64,6 +66,7 @@ def reproduce_measured(
         out: of a single experiment, or the folder above those of several, each by its id; below runs/models, named by
             the model, unless given.
         draws: sets of sequences that each cell is measured on.
+        data: HellaSwag's file, for experiments that ask it.
 
     Raises:
         InputError: no model or text, or one that cannot be used.
@@ -72,10 +75,14 @@ def reproduce_measured(
     """
     for one in experiments:
         subjects_of(one, models, text)
+    if data is not None and not any(one.tasks for one in experiments):
+        raise InputError(
+            f"--data {data} is the file of a downstream task, and {experiments[0].id} asks none: leave it out"
+        )
     places = {one.id: _place(one.id, models, out, alone=len(experiments) == 1) for one in experiments}
     for place in places.values():
         check_results(place, (REPORT,))
-    done = [_measured(one, models, text, places[one.id], draws, loading, console) for one in experiments]
+    done = [_measured(one, models, text, places[one.id], draws, loading, console, data) for one in experiments]
     if as_json:
         documents = [one.document() for one in done]
         print(json.dumps(documents[0] if len(documents) == 1 else documents, indent=2))
@@ -140,10 +147,20 @@ def _measured(
     draws: int,
     loading: Loading,
     console: Console,
+    data: Path | None,
 ) -> MeasuredResults:
     total = draws * len(passes_of(experiment, subjects_of(experiment, models, text)))
     with SurveyProgress(console, experiment.id, total) as bars:
-        return measure_experiment(experiment, models, text, draws, loading=loading, out=place, listener=bars)
+        return measure_experiment(
+            experiment,
+            models,
+            text,
+            draws,
+            loading=loading,
+            out=place,
+            listener=bars,
+            data=data if experiment.tasks else None,
+        )
 
 
 def _place(name: str, models: Sequence[str], out: Path | None, alone: bool) -> Path:

@@ -84,19 +84,37 @@ def evaluate_model(
         SinklabError: lm-eval cannot ask a task of this model, or answers cannot be kept.
     """
     check_name(name)
-    version = lm_eval_version()
+    lm_eval_version()
     if out is not None:
         check_results(out, (EVALUATION,))
     chosen = chosen_tasks(request.tasks, request.data)
-    candidate = load_candidate(name, loading)
-    found = DownstreamScores(model=name, asked=candidate.asked, lm_eval=version, notes=candidate.pretrained.notes)
-    found = _continued(found, chosen, request, out)
+    return evaluate_candidate(load_candidate(name, loading), chosen, request, out=out, listener=listener)
+
+
+def evaluate_candidate(
+    candidate: Candidate,
+    chosen: Sequence[ChosenTask],
+    request: TaskRequest,
+    *,
+    out: Path | None = None,
+    listener: TaskListener | None = None,
+) -> DownstreamScores:
+    """The same of a model that is loaded, and tasks that have their items.
+
+    Raises:
+        InputError, UnsavedError, SinklabError: as `evaluate_model`.
+    """
+    listener = listener or TaskListener()
+    new = DownstreamScores(
+        model=candidate.name, asked=candidate.asked, lm_eval=lm_eval_version(), notes=candidate.pretrained.notes
+    )
+    found = _continued(new, chosen, request, out)
     for one in chosen:
         if kept := found.tasks.get(one.name):
-            (listener or TaskListener()).keeps(one.name, kept)
+            listener.keeps(one.name, kept)
             continue
         answers = Answers(_file(out, f"answers_{_plain(one.name)}.jsonl"), candidate.asked)
-        scored = _scored(candidate, one, request, answers, listener or TaskListener())
+        scored = _scored(candidate, one, request, answers, listener)
         found = _kept(found, one.name, scored, out)
         answers.forget()
     return found

@@ -157,6 +157,8 @@ class ExperimentSummary(ReadDocument):
         columns: quantities that its table shows.
         published: the paper's numbers by cell and quantity; of a row that failed there, {"trains": 0.0}.
         elsewhere: the paper's numbers of other models than the one that is measured, by model, cell and quantity.
+        against: two quantities of which a figure shows the second against the first.
+        families: of the models on the paper's list, by cell.
         adapted: why its cells differ from the paper's at this scale.
     """
 
@@ -170,6 +172,8 @@ class ExperimentSummary(ReadDocument):
     published: dict[str, dict[str, float]] = Field(default_factory=dict)
     elsewhere: dict[str, dict[str, dict[str, float]]] = Field(default_factory=dict)
     adapted: list[str] = Field(default_factory=list)
+    against: list[str] = Field(default_factory=list)
+    families: dict[str, str] = Field(default_factory=dict)
 
 
 class Summary(ReadDocument):

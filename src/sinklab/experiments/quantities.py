@@ -17,6 +17,7 @@ largest_activation                  itself
 cosine_first, cosine_rest           cos(q, k) with the first key and with the others, mean over the heads with a sink
 cosine_gap                          the difference of the two
 norm_product_ratio                  |q| |k_1| over the mean of |q| |k| of the other keys, mean over the same heads
+accuracy, accuracy_norm             of a downstream task, percent of its items; answers by likelihood, and per character
 """
 
 import math
@@ -76,6 +77,8 @@ _NAMED = {
         Quantity("cosine_rest", "cos(q, k) with the other keys", "", "plain", 2),
         Quantity("cosine_gap", "cos(q, k) with the first key, above the others", "", "plain", 2),
         Quantity("norm_product_ratio", "|q| |k| of the first key over the others", "x", "positive", 2),
+        Quantity("accuracy", "Accuracy", "%", "rate", 1),
+        Quantity("accuracy_norm", "Accuracy, by likelihood per character", "%", "rate", 1),
     )
 }
 

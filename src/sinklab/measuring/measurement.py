@@ -22,7 +22,7 @@ from sinklab.measuring.statistics.details import Details
 from sinklab.measuring.statistics.secondary import Percent
 
 ColumnValues = np.ndarray | Sequence[float] | None
-LEFT_OUT = ("step", "planned_steps", "details", "ablations", "propositions")  # of the document, where there are none
+LEFT_OUT = ("step", "planned_steps", "details", "ablations", "propositions", "scores")  # where there are none
 
 
 class Measurement(WithArrays):
@@ -59,6 +59,7 @@ class Measurement(WithArrays):
         notes: what the reader must know, such as a batch that had to be halved.
         ablations: what became of the loss and of Sink_1 without something (ablations.py); None unless asked for.
         propositions: what the paper proves of repeated tokens, checked (propositions.py); None for other inputs.
+        scores: on downstream tasks, percent, where the model was asked any (evaluating/asked.py); None elsewhere.
         importance: alpha, mean over sequences (L, H, T).
         importance_visible: mean over the queries that may see a key (L, H, T); None where that is alpha everywhere.
         importance_first: alpha of position 1 (N, L, H).
@@ -103,6 +104,7 @@ class Measurement(WithArrays):
     notes: list[str] = Field(default_factory=list)
     ablations: list[Ablation] | None = None
     propositions: Propositions | None = None
+    scores: dict[str, Percent] | None = None
     importance: Annotated[Array, Axes("LHT")]
     importance_visible: Annotated[ArrayOrNone, Axes("LHT")] = None
     importance_first: Annotated[Array, Axes("NLH")]

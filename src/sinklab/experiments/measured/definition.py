@@ -27,6 +27,18 @@ Each = Literal["domain", "model"]
 """What every cell is measured for: each file of the folder --text, or each --model."""
 
 
+class CellTask(Part):
+    """A downstream task that the model is asked as well.
+
+    Attributes:
+        name: of lm-eval; it has acc or acc_norm.
+        items: how many are drawn for each draw; null for all.
+    """
+
+    name: str
+    items: int | None = Field(default=None, ge=1)
+
+
 class MeasuredCell(Part):
     """One way to measure a model. Cells that differ in eps and length only share their sequences and the pass.
 
@@ -38,6 +50,7 @@ class MeasuredCell(Part):
         loss: whether the loss is computed, a third of the work.
         details: also angles and what else `--details` has.
         swap_position, replace_position: learned positions that are changed (`Study`).
+        task: what the model is asked beside it.
     """
 
     model: Literal["base", "chat"] = "base"
@@ -49,6 +62,7 @@ class MeasuredCell(Part):
     details: bool = False
     swap_position: tuple[int, int] | None = None
     replace_position: tuple[int, int] | None = None
+    task: CellTask | None = None
 
     @property
     def pass_key(self) -> str:
@@ -134,6 +148,7 @@ class MeasuredExperiment(Part):
         cells: by name.
         each: every cell is measured for each of these; it is then named DOMAIN/CELL or MODEL/CELL.
         columns: numbers that its table shows.
+        against: two of them, of which a figure shows the second against the first, a point for each cell.
         published: the paper's numbers, of models that it measured.
         rank: of the list of experiments, the smaller first.
     """
@@ -146,6 +161,7 @@ class MeasuredExperiment(Part):
     cells: dict[str, MeasuredCell] = Field(min_length=1)
     each: Each | None = None
     columns: tuple[QuantityName, ...] = ("sink_1",)
+    against: tuple[QuantityName, QuantityName] | None = None
     published: PaperModels | None = None
     claims: tuple[MeasuredClaim, ...] = ()
     rank: int = 1000
@@ -167,6 +183,11 @@ class MeasuredExperiment(Part):
             if self.each == "model" and cell.model != "base":
                 raise ValueError(f"cell {name!r} is of one model, and the experiment is for each")
         return self
+
+    @property
+    def tasks(self) -> list[str]:
+        """The downstream tasks of its cells."""
+        return list(dict.fromkeys(cell.task.name for cell in self.cells.values() if cell.task))
 
     @property
     def needs_text(self) -> bool:

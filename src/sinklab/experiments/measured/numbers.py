@@ -51,7 +51,7 @@ def _visible_rates(cell: MeasuredCell, measured: Measurement) -> list[float] | N
 
 
 def _others(cell: MeasuredCell, measured: Measurement) -> dict[str, float]:
-    found: dict[str, float] = {}
+    found: dict[str, float] = dict(measured.scores or {})
     for name, ratios in (("key_norm_ratio", measured.key_norm_ratio), ("value_norm_ratio", measured.value_norm_ratio)):
         if ratios:
             found[name] = fmean(ratios)

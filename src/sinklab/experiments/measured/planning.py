@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sinklab.errors import InputError
-from sinklab.experiments.measured.definition import MeasuredCell, MeasuredExperiment
+from sinklab.experiments.measured.definition import CellTask, MeasuredCell, MeasuredExperiment
 from sinklab.measuring.options import Options
 from sinklab.measuring.surgery.study import Study
 from sinklab.survey.compare import labels
@@ -38,6 +38,11 @@ class Pass:
     def folder(self, draw: int) -> str:
         """Where a draw is kept, below the directory of the results."""
         return f"{self.name}/seed_{draw}"
+
+    @property
+    def task(self) -> CellTask | None:
+        """What the model is asked as well, the same for all its cells."""
+        return next(iter(self.cells.values())).task
 
     def request(self, draw: int) -> Request:
         """What is asked of the model."""

@@ -5,13 +5,15 @@ It is a survey (`survey/items.py`): the same call again keeps what is finished a
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sinklab.data.sources.corpora import identity
+from sinklab.evaluating.asked import AskableModel, AskedTask, chosen_task, load_askable
+from sinklab.evaluating.tasks import ChosenTask
 from sinklab.experiments.documents import SUMMARY, CellRun, Summary
 from sinklab.experiments.measured.definition import MeasuredCell, MeasuredExperiment
 from sinklab.experiments.measured.numbers import numbers_of
@@ -97,6 +99,7 @@ def measure_experiment(
     loading: Loading = AS_IT_IS,
     out: Path,
     listener: Listener | None = None,
+    data: Path | None = None,
 ) -> MeasuredResults:
     """Measure every cell on so many draws of sequences, one model after the other, and judge the claims.
 
@@ -104,6 +107,7 @@ def measure_experiment(
         models: run directories, model directories, .gguf files or names on the Hugging Face hub.
         text: a file or folder; a folder with a file for each domain where the experiment is about domains.
         out: keeps each measurement in a folder, and summary.json; continues what it finds.
+        data: HellaSwag's file, for an experiment that asks it.
 
     Raises:
         InputError: no model or text that can be used, a model that has not what the experiment changes, or
@@ -116,10 +120,11 @@ def measure_experiment(
         check_name(model)
     for one in passes:
         one.request(0).check(one.text)
+    tasks = {task.name: task for name in experiment.tasks for task in [chosen_task(name, data)]}
     loaded = _OneAtATime(passes, loading)
     texts = {path: identity(str(path)) for one in passes if (path := one.text) is not None}
     items = [
-        _item(one, draw, texts.get(one.text) if one.text else None, loaded, loading)
+        _item(one, draw, texts.get(one.text) if one.text else None, loaded, _asked(one, tasks), out)
         for model in dict.fromkeys(one.model for one in passes)
         for draw in range(draws)
         for one in passes
@@ -128,8 +133,8 @@ def measure_experiment(
     hashes = {item.name: hashlib.sha256(json.dumps(item.request).encode()).hexdigest()[:16] for item in items}
 
     def prepare(unfinished: Sequence[str]) -> None:
-        names = {one.folder(draw): one.model for one in passes for draw in range(draws)}
-        for model in dict.fromkeys(names[name] for name in unfinished):
+        names = {one.folder(draw): one for one in passes for draw in range(draws)}
+        for model in dict.fromkeys(names[name].model for name in unfinished):
             check_loadable(model, loading)
         loaded.get(names[unfinished[0]])
 
@@ -139,34 +144,45 @@ def measure_experiment(
     return measure_all(items, result_of, out, SUMMARY, listener, prepare=prepare)
 
 
-def _item(one: Pass, draw: int, source: str | None, loaded: "_OneAtATime", loading: Loading) -> Item:
-    request = one.request(draw)
+def _asked(one: Pass, tasks: Mapping[str, ChosenTask]) -> AskedTask | None:
+    """What a pass asks the model beside its measurement."""
+    return None if one.task is None else AskedTask(tasks[one.task.name], one.task.items)
+
+
+def _item(one: Pass, draw: int, source: str | None, loaded: "_OneAtATime", asked: AskedTask | None, out: Path) -> Item:
+    request, folder = one.request(draw), one.folder(draw)
 
     def measure(progress: Progress) -> Measurement:
-        return loaded.get(one.model).measure(one.text, request, progress)
+        model = loaded.get(one)
+        if asked is None:
+            return model.measure(one.text, request, progress)
+        assert isinstance(model, AskableModel)
+        return model.measure_and_ask(asked, one.text, request, out / folder, progress)
 
-    decides = what_decides(one.model, Path(one.model).expanduser(), source, loading, request)
-    return Item(one.folder(draw), decides, measure)
+    decides = what_decides(one.model, Path(one.model).expanduser(), source, loaded.loading, request)
+    return Item(folder, decides | ({} if asked is None else {"task": asked.document()}), measure)
 
 
 class _OneAtATime:
     """Models, each loaded when it is needed and asked whether it can answer, in the place of the one before."""
 
     def __init__(self, passes: Sequence[Pass], loading: Loading) -> None:
-        self._passes, self._loading = passes, loading
-        self._name, self._model = "", None
+        self._passes, self.loading = passes, loading
+        self._wanted: tuple[str, bool] | None = None
+        self._model: LoadedModel | None = None
 
-    def get(self, name: str) -> LoadedModel:
-        """The model of that name.
+    def get(self, wanted: Pass) -> LoadedModel:
+        """The model of a pass, one that can be asked tasks where the pass has one.
 
         Raises:
             InputError: it cannot be loaded, or not be measured like this.
         """
-        if self._model is None or self._name != name:
+        name, asks = wanted.model, wanted.task is not None
+        if self._model is None or self._wanted != (name, asks):
             self._model = None  # its memory is needed
-            model = load_model(name, self._loading)
+            model = load_askable(name, self.loading) if asks else load_model(name, self.loading)
             for one in self._passes:
-                if one.model == name:
+                if one.model == name and (one.task is not None) == asks:
                     model.check(one.request(0))
-            self._name, self._model = name, model
+            self._wanted, self._model = (name, asks), model
         return self._model

@@ -8,7 +8,7 @@ from sinklab.experiments.documents import ExperimentSummary, JudgedClaim, Summar
 from sinklab.experiments.measured.claims import Undecidable, claims_about
 from sinklab.experiments.measured.definition import MeasuredExperiment
 from sinklab.experiments.measured.planning import Subject, cell_name
-from sinklab.experiments.measured.published import paper_rows, published_numbers
+from sinklab.experiments.measured.published import open_model, paper_rows, published_numbers
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.summary import cell_summary
 from sinklab.experiments.verdicts.evidence import Evidence
@@ -64,6 +64,7 @@ def _described(
         for name, cell in experiment.cells.items()
         if cell.model in subject.models
     }
+    known = {subject.name: open_model(subject.models["base"]) for subject in subjects} if experiment.against else {}
     return ExperimentSummary(
         title=experiment.title,
         question=experiment.question,
@@ -73,6 +74,10 @@ def _described(
         columns=list(experiment.columns),
         published={cell: numbers for cell, numbers in published.items() if numbers},
         elsewhere=paper_rows(experiment),
+        against=list(experiment.against or ()),
+        families={
+            cell_name(name, cell): model.family for name, model in known.items() if model for cell in experiment.cells
+        },
     )
 
 

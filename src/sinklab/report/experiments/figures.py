@@ -14,6 +14,7 @@ from sinklab.report.experiments.emergence import sink_of_every_seed
 from sinklab.report.experiments.models import replicate_of
 from sinklab.report.experiments.numbers import by_seed, estimate_of, quantity_of
 from sinklab.report.experiments.ordering import Ordered, ordered
+from sinklab.report.experiments.scatter import against
 from sinklab.report.experiments.sweeps import Sweep
 from sinklab.report.figure import Figure
 
@@ -47,7 +48,11 @@ def experiment_figures(sweep: Sweep, name: str, key: str, page: Path, width: Wid
     Raises:
         InputError: the metrics of a run are damaged.
     """
-    made = [_numbers(sweep, name, key, page, width), _growth(sweep, name, key, width)]
+    made = [
+        _numbers(sweep, name, key, page, width),
+        _against(sweep, name, key, width),
+        _growth(sweep, name, key, width),
+    ]
     return [figure for figure in made if figure is not None]
 
 
@@ -62,6 +67,17 @@ def _numbers(sweep: Sweep, name: str, key: str, page: Path, width: Width) -> Fig
         if any(estimate_of(cell, one.name) for cell in cells.values())
     ]
     return Figure(f"{key}-numbers", experiment.title, _caption(experiment), charts, small=True) if charts else None
+
+
+def _against(sweep: Sweep, name: str, key: str, width: Width) -> Figure | None:
+    experiment = sweep.experiments[name]
+    chart = against(sweep.cells_of(experiment), experiment, width) if len(experiment.against) == 2 else None
+    if chart is None:
+        return None
+    first, second = (quantity_of(one).label for one in experiment.against)
+    many = f"{replicate_of(experiment)}s"
+    caption = f"Every point is a model: means over {many}, the bars their 95 % intervals where there are several."
+    return Figure(f"{key}-against", f"{experiment.title}: {second} against {first}", caption, [chart])
 
 
 def _caption(experiment: ExperimentSummary) -> str:
