@@ -35,7 +35,7 @@ test-browser: $(STAMP)
 
 test-extras: $(EXTRAS)/.installed
 	$(EXTRAS)/bin/pytest tests/train/test_track.py tests/data/test_data_corpora.py tests/measuring/test_measure_placed.py tests/measuring/test_measure_gguf.py \
-		tests/measuring/test_measure_frames.py tests/tuning
+		tests/measuring/test_measure_frames.py tests/tuning tests/evaluating
 
 test-real: $(EXTRAS)/.installed
 	$(EXTRAS)/bin/pytest -m real
@@ -45,7 +45,7 @@ test-cluster: $(EXTRAS)/.installed
 
 $(EXTRAS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(EXTRAS)
-	$(EXTRAS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,track,quantised,gguf,cluster,sft]'
+	$(EXTRAS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,track,quantised,gguf,cluster,sft,eval]'
 	@touch $@
 
 test-portable: $(STAMP)

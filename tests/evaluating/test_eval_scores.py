@@ -76,7 +76,8 @@ def own_answer(run: Path, context: str, continuation: str, cut_to: int | None = 
         shown = shown[len(shown) - (cut_to + 1 - len(front) - len(answer)) :]
     ids = [*front, *shown, *answer]
     with torch.no_grad():
-        log_p = found.model.logits(torch.tensor([ids[:-1]]))[0].double().log_softmax(-1)[-len(answer) :]
+        logits = found.model.head(found.model.hidden(torch.tensor([ids[:-1]])))[0].double()
+    log_p = logits.log_softmax(-1)[-len(answer) :]
     chosen = torch.tensor(answer)
     return float(log_p.gather(-1, chosen[:, None]).sum()), bool((log_p.argmax(-1) == chosen).all())
 

@@ -3,7 +3,7 @@
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -82,7 +82,7 @@ def evaluate(
     place = Path(model) if out is None and is_run(model) else out
     with keeping_what_is_finished() if place is not None else nullcontext(), TaskProgress(console) as listener:
         try:
-            found = evaluate_model(model, request, loading=loading, out=place, listener=listener)
+            found = evaluate_model(model, request, loading=loading, out=place, listener=cast(Any, listener))
         except UnsavedError as error:
             show(error.result)
             raise

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from sinklab.errors import InputError
 from sinklab.files import append_line, parse_json, write_text
@@ -24,7 +25,7 @@ class Answers:
         SinklabError: it cannot be written.
     """
 
-    def __init__(self, path: Path | None, whose: dict[str, str | None]) -> None:
+    def __init__(self, path: Path | None, whose: Mapping[str, str | None]) -> None:
         self._path, self._known = path, dict[str, Answer]()
         if path is None:
             return
@@ -36,8 +37,8 @@ class Answers:
             )
         for line in lines[1:]:
             answer = line["answer"]
-            self._known[line["request"]] = (answer[0], answer[1]) if isinstance(answer, list) else answer
-        write_text(path, "".join(f"{json.dumps(line)}\n" for line in lines or [whose]))  # without a torn last line
+            self._known[str(line["request"])] = (answer[0], answer[1]) if isinstance(answer, list) else answer
+        write_text(path, "".join(f"{json.dumps(line)}\n" for line in lines or [dict(whose)]))  # without a torn last line
 
     def get(self, request: str) -> Answer | None:
         """The answer to a request by its `name_of`, None where it was not asked yet."""
@@ -66,9 +67,9 @@ def name_of(kind: str, arguments: Iterable[object]) -> str:
     return hashlib.sha256(json.dumps([kind, *arguments], sort_keys=True).encode()).hexdigest()
 
 
-def _whole_lines(path: Path) -> list[dict[str, object]]:
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
     """The lines up to the first torn one; those of a file that we did not write are refused."""
-    found: list[dict[str, object]] = []
+    found: list[dict[str, Any]] = []
     for line in path.read_text("utf-8", errors="replace").splitlines() if path.exists() else ():
         try:
             row = parse_json(line)
