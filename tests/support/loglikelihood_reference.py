@@ -19,8 +19,11 @@ def reference_model(folder: Path, gguf: str | None = None) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def log_likelihood(model: Any, tokenizer: Any, context: str, continuation: str) -> tuple[float, bool]:
-    """Of the continuation, the tokens of the whole text after the context's; and whether each is the likeliest."""
-    whole, before = tokenizer(f"{context}{continuation}")["input_ids"], len(tokenizer(context)["input_ids"])
+    """Of the tokens of the whole text from the first that the context alone has not; and if each is likeliest."""
+    whole, alone = tokenizer(f"{context}{continuation}")["input_ids"], tokenizer(context)["input_ids"]
+    before = 0
+    while before < len(alone) and alone[before] == whole[before]:
+        before += 1
     logits = model(torch.tensor([whole])).logits[0].double()
     total, greedy = 0.0, True
     for place in range(before, len(whole)):

@@ -38,7 +38,9 @@ class Answers:
         for line in lines[1:]:
             answer = line["answer"]
             self._known[str(line["request"])] = (answer[0], answer[1]) if isinstance(answer, list) else answer
-        write_text(path, "".join(f"{json.dumps(line)}\n" for line in lines or [dict(whose)]))  # without a torn last line
+        write_text(
+            path, "".join(f"{json.dumps(line)}\n" for line in lines or [dict(whose)])
+        )  # without a torn last line
 
     def get(self, request: str) -> Answer | None:
         """The answer to a request by its `name_of`, None where it was not asked yet."""

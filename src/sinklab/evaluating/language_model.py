@@ -1,4 +1,4 @@
-"""A loaded model as lm-eval asks it: it keeps its answers, and where a context is too long it keeps the BOS.
+"""A loaded model as lm-eval asks it: it keeps its answers, its texts are whole, and long ones keep their BOS.
 
 lm-eval's own model of transformers does the work: tokens, batches, log-softmax and sums. See docs/eval.md for what is
 different from its defaults.
@@ -51,20 +51,33 @@ class AnsweringModel(HFLM):
 
     def overlong(self, context: str, continuation: str) -> bool:
         """Whether the continuation leaves no room for a token of the context."""
-        _, answer = super()._encode_pair(context, continuation) if context else ([], self.tok_encode(continuation))
+        _, answer = self._split(context, continuation) if context else ([], self.tok_encode(continuation))
         return len(answer) + len(self._prefix) > self.max_length
 
     def cuts(self, context: str, continuation: str) -> bool:
         """Whether the context loses its first words."""
-        return bool(context) and sum(map(len, super()._encode_pair(context, continuation))) > self.max_length + 1
+        return bool(context) and sum(map(len, self._split(context, continuation))) > self.max_length + 1
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Tokens of both; of a context that is too long its special tokens in front, and its last ones."""
-        before, after = super()._encode_pair(context, continuation)
+        before, after = self._split(context, continuation)
         room, special = self.max_length + 1 - len(after), len(self._prefix)
         if len(before) > room and before[:special] == self._prefix:
             before = [*self._prefix, *before[len(before) - (room - special) :]]
         return before, after
+
+    def _split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """The tokens of both as one text, those that the context has by itself before the others.
+
+        lm-eval takes as many off as the context has. Where a token reaches over the end of the context, these are
+        others, and words of the continuation would be lost.
+        """
+        before, after = super()._encode_pair(context, continuation)
+        whole = self.tok_encode(context + continuation)
+        if [*before, *after] == whole:
+            return before, after
+        shared = next((at for at, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(before))
+        return whole[: max(shared, 1)], whole[max(shared, 1) :]
 
     def _answered(self, kind: str, requests: Sequence[Any], ask: Callable[..., list[Answer]]) -> list[Answer]:
         names = [name_of(kind, request.args) for request in requests]
