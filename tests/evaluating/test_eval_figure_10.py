@@ -108,7 +108,7 @@ def drawn(cells: dict[str, CellSummary]) -> dict[str, Any] | None:
 def test_a_point_stands_for_each_model_with_both_numbers() -> None:
     chart = drawn({"a-1b/x": cell(20, 30), "a-2b/x": cell(40, 45), "b/x": cell(5, 50), "c/x": cell(5, None)})
     assert chart is not None
-    (rows,) = chart["datasets"].values() if "datasets" in chart else (chart["layer"][0]["data"]["values"],)
+    rows = chart["data"]["values"]
     assert [(row["model"], row["family"], row["x"], row["y"]) for row in rows] == [
         ("a-1b", "a", 20, 30),
         ("a-2b", "a", 40, 45),

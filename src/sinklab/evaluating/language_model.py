@@ -33,6 +33,7 @@ class AnsweringModel(HFLM):
             backend="causal",
             batch_size=batch_size,
             softmax_dtype="float32",
+            logits_cache=False,  # which shares logits among texts that differ in where the answer begins
         )
         self._prefix = default_prefix(pretrained.tokenizer)
         self._answers, self._advance = answers, advance
