@@ -9,7 +9,7 @@ from typing import Any
 from sinklab.errors import InputError
 from sinklab.files import append_line, parse_json, write_text
 
-Answer = tuple[float, bool] | float | str
+ModelAnswer = tuple[float, bool] | float | str
 """A log-likelihood with whether it is what the model would say by itself, one alone, or a text."""
 
 
@@ -26,7 +26,7 @@ class Answers:
     """
 
     def __init__(self, path: Path | None, whose: Mapping[str, str | None]) -> None:
-        self._path, self._known = path, dict[str, Answer]()
+        self._path, self._known = path, dict[str, ModelAnswer]()
         if path is None:
             return
         lines = _whole_lines(path)
@@ -42,11 +42,11 @@ class Answers:
             path, "".join(f"{json.dumps(line)}\n" for line in lines or [dict(whose)])
         )  # without a torn last line
 
-    def get(self, request: str) -> Answer | None:
+    def get(self, request: str) -> ModelAnswer | None:
         """The answer to a request by its `name_of`, None where it was not asked yet."""
         return self._known.get(request)
 
-    def add(self, answered: Iterable[tuple[str, Answer]]) -> None:
+    def add(self, answered: Iterable[tuple[str, ModelAnswer]]) -> None:
         """Keep answers.
 
         Raises:

@@ -16,7 +16,7 @@ EVALUATION = "evaluation.json"
 RECORDS = ".jsonl.gz"
 
 
-class Score(ReadDocument):
+class TaskMetric(ReadDocument):
     """One metric over the items of a task.
 
     Attributes:
@@ -75,7 +75,7 @@ class TaskScores(ReadDocument):
     available: int
     left_out: int = 0
     cut: int = 0
-    metrics: dict[str, Score]
+    metrics: dict[str, TaskMetric]
     sink: TextSink | None = None
     records: str | None = None
     seconds: float

@@ -9,7 +9,7 @@ from typing import Any
 
 from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]  # an extra
 
-from sinklab.evaluating.answers import Answer, Answers, name_of
+from sinklab.evaluating.answers import Answers, ModelAnswer, name_of
 from sinklab.measuring.huggingface.loading import Pretrained
 from sinklab.measuring.inputs import default_prefix
 
@@ -80,7 +80,7 @@ class AnsweringModel(HFLM):
         shared = next((at for at, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(before))
         return whole[: max(shared, 1)], whole[max(shared, 1) :]
 
-    def _answered(self, kind: str, requests: Sequence[Any], ask: Callable[..., list[Answer]]) -> list[Answer]:
+    def _answered(self, kind: str, requests: Sequence[Any], ask: Callable[..., list[ModelAnswer]]) -> list[ModelAnswer]:
         names = [name_of(kind, request.args) for request in requests]
         waiting = {name: one for name, one in zip(names, requests, strict=True) if self._answers.get(name) is None}
         self._advance(sum(name not in waiting for name in names))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sinklab.errors import InputError, SinklabError, cause, is_out_of_memory
-from sinklab.evaluating.documents import ItemRecord, Score, TaskScores
+from sinklab.evaluating.documents import ItemRecord, TaskMetric, TaskScores
 from sinklab.evaluating.tasks import ChosenTask, quiet
 
 if TYPE_CHECKING:
@@ -143,16 +143,16 @@ def _text(requests: Sequence[Any]) -> str:
     return "".join(part for part in right[0].args if isinstance(part, str))
 
 
-def _metrics(results: dict[str, Any]) -> dict[str, Score]:
+def _metrics(results: dict[str, Any]) -> dict[str, TaskMetric]:
     """lm-eval's `acc,none` and `acc_stderr,none`; the filter stands behind the name where there is one."""
-    found: dict[str, Score] = {}
+    found: dict[str, TaskMetric] = {}
     for key, value in results.items():
         name, _, kind = key.partition(",")
         if not kind or name.endswith("_stderr") or not isinstance(value, int | float):
             continue
         stderr = results.get(f"{name}_stderr,{kind}")
         known = float(stderr) if isinstance(stderr, int | float) else None
-        found[name if kind == "none" else f"{name},{kind}"] = Score(value=float(value), stderr=known)
+        found[name if kind == "none" else f"{name},{kind}"] = TaskMetric(value=float(value), stderr=known)
     return found
 
 

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from sinklab.commands.tables import print_table
 from sinklab.commands.terminal.report import printable
-from sinklab.evaluating.documents import DownstreamScores, Score, TaskScores
+from sinklab.evaluating.documents import DownstreamScores, TaskMetric, TaskScores
 
 SHARES = ("acc", "exact_match")
 """Beginnings of the metrics that are shown in percent."""
@@ -31,7 +31,7 @@ def print_scores(scores: DownstreamScores, console: Console) -> None:
         console.print(f"[yellow]note:[/yellow] {escape(printable(note))}", highlight=False)
 
 
-def _numbers(metric: str, score: Score) -> tuple[str, str]:
+def _numbers(metric: str, score: TaskMetric) -> tuple[str, str]:
     times, unit = (100, " %") if metric.startswith(SHARES) else (1, "")
     decimals = 1 if unit else 4
     stderr = "–" if score.stderr is None else f"{times * score.stderr:.{decimals}f}{unit}"
