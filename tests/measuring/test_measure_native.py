@@ -217,7 +217,7 @@ def test_the_result_says_what_it_is() -> None:
 def test_a_layer_whose_keys_weight_decay_has_made_zero_is_measured() -> None:
     model = own_model("softmax")
     with torch.no_grad():
-        model.blocks[1].attention.qkv.weight.zero_()
+        model.get_parameter("blocks.1.attention.qkv.weight").zero_()
     measured = measure(model, own_tokens())
     assert measured.key_norm_ratio is not None
     assert measured.key_norm_ratio[1] == 1.0
