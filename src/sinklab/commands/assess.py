@@ -1,26 +1,22 @@
 """`sinklab assess` on the command line: what a sink costs and buys."""
 
 import json
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sinklab.commands.ending import stderr
 from sinklab.commands.options import MOST, Device, Dtype, Json, Revision, Seed, TrustRemoteCode
+from sinklab.commands.terminal.bars import StepProgress
 from sinklab.commands.timing import duration
 from sinklab.errors import InputError
 from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from sinklab.assessing.documents import Assessment, AssessPart
 
 Positions = Literal["cache", "text"]
-SPEAKS_EVERY = 30.0  # seconds, where there is no terminal
 
 
 def assess(
@@ -76,7 +72,7 @@ def assess(
     from sinklab.assessing.running import assess as assess_model
     from sinklab.assessing.running import document
     from sinklab.commands.terminal.assess import print_assessment
-    from sinklab.commands.terminal.report import printable
+    from sinklab.commands.terminal.text import printable
     from sinklab.errors import UnsavedError
     from sinklab.measuring.huggingface.loading import Loading
 
@@ -130,56 +126,26 @@ def parts_of(given: str) -> "tuple[AssessPart, ...]":
     return tuple(part for part in PARTS if part in names)
 
 
-class AssessProgress:
-    """An `AssessListener`: a bar for the present part in a terminal; elsewhere lines, one each half minute."""
-
-    def __init__(self, console: "Console") -> None:
-        self._console = console
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=None)
-        self._part, self._done, self._passes, self._said = "", 0, 0, time.monotonic()
-
-    def __enter__(self) -> "AssessProgress":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._bar.stop()
+class AssessProgress(StepProgress):
+    """An `AssessListener`."""
 
     def starts(self, part: "AssessPart", passes: int) -> None:
         """Show the bar of the part."""
-        self._part, self._done, self._passes, self._said = part, 0, passes, time.monotonic()
-        self._bar.reset(self._task, description=part, total=passes)
-        if not self._console.is_terminal:
-            self._say(f"{part}: {passes} sequences to be read")
+        self.begin(part, passes)
+        self.say_without_terminal(f"{part}: {passes} sequences to be read")
 
     def advances(self) -> None:
         """Move the bar."""
-        self._done += 1
-        self._bar.update(self._task, completed=self._done)
-        if not self._console.is_terminal and time.monotonic() - self._said >= SPEAKS_EVERY:
-            self._say(f"{self._part}: {self._done} of {self._passes}")
+        self.move(1)
 
     def ends(self, part: "AssessPart", seconds: float) -> None:
         """Print how long it took."""
-        self._say(f"{part}: done in {duration(seconds)}")
+        self.say(f"{part}: done in {duration(seconds)}")
 
     def keeps(self, part: "AssessPart") -> None:
         """Print that it is there already."""
-        self._say(f"{part}: kept")
+        self.say(f"{part}: kept")
 
     def skips(self, part: "AssessPart", why: str) -> None:
         """Print why."""
-        self._say(f"{part}: skipped: {why}")
-
-    def _say(self, what: str) -> None:
-        self._said = time.monotonic()
-        self._console.print(what, markup=False, highlight=False, soft_wrap=True)
+        self.say(f"{part}: skipped: {why}")

@@ -1,24 +1,19 @@
 """`sinklab eval` on the command line: downstream tasks, and the sink beside them."""
 
 import json
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sinklab.commands.ending import stderr
 from sinklab.commands.options import MOST, Device, Dtype, Json, Revision, Seed, TrustRemoteCode
+from sinklab.commands.terminal.bars import StepProgress
 from sinklab.commands.timing import duration
 from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from sinklab.evaluating.documents import DownstreamScores, TaskScores
-
-SPEAKS_EVERY = 30.0  # seconds, where there is no terminal
 
 
 def evaluate(
@@ -59,7 +54,7 @@ def evaluate(
     from rich.console import Console
 
     from sinklab.commands.terminal.evaluate import print_scores
-    from sinklab.commands.terminal.report import printable
+    from sinklab.commands.terminal.text import printable
     from sinklab.errors import UnsavedError
     from sinklab.evaluating.running import TaskRequest, evaluate_model
     from sinklab.measuring.huggingface.loading import Loading
@@ -89,52 +84,22 @@ def evaluate(
     show(found)
 
 
-class TaskProgress:
-    """A `TaskListener`: a bar of requests in a terminal; elsewhere lines, one each half minute."""
-
-    def __init__(self, console: "Console") -> None:
-        self._console = console
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=None)
-        self._name, self._done, self._requests, self._said = "", 0, 0, time.monotonic()
-
-    def __enter__(self) -> "TaskProgress":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._bar.stop()
+class TaskProgress(StepProgress):
+    """A `TaskListener`; steps are requests."""
 
     def starts(self, task: str, requests: int) -> None:
         """Show the bar of the task."""
-        self._name, self._done, self._requests = task, 0, requests
-        self._bar.reset(self._task, description=task, total=requests)
-        if not self._console.is_terminal:
-            self._say(f"{task}: {requests:,} requests")
+        self.begin(task, requests)
+        self.say_without_terminal(f"{task}: {requests:,} requests")
 
     def advances(self, requests: int) -> None:
         """Move the bar."""
-        self._done += requests
-        self._bar.update(self._task, completed=self._done)
-        if not self._console.is_terminal and time.monotonic() - self._said >= SPEAKS_EVERY:
-            self._say(f"{self._name}: {self._done:,} of {self._requests:,}")
+        self.move(requests)
 
     def ends(self, task: str, scores: "TaskScores") -> None:
         """Print how long it took."""
-        self._say(f"{task}: {scores.items:,} items in {duration(scores.seconds)}")
+        self.say(f"{task}: {scores.items:,} items in {duration(scores.seconds)}")
 
     def keeps(self, task: str, scores: "TaskScores") -> None:
         """Print that it is there already."""
-        self._say(f"{task}: {scores.items:,} items (kept)")
-
-    def _say(self, what: str) -> None:
-        self._said = time.monotonic()
-        self._console.print(what, markup=False, highlight=False, soft_wrap=True)
+        self.say(f"{task}: {scores.items:,} items (kept)")

@@ -189,7 +189,7 @@ def compare(
 
 def _loading(dtype: str, device: str, trust_remote_code: bool, revision: str | None, console: "Console") -> "Loading":
     """How models are loaded; what takes a while is said on the console."""
-    from sinklab.commands.terminal.report import printable
+    from sinklab.commands.terminal.text import printable
     from sinklab.measuring.huggingface.loading import Loading
 
     def say(message: str) -> None:

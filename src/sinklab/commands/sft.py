@@ -1,22 +1,19 @@
 """`sinklab sft`: instruction tuning, with the sink beside the loss."""
 
 import json
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sinklab.commands.ending import stderr
 from sinklab.commands.options import MOST, Device, Json, Revision, TrustRemoteCode
+from sinklab.commands.terminal.bars import StepProgress
 from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:
     from sinklab.tuning.documents import TuneEvaluation, TuneUpdate
-
-SPEAKS_EVERY = 30.0  # seconds, where there is no terminal
 
 
 def sft(
@@ -65,8 +62,8 @@ def sft(
 
     Example: sinklab sft runs/k --data chats.jsonl --out runs/k-chat
     """
-    from sinklab.commands.terminal.report import printable
     from sinklab.commands.terminal.sft import print_tuning
+    from sinklab.commands.terminal.text import printable
     from sinklab.measuring.huggingface.loading import Loading
     from sinklab.tuning.preparing import TuneSources
     from sinklab.tuning.running import tune
@@ -108,57 +105,28 @@ def sft(
         say(f"model: {out / 'model'}")
 
 
-class TuneProgress:
-    """A `TuneListener`: a bar and a line per evaluation; without a terminal also a line each half minute."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=None)
-        self._steps, self._said = 0, time.monotonic()
-
-    def __enter__(self) -> "TuneProgress":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._bar.stop()
+class TuneProgress(StepProgress):
+    """A `TuneListener`; steps are updates, with a line per evaluation."""
 
     def notes(self, notes: list[str]) -> None:
         """Say them."""
         for note in notes:
-            self._say(note)
+            self.say(note)
 
     def starts(self, steps: int, done: int) -> None:
         """Show the bar."""
-        self._steps = steps
-        self._bar.reset(self._task, description="tuning", total=steps, completed=done)
-        self._bar.start()
-        self._say(f"continues after {done} of {steps} updates" if done else f"{steps} updates")
+        self.begin("updates", steps, done)
+        self.say(f"continues after {done} of {steps} updates" if done else f"{steps} updates")
 
     def updated(self, update: "TuneUpdate") -> None:
         """Move the bar."""
-        shown = f"loss {update.loss:.3f}, gradient {update.grad_norm:.3g}"
-        self._bar.update(self._task, completed=update.step, description=shown)
-        if not self._console.is_terminal and time.monotonic() - self._said >= SPEAKS_EVERY:
-            self._say(f"update {update.step} of {self._steps}: {shown}")
+        self.move(1, f"loss {update.loss:.3f}, gradient {update.grad_norm:.3g}")
 
     def evaluated(self, evaluation: "TuneEvaluation") -> None:
         """A line."""
         gradient = "" if evaluation.grad_norm is None else f", gradient {evaluation.grad_norm:.3g}"
         trained = "" if evaluation.train_loss is None else f"train {evaluation.train_loss:.4f}, "
-        self._say(
-            f"step {evaluation.step} of {self._steps}: {trained}held out {evaluation.valid_loss:.4f}, "
+        self.say(
+            f"step {evaluation.step}: {trained}held out {evaluation.valid_loss:.4f}, "
             f"Sink_1 {evaluation.sink_rate[0]:.2f} %{gradient}"
         )
-
-    def _say(self, what: str) -> None:
-        self._said = time.monotonic()
-        self._console.print(what, markup=False, highlight=False, soft_wrap=True)

@@ -4,9 +4,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from sinklab.commands.terminal.report import printable
+from sinklab.commands.terminal.bars import bars
+from sinklab.commands.terminal.text import printable
 from sinklab.measuring.measurement import Measurement
 from sinklab.survey.items import Listener
 
@@ -22,15 +22,7 @@ class SurveyProgress(Listener):
 
     def __init__(self, console: Console, what: str, total: int) -> None:
         self._console = console
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
+        self._progress = bars(console)
         self._all = self._progress.add_task(what, total=total)
         self._present = self._progress.add_task("", total=None)
 

@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from sinklab.commands.tables import print_table
-from sinklab.commands.terminal.report import printable
+from sinklab.commands.terminal.text import printable
 from sinklab.evaluating.documents import DownstreamScores, TaskMetric, TaskScores
 
 SHARES = ("acc", "exact_match")

@@ -8,7 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sinklab.commands.tables import print_table
-from sinklab.commands.terminal.report import VERDICT_STYLES, printable
+from sinklab.commands.terminal.report import VERDICT_STYLES
+from sinklab.commands.terminal.text import printable
 from sinklab.commands.timing import duration
 from sinklab.experiments.definition import SCALES, Scale
 from sinklab.experiments.documents import CellEstimate, CellSummary, ExperimentSummary, Summary

@@ -7,7 +7,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sinklab.commands.terminal.report import claims_table, printable
+from sinklab.commands.terminal.report import claims_table
+from sinklab.commands.terminal.text import printable
 from sinklab.experiments.documents import CellSummary, ExperimentSummary, Summary
 from sinklab.experiments.measured.planning import Pass
 from sinklab.experiments.quantities import Quantity, quantity

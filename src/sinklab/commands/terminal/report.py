@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sinklab.commands.terminal.text import printable
 from sinklab.experiments.definition import SCALES
 from sinklab.experiments.documents import JudgedClaim
 from sinklab.report.data import ReportData
@@ -142,11 +143,6 @@ def sparkline(values: Sequence[float], highest: float | None = None, width: int 
     count = min(width, len(values))
     picked = [values[(index + 1) * len(values) // count - 1] for index in range(count)]
     return "".join(BARS[min(len(BARS) - 1, max(0, int(value / top * len(BARS))))] for value in picked)
-
-
-def printable(text: str) -> str:
-    """The text with control characters shown as `�`, so that a name cannot steer the terminal."""
-    return "".join(character if character.isprintable() else "�" for character in text)
 
 
 def _sink_curve(data: ReportData, cell: str) -> str:

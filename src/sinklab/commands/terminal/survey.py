@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sinklab.commands.tables import print_table
-from sinklab.commands.terminal.report import printable
+from sinklab.commands.terminal.text import printable
 from sinklab.measuring.measurement import Measurement
 from sinklab.survey.compare import Comparison
 from sinklab.survey.domains import Domains
