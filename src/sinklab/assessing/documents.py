@@ -13,6 +13,7 @@ from sinklab.files import parse_json
 from sinklab.schema import ReadDocument
 
 ASSESSMENT = "assessment.json"
+HELD_OUT = "held_out"
 
 AssessPart = Literal["streaming", "quantisation", "eviction", "length", "carries", "heads"]
 Placed = Literal["cache", "text"]
@@ -247,3 +248,8 @@ def load_assessment(path: Path) -> Assessment:
         return Assessment.model_validate(parse_json(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, ValidationError) as error:
         raise InputError(f"{path} cannot be read as an assessment ({error}): make it again in another --out") from error
+
+
+def on_held_out(assessment: Assessment) -> bool:
+    """Whether a run was assessed on the text that it was validated on."""
+    return assessment.asked.get(HELD_OUT) is True

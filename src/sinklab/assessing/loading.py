@@ -28,6 +28,7 @@ class Admitted:
         special: how many tokens stand before a sequence's own.
         dressed: puts them there: (N, T - special) -> (N, T).
         render: of conversations.
+        held_out: the first so many tokens of the text that a run was validated on; None for what is no run of ours.
         files: changes when the model's files may have changed; None for a model of the hub.
         notes: what a reader must know of how it was loaded.
     """
@@ -39,28 +40,44 @@ class Admitted:
     conversations: Conversations
     files: str | None
     notes: list[str]
+    held_out: Callable[[int], list[int]] | None = None
 
-    def sequences(self, text: Path, most: int, length: int, fewest: int = 1) -> Tensor:
+    def sequences(self, text: Path | None, most: int, length: int, fewest: int = 1) -> Tensor:
         """The text as one stream, cut into `fewest` to `most` sequences of `length` tokens: (N, T).
 
+        Args:
+            text: what a run was validated on unless given.
+
         Raises:
-            InputError: too little text, or one that cannot be read.
+            InputError: too little text, one that cannot be read, or none of a model that has none of its own.
         """
         body = length - self.special
         if body < 2:
             raise InputError(f"sequences of {length} tokens, {self.special} of them special: give longer ones")
-        stream: list[int] = []
-        for document in documents(str(text), render=self.conversations.render):
-            stream += self.encode(f"{document}\n\n")
-            if len(stream) >= most * body:
-                break
+        stream = self._stream(text, most * body)
         count = min(most, len(stream) // body)
         if count < fewest:
             raise InputError(
-                f"{text} has {len(stream):,} tokens and {fewest * body:,} are needed ({fewest} of {body:,} tokens): "
-                "give more text, or shorter sequences and caches (--length, --stream-length, --cache)"
+                f"{text or 'what the run was validated on'} has {len(stream):,} tokens and {fewest * body:,} are "
+                f"needed ({fewest} of {body:,} tokens): give more text, or shorter sequences and caches (--length, "
+                "--stream-length, --cache)"
             )
         return self.dressed(torch.tensor(stream[: count * body]).view(count, body))
+
+    def _stream(self, text: Path | None, tokens: int) -> list[int]:
+        """At least so many tokens, or all that there are."""
+        if text is None:
+            if self.held_out is None:
+                raise InputError(
+                    f"--text is needed: {self.patient.name} is no run, whose validation text could be read"
+                )
+            return self.held_out(tokens)
+        stream: list[int] = []
+        for document in documents(str(text), render=self.conversations.render):
+            stream += self.encode(f"{document}\n\n")
+            if len(stream) >= tokens:
+                break
+        return stream
 
 
 def admit(name: str, loading: Loading) -> Admitted:
@@ -94,7 +111,7 @@ def _pretrained(name: str, loading: Loading) -> Admitted:
 def _run(name: str, loading: Loading) -> Admitted:
     from sinklab.data.loader import Loader
     from sinklab.data.tokenizers import load_tokenizer
-    from sinklab.train.directory.run import load_run
+    from sinklab.train.directory.run import load_run, validation_tokens
 
     where, kind = pick_device(loading.device), pick_dtype(loading.dtype)
     run = load_run(Path(name))
@@ -114,6 +131,9 @@ def _run(name: str, loading: Loading) -> Admitted:
         )
         return loader.batch(0)
 
+    def held_out(tokens: int) -> list[int]:
+        return [int(one) for one in validation_tokens(Path(name))[:tokens]]
+
     planned = run.recipe.train.steps
     return Admitted(
         OwnPatient(model, name),
@@ -123,4 +143,5 @@ def _run(name: str, loading: Loading) -> Admitted:
         Conversations(),
         model_files(Path(name)),
         [f"the run stands at step {run.step} of {planned}"] if run.step != planned else [],
+        held_out,
     )

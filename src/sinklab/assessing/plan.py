@@ -30,6 +30,7 @@ class Wanted:
         budgets: of the eviction part.
         sink_tokens: so many first tokens are the sink.
         seed: of random keys.
+        where_possible: parts that the model cannot be given are skipped although they are named.
     """
 
     parts: Sequence[AssessPart] = ()
@@ -42,6 +43,7 @@ class Wanted:
     budgets: Sequence[int] = ()
     sink_tokens: int = 1
     seed: int = 0
+    where_possible: bool = False
 
     def __post_init__(self) -> None:
         for part in self.parts:

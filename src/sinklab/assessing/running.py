@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sinklab.assessing.caches import RollingCache
 from sinklab.assessing.carries import SHIFTS, assess_carries, has_bias
-from sinklab.assessing.documents import ASSESSMENT, Assessment, AssessPart, load_assessment
+from sinklab.assessing.documents import ASSESSMENT, HELD_OUT, Assessment, AssessPart, load_assessment
 from sinklab.assessing.eviction import POLICIES, HeavyHitters, assess_eviction
 from sinklab.assessing.heads import assess_heads
 from sinklab.assessing.layers import Change, LayerAttention, Patient
@@ -24,6 +24,7 @@ from sinklab.assessing.plan import KEPT, PARTS, STREAMED, AssessSettings, Wanted
 from sinklab.assessing.quantisation import SETTINGS, assess_quantisation
 from sinklab.assessing.reading import Step
 from sinklab.assessing.streaming import assess_streaming
+from sinklab.data.sources.corpora import identity
 from sinklab.errors import InputError, SinklabError, UnsavedError
 from sinklab.files import parse_json, write_json
 from sinklab.measuring.hooks import evaluating
@@ -67,7 +68,7 @@ class Job:
 
 def assess(
     model: str,
-    text: Path,
+    text: Path | None,
     wanted: Wanted,
     *,
     loading: Loading = AS_IT_IS,
@@ -78,7 +79,8 @@ def assess(
 
     Args:
         model: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub.
-        text: a .txt or .jsonl file or a folder of them; its documents are read as one stream.
+        text: a .txt or .jsonl file or a folder of them; its documents are read as one stream. What a run was validated
+            on unless given.
 
     Raises:
         InputError: a model, text or option that cannot be used, a part that was asked for by name and that the model
@@ -89,10 +91,14 @@ def assess(
     listener = listener or AssessListener()
     if out is not None:
         check_results(out, (ASSESSMENT,))
+    if text is not None:
+        identity(str(text))
     admitted = admit(model, loading)
     settings = settings_for(admitted.patient, wanted)
     jobs, skipped = _jobs(admitted, text, settings, wanted)
     asked = {"model": model, "files": admitted.files, "text": _hash(admitted, text, settings), **settings.document()}
+    if text is None:
+        asked[HELD_OUT] = True
     found = Assessment(
         model=model,
         context=admitted.patient.context,
@@ -125,7 +131,7 @@ def document(assessment: Assessment) -> dict[str, object]:
 
 
 def _jobs(
-    admitted: Admitted, text: Path, settings: AssessSettings, wanted: Wanted
+    admitted: Admitted, text: Path | None, settings: AssessSettings, wanted: Wanted
 ) -> tuple[dict[AssessPart, Job], dict[AssessPart, str]]:
     """The parts that can be done, and why the others cannot; of those asked for by name, every one can be."""
     jobs: dict[AssessPart, Job] = {}
@@ -140,13 +146,13 @@ def _jobs(
         elif why is None:
             jobs[part] = _job(part, admitted, text, settings)
         if why is not None:
-            if part in wanted.parts:
+            if part in wanted.parts and not wanted.where_possible:
                 raise InputError(f"the part `{part}` cannot be done: {why}")
             skipped[part] = why
     return jobs, skipped
 
 
-def _job(part: AssessPart, admitted: Admitted, text: Path, settings: AssessSettings) -> Job:
+def _job(part: AssessPart, admitted: Admitted, text: Path | None, settings: AssessSettings) -> Job:
     patient, s = admitted.patient, settings
     if part == "streaming":
         tokens_NT = admitted.sequences(text, s.stream_sequences, s.stream_length)
@@ -204,7 +210,7 @@ def _notes(admitted: Admitted, settings: AssessSettings, wanted: Wanted) -> list
     return notes
 
 
-def _hash(admitted: Admitted, text: Path, settings: AssessSettings) -> str:
+def _hash(admitted: Admitted, text: Path | None, settings: AssessSettings) -> str:
     """A SHA-256 of the first tokens that a part reads."""
     tokens_NT = admitted.sequences(text, settings.sequences, settings.length)
     return hashlib.sha256(tokens_NT.numpy().tobytes()).hexdigest()
@@ -217,7 +223,9 @@ def _continued(new: Assessment, out: Path | None) -> Assessment:
         return new
     before = load_assessment(path)
     asked = parse_json(json.dumps(new.asked))
-    differing = sorted(key for key in {*asked, *before.asked} if asked.get(key) != before.asked.get(key))
+    same_files = asked["files"] is not None and asked["files"] == before.asked.get("files")
+    compared = {*asked, *before.asked} - ({"model"} if same_files else set())
+    differing = sorted(key for key in compared if asked.get(key) != before.asked.get(key))
     if differing:
         key = differing[0]
         raise InputError(

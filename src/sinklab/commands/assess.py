@@ -21,7 +21,10 @@ Positions = Literal["cache", "text"]
 
 def assess(
     model: Annotated[str, typer.Argument(help="Run directory, Hugging Face id, model directory or .gguf file.")],
-    text: Annotated[Path, typer.Option(help=".txt or .jsonl, read as one long text.")],
+    text: Annotated[
+        Path | None,
+        typer.Option(help=".txt or .jsonl, read as one long text; of a run, unless given, what it was validated on."),
+    ] = None,
     parts: Annotated[
         str,
         typer.Option(help="Of streaming, quantisation, eviction, length, carries and heads, with commas; or all."),

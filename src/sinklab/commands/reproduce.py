@@ -205,6 +205,8 @@ def _run(request: "SweepRequest", as_json: bool) -> None:
             markup=False,
             soft_wrap=True,
         )
+    for run, why in ended.unassessed.items():
+        console.print(f"warning: {run} was not assessed: {why}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"report: {request.out / REPORT}", highlight=False, soft_wrap=True)
     for run, message in ended.failures.items():
         console.print(f"failed: {run}: {message}", highlight=False, markup=False, soft_wrap=True)

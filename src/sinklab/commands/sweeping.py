@@ -4,19 +4,21 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 
+from sinklab.commands.assess import AssessProgress
 from sinklab.commands.console import PLAIN, RunBoard, data_progress
 from sinklab.commands.timing import RunLength
 from sinklab.data.prepare import prepared
 from sinklab.data.shards import TokenDataset
 from sinklab.data.text_tokenizer import StageProgress
-from sinklab.errors import InputError
+from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.documents import SUMMARY, Summary
 from sinklab.experiments.summary import summarise
 from sinklab.experiments.sweep.asked import AskedExperiment, asked_for, joined, read_asked
+from sinklab.experiments.sweep.assessed import assess_run, unassessed
 from sinklab.experiments.sweep.driving import train_all
 from sinklab.experiments.sweep.engines.choice import EngineName, open_engine
 from sinklab.experiments.sweep.engines.local import cards_here, cores_here, jobs_for, shares
@@ -36,6 +38,9 @@ from sinklab.experiments.sweep.store import found_runs, record_of, results_of
 from sinklab.files import parse_json
 from sinklab.outputs import REPORT, check_results
 from sinklab.report import write_report
+
+if TYPE_CHECKING:
+    from sinklab.assessing.running import AssessListener
 
 SUMMARISED_EVERY_S = 60.0
 """Meanwhile, so that a night that ends in a power cut has a summary, too."""
@@ -72,11 +77,13 @@ class SweepEnding:
         summary: as it was written.
         failures: by run, why it failed; those left out that would be a result.
         edited: by run directory, its files that were changed since.
+        unassessed: by run, why what its experiment wants assessed was not.
     """
 
     summary: Summary
     failures: Mapping[str, str]
     edited: Mapping[str, Sequence[str]]
+    unassessed: Mapping[str, str]
 
 
 def look_ahead(request: SweepRequest) -> Preview:
@@ -130,10 +137,11 @@ def sweep(request: SweepRequest, console: Console) -> SweepEnding:
                     written = time.monotonic()
 
             ended = train_all(planned.runs, engine, watch)
+        left = _assess([asked[name] for name in now], out, console)
     finally:
         summary = _summarised(asked, out)
     write_report([out])
-    return SweepEnding(summary, _failures(planned, ended), _edited(summary))
+    return SweepEnding(summary, _failures(planned, ended), _edited(summary), left)
 
 
 def _jobs(request: SweepRequest, runs: int) -> int:
@@ -169,6 +177,20 @@ def _check_version(path: Path) -> None:
             f"{path} has schema {version} and this version of sinklab writes {SCHEMA}: choose another --out, or move "
             "the file away; the runs stay"
         )
+
+
+def _assess(asked: Sequence[AskedExperiment], out: Path, console: Console) -> dict[str, str]:
+    """Assess what the experiments want of their runs; returns by run why that could not be."""
+    left: dict[str, str] = {}
+    runs = unassessed(asked, out)
+    with AssessProgress(console) as listener:
+        for number, run in enumerate(runs, 1):
+            listener.say(f"assessing {run.name}, {number} of {len(runs)}")
+            try:
+                assess_run(run, cast("AssessListener", listener))
+            except SinklabError as error:
+                left[run.name] = str(error)
+    return left
 
 
 def _summarised(asked: Mapping[str, AskedExperiment], out: Path) -> Summary:

@@ -12,6 +12,7 @@ adapted:                                                        # what is differ
       cells: {window_256: {model: {attention: {mask: {width: 8}}}}}
 claims:
   - {id: no_sink, text: "..", check: {is: within, value: sink_1, cell: k_biases, at_most: 1.0}}
+assess: [streaming]                                             # of every run, for claims about streamed_gap_0
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
+from sinklab.assessing.documents import AssessPart
 from sinklab.experiments.claims import Claim
 from sinklab.experiments.published import Published
 from sinklab.experiments.quantities import QuantityName
@@ -83,6 +85,7 @@ class Experiment(Part):
         adapted: by scale, what is different there.
         columns: numbers that its table shows.
         published: the paper's numbers.
+        assess: what of `sinklab assess` is done with every run, on the text that it was validated on.
         seeds: how many its verdicts are meant to rest on.
         rank: of `reproduce all`, the smaller first.
     """
@@ -98,6 +101,7 @@ class Experiment(Part):
     columns: tuple[QuantityName, ...] = ("sink_1", "sink_bias", "valid_loss", "norm_ratio")
     published: Published | None = None
     claims: tuple[Claim, ...] = ()
+    assess: tuple[AssessPart, ...] = ()
     seeds: int = Field(default=3, ge=1)
     rank: int = 1000
 

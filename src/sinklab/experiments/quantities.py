@@ -18,6 +18,10 @@ cosine_first, cosine_rest           cos(q, k) with the first key and with the ot
 cosine_gap                          the difference of the two
 norm_product_ratio                  |q| |k_1| over the mean of |q| |k| of the other keys, mean over the same heads
 accuracy, accuracy_norm             of a downstream task, percent of its items; answers by likelihood, and per character
+
+of runs that `assess` of the experiment asks for (docs/assess.md has the formulas, `assessing/numbers.py` each number):
+streamed_loss_N, streamed_gap_N, streaming_added, streaming_kept_added, int8_added, int8_due_to_sink,
+recent_keys_added, beyond_context_added, sink_hidden_added
 """
 
 import math
@@ -59,6 +63,7 @@ class Quantity:
 
 _SINK = re.compile(r"sink_([1-9]\d*)(_visible)?")
 _FIRST = re.compile(r"sink_first_([1-9]\d*)")
+_STREAMED = re.compile(r"streamed_(loss|gap)_(0|[1-9]\d*)")
 _NAMED = {
     one.name: one
     for one in (
@@ -79,6 +84,13 @@ _NAMED = {
         Quantity("norm_product_ratio", "|q| |k| of the first key over the others", "x", "positive", 2),
         Quantity("accuracy", "Accuracy", "%", "rate", 1),
         Quantity("accuracy_norm", "Accuracy, by likelihood per character", "%", "rate", 1),
+        Quantity("streaming_added", "Streaming through a small cache, added loss", "nats", "plain", 3),
+        Quantity("streaming_kept_added", "The same with first tokens kept, added loss", "nats", "plain", 3),
+        Quantity("int8_added", "Static int8, added loss", "nats", "plain", 3),
+        Quantity("int8_due_to_sink", "Of static int8's, due to the sink", "nats", "plain", 3),
+        Quantity("recent_keys_added", "Recent keys only, added loss", "nats", "plain", 3),
+        Quantity("beyond_context_added", "Beyond the context, added loss", "nats", "plain", 3),
+        Quantity("sink_hidden_added", "Sink hidden, added loss", "nats", "plain", 3),
     )
 }
 
@@ -95,8 +107,13 @@ def quantity(name: str) -> Quantity:
         return Quantity(name, f"Sinks on the first {found[1]} tokens", "%", "rate", 1)
     if found := _SINK.fullmatch(name):
         return Quantity(name, f"Sink_{found[1]}{' (visible queries)' if found[2] else ''}", "%", "rate", 1)
+    if found := _STREAMED.fullmatch(name):
+        kept = f"streamed with the first {found[2]} kept"
+        if found[1] == "loss":
+            return Quantity(name, f"Loss {kept}", "nats", "positive", 3)
+        return Quantity(name, f"Loss {kept}, above most kept", "nats", "plain", 3)
     raise ValueError(f"there is no number {name!r}; there are: sink_1 (or 2, 3, ..), sink_1_visible, sink_first_5, "
-                     f"{', '.join(_NAMED)}")  # fmt: skip
+                     f"streamed_loss_0 (or 1, 2, ..), streamed_gap_0, {', '.join(_NAMED)}")  # fmt: skip
 
 
 def _known(name: str) -> str:
@@ -139,7 +156,7 @@ class RunNumbers:
         seconds: of training.
         tokens_per_second: of its updates; None where unknown.
         peak_memory_mb: of the process that trained it; None where unknown.
-        measured: numbers of an existing model that no evaluation has, by name.
+        measured: numbers that no evaluation has, by name: of an existing model, or of a run that was assessed.
     """
 
     seed: int

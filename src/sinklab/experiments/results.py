@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sinklab.assessing.documents import ASSESSMENT, load_assessment, on_held_out
+from sinklab.assessing.numbers import assessed_numbers
 from sinklab.errors import SinklabError
 from sinklab.experiments.documents import CellRun, read_record
 from sinklab.experiments.quantities import Reading, RunNumbers
@@ -29,7 +31,7 @@ class CellResults:
 
 
 def read_numbers(directory: Path) -> RunNumbers:
-    """What a finished run says: metrics.jsonl (or metrics.jsonl.gz), recipe.yaml, and record.json where there is one.
+    """What a finished run says: metrics.jsonl (or metrics.jsonl.gz), recipe.yaml, record.json and assessment.json.
 
     Raises:
         InputError: one of them cannot be read, or is damaged.
@@ -49,7 +51,16 @@ def read_numbers(directory: Path) -> RunNumbers:
         seconds=seconds,
         tokens_per_second=record.tokens_per_second if record else None,
         peak_memory_mb=record.peak_memory_mb if record else None,
+        measured=_assessed(directory),
     )
+
+
+def _assessed(directory: Path) -> dict[str, float]:
+    """What is known of a run that was assessed on the text that it was validated on, as every run of a sweep is."""
+    if not (directory / ASSESSMENT).is_file():
+        return {}
+    assessment = load_assessment(directory / ASSESSMENT)
+    return assessed_numbers(assessment) if on_held_out(assessment) else {}
 
 
 def _reading(one: Evaluation) -> Reading:

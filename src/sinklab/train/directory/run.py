@@ -19,7 +19,9 @@ import torch
 
 from sinklab.attention.config import AttentionConfig
 from sinklab.data.loader import Loader, train_loader, valid_loader
+from sinklab.data.prepare import prepared
 from sinklab.data.shards import TokenDataset
+from sinklab.data.tokenfile import TokenFile
 from sinklab.device import multiplies_natively, pick_device
 from sinklab.errors import InputError
 from sinklab.files import write_json, write_text, written_aside
@@ -220,3 +222,19 @@ def load_run(directory: Path) -> TrainedRun:
     if found is None:
         raise InputError(f"{directory} has no checkpoint yet: train it with `sinklab train` first")
     return TrainedRun(model.eval(), recipe, directory / "tokenizer.json", found[1].step)
+
+
+def validation_tokens(directory: Path) -> TokenFile:
+    """The token ids that a run is validated on, from its data, which is prepared again where it is not at hand.
+
+    Raises:
+        InputError: its text cannot be had, or is not what it was when the run was trained.
+    """
+    recipe = load_recipe(str(directory / RECIPE))
+    dataset = prepared(recipe.data)
+    if recipe.content_hash(dataset.fingerprint) != recorded_hash(directory):
+        raise InputError(
+            f"the text of {directory} ({recipe.data.source}) is not what the run was trained on, or its recipe has "
+            "been changed: give a text of your own"
+        )
+    return dataset.valid

@@ -1,0 +1,84 @@
+"""Experiments that have their runs assessed: on the text that these were validated on, once, with claims about it."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from conftest import Run, on_one_line
+from sweeps import write_experiment
+
+from sinklab.assessing.documents import load_assessment
+from sinklab.assessing.numbers import assessed_numbers
+
+STREAMED = """
+id: streamed
+title: "What streaming costs"
+base: small.yaml
+cells:
+  softmax: {}
+  sigmoid: sigmoid
+assess: [streaming]
+columns: [streamed_loss_0, streamed_gap_0]
+claims:
+  - id: bounded
+    text: "Streaming costs less than a hundred nats"
+    check: {is: within, value: streamed_gap_0, cell: softmax, at_most: 100.0}
+seeds: 2
+"""
+MORE = STREAMED.replace("id: streamed", "id: more").replace("[streaming]", "[streaming, heads]")
+OPTIONS = ("--text", "text.jsonl", "--jobs", 2)
+
+
+@pytest.fixture
+def run(run: Run) -> Run:
+    write_experiment(Path(), streamed=STREAMED, more=MORE)
+    return run
+
+
+def assessments() -> dict[Path, int]:
+    """When each was written."""
+    return {path: os.stat(path).st_mtime_ns for path in Path("runs").rglob("assessment.json")}
+
+
+def test_every_run_is_assessed_once_and_its_numbers_are_judged(run: Run) -> None:
+    status, out, err = run("reproduce", "streamed.yaml", *OPTIONS, "--json")
+    assert status == 0, err
+    summary = json.loads(out)
+    found = assessments()
+    assert len(found) == 4  # two cells, two seeds
+    assert [claim["verdict"] for claim in summary["claims"]] == ["reproduced"]
+    for cell in summary["cells"].values():
+        for one in cell["runs"]:
+            numbers = assessed_numbers(load_assessment(Path("runs/tiny") / one["directory"] / "assessment.json"))
+            assert one["values"]["streamed_gap_0"] == numbers["streamed_gap_0"]
+    assert run("reproduce", "streamed.yaml", *OPTIONS)[0] == 0
+    assert assessments() == found
+    assert run("reproduce", "more.yaml", *OPTIONS)[0] == 0  # adds a part to what is there
+    added = [load_assessment(path) for path in found]
+    assert all(one.heads is not None and one.streaming is not None for one in added)
+
+
+def test_a_run_that_was_assessed_on_another_text_is_left_as_it_is(run: Run) -> None:
+    assert run("reproduce", "streamed.yaml", *OPTIONS, "--seeds", 1)[0] == 0
+    path = next(iter(assessments()))
+    path.unlink()
+    assert run("assess", path.parent, "--text", "text.jsonl", "--parts", "heads", "--out", path.parent)[0] == 0
+    before = path.read_bytes()
+    status, out, err = on_one_line(run)("reproduce", "streamed.yaml", *OPTIONS, "--seeds", 1, "--json")
+    assert status == 0
+    assert "was not assessed" in err
+    assert "is of another text than the run's own" in err
+    assert path.read_bytes() == before
+    named = path.parent.name.split("-")[0]
+    assert "streamed_gap_0" not in json.loads(out)["cells"][named]["runs"][0]["values"]
+
+
+def test_of_a_run_whose_text_has_changed_nothing_is_assessed(run: Run) -> None:
+    assert run("reproduce", "streamed.yaml", *OPTIONS, "--seeds", 1)[0] == 0
+    directory = next(iter(assessments())).parent
+    with Path("text.jsonl").open("a") as file:
+        file.write('{"text": "one document more"}\n')
+    status, _, err = on_one_line(run)("assess", directory, "--parts", "heads")
+    assert status == 2
+    assert "is not what the run was trained on" in err
