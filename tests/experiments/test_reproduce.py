@@ -67,6 +67,15 @@ def test_an_experiment_of_ones_own_is_run_by_its_file_and_once(run: Run) -> None
     assert made == records(Path("runs/tiny"))
 
 
+def test_a_base_recipe_is_found_beside_its_experiment(run: Run) -> None:
+    Path("elsewhere").mkdir()
+    for name in ("mine.yaml", "small.yaml"):
+        Path(name).rename(Path("elsewhere") / name)
+    status, out, err = run("reproduce", "elsewhere/mine.yaml", *OPTIONS, "--dry-run", "--json")
+    assert status == 0, err
+    assert json.loads(out)["runs"] == 6
+
+
 def test_experiments_share_their_cells_and_a_summary(run: Run) -> None:
     status, out, err = run("reproduce", "mine.yaml", "other.yaml", *OPTIONS, "--json")
     assert status == 0, err

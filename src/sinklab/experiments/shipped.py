@@ -24,7 +24,8 @@ def experiment_ids() -> list[str]:
 def load_experiment(name: str) -> AnyExperiment:
     """An experiment that comes with sinklab, by its id, or one of your own, by its file.
 
-    A file that says `kind: measured` is one on existing models.
+    A file that says `kind: measured` is one on existing models. A base recipe that lies beside the file is found there,
+    from whatever directory it is asked for.
 
     Raises:
         InputError: there is no such experiment (the nearest names are offered), or the file is no valid one; the
@@ -40,12 +41,23 @@ def load_experiment(name: str) -> AnyExperiment:
     try:
         said = parse_yaml(file.read_text(encoding="utf-8"))
         measured = isinstance(said, dict) and said.get("kind") == "measured"
-        return (MeasuredExperiment if measured else Experiment).model_validate(said)
+        if measured:
+            return MeasuredExperiment.model_validate(said)
+        return _with_recipes_beside(Experiment.model_validate(said), file)
     except ValidationError as error:
         lines = [f"  {'.'.join(map(str, one['loc'])) or 'experiment'}: {one['msg']}" for one in error.errors()]
         raise InputError("\n".join([f"{name} is not a valid experiment:", *lines])) from error
     except (OSError, ValueError) as error:
         raise InputError(f"{name} cannot be read: {error}") from error
+
+
+def _with_recipes_beside(experiment: Experiment, file: Path | Traversable) -> Experiment:
+    """The experiment with base recipes that are files beside its own by where these are."""
+    if not isinstance(file, Path):
+        return experiment
+    found = {scale: file.parent / base for scale, base in experiment.base.items() if base.endswith(FILE)}
+    beside = {scale: str(path) for scale, path in found.items() if path.is_file()}
+    return experiment.model_copy(update={"base": {**experiment.base, **beside}})
 
 
 def _shipped() -> dict[str, Traversable]:
