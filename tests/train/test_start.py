@@ -251,6 +251,7 @@ def test_the_cells_of_an_experiment_start_from_the_checkpoint(
     out = tmp_path / "out"
     status, _, err = on_one_line(run)("reproduce", tmp_path / "experiment.yaml", "--seeds", "1", "--out", out)
     assert status == 0, err
+    assert "Loading weights" not in err
     begun = {
         load_recipe(str(path), []).name: json.loads((path.parent / "metrics.jsonl").read_text().splitlines()[0])
         for path in out.glob("*/recipe.yaml")

@@ -16,7 +16,8 @@ A sink token, an operation that is not softmax, norms that were not there: they 
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -77,7 +78,8 @@ def load_start(name: str) -> Start:
     from sinklab.measuring.huggingface.exported import own_transformer
     from sinklab.measuring.huggingface.loading import Loading, load_pretrained
 
-    loaded = load_pretrained(name, Loading(dtype="float32", device="cpu"))
+    with _without_bars() if Path(name).exists() else nullcontext():  # what is downloaded shows how far it is
+        loaded = load_pretrained(name, Loading(dtype="float32", device="cpu"))
     own = own_transformer(loaded.model)
     if own is not None:
         model = own.config.model_dump(mode="json")
@@ -89,6 +91,20 @@ def load_start(name: str) -> Start:
             f"model.init_from {name} is a {loaded.model.config.model_type}: give a Llama, or a run directory of sinklab"
         )
     return Start(name, model, weights, _tokenizer(name, loaded.tokenizer))
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """No bars of transformers, one for every cell of a sweep that starts from this checkpoint."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _tokenizer(name: str, loaded: Any) -> Tokenizer:
