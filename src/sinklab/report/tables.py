@@ -52,6 +52,7 @@ def table_of_cells(data: ReportData) -> tuple[list[tuple[str, str]], list[list[s
         (("Sink₁", "% of heads"), lambda row: _text(row.sink_first, 1)),
         (("Sink₁ visible", "% of heads"), lambda row: _text(row.sink_visible, 1)),
         (("Sink elsewhere", "% at position"), _elsewhere),
+        (("First token", "times uniform"), lambda row: _text(row.uniform_ratio, 1)),
         (("Sequences", "measured"), lambda row: _sequences(data, row.cell)),
         (("Published", "Sink₁, % of heads"), lambda row: _published(members.get(row.cell))),
         (("Parameters", "millions"), lambda row: _millions(members.get(row.cell))),
