@@ -9,7 +9,7 @@ from typing import TypedDict, TypeVar
 from sinklab.experiments.documents import CellSummary, JudgedClaim
 from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.experiments.sweeps import Sweep
-from sinklab.survey.documents import ComparisonDocument, DomainsDocument
+from sinklab.survey.documents import CheckpointsDocument, ComparisonDocument, DomainsDocument
 from sinklab.train.directory.history import Evaluation, seconds_spent
 
 K = TypeVar("K", bound=Hashable)
@@ -244,6 +244,8 @@ def _subject(data: ReportData) -> str:
             return f"{Path(document.model).name} on {counted(len(data.runs), 'domain')}"
         case ComparisonDocument():
             return f"{models} on the same text"
+        case CheckpointsDocument() as document:
+            return f"{Path(document.model).name} at {counted(len(data.runs), 'checkpoint')}"
     if names and len(names) < len(data.runs):
         return f"{counted(len(data.runs), 'measurement').capitalize()} of {counted(len(names), 'model')}"
     return models

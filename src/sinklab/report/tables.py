@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from sinklab.report.data import ReportData
 from sinklab.report.summary import CellRow, Spread, cell_rows
 from sinklab.survey.documents import (
+    CheckpointsDocument,
     ComparedQuantity,
     ComparisonDocument,
     DomainsDocument,
@@ -82,6 +83,8 @@ def _first_column(data: ReportData, trained: bool) -> tuple[str, str]:
             return "Domain", "a file each"
         case ComparisonDocument():
             return "Model", "on the same text"
+        case CheckpointsDocument():
+            return "Checkpoint", "after the step"
     return ("Cell", "what was changed") if trained else ("Model", "as measured")
 
 
