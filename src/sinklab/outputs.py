@@ -27,6 +27,7 @@ KEYS = {
     "domains.json": {"schema", "domains"},
     "comparison.json": {"schema", "rows"},
     "families.json": {"schema", "models"},
+    "checkpoints.json": {"schema", "checkpoints"},
     "assessment.json": {"schema", "asked", "skipped"},
     "evaluation.json": {"schema", "lm_eval", "tasks"},
     "summary.json": {"cells", "claims"},

@@ -7,7 +7,7 @@ import torch
 import transformers as hf
 from closeness import assert_close, assert_same_rates
 from families import FAMILIES, GROUPED, IGNORING, LENGTH, SMALL, alibi_once, family_tokens, hooks_on, pair_of
-from measure_reference import eager_reference, sink_rate_by_loops
+from measure_reference import eager_reference, sink_rate_by_loops, uniform_ratio_by_loops
 
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.api import measure
@@ -24,6 +24,7 @@ def test_the_probe_agrees_with_the_familys_own_attention_matrices(family: str) -
     measured = measure(model, tokens, batch_size=2)
     assert_close(measured.importance, expected.importance.mean(0))
     assert_same_rates(measured, expected.sink_rate)
+    assert measured.uniform_ratio == pytest.approx(uniform_ratio_by_loops(expected.importance), rel=1e-4)
     assert any(0 < rate < 100 for rate in measured.sink_rate)
     assert measured.loss == pytest.approx(expected.loss, rel=1e-5)
     with torch.no_grad():
@@ -45,6 +46,7 @@ def test_padding_changes_nothing_in_any_family(family: str, left: int, right: in
     padded = measure(model, pad(tokens, (left, right), value=9), attention_mask=mask)
     assert_close(padded.importance, plain.importance)
     assert_same_rates(padded, plain.sink_rate)
+    assert padded.uniform_ratio == pytest.approx(plain.uniform_ratio, rel=1e-4)
     assert padded.sink_rate_bias == plain.sink_rate_bias
     assert padded.loss == pytest.approx(plain.loss, rel=1e-5)
 

@@ -38,8 +38,9 @@ def test_positions_and_layers_are_tables_too(tmp_path: Path) -> None:
     measured = made_measurement(bias=True)
     measured.to_csv(tmp_path / "positions.csv", "positions")
     head, rows = rows_of(tmp_path / "positions.csv")
-    assert head == ["position", "sink_rate"]
-    assert [float(rate) for _, rate in rows] == measured.sink_rate
+    assert head == ["position", "sink_rate", "uniform_ratio"]
+    assert [float(rate) for _, rate, _ in rows] == measured.sink_rate
+    assert [float(ratio) for _, _, ratio in rows] == measured.uniform_ratio
     layers = measured.columns("layers")
     assert list(layers) == [
         *("layer", "importance_first", "importance_bias"),
@@ -53,7 +54,7 @@ def test_what_a_mask_makes_different_stands_beside_it() -> None:
     plain = made_measurement()
     other = plain.model_copy(update={"importance_visible": plain.importance / 2, "sink_rate_visible": [0.0] * T})
     assert list(other.columns()) == ["layer", "head", "position", "importance", "importance_visible"]
-    assert list(other.columns("positions")) == ["position", "sink_rate", "sink_rate_visible"]
+    assert list(other.columns("positions")) == ["position", "sink_rate", "sink_rate_visible", "uniform_ratio"]
     assert "importance_first_visible" in other.columns("layers")
 
 

@@ -5,7 +5,7 @@ import torch
 from closeness import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from measure_reference import importance_by_loops, sink_rate_by_loops
+from measure_reference import importance_by_loops, sink_rate_by_loops, uniform_ratio_by_loops
 
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.accumulate import Accumulator, Batch
@@ -52,6 +52,7 @@ def test_streaming_in_batches_gives_what_all_at_once_gives(
     mean = totals.mean("attention scores")
     assert mean is not None
     assert totals.sink_rate() == pytest.approx(sink_rate_by_loops(alpha, 0.3), abs=1e-12)
+    assert totals.uniform_ratio() == pytest.approx(uniform_ratio_by_loops(alpha), rel=1e-6)
     assert_close(mean.float(), alpha.mean(0))
     torch.testing.assert_close(totals.importance_first(), alpha[..., 0])
 
@@ -82,6 +83,19 @@ def test_a_position_that_only_some_sequences_have_is_averaged_over_those() -> No
     mean = totals.mean("attention scores")
     assert mean is not None
     assert mean.flatten().tolist() == [0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("counts", [(64, 64), (1024, 1024), (64, 9)])
+def test_uniform_attention_has_a_ratio_of_one_at_any_length_and_padding(counts: tuple[int, int]) -> None:
+    longest = max(counts)
+    valid = torch.stack([torch.arange(longest) < count for count in counts])
+    uniform = torch.zeros(2, 1, 1, longest)
+    for row, count in enumerate(counts):
+        matrix = torch.ones(count, count).tril() / torch.arange(1, count + 1)[:, None]
+        uniform[row, ..., :count] = matrix.sum(0) / torch.arange(count, 0, -1)
+    totals = Accumulator((0.3,), longest)
+    totals.add(_batch(uniform, valid))
+    assert totals.uniform_ratio() == pytest.approx([1.0] * longest, rel=1e-4)
 
 
 def test_the_threshold_is_strict_and_applied_before_averaging() -> None:

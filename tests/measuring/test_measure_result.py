@@ -19,7 +19,7 @@ def test_the_files_hold_the_documented_fields(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "measurement.json").read_text())
     assert " ".join(document) == (
         "schema model revision commit inputs sequences length eps bos proxy layers heads sink_rate sink_rates "
-        "sink_rate_visible sink_rates_visible sink_rate_by_length sink_rate_bias loss "
+        "sink_rate_visible sink_rates_visible sink_rate_by_length sink_rate_bias uniform_ratio loss "
         "hidden_norm_ratio key_norm_ratio value_norm_ratio backend dtype seconds peak_memory_mb "
         "massive_activations notes"
     )
@@ -46,6 +46,16 @@ def test_what_was_saved_is_what_is_loaded(tmp_path: Path) -> None:
     assert loaded.document() == saved.document()
     for name in ("importance", "importance_first", "hidden_norm", "key_norm", "value_norm"):
         np.testing.assert_array_equal(getattr(loaded, name), getattr(saved, name))
+
+
+def test_files_of_before_there_was_a_ratio_to_uniform_attention_have_it_when_they_are_read(tmp_path: Path) -> None:
+    saved = made_measurement()
+    saved.save(tmp_path)
+    path = tmp_path / "measurement.json"
+    document = json.loads(path.read_text())
+    del document["uniform_ratio"]
+    path.write_text(json.dumps(document))
+    assert Measurement.load(tmp_path).uniform_ratio == pytest.approx(saved.uniform_ratio, rel=1e-5)
 
 
 def test_one_token_has_neither_loss_nor_ratios() -> None:
@@ -101,4 +111,6 @@ def test_the_terminal_shows_the_first_positions_the_bias_and_every_layer() -> No
     assert "[red]odd[/red]" in shown
     assert "bias" in shown
     assert f"{made_measurement().sink_rate[0]:.2f}" in shown
+    assert "times that of uniform attention" in shown
+    assert f"{made_measurement().uniform_ratio[0]:.2f}" in shown
     assert all(f"│ {layer + 1:>5} │" in shown for layer in range(L))

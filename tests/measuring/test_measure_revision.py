@@ -20,7 +20,7 @@ from sinklab.survey.request import Request
 from sinklab.survey.single import measure_model
 
 NAME = "nobody/tiny"
-COMMITS = {"main": "a" * 40, "step3": "b" * 40}
+COMMITS = {"main": "a" * 40, "step3": "b" * 40, "stage1-step20-tokens1B": "c" * 40}
 ASKED = Request(Options(inputs="random"), sequences=3, length=12)
 OPTIONS = ["--inputs", "random", "--sequences", "3", "--length", "12", "--json"]
 
@@ -76,6 +76,19 @@ def test_models_are_compared_at_a_version_and_not_mixed_with_another(hub: Path, 
     again = sinklab(hub, "compare", *models, *OPTIONS, "--out", str(tmp_path))
     assert again.returncode == 2
     assert "other settings (revision is step3 there and None now)" in again.stderr
+
+
+def test_several_versions_make_the_curve_of_a_training_run(hub: Path, tmp_path: Path) -> None:
+    """The step of each is read from its name; one that is not there does not stop the others."""
+    named = ["--revision", "stage1-step20-tokens1B", "--revision", "step3", "--revision", "step30"]
+    ran = sinklab(hub, "measure", NAME, *named, *OPTIONS, "--out", str(tmp_path))
+    assert ran.returncode == 1, ran.stderr
+    found = json.loads(ran.stdout)
+    assert [row["step"] for row in found["checkpoints"].values()] == [3, 20]
+    assert "at revision step30 could not be loaded" in found["failed"]["step_30"]
+    kept = json.loads((tmp_path / "step_20" / "measurement.json").read_text())
+    assert (kept["revision"], kept["commit"]) == ("stage1-step20-tokens1B", "c" * 40)
+    assert kept["loss"] == found["checkpoints"]["step_20"]["loss"]
 
 
 def test_a_version_that_is_not_there_is_an_error_that_names_it(hub: Path) -> None:

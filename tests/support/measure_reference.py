@@ -29,6 +29,14 @@ def importance_by_loops(attention_LHTT: Tensor) -> Tensor:
     return alpha
 
 
+def uniform_ratio_by_loops(importance_NLHT: Tensor) -> list[float]:
+    """Importance over that of a matrix whose rows are uniform over the tokens so far, mean over all but positions."""
+    length = importance_NLHT.shape[-1]
+    rows = [[1 / (t + 1) if k <= t else 0.0 for k in range(length)] for t in range(length)]
+    uniform = [sum(rows[t][k] for t in range(k, length)) / (length - k) for k in range(length)]
+    return [importance_NLHT[..., k].double().mean().item() / uniform[k] for k in range(length)]
+
+
 def sink_rate_by_loops(importance_NLHT: Tensor, eps: float) -> list[float]:
     """The share of (sequence, layer, head) triples above eps, per position, in percent."""
     sequences, layers, heads, length = importance_NLHT.shape

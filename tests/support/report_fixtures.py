@@ -85,6 +85,7 @@ def make_measurement(
     generator = np.random.default_rng([seed, int(first * 10)])
     importance = 1.6 / (np.arange(LENGTH) + 8) * generator.gamma(6, 1 / 6, (layers, heads, LENGTH))
     importance[:, :, -6:] *= 1.5
+    uniform = np.array([(1 / np.arange(k, LENGTH + 1)).sum() / (LENGTH - k + 1) for k in range(1, LENGTH + 1)])
     importance[:, :, 0] = np.minimum(0.95, generator.gamma(1.5, 0.005 + first / 100, (layers, heads)))
     Measurement(
         model=model,
@@ -98,6 +99,7 @@ def make_measurement(
         heads=heads,
         sink_rate=[first * (1 + seed / 20), *([0.0] * (LENGTH - 1))],
         sink_rate_bias=bias,
+        uniform_ratio=(importance.mean((0, 1)) / uniform).tolist(),
         loss=loss,
         hidden_norm_ratio=norm_ratios(ratio, layers),
         key_norm_ratio=[1.0] * layers,

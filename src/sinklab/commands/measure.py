@@ -17,6 +17,7 @@ from sinklab.commands.options import (
     Length,
     NoBos,
     Revision,
+    Revisions,
     Seed,
     Sequences,
     TableFormat,
@@ -71,10 +72,14 @@ def measure(
     dtype: Dtype = "auto",
     device: Device = "auto",
     seed: Seed = 0,
-    revision: Revision = None,
+    revision: Revisions = None,
     trust_remote_code: TrustRemoteCode = False,
     by_domain: Annotated[
         bool, typer.Option("--by-domain", help="Each file of the folder --text by itself: one table and chart.")
+    ] = False,
+    by_checkpoint: Annotated[
+        bool,
+        typer.Option("--by-checkpoint", help="Each checkpoint below MODEL, a folder of them or a run directory."),
     ] = False,
     family: Annotated[
         list[str] | None,
@@ -98,11 +103,12 @@ def measure(
 ) -> None:
     """Measure the attention sinks of a causal language model: where, how strong, and what goes with them.
 
-    With --by-domain or --family there are many measurements, each kept in a directory of its own below --out: the
-    same call continues after an interruption.
+    With --by-domain, --by-checkpoint, several --revision or --family there are many measurements, each kept in a
+    directory of its own below --out: the same call continues after an interruption.
     """
     from sinklab.commands.measurements import (
         Invocation,
+        checkpoints_command,
         domains_command,
         families_command,
         model_command,
@@ -115,7 +121,9 @@ def measure(
     from sinklab.survey.request import Request
 
     tables = [kind.value for kind in formats or ()]
-    check_formats(tables, out, one=not (by_domain or family))
+    revisions = revision or []
+    over_steps = by_checkpoint or len(revisions) > 1
+    check_formats(tables, out, one=not (by_domain or family or over_steps))
     request = Request(
         Options(
             eps=parse_eps(eps or ["0.3"]),
@@ -133,10 +141,10 @@ def measure(
         study=Study(ablate or (), swap_position, replace_position),
     )
     console = stderr()
-    loading = _loading(dtype, device, trust_remote_code, revision, console)
+    loading = _loading(dtype, device, trust_remote_code, None if over_steps else next(iter(revisions), None), console)
     given = Invocation(text, request, loading, out, as_json, console)
-    name = one_model(model, family, by_domain, models_dir, dry_run, revision)
-    goes_on = (name is None and not dry_run) or (by_domain and out is not None)
+    name = one_model(model, family, by_domain, models_dir, dry_run, next(iter(revisions), None), over_steps)
+    goes_on = (name is None and not dry_run) or ((by_domain or over_steps) and out is not None)
     with keeping_what_is_finished() if goes_on else nullcontext():
         if name is None and dry_run:
             sizes_command(family or [], models_dir, given)
@@ -144,6 +152,8 @@ def measure(
             families_command(family or [], models_dir, given)
         elif by_domain:
             domains_command(name, given)
+        elif over_steps:
+            checkpoints_command(name, revisions, given)
         else:
             model_command(name, given, tables)
 

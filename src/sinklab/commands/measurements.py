@@ -12,11 +12,18 @@ from rich.progress import Progress
 
 from sinklab.commands.survey_progress import SurveyProgress
 from sinklab.commands.terminal.measurement import print_measurement
-from sinklab.commands.terminal.survey import print_comparison, print_domains, print_families, print_sizes
+from sinklab.commands.terminal.survey import (
+    print_checkpoints,
+    print_comparison,
+    print_domains,
+    print_families,
+    print_sizes,
+)
 from sinklab.errors import InputError, SinklabError, UnsavedError
 from sinklab.measuring.frames import write_tables
 from sinklab.measuring.huggingface.loading import Loading
 from sinklab.report import write_report
+from sinklab.survey.checkpoints import measure_checkpoints, saved_models
 from sinklab.survey.compare import compare_models
 from sinklab.survey.domains import domain_files, measure_domains
 from sinklab.survey.families import measure_families
@@ -82,8 +89,12 @@ def one_model(
     models_dir: Path | None,
     dry_run: bool,
     revision: str | None = None,
+    over_steps: bool = False,
 ) -> str | None:
     """The MODEL of `sinklab measure`, or None where families are asked for instead.
+
+    Args:
+        over_steps: whether its checkpoints are asked for.
 
     Raises:
         InputError: neither or both are given, or options that do not go with what is given.
@@ -91,11 +102,14 @@ def one_model(
     if names:
         if model is not None:
             raise InputError(f"give a MODEL or --family, not both: got {model} and --family {names[0]}")
-        if by_domain:
-            raise InputError("--by-domain measures one MODEL on many texts: leave out --family")
+        if by_domain or over_steps:
+            asked = "--by-domain measures one MODEL on many texts" if by_domain else "checkpoints are of one MODEL"
+            raise InputError(f"{asked}: leave out --family")
         if revision is not None:
             raise InputError(f"--revision {revision} is of one MODEL: leave it out, or give the MODEL without --family")
         return None
+    if by_domain and over_steps:
+        raise InputError("--by-domain and checkpoints are two ways to measure: ask for one of them")
     if model is None:
         raise InputError("name a MODEL, or families of models: --family gpt2 (see --help)")
     if models_dir is not None or dry_run:
@@ -144,6 +158,22 @@ def domains_command(model: str, given: Invocation) -> None:
         domains = measure_domains(model, text, given.request, loading=given.loading, out=given.out, listener=bars)
     given.finish(domains, print_domains)
     _raise_for_failed(domains.outcome, "domains")
+
+
+def checkpoints_command(model: str, revisions: Sequence[str], given: Invocation) -> None:
+    """Measure one model at several steps of its training.
+
+    Raises:
+        InputError: what `measure_checkpoints` refuses.
+        SinklabError: some checkpoint could not be measured; the others are printed and kept.
+    """
+    total = len(saved_models(model, revisions))
+    with given.printed_anyway(print_checkpoints), SurveyProgress(given.console, "checkpoints", total) as bars:
+        found = measure_checkpoints(
+            model, revisions, given.text, given.request, loading=given.loading, out=given.out, listener=bars
+        )
+    given.finish(found, print_checkpoints)
+    _raise_for_failed(found.outcome, "checkpoints")
 
 
 def compare_command(models: Sequence[str], given: Invocation) -> None:

@@ -58,6 +58,14 @@ Seed = Annotated[int, typer.Option(min=0, max=LARGEST, help="Of random and repea
 Revision = Annotated[
     str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of a model of the hub; main unless given.")
 ]
+Revisions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--revision",
+        metavar="NAME",
+        help="Branch, tag or commit of a model of the hub; several, such as step1000, give the curve of its training.",
+    ),
+]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 Track = Annotated[
     list[TrackerChoice] | None,

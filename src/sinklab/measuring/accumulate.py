@@ -82,6 +82,7 @@ class Accumulator:
         self.visible_hits_ET: Tensor | None = None
         self.views: dict[int, View] = {}
         self.sequences_T = torch.zeros(length, dtype=torch.int64)
+        self.uniform_ratios_T = torch.zeros(length, dtype=torch.float64)
         self.lengths = tuple(lengths)
         self._prefix_hits = [torch.zeros(len(self.thresholds), cut, dtype=torch.int64) for cut in self.lengths]
         self.first: list[Tensor] = []
@@ -117,6 +118,8 @@ class Accumulator:
         for hits_EP, prefix_ABHP in zip(self._prefix_hits, batch.prefixes, strict=True):
             hits_EP += self._hits(prefix_ABHP)
         self._sum("attention scores", importance.double().sum(1))
+        uniform_BT = metrics.uniform_importance(valid_BT.sum(1), T)
+        self.uniform_ratios_T[:T] += (importance.double().mean((0, 2)) / uniform_BT).sum(0)
         self.first.append(importance[..., 0].transpose(0, 1).float())
         for name, norms in (("keys", batch.key_ABT), ("values", batch.value_ABT), ("hidden states", batch.hidden_MBT)):
             if norms is not None:
@@ -164,6 +167,10 @@ class Accumulator:
     def visibility_note(self) -> str | None:
         """In which layers the two means differ; None where they do not."""
         return visibility_note([self.views.get(layer) for layer in range(len(self._sums["attention scores"]))])
+
+    def uniform_ratio(self) -> list[float]:
+        """alpha_k over that of uniform causal attention, mean over (sequence, layer, head), position 1 first."""
+        return (self.uniform_ratios_T / self.sequences_T).tolist()
 
     def sink_rate_by_length(self) -> dict[str, dict[str, list[float]]]:
         """Percent per position, by length and threshold: {"16": {"0.3": [...]}}."""
@@ -249,6 +256,7 @@ def measurement_from(
         sink_rates_visible=_every_rate(totals, totals.sink_rate_visible),
         sink_rate_by_length=totals.sink_rate_by_length() or None,
         sink_rate_bias=totals.sink_rate_bias(),
+        uniform_ratio=totals.uniform_ratio(),
         loss=totals.mean_loss(),
         hidden_norm_ratio=ratio(hidden),
         key_norm_ratio=ratio(keys),

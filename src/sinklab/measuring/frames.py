@@ -83,7 +83,7 @@ def check_formats(formats: Sequence[str], out: Path | None, one: bool) -> None:
     if not formats:
         return
     if not one:
-        raise InputError("--format writes the tables of one MODEL: leave it out with --by-domain and --family")
+        raise InputError("--format writes the tables of one MODEL: leave it out where there are many measurements")
     if out is None:
         raise InputError(f"--format {formats[0]} needs a directory to write to: give --out DIR")
     if "parquet" in formats:

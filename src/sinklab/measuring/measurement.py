@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
+import torch
 from pydantic import ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
 from sinklab.errors import InputError
@@ -16,6 +17,7 @@ from sinklab.files import parse_json, write_json, written_aside
 from sinklab.measuring.activations import MassiveActivation
 from sinklab.measuring.findings import Ablation, Propositions
 from sinklab.measuring.frames import TABLES, Columns, TableName, data_frame, write_csv, write_parquet
+from sinklab.measuring.metrics import uniform_importance
 from sinklab.measuring.options import Inputs
 from sinklab.measuring.statistics.arrays import Array, ArrayOrNone, Axes, WithArrays
 from sinklab.measuring.statistics.details import Details
@@ -47,6 +49,8 @@ class Measurement(WithArrays):
             key, not over all from it on; None where that is the same in every layer (no window, no documents).
         sink_rate_by_length: of the same sequences cut shorter, by length and threshold: {"16": {"0.3": [..]}}.
         sink_rate_bias: the same for an added bias, sink logit or sink token; None where the model has none.
+        uniform_ratio: alpha_k over that of uniform causal attention (metrics.py), mean over (sequence, layer, head),
+            position 1 first: 1 is no sink, at any T.
         loss: nats per token over targets 2..T, those after the prefix under a prefix mask; None where there are none.
         hidden_norm_ratio: |h_1| / mean over t > 1 of |h_t| before the first block and after every block (M + 1).
         key_norm_ratio, value_norm_ratio: the same for keys and values, per attention layer (L).
@@ -91,6 +95,7 @@ class Measurement(WithArrays):
     sink_rates_visible: dict[str, list[Percent]] | None = None
     sink_rate_by_length: dict[str, dict[str, list[Percent]]] | None = None
     sink_rate_bias: Percent | None
+    uniform_ratio: list[Annotated[FiniteFloat, Field(ge=0)]]
     loss: FiniteFloat | None
     hidden_norm_ratio: list[FiniteFloat] | None
     key_norm_ratio: list[FiniteFloat] | None
@@ -121,7 +126,7 @@ class Measurement(WithArrays):
         self.check_arrays(L=L, H=H, T=T, N=self.sequences, **places)
         if self.details is not None and self.details.entropy.shape != (L, H):
             raise ValueError(f"details_entropy has shape {self.details.entropy.shape}, expected {(L, H)}")
-        for name in ("sink_rate", "sink_rate_visible"):
+        for name in ("sink_rate", "sink_rate_visible", "uniform_ratio"):
             rates: list[float] | None = getattr(self, name)
             if rates is not None and len(rates) != T:
                 raise ValueError(f"{name} has {len(rates)} values, expected {T}")
@@ -169,7 +174,7 @@ class Measurement(WithArrays):
         | table | a row for | columns |
         |---|---|---|
         | importance | every layer, head and position | layer, head, position, importance |
-        | positions | every position | position, sink_rate, and sink_rate_eps_X for every other threshold (percent) |
+        | positions | every position | position, sink_rate, sink_rate_eps_X for other thresholds (%), uniform_ratio |
         | layers | every attention layer | layer, importance_first, hidden_norm_ratio (after the block), .. |
 
         What the model does not have is left out. Where a mask makes a difference, each importance and rate has a
@@ -199,6 +204,7 @@ class Measurement(WithArrays):
         for eps in list(self.sink_rates or {})[1:]:
             found[f"sink_rate_eps_{eps}"] = (self.sink_rates or {})[eps]
             found[f"sink_rate_visible_eps_{eps}"] = (self.sink_rates_visible or {}).get(eps)
+        found["uniform_ratio"] = self.uniform_ratio
         return found
 
     def _layers(self) -> dict[str, ColumnValues]:
@@ -264,6 +270,8 @@ class Measurement(WithArrays):
                 arrays = dict(file)
             if document.get("details"):
                 document["details"] = {**document["details"], **Details.found_in(arrays)}
+            if "uniform_ratio" not in document and "importance" in arrays:  # older files
+                document["uniform_ratio"] = _uniform_ratio(arrays["importance"])
             return cls.model_validate({**document, **cls.found_in(arrays)})
         except FileNotFoundError as error:
             raise InputError(f"{advice}: {Path(error.filename).name} is missing") from error
@@ -273,3 +281,10 @@ class Measurement(WithArrays):
             raise InputError(f"{advice}: {where}: {first['msg']}") from error
         except Exception as error:  # damaged archives raise whatever their reader stumbles over
             raise InputError(f"{advice}: {error}") from error
+
+
+def _uniform_ratio(importance_LHT: np.ndarray) -> list[float]:
+    """From the mean over sequences that are all as long as the longest."""
+    length = importance_LHT.shape[-1]
+    uniform_T = uniform_importance(torch.tensor([length]), length)[0].numpy()
+    return (importance_LHT.mean((0, 1), dtype=np.float64) / uniform_T).tolist()

@@ -24,6 +24,22 @@ def importance_from_sums(keys_BHT: Tensor, queries_B: Tensor) -> Tensor:
     return torch.where(left_BT[:, None] > 0, keys_BHT / left_BT.clamp(min=1)[:, None], 0)
 
 
+def uniform_importance(queries_B: Tensor, length: int) -> Tensor:
+    """alpha_BT, float64, where each query attends to all tokens so far alike: A[t, k] = 1/t for k <= t.
+
+    alpha_k = (1/k + .. + 1/n) / (n - k + 1); the first is the harmonic number of n over n.
+
+    Args:
+        queries_B: n, the number of real tokens of each sequence; positions past it get 1, to be divided by.
+        length: T, of the result.
+    """
+    t_T = torch.arange(1, length + 1, dtype=torch.float64)
+    left_BT = queries_B.cpu()[:, None] - t_T + 1
+    shares_BT = torch.where(left_BT > 0, 1 / t_T, 0)
+    sums_BT = shares_BT.flip(-1).cumsum(-1).flip(-1)
+    return torch.where(left_BT > 0, sums_BT / left_BT.clamp(min=1), 1)
+
+
 def sink_rate(importance_NLHT: Tensor, eps: float, valid_NT: Tensor | None = None) -> Tensor:
     """Sink_k = share of (sequence, layer, head) triples with alpha_k > eps, thresholded before any averaging.
 

@@ -19,7 +19,7 @@ from sinklab.report.assessing.assessed import read_assessments
 from sinklab.report.data import ReportData, ReportedRun, Suite, WrittenRecipe, model_name
 from sinklab.report.experiments.sweeps import Sweep, read_sweep
 from sinklab.report.grouping import grouped
-from sinklab.survey.documents import ComparisonDocument, DomainsDocument, FamiliesDocument
+from sinklab.survey.documents import CheckpointsDocument, ComparisonDocument, DomainsDocument, FamiliesDocument
 from sinklab.train.directory.history import finite, read_history
 
 if TYPE_CHECKING:
@@ -30,7 +30,12 @@ LOOKED_FOR = "recipe.yaml (a run), measurement.json (a measurement), assessment.
 READ_SCHEMA = Summary.model_fields["schema_version"].default
 """Of summary.json; one without a version is from before there were any, and is read, too."""
 
-SUITES = {"domains.json": DomainsDocument, "comparison.json": ComparisonDocument, "families.json": FamiliesDocument}
+SUITES = {
+    "domains.json": DomainsDocument,
+    "comparison.json": ComparisonDocument,
+    "families.json": FamiliesDocument,
+    "checkpoints.json": CheckpointsDocument,
+}
 
 
 def collect(dirs: list[Path]) -> ReportData:

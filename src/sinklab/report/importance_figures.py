@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import numpy as np
+import torch
 
+from sinklab.measuring import metrics
 from sinklab.measuring.measurement import Measurement
 from sinklab.report import charts, heatmaps, lines
 from sinklab.report.data import ReportData
@@ -79,12 +81,8 @@ def _by_layer(data: ReportData, width: int | str) -> Figure | None:
 
 
 def uniform_importance(length: int) -> np.ndarray:
-    """alpha of every position, (T,), where each query attends to all tokens so far alike.
-
-    alpha_k = sum over t = k .. T of 1/t, divided by T - k + 1; the first is the harmonic number of T over T.
-    """
-    shares_T = 1 / np.arange(1, length + 1)
-    return shares_T[::-1].cumsum()[::-1] / np.arange(length, 0, -1)
+    """alpha of every position, (T,), where each query attends to all tokens so far alike (metrics.py)."""
+    return metrics.uniform_importance(torch.tensor([length]), length)[0].numpy()
 
 
 def _said_of_uniform(lengths: Iterable[int]) -> str:

@@ -1,4 +1,4 @@
-"""The figures of suites: domains side by side, a comparison by layer, families by size.
+"""The figures of suites: domains side by side, a comparison by layer, families by size, checkpoints by step.
 
 As in `charts.py`, names are data and nothing else.
 """
@@ -11,9 +11,10 @@ import numpy as np
 from sinklab.measuring.measurement import Measurement
 from sinklab.report import theme
 from sinklab.report.charts import HEIGHT, ChartRows, Drawing, Width, cell_colour, legend
+from sinklab.report.checkpoint_figures import checkpoint_figures
 from sinklab.report.data import ReportData, ReportedRun, Suite
 from sinklab.report.figure import Figure
-from sinklab.survey.documents import ComparisonDocument, DomainsDocument, FamiliesDocument
+from sinklab.survey.documents import CheckpointsDocument, ComparisonDocument, DomainsDocument, FamiliesDocument
 
 ROW_HEIGHT = 22
 LABEL_WIDTH = 220
@@ -23,19 +24,20 @@ Measured = list[tuple[ReportedRun, Measurement]]
 
 def suite_figures(data: ReportData, width: Width) -> list[Figure]:
     """What each suite is made for, in the order of the directories."""
-    made = [_figure(suite, data, width, number) for number, suite in enumerate(data.suites)]
-    return [figure for figure in made if figure is not None]
+    return [figure for number, suite in enumerate(data.suites) for figure in _figures(suite, data, width, number)]
 
 
-def _figure(suite: Suite, data: ReportData, width: Width, number: int) -> Figure | None:
+def _figures(suite: Suite, data: ReportData, width: Width, number: int) -> list[Figure]:
     measured = [(run, run.measurement) for _, run in suite.runs(data) if run.measurement]
     match suite.document:
         case DomainsDocument():
-            return _domains(measured, width, number) if measured else None
+            return [_domains(measured, width, number)] if measured else []
         case ComparisonDocument():
-            return _comparison(measured, data.cells, width, number) if measured else None
+            return [_comparison(measured, data.cells, width, number)] if measured else []
         case FamiliesDocument() as document:
             return _families(document, width, number)
+        case CheckpointsDocument() as document:
+            return checkpoint_figures(document.measured, measured[0][1].eps, width, number) if measured else []
 
 
 def _domains(measured: Measured, width: Width, number: int) -> Figure:
@@ -78,7 +80,7 @@ def _comparison(measured: Measured, cells: Sequence[str], width: Width, number: 
     )
 
 
-def _families(document: FamiliesDocument, width: Width, number: int) -> Figure | None:
+def _families(document: FamiliesDocument, width: Width, number: int) -> list[Figure]:
     rows = [
         {"model": name, "family": model.family, "parameters": model.parameters, "what": what, "value": value}
         for name, model in document.measured.items()
@@ -86,13 +88,13 @@ def _families(document: FamiliesDocument, width: Width, number: int) -> Figure |
         if value is not None
     ]
     if not rows:
-        return None
+        return []
     caption = (
         "Sink rate of the first token against the number of parameters, joined within a family. Diamonds are what "
         "arXiv 2410.10781 prints; they stand here only where the setting is the paper's (100 sequences of 64 tokens, "
         "ε = 0.3, the same kind of input). The text that the paper measured on was not released."
     )
-    return Figure(f"families-{number}", "Measured and published", caption, [_sink_by_size(rows, width)])
+    return [Figure(f"families-{number}", "Measured and published", caption, [_sink_by_size(rows, width)])]
 
 
 def _values_by_domain(

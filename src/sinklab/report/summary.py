@@ -9,7 +9,7 @@ from typing import TypedDict, TypeVar
 from sinklab.experiments.documents import CellSummary, JudgedClaim
 from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.experiments.sweeps import Sweep
-from sinklab.survey.documents import ComparisonDocument, DomainsDocument
+from sinklab.survey.documents import CheckpointsDocument, ComparisonDocument, DomainsDocument
 from sinklab.train.directory.history import Evaluation, seconds_spent
 
 K = TypeVar("K", bound=Hashable)
@@ -42,7 +42,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class CellRow:
-    """One line of the table of cells. Rates are percent, loss is nats per token; None where not recorded."""
+    """One line of the table of cells. Rates are percent, loss is nats per token; None where not recorded.
+
+    The ratio to uniform attention is that of the first token's importance.
+    """
 
     cell: str
     seeds: int
@@ -51,6 +54,7 @@ class CellRow:
     sink_visible: Spread | None
     sink_highest: tuple[int, float] | None
     sink_bias: Spread | None
+    uniform_ratio: Spread | None
     loss: Spread | None
     norm_ratio: Spread | None
     row_sum: Spread | None
@@ -80,6 +84,7 @@ def _cell_row(data: ReportData, cell: str) -> CellRow:
         sink_visible=_spread([_first(one.sink_rate_visible) for one in numbers]),
         sink_highest=_highest([one.sink_rate for one in numbers if one.sink_rate]),
         sink_bias=_spread([one.sink_rate_bias for one in numbers]),
+        uniform_ratio=_spread([run.measurement.uniform_ratio[0] for run in runs if run.measurement]),
         loss=_spread([one.valid_loss for one in numbers]),
         norm_ratio=_spread([_largest(one.hidden_norm_ratio) for one in numbers]),
         row_sum=_spread([_row_sum(run) for run in runs]),
@@ -239,6 +244,8 @@ def _subject(data: ReportData) -> str:
             return f"{Path(document.model).name} on {counted(len(data.runs), 'domain')}"
         case ComparisonDocument():
             return f"{models} on the same text"
+        case CheckpointsDocument() as document:
+            return f"{Path(document.model).name} at {counted(len(data.runs), 'checkpoint')}"
     if names and len(names) < len(data.runs):
         return f"{counted(len(data.runs), 'measurement').capitalize()} of {counted(len(names), 'model')}"
     return models

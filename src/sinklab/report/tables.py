@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from sinklab.report.data import ReportData
 from sinklab.report.summary import CellRow, Spread, cell_rows
 from sinklab.survey.documents import (
+    CheckpointsDocument,
     ComparedQuantity,
     ComparisonDocument,
     DomainsDocument,
@@ -52,6 +53,7 @@ def table_of_cells(data: ReportData) -> tuple[list[tuple[str, str]], list[list[s
         (("Sink₁", "% of heads"), lambda row: _text(row.sink_first, 1)),
         (("Sink₁ visible", "% of heads"), lambda row: _text(row.sink_visible, 1)),
         (("Sink elsewhere", "% at position"), _elsewhere),
+        (("First token", "times uniform"), lambda row: _text(row.uniform_ratio, 1)),
         (("Sequences", "measured"), lambda row: _sequences(data, row.cell)),
         (("Published", "Sink₁, % of heads"), lambda row: _published(members.get(row.cell))),
         (("Parameters", "millions"), lambda row: _millions(members.get(row.cell))),
@@ -81,6 +83,8 @@ def _first_column(data: ReportData, trained: bool) -> tuple[str, str]:
             return "Domain", "a file each"
         case ComparisonDocument():
             return "Model", "on the same text"
+        case CheckpointsDocument():
+            return "Checkpoint", "after the step"
     return ("Cell", "what was changed") if trained else ("Model", "as measured")
 
 

@@ -151,6 +151,7 @@ def _quantities(first: Measurement) -> list[ComparedNumber]:
         *quantities,
         ("sink on the bias", "% of heads", lambda m: m.sink_rate_bias),
         ("importance of position 1", "mean", lambda m: float(m.importance[:, :, 0].mean())),
+        ("importance of position 1", "times uniform", lambda m: m.uniform_ratio[0]),
         ("loss", "nats/token", lambda m: m.loss),
         ("|h_1| over the rest", "largest block", lambda m: max(m.hidden_norm_ratio or [], default=None)),
         ("|k_1| over the rest", "mean layer", lambda m: fmean(m.key_norm_ratio) if m.key_norm_ratio else None),

@@ -1,4 +1,4 @@
-"""domains.json, comparison.json and families.json as a report reads them.
+"""domains.json, comparison.json, families.json and checkpoints.json as a report reads them.
 
 Each stands beside a folder for every measurement that it names, which holds the same and more.
 """
@@ -71,4 +71,35 @@ class FamiliesDocument(ReadDocument):
     failed: dict[str, str] = Field(default_factory=dict)
 
 
-SuiteDocument = DomainsDocument | ComparisonDocument | FamiliesDocument
+class MeasuredCheckpoint(ReadDocument):
+    """One checkpoint of a training run.
+
+    Attributes:
+        step: after which it was saved.
+        checkpoint: the revision or the folder.
+        sink_1, sink_bias: percent of (sequence, layer, head) triples; None without a bias.
+        uniform_ratio: importance of the first token over that of uniform attention.
+        loss: nats per token; None where there is none.
+        norm_ratio: |h_1| over the mean of the others, in the block where it is largest; None where unknown.
+        by_layer: Sink_1 of each attention layer, percent.
+    """
+
+    step: int
+    checkpoint: str
+    sink_1: float
+    sink_bias: float | None
+    uniform_ratio: float
+    loss: float | None
+    norm_ratio: float | None
+    by_layer: list[float]
+
+
+class CheckpointsDocument(ReadDocument):
+    """checkpoints.json: one model while it was trained; attributes as those of the others."""
+
+    model: str
+    measured: dict[str, MeasuredCheckpoint] = Field(alias="checkpoints")
+    failed: dict[str, str] = Field(default_factory=dict)
+
+
+SuiteDocument = DomainsDocument | ComparisonDocument | FamiliesDocument | CheckpointsDocument

@@ -50,15 +50,18 @@ class LoadedModel(Protocol):
         ...
 
 
-def load_model(name: str, loading: Loading) -> LoadedModel:
+def load_model(name: str, loading: Loading, step: int | None = None) -> LoadedModel:
     """Load a run directory (it has a recipe.yaml), a model directory or .gguf file, or a model of the hub by its name.
+
+    Args:
+        step: of the checkpoint, of a run directory; the newest unless given.
 
     Raises:
         InputError: it cannot be loaded.
     """
     check_revision(name, loading.revision)
     if is_run(name):
-        return _LoadedRun(name, loading)
+        return _LoadedRun(name, loading, step)
     return LoadedPretrained(name, loading.revision, load_pretrained(name, loading))
 
 
@@ -124,15 +127,15 @@ class LoadedPretrained:
 
 
 class _LoadedRun:
-    """A run directory of ours."""
+    """A run directory of ours, at its newest checkpoint or that of a step."""
 
-    def __init__(self, name: str, loading: Loading) -> None:
+    def __init__(self, name: str, loading: Loading, step: int | None) -> None:
         from sinklab.data.tokenizers import load_tokenizer
         from sinklab.measuring.huggingface.loading import pick_dtype
         from sinklab.train.directory.run import load_run
 
         where, kind = pick_device(loading.device), pick_dtype(loading.dtype)
-        self._name, run = name, load_run(Path(name))
+        self._name, run = name, load_run(Path(name), step)
         self._recipe, self._step = run.recipe, run.step
         self._tokenizer = load_tokenizer(str(run.tokenizer_path))
         self._model = run.model.to(where, kind if isinstance(kind, torch.dtype) else None)

@@ -27,6 +27,7 @@ def print_measurement(measurement: Measurement, console: Console) -> None:
     ]
     console.print(escape(", ".join(note for note in notes if note)), style="dim", highlight=False)
     print_table(_positions(m), console, names=int(m.sink_rate_visible is not None))
+    print_table(_times_uniform(m), console, names=0)
     if m.sink_rates:
         print_table(_thresholds(m), console)
     if m.sink_rate_by_length:
@@ -64,6 +65,20 @@ def _positions(m: Measurement) -> Table:
             top = max(range(POSITIONS, half), key=lambda k, rates=rates: rates[k])
             cells.append(f"{rates[top]:.2f} at {top + 1}")
         table.add_row(*cells)
+    return table
+
+
+def _times_uniform(m: Measurement) -> Table:
+    table = Table(title="Importance, times that of uniform attention", title_justify="left")
+    shown, half = range(min(POSITIONS, m.length)), m.length // 2
+    cells = [f"{m.uniform_ratio[k]:.2f}" for k in shown]
+    for k in shown:
+        table.add_column(str(k + 1), justify="right")
+    if half > POSITIONS:
+        top = max(range(POSITIONS, half), key=m.uniform_ratio.__getitem__)
+        table.add_column(f"highest of\n{POSITIONS + 1}..{half}", justify="right")
+        cells.append(f"{m.uniform_ratio[top]:.2f} at {top + 1}")
+    table.add_row(*cells)
     return table
 
 

@@ -1,4 +1,4 @@
-"""Domains, comparisons and families as tables in the terminal, and the sizes of `--dry-run`."""
+"""Domains, comparisons, families and checkpoints as tables in the terminal, and the sizes of `--dry-run`."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,6 +11,7 @@ from rich.text import Text
 from sinklab.commands.tables import print_table
 from sinklab.commands.terminal.text import printable
 from sinklab.measuring.measurement import Measurement
+from sinklab.survey.checkpoints import Checkpoints
 from sinklab.survey.compare import Comparison
 from sinklab.survey.domains import Domains
 from sinklab.survey.families import Families, sink_1
@@ -82,6 +83,24 @@ def print_families(families: Families, console: Console) -> None:
         print_table(table, console)
     for model, measurement in measured.items():
         _print_notes(model, measurement.notes, console)
+
+
+def print_checkpoints(checkpoints: Checkpoints, console: Console) -> None:
+    """A line per checkpoint, in the order of the steps."""
+    measured, rows = checkpoints.outcome.measured, checkpoints.rows()
+    first = next(iter(measured.values()))
+    what = f"{first.sequences} sequences of {first.length} tokens, eps {first.eps:g}"
+    table = _table(f"{Path(checkpoints.model).name} while it was trained: {what}", "checkpoint")
+    biased = any(row.sink_bias is not None for row in rows.values())
+    bias = ["bias\n%"] if biased else []
+    _add_columns(table, "step", "Sink_1\n%", *bias, "times\nuniform", "loss\nnats", "|h_1| over\nthe rest")
+    for row in rows.values():
+        on_the_bias = [_number(row.sink_bias, 2)] if biased else []
+        rates = [f"{row.sink_1:.2f}", *on_the_bias, f"{row.uniform_ratio:.2f}"]
+        _add_row(table, row.checkpoint, f"{row.step:,}", *rates, _number(row.loss, 4), _number(row.norm_ratio, 2))
+    print_table(table, console)
+    for name, measurement in measured.items():
+        _print_notes(name, measurement.notes, console)
 
 
 def print_sizes(found: Sequence[Size], dtype: str, console: Console) -> None:

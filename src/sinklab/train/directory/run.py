@@ -203,13 +203,16 @@ class TrainedRun:
     step: int
 
 
-def load_run(directory: Path) -> TrainedRun:
+def load_run(directory: Path, step: int | None = None) -> TrainedRun:
     """The model of a run directory at its newest valid checkpoint, in evaluation mode.
 
     The run may be in progress.
 
+    Args:
+        step: of the checkpoint; the newest unless given.
+
     Raises:
-        InputError: not a run directory, or nothing has been saved there yet.
+        InputError: not a run directory, nothing has been saved there yet, or no valid checkpoint of that step is kept.
         SinklabError: none of its checkpoints is valid, or its env.json is damaged.
     """
     if not (directory / RECIPE).is_file():
@@ -218,7 +221,9 @@ def load_run(directory: Path) -> TrainedRun:
     model = Transformer(recipe.model)
     recorded = recorded_hash(directory)
     hashes = None if recorded is None else (recorded, *earlier_hashes(directory))
-    found = take_newest(directory / "checkpoints", model, lambda path: load_weights(path, model), hashes)
+    found = take_newest(directory / "checkpoints", model, lambda path: load_weights(path, model), hashes, at_most=step)
+    if step is not None and (found is None or found[1].step != step):
+        raise InputError(f"{directory} has no valid checkpoint of step {step:,}: name one that it has kept")
     if found is None:
         raise InputError(f"{directory} has no checkpoint yet: train it with `sinklab train` first")
     return TrainedRun(model.eval(), recipe, directory / "tokenizer.json", found[1].step)

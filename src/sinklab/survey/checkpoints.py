@@ -1,0 +1,189 @@
+"""A model while it was trained: a measurement per checkpoint, in the order of their steps.
+
+Checkpoints are revisions of a model of the hub, the folders below a directory, or what a run of ours has kept. Their
+steps are read from their names, as Pythia (step1000), OLMo (stage1-step1000-tokens5B) and the Trainer of transformers
+(checkpoint-1000) write them.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from sinklab.data.sources.corpora import identity
+from sinklab.errors import InputError
+from sinklab.measuring.hooks import Progress
+from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision
+from sinklab.measuring.measurement import Measurement
+from sinklab.survey.documents import MeasuredCheckpoint
+from sinklab.survey.items import Item, Listener, Outcome, measure_all, what_decides
+from sinklab.survey.loaded import is_run, load_model
+from sinklab.survey.request import Request
+from sinklab.train.directory.checkpoint import steps_saved
+
+DOCUMENT = "checkpoints.json"
+STEP = re.compile(r"(?:(?:^|[^a-z])(?:global[-_]?)?(?:step|checkpoint|ckpt|iter)[-_]?|^)(\d+)(k?)(?![a-z\d])", re.I)
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """One checkpoint.
+
+    Attributes:
+        step: after which it was saved.
+        name: as the user knows it: the revision, or the folder.
+        model: what is loaded: a name on the hub, a directory of a model, or the run directory.
+        revision: of the hub; None for what lies here.
+        place: where its files lie; None for a model of the hub.
+    """
+
+    step: int
+    name: str
+    model: str
+    revision: str | None = None
+    place: Path | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The result: the measurement of every checkpoint, by `step_N`.
+
+    Attributes:
+        saved: the checkpoints by the same names, in the order of their steps.
+    """
+
+    model: str
+    text: str | None
+    saved: dict[str, SavedModel]
+    outcome: Outcome
+
+    def rows(self) -> dict[str, MeasuredCheckpoint]:
+        """What a table of the measured ones shows, in the order of their steps."""
+        return {name: _row(self.saved[name], one) for name, one in self.outcome.measured.items()}
+
+    def document(self) -> dict[str, Any]:
+        """What `checkpoints.json` holds."""
+        return {
+            "schema": 1,
+            "model": self.model,
+            "text": self.text,
+            "checkpoints": {name: row.model_dump() for name, row in self.rows().items()},
+            "failed": self.outcome.failed,
+        }
+
+
+def measure_checkpoints(
+    model: str,
+    revisions: Sequence[str],
+    text: Path | None,
+    request: Request,
+    *,
+    loading: Loading = AS_IT_IS,
+    out: Path | None = None,
+    listener: Listener | None = None,
+) -> Checkpoints:
+    """Measure a model at several steps of its training, on the same sequences.
+
+    Args:
+        model: a name on the hub with `revisions`; without any, a folder of checkpoints or a run directory.
+        revisions: whose names hold the step.
+        out: keeps each measurement in a folder of its step, and `checkpoints.json`; continues what it finds.
+
+    Raises:
+        InputError: as `saved_models`, a text or option that cannot be used, results of other settings in `out`, or
+            none of them could be measured. One that could not be is among the failed ones else.
+        UnsavedError: a result could not be saved; it holds the checkpoints so far.
+    """
+    saved = {f"step_{one.step}": one for one in saved_models(model, revisions)}
+    request.check(text)
+    source = None if text is None else identity(str(text))
+
+    def measure(one: SavedModel, how: Loading, progress: Progress) -> Measurement:
+        step = one.step if is_run(one.model) else None
+        return load_model(one.model, how, step).measure(text, request, progress)
+
+    items = []
+    for name, one in saved.items():
+        how = replace(loading, revision=one.revision)
+        decides = what_decides(one.model, one.place, source, how, request) | {"step": one.step}
+        items.append(Item(name, decides, partial(measure, one, how)))
+    result_of = partial(Checkpoints, model, None if text is None else str(text), saved)
+    found = measure_all(items, result_of, out, DOCUMENT, listener)
+    if not found.outcome.measured:
+        name, failure = next(iter(found.outcome.failed.items()))
+        raise InputError(f"none of the {len(items)} checkpoints could be measured; {name}: {failure}")
+    return found
+
+
+def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
+    """The checkpoints that are asked for, in the order of their steps.
+
+    Raises:
+        InputError: a revision of what lies here, a name without a step, two of one step, a folder without checkpoints,
+            or a name on the hub without revisions.
+    """
+    check_name(model)
+    folder = Path(model).expanduser()
+    if revisions:
+        check_revision(model, revisions[0])
+        found = [SavedModel(_known_step(name), name, model, revision=name) for name in revisions]
+    elif is_run(model):
+        kept = folder / "checkpoints"
+        found = [SavedModel(step, f"step_{step}", model, place=kept / f"step_{step:08d}") for step in steps_saved(kept)]
+    elif folder.is_dir():
+        found = list(_folders(folder))
+    else:
+        raise InputError(
+            f"{model} is no folder: name the checkpoints of a model of the hub by their branches, "
+            "--revision step1000 --revision step2000"
+        )
+    if not found:
+        raise InputError(
+            f"{model} holds no checkpoints: expected folders such as checkpoint-100 or step1000 with a config.json "
+            "each, or a run directory that has been trained for a while"
+        )
+    found.sort(key=lambda one: one.step)
+    for one, other in pairwise(found):
+        if one.step == other.step:
+            raise InputError(f"{one.name} and {other.name} are of the same step, {one.step}: give one of them")
+    return found
+
+
+def step_in(name: str) -> int | None:
+    """The step in the name of a checkpoint, 50K being 50,000; None where there is none."""
+    found = STEP.search(name)
+    return None if found is None else int(found[1]) * (1000 if found[2] else 1)
+
+
+def _known_step(name: str) -> int:
+    if (step := step_in(name)) is None:
+        raise InputError(
+            f"--revision {name} does not say its step: several revisions make a curve over steps, from names such as "
+            "step1000 or stage1-step1000-tokens5B"
+        )
+    return step
+
+
+def _folders(folder: Path) -> Iterator[SavedModel]:
+    for path in sorted(folder.iterdir()):
+        step = step_in(path.name)
+        if step is not None and (path / "config.json").is_file():
+            yield SavedModel(step, path.name, str(path), place=path)
+
+
+def _row(saved: SavedModel, measured: Measurement) -> MeasuredCheckpoint:
+    return MeasuredCheckpoint(
+        step=saved.step,
+        checkpoint=saved.name,
+        sink_1=measured.sink_rate[0],
+        uniform_ratio=measured.uniform_ratio[0],
+        sink_bias=measured.sink_rate_bias,
+        loss=measured.loss,
+        norm_ratio=max(measured.hidden_norm_ratio or [], default=None),
+        by_layer=[
+            float(100 * (first_NH > measured.eps).mean()) for first_NH in measured.importance_first.swapaxes(0, 1)
+        ],
+    )

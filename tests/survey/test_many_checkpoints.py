@@ -1,0 +1,218 @@
+"""A model at several steps of its training: as one by one, in order, nothing lost by an interruption."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from conftest import Run
+from tiny_models import text_file, tiny_model
+from trained_run import LENGTH, trained_run
+
+from sinklab.errors import InputError
+from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.options import Options
+from sinklab.report import write_report
+from sinklab.report.collect import collect
+from sinklab.report.figures import figures
+from sinklab.report.summary import headline
+from sinklab.report.tables import table_of_cells
+from sinklab.survey.checkpoints import measure_checkpoints, saved_models, step_in
+from sinklab.survey.items import Listener
+from sinklab.survey.request import Request
+from sinklab.survey.single import measure_model
+from sinklab.train.directory.run import load_run
+
+SMALL = Request(Options(eps=(0.15,)), sequences=4, length=12)
+STEPS = (100, 20, 3000)
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a Trainer leaves: a model that grew, folders of its checkpoints, and other things."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "growing"
+    first = tiny_model(folder / "first", "neox")
+    model = hf.AutoModelForCausalLM.from_pretrained(first)
+    for step in STEPS:
+        shutil.copytree(first, folder / f"checkpoint-{step}")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.0 + step / 1000)
+        model.save_pretrained(folder / f"checkpoint-{step}")
+    (folder / "checkpoint-7").mkdir()  # torn: nothing in it
+    shutil.rmtree(first)
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return text_file(tmp_path / "text.jsonl")
+
+
+class Stops(Listener):
+    """Ctrl-C after so many measurements; remembers what was started."""
+
+    def __init__(self, after: int | None = None) -> None:
+        self.after, self.started = after, []
+
+    def starts(self, name: str) -> None:
+        self.started.append(name)
+
+    def ends(self, name: str, measurement: Measurement) -> None:
+        if len(self.started) == self.after:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("step1000", 1000),
+        ("step0", 0),
+        ("stage1-step12000-tokens51B", 12000),
+        ("checkpoint-500", 500),
+        ("step_00000100", 100),
+        ("global_step40", 40),
+        ("TinyLlama-1.1B-step-50K-105b", 50000),
+        ("iter_0000200", 200),
+        ("2000", 2000),
+        ("main", None),
+        ("v1.0", None),
+        ("footsteps9", None),
+        ("3dmodel", None),
+    ],
+)
+def test_the_step_is_read_from_the_names_that_public_runs_have(name: str, step: int | None) -> None:
+    assert step_in(name) == step
+
+
+def test_a_curve_holds_what_measuring_each_checkpoint_by_itself_gives(
+    training: Path, text: Path, tmp_path: Path
+) -> None:
+    found = measure_checkpoints(str(training), [], text, SMALL, out=tmp_path / "out")
+    rows = found.rows()
+    assert [row.step for row in rows.values()] == sorted(STEPS)
+    for step in STEPS:
+        alone = measure_model(str(training / f"checkpoint-{step}"), text, SMALL)
+        row = rows[f"step_{step}"]
+        assert (row.checkpoint, row.sink_1, row.loss) == (f"checkpoint-{step}", alone.sink_rate[0], alone.loss)
+        assert row.uniform_ratio == alone.uniform_ratio[0]
+        assert row.norm_ratio == max(alone.hidden_norm_ratio or [])
+        assert sum(row.by_layer) / len(row.by_layer) == pytest.approx(row.sink_1)
+        assert Measurement.load(tmp_path / "out" / f"step_{step}").loss == alone.loss
+    assert len({row.loss for row in rows.values()}) == 3
+
+
+def test_an_interrupted_curve_continues_and_takes_in_what_came_later(
+    training: Path, text: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(training, tmp_path / "growing")
+    shutil.move(folder / "checkpoint-3000", tmp_path / "later")
+    with pytest.raises(KeyboardInterrupt):
+        measure_checkpoints(str(folder), [], text, SMALL, out=tmp_path / "out", listener=Stops(1))
+    again = Stops()
+    measure_checkpoints(str(folder), [], text, SMALL, out=tmp_path / "out", listener=again)
+    assert again.started == ["step_100"]
+    shutil.move(tmp_path / "later", folder / "checkpoint-3000")
+    more = Stops()
+    continued = measure_checkpoints(str(folder), [], text, SMALL, out=tmp_path / "out", listener=more)
+    assert more.started == ["step_3000"]
+    whole = measure_checkpoints(str(folder), [], text, SMALL)
+    assert continued.rows() == whole.rows()
+    assert json.loads((tmp_path / "out" / "checkpoints.json").read_text()) == continued.document()
+
+
+def test_a_checkpoint_that_cannot_be_loaded_does_not_stop_the_others(
+    training: Path, text: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(training, tmp_path / "growing")
+    (folder / "checkpoint-20" / "model.safetensors").write_bytes(b"no weights")
+    found = measure_checkpoints(str(folder), [], text, SMALL)
+    assert list(found.outcome.measured) == ["step_100", "step_3000"]
+    assert "could not be loaded" in found.outcome.failed["step_20"]
+
+
+def test_what_a_run_of_ours_has_kept_is_its_curve(tmp_path: Path) -> None:
+    run, text = trained_run(tmp_path, {})
+    kept = [saved.step for saved in saved_models(str(run), [])]
+    assert kept[-1] == 1
+    found = measure_checkpoints(str(run), [], text, Request(sequences=4, length=LENGTH), out=tmp_path / "out")
+    assert [row.step for row in found.rows().values()] == kept
+    assert found.outcome.measured["step_1"].step == 1
+    with pytest.raises(InputError, match="no valid checkpoint of step 9"):
+        load_run(run, 9)
+
+
+@pytest.mark.parametrize(
+    ("folders", "revisions", "sentence"),
+    [
+        ([], [], "holds no checkpoints"),
+        (["step1", "checkpoint-1"], [], "are of the same step, 1"),
+        (["step1"], ["step1", "step2"], "--revision step1 names a version"),
+    ],
+)
+def test_folders_that_make_no_curve_are_refused(
+    tmp_path: Path, folders: list[str], revisions: list[str], sentence: str
+) -> None:
+    for name in folders:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").touch()
+    with pytest.raises(InputError, match=sentence):
+        saved_models(str(tmp_path), revisions)
+
+
+@pytest.mark.parametrize(
+    ("revisions", "sentence"),
+    [(["step1", "main"], "--revision main does not say its step"), ([], "name the checkpoints of a model of the hub")],
+)
+def test_names_on_the_hub_that_make_no_curve_are_refused(revisions: list[str], sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        saved_models("nobody/tiny", revisions)
+
+
+def test_the_report_has_the_curve_with_the_step_on_the_axis(training: Path, text: Path, tmp_path: Path) -> None:
+    measure_checkpoints(str(training), [], text, SMALL, out=tmp_path / "out")
+    data = collect([tmp_path / "out"])
+    assert headline(data)[0].startswith("growing at three checkpoints")
+    columns, rows = table_of_cells(data)
+    assert columns[0] == ("Checkpoint", "after the step")
+    assert [row[0] for row in rows] == ["step_20", "step_100", "step_3000"]
+    drawn = {figure.key: figure for figure in figures(data, width=600)}
+    curve = drawn["checkpoints-0"].charts[0].to_dict()["layer"][0]
+    assert curve["encoding"]["x"]["field"] == "step"
+    assert curve["encoding"]["x"]["scale"]["type"] == "symlog"
+    assert [row["step"] for row in drawn["checkpoints-0"].charts[0].to_dict()["data"]["values"]] == sorted(STEPS)
+    assert drawn["checkpoint-layers-0"].scale is not None
+    page = write_report([tmp_path / "out"]).read_text(encoding="utf-8")
+    assert 'id="chart-checkpoints-0-0"' in page
+    assert "When the sink comes" in page
+
+
+def test_the_command_ends_in_a_table_a_document_and_a_report(
+    run: Run, training: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    call = ("measure", training, "--by-checkpoint", "--text", text, "--sequences", "3", "--length", "8", "--out", "out")
+    status, out, err = run(*call)
+    assert status == 0, err
+    assert all(word in out for word in ("growing while it was trained", "checkpoint-3000", "3,000", "Sink_1"))
+    status, out, err = run(*call, "--json")
+    assert json.loads(out) == json.loads((tmp_path / "out" / "checkpoints.json").read_text())
+    assert "step_20: Sink_1" in err
+    assert "(kept)" in err
+    assert (tmp_path / "out" / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--by-domain", "--text", "texts"], "ask for one of them"),
+        (["--family", "gpt2"], "give a MODEL or --family"),
+        (["--format", "csv", "--out", "here"], "one MODEL"),
+    ],
+)
+def test_options_that_do_not_go_with_checkpoints_are_refused(run: Run, options: list[str], sentence: str) -> None:
+    status, _, err = run("measure", "x", "--by-checkpoint", *options)
+    assert status == 2
+    assert sentence in err
