@@ -194,6 +194,11 @@ def of_scores(operation: Config, own: Weights, head: int, z: Tensor, seen: Tenso
         p = operation["p"]
         norms = torch.logsumexp((p * z).masked_fill(~seen, -math.inf), dim=-1, keepdim=True) / p
         return operation["alpha"] * torch.exp(z.masked_fill(~seen, -math.inf) - norms)
+    if kind == "scalable_softmax":
+        factor = own["attention.core.learned.scale"][head] * torch.log(seen.sum(-1, keepdim=True).double())
+        if operation["offset"] is not None:
+            factor = factor + own["attention.core.learned.offset"][head]
+        return softmax(factor * z, seen)
     if kind in ("sigmoid", "elu1", "relu"):
         sim = {
             "sigmoid": torch.sigmoid,
