@@ -1,4 +1,4 @@
-"""What is added to the scores of attention, or multiplied with them: scalable softmax."""
+"""What is added to the scores of attention, or multiplied with them: scalable softmax, shifted sigmoid."""
 
 import math
 
@@ -9,6 +9,9 @@ from closeness import assert_close
 
 from sinklab.attention.config import AttentionConfig
 from sinklab.attention.core import AttentionCore
+from sinklab.train.recipe import load_recipe
+
+SHIFT = "model.attention.operation={{kind: sigmoid, shift: {}}}"
 
 
 def core_with(operation: dict[str, object], **others: object) -> AttentionCore:
@@ -59,3 +62,32 @@ def test_scalable_softmax_starts_as_its_recipe_says() -> None:
     assert parameters["learned.scale"].tolist() == pytest.approx([0.168] * H)
     assert parameters["learned.offset"].tolist() == pytest.approx([0.7] * H)
     assert 1 / (math.lgamma(1025) / 1024) == pytest.approx(0.168, abs=5e-4)
+
+
+def test_a_shifted_sigmoid_of_small_scores_sums_to_about_one() -> None:
+    """The row sums of scores near zero: n / 2 without a shift, n / (n + 1) by row, t / (context + 1) by context."""
+    queries, keys, values = (0 * x.detach() for x in qkv())
+    sizes = torch.arange(1, T + 1, dtype=torch.float64)
+    expected = {"none": sizes / 2, "row": sizes / (sizes + 1), "context": sizes / (T + 1)}
+    for shift, sums in expected.items():
+        core = core_with({"kind": "sigmoid", "shift": shift})
+        assert_close(core(queries, keys, values + 1)[0, 0, :, 0], sums, 1e-12)
+
+
+def test_a_learned_shift_starts_at_minus_the_logarithm_of_the_context() -> None:
+    config = AttentionConfig.model_validate({"operation": {"kind": "sigmoid", "shift": "learned"}})
+    core = AttentionCore(config, 2, 8, heads=H, context=64)
+    assert core.get_parameter("learned.shift").tolist() == pytest.approx([-math.log(64)] * H)
+
+
+def test_a_shift_of_minus_log_context_needs_the_context() -> None:
+    config = AttentionConfig.model_validate({"operation": {"kind": "sigmoid", "shift": "context"}})
+    with pytest.raises(ValueError, match="with shift context needs the context"):
+        AttentionCore(config, 2, 8)
+
+
+def test_a_run_from_before_sigmoid_had_a_shift_is_the_same_run() -> None:
+    plain = load_recipe("tiny-128", ["model.attention.operation=sigmoid"])
+    assert plain.content_hash("d") == "fcdcc00b64d5c090"
+    assert load_recipe("tiny-128", [SHIFT.format("none")]).content_hash("d") == plain.content_hash("d")
+    assert load_recipe("tiny-128", [SHIFT.format("context")]).content_hash("d") != plain.content_hash("d")

@@ -38,6 +38,8 @@ OPERATIONS = [
     {"kind": "scalable_softmax"},
     {"kind": "scalable_softmax", "start": 0.4, "offset": 0.3},
     *({"kind": kind, "normalised": normalised} for kind in ("sigmoid", "elu1", "relu") for normalised in (False, True)),
+    *({"kind": "sigmoid", "shift": shift, "normalised": False} for shift in ("context", "row", "learned")),
+    {"kind": "sigmoid", "shift": "row", "normalised": True},
     *({"kind": kind, "normalised": True, "p": p} for kind, p in (("sigmoid", 2.0), ("elu1", 0.5), ("relu", 1.5))),
     {"kind": "clipped_softmax"},
     {"kind": "clipped_softmax", "zeta": 1.1, "gamma": -0.05},
