@@ -39,7 +39,7 @@ def forward_and_backward(
         shape: batch, heads, head width.
     """
     batch, heads, width = shape
-    core = AttentionCore(AttentionConfig.model_validate(values), heads, width)
+    core = AttentionCore(AttentionConfig.model_validate(values), heads, width, context=tokens)
     generator = torch.Generator().manual_seed(0)
     for parameter in core.parameters():
         torch.nn.init.normal_(parameter, std=0.1, generator=generator)

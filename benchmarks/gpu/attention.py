@@ -32,7 +32,7 @@ def error(values: dict[str, Any], tokens: int, shape: tuple[int, int, int], dtyp
     q, k, v, gradient = (torch.randn(batch, heads, tokens, width, generator=generator).to(dtype) for _ in range(4))
     results = []
     for forced, precision in ((values, dtype), ({**values, "backend": "chunked"}, torch.float64)):
-        core = AttentionCore(AttentionConfig.model_validate(forced), heads, width).to(device)
+        core = AttentionCore(AttentionConfig.model_validate(forced), heads, width, context=tokens).to(device)
         for i, parameter in enumerate(core.parameters()):
             torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator(device=device).manual_seed(i))
         core = core.double() if precision == torch.float64 else core

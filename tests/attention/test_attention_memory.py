@@ -30,7 +30,7 @@ def status(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
 
 torch.set_num_threads(1)
-core = AttentionCore(AttentionConfig.model_validate(json.loads(sys.argv[1])), kv_heads=8, head_width=64)
+core = AttentionCore(AttentionConfig.model_validate(json.loads(sys.argv[1])), kv_heads=8, head_width=64, context=64)
 for parameter in core.parameters():
     torch.nn.init.normal_(parameter)
 small, large = ([torch.randn(1, 8, T, 64, requires_grad=True) for _ in range(3)] for T in (64, int(sys.argv[2])))

@@ -94,7 +94,7 @@ def core_of(
 ) -> AttentionCore:
     """A core with random parameters."""
     module = {"none": None, "slopes": Slopes(), "table": Table()}[position]
-    core = AttentionCore(config, kv_heads=G, head_width=head_width, position=module, heads=H).to(dtype)
+    core = AttentionCore(config, kv_heads=G, head_width=head_width, position=module, heads=H, context=T).to(dtype)
     for i, parameter in enumerate(core.parameters()):
         with torch.no_grad():
             parameter.normal_(generator=torch.Generator().manual_seed(100 + i))

@@ -87,7 +87,7 @@ class Row(NamedTuple):
 
     def __call__(self, q: Tensor, k: Tensor) -> Tensor:
         q, k = self._prepared(q, k)
-        operation = self.model["attention"]["operation"]
+        operation = self.model["attention"]["operation"] | {"context": self.model["context"]}
         seen = self._seen()
         if operation["kind"] in ("elu_kernel", "identity", "mlp"):
             return kernel(operation, self.own, q, k, seen)
@@ -194,6 +194,13 @@ def of_scores(operation: Config, own: Weights, head: int, z: Tensor, seen: Tenso
         p = operation["p"]
         norms = torch.logsumexp((p * z).masked_fill(~seen, -math.inf), dim=-1, keepdim=True) / p
         return operation["alpha"] * torch.exp(z.masked_fill(~seen, -math.inf) - norms)
+    if kind == "scalable_softmax":
+        factor = own["attention.core.learned.scale"][head] * torch.log(seen.sum(-1, keepdim=True).double())
+        if operation["offset"] is not None:
+            factor = factor + own["attention.core.learned.offset"][head]
+        return softmax(factor * z, seen)
+    if kind == "sigmoid":
+        z = z + sigmoid_shift(operation, own, head, seen)
     if kind in ("sigmoid", "elu1", "relu"):
         sim = {
             "sigmoid": torch.sigmoid,
@@ -212,6 +219,15 @@ def of_scores(operation: Config, own: Weights, head: int, z: Tensor, seen: Tenso
     count = seen.sum(-1, keepdim=True)
     lifted = softmax(z, seen) + own["attention.core.learned.tau"][head] / count
     return torch.where(seen, lifted.clamp(min=0), 0.0)
+
+
+def sigmoid_shift(operation: Config, own: Weights, head: int, seen: Tensor) -> Tensor | float:
+    """b of sigmoid(z + b): a number, or one of every row."""
+    if operation["shift"] == "row":
+        return -torch.log(seen.sum(-1, keepdim=True).double())
+    if operation["shift"] == "learned":
+        return own["attention.core.learned.shift"][head]
+    return -math.log(operation["context"]) if operation["shift"] == "context" else 0.0
 
 
 def softmax(z: Tensor, seen: Tensor) -> Tensor:

@@ -35,7 +35,11 @@ OPERATIONS = [
     {"kind": "softmax"},
     {"kind": "softmax", "alpha": 0.7, "p": 0.5},
     {"kind": "softmax", "p": 3.0},
+    {"kind": "scalable_softmax"},
+    {"kind": "scalable_softmax", "start": 0.4, "offset": 0.3},
     *({"kind": kind, "normalised": normalised} for kind in ("sigmoid", "elu1", "relu") for normalised in (False, True)),
+    *({"kind": "sigmoid", "shift": shift, "normalised": False} for shift in ("context", "row", "learned")),
+    {"kind": "sigmoid", "shift": "row", "normalised": True},
     *({"kind": kind, "normalised": True, "p": p} for kind, p in (("sigmoid", 2.0), ("elu1", 0.5), ("relu", 1.5))),
     {"kind": "clipped_softmax"},
     {"kind": "clipped_softmax", "zeta": 1.1, "gamma": -0.05},
@@ -66,7 +70,7 @@ POSITIONS = [
 ]
 RANGES = {
     "alpha": (0.1, 2.0), "p": (0.3, 4.0), "zeta": (1.0, 1.3), "gamma": (-0.2, 0.0), "start": (-1.0, 1.0),
-    "lambda_init": (0.1, 0.9), "theta": (2.0, 1e4),
+    "offset": (-0.5, 1.5), "lambda_init": (0.1, 0.9), "theta": (2.0, 1e4),
 }  # fmt: skip
 MASKS = ["causal", "window", "prefix", "document"]
 

@@ -41,6 +41,7 @@ class AttentionCore(nn.Module):
         position: acts on the scores of the sequence's own keys, not on a bias key.
         heads: query heads H, by default G.
         layer: of the model, from 1, for operations whose start depends on it.
+        context: tokens of a training sequence, for operations that depend on it.
 
     Attributes:
         leading: learned tokens before the sequence (1 with a sink token, else 0).
@@ -51,7 +52,8 @@ class AttentionCore(nn.Module):
             (measuring/surgery/keys.py).
 
     Raises:
-        ValueError: the parts of the config do not fit the sizes or the position (`AttentionConfig.check_fit`).
+        ValueError: the parts of the config do not fit the sizes or the position (`AttentionConfig.check_fit`), or the
+            operation depends on a context that is not given.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class AttentionCore(nn.Module):
         position: PositionScore | None = None,
         heads: int | None = None,
         layer: int = 1,
+        context: int | None = None,
     ) -> None:
         super().__init__()
         config.check_fit(head_width, position is not None)
@@ -72,7 +75,7 @@ class AttentionCore(nn.Module):
         self.leading = int(config.bias.kind == "sink_token")
         self.proxy = not config.operation.sums_to_one
         self.bias = BiasParameters(config.bias, kv_heads, head_width, heads)
-        self.learned = config.operation.parameters(heads, head_width, layer)
+        self.learned = config.operation.parameters(heads, head_width, layer, context)
         self.position = position
         self.by_document = config.mask.kind == "document"
         self.mask = config.mask.build()

@@ -78,6 +78,9 @@ VARIANTS: dict[str, Variant] = {
         for name, example in examples_of(choice).items()
     },
     "softcap": _model(attention={"softcap": 30.0}),
+    "sigmoid_shifted_sandwich": _model(
+        attention={"operation": {"kind": "sigmoid", "shift": "context"}}, norm={"placement": "sandwich"}
+    ),
     "prefix_elu_kernel": _model(
         attention={"operation": {"kind": "elu_kernel", "normalised": True}, "mask": {"kind": "prefix", "length": 5}}
     ),

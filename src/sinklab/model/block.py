@@ -54,6 +54,7 @@ class Attention(nn.Module):
             position=None if term is None else SharedTerm(term),
             heads=self.heads,
             layer=layer,
+            context=config.context,
         )
         self.out = nn.Linear((1 if self.summed else self.heads) * self.head_width, config.width, bias=False)
 

@@ -71,8 +71,8 @@ class Recipe(Part):
         The name is left out; where the data came from, since its fingerprint says what it is; and how the work is done:
         on what device, how several processes share it, how often it is saved. The declared initialisation is left out,
         too: it was the only one, so that runs from before there was a choice are the runs they were. So are the start
-        from a checkpoint and the start of a bias where there is none. Of a checkpoint the weights count, and not where
-        they lie.
+        from a checkpoint, the start of a bias and the shift of sigmoid scores where there is none. Of a checkpoint the
+        weights count, and not where they lie.
         """
         recipe = self.model_dump(mode="json", exclude={"name": True, "data": DATA_ORIGIN, "train": MANNER})
         if self.model.init == DeclaredInit():
@@ -81,6 +81,9 @@ class Recipe(Part):
         for part, key in ((recipe["model"], "init_sha256"), (recipe["model"]["attention"]["bias"], "start")):
             if part.get(key) is None:
                 part.pop(key, None)
+        operation = recipe["model"]["attention"]["operation"]
+        if operation.get("shift") == "none":
+            del operation["shift"]
         truth = {"recipe": recipe, "data": data_fingerprint}
         return hashlib.sha256(json.dumps(truth, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -12,11 +12,13 @@ from pydantic import Field
 
 from sinklab.attention.operations.differential import Differential
 from sinklab.attention.operations.kernel import EluKernel, IdentityKernel, MlpKernel
+from sinklab.attention.operations.scalable import ScalableSoftmax
 from sinklab.attention.operations.similarity import Elu1, Relu, Sigmoid, Softmax
 from sinklab.attention.operations.two_pass import ClippedSoftmax, ElasticSoftmax, Softpick
 
 Operation = Annotated[
     Softmax
+    | ScalableSoftmax
     | Sigmoid
     | Elu1
     | Relu

@@ -1,5 +1,6 @@
 """Softmax and its relatives: a similarity of each score alone, divided by its row sum, by a p-norm, or not at all."""
 
+import math
 from abc import abstractmethod
 from dataclasses import replace
 from typing import ClassVar, Literal, Self
@@ -7,7 +8,7 @@ from typing import ClassVar, Literal, Self
 import torch
 import torch.nn.functional as F
 from pydantic import Field, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 
 from sinklab.attention.operations.base import LogSimilarity, Weighing
 from sinklab.attention.operations.call import Call
@@ -85,38 +86,105 @@ class Similarity(LogSimilarity):
         return 1 if self.p == 1 else 2
 
     @abstractmethod
-    def log_similarity(self) -> Score:
+    def log_similarity(self, call: Call) -> Score:
         """log sim(z)."""
 
     @abstractmethod
-    def similarity(self, z: Tensor) -> Tensor:
+    def similarity(self, given: Explicit) -> Tensor:
         """sim(z) for the reference, 0 for a z of -inf."""
 
     def weigh(self, call: Call) -> Weighing:
         if not self.normalised:
-            return Weighing(self.log_similarity(), 0.0)
-        return by_norm(call, self.log_similarity(), self.p)
+            return Weighing(self.log_similarity(call), 0.0)
+        return by_norm(call, self.log_similarity(call), self.p)
 
     def reference(self, given: Explicit) -> Tensor:
-        similarity = self.similarity(given.logits())
+        similarity = self.similarity(given)
         return over_norm(similarity, self.p) if self.normalised else similarity
 
 
+class Shift(nn.Module):
+    """b, what is added to every score.
+
+    Attributes:
+        start: b before training.
+        shift: b of every head (H,), learned; None where b stays as it starts.
+    """
+
+    def __init__(self, start: float, learned_heads: int | None) -> None:
+        super().__init__()
+        self.start = start
+        self.shift = None if learned_heads is None else nn.Parameter(torch.full((learned_heads,), start))
+        self.initial = {"shift": (start, 0.0)}
+
+    def score(self) -> Score:
+        """z -> z + b."""
+        start = self.start
+        return Score(lambda z, b, h, q, k: z + start) if self.shift is None else Score(_plus_of_head, (self.shift,))
+
+
+def _plus_of_head(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, shift_H: Tensor) -> Tensor:
+    return z + shift_H[h].to(z.dtype)
+
+
 class Sigmoid(Similarity):
-    """sim(z) = sigmoid(z)."""
+    """sim(z) = sigmoid(z + b), b = 0 unless `shift` says otherwise (2409.04431).
+
+    `context` is what its authors train with, a constant -log n for the whole of training, n the length of a training
+    sequence: `subtract_seq_len_bias` of their trainer (github.com/apple/axlearn, gala_sigmoid.py; the constant
+    `attn_bias` or `sigmoid_bias`, after ALiBi, in github.com/apple/ml-sigmoid-attention). `learned` starts there and
+    has a number per head; `row` is ours, with n the number of keys that each query sees, a bias key included, so that
+    every row sums to about one where scores are small. b is part of the similarity: a bias key and a sink logit have
+    it like any other. The authors' hybrid norm, x + norm(attention(norm(x))), is `model.norm.placement` sandwich.
+    """
 
     kind: Literal["sigmoid"] = "sigmoid"
+    shift: Literal["none", "context", "row", "learned"] = Field(
+        default="none",
+        description="b in sigmoid(z + b): 0; -log of model.context; -log of the keys in the row; learned, from context",
+    )
     examples: ClassVar = {
         "sigmoid": Example(),
         "sigmoid_normalised": Example({"normalised": True}),
         "sigmoid_p_2": Example({"normalised": True, "p": 2.0}),
+        "sigmoid_shifted": Example({"shift": "context"}),
+        "sigmoid_shifted_by_row": Example({"shift": "row"}),
+        "sigmoid_shift_learned": Example({"shift": "learned"}),
     }
+    neutral: ClassVar = {"shift": NeutralExample("none", {"shift": "none"}, against={})}
 
-    def log_similarity(self) -> Score:
-        return log_sigmoid()
+    def parameters(self, heads: int, head_width: int, layer: int, context: int | None) -> nn.Module | None:
+        if self.shift in ("none", "row"):
+            return None
+        if context is None:
+            raise ValueError(
+                f"sigmoid attention with shift {self.shift} needs the context: -log of it is added to scores"
+            )
+        return Shift(-math.log(context), heads if self.shift == "learned" else None)
 
-    def similarity(self, z: Tensor) -> Tensor:
-        return torch.sigmoid(z)
+    def log_similarity(self, call: Call) -> Score:
+        shift = None
+        if self.shift == "row":
+            first = call.first
+
+            def shifted(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, log_keys_BT: Tensor) -> Tensor:
+                return z - log_keys_BT[b, q - first]
+
+            shift = Score(shifted, (call.keys_per_row().log(),))
+        elif self.shift != "none":
+            assert isinstance(call.learned, Shift)
+            shift = call.learned.score()
+        return log_sigmoid() if shift is None else shift.then(log_sigmoid())
+
+    def similarity(self, given: Explicit) -> Tensor:
+        z = given.logits()
+        if self.shift == "none":
+            return torch.sigmoid(z)
+        if self.shift == "row":
+            return 1 / (1 + given.seen().sum(-1, keepdim=True) * torch.exp(-z))
+        assert isinstance(given.learned, Shift)
+        learned = given.learned.shift
+        return torch.sigmoid(z + (given.learned.start if learned is None else learned[:, None, None]))
 
 
 class Elu1(Similarity):
@@ -128,11 +196,11 @@ class Elu1(Similarity):
         "elu1_normalised": Example({"normalised": True}, may_diverge=True),
     }
 
-    def log_similarity(self) -> Score:
+    def log_similarity(self, call: Call) -> Score:
         return log_elu_plus_one()
 
-    def similarity(self, z: Tensor) -> Tensor:
-        return F.elu(z) + 1
+    def similarity(self, given: Explicit) -> Tensor:
+        return F.elu(given.logits()) + 1
 
 
 class Relu(Similarity):
@@ -146,8 +214,8 @@ class Relu(Similarity):
     def sums_to_one(self) -> bool:
         return False
 
-    def log_similarity(self) -> Score:
+    def log_similarity(self, call: Call) -> Score:
         return log_relu()
 
-    def similarity(self, z: Tensor) -> Tensor:
-        return F.relu(z)
+    def similarity(self, given: Explicit) -> Tensor:
+        return F.relu(given.logits())

@@ -104,7 +104,7 @@ def _matrix_flops(model: Transformer) -> int:
 def _attention_flops(config: ModelConfig, positions: int) -> int:
     """Of the attention cores of one layer, for one sequence, forward."""
     width, operation = config.head_width, config.attention.operation
-    core = AttentionCore(config.attention, config.key_heads, width, heads=config.heads)
+    core = AttentionCore(config.attention, config.key_heads, width, heads=config.heads, context=config.context)
     bias = 2 * width * positions if core.bias.key is not None else 0
     if isinstance(operation, Kernel) and core.mask.running_sum is not None:
         state = 2 * width * (width + int(operation.normalised))  # adding k v to the state; reading it costs the same

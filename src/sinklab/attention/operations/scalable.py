@@ -1,0 +1,74 @@
+"""Scalable softmax (2501.19399): scores times s log n, so that attention does not flatten as the row grows."""
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from sinklab.attention.operations.base import LogSimilarity, Weighing
+from sinklab.attention.operations.call import Call
+from sinklab.attention.reference import Explicit
+from sinklab.attention.scores import Score
+from sinklab.schema import Example
+
+
+class Temperature(nn.Module):
+    """s log n + b of every head.
+
+    Attributes:
+        scale: s (H,).
+        offset: b (H,), or None where there is none.
+    """
+
+    def __init__(self, heads: int, start: float, offset: float | None) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((heads,), start))
+        self.offset = None if offset is None else nn.Parameter(torch.full((heads,), offset))
+        self.initial = {"scale": (start, 0.0)} | ({} if offset is None else {"offset": (offset, 0.0)})
+
+    def forward(self, keys_BT: Tensor) -> Tensor:
+        """(B, H, T) from the number of keys in each row, in its dtype."""
+        factor_BHT = self.scale.to(keys_BT.dtype)[:, None] * keys_BT.log()[:, None]
+        return factor_BHT if self.offset is None else factor_BHT + self.offset.to(keys_BT.dtype)[:, None]
+
+
+class ScalableSoftmax(LogSimilarity):
+    """A_ts = softmax((s_h log n_t) z_ts), s learned per head, n_t the number of keys in the row (2501.19399).
+
+    n counts every key that the query may see, itself and a bias key or sink logit included; a row of one key is 1
+    whatever s is. z has its softcap and its position already. `offset` is the paper's variant with a second learned
+    number, softmax((s_h log n_t + b_h) z_ts), of which it finds that it generalises to long contexts less well. The
+    default start is 1 over the mean of log n for n = 1 .. 1024, so that scores start about as large as softmax has
+    them; the paper's text was available as abstract and formulas only, and what b starts as there is not known to us.
+    """
+
+    kind: Literal["scalable_softmax"] = "scalable_softmax"
+    start: float = Field(default=0.168, description="s before training; 1 over the mean of log n keeps scores' size")
+    offset: float | None = Field(default=None, description="b before training, learned per head; null: there is no b")
+    examples: ClassVar = {"scalable_softmax": Example(), "scalable_softmax_offset": Example({"offset": 0.5})}
+
+    @property
+    def sums_to_one(self) -> bool:
+        return True
+
+    def parameters(self, heads: int, head_width: int, layer: int, context: int | None) -> nn.Module:
+        return Temperature(heads, self.start, self.offset)
+
+    def weigh(self, call: Call) -> Weighing:
+        assert isinstance(call.learned, Temperature)
+        first = call.first
+
+        def scaled(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, factor_BHT: Tensor) -> Tensor:
+            return z * factor_BHT[b, h, q - first]
+
+        return Weighing(Score(scaled, (call.learned(call.keys_per_row()),)))
+
+    def reference(self, given: Explicit) -> Tensor:
+        assert isinstance(given.learned, Temperature)
+        seen = given.seen()
+        factor = given.learned.scale[:, None, None] * torch.log(seen.sum(-1, keepdim=True).double())
+        if given.learned.offset is not None:
+            factor = factor + given.learned.offset[:, None, None]
+        scaled = given.logits().masked_fill(~seen, 0) * factor
+        return torch.softmax(scaled.masked_fill(~seen, -torch.inf), -1)
