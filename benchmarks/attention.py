@@ -1,6 +1,8 @@
-"""Forward and backward time of every attention operation, relative to softmax on the same backend.
+"""Forward and backward time of every attention operation, relative to softmax on the same backend; and of a whole
+layer with what can stand around attention, relative to the plain layer.
 
     python -m benchmarks.attention [--lengths 64 2048] [--rounds 5] [--dtype float32] [--only softpick ...] [--save]
+                                   [--around exclusive ...]
 
 Goal at T = 2048 on a CPU: at most 2.0 for one `attend` call, 3.0 for two. Kernels are linear attention and cheaper
 than softmax from some length on. The fused kernel (`softmax_fused`) is shown for comparison.
@@ -17,6 +19,9 @@ from benchmarks.timing import RESULTS, environment, in_turn, ratios
 from sinklab.attention.config import AttentionConfig, examples_of
 from sinklab.attention.core import AttentionCore
 from sinklab.files import write_json
+from sinklab.model.block import DecoderBlock, Places
+from sinklab.model.config import ModelConfig
+from sinklab.model.init import initialise
 
 SHAPES = {64: (32, 4, 32), 2048: (1, 8, 64), 8192: (1, 8, 64)}  # length -> batch, heads, head width
 
@@ -27,6 +32,11 @@ CASES: dict[str, dict[str, Any]] = {
     **{name: {"operation": example.values} for name, example in examples_of("operation").items()},
 }
 """The baseline and every example that biases and operations declare."""
+
+AROUND: dict[str, dict[str, Any]] = {
+    "exclusive": {"exclusive": True},
+}
+"""What a recipe can put around the attention core, as the model part of a recipe; the plain layer is `layer`."""
 
 
 def forward_and_backward(
@@ -56,6 +66,41 @@ def forward_and_backward(
     return step
 
 
+def layer_forward_and_backward(
+    values: dict[str, Any], tokens: int, shape: tuple[int, int, int], dtype: torch.dtype
+) -> Callable[[], None]:
+    """One training step of a layer, projections and feed-forward included, on fixed random inputs.
+
+    Args:
+        values: of the model part of a recipe, without sizes.
+        shape: batch, heads, head width.
+    """
+    batch, heads, width = shape
+    sizes = {"width": heads * width, "heads": heads, "ffn_width": 2 * heads * width, "context": tokens}
+    config = ModelConfig.model_validate({**sizes, "position": {"kind": "none"}, **values})
+    block = DecoderBlock(config, None, layer=1)
+    initialise(block, config, seed=0)
+    block = block.to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    x, gradient = (torch.randn(batch, tokens, heads * width, generator=generator).to(dtype) for _ in range(2))
+    x.requires_grad_()
+    wanted = [x, *block.parameters()]
+
+    def step() -> None:
+        torch.autograd.grad(block(x, Places()), wanted, gradient)
+
+    return step
+
+
+def compare_around(tokens: int, names: list[str], rounds: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Times of a layer with each of the named parts, and ratios to the plain layer, which is first."""
+    variants = {"layer": {}, **{name: AROUND[name] for name in names}}
+    contestants = {
+        name: layer_forward_and_backward(values, tokens, SHAPES[tokens], dtype) for name, values in variants.items()
+    }
+    return _rows(in_turn(contestants, rounds), "layer")
+
+
 def compare(tokens: int, names: list[str], rounds: int, dtype: torch.dtype) -> dict[str, Any]:
     """Times and ratios of the named operations at one length, softmax first."""
     variants = {"softmax": {}, **{name: CASES[name] for name in names}}
@@ -64,8 +109,11 @@ def compare(tokens: int, names: list[str], rounds: int, dtype: torch.dtype) -> d
         for name, values in variants.items()
     }
     contestants["softmax_fused"] = forward_and_backward({"backend": "sdpa"}, tokens, SHAPES[tokens], dtype, "cpu")
-    seconds = in_turn(contestants, rounds)
-    relative = ratios(seconds, "softmax")
+    return _rows(in_turn(contestants, rounds), "softmax")
+
+
+def _rows(seconds: dict[str, list[float]], baseline: str) -> dict[str, Any]:
+    relative = ratios(seconds, baseline)
     return {
         name: {"milliseconds": 1000 * sorted(times)[len(times) // 2], "relative": relative[name]}
         for name, times in seconds.items()
@@ -81,7 +129,7 @@ def goal(name: str, by_passes: tuple[float, float] = (2.0, 3.0)) -> float | None
 
 def print_table(title: str, rows: dict[str, Any]) -> None:
     """One line per operation; those above their goal are marked."""
-    print(f"\n{title}\n{'operation':24}{'ms':>10}{'x softmax':>11}{'goal':>6}")
+    print(f"\n{title}\n{'':24}{'ms':>10}{f'x {next(iter(rows))}':>11}{'goal':>6}")
     for name, row in rows.items():
         limit = goal(name)
         mark = "" if limit is None or row["relative"] <= limit else "  above"
@@ -94,6 +142,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--around", nargs="*", choices=AROUND, default=list(AROUND))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}/attention_DTYPE.json")
     options = parser.parse_args()
@@ -103,8 +152,11 @@ def main() -> None:
     for tokens in options.lengths:
         batch, heads, width = SHAPES[tokens]
         rows = compare(tokens, options.only, options.rounds, getattr(torch, options.dtype))
-        result[str(tokens)] = rows
-        print_table(f"T {tokens}, B {batch}, H {heads}, D {width}, {options.dtype}, chunked backend", rows)
+        sizes = f"T {tokens}, B {batch}, H {heads}, D {width}, {options.dtype}"
+        print_table(f"{sizes}, chunked backend", rows)
+        layers = compare_around(tokens, options.around, options.rounds, getattr(torch, options.dtype))
+        print_table(f"{sizes}, a layer", layers)
+        result[str(tokens)] = rows | layers
     if options.save:
         RESULTS.mkdir(exist_ok=True)
         write_json(RESULTS / f"attention_{options.dtype}.json", result)

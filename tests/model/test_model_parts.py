@@ -72,7 +72,7 @@ def test_sandwich_norms_what_a_sublayer_reads_and_what_it_adds() -> None:
 def test_summed_heads_are_the_sum_of_the_heads_through_one_matrix() -> None:
     summed, heads_BHTD = attention(head_outputs="sum"), random(2, 4, 10, 8)
     with torch.no_grad():
-        out = summed.output(heads_BHTD, random(2, 10, 32))
+        out = summed.output(heads_BHTD, random(2, 10, 32), heads_BHTD)
         expected = sum((summed.out(heads_BHTD[:, h]) for h in range(4)), torch.zeros(()))
     assert summed.out.weight.shape == (32, 8)
     assert_close(out, expected)

@@ -39,6 +39,9 @@ def attention(
             out = rms_norm(out, own["attention.core.learned.norm.weight"], 1e-5) * (1 - lambda_init(operation, layer))
         if bias["kind"] == "v":
             out = out + own["attention.core.bias.value"][0 if bias["shared"] else g]
+        if model["exclusive"]:
+            own_v = v[:, :, g]
+            out = out - (out * own_v).sum(-1, keepdim=True) / (own_v**2).sum(-1, keepdim=True) * own_v
         if gate == "head":
             out = out * torch.sigmoid(x @ own["attention.output_gate.linear.weight"][h]).unsqueeze(-1)
         if gate == "element":

@@ -165,6 +165,7 @@ def _drawn(rng: random.Random, cell: Cell) -> dict[str, Any]:
             "gate": rng.choice(["none", "none", "head", "element", "value"]),
             "head_outputs": rng.choice(["concat", "concat", "sum"]),
             "init": rng.choice(["declared", "torch"]),
+            "exclusive": rng.random() < 0.3,
         },
     }
 

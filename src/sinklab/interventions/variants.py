@@ -70,6 +70,7 @@ VARIANTS: dict[str, Variant] = {
     "gate_head": _model(gate="head"),
     "gate_element": _model(gate="element"),
     "gate_value": _model(gate="value"),
+    "exclusive": _model(exclusive=True),
     "init_torch": _model(init="torch"),
     # attention: what its operations, biases and masks declare themselves
     **{

@@ -1,6 +1,7 @@
 """One layer of the transformer: attention and feed-forward, with their norms, positions and gates.
 
-B batch, L = leading + T positions, E width, H heads, G key heads, D head width, P keys per head, K = D / P their width.
+B batch, L = leading + T positions, S = L and those of the past, E width, H heads, G key heads, D head width, P keys per
+head, K = D / P their width.
 """
 
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from sinklab.attention.core import AttentionCore
 from sinklab.model.config import ModelConfig
+from sinklab.model.exclusive import without_own_value
 from sinklab.model.ffn import FeedForward
 from sinklab.model.gate import OutputGating, ValueGating
 from sinklab.model.norm import HeadNorm, build_norm
@@ -38,7 +40,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.key_heads, self.head_width = config.heads, config.key_heads, config.head_width
         self.key_width = config.key_width
-        self.summed = config.head_outputs == "sum"
+        self.summed, self.exclusive = config.head_outputs == "sum", config.exclusive
         self.qkv = nn.Linear(config.width, (self.heads + 2 * self.key_heads) * self.head_width, bias=False)
         self.q_norm = HeadNorm(self.key_width, eps=config.norm.eps) if config.norm.qk_norm else nn.Identity()
         self.k_norm = HeadNorm(self.key_width, eps=config.norm.eps) if config.norm.qk_norm else nn.Identity()
@@ -76,8 +78,10 @@ class Attention(nn.Module):
             x_BHLPK = rotate(x_BHLPK, cos_LC[:, None], sin_LC[:, None])
         return x_BHLPK.flatten(-2)
 
-    def output(self, out_BHLD: Tensor, x_BLE: Tensor) -> Tensor:
-        """What attention adds to the stream, from the core's output and what the layer has read."""
+    def output(self, out_BHLD: Tensor, x_BLE: Tensor, v_BGLD: Tensor) -> Tensor:
+        """What attention adds to the stream, from the core's output, what the layer has read, and its values."""
+        if self.exclusive:
+            out_BHLD = without_own_value(out_BHLD, v_BGLD)
         if self.output_gate is not None:
             out_BHLD = self.output_gate(out_BHLD, x_BLE)
         if self.summed:
@@ -105,19 +109,19 @@ class DecoderBlock(nn.Module):
 
     def forward(self, x_BLE: Tensor, places: Places, past: LayerPast | None = None) -> Tensor:
         read_BLE, q_BHLD, k_BGLD, v_BGLD = self.before_core(x_BLE, places)
-        if past is not None:
-            k_BGLD, v_BGLD = past.extend(k_BGLD, v_BGLD)
+        k_BGSD, v_BGSD = (k_BGLD, v_BGLD) if past is None else past.extend(k_BGLD, v_BGLD)
         documents = () if places.documents_BL is None else (places.documents_BL,)
-        return self.after_core(x_BLE, read_BLE, self.attention.core(q_BHLD, k_BGLD, v_BGLD, *documents))
+        out_BHLD = self.attention.core(q_BHLD, k_BGSD, v_BGSD, *documents)
+        return self.after_core(x_BLE, read_BLE, out_BHLD, v_BGLD)
 
     def before_core(self, x_BLE: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What attention reads of the stream, and queries, keys and values."""
         read_BLE = x_BLE if self.placement == "post" else self.attention_norm(x_BLE)
         return read_BLE, *self.attention.inputs(read_BLE, places)
 
-    def after_core(self, x_BLE: Tensor, read_BLE: Tensor, out_BHLD: Tensor) -> Tensor:
+    def after_core(self, x_BLE: Tensor, read_BLE: Tensor, out_BHLD: Tensor, v_BGLD: Tensor) -> Tensor:
         """The stream after attention and feed-forward."""
-        added_BLE = self.attention.output(out_BHLD, read_BLE)
+        added_BLE = self.attention.output(out_BHLD, read_BLE, v_BGLD)
         if self.placement == "post":
             x_BLE = self.attention_norm(x_BLE + added_BLE)
             return self.ffn_norm(x_BLE + self.ffn(x_BLE))

@@ -46,6 +46,9 @@ class ModelConfig(Part):
     head_outputs: Literal["concat", "sum"] = Field(
         default="concat", description="concat: [o_1 .. o_H] W; sum: (o_1 + .. + o_H) W with W of head width x width"
     )
+    exclusive: bool = Field(
+        default=False, description="exclusive self-attention: o_t - (o_t.v_t) v_t / |v_t|^2, without the own value"
+    )
     init: Init = DeclaredInit()
     init_from: str | None = Field(
         default=None, min_length=1, description="a Llama (directory, .gguf file, name on the hub) or a run: its weights"

@@ -44,6 +44,7 @@ def differences(config: ModelConfig) -> dict[str, str]:
         "gate": (config.gate, NoGate()),
         "ffn": (config.ffn, "swiglu"),
         "head_outputs": (config.head_outputs, "concat"),
+        "exclusive": (config.exclusive, False),
     }
     return {key: f"model.{key} is {_said(is_, must)}" for key, (is_, must) in plain.items() if is_ != must}
 
