@@ -21,7 +21,7 @@ from sinklab.data.config import DataConfig
 from sinklab.data.selection import Selection
 from sinklab.errors import InputError
 from sinklab.files import parse_yaml
-from sinklab.model.config import DeclaredInit, ModelConfig
+from sinklab.model.config import ADDED_LATER, ModelConfig
 from sinklab.schema import Part
 from sinklab.train.config import AdamW, MetricConfig, OptimConfig, ScheduleConfig, TrainConfig
 
@@ -69,14 +69,14 @@ class Recipe(Part):
         """16 hexadecimal digits of everything that decides the result: the recipe and the data.
 
         The name is left out; where the data came from, since its fingerprint says what it is; and how the work is done:
-        on what device, how several processes share it, how often it is saved. The declared initialisation is left out,
-        too: it was the only one, so that runs from before there was a choice are the runs they were. So are the start
-        from a checkpoint and the start of a bias where there is none. Of a checkpoint the weights count, and not where
-        they lie.
+        on what device, how several processes share it, how often it is saved. What was the only one before there was
+        a choice is left out, too, so that runs from then are the runs they were. So are the start from a checkpoint
+        and the start of a bias where there is none. Of a checkpoint the weights count, and not where they lie.
         """
         recipe = self.model_dump(mode="json", exclude={"name": True, "data": DATA_ORIGIN, "train": MANNER})
-        if self.model.init == DeclaredInit():
-            del recipe["model"]["init"]
+        for key in ADDED_LATER:
+            if getattr(self.model, key) == ModelConfig.model_fields[key].default:
+                del recipe["model"][key]
         del recipe["model"]["init_from"]
         for part, key in ((recipe["model"], "init_sha256"), (recipe["model"]["attention"]["bias"], "start")):
             if part.get(key) is None:
