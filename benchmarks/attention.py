@@ -27,7 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     **{name: {"operation": example.values} for name, example in examples_of("operation").items()},
     "mla": {},
 }
-"""The baseline, every example that biases and operations declare, and softmax as `model.projection: latent` calls it."""
+"""The baseline, every example that biases and operations declare, and softmax under `model.projection: latent`."""
 
 KEY_WIDTHS = {"mla": 1.5}
 """Widths of queries and keys over those of values, where they differ."""

@@ -51,7 +51,7 @@ def their_weights(ours: Transformer) -> dict[str, Tensor]:
         "lm_head.weight": ours.head.weight,
     }
     for i in range(2):
-        of = {name: p for name, p in ours.get_submodule(f"blocks.{i}").named_parameters()}
+        of = dict(ours.get_submodule(f"blocks.{i}").named_parameters())
         by_head = of["attention.latent.q_up.weight"].unflatten(0, (H, -1))
         q = torch.cat([torch.cat((head[:-ROPE], interleaved(head[-ROPE:]))) for head in by_head])
         down = of["attention.latent.kv_down.weight"]
@@ -122,7 +122,7 @@ def test_a_whole_model_is_deepseek_v2(q_rank: int | None) -> None:
 
 
 @torch.no_grad()
-def test_a_measurement_is_that_of_the_same_model_in_transformers(tmp_path: Any) -> None:
+def test_a_measurement_is_that_of_the_same_model_in_transformers() -> None:
     ours = model().float()
     theirs = DeepseekV3ForCausalLM(DeepseekV3Config(**arguments(None))).eval()
     theirs.load_state_dict(their_weights(ours))

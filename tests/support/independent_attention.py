@@ -1,6 +1,7 @@
 """The attention of the independent model: projections, scores and operations, row by row and head by head.
 
-d is a head's width, `width` that of its queries and keys where that is another, L the positions, S = L + 1 columns where a bias adds a key or a logit and L where it does not.
+d is a head's width, `width` that of its queries and keys where it is another, L the positions, S = L + 1 columns where
+a bias adds a key or a logit and L where it does not.
 """
 
 import math

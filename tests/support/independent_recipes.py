@@ -13,7 +13,7 @@ from sinklab.train.recipe import Recipe, build_recipe
 Choice = dict[str, Any]
 """A kind and its values, as a recipe has them."""
 Cell = dict[str, Any]
-"""What a recipe must have: an `operation`, `bias`, `position` or `projection` with its values, a `mask`, a `backend`."""
+"""What a recipe must have: `operation`, `bias`, `position`, `projection` with their values, a `mask`, a `backend`."""
 
 VALUED_KEY = {"kind": "k", "value": {"direction": "first", "norm": 1.5}}
 BIASES = [
