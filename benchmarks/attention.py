@@ -30,8 +30,12 @@ CASES: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 30},
     **{name: {"bias": example.values} for name, example in examples_of("bias").items()},
     **{name: {"operation": example.values} for name, example in examples_of("operation").items()},
+    "mla": {},
 }
-"""The baseline and every example that biases and operations declare."""
+"""The baseline, every example that biases and operations declare, and softmax under `model.projection: latent`."""
+
+KEY_WIDTHS = {"mla": 1.5}
+"""Widths of queries and keys over those of values, where they differ."""
 
 AROUND: dict[str, dict[str, Any]] = {
     "exclusive": {"exclusive": True},
@@ -40,22 +44,29 @@ AROUND: dict[str, dict[str, Any]] = {
 
 
 def forward_and_backward(
-    values: dict[str, Any], tokens: int, shape: tuple[int, int, int], dtype: torch.dtype, device: str
+    values: dict[str, Any],
+    tokens: int,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: str,
+    key_width: float = 1.0,
 ) -> Callable[[], None]:
     """One training step of the core on fixed random inputs.
 
     Args:
         values: the attention part of a recipe.
         shape: batch, heads, head width.
+        key_width: of queries and keys, over the head width.
     """
     batch, heads, width = shape
-    core = AttentionCore(AttentionConfig.model_validate(values), heads, width, context=tokens)
+    wide = int(key_width * width)
+    core = AttentionCore(AttentionConfig.model_validate(values), heads, wide, context=tokens, value_width=width)
     generator = torch.Generator().manual_seed(0)
     for parameter in core.parameters():
         torch.nn.init.normal_(parameter, std=0.1, generator=generator)
     core = core.to(device)
     q, k, v, gradient = (
-        torch.randn(batch, heads, tokens, width, generator=generator).to(device, dtype) for _ in range(4)
+        torch.randn(batch, heads, tokens, w, generator=generator).to(device, dtype) for w in (wide, wide, width, width)
     )
     inputs = [x.requires_grad_() for x in (q, k, v)]
     wanted = [*inputs, *core.parameters()]
@@ -105,7 +116,9 @@ def compare(tokens: int, names: list[str], rounds: int, dtype: torch.dtype) -> d
     """Times and ratios of the named operations at one length, softmax first."""
     variants = {"softmax": {}, **{name: CASES[name] for name in names}}
     contestants = {
-        name: forward_and_backward({**values, "backend": "chunked"}, tokens, SHAPES[tokens], dtype, "cpu")
+        name: forward_and_backward(
+            {**values, "backend": "chunked"}, tokens, SHAPES[tokens], dtype, "cpu", KEY_WIDTHS.get(name, 1.0)
+        )
         for name, values in variants.items()
     }
     contestants["softmax_fused"] = forward_and_backward({"backend": "sdpa"}, tokens, SHAPES[tokens], dtype, "cpu")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.attention import CASES, forward_and_backward, goal
+from benchmarks.attention import CASES, KEY_WIDTHS, forward_and_backward, goal
 from benchmarks.timing import RESULTS, environment, in_turn, ratios
 from sinklab.attention.config import AttentionConfig
 from sinklab.attention.core import AttentionCore
@@ -53,7 +53,8 @@ def compare(tokens: int, shape: tuple[int, int, int], rounds: int, device: str) 
         kernel = AttentionConfig.model_validate(values).operation.has_logits is False
         variants[name] = values if kernel else {**values, "backend": backend}
     contestants = {
-        name: forward_and_backward(values, tokens, shape, torch.bfloat16, device) for name, values in variants.items()
+        name: forward_and_backward(values, tokens, shape, torch.bfloat16, device, KEY_WIDTHS.get(name, 1.0))
+        for name, values in variants.items()
     }
     seconds = in_turn(contestants, rounds, warm_up=3)
     relative = ratios(seconds, FUSED)

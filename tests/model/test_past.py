@@ -71,7 +71,7 @@ def check_in_pieces(transformer: Transformer) -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_goes_on_from_what_was_kept(name: str) -> None:
-    heads = {"kv_heads": None} if name in ("heads_1", "multi_query") else {}
+    heads = {"kv_heads": None} if name.startswith(("heads_1", "multi_query", "mla")) else {}
     check_in_pieces(model(VARIANTS[name].overlay, **heads))
 
 

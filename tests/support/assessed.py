@@ -22,6 +22,7 @@ PATIENTS: dict[str, dict[str, Any]] = {
     "off by one": {"attention": {"bias": {"kind": "off_by_one"}}},
     "no positions": {"position": {"kind": "none"}},
     "alibi": {"position": {"kind": "alibi"}},
+    "latent": {"projection": {"kind": "latent", "kv_rank": 12}},
 }
 
 

@@ -1,6 +1,7 @@
 """The attention of the independent model: projections, scores and operations, row by row and head by head.
 
-d is a head's width, L the positions, S = L + 1 columns where a bias adds a key or a logit and L where it does not.
+d is a head's width, `width` that of its queries and keys where it is another, L the positions, S = L + 1 columns where
+a bias adds a key or a logit and L where it does not.
 """
 
 import math
@@ -21,16 +22,20 @@ def attention(
     H, G = model["heads"], model["kv_heads"] or model["heads"]
     d = model["width"] // H
     operation, bias, gate = model["attention"]["operation"], model["attention"]["bias"], model["gate"]["kind"]
-    rows = own["attention.qkv.weight"].split([H * d, G * d, G * d])
-    q, k, v = ((x @ matrix.T).unflatten(-1, (-1, d)) for matrix in rows)
+    if model["projection"]["kind"] == "latent":
+        q, k, v = latent(model, own, x, times)
+    else:
+        rows = own["attention.qkv.weight"].split([H * d, G * d, G * d])
+        q, k, v = ((x @ matrix.T).unflatten(-1, (-1, d)) for matrix in rows)
+    width, d = q.shape[-1], v.shape[-1]
     if gate == "value":
         w, b = own["attention.value_gate.weight"], own["attention.value_gate.bias"]
         v = v * torch.sigmoid((v * w).sum(-1) + b).unsqueeze(-1)
     outs, scores = [], []
     for h in range(H):
         g = h * G // H
-        key, value, logit = added(bias, own, h, g, d, x)
-        keys = k[:, :, g] if key is None else torch.cat([k[:, :, g], key.expand(len(x), 1, d)], dim=1)
+        key, value, logit = added(bias, own, h, g, width, d, x)
+        keys = k[:, :, g] if key is None else torch.cat([k[:, :, g], key.expand(len(x), 1, width)], dim=1)
         values = v[:, :, g] if value is None else torch.cat([v[:, :, g], value.expand(len(x), 1, d)], dim=1)
         row = Row(model, own, h, times, visible, has_key=key is not None, logit=logit)
         A = row.differential(q[:, :, h], keys, layer) if operation["kind"] == "differential" else row(q[:, :, h], keys)
@@ -52,8 +57,31 @@ def attention(
     return joined @ own["attention.out.weight"].T, torch.stack(scores, dim=1)
 
 
+def latent(model: Config, own: Weights, x: Tensor, times: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values (B, L, H, width) of multi-head latent attention, turned where they are."""
+    H, given, eps = model["heads"], model["projection"], model["norm"]["eps"]
+    d = model["width"] // H
+    rank, nope, value = given["kv_rank"] or 4 * d, given["nope_width"] or d, given["value_width"] or d
+    rope = given["rope_width"] or max(1, d // 2)
+    w = {name.removeprefix("attention.latent."): weight for name, weight in own.items()}
+    read = x
+    if given["q_rank"] is not None:
+        read = rms_norm(x @ w["q_down.weight"].T, w["q_norm.weight"], eps)
+    q = (read @ w["q_up.weight"].T).unflatten(-1, (H, nope + rope))
+    down = x @ w["kv_down.weight"].T
+    c = rms_norm(down[..., :rank], w["kv_norm.weight"], eps)
+    up = (c @ w["kv_up.weight"].T).unflatten(-1, (H, nope + value))
+    k = torch.stack([torch.cat([up[:, :, h, :nope], down[..., rank:]], dim=-1) for h in range(H)], dim=2)
+    if model["position"]["kind"] == "rotary":
+        theta = model["position"]["theta"]
+        for y in (q, k):
+            for h in range(H):
+                y[:, :, h, nope:] = turned(y[:, :, h, nope:].clone(), times, theta)
+    return q, k, up[..., nope:]
+
+
 def added(
-    bias: Config, own: Weights, h: int, g: int, d: int, like: Tensor
+    bias: Config, own: Weights, h: int, g: int, width: int, d: int, like: Tensor
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The key and value, or the logit and its value zero, that a bias adds to the row of query head h, key head g."""
     zero = like.new_zeros(d)
@@ -65,7 +93,7 @@ def added(
         return None, None, None
     which = 0 if bias["shared"] else g
     learned = own["attention.core.bias.key"][which]
-    key = torch.cat([learned, zero[len(learned) :]])
+    key = torch.cat([learned, like.new_zeros(width - len(learned))])
     if bias["kind"] == "kv":
         return key, own["attention.core.bias.value"][which], None
     value = zero.clone()
@@ -117,7 +145,7 @@ class Row(NamedTuple):
             eps = self.model["norm"]["eps"]
             q = rms_norm(q, self.own["attention.q_norm.weight"], eps)
             own_keys = rms_norm(own_keys, self.own["attention.k_norm.weight"], eps)
-        if self.model["position"]["kind"] == "rotary":
+        if self.model["position"]["kind"] == "rotary" and self.model["projection"]["kind"] == "full":
             theta = self.model["position"]["theta"]
             q, own_keys = (turned(x, self.times, theta) for x in (q, own_keys))
         return q, torch.cat([own_keys, k[:, L:]], dim=1)

@@ -13,7 +13,7 @@ from sinklab.train.recipe import Recipe, build_recipe
 Choice = dict[str, Any]
 """A kind and its values, as a recipe has them."""
 Cell = dict[str, Any]
-"""What a recipe must have: an `operation`, `bias` or `position` with its values, a `mask`, a `backend`."""
+"""What a recipe must have: `operation`, `bias`, `position`, `projection` with their values, a `mask`, a `backend`."""
 
 VALUED_KEY = {"kind": "k", "value": {"direction": "first", "norm": 1.5}}
 BIASES = [
@@ -68,6 +68,8 @@ POSITIONS = [
     {"kind": "rotary"},
     {"kind": "rotary", "theta": 100.0},
 ]
+FULL = {"kind": "full"}
+LATENT = {"kind": "latent", "kv_rank": 5, "q_rank": 7, "nope_width": 3, "rope_width": 4, "value_width": 6}
 RANGES = {
     "alpha": (0.1, 2.0), "p": (0.3, 4.0), "zeta": (1.0, 1.3), "gamma": (-0.2, 0.0), "start": (-1.0, 1.0),
     "offset": (-0.5, 1.5), "lambda_init": (0.1, 0.9), "theta": (2.0, 1e4),
@@ -95,6 +97,9 @@ def covering_cells() -> dict[str, Cell]:
         *({"bias": {"kind": "sink_token"}, "mask": m} for m in MASKS),
         *({"operation": {"kind": "softmax"}, "mask": "causal", "bias": {"kind": b}, "backend": "sdpa"}
           for b in ("none", "sink_token", "v")),
+        *({"projection": {"kind": "latent"}, "bias": b} for b in BIASES),
+        *({"projection": {"kind": "latent"}, "operation": o} for o in OPERATIONS[:3] + KERNELS),
+        *({"projection": LATENT, "position": p} for p in POSITIONS),
     ]  # fmt: skip
     return {" ".join(_words(cell)): cell for cell in cells}
 
@@ -135,7 +140,7 @@ def _drawn(rng: random.Random, cell: Cell) -> dict[str, Any]:
     heads = rng.choice([1, 2, 2, 3, 4, 4, 5, 6, 12])
     context = rng.randint(12, 20)
     operation = cell.get("operation") or _varied(rng, rng.choice(OPERATIONS + KERNELS))
-    return {
+    drawn = {
         "seed": rng.randint(0, 999),
         "metric": {"length": context},
         "model": {
@@ -166,8 +171,12 @@ def _drawn(rng: random.Random, cell: Cell) -> dict[str, Any]:
             "head_outputs": rng.choice(["concat", "concat", "sum"]),
             "init": rng.choice(["declared", "torch"]),
             "exclusive": rng.random() < 0.3,
+            "projection": cell.get("projection") or rng.choice([FULL, FULL, FULL, {"kind": "latent"}, LATENT]),
         },
     }
+    if "projection" in cell:  # which does not go with either
+        drawn["model"] |= {"kv_heads": None, "norm": drawn["model"]["norm"] | {"qk_norm": False}}
+    return drawn
 
 
 def _mask(rng: random.Random, kind: str, context: int) -> dict[str, Any]:

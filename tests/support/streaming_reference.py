@@ -54,6 +54,11 @@ def heavy_hitters(size: int, barred: int = 0) -> Policy:
     return stay
 
 
+def last_rotated(x_D: Tensor, position: int, width: int) -> Tensor:
+    """The last `width` numbers turned, the others as they are."""
+    return torch.cat([x_D[: len(x_D) - width], rotated(x_D[len(x_D) - width :], position)])
+
+
 def rotated(x_D: Tensor, position: int, theta: float = 10000.0) -> Tensor:
     half = len(x_D) // 2
     out = torch.empty_like(x_D)
@@ -84,7 +89,7 @@ def streamed(model: Transformer, tokens_T: Tensor, policy: Policy, in_cache: boo
         in_cache: positions are those in the cache, not those in the text.
     """
     config: Any = model.config
-    heads, groups, width = config.heads, config.key_heads, config.head_width
+    heads, groups, width, turned = config.heads, config.key_heads, config.query_width, config.rotary_width
     kind, rotary = config.attention.operation.kind, config.position.kind == "rotary"
     caches = [[HeadCache() for _ in range(groups)] for _ in model.blocks]
     stream = list(model.embedding(tokens_T))
@@ -95,8 +100,11 @@ def streamed(model: Transformer, tokens_T: Tensor, policy: Policy, in_cache: boo
         for block, layer in zip(model.blocks, caches, strict=True):
             attention: Any = block.attention
             read_E = block.attention_norm(x_E)  # type: ignore[operator]
-            parts = attention.qkv(read_E).view(-1, width)
-            queries, keys, values = parts[:heads], parts[heads : heads + groups], parts[heads + groups :]
+            if attention.latent is None:
+                parts = attention.qkv(read_E).view(-1, width)
+                queries, keys, values = parts[:heads], parts[heads : heads + groups], parts[heads + groups :]
+            else:
+                queries, keys, values = (x[0, :, 0] for x in attention.latent(read_E[None, None], None))
             for g, cache in enumerate(layer):
                 cache.keep(policy(cache, t))
                 cache.keys[t], cache.values[t], cache.attention[t] = keys[g], values[g], 0.0
@@ -105,10 +113,10 @@ def streamed(model: Transformer, tokens_T: Tensor, policy: Policy, in_cache: boo
                 cache = layer[h * groups // heads]
                 held = sorted(cache.keys)
                 place = {s: i for i, s in enumerate(held)} if in_cache else {s: s for s in held}
-                q = rotated(queries[h], place[t]) if rotary else queries[h]
+                q = last_rotated(queries[h], place[t], turned) if rotary else queries[h]
                 logits = []
                 for s in held:
-                    k = rotated(cache.keys[s], place[s]) if rotary else cache.keys[s]
+                    k = last_rotated(cache.keys[s], place[s], turned) if rotary else cache.keys[s]
                     term = -(2 ** (-8 * (h + 1) / heads)) * (place[t] - place[s])
                     logits.append(float(q @ k) / math.sqrt(width) + (term if config.position.kind == "alibi" else 0))
                 bias = None
@@ -126,7 +134,7 @@ def streamed(model: Transformer, tokens_T: Tensor, policy: Policy, in_cache: boo
             joined = torch.cat([torch.as_tensor(out) for out in outputs])
             if attention.output_gate is not None:
                 gate = torch.sigmoid(attention.output_gate.linear(read_E)).view(heads, -1)
-                joined = (joined.view(heads, width) * gate).flatten()
+                joined = (joined.view(heads, -1) * gate).flatten()
             x_E = x_E + attention.out(joined)
             x_E = x_E + block.ffn(block.ffn_norm(x_E))  # type: ignore[operator]
         states.append(model.final_norm(x_E))

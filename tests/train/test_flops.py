@@ -43,6 +43,7 @@ def counted(wanted: Recipe, length: int) -> int:
         {"attention": {"bias": "sink_token"}},
         {"attention": {"bias": "kv"}},
         {"attention": {"operation": "sigmoid"}},
+        {"projection": {"kind": "latent", "kv_rank": 12, "q_rank": 6, "nope_width": 5, "value_width": 7}},
     ],
     ids=str,
 )
@@ -53,7 +54,8 @@ def test_the_count_is_pytorchs_where_every_query_sees_every_key(model: dict[str,
     positions = SIZES["context"] + shape_of(causal.model).leading
     ours = model_flops(causal.model)
     unseen = positions * (positions - 1) // 2
-    in_square = 3 * SIZES["layers"] * 4 * SIZES["width"] * unseen
+    widths = causal.model.query_width + causal.model.value_width
+    in_square = 3 * SIZES["layers"] * 2 * SIZES["heads"] * widths * unseen
     assert ours.total + in_square == counted(causal, SIZES["context"])
 
 

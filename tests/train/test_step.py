@@ -163,7 +163,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[str, int]]:
     return lambda: {"graphs": counters["stats"]["unique_graphs"], "breaks": len(counters["graph_break"])}
 
 
-@pytest.mark.parametrize("name", ["k_biases", "norm_sandwich"])
+@pytest.mark.parametrize("name", ["k_biases", "norm_sandwich", "mla_sink_logit"])
 def test_compiled_blocks_give_the_same_gradients_and_measurement(
     name: str, traced: Callable[[], dict[str, int]]
 ) -> None:

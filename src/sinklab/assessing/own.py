@@ -12,6 +12,7 @@ from sinklab.attention.blocks import accumulate_dtype
 from sinklab.attention.core import AttentionCore
 from sinklab.errors import InputError
 from sinklab.measuring.native import attention_cores
+from sinklab.model.config import ModelConfig
 from sinklab.model.position import Absolute, Learnable, Rotary
 from sinklab.model.rotary import rotate
 from sinklab.model.transformer import Transformer
@@ -39,7 +40,7 @@ class OwnPatient:
             self.fixed_positions = f"its {config.position.kind} positions are added to the embeddings"
         if isinstance(config.position, Learnable):
             self.ends = f"its learned table of positions ends at {config.context}"
-        self._turn = _turning(config.position.theta, config.key_width) if isinstance(config.position, Rotary) else None
+        self._turn = _turning(config) if isinstance(config.position, Rotary) else None
 
     @contextmanager
     def changed(self, change: Change) -> Iterator[None]:
@@ -73,14 +74,17 @@ def _stood_in_for(core: AttentionCore, number: int, change: Change, turn: Turn |
         del core.__dict__["forward"]
 
 
-def _turning(theta: float, key_width: int) -> Turn:
-    """The rotation of `model/block.py`, by any number of positions."""
+def _turning(config: ModelConfig) -> Turn:
+    """The rotation of `model/block.py`, by any number of positions; of `model/latent.py` that of the last numbers."""
+    assert isinstance(config.position, Rotary)
+    theta, key_width, width = config.position.theta, config.key_width, config.rotary_width
 
     def turn(x_BHLD: Tensor, by_L: Tensor) -> Tensor:
         dtype: Any = accumulate_dtype(x_BHLD.dtype)
-        frequency = theta ** (-torch.arange(0, key_width, 2, device=x_BHLD.device, dtype=dtype) / key_width)
+        frequency = theta ** (-torch.arange(0, width, 2, device=x_BHLD.device, dtype=dtype) / width)
         angle_LC = by_L.to(x_BHLD.device, dtype)[:, None] * frequency
         cos_L1C, sin_L1C = angle_LC.cos()[:, None], angle_LC.sin()[:, None]
-        return rotate(x_BHLD.unflatten(-1, (-1, key_width)), cos_L1C, sin_L1C).flatten(-2)
+        still, turned = x_BHLD.unflatten(-1, (-1, key_width)).split((key_width - width, width), dim=-1)
+        return torch.cat((still, rotate(turned, cos_L1C, sin_L1C)), dim=-1).flatten(-2)
 
     return turn

@@ -41,8 +41,8 @@ class BiasPart(Kind):
         """Of the learned keys, (G or 1, d_a); None where there is none."""
         return None
 
-    def value_shape(self, kv_heads: int, head_width: int) -> tuple[int, int] | None:
-        """Of the learned values, (G or 1, D); None where there is none."""
+    def value_shape(self, kv_heads: int, value_width: int) -> tuple[int, int] | None:
+        """Of the learned values, (G or 1, V); None where there is none."""
         return None
 
 
@@ -121,8 +121,8 @@ class KeyValueBias(BiasPart):
     def key_shape(self, kv_heads: int, head_width: int) -> tuple[int, int]:
         return 1 if self.shared else kv_heads, self.learnable_dims or head_width
 
-    def value_shape(self, kv_heads: int, head_width: int) -> tuple[int, int]:
-        return 1 if self.shared else kv_heads, head_width
+    def value_shape(self, kv_heads: int, value_width: int) -> tuple[int, int]:
+        return 1 if self.shared else kv_heads, value_width
 
 
 class ValueBias(BiasPart):
@@ -132,8 +132,8 @@ class ValueBias(BiasPart):
     shared: bool = Field(default=False, description="one bias for all heads instead of one per head")
     examples: ClassVar = {"v_biases": Example()}
 
-    def value_shape(self, kv_heads: int, head_width: int) -> tuple[int, int]:
-        return 1 if self.shared else kv_heads, head_width
+    def value_shape(self, kv_heads: int, value_width: int) -> tuple[int, int]:
+        return 1 if self.shared else kv_heads, value_width
 
 
 class SinkLogit(BiasPart):
@@ -164,17 +164,18 @@ class BiasParameters(nn.Module):
 
     Attributes:
         key: learned, (G, d_a) or (1, d_a) when shared; d_a is the head width unless the recipe says less.
-        value: learned, (G, D) or (1, D) when shared.
+        value: learned, (G, V) or (1, V) when shared.
         fixed: a value that is not learned, the same for all heads.
         logit: (H,), a learned sink logit. Each is None where there is none.
         offset: (H,), learned and added to the logit of the key.
         initial: mean and std of those that the recipe has start somewhere.
     """
 
-    def __init__(self, bias: Bias, kv_heads: int, head_width: int, heads: int) -> None:
+    def __init__(self, bias: Bias, kv_heads: int, head_width: int, heads: int, value_width: int) -> None:
         super().__init__()
-        self.heads, self.head_width, self.off_by_one = heads, head_width, bias.kind == "off_by_one"
-        key, value = bias.key_shape(kv_heads, head_width), bias.value_shape(kv_heads, head_width)
+        self.heads, self.head_width, self.value_width = heads, head_width, value_width
+        self.off_by_one = bias.kind == "off_by_one"
+        key, value = bias.key_shape(kv_heads, head_width), bias.value_shape(kv_heads, value_width)
         self.key = None if key is None else nn.Parameter(torch.zeros(key))
         self.value = None if value is None else nn.Parameter(torch.zeros(value))
         self.logit = nn.Parameter(torch.zeros(heads)) if bias.kind == "sink_logit" else None
@@ -192,9 +193,9 @@ class BiasParameters(nn.Module):
         return self._per_head(F.pad(self.key, (0, missing)) if missing else self.key)
 
     def value_per_head(self) -> Tensor | None:
-        """v_s per query head, (H, D); None stands for zero."""
+        """v_s per query head, (H, V); None stands for zero."""
         if self.fixed is not None and self.key is not None:
-            return self._per_head(self.fixed.build(self.head_width, self.key)[None])
+            return self._per_head(self.fixed.build(self.value_width, self.key)[None])
         return None if self.value is None else self._per_head(self.value)
 
     def logit_per_head(self, like: Tensor) -> Tensor | None:

@@ -32,16 +32,17 @@ class PositionScore(Protocol):
 
 
 class AttentionCore(nn.Module):
-    """core(q_BHTD, k_BGTD, v_BGTD) -> out_BHTD; the sequence axis includes a learned leading token if there is one.
+    """core(q_BHTD, k_BGTD, v_BGTV) -> out_BHTV; the sequence axis includes a learned leading token if there is one.
 
     Args:
         config: the attention part of a recipe.
         kv_heads: key heads G.
-        head_width: D of queries, keys and values.
+        head_width: D of queries and keys.
         position: acts on the scores of the sequence's own keys, not on a bias key.
         heads: query heads H, by default G.
         layer: of the model, from 1, for operations whose start depends on it.
         context: tokens of a training sequence, for operations that depend on it.
+        value_width: V of values and outputs, by default D.
 
     Attributes:
         leading: learned tokens before the sequence (1 with a sink token, else 0).
@@ -65,6 +66,7 @@ class AttentionCore(nn.Module):
         heads: int | None = None,
         layer: int = 1,
         context: int | None = None,
+        value_width: int | None = None,
     ) -> None:
         super().__init__()
         config.check_fit(head_width, position is not None)
@@ -74,7 +76,7 @@ class AttentionCore(nn.Module):
         self.softcap = config.softcap
         self.leading = int(config.bias.kind == "sink_token")
         self.proxy = not config.operation.sums_to_one
-        self.bias = BiasParameters(config.bias, kv_heads, head_width, heads)
+        self.bias = BiasParameters(config.bias, kv_heads, head_width, heads, value_width or head_width)
         self.learned = config.operation.parameters(heads, head_width, layer, context)
         self.position = position
         self.by_document = config.mask.kind == "document"
@@ -82,7 +84,7 @@ class AttentionCore(nn.Module):
         self.hidden_first: tuple[int, ...] = ()
 
     def forward(self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, documents_BL: Tensor | None = None) -> Tensor:
-        """The attention output, (B, H, T, D).
+        """The attention output, (B, H, T, V).
 
         Args:
             documents_BL: integer document number of every position, leading token included (its number is ignored);

@@ -118,7 +118,7 @@ def explicit(
     if bias.value is not None:
         value_HV = _of_every_head(bias.value, H)
     if bias.fixed is not None:
-        first, uniform = torch.zeros_like(value_HV), torch.full_like(value_HV, 1 / math.sqrt(D))
+        first, uniform = torch.zeros_like(value_HV), torch.full_like(value_HV, 1 / math.sqrt(value_HV.shape[1]))
         first[:, 0] = 1
         value_HV = bias.fixed.norm * (first if bias.fixed.direction == "first" else uniform)
     is_v_bias = bias.value is not None and bias.key is None

@@ -57,7 +57,7 @@ VARIANTS: dict[str, Variant] = {
     # positions (table 3)
     **{f"position_{kind}": _model(position=kind) for kind in ("none", "absolute", "learnable", "t5", "alibi")},
     "position_relative": Variant({"model": {"position": "relative"}}, may_diverge=True),
-    # norms, feed-forward, heads, gates
+    # norms, feed-forward, heads, projections, gates
     "norm_post": _model(norm={"placement": "post"}),
     "norm_sandwich": _model(norm={"placement": "sandwich"}),
     "norm_layernorm": _model(norm={"kind": "layernorm"}),
@@ -67,6 +67,9 @@ VARIANTS: dict[str, Variant] = {
     "heads_1": _model(heads=1),
     "multi_query": _model(kv_heads=1),
     "heads_summed": _model(head_outputs="sum"),
+    "mla": _model(projection="latent"),
+    "mla_compressed": _model(projection={"kind": "latent", "kv_rank": 16, "q_rank": 24}),
+    "mla_sink_logit": _model(projection="latent", attention={"bias": "sink_logit"}),
     "gate_head": _model(gate="head"),
     "gate_element": _model(gate="element"),
     "gate_value": _model(gate="value"),

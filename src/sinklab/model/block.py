@@ -1,7 +1,7 @@
 """One layer of the transformer: attention and feed-forward, with their norms, positions and gates.
 
 B batch, L = leading + T positions, S = L and those of the past, E width, H heads, G key heads, D head width, P keys per
-head, K = D / P their width.
+head, K = D / P their width. Of a latent projection (`latent.py`) queries and keys are of another width than values.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from sinklab.model.config import ModelConfig
 from sinklab.model.exclusive import without_own_value
 from sinklab.model.ffn import FeedForward
 from sinklab.model.gate import OutputGating, ValueGating
+from sinklab.model.latent import LatentHeads, LatentProjection
 from sinklab.model.norm import HeadNorm, build_norm
 from sinklab.model.past import LayerPast
 from sinklab.model.position import DistanceTerm, SharedTerm
@@ -24,7 +25,7 @@ class Places:
     """Where the positions of a batch stand, the same for every layer.
 
     Attributes:
-        rotary: cos and sin, each (L, K / 2); None without rotary positions.
+        rotary: cos and sin, each (L, half of what is turned); None without rotary positions.
         documents_BL: the document of every position, earlier ones included where a sequence is continued; None unless
             the mask keeps documents apart.
     """
@@ -41,34 +42,48 @@ class Attention(nn.Module):
         self.heads, self.key_heads, self.head_width = config.heads, config.key_heads, config.head_width
         self.key_width = config.key_width
         self.summed, self.exclusive = config.head_outputs == "sum", config.exclusive
-        self.qkv = nn.Linear(config.width, (self.heads + 2 * self.key_heads) * self.head_width, bias=False)
+        projection, value_width = config.projection, config.value_width
+        self.qkv = self.latent = None
+        if isinstance(projection, LatentProjection):
+            self.latent = LatentHeads(projection, config.width, self.heads, self.head_width, config.norm.eps)
+        else:
+            self.qkv = nn.Linear(config.width, (self.heads + 2 * self.key_heads) * self.head_width, bias=False)
         self.q_norm = HeadNorm(self.key_width, eps=config.norm.eps) if config.norm.qk_norm else nn.Identity()
         self.k_norm = HeadNorm(self.key_width, eps=config.norm.eps) if config.norm.qk_norm else nn.Identity()
         gate = config.gate.kind
-        self.value_gate = ValueGating(self.key_heads, self.head_width) if gate == "value" else None
+        self.value_gate = ValueGating(self.key_heads, value_width) if gate == "value" else None
         self.output_gate = None
         if gate in ("head", "element"):
-            self.output_gate = OutputGating(config.width, self.heads, self.head_width if gate == "element" else 1)
+            self.output_gate = OutputGating(config.width, self.heads, value_width if gate == "element" else 1)
         self.core = AttentionCore(
             config.attention,
             self.key_heads,
-            self.head_width,
+            config.query_width,
             position=None if term is None else SharedTerm(term),
             heads=self.heads,
             layer=layer,
             context=config.context,
+            value_width=value_width,
         )
-        self.out = nn.Linear((1 if self.summed else self.heads) * self.head_width, config.width, bias=False)
+        self.out = nn.Linear((1 if self.summed else self.heads) * value_width, config.width, bias=False)
 
     def inputs(self, x_BLE: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the core."""
-        B, L, _ = x_BLE.shape
-        heads = self.qkv(x_BLE).view(B, L, -1, self.head_width).transpose(1, 2)
-        q_BHLD, k_BGLD, v_BGLD = heads.split((self.heads, self.key_heads, self.key_heads), dim=1)
-        q_BHLD, k_BGLD = self._placed(q_BHLD, self.q_norm, places), self._placed(k_BGLD, self.k_norm, places)
+        if self.latent is not None:
+            q_BHLD, k_BGLD, v_BGLD = self.latent(x_BLE, places.rotary)
+        else:
+            q_BHLD, k_BGLD, v_BGLD = self._projected(x_BLE, places)
         if self.value_gate is not None:
             v_BGLD = self.value_gate(v_BGLD)
         return q_BHLD, k_BGLD, v_BGLD
+
+    def _projected(self, x_BLE: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
+        """All three by one matrix, queries and keys normed and turned."""
+        assert self.qkv is not None
+        B, L, _ = x_BLE.shape
+        heads = self.qkv(x_BLE).view(B, L, -1, self.head_width).transpose(1, 2)
+        q_BHLD, k_BGLD, v_BGLD = heads.split((self.heads, self.key_heads, self.key_heads), dim=1)
+        return self._placed(q_BHLD, self.q_norm, places), self._placed(k_BGLD, self.k_norm, places), v_BGLD
 
     def _placed(self, x_BHLD: Tensor, norm: nn.Module, places: Places) -> Tensor:
         """Queries or keys normed and turned, those of an operation that holds several in a head each by itself."""

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from sinklab.attention.config import AttentionConfig
 from sinklab.model.gate import Gate, NoGate
+from sinklab.model.latent import FullProjection, LatentProjection, LatentSizes, Projection
 from sinklab.model.norm import NormConfig
 from sinklab.model.position import Position, Rotary
 from sinklab.schema import LARGEST, Part
@@ -41,6 +42,7 @@ class ModelConfig(Part):
     ffn: Literal["relu", "gelu", "swish", "reglu", "geglu", "swiglu"] = Field(
         default="swiglu", description="act(x W) V; those ending in glu: (act(x W) * x U) V"
     )
+    projection: Projection = FullProjection()
     attention: AttentionConfig = AttentionConfig()
     gate: Gate = NoGate()
     head_outputs: Literal["concat", "sum"] = Field(
@@ -66,6 +68,21 @@ class ModelConfig(Part):
         return self.width // self.heads
 
     @property
+    def latent(self) -> LatentSizes | None:
+        """Widths of a latent projection; None of a full one."""
+        return self.projection.sizes(self.head_width) if isinstance(self.projection, LatentProjection) else None
+
+    @property
+    def query_width(self) -> int:
+        """Width of a query and a key of one head, as attention is called with them."""
+        return self.head_width if self.latent is None else self.latent.nope + self.latent.rope
+
+    @property
+    def value_width(self) -> int:
+        """Width of a value and of the output of one head."""
+        return self.head_width if self.latent is None else self.latent.value
+
+    @property
     def shared_tokens(self) -> int:
         """How many tokens at the start every query sees, earlier ones included: a prefix mask's, else the first."""
         mask = self.attention.mask
@@ -79,7 +96,12 @@ class ModelConfig(Part):
     @property
     def key_width(self) -> int:
         """Width of a query and its keys: the head's, or its half where an operation cuts the head in two."""
-        return self.head_width // self.attention.operation.keys_per_head
+        return self.query_width // self.attention.operation.keys_per_head
+
+    @property
+    def rotary_width(self) -> int:
+        """How many numbers of a query or key rotary positions turn, its last ones."""
+        return self.key_width if self.latent is None else self.latent.rope
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
@@ -94,11 +116,34 @@ class ModelConfig(Part):
                 f"attention.mask.length {self.first_target - 1} is above context {self.context}: a chunk has one token "
                 "more than the context, and none of them would be predicted"
             )
-        self.attention.check_fit(self.head_width, self.position.kind in ("relative", "t5", "alibi"))
-        if self.position.kind == "rotary" and self.key_width % 2:
+        self._check_latent()
+        self.attention.check_fit(self.query_width, self.position.kind in ("relative", "t5", "alibi"))
+        if self.latent is None and self.position.kind == "rotary" and self.key_width % 2:
             name = self.attention.operation.kind
             halved = f" and {name} halves it" if self.key_width != self.head_width else ""
             raise ValueError(
                 f"rotary turns pairs and needs an even width of keys: width / heads = {self.head_width}{halved}"
             )
         return self
+
+    def _check_latent(self) -> None:
+        """Refuse what does not go with a latent projection."""
+        if self.latent is None:
+            return
+        if self.key_heads != self.heads:
+            raise ValueError(
+                f"projection latent makes a key and a value for every head of one latent, and kv_heads {self.kv_heads} "
+                "has heads share them: use one of the two"
+            )
+        if self.norm.qk_norm:
+            raise ValueError(
+                "norm.qk_norm norms every key over its width, so that heads would no longer share the turned part of "
+                "projection latent, which norms its latents instead: leave it out"
+            )
+        if self.attention.operation.keys_per_head != 1:
+            raise ValueError(
+                f"attention.operation {self.attention.operation.kind} cuts queries and keys in halves, and those of "
+                "projection latent have a turned part and another: use projection full"
+            )
+        if self.position.kind == "rotary" and self.latent.rope % 2:
+            raise ValueError(f"rotary turns pairs and needs an even projection.rope_width, not {self.latent.rope}")

@@ -75,7 +75,7 @@ class Transformer(nn.Module):
             x_BLE = torch.cat((self.sink_token.expand(len(x_BLE), -1, -1), x_BLE), dim=1)
         position, rotary = self.config.position, None
         if isinstance(position, Rotary):
-            length, width = x_BLE.shape[1], self.config.key_width
+            length, width = x_BLE.shape[1], self.config.rotary_width
             dtype = accumulate_dtype(x_BLE.dtype)
             rotary = rotary_tables(length, width, position.theta, x_BLE.device, first - self.leading, dtype=dtype)
         places = Places(rotary, self._documents(tokens_BT if past is None else past.extend(tokens_BT)))

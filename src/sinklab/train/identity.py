@@ -10,6 +10,7 @@ LATER: dict[str, object] = {
     "attention.bias.start": None,
     "attention.operation.shift": "none",
     "exclusive": False,
+    "projection": {"kind": "full"},
 }
 """Dotted keys of the model part of a recipe, each with the value that leaves the model as it was before the key."""
 

@@ -4,10 +4,10 @@ A multiplication and an addition are two operations. For one sequence of T token
 
 matrices    2 * inputs * outputs * L for every linear map inside the blocks (those inside a kernel's feature map: times
             query and key heads), projections, feed-forwards and gates alike
-attention   2 * (D + D) * pairs per head and layer: every score and every weighted value, once. Pairs are the (query,
-            key) pairs that the mask allows: L (L + 1) / 2 when causal. Kernels under causal and prefix masks are
-            linear attention instead: 4 * D * D * L, the state written and read (D + 1 for one D where normalised).
-            A bias key adds 2 * D * L
+attention   2 * (D + V) * pairs per head and layer: every score and every weighted value, once, D and V the widths of a
+            key and a value. Pairs are the (query, key) pairs that the mask allows: L (L + 1) / 2 when causal. Kernels
+            under causal and prefix masks are linear attention instead: 4 * D * V * L, the state written and read
+            (V + 1 for V where normalised). A bias key adds 2 * D * L
 head        2 * E * V for every token that is predicted
 
 A backward pass needs twice a forward pass, so a step three times it. What a backend recomputes, masks out afterwards
@@ -103,11 +103,20 @@ def _matrix_flops(model: Transformer) -> int:
 
 def _attention_flops(config: ModelConfig, positions: int) -> int:
     """Of the attention cores of one layer, for one sequence, forward."""
-    width, operation = config.head_width, config.attention.operation
-    core = AttentionCore(config.attention, config.key_heads, width, heads=config.heads, context=config.context)
+    width, value_width, operation = config.query_width, config.value_width, config.attention.operation
+    core = AttentionCore(
+        config.attention,
+        config.key_heads,
+        width,
+        heads=config.heads,
+        context=config.context,
+        value_width=value_width,
+    )
     bias = 2 * width * positions if core.bias.key is not None else 0
     if isinstance(operation, Kernel) and core.mask.running_sum is not None:
-        state = 2 * width * (width + int(operation.normalised))  # adding k v to the state; reading it costs the same
+        state = (
+            2 * width * (value_width + int(operation.normalised))
+        )  # adding k v to the state; reading it costs the same
         return config.heads * (2 * state * positions + bias)
     pairs = int(visible_keys(core.mask, positions, torch.device("cpu")).sum())
-    return config.heads * (2 * (width + width) * pairs + bias)
+    return config.heads * (2 * (width + value_width) * pairs + bias)

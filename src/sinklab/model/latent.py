@@ -1,0 +1,110 @@
+"""How queries, keys and values are made of the stream: by one matrix, or through a latent of low rank (2405.04434).
+
+Multi-head latent attention (DeepSeek-V2, section 2.1 and appendix C; V3, 2412.19437): keys and values of all heads are
+linear in one latent c of few numbers, which is all that a cache would have to hold. A key cannot be turned by its
+position between c and the head, or c would no longer do; so each key has a second part that is not made of c, is
+shared by all heads, and is the only one that is turned ("decoupled" rotary positions).
+
+    c_t = norm(x_t W_DKV)     k^C_th, v_th = c_t W_UKV    k^R_t = turned(x_t W_KR)     k_th = [k^C_th; k^R_t]
+    c'_t = norm(x_t W_DQ)     q^C_th, q^R_th = c'_t W_UQ  q_th = [q^C_th; turned(q^R_th)]
+
+Where queries are not compressed (V2-Lite) c'_t is x_t itself. Rows of the matrices are ordered as in the published
+code: head by head, of each first what is not turned, of keys and values k before v.
+
+B batch, L positions, E width, H heads, N and P widths of the part that is not turned and of the turned part, V width of
+a value, R rank of the latent.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from sinklab.model.norm import HeadNorm
+from sinklab.model.rotary import rotate
+from sinklab.schema import LARGEST, Part
+
+
+class FullProjection(Part):
+    """Queries, keys and values of every head are linear in what attention reads."""
+
+    kind: Literal["full"] = "full"
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """Widths of a latent projection: R, N, P and V of the module's docstring."""
+
+    rank: int
+    nope: int
+    rope: int
+    value: int
+
+
+class LatentProjection(Part):
+    """Keys and values through one normed latent of low rank, and a turned key that all heads share (2405.04434).
+
+    The shared key and its part of each query are turned under `position: rotary` and are left as they are under every
+    other position. Scores are scaled by 1 / sqrt(nope_width + rope_width).
+    """
+
+    kind: Literal["latent"] = "latent"
+    kv_rank: int | None = Field(
+        default=None, ge=1, le=LARGEST, description="width of the latent of keys and values; null: 4 head widths"
+    )
+    q_rank: int | None = Field(
+        default=None, ge=1, le=LARGEST, description="width of a latent of the queries; null: they are not compressed"
+    )
+    nope_width: int | None = Field(
+        default=None, ge=1, le=LARGEST, description="of the part of a key that is not turned; null: the head width"
+    )
+    rope_width: int | None = Field(
+        default=None, ge=1, le=LARGEST, description="of the turned part, which heads share; null: half the head width"
+    )
+    value_width: int | None = Field(
+        default=None, ge=1, le=LARGEST, description="of a value and an output of a head; null: the head width"
+    )
+
+    def sizes(self, head_width: int) -> LatentSizes:
+        """All widths; those that are not given have the paper's ratio to the head width."""
+        return LatentSizes(
+            rank=self.kv_rank or 4 * head_width,
+            nope=self.nope_width or head_width,
+            rope=self.rope_width or max(1, head_width // 2),
+            value=self.value_width or head_width,
+        )
+
+
+Projection = Annotated[FullProjection | LatentProjection, Field(discriminator="kind")]
+
+
+class LatentHeads(nn.Module):
+    """x_BLE -> queries (B, H, L, N + P), keys (B, H, L, N + P) and values (B, H, L, V)."""
+
+    def __init__(self, projection: LatentProjection, width: int, heads: int, head_width: int, eps: float) -> None:
+        super().__init__()
+        self.heads, self.sizes = heads, projection.sizes(head_width)
+        sizes, q_rank = self.sizes, projection.q_rank
+        self.q_down = None if q_rank is None else nn.Linear(width, q_rank, bias=False)
+        self.q_norm = None if q_rank is None else HeadNorm(q_rank, eps=eps)
+        self.q_up = nn.Linear(q_rank or width, heads * (sizes.nope + sizes.rope), bias=False)
+        self.kv_down = nn.Linear(width, sizes.rank + sizes.rope, bias=False)
+        self.kv_norm = HeadNorm(sizes.rank, eps=eps)
+        self.kv_up = nn.Linear(sizes.rank, heads * (sizes.nope + sizes.value), bias=False)
+
+    def forward(self, x_BLE: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        sizes = self.sizes
+        read = x_BLE if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x_BLE))
+        q_BHLN, q_BHLP = self._of_heads(self.q_up(read)).split((sizes.nope, sizes.rope), dim=-1)
+        latent_BLR, k_BLP = self.kv_down(x_BLE).split((sizes.rank, sizes.rope), dim=-1)
+        k_BHLN, v_BHLV = self._of_heads(self.kv_up(self.kv_norm(latent_BLR))).split((sizes.nope, sizes.value), dim=-1)
+        k_B1LP = k_BLP[:, None]
+        if rotary is not None:
+            q_BHLP, k_B1LP = rotate(q_BHLP, *rotary), rotate(k_B1LP, *rotary)
+        k_BHLP = k_B1LP.expand(-1, self.heads, -1, -1)
+        return torch.cat((q_BHLN, q_BHLP), dim=-1), torch.cat((k_BHLN, k_BHLP), dim=-1), v_BHLV
+
+    def _of_heads(self, x_BLC: Tensor) -> Tensor:
+        return x_BLC.unflatten(-1, (self.heads, -1)).transpose(1, 2)

@@ -1,0 +1,179 @@
+"""Multi-head latent attention: DeepSeek's own modules, what it refuses, where it starts, what it leaves as it was."""
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from closeness import assert_close
+from torch import Tensor, nn
+from transformers import DeepseekV2Config, DeepseekV3Config
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2ForCausalLM
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCausalLM
+
+from sinklab.errors import InputError
+from sinklab.measuring.api import measure
+from sinklab.model.latent import LatentHeads
+from sinklab.model.llama import differences
+from sinklab.model.transformer import Transformer
+from sinklab.train.recipe import build_recipe, load_recipe
+
+E, H, T, ROPE, THETA = 32, 4, 24, 4, 10000.0
+SIZES = {"layers": 2, "width": E, "heads": H, "ffn_width": 48, "vocab_size": 97, "context": 32, "norm": {"eps": 1e-6}}
+WIDTHS = {"kv_rank": 12, "nope_width": 6, "rope_width": ROPE, "value_width": 10}
+
+
+def model(q_rank: int | None = None, **parts: object) -> Transformer:
+    """In float64, its weights larger than at the start."""
+    projection = {"kind": "latent", **WIDTHS, "q_rank": q_rank}
+    recipe = build_recipe({"model": {**SIZES, "projection": projection, **parts}, "metric": {"length": 32}})
+    made = Transformer(recipe.model, seed=3).double().eval()
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter)) if name.endswith("norm.weight") else parameter.mul_(2)
+    return made
+
+
+def tokens() -> Tensor:
+    return torch.randint(97, (2, T), generator=torch.Generator().manual_seed(0))
+
+
+def interleaved(rows: Tensor) -> Tensor:
+    """Their turned pairs are neighbours, ours half a width apart: the rows of a turned part in their order."""
+    return torch.stack(rows.chunk(2), dim=1).flatten(0, 1)
+
+
+def their_weights(ours: Transformer) -> dict[str, Tensor]:
+    weights = {
+        "model.embed_tokens.weight": ours.embedding.weight,
+        "model.norm.weight": ours.get_parameter("final_norm.weight"),
+        "lm_head.weight": ours.head.weight,
+    }
+    for i in range(2):
+        of = dict(ours.get_submodule(f"blocks.{i}").named_parameters())
+        by_head = of["attention.latent.q_up.weight"].unflatten(0, (H, -1))
+        q = torch.cat([torch.cat((head[:-ROPE], interleaved(head[-ROPE:]))) for head in by_head])
+        down = of["attention.latent.kv_down.weight"]
+        gate, up = of["ffn.up.weight"].chunk(2)
+        theirs = {
+            "input_layernorm": of["attention_norm.weight"],
+            "post_attention_layernorm": of["ffn_norm.weight"],
+            "self_attn.kv_a_proj_with_mqa": torch.cat((down[:-ROPE], interleaved(down[-ROPE:]))),
+            "self_attn.kv_a_layernorm": of["attention.latent.kv_norm.weight"],
+            "self_attn.kv_b_proj": of["attention.latent.kv_up.weight"],
+            "self_attn.o_proj": of["attention.out.weight"],
+            "mlp.gate_proj": gate,
+            "mlp.up_proj": up,
+            "mlp.down_proj": of["ffn.down.weight"],
+        }
+        if "attention.latent.q_down.weight" in of:
+            theirs |= {
+                "self_attn.q_a_proj": of["attention.latent.q_down.weight"],
+                "self_attn.q_a_layernorm": of["attention.latent.q_norm.weight"],
+                "self_attn.q_b_proj": q,
+            }
+        else:
+            theirs["self_attn.q_proj"] = q
+        weights |= {f"model.layers.{i}.{name}.weight": weight for name, weight in theirs.items()}
+    return {name: weight.detach() for name, weight in weights.items()}
+
+
+def arguments(q_rank: int | None) -> dict[str, Any]:
+    return {
+        "vocab_size": 97, "hidden_size": E, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": H, "num_key_value_heads": H, "first_k_dense_replace": 2, "kv_lora_rank": 12,
+        "q_lora_rank": q_rank, "qk_nope_head_dim": 6, "qk_rope_head_dim": ROPE, "v_head_dim": 10,
+        "rope_parameters": {"rope_type": "default", "rope_theta": THETA}, "attn_implementation": "sdpa",
+    }  # fmt: skip
+
+
+class Table(nn.Module):
+    """Their rotary table in float64, where they round it to float32."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        frequency = THETA ** (-torch.arange(0, ROPE, 2, dtype=torch.float64) / ROPE)
+        angle = (position_ids[..., None].double() * frequency).repeat(1, 1, 2)
+        return angle.cos(), angle.sin()
+
+
+@pytest.mark.parametrize("q_rank", [None, 14])
+@torch.no_grad()
+def test_a_whole_model_is_deepseek_v3_in_float64(q_rank: int | None) -> None:
+    ours = model(q_rank)
+    theirs = DeepseekV3ForCausalLM(DeepseekV3Config(**arguments(q_rank))).double().eval()
+    theirs.load_state_dict(their_weights(ours))
+    for name, module in list(theirs.named_modules()):
+        if type(module).__name__ == "DeepseekV3RMSNorm":  # which rounds to float32
+            exact = nn.RMSNorm(len(module.get_parameter("weight")), eps=1e-6, dtype=torch.float64)
+            exact.weight.copy_(module.get_parameter("weight"))
+            theirs.set_submodule(name, exact)
+    theirs.model.rotary_emb = Table()
+    assert_close(ours(tokens()), theirs(tokens()).logits, tolerance=1e-12)
+
+
+@pytest.mark.parametrize("q_rank", [None, 14])
+@torch.no_grad()
+def test_a_whole_model_is_deepseek_v2(q_rank: int | None) -> None:
+    ours = model(q_rank)
+    theirs = DeepseekV2ForCausalLM(DeepseekV2Config(**arguments(q_rank))).double().eval()
+    theirs.load_state_dict(their_weights(ours))
+    assert_close(ours(tokens()), theirs(tokens()).logits)  # they round norms and angles to float32
+
+
+@torch.no_grad()
+def test_a_measurement_is_that_of_the_same_model_in_transformers() -> None:
+    ours = model().float()
+    theirs = DeepseekV3ForCausalLM(DeepseekV3Config(**arguments(None))).eval()
+    theirs.load_state_dict(their_weights(ours))
+    own, other = measure(ours, tokens()), measure(theirs, tokens())
+    assert_close(own.importance, other.importance)
+    assert_close(own.hidden_norm, other.hidden_norm)
+    assert_close(own.value_norm, other.value_norm)
+    assert_close(own.key_norm, other.key_norm)
+
+
+def test_widths_that_are_not_given_have_the_papers_ratio_to_the_head_width() -> None:
+    heads = Transformer(build_recipe({"model": {**SIZES, "projection": "latent"}, "metric": {"length": 32}}).model)
+    latent = heads.get_submodule("blocks.0.attention.latent")
+    assert isinstance(latent, LatentHeads)
+    d = E // H
+    assert latent.kv_down.weight.shape == (4 * d + d // 2, E)
+    assert latent.kv_up.weight.shape == (H * 2 * d, 4 * d)
+    assert latent.q_up.weight.shape == (H * (d + d // 2), E)
+
+
+def test_its_matrices_start_by_the_laws_of_the_house_and_its_norms_as_one() -> None:
+    wide = {**SIZES, "width": 512, "projection": {"kind": "latent", "q_rank": 96}}
+    made = Transformer(build_recipe({"model": wide, "metric": {"length": 32}}).model, seed=1)
+    for name, d_in in (("q_down", 512), ("q_up", 96), ("kv_down", 512), ("kv_up", 512)):
+        weight = made.get_parameter(f"blocks.0.attention.latent.{name}.weight")
+        assert weight.shape[1] == d_in
+        assert weight.std().item() == pytest.approx(math.sqrt(2 / (5 * d_in)), rel=0.02)
+    for name in ("q_norm", "kv_norm"):
+        assert (made.get_parameter(f"blocks.0.attention.latent.{name}.weight") == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_heads": 2}, "projection latent makes a key and a value for every head"),
+        ({"norm": {"qk_norm": True}}, "norm.qk_norm norms every key over its width"),
+        ({"attention": {"operation": "differential"}}, "attention.operation differential cuts queries and keys"),
+        ({"projection": {"kind": "latent", "rope_width": 3}}, "an even projection.rope_width, not 3"),
+    ],
+)
+def test_what_does_not_go_with_a_latent_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        build_recipe({"model": {**SIZES, "projection": "latent"}, "metric": {"length": 32}}, {"model": changes})
+
+
+def test_a_run_from_before_there_was_a_choice_of_projection_is_the_same_run() -> None:
+    before = "40d507f639ef7edb"  # of `tiny-128` then
+    assert load_recipe("tiny-128").content_hash("d") == before
+    assert load_recipe("tiny-128", ["model.projection=full"]).content_hash("d") == before
+    assert load_recipe("tiny-128", ["model.projection=latent"]).content_hash("d") != before
+
+
+def test_it_is_no_plain_llama() -> None:
+    assert "model.projection is latent" in differences(model().config)["projection"]
