@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from sinklab.attention.core import AttentionCore
 from sinklab.model.config import ModelConfig
 from sinklab.model.ffn import FeedForward
+from sinklab.model.forget import ForgetGating
 from sinklab.model.gate import OutputGating, ValueGating
 from sinklab.model.norm import HeadNorm, build_norm
 from sinklab.model.past import LayerPast
@@ -47,6 +48,10 @@ class Attention(nn.Module):
         self.output_gate = None
         if gate in ("head", "element"):
             self.output_gate = OutputGating(config.width, self.heads, self.head_width if gate == "element" else 1)
+        operation = config.attention.operation
+        self.forget_gate = None
+        if operation.kind == "forgetting":
+            self.forget_gate = ForgetGating(config.width, self.heads, operation.start)
         self.core = AttentionCore(
             config.attention,
             self.key_heads,
@@ -67,6 +72,13 @@ class Attention(nn.Module):
         if self.value_gate is not None:
             v_BGLD = self.value_gate(v_BGLD)
         return q_BHLD, k_BGLD, v_BGLD
+
+    def beside(self, x_BLE: Tensor, places: Places, past: LayerPast | None) -> tuple[Tensor | None, ...]:
+        """What the core takes beside queries, keys and values; positions that were kept are included."""
+        if self.forget_gate is None:
+            return () if places.documents_BL is None else (places.documents_BL,)
+        log_kept_BLH = self.forget_gate(x_BLE)
+        return places.documents_BL, log_kept_BLH if past is None else past.extend_kept(log_kept_BLH)
 
     def _placed(self, x_BHLD: Tensor, norm: nn.Module, places: Places) -> Tensor:
         """Queries or keys normed and turned, those of an operation that holds several in a head each by itself."""
@@ -107,8 +119,8 @@ class DecoderBlock(nn.Module):
         read_BLE, q_BHLD, k_BGLD, v_BGLD = self.before_core(x_BLE, places)
         if past is not None:
             k_BGLD, v_BGLD = past.extend(k_BGLD, v_BGLD)
-        documents = () if places.documents_BL is None else (places.documents_BL,)
-        return self.after_core(x_BLE, read_BLE, self.attention.core(q_BHLD, k_BGLD, v_BGLD, *documents))
+        beside = self.attention.beside(read_BLE, places, past)
+        return self.after_core(x_BLE, read_BLE, self.attention.core(q_BHLD, k_BGLD, v_BGLD, *beside))
 
     def before_core(self, x_BLE: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What attention reads of the stream, and queries, keys and values."""
