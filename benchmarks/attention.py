@@ -69,12 +69,19 @@ def forward_and_backward(
         torch.randn(batch, heads, tokens, w, generator=generator).to(device, dtype) for w in (wide, wide, width, width)
     )
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    wanted = [*inputs, *core.parameters()]
+    kept = forget_gates(batch, tokens, heads).to(device).requires_grad_()
+    beside = (None, kept) if core.operation.forgets else ()
+    wanted = [*inputs, *core.parameters(), *([kept] if beside else [])]
 
     def step() -> None:
-        torch.autograd.grad(core(*inputs), wanted, gradient, allow_unused=True)
+        torch.autograd.grad(core(*inputs, *beside), wanted, gradient, allow_unused=True)
 
     return step
+
+
+def forget_gates(batch: int, tokens: int, heads: int) -> torch.Tensor:
+    """Running sums of the logarithms of gates of one half, as they are before training: (batch, tokens, heads)."""
+    return torch.full((batch, tokens, heads), 0.5).log().cumsum(1)
 
 
 def layer_forward_and_backward(

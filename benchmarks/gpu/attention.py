@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.attention import CASES, KEY_WIDTHS, forward_and_backward, goal
+from benchmarks.attention import CASES, KEY_WIDTHS, forget_gates, forward_and_backward, goal
 from benchmarks.timing import RESULTS, environment, in_turn, ratios
 from sinklab.attention.config import AttentionConfig
 from sinklab.attention.core import AttentionCore
@@ -37,7 +37,8 @@ def error(values: dict[str, Any], tokens: int, shape: tuple[int, int, int], dtyp
             torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator(device=device).manual_seed(i))
         core = core.double() if precision == torch.float64 else core
         inputs = [x.to(device, precision).requires_grad_() for x in (q, k, v)]
-        out = core(*inputs)
+        kept = forget_gates(batch, tokens, heads).to(device)
+        out = core(*inputs, *((None, kept) if core.operation.forgets else ()))
         results.append([out, *torch.autograd.grad(out, inputs, gradient.to(device, precision))])
     return max(
         ((ours.double() - exact).abs().max() / exact.abs().max().clamp(min=1e-9)).item()

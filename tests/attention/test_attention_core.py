@@ -24,7 +24,6 @@ from attention_cases import (
     assert_core_equals_formula,
     config_of,
     core_of,
-    documents,
     legal,
     qkv,
 )
@@ -90,7 +89,8 @@ def test_gradcheck_passes(operation: str) -> None:
     bias = "kv_biases" if legal(operation, "kv_biases", "causal", None, "none") else "none"
     core = core_of(config_of(operation, bias, "causal", backend="chunked"))
     q, k, v = (x[:1, :, :3].detach().requires_grad_() for x in qkv(3))
-    assert torch.autograd.gradcheck(core, (q, k, v))
+    beside = (None if x is None else x[:1, :3] for x in arguments(core))
+    assert torch.autograd.gradcheck(core, (q, k, v, *beside))
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -98,7 +98,8 @@ def test_gradcheck_passes(operation: str) -> None:
 def test_the_eager_backend_gives_the_same(operation: str, bias: str) -> None:
     inputs = qkv()
     eager, chunked = (core_of(config_of(operation, bias, "causal", backend=b)) for b in ("eager", "chunked"))
-    torch.testing.assert_close(eager(*inputs), chunked(*inputs), rtol=0, atol=1e-9)
+    beside = arguments(eager)
+    torch.testing.assert_close(eager(*inputs, *beside), chunked(*inputs, *beside), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -111,7 +112,7 @@ def test_scores_are_computed_as_often_as_the_operation_says(operation: str, monk
 
     monkeypatch.setattr("sinklab.attention.primitive.chunked_attend", counted)
     core = core_of(config_of(operation, "none", "causal", backend="chunked"))
-    core(*qkv())
+    core(*qkv(), *arguments(core))
     assert len(calls) == (0 if operation in KERNELS else core.operation.passes)
 
 
@@ -138,8 +139,10 @@ def test_a_document_is_attended_to_as_if_it_stood_alone(operation: str) -> None:
     core = core_of(config_of(operation, "none", "document"))
     alone = core_of(config_of(operation, "none", "causal"))
     q, k, v = (x.detach() for x in qkv())
-    together = core(q, k, v, documents())
-    torch.testing.assert_close(together[:1, :, 4:9], alone(*(x[:1, :, 4:9] for x in (q, k, v))), rtol=0, atol=1e-9)
+    together = core(q, k, v, *arguments(core))
+    beside = (None if x is None else x[:1, 4:9] for x in arguments(alone))
+    expected = alone(*(x[:1, :, 4:9] for x in (q, k, v)), *beside)
+    torch.testing.assert_close(together[:1, :, 4:9], expected, rtol=0, atol=1e-9)
 
 
 def test_the_document_mask_asks_for_the_documents() -> None:
@@ -168,7 +171,7 @@ def test_importance_of_the_first_key_counts_its_own_query() -> None:
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_proxy_is_announced_where_scores_do_not_sum_to_one(operation: str) -> None:
     core = core_of(config_of(operation, "none", "causal"))
-    sums_BHT = core.reference(*qkv())[1].sum(-1)
+    sums_BHT = core.reference(*qkv(), *arguments(core))[1].sum(-1)
     assert core.proxy == bool((sums_BHT - 1).abs().max() > 1e-9)
 
 

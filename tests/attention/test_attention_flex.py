@@ -106,7 +106,8 @@ def test_flex_trains_on_cuda(operation: str) -> None:
         config = config_of(operation, "none", "causal", backend=backend)
         core = core_of(config, dtype=dtype, head_width=width).to(device)
         inputs = [x.to(device, dtype).requires_grad_() for x in double]
-        out = core(*inputs)
+        kept = torch.linspace(0, -20, length, dtype=dtype, device=device)[None, :, None].expand(B, -1, H)
+        out = core(*inputs, *((None, kept) if core.operation.forgets else ()))
         results.append([out, *torch.autograd.grad(out.square().mean(), inputs)])
     for ours, reference in zip(*results, strict=True):
         torch.testing.assert_close(ours.cpu().double(), reference, rtol=1e-2, atol=1e-3)

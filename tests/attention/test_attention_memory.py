@@ -34,15 +34,21 @@ core = AttentionCore(AttentionConfig.model_validate(json.loads(sys.argv[1])), kv
 for parameter in core.parameters():
     torch.nn.init.normal_(parameter)
 small, large = ([torch.randn(1, 8, T, 64, requires_grad=True) for _ in range(3)] for T in (64, int(sys.argv[2])))
-core(*small).sum().backward()  # library start-up is not the operation's memory
-core.importance(*small[:2])
+
+def beside(T):
+    kept = torch.linspace(0, -20, T)[None, :, None].repeat(1, 1, 8).requires_grad_()
+    return (None, kept) if core.operation.forgets else ()
+
+few, many = beside(64), beside(int(sys.argv[2]))
+core(*small, *few).sum().backward()  # library start-up is not the operation's memory
+core.importance(*small[:2], *few)
 result = {}
 def forward():
-    result["out"] = core(*large)
+    result["out"] = core(*large, *many)
 peaks = {"forward": peak_megabytes(forward)}
 peaks["backward"] = peak_megabytes(lambda: result["out"].backward(torch.ones_like(result["out"])))
 if len(sys.argv) == 3:
-    peaks["importance"] = peak_megabytes(lambda: core.importance(*large[:2]))
+    peaks["importance"] = peak_megabytes(lambda: core.importance(*large[:2], *many))
 print(json.dumps(peaks))
 """
 

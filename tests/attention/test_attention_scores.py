@@ -1,10 +1,10 @@
-"""What is added to the scores of attention, or multiplied with them: scalable softmax, shifted sigmoid."""
+"""What is added to the scores of attention, or multiplied with them: scalable softmax, shifted sigmoid, forgetting."""
 
 import math
 
 import pytest
 import torch
-from attention_cases import H, T, core_of, documents, qkv
+from attention_cases import H, T, core_of, documents, log_kept, qkv
 from closeness import assert_close
 
 from sinklab.attention.config import AttentionConfig
@@ -91,3 +91,38 @@ def test_a_run_from_before_sigmoid_had_a_shift_is_the_same_run() -> None:
     assert plain.content_hash("d") == "fcdcc00b64d5c090"
     assert load_recipe("tiny-128", [SHIFT.format("none")]).content_hash("d") == plain.content_hash("d")
     assert load_recipe("tiny-128", [SHIFT.format("context")]).content_hash("d") != plain.content_hash("d")
+
+
+def test_keys_fade_by_the_product_of_the_gates_after_them() -> None:
+    """exp(z) times f_(s+1) .. f_t, over the row's sum, gate by gate; the bias key does not fade."""
+    core = core_with({"kind": "forgetting"}, bias={"kind": "kv"})
+    q, k, _ = (x.detach() for x in qkv())
+    sums = log_kept().detach()
+    gates = sums.diff(dim=1, prepend=torch.zeros_like(sums[:, :1])).exp()
+    z = q @ k.repeat_interleave(2, 1).mT / math.sqrt(q.shape[-1])
+    key = core.bias.key_per_head()
+    assert key is not None
+    to_bias = torch.exp((q * key[:, None]).sum(-1) / math.sqrt(q.shape[-1]))
+    for rows in core.rows(q, k, None, sums):
+        assert rows.bias_BHQ is not None
+        for t in range(rows.block.start, rows.block.stop):
+            left = torch.stack([gates[:, s + 1 : t + 1].prod(1) for s in range(t + 1)], -1)
+            weights = torch.cat((to_bias[:, :, t, None], left * torch.exp(z[:, :, t, : t + 1])), -1)
+            ours = torch.cat(
+                (
+                    rows.bias_BHQ[:, :, t - rows.block.start, None],
+                    rows.weights_BHQS[:, :, t - rows.block.start, : t + 1],
+                ),
+                -1,
+            )
+            assert_close(ours, weights / weights.sum(-1, keepdim=True), 1e-11)
+
+
+def test_open_forget_gates_are_softmax() -> None:
+    forgetting, plain = core_with({"kind": "forgetting"}), core_with({"kind": "softmax"})
+    assert_close(forgetting(*qkv(), None, torch.zeros_like(log_kept())), plain(*qkv()), 1e-12)
+
+
+def test_forgetting_asks_for_its_gates() -> None:
+    with pytest.raises(ValueError, match="pass log_kept_BLH"):
+        core_with({"kind": "forgetting"})(*qkv())

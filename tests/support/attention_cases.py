@@ -123,19 +123,27 @@ def documents() -> Tensor:
     return torch.tensor([[0] * 4 + [1] * 5 + [2] * (T - 9), [7] * 8 + [3] * (T - 8)])
 
 
-def arguments(core: AttentionCore) -> tuple[Tensor, ...]:
+def log_kept() -> Tensor:
+    """Running sums of the logarithms of forget gates, that require gradients: (B, T, H)."""
+    gates = torch.randn(B, T, H, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    return torch.nn.functional.logsigmoid(gates).cumsum(1).requires_grad_()
+
+
+def arguments(core: AttentionCore) -> tuple[Tensor | None, ...]:
     """What the core takes besides q, k and v."""
-    return (documents(),) if core.by_document else ()
+    given = documents() if core.by_document else None
+    return (given, log_kept()) if core.operation.forgets else () if given is None else (given,)
 
 
 def assert_core_equals_formula(core: AttentionCore, seed: int = 0, tolerance: float = 1e-9) -> None:
     """Output, gradients to inputs and parameters, importance, share of the bias and row sums."""
     inputs = qkv(seed)
-    expected, scores = core.reference(*inputs, *arguments(core))
-    out = core(*inputs, *arguments(core))
+    beside = arguments(core)
+    expected, scores = core.reference(*inputs, *beside)
+    out = core(*inputs, *beside)
     close(out, expected, tolerance)
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(7), dtype=out.dtype)
-    wanted = [*inputs, *core.parameters()]
+    wanted = [*inputs, *core.parameters(), *(x for x in beside if x is not None and x.requires_grad)]
     ours = torch.autograd.grad((out * weight).sum(), wanted, allow_unused=True, materialize_grads=True)
     theirs = torch.autograd.grad((expected * weight).sum(), wanted, allow_unused=True, materialize_grads=True)
     for mine, reference_gradient in zip(ours, theirs, strict=True):

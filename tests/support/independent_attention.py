@@ -31,13 +31,14 @@ def attention(
     if gate == "value":
         w, b = own["attention.value_gate.weight"], own["attention.value_gate.bias"]
         v = v * torch.sigmoid((v * w).sum(-1) + b).unsqueeze(-1)
-    outs, scores = [], []
+    outs, scores, L = [], [], x.shape[1]
     for h in range(H):
         g = h * G // H
         key, value, logit = added(bias, own, h, g, width, d, x)
         keys = k[:, :, g] if key is None else torch.cat([k[:, :, g], key.expand(len(x), 1, width)], dim=1)
         values = v[:, :, g] if value is None else torch.cat([v[:, :, g], value.expand(len(x), 1, d)], dim=1)
-        row = Row(model, own, h, times, visible, has_key=key is not None, logit=logit)
+        fading = faded(own, h, x) if operation["kind"] == "forgetting" else torch.zeros(1, L, L, dtype=x.dtype)
+        row = Row(model, own, h, times, visible, fading, has_key=key is not None, logit=logit)
         A = row.differential(q[:, :, h], keys, layer) if operation["kind"] == "differential" else row(q[:, :, h], keys)
         out = A @ values
         if operation["kind"] == "differential":
@@ -113,6 +114,7 @@ class Row(NamedTuple):
     head: int
     times: Tensor
     visible: Tensor
+    fading: Tensor
     has_key: bool
     logit: Tensor | None
 
@@ -162,7 +164,7 @@ class Row(NamedTuple):
         if cap is not None:
             z = cap * torch.tanh(z / cap)
         L = len(self.times)
-        z = torch.cat([z[..., :L] + self._position_term(), z[..., L:]], dim=-1)
+        z = torch.cat([z[..., :L] + self._position_term() + self.fading, z[..., L:]], dim=-1)
         if self.logit is not None:
             z = torch.cat([z, self.logit.expand(*z.shape[:2], 1)], dim=-1)
         return z
@@ -180,6 +182,14 @@ class Row(NamedTuple):
             buckets = torch.tensor([bucket(max(t - s, 0), position) for s in self.times.tolist()])
             rows.append(buckets if position["kind"] == "relative" else self.own["distance.weight"][buckets, self.head])
         return term + torch.stack(rows)
+
+
+def faded(own: Weights, head: int, x: Tensor) -> Tensor:
+    """The sum of log f_l over the positions l after key s up to query t, 0 where there are none: (B, L, L)."""
+    w, b = own["attention.forget_gate.weight"][head], own["attention.forget_gate.bias"][head]
+    log_f, L = torch.log(torch.sigmoid(x @ w + b)), x.shape[1]
+    sums = [[log_f[:, s + 1 : t + 1].sum(1) for s in range(L)] for t in range(L)]
+    return torch.stack([torch.stack(row, dim=1) for row in sums], dim=1)
 
 
 def turned(x: Tensor, times: Tensor, theta: float) -> Tensor:
@@ -225,6 +235,8 @@ def of_scores(operation: Config, own: Weights, head: int, z: Tensor, seen: Tenso
         p = operation["p"]
         norms = torch.logsumexp((p * z).masked_fill(~seen, -math.inf), dim=-1, keepdim=True) / p
         return operation["alpha"] * torch.exp(z.masked_fill(~seen, -math.inf) - norms)
+    if kind == "forgetting":
+        return softmax(z, seen)
     if kind == "scalable_softmax":
         factor = own["attention.core.learned.scale"][head] * torch.log(seen.sum(-1, keepdim=True).double())
         if operation["offset"] is not None:

@@ -97,7 +97,7 @@ def rows_sum_to_one(operation: Config) -> bool:
         return operation["normalised"] and operation["p"] == 1
     if kind == "elu_kernel":
         return operation["normalised"]
-    if kind == "scalable_softmax":
+    if kind in ("scalable_softmax", "forgetting"):
         return True
     return kind == "clipped_softmax" and operation["zeta"] == 1 and operation["gamma"] == 0
 

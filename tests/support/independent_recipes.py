@@ -35,6 +35,8 @@ OPERATIONS = [
     {"kind": "softmax"},
     {"kind": "softmax", "alpha": 0.7, "p": 0.5},
     {"kind": "softmax", "p": 3.0},
+    {"kind": "forgetting"},
+    {"kind": "forgetting", "start": 1.5},
     {"kind": "scalable_softmax"},
     {"kind": "scalable_softmax", "start": 0.4, "offset": 0.3},
     *({"kind": kind, "normalised": normalised} for kind in ("sigmoid", "elu1", "relu") for normalised in (False, True)),

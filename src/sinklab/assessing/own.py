@@ -62,9 +62,9 @@ class OwnPatient:
 
 @contextmanager
 def _stood_in_for(core: AttentionCore, number: int, change: Change, turn: Turn | None) -> Iterator[None]:
-    def forward(q_BHLD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, documents_BL: Tensor | None = None) -> Tensor:
+    def forward(q_BHLD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, *beside: Tensor | None) -> Tensor:
         with torch.autocast(q_BHLD.device.type, enabled=False):
-            call = core.call(q_BHLD, k_BGLD, documents_BL)
+            call = core.call(q_BHLD, k_BGLD, *beside)
             return change(LayerAttention(number, core.operation, call, v_BGLD, turn))
 
     core.__dict__["forward"] = forward

@@ -20,7 +20,7 @@ from sinklab.attention.operations import Operation
 from sinklab.attention.operations.call import Call
 from sinklab.attention.primitive import Backend
 from sinklab.attention.reference import explicit
-from sinklab.attention.scores import Score, softcap
+from sinklab.attention.scores import Score, fading, softcap
 
 
 class PositionScore(Protocol):
@@ -83,29 +83,44 @@ class AttentionCore(nn.Module):
         self.mask = config.mask.build()
         self.hidden_first: tuple[int, ...] = ()
 
-    def forward(self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, documents_BL: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        q_BHTD: Tensor,
+        k_BGTD: Tensor,
+        v_BGTD: Tensor,
+        documents_BL: Tensor | None = None,
+        log_kept_BLH: Tensor | None = None,
+    ) -> Tensor:
         """The attention output, (B, H, T, V).
 
         Args:
             documents_BL: integer document number of every position, leading token included (its number is ignored);
                 needed under the document mask.
+            log_kept_BLH: running sums of the logarithms of the forget gates up to every position, leading token
+                included; needed by operations that forget.
         """
         with torch.autocast(q_BHTD.device.type, enabled=False):  # the primitive chooses its own precision
-            call = self.call(q_BHTD, k_BGTD, documents_BL)
+            call = self.call(q_BHTD, k_BGTD, documents_BL, log_kept_BLH)
             out = self.operation.output(call, v_BGTD)
             if self.bias.key is None and call.value_HV is not None:
                 out = out + call.value_HV[:, None].to(out.dtype)
             return out
 
     @torch.no_grad()
-    def importance(self, q_BHTD: Tensor, k_BGTD: Tensor, documents_BL: Tensor | None = None) -> Importance:
+    def importance(
+        self,
+        q_BHTD: Tensor,
+        k_BGTD: Tensor,
+        documents_BL: Tensor | None = None,
+        log_kept_BLH: Tensor | None = None,
+    ) -> Importance:
         """alpha_k of every real position and of the bias or sink token (2410.10781, section 3.2).
 
         Where the operation's scores do not sum to one (`proxy`), alpha is that of the proxy scores and the mean raw
         row sum is reported with it.
         """
         with torch.autocast(q_BHTD.device.type, enabled=False):
-            call = self.call(q_BHTD, k_BGTD, documents_BL)
+            call = self.call(q_BHTD, k_BGTD, documents_BL, log_kept_BLH)
             sums = self.operation.column_sums(call)
             if self.leading:
                 alone = replace(call, q_BHTD=q_BHTD[:, :, :1], k_BGTD=k_BGTD[:, :, :1], mask=masks.CAUSAL)
@@ -114,7 +129,12 @@ class AttentionCore(nn.Module):
             return importance_of(sums, call.mask, self.leading, row_sums)
 
     def reference(
-        self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, documents_BL: Tensor | None = None
+        self,
+        q_BHTD: Tensor,
+        k_BGTD: Tensor,
+        v_BGTD: Tensor,
+        documents_BL: Tensor | None = None,
+        log_kept_BLH: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(out_BHTD, A_BHTS) by the papers' formulas on explicit matrices: what tests hold all the rest against.
 
@@ -122,14 +142,20 @@ class AttentionCore(nn.Module):
         """
         position = None if self.position is None else self.position.score()
         mask = self.visible(documents_BL)
-        given = explicit(q_BHTD, k_BGTD, v_BGTD, mask, self.bias, self.softcap, position, self.learned)
+        given = explicit(q_BHTD, k_BGTD, v_BGTD, mask, self.bias, self.softcap, position, log_kept_BLH, self.learned)
         scores_BHTS = self.operation.reference(given)
         out_BHTD = self.operation.reference_output(given, scores_BHTS @ given.values())
         return out_BHTD + given.offset_HV[:, None], scores_BHTS
 
-    def rows(self, q_BHTD: Tensor, k_BGTD: Tensor, documents_BL: Tensor | None = None) -> Iterator[Rows]:
+    def rows(
+        self,
+        q_BHTD: Tensor,
+        k_BGTD: Tensor,
+        documents_BL: Tensor | None = None,
+        log_kept_BLH: Tensor | None = None,
+    ) -> Iterator[Rows]:
         """The rows that `importance` sums up, leading token included, a block of queries at a time."""
-        return self.operation.rows(self.call(q_BHTD, k_BGTD, documents_BL))
+        return self.operation.rows(self.call(q_BHTD, k_BGTD, documents_BL, log_kept_BLH))
 
     def visible(self, documents_BL: Tensor | None = None) -> masks.Mask:
         """Who sees whom, leading token included.
@@ -148,15 +174,32 @@ class AttentionCore(nn.Module):
         documents = documents_BL[:, self.leading :] if self.leading else documents_BL
         return self._in_place(masks.Document(documents))
 
-    def call(self, q_BHTD: Tensor, k_BGTD: Tensor, documents_BL: Tensor | None) -> Call:
-        """What the operation is called with."""
+    def call(
+        self,
+        q_BHTD: Tensor,
+        k_BGTD: Tensor,
+        documents_BL: Tensor | None = None,
+        log_kept_BLH: Tensor | None = None,
+    ) -> Call:
+        """What the operation is called with.
+
+        Raises:
+            ValueError: the document mask without documents, or an operation that forgets without its gates.
+        """
+        mask = self.visible(documents_BL)
+        if self.operation.forgets and log_kept_BLH is None:
+            raise ValueError(
+                f"{self.operation.kind} attention needs its forget gates: pass log_kept_BLH, the running sums of their "
+                "logarithms"
+            )
         return Call(
             q_BHTD,
             k_BGTD,
-            mask=self.visible(documents_BL),
+            mask=mask,
             backend=self.backend,
             cap=None if self.softcap is None else softcap(self.softcap),
             position=None if self.position is None else self.position.score(),
+            fading=None if log_kept_BLH is None else fading(log_kept_BLH, mask.causal),
             key_HD=self.bias.key_per_head(),
             offset_H=self.bias.offset,
             logit_H=self.bias.logit_per_head(q_BHTD),

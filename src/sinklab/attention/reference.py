@@ -33,6 +33,7 @@ class Explicit:
         offset_HV: what a V bias adds to the output, else zero.
         softcap: of the scores, in nats.
         position: what the positional embedding does to a score.
+        fading_BHTT: what forget gates add to a score; None where nothing is forgotten.
         learned: the operation's own parameters.
     """
 
@@ -47,6 +48,7 @@ class Explicit:
     offset_HV: Tensor
     softcap: float | None
     position: Score | None
+    fading_BHTT: Tensor | None
     learned: nn.Module | None
 
     @property
@@ -55,7 +57,7 @@ class Explicit:
         return self.key_HD is not None or self.logit_H is not None
 
     def logits(self, part: slice = slice(None)) -> Tensor:
-        """z_ts = q_t.k_s / sqrt(d), softcapped, with position; -inf where a query may not look: (B, H, T, S).
+        """q_t.k_s / sqrt(d), softcapped, with position and fading; -inf where a query may not look: (B, H, T, S).
 
         Args:
             part: of the width of every head, for operations that cut a head; d is then the width of the part.
@@ -66,6 +68,8 @@ class Explicit:
             (B, H, T, _), device = z_BHTT.shape, z_BHTT.device
             b, h, t, s = torch.meshgrid(*(torch.arange(n, device=device) for n in (B, H, T, T)), indexing="ij")
             z_BHTT = self.position(z_BHTT, b, h, t, s)
+        if self.fading_BHTT is not None:
+            z_BHTT = z_BHTT + self.fading_BHTT
         z_BHTT = z_BHTT.masked_fill(~self.allowed_BHTT, -math.inf)
         if self.logit_H is not None:
             extra_BHT1 = self.logit_H[:, None, None].expand(len(q), -1, q.shape[2], 1)
@@ -106,6 +110,7 @@ def explicit(
     bias: BiasParameters,
     softcap: float | None,
     position: Score | None,
+    log_kept_BTH: Tensor | None,
     learned: nn.Module | None,
 ) -> Explicit:
     """The same for every head: key heads serve H / G query heads each, what is learned of a bias likewise."""
@@ -134,8 +139,17 @@ def explicit(
         offset_HV=value_HV if is_v_bias else torch.zeros_like(value_HV),
         softcap=softcap,
         position=position,
+        fading_BHTT=None if log_kept_BTH is None else _fading(log_kept_BTH),
         learned=learned,
     )
+
+
+def _fading(log_kept_BTH: Tensor) -> Tensor:
+    """The sum of log f_l over s < l <= t, 0 where there are none: (B, H, T, T)."""
+    log_gates_BTH = log_kept_BTH.diff(dim=1, prepend=torch.zeros_like(log_kept_BTH[:, :1]))
+    t = torch.arange(log_kept_BTH.shape[1], device=log_kept_BTH.device)
+    after_TTT = (t[None, :, None] < t) & (t <= t[:, None, None])  # [t, s, l]
+    return torch.einsum("blh,tsl->bhts", log_gates_BTH, after_TTT.to(log_gates_BTH.dtype))
 
 
 def _of_every_head(learned: Tensor, heads: int) -> Tensor:

@@ -70,6 +70,23 @@ def softcap(limit: float) -> Score:
     return Score(lambda z, b, h, q, k: limit * torch.tanh(z / limit))
 
 
+def fading(log_kept_BSH: Tensor, causal: bool) -> Score:
+    """z + sum over s < l <= t of log f_l, the forget gates after key s up to query t (2503.02130).
+
+    Args:
+        log_kept_BSH: running sums of log f up to every position, its own included.
+        causal: False where a query may see later keys, which do not fade.
+    """
+
+    def between(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, log_kept_BSH: Tensor) -> Tensor:
+        return z + (log_kept_BSH[b, q, h] - log_kept_BSH[b, k, h]).to(z.dtype)
+
+    def earlier(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, log_kept_BSH: Tensor) -> Tensor:
+        return torch.where(k <= q, between(z, b, h, q, k, log_kept_BSH), z)
+
+    return Score(between if causal else earlier, (log_kept_BSH,))
+
+
 def times(factor: float) -> Score:
     """factor * z: the logarithm of sim ** factor."""
     return Score(lambda z, b, h, q, k: factor * z)

@@ -82,6 +82,7 @@ VARIANTS: dict[str, Variant] = {
         for name, example in examples_of(choice).items()
     },
     "softcap": _model(attention={"softcap": 30.0}),
+    "forgetting_no_position": _model(position="none", attention={"operation": "forgetting"}),
     "sigmoid_shifted_sandwich": _model(
         attention={"operation": {"kind": "sigmoid", "shift": "context"}}, norm={"placement": "sandwich"}
     ),

@@ -120,13 +120,13 @@ class _CoreReader:
         if self._details is not None:
             self._details.values(v_BGSD)
             with torch.autocast(q_BHTD.device.type, enabled=False):
-                angles = Angles(q_BHTD, k_BGSD, core.visible(*args[3:]))
+                angles = Angles(q_BHTD, k_BGSD, core.visible(*args[3:4]))
                 self._details.attention(core.rows(q_BHTD, k_BGSD, *args[3:]), q_BHTD.shape[1], angles)
 
 
 def _cut_importance(
-    core: AttentionCore, q_BHTD: Tensor, k_BGSD: Tensor, documents: tuple[Tensor | None, ...], positions: int
+    core: AttentionCore, q_BHTD: Tensor, k_BGSD: Tensor, beside: tuple[Tensor | None, ...], positions: int
 ) -> Tensor:
     """alpha of the sequences cut after so many positions; nothing before the cut depends on what comes after."""
-    cut = (None if numbers_BT is None else numbers_BT[:, :positions] for numbers_BT in documents)
+    cut = (None if of_positions is None else of_positions[:, :positions] for of_positions in beside)
     return core.importance(q_BHTD[:, :, :positions], k_BGSD[:, :, :positions], *cut).positions_BHT

@@ -12,6 +12,7 @@ from sinklab.attention.core import AttentionCore
 from sinklab.model.config import ModelConfig
 from sinklab.model.exclusive import without_own_value
 from sinklab.model.ffn import FeedForward
+from sinklab.model.forget import ForgetGating
 from sinklab.model.gate import OutputGating, ValueGating
 from sinklab.model.latent import LatentHeads, LatentProjection
 from sinklab.model.norm import HeadNorm, build_norm
@@ -55,6 +56,10 @@ class Attention(nn.Module):
         self.output_gate = None
         if gate in ("head", "element"):
             self.output_gate = OutputGating(config.width, self.heads, value_width if gate == "element" else 1)
+        operation = config.attention.operation
+        self.forget_gate = None
+        if operation.kind == "forgetting":
+            self.forget_gate = ForgetGating(config.width, self.heads, operation.start)
         self.core = AttentionCore(
             config.attention,
             self.key_heads,
@@ -84,6 +89,13 @@ class Attention(nn.Module):
         heads = self.qkv(x_BLE).view(B, L, -1, self.head_width).transpose(1, 2)
         q_BHLD, k_BGLD, v_BGLD = heads.split((self.heads, self.key_heads, self.key_heads), dim=1)
         return self._placed(q_BHLD, self.q_norm, places), self._placed(k_BGLD, self.k_norm, places), v_BGLD
+
+    def beside(self, x_BLE: Tensor, places: Places, past: LayerPast | None) -> tuple[Tensor | None, ...]:
+        """What the core takes beside queries, keys and values; positions that were kept are included."""
+        if self.forget_gate is None:
+            return () if places.documents_BL is None else (places.documents_BL,)
+        log_kept_BLH = self.forget_gate(x_BLE)
+        return places.documents_BL, log_kept_BLH if past is None else past.extend_kept(log_kept_BLH)
 
     def _placed(self, x_BHLD: Tensor, norm: nn.Module, places: Places) -> Tensor:
         """Queries or keys normed and turned, those of an operation that holds several in a head each by itself."""
@@ -125,8 +137,8 @@ class DecoderBlock(nn.Module):
     def forward(self, x_BLE: Tensor, places: Places, past: LayerPast | None = None) -> Tensor:
         read_BLE, q_BHLD, k_BGLD, v_BGLD = self.before_core(x_BLE, places)
         k_BGSD, v_BGSD = (k_BGLD, v_BGLD) if past is None else past.extend(k_BGLD, v_BGLD)
-        documents = () if places.documents_BL is None else (places.documents_BL,)
-        out_BHLD = self.attention.core(q_BHLD, k_BGSD, v_BGSD, *documents)
+        beside = self.attention.beside(read_BLE, places, past)
+        out_BHLD = self.attention.core(q_BHLD, k_BGSD, v_BGSD, *beside)
         return self.after_core(x_BLE, read_BLE, out_BHLD, v_BGLD)
 
     def before_core(self, x_BLE: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor, Tensor]:

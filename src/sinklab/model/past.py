@@ -4,7 +4,7 @@ Nothing about attention is decided here: new queries go through the same operati
 keys that were kept and their own. Kernels keep their keys like every other operation: the running sum that they also
 have would serve causal and prefix masks only, and not windows or documents.
 
-B batch, G key heads, S positions so far (a leading token included), D head width.
+B batch, H query heads, G key heads, S positions so far (a leading token included), D head width.
 """
 
 import torch
@@ -16,11 +16,13 @@ class LayerPast:
 
     Attributes:
         keys_BGSD, values_BGSD: as they entered the attention core; None before the first call.
+        log_kept_BSH: running sums of the logarithms of forget gates; None where nothing is forgotten.
     """
 
     def __init__(self) -> None:
         self.keys_BGSD: Tensor | None = None
         self.values_BGSD: Tensor | None = None
+        self.log_kept_BSH: Tensor | None = None
 
     def extend(self, k_BGTD: Tensor, v_BGTD: Tensor) -> tuple[Tensor, Tensor]:
         """Add those of new positions; returns all of them."""
@@ -31,6 +33,14 @@ class LayerPast:
             self.values_BGSD = torch.cat((self.values_BGSD, v_BGTD), dim=2)
         return self.keys_BGSD, self.values_BGSD
 
+    def extend_kept(self, log_kept_BTH: Tensor) -> Tensor:
+        """Go on with the running sums, from those of the new positions by themselves; returns all of them."""
+        if self.log_kept_BSH is None:
+            self.log_kept_BSH = log_kept_BTH
+        else:
+            self.log_kept_BSH = torch.cat((self.log_kept_BSH, self.log_kept_BSH[:, -1:] + log_kept_BTH), dim=1)
+        return self.log_kept_BSH
+
     def select(self, rows: Tensor | None = None, positions: int | None = None) -> None:
         """Keep these rows of the batch, and the first positions."""
         for name in ("keys_BGSD", "values_BGSD"):
@@ -38,6 +48,10 @@ class LayerPast:
             if held is not None:
                 held = held if rows is None else held.index_select(0, rows.to(held.device))
                 setattr(self, name, held[:, :, :positions])
+        if self.log_kept_BSH is not None:
+            held = self.log_kept_BSH
+            held = held if rows is None else held.index_select(0, rows.to(held.device))
+            self.log_kept_BSH = held[:, :positions]
 
 
 class Past:

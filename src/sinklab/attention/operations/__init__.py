@@ -11,6 +11,7 @@ from typing import Annotated
 from pydantic import Field
 
 from sinklab.attention.operations.differential import Differential
+from sinklab.attention.operations.forgetting import Forgetting
 from sinklab.attention.operations.kernel import EluKernel, IdentityKernel, MlpKernel
 from sinklab.attention.operations.scalable import ScalableSoftmax
 from sinklab.attention.operations.similarity import Elu1, Relu, Sigmoid, Softmax
@@ -19,6 +20,7 @@ from sinklab.attention.operations.two_pass import ClippedSoftmax, ElasticSoftmax
 Operation = Annotated[
     Softmax
     | ScalableSoftmax
+    | Forgetting
     | Sigmoid
     | Elu1
     | Relu

@@ -25,6 +25,7 @@ class Call:
         backend: of the primitive.
         cap: softcap of the scores, bias keys included.
         position: what the positional embedding does to the scores of the sequence's own keys.
+        fading: what forget gates do to them, behind the position.
         key_HD: the key of a bias.
         offset_H: what is added to the logit of that key, behind the cap.
         logit_H: a sink logit; takes the place of q.k_s.
@@ -38,6 +39,7 @@ class Call:
     backend: Backend = "auto"
     cap: Score | None = None
     position: Score | None = None
+    fading: Score | None = None
     key_HD: Tensor | None = None
     offset_H: Tensor | None = None
     logit_H: Tensor | None = None
@@ -92,7 +94,7 @@ class Call:
         return lse_BHT if logits_BHT is None else ExtraKey(logits_BHT).merge(lse_BHT[..., None], lse_BHT)[1]
 
     def _score(self, similarity: Score | None) -> Score | None:
-        return compose(self.cap, self.position, similarity)
+        return compose(self.cap, self.position, self.fading, similarity)
 
 
 def at_every_query(score: Score | None, z_BHT: Tensor, first: int) -> Tensor:

@@ -69,8 +69,8 @@ def _kept_hidden(blocks: list[nn.Module], hidden: list[Tensor]) -> Iterator[None
 @contextmanager
 def _kept_by_cores(model: Transformer, found: Matrices) -> Iterator[None]:
     def seen(core: AttentionCore, args: tuple[Any, ...], _: Any) -> None:
-        q_BHTD, k_BGTD, _, *documents = args
-        found.attention.append(core.forward(q_BHTD, k_BGTD, _identity(k_BGTD), *documents))
+        q_BHTD, k_BGTD, _, *beside = args
+        found.attention.append(core.forward(q_BHTD, k_BGTD, _identity(k_BGTD), *beside))
         found.logit_bounds.append(_largest_product(q_BHTD, k_BGTD, q_BHTD.shape[-1] ** -0.5))
 
     with hooked(core.register_forward_hook(seen) for core in attention_cores(model)):

@@ -1,0 +1,42 @@
+"""Forget gates inside the model: what they are made of, as what they start, and what they do to attention."""
+
+import pytest
+import torch
+from closeness import assert_close
+
+from sinklab.model.config import ModelConfig
+from sinklab.model.forget import ForgetGating
+from sinklab.model.transformer import Transformer
+
+SIZES = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "ffn_width": 24, "vocab_size": 20, "context": 16}
+
+
+def model(start: float = 0.0, **changes: object) -> Transformer:
+    attention = {"operation": {"kind": "forgetting", "start": start}}
+    return Transformer(ModelConfig.model_validate({**SIZES, "attention": attention, **changes}), seed=2).double()
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(20, (2, 11), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("init", ["declared", "torch"])
+def test_gates_start_at_the_sigmoid_of_their_start(init: str) -> None:
+    gating = model(1.5, init={"kind": init}).get_submodule("blocks.1.attention.forget_gate")
+    assert isinstance(gating, ForgetGating)
+    assert gating.bias.tolist() == [1.5] * 4
+    sums = gating(torch.zeros(1, 5, 32, dtype=torch.float64))
+    each = torch.nn.functional.logsigmoid(torch.tensor(1.5, dtype=torch.float64))
+    assert_close(sums[0, :, 0], each * torch.arange(1, 6), 1e-12)
+
+
+@pytest.mark.parametrize("position", ["none", "rotary", "alibi"])
+def test_gates_that_are_open_leave_the_model_as_it_is_without_them(position: str) -> None:
+    forgetting = model(60.0, position={"kind": position})
+    plain = Transformer(ModelConfig.model_validate({**SIZES, "position": {"kind": position}}), seed=2).double()
+    assert_close(forgetting(tokens()), plain(tokens()), 1e-12)
+
+
+def test_gates_that_are_shut_leave_every_token_alone_with_itself() -> None:
+    forgetting = model(-2000.0, position={"kind": "none"})
+    assert_close(forgetting(tokens())[:, 4:5], forgetting(tokens()[:, 4:5]), 1e-12)
