@@ -151,7 +151,7 @@ def test_sequences_of_different_length_are_averaged_where_they_have_something(fa
     alone = [_details(measure(model, one[None], maps=MAPS)) for one in (tokens[0, 5:], tokens[1, :11], tokens[2])]
     for size in (1, 3):
         together = _details(measure(model, tokens, attention_mask=mask, maps=MAPS, batch_size=size))
-        for name in ("entropy", "by_distance", "secondary"):
+        for name in ("entropy", "by_distance", "secondary", "matrix_entropy"):
             parts = [_padded(getattr(one, name), getattr(together, name).shape) for one in alone]
             assert_close(getattr(together, name), np.mean(parts, 0), what=name)
         for name in ("cosine", "norm_product", "kurtosis", "alignment", "map_attention"):

@@ -10,6 +10,7 @@ from sinklab.attention.importance import Rows, score_rows
 from sinklab.attention.masks import CAUSAL, Window
 from sinklab.measuring.padding import real_tokens
 from sinklab.measuring.statistics.block import Angles, bucket_starts
+from sinklab.measuring.statistics.compression import matrix_entropy
 from sinklab.measuring.statistics.layer import LayerDetails, layer_details
 from sinklab.measuring.statistics.stream import kurtosis
 from sinklab.measuring.statistics.totals import DetailTotals
@@ -71,6 +72,18 @@ def test_kurtosis_is_plain_and_that_of_one_channel_alone_is_their_number() -> No
     gaussian = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
     assert float(kurtosis(gaussian)) == pytest.approx(3, abs=0.1)
     assert float(kurtosis(torch.ones(4))) == 0
+
+
+def test_matrix_entropy_is_0_of_one_direction_and_1_of_as_many_as_there_can_be() -> None:
+    alike = torch.ones(1, 5, 3)
+    apart = torch.eye(5)[None, :, :4]
+    one_long = torch.eye(5)[None] * torch.tensor([1e6, 1, 1, 1, 1])[:, None]
+    for states, entropy in ((alike, 0.0), (apart, 1.0), (torch.eye(5)[None], 1.0), (one_long, 0.0)):
+        assert float(matrix_entropy(states, torch.tensor([5]))) == pytest.approx(entropy, abs=1e-9)
+    padded = torch.cat([torch.eye(5)[None, :3], torch.zeros(1, 2, 5)], 1)
+    assert float(matrix_entropy(padded, torch.tensor([3]))) == pytest.approx(1)
+    assert float(matrix_entropy(torch.ones(1, 1, 4), torch.tensor([1]))) == 0
+    assert float(matrix_entropy(torch.zeros(1, 3, 4), torch.tensor([3]))) == 0
 
 
 def test_buckets_are_powers_of_two() -> None:

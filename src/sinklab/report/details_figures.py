@@ -11,7 +11,16 @@ import numpy as np
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.details import STATISTICS, Details
 from sinklab.measuring.statistics.secondary import ALIGNED, FIRST_FEW
-from sinklab.measuring.statistics.shown import BlockLines, BucketLines, HeadMap, Heatmap, MatrixMap, PositionMap, Shown
+from sinklab.measuring.statistics.shown import (
+    BlockLines,
+    BucketLines,
+    HeadMap,
+    Heatmap,
+    MatrixMap,
+    PositionMap,
+    SequenceLines,
+    Shown,
+)
 from sinklab.report import heatmaps, lines
 from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.figure import ColourScale, DataTable, Figure
@@ -54,6 +63,8 @@ def _figure(data: ReportData, parts: list[tuple[str, Shown]], width: int | str, 
             return _matrices(data, name, shown, small)
         case BlockLines():
             return _blocks(data, name, shown, width)
+        case SequenceLines():
+            return _sequences(data, name, shown, small)
         case _:
             return _buckets(data, [(one, part) for one, part in parts if isinstance(part, BucketLines)], width)
 
@@ -109,6 +120,24 @@ def _blocks(data: ReportData, name: str, shown: BlockLines, width: int | str) ->
         return None
     chart = lines.by_layer(rows, data.cells, "After block (0 is the embedding)", shown.what, width)
     return Figure(shown.key, shown.title, shown.caption, [chart])
+
+
+def _sequences(data: ReportData, name: str, shown: SequenceLines, width: int | str) -> Figure:
+    """A value of whole sequences by block, and beside it what goes with the first token there."""
+    found = _found(data, name)
+    after, layer = "After block (0 is the embedding)", "Layer"
+    sinks = [(run.cell, 100 * (one.importance_first > one.eps).mean((0, 2))) for run, one, _, _ in found]
+    norms = [(run.cell, np.array(one.hidden_norm_ratio or ())) for run, one, _, _ in found]
+    drawn = [
+        lines.by_layer(rows, data.cells, at, title, width, title)
+        for title, at, of_runs in (
+            (shown.what, after, [(run.cell, array_M) for run, _, _, array_M in found]),
+            ("Norm of the first token over the others'", after, norms),
+            ("Sink₁ of the layer (percent of heads)", layer, sinks),
+        )
+        if (rows := lines.means(of_runs, first_layer=int(at == layer)))
+    ]
+    return Figure(shown.key, shown.title, shown.caption, drawn, small=True)
 
 
 def _buckets(data: ReportData, parts: list[tuple[str, BucketLines]], width: int | str) -> Figure:

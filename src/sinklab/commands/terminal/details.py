@@ -26,7 +26,7 @@ def _layers(d: Details) -> Table:
             continue
         found = [column.of(array)] if column.of else [d.by_layer[field] for field in statistic.fields]
         known = [numbers for numbers in found if numbers is not None]
-        if statistic.axes == "MT":
+        if statistic.axes.startswith("M"):
             known = [numbers[1:] for numbers in known if len(numbers) == layers + 1]  # where every block has attention
         if known:
             columns[column.title] = [

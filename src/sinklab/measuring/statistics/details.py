@@ -14,6 +14,7 @@ from pydantic import ConfigDict, FiniteFloat, SerializerFunctionWrapHandler, mod
 from sinklab.measuring.statistics.angles import Cosine, NormProduct
 from sinklab.measuring.statistics.arrays import Array, ArrayOrNone, WithArrays
 from sinklab.measuring.statistics.buckets import ByDistance, FirstByQuery, RestByQuery
+from sinklab.measuring.statistics.compression import MatrixEntropy
 from sinklab.measuring.statistics.declared import Statistic
 from sinklab.measuring.statistics.entropy import Entropy
 from sinklab.measuring.statistics.maps import AttentionMap, CosineMap, NormProductMap
@@ -55,6 +56,7 @@ class Details(WithArrays):
     secondary: Annotated[Array, Secondary()]
     kurtosis: Annotated[ArrayOrNone, Kurtosis()] = None
     alignment: Annotated[ArrayOrNone, Alignment()] = None
+    matrix_entropy: Annotated[ArrayOrNone, MatrixEntropy()] = None
     map_attention: Annotated[ArrayOrNone, AttentionMap()] = None
     map_cosine: Annotated[ArrayOrNone, CosineMap()] = None
     map_norm_product: Annotated[ArrayOrNone, NormProductMap()] = None
