@@ -37,6 +37,8 @@ CHECKED = [
     "gpt-oss, sinks and window 5",
     "deepseek-v3, other value width",
     "opt",
+    "gpt-neox",
+    "olmo2",
     "bloom",
 ]
 MAPS = [(2, 3), (1, 1)]
@@ -98,6 +100,22 @@ def test_every_statistic_is_that_of_the_familys_own_matrices(family: str) -> Non
         assert found is not None, name
         assert_close(found, array, what=name)
     assert (details.cosine is None) == (seen is None)
+
+
+@pytest.mark.parametrize("family", CHECKED)
+def test_the_layers_of_secondary_sinks_are_those_of_the_familys_own_matrices(family: str) -> None:
+    attention, _, _, hidden = _matrices(family)
+    found = _details(measure(_models(family)[0], _tokens(), eps=EPS, batch_size=2, details=True)).secondary_sinks
+    assert found or family not in ("llama", "gpt2")
+    for one in found:
+        n, at = one.sequence - 1, one.position - 1
+        layers = [
+            layer + 1
+            for layer in range(attention.shape[1])
+            if any(float(head[at:, at].mean()) > EPS for head in attention[n, layer])
+        ]
+        cosines = torch.cosine_similarity(hidden[n, :, at], hidden[n, :, 0], dim=-1)
+        assert (one.layers, one.alike) == (layers, [block for block, cos in enumerate(cosines) if cos > 0.9])
 
 
 @pytest.mark.parametrize("family", CHECKED)

@@ -10,7 +10,7 @@ import numpy as np
 
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.details import STATISTICS, Details
-from sinklab.measuring.statistics.secondary import ALIGNED, FIRST_FEW
+from sinklab.measuring.statistics.secondary import ALIGNED, FIRST_FEW, stretches
 from sinklab.measuring.statistics.shown import (
     BlockLines,
     BucketLines,
@@ -187,6 +187,7 @@ def _secondary(data: ReportData, width: int | str) -> Figure | None:
             f"{one.heads:.1f}",
             f"{one.importance:.3f}",
             "–" if one.alignment is None else f"{one.alignment:.2f} after block {one.block}",
+            *("–" if not numbers else stretches(numbers) for numbers in (one.layers, one.alike)),
         ]
         for run, _, details in data.detailed
         for one in details.secondary_sinks
@@ -203,6 +204,7 @@ def _secondary(data: ReportData, width: int | str) -> Figure | None:
         "percent of sequences",
     )
     columns = ["Token", "Id", "Heads above ε (%)", "Importance", "Cosine with the first token"]
+    columns += ["Sink in layers", "Like the first after blocks"]
     return replace(_heads(data, "secondary", shown, width), table=DataTable(columns, rows))
 
 
