@@ -37,6 +37,8 @@ CHECKED = [
     "gpt-oss, sinks and window 5",
     "deepseek-v3, other value width",
     "opt",
+    "gpt-neox",
+    "olmo2",
     "bloom",
 ]
 MAPS = [(2, 3), (1, 1)]
@@ -101,6 +103,22 @@ def test_every_statistic_is_that_of_the_familys_own_matrices(family: str) -> Non
 
 
 @pytest.mark.parametrize("family", CHECKED)
+def test_the_layers_of_secondary_sinks_are_those_of_the_familys_own_matrices(family: str) -> None:
+    attention, _, _, hidden = _matrices(family)
+    found = _details(measure(_models(family)[0], _tokens(), eps=EPS, batch_size=2, details=True)).secondary_sinks
+    assert found or family not in ("llama", "gpt2")
+    for one in found:
+        n, at = one.sequence - 1, one.position - 1
+        layers = [
+            layer + 1
+            for layer in range(attention.shape[1])
+            if any(float(head[at:, at].mean()) > EPS for head in attention[n, layer])
+        ]
+        cosines = torch.cosine_similarity(hidden[n, :, at], hidden[n, :, 0], dim=-1)
+        assert (one.layers, one.alike) == (layers, [block for block, cos in enumerate(cosines) if cos > 0.9])
+
+
+@pytest.mark.parametrize("family", CHECKED)
 def test_maps_are_the_matrices_of_the_heads_asked_for(family: str) -> None:
     attention, seen, _, _ = _matrices(family)
     details = _details(measure(_models(family)[0], _tokens(), batch_size=2, maps=MAPS))
@@ -151,7 +169,7 @@ def test_sequences_of_different_length_are_averaged_where_they_have_something(fa
     alone = [_details(measure(model, one[None], maps=MAPS)) for one in (tokens[0, 5:], tokens[1, :11], tokens[2])]
     for size in (1, 3):
         together = _details(measure(model, tokens, attention_mask=mask, maps=MAPS, batch_size=size))
-        for name in ("entropy", "by_distance", "secondary"):
+        for name in ("entropy", "by_distance", "secondary", "matrix_entropy"):
             parts = [_padded(getattr(one, name), getattr(together, name).shape) for one in alone]
             assert_close(getattr(together, name), np.mean(parts, 0), what=name)
         for name in ("cosine", "norm_product", "kurtosis", "alignment", "map_attention"):

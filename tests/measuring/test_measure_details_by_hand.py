@@ -10,7 +10,9 @@ from sinklab.attention.importance import Rows, score_rows
 from sinklab.attention.masks import CAUSAL, Window
 from sinklab.measuring.padding import real_tokens
 from sinklab.measuring.statistics.block import Angles, bucket_starts
+from sinklab.measuring.statistics.compression import matrix_entropy
 from sinklab.measuring.statistics.layer import LayerDetails, layer_details
+from sinklab.measuring.statistics.secondary import SecondarySearch, SecondaryToken, stretches
 from sinklab.measuring.statistics.stream import kurtosis
 from sinklab.measuring.statistics.totals import DetailTotals
 from sinklab.measuring.statistics.watch import BatchDetails
@@ -73,6 +75,18 @@ def test_kurtosis_is_plain_and_that_of_one_channel_alone_is_their_number() -> No
     assert float(kurtosis(torch.ones(4))) == 0
 
 
+def test_matrix_entropy_is_0_of_one_direction_and_1_of_as_many_as_there_can_be() -> None:
+    alike = torch.ones(1, 5, 3)
+    apart = torch.eye(5)[None, :, :4]
+    one_long = torch.eye(5)[None] * torch.tensor([1e6, 1, 1, 1, 1])[:, None]
+    for states, entropy in ((alike, 0.0), (apart, 1.0), (torch.eye(5)[None], 1.0), (one_long, 0.0)):
+        assert float(matrix_entropy(states, torch.tensor([5]))) == pytest.approx(entropy, abs=1e-9)
+    padded = torch.cat([torch.eye(5)[None, :3], torch.zeros(1, 2, 5)], 1)
+    assert float(matrix_entropy(padded, torch.tensor([3]))) == pytest.approx(1)
+    assert float(matrix_entropy(torch.ones(1, 1, 4), torch.tensor([1]))) == 0
+    assert float(matrix_entropy(torch.zeros(1, 3, 4), torch.tensor([3]))) == 0
+
+
 def test_buckets_are_powers_of_two() -> None:
     assert bucket_starts(0, 13) == [0, 1, 2, 4, 8]
     assert bucket_starts(1, 16) == [1, 2, 4, 8, 16]
@@ -102,8 +116,34 @@ def test_secondary_sinks_stand_past_the_first_few_and_before_the_last_half() -> 
     ]
     assert found.secondary_sinks[1].alignment == pytest.approx(0.95)
     assert found.secondary_sinks[1].block == 1
+    assert [(one.layers, one.alike) for one in found.secondary_sinks] == [([1], []), ([], [1])]
+    assert found.secondary_tokens == [SecondaryToken(token=105, sinks=1, occurrences=1)]
     assert found.secondary.tolist() == [[50.0, 0.0]]
     assert found.secondary_rate == 25
+
+
+def test_the_layers_of_a_sink_are_those_of_its_heads_and_tokens_are_counted_over_batches() -> None:
+    layers, heads, T = 4, 2, 16
+    search = SecondarySearch(0.3)
+    alpha = torch.zeros(layers, 2, heads, T)
+    alpha[[1, 2], 0, 1, 6] = 0.5  # sequence 1, head 2, position 7, layers 2 and 3
+    alpha[3, 1, 0, 5] = 0.4  # sequence 2, position 6, layer 4
+    norms, alike = torch.ones(layers + 1, 2, T), torch.zeros(layers + 1, 2, T)
+    norms[2:, :, 0] = 20
+    alike[[2, 3, 4], 0, 6] = 0.95
+    tokens = torch.arange(T).repeat(2, 1)
+    tokens[1, 5] = 6  # the same token in both
+    valid = torch.ones(2, T, dtype=torch.bool)
+    for _ in range(2):
+        search.find(alpha, norms, alike, tokens, valid)
+    assert [(one.sequence, one.position, one.layers, one.alike) for one in search.strongest] == [
+        (1, 7, [2, 3], [2, 3, 4]),
+        (3, 7, [2, 3], [2, 3, 4]),
+        (2, 6, [4], []),
+        (4, 6, [4], []),
+    ]
+    assert search.tokens() == [SecondaryToken(token=6, sinks=4, occurrences=6)]
+    assert stretches([4, 5, 6, 9, 11, 12]) == "4..6, 9, 11..12"
 
 
 def _ids(sequences: int, T: int) -> torch.Tensor:

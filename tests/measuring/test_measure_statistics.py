@@ -80,7 +80,9 @@ def test_every_statistic_is_measured_and_its_fields_are_written(folder: Path) ->
         assert {name for name in file if name.startswith("details_")} == {f"details_{name}" for name in STATISTICS}
 
 
-@pytest.mark.parametrize("name", ["cosine", "norm_product", "value_ratio", "kurtosis", "alignment", "map_cosine"])
+@pytest.mark.parametrize(
+    "name", ["cosine", "norm_product", "value_ratio", "kurtosis", "alignment", "matrix_entropy", "map_cosine"]
+)
 def test_a_measurement_of_before_a_statistic_was_added_still_loads(folder: Path, name: str) -> None:
     _change(folder, without=name)
     details = _details(folder)

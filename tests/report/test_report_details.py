@@ -64,6 +64,7 @@ def texts(chart: Any) -> str:
         ("entropy", ["Layer", "Head", "Entropy"]),
         ("by-distance", ["Distance (tokens back; 0 is the query itself)", "Share", "4..7", "64..69"]),
         ("by-query", ["Position of the query", "first token", "an average other token", "log scale", "32..63"]),
+        ("compression", ["After block (0 is the embedding)", "Matrix entropy"]),
         ("kurtosis", ["After block (0 is the embedding)", "Kurtosis", "first token", "the others"]),
         ("alignment", ["After block", "Position (the first token is 1)"]),
         ("secondary", ["Layer", "Head", "Percent of sequences"]),
@@ -75,6 +76,14 @@ def texts(chart: Any) -> str:
 def test_each_figure_compiles_and_names_its_axes(drawn: dict[str, Figure], key: str, expected: list[str]) -> None:
     found = texts(drawn[key].charts[0])
     assert [text for text in expected if text not in found] == []
+
+
+def test_the_entropy_of_the_states_stands_beside_the_norm_of_the_first_token_and_the_sink(
+    drawn: dict[str, Figure],
+) -> None:
+    titles = ("Matrix entropy", "Norm of the first token over the others", "Sink₁ of the layer (percent of heads)")
+    found = [texts(chart) for chart in drawn["compression"].charts]
+    assert all(title in text for title, text in zip(titles, found, strict=True))
 
 
 def test_there_is_a_map_for_every_head_asked_for_and_none_shows_later_keys(drawn: dict[str, Figure]) -> None:

@@ -93,6 +93,13 @@ def kurtosis(h: Tensor) -> float:
     return float((centred**4).mean() / (centred**2).mean() ** 2)
 
 
+def matrix_entropy(h: Tensor) -> float:
+    """From the singular values of one sequence's hidden states (T, channels)."""
+    squares = [float(s) ** 2 for s in torch.linalg.svdvals(h)]
+    shares = [square / sum(squares) for square in squares]
+    return -sum(p * math.log(p) for p in shares if p > 0) / math.log(min(h.shape))
+
+
 def secondary(A: Tensor, eps: float) -> list[int]:
     """Positions 5 .. T / 2 with an importance above eps, 1-based."""
     T = len(A)
@@ -116,6 +123,7 @@ def reference(
         "rest_by_query": over_sequences(lambda n, layer, h: by_query(A_NLHTT[n, layer, h])[1]),
         "secondary": over_sequences(lambda n, layer, h: 100.0 * bool(secondary(A_NLHTT[n, layer, h], eps))),
         "kurtosis": torch.tensor([[[kurtosis(h) for h in hs] for hs in place] for place in hidden_NMTC]).mean(0),
+        "matrix_entropy": torch.tensor([[matrix_entropy(h) for h in hs] for hs in hidden_NMTC]).mean(0),
         "alignment": torch.cosine_similarity(hidden_NMTC, hidden_NMTC[:, :, :1], dim=-1).mean(0),
     }
     norms = torch.stack([v.norm(dim=-1).mean(0) for v in values])

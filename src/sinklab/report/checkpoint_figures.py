@@ -80,7 +80,7 @@ def _by_step(rows: ChartRows, title: str, width: Width) -> Drawing:
             "step:Q",
             title="Training step" + (" (log scale)" if wide else ""),
             scale=alt.Scale(type="symlog", constant=1) if wide else alt.Scale(zero=False),
-            axis=alt.Axis(format="~s", grid=False, values=[0, *powers]) if wide else alt.Axis(format=",d", grid=False),
+            axis=alt.Axis(format=",d", grid=False, values=[0, *powers] if wide else alt.Undefined),
         ),
         y=alt.Y("value:Q", title=title, scale=alt.Scale(zero=not title.startswith("Loss"), nice=True)),
     )

@@ -10,8 +10,17 @@ import numpy as np
 
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.details import STATISTICS, Details
-from sinklab.measuring.statistics.secondary import ALIGNED, FIRST_FEW
-from sinklab.measuring.statistics.shown import BlockLines, BucketLines, HeadMap, Heatmap, MatrixMap, PositionMap, Shown
+from sinklab.measuring.statistics.secondary import ALIGNED, FIRST_FEW, stretches
+from sinklab.measuring.statistics.shown import (
+    BlockLines,
+    BucketLines,
+    HeadMap,
+    Heatmap,
+    MatrixMap,
+    PositionMap,
+    SequenceLines,
+    Shown,
+)
 from sinklab.report import heatmaps, lines
 from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.figure import ColourScale, DataTable, Figure
@@ -54,6 +63,8 @@ def _figure(data: ReportData, parts: list[tuple[str, Shown]], width: int | str, 
             return _matrices(data, name, shown, small)
         case BlockLines():
             return _blocks(data, name, shown, width)
+        case SequenceLines():
+            return _sequences(data, name, shown, small)
         case _:
             return _buckets(data, [(one, part) for one, part in parts if isinstance(part, BucketLines)], width)
 
@@ -111,6 +122,24 @@ def _blocks(data: ReportData, name: str, shown: BlockLines, width: int | str) ->
     return Figure(shown.key, shown.title, shown.caption, [chart])
 
 
+def _sequences(data: ReportData, name: str, shown: SequenceLines, width: int | str) -> Figure:
+    """A value of whole sequences by block, and beside it what goes with the first token there."""
+    found = _found(data, name)
+    after, layer = "After block (0 is the embedding)", "Layer"
+    sinks = [(run.cell, 100 * (one.importance_first > one.eps).mean((0, 2))) for run, one, _, _ in found]
+    norms = [(run.cell, np.array(one.hidden_norm_ratio or ())) for run, one, _, _ in found]
+    drawn = [
+        lines.by_layer(rows, data.cells, at, title, width, title)
+        for title, at, of_runs in (
+            (shown.what, after, [(run.cell, array_M) for run, _, _, array_M in found]),
+            ("Norm of the first token over the others'", after, norms),
+            ("Sink₁ of the layer (percent of heads)", layer, sinks),
+        )
+        if (rows := lines.means(of_runs, first_layer=int(at == layer)))
+    ]
+    return Figure(shown.key, shown.title, shown.caption, drawn, small=True)
+
+
 def _buckets(data: ReportData, parts: list[tuple[str, BucketLines]], width: int | str) -> Figure:
     """A line for each of the statistics."""
     rows = [row for name, part in parts for row in _bucket_rows(data, name, part.series)]
@@ -158,6 +187,7 @@ def _secondary(data: ReportData, width: int | str) -> Figure | None:
             f"{one.heads:.1f}",
             f"{one.importance:.3f}",
             "–" if one.alignment is None else f"{one.alignment:.2f} after block {one.block}",
+            *("–" if not numbers else stretches(numbers) for numbers in (one.layers, one.alike)),
         ]
         for run, _, details in data.detailed
         for one in details.secondary_sinks
@@ -174,6 +204,7 @@ def _secondary(data: ReportData, width: int | str) -> Figure | None:
         "percent of sequences",
     )
     columns = ["Token", "Id", "Heads above ε (%)", "Importance", "Cosine with the first token"]
+    columns += ["Sink in layers", "Like the first after blocks"]
     return replace(_heads(data, "secondary", shown, width), table=DataTable(columns, rows))
 
 

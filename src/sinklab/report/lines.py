@@ -60,6 +60,22 @@ def first_and_rest(arrays: Iterable[tuple[str, np.ndarray]], first_layer: int = 
     ]
 
 
+def means(arrays: Iterable[tuple[str, np.ndarray]], first_layer: int = 0) -> ChartRows:
+    """Rows for `by_layer`: one value for each layer, mean over the runs of a cell.
+
+    Args:
+        arrays: (layers,) of each run, with its cell.
+        first_layer: number of the first layer.
+    """
+    collected = by_key(
+        ((cell, layer), float(value)) for cell, array_L in arrays for layer, value in enumerate(array_L, first_layer)
+    )
+    return [
+        {"cell": cell, "where": "mean", "layer": layer, "value": fmean(values)}
+        for (cell, layer), values in collected.items()
+    ]
+
+
 def by_layer(
     rows: ChartRows, cells: Sequence[str], at: str, y_title: str, width: Width = 640, title: str | None = None
 ) -> Drawing:

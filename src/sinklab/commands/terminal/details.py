@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from sinklab.measuring.statistics.details import Details
-from sinklab.measuring.statistics.secondary import FIRST_FEW
+from sinklab.measuring.statistics.secondary import FIRST_FEW, stretches
 
 SHOWN_SINKS = 3
 
@@ -26,7 +26,7 @@ def _layers(d: Details) -> Table:
             continue
         found = [column.of(array)] if column.of else [d.by_layer[field] for field in statistic.fields]
         known = [numbers for numbers in found if numbers is not None]
-        if statistic.axes == "MT":
+        if statistic.axes.startswith("M"):
             known = [numbers[1:] for numbers in known if len(numbers) == layers + 1]  # where every block has attention
         if known:
             columns[column.title] = [
@@ -43,10 +43,12 @@ def _layers(d: Details) -> Table:
 def _secondary(d: Details) -> Table:
     title = f"Secondary sinks past position {FIRST_FEW}: in {d.secondary_rate:.2f} % of heads and sequences"
     table = Table(title=title, title_justify="left")
-    for name in ("sequence", "position", "token id", "heads (%)", "importance", "cos with token 1"):
+    columns = ("sequence", "position", "token id", "heads (%)", "importance", "cos with token 1", "in layers", "alike")
+    for name in columns:
         table.add_column(name, justify="right")
     for one in d.secondary_sinks[:SHOWN_SINKS]:
         alike = "-" if one.alignment is None else f"{one.alignment:.2f}"
         where = (str(one.sequence), str(one.position), str(one.token))
-        table.add_row(*where, f"{one.heads:.1f}", f"{one.importance:.3f}", alike)
+        lives = ["-" if not numbers else stretches(numbers) for numbers in (one.layers, one.alike)]
+        table.add_row(*where, f"{one.heads:.1f}", f"{one.importance:.3f}", alike, *lives)
     return table

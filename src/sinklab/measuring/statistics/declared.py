@@ -30,7 +30,7 @@ class Statistic(Axes):
         averaged: axes of what is averaged over sequences, where that is not the array itself.
         angles: whether it needs the queries, which a model that returns its own matrices does not show.
         fields: of measurement.json: means over heads of each layer (LH), that of position 1 and that of the others
-            (LHT), or means over tokens of each place (MT); () for none.
+            (LHT), means over tokens of each place (MT), or the array itself (M); () for none.
         column: in the terminal; None for none.
         figures: of the report.
     """
@@ -50,6 +50,8 @@ class Statistic(Axes):
 
     def by_layer(self, array: np.ndarray, /) -> Sequence[list[float] | None]:
         """The values of `fields`; None for the other positions where there is only one."""
+        if self.axes == "M":
+            return [array.tolist()]
         if self.axes == "LH":
             return [array.mean(1).tolist()]
         rest = array[..., 1:].mean((1, 2)).tolist() if array.shape[-1] > 1 else None
@@ -94,4 +96,20 @@ class OfStream(Statistic, ABC):
         Args:
             x_BTC: hidden states at one place, float32 (float64 for float64).
             first_B1C: that of the first real token.
+        """
+
+
+class OfStates(Statistic, ABC):
+    """A statistic of all tokens of a sequence together, in the residual stream."""
+
+    axes = "M"
+
+    @abstractmethod
+    def read(self, x_BRC: Tensor, count_B: Tensor, /) -> Tensor:
+        """The value of every sequence (B,).
+
+        Args:
+            x_BRC: hidden states at one place, float32 (float64 for float64), the first real token first; 0 past the
+                end of a sequence.
+            count_B: tokens of each sequence.
         """

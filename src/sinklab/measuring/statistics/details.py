@@ -14,10 +14,11 @@ from pydantic import ConfigDict, FiniteFloat, SerializerFunctionWrapHandler, mod
 from sinklab.measuring.statistics.angles import Cosine, NormProduct
 from sinklab.measuring.statistics.arrays import Array, ArrayOrNone, WithArrays
 from sinklab.measuring.statistics.buckets import ByDistance, FirstByQuery, RestByQuery
+from sinklab.measuring.statistics.compression import MatrixEntropy
 from sinklab.measuring.statistics.declared import Statistic
 from sinklab.measuring.statistics.entropy import Entropy
 from sinklab.measuring.statistics.maps import AttentionMap, CosineMap, NormProductMap
-from sinklab.measuring.statistics.secondary import Percent, Secondary, SecondarySink
+from sinklab.measuring.statistics.secondary import Percent, Secondary, SecondarySink, SecondaryToken
 from sinklab.measuring.statistics.stream import Alignment, Kurtosis
 from sinklab.measuring.statistics.values import ValueRatio
 
@@ -31,6 +32,7 @@ class Details(WithArrays):
     Attributes:
         secondary_rate: percent of (sequence, layer, head) triples with a secondary sink.
         secondary_sinks: the strongest, strongest first.
+        secondary_tokens: which tokens are such sinks most often; None in older files.
         distances: first distance of each bucket: 0, 1, 2, 4, ..
         queries: first query of each bucket, 1-based: 1, 2, 4, ..
         maps: (layer, head) of every map, 1-based.
@@ -42,6 +44,7 @@ class Details(WithArrays):
 
     secondary_rate: Percent
     secondary_sinks: list[SecondarySink]
+    secondary_tokens: list[SecondaryToken] | None = None
     distances: list[int]
     queries: list[int]
     maps: list[tuple[int, int]]
@@ -55,6 +58,7 @@ class Details(WithArrays):
     secondary: Annotated[Array, Secondary()]
     kurtosis: Annotated[ArrayOrNone, Kurtosis()] = None
     alignment: Annotated[ArrayOrNone, Alignment()] = None
+    matrix_entropy: Annotated[ArrayOrNone, MatrixEntropy()] = None
     map_attention: Annotated[ArrayOrNone, AttentionMap()] = None
     map_cosine: Annotated[ArrayOrNone, CosineMap()] = None
     map_norm_product: Annotated[ArrayOrNone, NormProductMap()] = None

@@ -1,5 +1,12 @@
-"""Tokens past the first few that heads attend to, or that are like the first token."""
+"""Tokens past the first few that heads attend to, or that are like the first token: where, and in which layers.
 
+2512.22213 calls sinks secondary that come in middle layers, live for a number of them, and have a hidden state along
+the first token's. Here every token counts that any head attends to; whether its state is the first token's, and from
+which block to which, is said beside it.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated
 
 import torch
@@ -27,6 +34,8 @@ class SecondarySink(Part):
         importance: alpha, mean over layers and heads.
         block: after which the first token of the sequence stands out most; None where blocks could not be read.
         alignment: cosine of the token's hidden state and the first token's after that block.
+        layers: the attention layers in which a head has alpha > eps, 1-based; None in older files.
+        alike: the blocks after which that cosine is above 0.9, 0 being the embedding; None where unknown.
     """
 
     sequence: int = Field(ge=1)
@@ -36,6 +45,22 @@ class SecondarySink(Part):
     importance: FiniteFloat
     block: int | None = Field(ge=0)
     alignment: FiniteFloat | None
+    layers: list[int] | None = None
+    alike: list[int] | None = None
+
+
+class SecondaryToken(Part):
+    """How often a token is a secondary sink where it stands past the first few and before the last half.
+
+    Attributes:
+        token: its id.
+        sinks: how often a head has alpha > eps there.
+        occurrences: how often it stands there.
+    """
+
+    token: int = Field(ge=0)
+    sinks: int = Field(ge=1)
+    occurrences: int = Field(ge=1)
 
 
 class Secondary(Statistic):
@@ -60,6 +85,13 @@ class SecondarySearch:
     def __init__(self, eps: float) -> None:
         self._eps, self._sequences = eps, 0
         self.strongest: list[SecondarySink] = []
+        self._sinks: Counter[int] = Counter()
+        self._occurrences: Counter[int] = Counter()
+
+    def tokens(self) -> list[SecondaryToken]:
+        """Those that are secondary sinks most often, most often first."""
+        ordered = sorted(self._sinks.items(), key=lambda one: (-one[1], one[0]))[:STRONGEST]
+        return [SecondaryToken(token=id, sinks=n, occurrences=self._occurrences[id]) for id, n in ordered]
 
     def find(
         self,
@@ -85,6 +117,8 @@ class SecondarySearch:
         candidate_BR = (position_R > FIRST_FEW) & (2 * position_R <= count_B1)
         above_ABHR = (importance_ABHR > self._eps) & candidate_BR[:, None]
         heads_BR, mean_BR = 100 * above_ABHR.double().mean((0, 2)), importance_ABHR.double().mean((0, 2))
+        self._occurrences.update(tokens_BR[candidate_BR].tolist())
+        self._sinks.update(tokens_BR[heads_BR > 0].tolist())
         place_B = None
         alike_BR = torch.zeros_like(candidate_BR)
         if alignment_MBR is not None and hidden_MBR is not None:
@@ -103,9 +137,27 @@ class SecondarySearch:
                     importance=float(mean_BR[b, at]),
                     block=block,
                     alignment=None if block is None or alignment_MBR is None else float(alignment_MBR[block, b, at]),
+                    layers=_numbers(above_ABHR[:, b, :, at].any(1), first=1),
+                    alike=None if alignment_MBR is None else _numbers(alignment_MBR[:, b, at] > ALIGNED, first=0),
                 )
             )
         self.strongest.sort(key=lambda one: (-one.heads, -one.importance, one.sequence, one.position))
         del self.strongest[STRONGEST:]
         self._sequences += len(valid_BR)
         return 100.0 * above_ABHR.any(-1)
+
+
+def _numbers(chosen_X: Tensor, first: int) -> list[int]:
+    """The numbers of what is True, counted from `first`."""
+    return [index + first for (index,) in chosen_X.nonzero().tolist()]
+
+
+def stretches(numbers: Sequence[int]) -> str:
+    """Whole numbers as people write them: "4..9, 12"; they increase."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ", ".join(f"{one[0]}..{one[-1]}" if len(one) > 1 else str(one[0]) for one in found)

@@ -89,6 +89,17 @@ class BucketLines(Shown):
 
 
 @dataclass(frozen=True)
+class SequenceLines(Shown):
+    """A value of whole sequences by place in the residual stream (M), beside the first token's norm and the sink.
+
+    Attributes:
+        what: the quantity.
+    """
+
+    what: str
+
+
+@dataclass(frozen=True)
 class BlockLines(Shown):
     """The first token and the mean of the others, by place in the residual stream (MT).
 

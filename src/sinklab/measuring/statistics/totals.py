@@ -72,6 +72,7 @@ class DetailTotals:
                 **by_layer,
                 "secondary_rate": float(arrays["secondary"].mean(dtype=np.float64)),
                 "secondary_sinks": self._search.strongest,
+                "secondary_tokens": self._search.tokens(),
                 "distances": self._distances,
                 "queries": self._queries,
                 "maps": list(self._maps.sums),

@@ -13,7 +13,7 @@ from sinklab.measuring.hooks import residual_stream
 from sinklab.measuring.metrics import accumulation, token_norms
 from sinklab.measuring.padding import RealTokens
 from sinklab.measuring.statistics.block import Angles
-from sinklab.measuring.statistics.declared import OfStream
+from sinklab.measuring.statistics.declared import OfStates, OfStream
 from sinklab.measuring.statistics.details import STATISTICS
 from sinklab.measuring.statistics.layer import LayerDetails, layer_details
 from sinklab.measuring.statistics.maps import MAP_POSITIONS, Head
@@ -26,7 +26,8 @@ class BatchDetails:
     Attributes:
         layers: what every attention layer has, by name of the statistic, in the order of their calls: (B, H) or (B, H,
             R), of the value ratio the norms of the values, repeated over the heads that share them.
-        stream: before the first block and after each, by name (places, B, R); empty where blocks cannot be read.
+        stream: before the first block and after each, by name, of tokens (places, B, R) or of sequences (places, B);
+            empty where blocks cannot be read.
         tokens_BR: ids.
         maps: sums over the batch (3, R, R) by (layer, head), 1-based, in the order they were asked for.
     """
@@ -100,15 +101,21 @@ class DetailsWatch:
         ]
         return BatchDetails(
             layers=layers,
-            stream={name: torch.stack([align(place[name]).cpu() for place in self._hidden]) for name in known},
+            stream={name: torch.stack([place[name].cpu() for place in self._hidden]) for name in known},
             tokens_BR=align(tokens_BT),
             maps={(layer, head): self._layers[layer - 1].maps[head - 1] for layer, head in self.maps},
         )
 
     def _stream(self, hidden_BTC: Tensor) -> dict[str, Tensor]:
-        """Statistics of the tokens at one place of the residual stream (B, T), by name."""
+        """Statistics at one place of the residual stream, by name: of tokens (B, R) and of sequences (B,)."""
         assert self._real is not None
         first_B = self._real.index_BR[:, 0].to(hidden_BTC.device)
         x_BTC = hidden_BTC.to(accumulation(hidden_BTC.dtype))
         first_B1C = x_BTC.gather(1, first_B.view(-1, 1, 1).expand(-1, 1, x_BTC.shape[-1]))
-        return {name: one.read(x_BTC, first_B1C) for name, one in STATISTICS.items() if isinstance(one, OfStream)}
+        x_BRC, align = self._real.align(x_BTC.mT).mT, self._real.align
+        found = {
+            name: align(one.read(x_BTC, first_B1C)) for name, one in STATISTICS.items() if isinstance(one, OfStream)
+        }
+        return found | {
+            name: one.read(x_BRC, self._real.count_B) for name, one in STATISTICS.items() if isinstance(one, OfStates)
+        }
