@@ -9,6 +9,8 @@ LATER: dict[str, object] = {
     "init_sha256": None,
     "attention.bias.start": None,
     "exclusive": False,
+    "norm.head_norm": False,
+    "norm.gate_rank": None,
 }
 """Dotted keys of the model part of a recipe, each with the value that leaves the model as it was before the key."""
 
