@@ -39,6 +39,8 @@ KEY_WIDTHS = {"mla": 1.5}
 
 AROUND: dict[str, dict[str, Any]] = {
     "exclusive": {"exclusive": True},
+    "head_norm": {"norm": {"head_norm": True}},
+    "gated_norm": {"norm": {"gate_rank": 16}},
 }
 """What a recipe can put around the attention core, as the model part of a recipe; the plain layer is `layer`."""
 

@@ -48,6 +48,8 @@ def attention(
         if model["exclusive"]:
             own_v = v[:, :, g]
             out = out - (out * own_v).sum(-1, keepdim=True) / (own_v**2).sum(-1, keepdim=True) * own_v
+        if model["norm"]["head_norm"]:
+            out = rms_norm(out, own["attention.head_norm.weight"], model["norm"]["eps"])
         if gate == "head":
             out = out * torch.sigmoid(x @ own["attention.output_gate.linear.weight"][h]).unsqueeze(-1)
         if gate == "element":

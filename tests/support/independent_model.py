@@ -123,6 +123,14 @@ def residual(model: Config, own: Weights, part: str, x: Tensor, f: Any) -> Tenso
 
 
 def norm(how: Config, weights: Weights, name: str, x: Tensor) -> Tensor:
+    y = ungated(how, weights, name, x)
+    if how["gate_rank"] is None:
+        return y
+    inner = y @ weights[f"{name}.gate.down.weight"].T
+    return y * torch.sigmoid((inner * torch.sigmoid(inner)) @ weights[f"{name}.gate.up.weight"].T)
+
+
+def ungated(how: Config, weights: Weights, name: str, x: Tensor) -> Tensor:
     w = weights[f"{name}.weight"]
     if how["kind"] == "rmsnorm":
         return rms_norm(x, w, how["eps"])

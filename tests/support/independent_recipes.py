@@ -142,6 +142,10 @@ def _drawn(rng: random.Random, cell: Cell) -> dict[str, Any]:
     heads = rng.choice([1, 2, 2, 3, 4, 4, 5, 6, 12])
     context = rng.randint(12, 20)
     operation = cell.get("operation") or _varied(rng, rng.choice(OPERATIONS + KERNELS))
+    mask = _mask(rng, cell.get("mask") or rng.choice(MASKS), context)
+    head_norm = rng.random() < 0.3
+    # Where every query sees itself alone, its output less its own value is rounding, which a norm would blow up.
+    exclusive = rng.random() < 0.3 and not (head_norm and mask.get("width") == 1)
     drawn = {
         "seed": rng.randint(0, 999),
         "metric": {"length": context},
@@ -160,19 +164,21 @@ def _drawn(rng: random.Random, cell: Cell) -> dict[str, Any]:
                 "eps": rng.choice([1e-5, 1e-2]),
                 "alpha": rng.uniform(0.2, 1.5),
                 "qk_norm": rng.random() < 0.4,
+                "head_norm": head_norm,
+                "gate_rank": rng.choice([None, None, 1, 3]),
             },
             "ffn": rng.choice(["relu", "gelu", "swish", "reglu", "geglu", "swiglu"]),
             "attention": {
                 "operation": operation,
                 "bias": cell.get("bias") or _varied(rng, rng.choice(BIASES)),
-                "mask": _mask(rng, cell.get("mask") or rng.choice(MASKS), context),
+                "mask": mask,
                 "softcap": rng.choice([None, None, rng.uniform(0.5, 4.0)]),
                 "backend": cell.get("backend") or rng.choice(["auto", "auto", "chunked", "eager", "sdpa"]),
             },
             "gate": rng.choice(["none", "none", "head", "element", "value"]),
             "head_outputs": rng.choice(["concat", "concat", "sum"]),
             "init": rng.choice(["declared", "torch"]),
-            "exclusive": rng.random() < 0.3,
+            "exclusive": exclusive,
             "projection": cell.get("projection") or rng.choice([FULL, FULL, FULL, {"kind": "latent"}, LATENT]),
         },
     }

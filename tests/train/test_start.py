@@ -37,6 +37,7 @@ NEUTRAL: dict[str, dict[str, Any]] = {  # what is added
     "a gate per head": {"gate": "head"},
     "a gate per element": {"gate": "element"},
     "a gate of values": {"gate": "value"},
+    "gates behind norms": {"norm": {"gate_rank": 3}},
 }
 
 

@@ -51,6 +51,7 @@ class Attention(nn.Module):
             self.qkv = nn.Linear(config.width, (self.heads + 2 * self.key_heads) * self.head_width, bias=False)
         self.q_norm = HeadNorm(self.key_width, eps=config.norm.eps) if config.norm.qk_norm else nn.Identity()
         self.k_norm = HeadNorm(self.key_width, eps=config.norm.eps) if config.norm.qk_norm else nn.Identity()
+        self.head_norm = HeadNorm(self.head_width, eps=config.norm.eps) if config.norm.head_norm else nn.Identity()
         gate = config.gate.kind
         self.value_gate = ValueGating(self.key_heads, value_width) if gate == "value" else None
         self.output_gate = None
@@ -109,6 +110,7 @@ class Attention(nn.Module):
         """What attention adds to the stream, from the core's output, what the layer has read, and its values."""
         if self.exclusive:
             out_BHLD = without_own_value(out_BHLD, v_BGLD)
+        out_BHLD = self.head_norm(out_BHLD)
         if self.output_gate is not None:
             out_BHLD = self.output_gate(out_BHLD, x_BLE)
         if self.summed:

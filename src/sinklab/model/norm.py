@@ -1,8 +1,15 @@
-"""Normalisation: what it computes, where it stands, and whether queries and keys have one of their own."""
+"""Normalisation: what it computes, where it stands, whether a gate follows it, and who has one of their own.
+
+Head-wise RMSNorm of the attention output (2605.06611) is known from the abstract and what others say of the paper: the
+output of each head is normed before the heads are joined. Whether it has a weight is not; here it has one vector for
+all heads of a layer, as qk_norm has. What follows is linear, so that a vector for each head would add nothing but
+another start of training, unless a gate stands in between.
+"""
 
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -23,6 +30,10 @@ class NormConfig(Part):
     eps: float = Field(default=1e-5, gt=0, description="under the root of rmsnorm and layernorm")
     alpha: float = Field(default=0.5, gt=0, description="slope that dynamic_tanh starts with")
     qk_norm: bool = Field(default=False, description="RMSNorm of every query and key over its width, before rotary")
+    head_norm: bool = Field(default=False, description="RMSNorm of every head's output over its width")
+    gate_rank: int | None = Field(
+        default=None, ge=1, description="gated norm: y sigmoid(W_up swish(W_down y)) of this rank behind every norm"
+    )
 
 
 class DynamicTanh(nn.Module):
@@ -79,8 +90,48 @@ class HeadNorm(nn.RMSNorm):
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
+class LowRankGate(nn.Module):
+    """y * sigmoid(W_up swish(W_down y)), elementwise: GatedNorm's gate, of the norm's own output (2601.22966, 3.4)."""
+
+    def __init__(self, width: int, rank: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(width, rank, bias=False)
+        self.up = nn.Linear(rank, width, bias=False)
+
+    def forward(self, y_BLE: Tensor) -> Tensor:
+        return y_BLE * torch.sigmoid(self.up(F.silu(self.down(y_BLE))))
+
+
+class _Gated(nn.Module):
+    """A norm with a gate behind it; its own tensors keep their names."""
+
+    gate: LowRankGate
+
+    def forward(self, x_BLE: Tensor) -> Tensor:
+        return self.gate(super().forward(x_BLE))
+
+
+class GatedRmsNorm(_Gated, RmsNorm):
+    """RMSNorm and its gate: GatedNorm."""
+
+
+class GatedLayerNorm(_Gated, nn.LayerNorm):
+    """LayerNorm and its gate."""
+
+
+class GatedDynamicTanh(_Gated, DynamicTanh):
+    """Dynamic tanh and its gate: the paper's GatedDyT."""
+
+
 def build_norm(config: NormConfig, width: int) -> nn.Module:
-    """The norm of a stream of the given width."""
+    """The norm of a stream of the given width, and the gate behind it."""
+    gated = config.gate_rank is not None
     if config.kind == "dynamic_tanh":
-        return DynamicTanh(width)
-    return (RmsNorm if config.kind == "rmsnorm" else nn.LayerNorm)(width, eps=config.eps)
+        norm = (GatedDynamicTanh if gated else DynamicTanh)(width)
+    elif config.kind == "layernorm":
+        norm = (GatedLayerNorm if gated else nn.LayerNorm)(width, eps=config.eps)
+    else:
+        norm = (GatedRmsNorm if gated else RmsNorm)(width, eps=config.eps)
+    if config.gate_rank is not None:
+        norm.gate = LowRankGate(width, config.gate_rank)
+    return norm

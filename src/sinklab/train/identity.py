@@ -11,6 +11,8 @@ LATER: dict[str, object] = {
     "attention.operation.shift": "none",
     "exclusive": False,
     "projection": {"kind": "full"},
+    "norm.head_norm": False,
+    "norm.gate_rank": None,
 }
 """Dotted keys of the model part of a recipe, each with the value that leaves the model as it was before the key."""
 

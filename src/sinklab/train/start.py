@@ -10,6 +10,7 @@ as far as there is such a place:
     key of k and kv biases  the same, a learned number that is added to its logit
     output and value gates  sigmoid(0) = 1/2 everywhere, and twice the output projection: exactly the same outputs
     value of v biases       zero
+    gates behind norms      sigmoid(0) = 1/2 everywhere, and twice the weight of the norm: exactly the same outputs
 
 A sink token, an operation that is not softmax, norms that were not there: they change the outputs at once.
 """
@@ -37,6 +38,8 @@ from sinklab.train.recipe import Recipe, build_recipe
 
 OPEN = ("layers", "width", "heads", "kv_heads", "ffn_width", "vocab_size", "context", "position", "norm")
 """Keys of `model` that a recipe may leave to its checkpoint; a context of its own it may have."""
+
+GATE_BEHIND_NORM = ".gate.up.weight"
 
 
 @dataclass(frozen=True)
@@ -238,4 +241,7 @@ def begin(model: Transformer, start: Start, tokenizer_path: Path) -> list[str]:
                 own[f"{block}.attention.out.weight"].mul_(2)
         elif rest == "core.bias.value":
             own[name].zero_()
+        elif name.endswith(GATE_BEHIND_NORM):
+            own[name].zero_()
+            own[f"{name.removesuffix(GATE_BEHIND_NORM)}.weight"].mul_(2)
     return new

@@ -2,7 +2,7 @@
 
 A multiplication and an addition are two operations. For one sequence of T tokens (L = T + learned leading tokens):
 
-matrices    2 * inputs * outputs * L for every linear map inside the blocks (those inside a kernel's feature map: times
+matrices    2 * inputs * outputs * L for every linear map but the head (those inside a kernel's feature map: times
             query and key heads), projections, feed-forwards and gates alike
 attention   2 * (D + V) * pairs per head and layer: every score and every weighted value, once, D and V the widths of a
             key and a value. Pairs are the (query, key) pairs that the mask allows: L (L + 1) / 2 when causal. Kernels
@@ -90,11 +90,11 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def _matrix_flops(model: Transformer) -> int:
-    """Of the linear maps inside the blocks, per position, forward."""
+    """Of the linear maps but the head, per position, forward."""
     uses_of_features = model.config.heads + model.config.key_heads
     total = 0
-    for name, module in model.blocks.named_modules():
-        if isinstance(module, nn.Linear):
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module is not model.head:
             total += 2 * module.weight.numel() * (uses_of_features if ".core." in name else 1)
         elif isinstance(module, ValueGating):
             total += 2 * module.weight.numel()

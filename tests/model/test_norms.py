@@ -1,0 +1,97 @@
+"""Norms of heads and gates behind norms: where they stand, what they compute, how they start."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from closeness import assert_close
+from torch import Tensor, nn
+
+from sinklab.model.block import Attention
+from sinklab.model.exclusive import without_own_value
+from sinklab.model.norm import LowRankGate, NormConfig, build_norm
+from sinklab.model.transformer import Transformer
+from sinklab.train.recipe import build_recipe
+
+SMALL = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "ffn_width": 48, "vocab_size": 97, "context": 32}
+
+
+def transformer(**model: Any) -> Transformer:
+    recipe = build_recipe({"model": {**SMALL, "position": "none", **model}, "metric": {"length": 8}})
+    return Transformer(recipe.model, seed=1).double()
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def moved(module: nn.Module) -> None:
+    """Every parameter away from where it starts."""
+    with torch.no_grad():
+        for seed, parameter in enumerate(module.parameters()):
+            parameter += 0.3 * random(*parameter.shape, seed=seed)
+
+
+@torch.no_grad()
+def test_every_head_is_normed_without_its_own_value_and_before_the_gate() -> None:
+    attention = transformer(norm={"head_norm": True}, exclusive=True, gate="element").blocks[1].attention
+    assert isinstance(attention, Attention)
+    moved(attention)
+    out, v, x = random(2, 4, 5, 8), random(2, 2, 5, 8, seed=1), random(2, 5, 32, seed=2)
+    left = without_own_value(out, v)
+    normed = attention.head_norm.weight * left / (left.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    assert attention.output_gate is not None
+    assert_close(
+        attention.output(out, x, v), attention.out(attention.output_gate(normed, x).transpose(1, 2).flatten(2))
+    )
+
+
+def test_heads_of_any_size_leave_a_fresh_head_norm_with_unit_mean_square() -> None:
+    attention = transformer(norm={"head_norm": True}).blocks[0].attention
+    assert isinstance(attention, Attention)
+    normed = attention.head_norm(1e3 * random(2, 4, 5, 8))
+    torch.testing.assert_close(normed.square().mean(-1), torch.ones(2, 4, 5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm", "dynamic_tanh"])
+def test_a_gate_multiplies_what_the_norm_gives(kind: str) -> None:
+    plain, gated = (
+        build_norm(NormConfig.model_validate({"kind": kind, "gate_rank": rank}), 12).double() for rank in (None, 3)
+    )
+    for norm in (plain, gated):
+        for name, parameter in norm.named_parameters():
+            nn.init.normal_(parameter, 1.0, 0.3, generator=torch.Generator().manual_seed(len(name)))
+    x = random(2, 5, 12)
+    y, gate = plain(x), gated.gate
+    assert isinstance(gate, LowRankGate)
+    torch.testing.assert_close(gated(x), y * torch.sigmoid(F.silu(y @ gate.down.weight.T) @ gate.up.weight.T))
+
+
+@pytest.mark.parametrize(("placement", "norms"), [("pre", 5), ("post", 4), ("sandwich", 9)])
+def test_there_is_a_gate_behind_every_norm_of_the_stream_and_no_other(placement: str, norms: int) -> None:
+    model = transformer(norm={"placement": placement, "gate_rank": 2, "qk_norm": True, "head_norm": True})
+    gates = {name.removesuffix(".gate") for name, module in model.named_modules() if isinstance(module, LowRankGate)}
+    assert len(gates) == norms
+    assert all(name == "final_norm" or name.split(".")[-1] in STREAM for name in gates)
+
+
+STREAM = ("attention_norm", "ffn_norm", "attention_post_norm", "ffn_post_norm")
+
+
+def test_the_papers_gates_are_3_7_million_weights() -> None:
+    """Of its dense model with 2B parameters, 28 layers of width 2048 (2601.22966, section 3.4)."""
+    with torch.device("meta"):
+        norm = build_norm(NormConfig(gate_rank=16), 2048)
+    gate = sum(parameter.numel() for parameter in norm.gate.parameters())  # type: ignore[union-attr]
+    assert round((2 * 28 + 1) * gate / 1e6, 1) == 3.7
+
+
+def test_norms_start_as_one_and_gates_like_linear_layers() -> None:
+    model = transformer(norm={"head_norm": True, "gate_rank": 16}, width=512, heads=4)
+    assert all((p == 1).all() for name, p in model.named_parameters() if name.endswith("norm.weight"))
+    gates = dict(model.named_parameters())
+    down = torch.cat([gates[f"blocks.{i}.ffn_norm.gate.down.weight"] for i in range(2)])
+    assert down.std().item() == pytest.approx((2 / (5 * 512)) ** 0.5, rel=0.03)
+    up = torch.cat([gates[f"blocks.{i}.ffn_norm.gate.up.weight"] for i in range(2)])
+    assert up.std().item() == pytest.approx((2 / (5 * 16)) ** 0.5, rel=0.03)
