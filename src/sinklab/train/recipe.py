@@ -21,9 +21,10 @@ from sinklab.data.config import DataConfig
 from sinklab.data.selection import Selection
 from sinklab.errors import InputError
 from sinklab.files import parse_yaml
-from sinklab.model.config import DeclaredInit, ModelConfig
+from sinklab.model.config import ModelConfig
 from sinklab.schema import Part
 from sinklab.train.config import AdamW, MetricConfig, OptimConfig, ScheduleConfig, TrainConfig
+from sinklab.train.identity import leave_out_later_keys
 
 KINDS = ("kind", "name")
 """The keys that say which of several kinds a part is."""
@@ -69,21 +70,13 @@ class Recipe(Part):
         """16 hexadecimal digits of everything that decides the result: the recipe and the data.
 
         The name is left out; where the data came from, since its fingerprint says what it is; and how the work is done:
-        on what device, how several processes share it, how often it is saved. The declared initialisation is left out,
-        too: it was the only one, so that runs from before there was a choice are the runs they were. So are the start
-        from a checkpoint, the start of a bias and the shift of sigmoid scores where there is none. Of a checkpoint the
-        weights count, and not where they lie.
+        on what device, how several processes share it, how often it is saved. Of a checkpoint to start from the weights
+        count, and not where they lie. Keys that recipes did not always have count where they change what was done
+        before (`identity.ADDED_LATER`): runs from before there was a choice are the runs they were.
         """
         recipe = self.model_dump(mode="json", exclude={"name": True, "data": DATA_ORIGIN, "train": MANNER})
-        if self.model.init == DeclaredInit():
-            del recipe["model"]["init"]
         del recipe["model"]["init_from"]
-        for part, key in ((recipe["model"], "init_sha256"), (recipe["model"]["attention"]["bias"], "start")):
-            if part.get(key) is None:
-                part.pop(key, None)
-        operation = recipe["model"]["attention"]["operation"]
-        if operation.get("shift") == "none":
-            del operation["shift"]
+        leave_out_later_keys(recipe)
         truth = {"recipe": recipe, "data": data_fingerprint}
         return hashlib.sha256(json.dumps(truth, sort_keys=True).encode()).hexdigest()[:16]
 
