@@ -4,6 +4,7 @@ import pytest
 import torch
 from closeness import assert_close
 
+from sinklab.measuring.api import measure
 from sinklab.model.config import ModelConfig
 from sinklab.model.forget import ForgetGating
 from sinklab.model.transformer import Transformer
@@ -40,3 +41,13 @@ def test_gates_that_are_open_leave_the_model_as_it_is_without_them(position: str
 def test_gates_that_are_shut_leave_every_token_alone_with_itself() -> None:
     forgetting = model(-2000.0, position={"kind": "none"})
     assert_close(forgetting(tokens())[:, 4:5], forgetting(tokens()[:, 4:5]), 1e-12)
+
+
+def test_shorter_lengths_and_details_come_from_the_same_pass_as_for_any_other_operation() -> None:
+    forgetting, read = model(), tokens()
+    together = measure(forgetting, read, eps=0.2, lengths=[3, 7], details=True)
+    assert together.sink_rate_by_length is not None
+    assert together.details is not None
+    for length in (3, 7):
+        cut = measure(forgetting, read[:, :length], eps=0.2)
+        assert together.sink_rate_by_length[str(length)] == {"0.2": cut.sink_rate}

@@ -103,7 +103,7 @@ class Similarity(LogSimilarity):
         return over_norm(similarity, self.p) if self.normalised else similarity
 
 
-class ScoreShift(nn.Module):
+class SigmoidShift(nn.Module):
     """b, what is added to every score.
 
     Attributes:
@@ -160,7 +160,7 @@ class Sigmoid(Similarity):
             raise ValueError(
                 f"sigmoid attention with shift {self.shift} needs the context: -log of it is added to scores"
             )
-        return ScoreShift(-math.log(context), heads if self.shift == "learned" else None)
+        return SigmoidShift(-math.log(context), heads if self.shift == "learned" else None)
 
     def log_similarity(self, call: Call) -> Score:
         shift = None
@@ -172,7 +172,7 @@ class Sigmoid(Similarity):
 
             shift = Score(shifted, (call.keys_per_row().log(),))
         elif self.shift != "none":
-            assert isinstance(call.learned, ScoreShift)
+            assert isinstance(call.learned, SigmoidShift)
             shift = call.learned.score()
         return log_sigmoid() if shift is None else shift.then(log_sigmoid())
 
@@ -182,7 +182,7 @@ class Sigmoid(Similarity):
             return torch.sigmoid(z)
         if self.shift == "row":
             return 1 / (1 + given.seen().sum(-1, keepdim=True) * torch.exp(-z))
-        assert isinstance(given.learned, ScoreShift)
+        assert isinstance(given.learned, SigmoidShift)
         learned = given.learned.shift
         return torch.sigmoid(z + (given.learned.start if learned is None else learned[:, None, None]))
 
