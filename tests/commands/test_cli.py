@@ -34,7 +34,18 @@ def settings(text: Path, *more: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["lab"], ["train"], ["measure"], ["experiments"], ["reproduce"], ["report"], ["runs"], ["data", "prepare"]],
+    [
+        [],
+        ["lab"],
+        ["train"],
+        ["measure"],
+        ["parity"],
+        ["experiments"],
+        ["reproduce"],
+        ["report"],
+        ["runs"],
+        ["data", "prepare"],
+    ],
 )
 def test_every_command_has_help(run: Run, command: list[str]) -> None:
     status, out, _ = run(*command, "--help")

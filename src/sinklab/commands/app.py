@@ -13,7 +13,7 @@ from sinklab.commands.assess import assess
 from sinklab.commands.ending import end, stderr
 from sinklab.commands.evaluate import evaluate
 from sinklab.commands.export import export
-from sinklab.commands.measure import compare, measure
+from sinklab.commands.measure import compare, measure, parity
 from sinklab.commands.options import Json, Track
 from sinklab.commands.sft import sft
 from sinklab.signals import keeping_what_is_finished
@@ -112,6 +112,7 @@ def train(
 
 app.command("measure")(measure)
 app.command("compare")(compare)
+app.command("parity")(parity)
 app.command("assess")(assess)
 app.command("eval")(evaluate)
 app.command("export")(export)

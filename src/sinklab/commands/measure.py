@@ -197,6 +197,36 @@ def compare(
         compare_command(models, given)
 
 
+def parity(
+    model: Annotated[str, typer.Argument(help="Hugging Face id, model directory or .gguf file.")],
+    text: Text = None,
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(help="eager, sdpa, flex_attention or flash_attention_2 to _4; may be repeated, all unless given."),
+    ] = None,
+    sequences: Sequences = 4,
+    length: Length = 64,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    seed: Seed = 0,
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: Json = False,
+) -> None:
+    """Whether the attention backends of transformers compute the same for a model, its learned sinks included.
+
+    Reads --text, or random tokens. Status 1 where one differs from eager attention, or drops the sink logits.
+    """
+    from sinklab.commands.measurements import Invocation, parity_command
+    from sinklab.measuring.options import Options
+    from sinklab.survey.request import Request
+
+    request = Request(Options(inputs="random" if text is None else "natural"), sequences, length, seed=seed)
+    console = stderr()
+    loading = _loading(dtype, device, trust_remote_code, revision, console)
+    parity_command(model, backend or [], Invocation(text, request, loading, None, as_json, console))
+
+
 def _loading(dtype: str, device: str, trust_remote_code: bool, revision: str | None, console: "Console") -> "Loading":
     """How models are loaded; what takes a while is said on the console."""
     from sinklab.commands.terminal.text import printable

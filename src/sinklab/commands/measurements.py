@@ -12,6 +12,7 @@ from rich.progress import Progress
 
 from sinklab.commands.survey_progress import SurveyProgress
 from sinklab.commands.terminal.measurement import print_measurement
+from sinklab.commands.terminal.parity import print_parity
 from sinklab.commands.terminal.survey import (
     print_checkpoints,
     print_comparison,
@@ -23,6 +24,7 @@ from sinklab.errors import InputError, SinklabError, UnsavedError
 from sinklab.measuring.frames import write_tables
 from sinklab.measuring.huggingface.loading import Loading
 from sinklab.report import write_report
+from sinklab.survey.backends import compare_backends
 from sinklab.survey.checkpoints import measure_checkpoints, saved_models
 from sinklab.survey.compare import compare_models
 from sinklab.survey.domains import domain_files, measure_domains
@@ -187,6 +189,29 @@ def compare_command(models: Sequence[str], given: Invocation) -> None:
             models, given.text, given.request, loading=given.loading, out=given.out, listener=bars
         )
     given.finish(comparison, print_comparison)
+
+
+def parity_command(model: str, backends: Sequence[str], given: Invocation) -> None:
+    """Compare the attention backends of a model and print them side by side.
+
+    Raises:
+        InputError: as `compare_backends`.
+        SinklabError: a backend computes something else; the table has been printed.
+    """
+    bar = Progress(console=given.console, transient=True, disable=not given.console.is_terminal)
+    with bar:
+        task = bar.add_task("comparing", total=None)
+        found = compare_backends(
+            model,
+            given.text,
+            given.request,
+            loading=given.loading,
+            backends=backends or None,
+            starts=lambda name: bar.update(task, description=f"comparing {name}"),
+        )
+    given.print(found, print_parity)
+    if wrong := found.wrong():
+        raise SinklabError(wrong)
 
 
 def sizes_command(names: Sequence[str], models_dir: Path | None, given: Invocation) -> None:

@@ -99,7 +99,12 @@ class LoadedPretrained:
         with request.study.changed_positions(self._model, request.length):
             pass
 
-    def measure(self, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
+    def tokens(self, text: Path | None, request: Request) -> tuple[Tensor, int, Conversations]:
+        """The sequences that are asked for, the special tokens that each begins with, and how chats were written.
+
+        Raises:
+            InputError: sequences beyond its context, or a text that cannot be used.
+        """
         from sinklab.measuring.huggingface.anatomy import check_length, vocabulary_size
 
         check_length(self._model.config, request.length)
@@ -107,13 +112,15 @@ class LoadedPretrained:
         conversations = Conversations(self._tokenizer, keep_bos=not (special or request.no_bos or request.drawn_text))
         tokens_NT, prefix = request.drawn(min(len(self._tokenizer), vocabulary_size(self._model))), []
         if tokens_NT is None:
-            text = request.needed(text)
             prefix = [] if request.no_bos else special
             encode = pretrained_encode(self._tokenizer)
             tokens_NT = request.text_tokens(
-                text, encode, length=request.length, prefix=prefix, render=conversations.render
+                request.needed(text), encode, length=request.length, prefix=prefix, render=conversations.render
             )
-        bos_tokens = len(prefix) or int(conversations.bos)
+        return tokens_NT, len(prefix) or int(conversations.bos), conversations
+
+    def measure(self, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
+        tokens_NT, bos_tokens, conversations = self.tokens(text, request)
         measurement = measure_with_study(
             watched_model(self._model),
             tokens_NT,

@@ -1,0 +1,248 @@
+"""Whether the attention backends of the installed transformers compute the same for a model, learned sinks included.
+
+A backend is asked twice in every layer: with the values, as the model does, and with unit vectors in their place, of
+which it gives its own attention matrix. Columns of that are the importance, and what its rows lack of one is the share
+of the sink logit, as this backend computes them. The reference is eager attention, the model's own code; dividing its
+output by its row sums takes the sink logits away, and gives the model that a backend computes which drops them.
+
+What transformers refuses for a model (`_supports_sdpa = False`), what is not installed and what fails is unavailable,
+with the reason; nothing is forced past a refusal. sinklab's own computation (one_pass.py) is compared as well: of two
+backends that differ it tells which follows the formula.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from sinklab.errors import InputError, SinklabError, cause
+from sinklab.measuring.hooks import evaluating
+from sinklab.measuring.huggingface.anatomy import attention_implementation
+from sinklab.measuring.huggingface.interface import interface_probe
+from sinklab.measuring.metrics import importance_from_sums
+from sinklab.schema import Part
+
+EAGER, OWN = "eager", "sinklab"
+BACKENDS = (EAGER, "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+
+ParityVerdict = Literal["reference", "agrees", "differs", "drops the sink", "unavailable"]
+AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+class BackendParity(Part):
+    """One backend beside eager attention.
+
+    Attributes:
+        backend: as transformers calls it; "sinklab" for our own.
+        why: it is unavailable, or what else there is to know; None else.
+        logits_difference: largest |difference| from the logits of the reference, over the largest of those.
+        without_sink_difference: the same, from the reference without its sink logits; None where there are none.
+        importance_difference: largest |difference| from the reference's alpha, over layers, heads and positions.
+        importance_first: alpha of position 1, mean over sequences, layers and heads.
+        sink_share: what the rows of the layers with sink logits lack of one, mean over queries; None without any.
+    """
+
+    backend: str
+    verdict: ParityVerdict
+    why: str | None = None
+    logits_difference: float | None = None
+    without_sink_difference: float | None = None
+    importance_difference: float | None = None
+    importance_first: float | None = None
+    sink_share: float | None = None
+
+
+@dataclass
+class _BackendReading:
+    """What the model and its layers gave with one backend.
+
+    Attributes:
+        importance: alpha (B, H, T) of every layer whose attention passes through the interface.
+        shares: of the sink logit, mean over queries (B, H), of the layers that have one.
+        computed_by: what transformers took where that is another backend's name.
+    """
+
+    logits_BTV: Tensor = field(default_factory=lambda: torch.empty(0))
+    importance: list[Tensor] = field(default_factory=list)
+    shares: list[Tensor] = field(default_factory=list)
+    computed_by: str = ""
+
+    @property
+    def sink_share(self) -> float | None:
+        """None where no layer has a sink logit."""
+        return float(torch.stack([share.mean() for share in self.shares]).mean()) if self.shares else None
+
+    @property
+    def importance_first(self) -> float | None:
+        """None where no layer was seen."""
+        firsts = [alpha_BHT[..., 0].mean() for alpha_BHT in self.importance]
+        return float(torch.stack(firsts).mean()) if firsts else None
+
+
+def backend_parity(
+    model: PreTrainedModel,
+    tokens_BT: Tensor,
+    backends: Sequence[str] = BACKENDS,
+    starts: Callable[[str], None] = lambda backend: None,
+) -> list[BackendParity]:
+    """Every backend beside eager attention, which comes first; the model is left as it was found.
+
+    Args:
+        tokens_BT: token ids, where the model takes them.
+        backends: beside eager and sinklab's, which are always there.
+        starts: is told which backend is read now; compiling one may take minutes.
+
+    Raises:
+        InputError: a backend that transformers does not have, or eager attention cannot be had of this model.
+    """
+    if unknown := [name for name in backends if name not in BACKENDS]:
+        raise InputError(f"the backend {unknown[0]!r} is unknown: choose from {', '.join(BACKENDS)}")
+    starts(EAGER)
+    reference = _read(model, tokens_BT, EAGER)
+    if isinstance(reference, str):
+        raise InputError(f"backends are held against eager attention, which cannot be had of this model: {reference}")
+    without = _read(model, tokens_BT, EAGER, without_sinks=True) if reference.shares else None
+    assert not isinstance(without, str)
+    found = [
+        BackendParity(
+            backend=EAGER,
+            verdict="reference",
+            importance_first=reference.importance_first,
+            sink_share=reference.sink_share,
+        )
+    ]
+    for backend in backends:
+        if backend == EAGER:
+            continue
+        starts(backend)
+        read = _read(model, tokens_BT, backend)
+        if isinstance(read, str):
+            found.append(BackendParity(backend=backend, verdict="unavailable", why=read))
+        else:
+            found.append(_compared(backend, read, reference, without))
+    starts(OWN)
+    own = _read_own(model, tokens_BT)
+    if isinstance(own, str):
+        return [*found, BackendParity(backend=OWN, verdict="unavailable", why=own)]
+    return [*found, _compared(OWN, own, reference, without)]
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """The relative difference of logits that is rounding: the square root of the dtype's epsilon."""
+    return torch.finfo(dtype).eps ** 0.5
+
+
+def _compared(
+    backend: str, read: _BackendReading, reference: _BackendReading, without: _BackendReading | None
+) -> BackendParity:
+    if not bool(read.logits_BTV.isfinite().all()):
+        return BackendParity(backend=backend, verdict="differs", why="its logits contain NaN or infinity")
+    difference = _difference(read, reference)
+    from_none = None if without is None else _difference(read, without)
+    share, whole = read.sink_share, reference.sink_share
+    dropped = share is not None and whole is not None and from_none is not None
+    if dropped and share < whole / 2 and from_none < difference:
+        verdict = "drops the sink"
+    else:
+        verdict = "agrees" if difference <= tolerance(reference.logits_BTV.dtype) else "differs"
+    pairs = zip(read.importance, reference.importance, strict=False)  # none of a model that ignores the interface
+    return BackendParity(
+        backend=backend,
+        verdict=verdict,
+        why=None if read.computed_by in ("", backend) else f"transformers takes {read.computed_by} in its place",
+        logits_difference=difference,
+        without_sink_difference=from_none,
+        importance_difference=max((float((one - other).abs().max()) for one, other in pairs), default=None),
+        importance_first=read.importance_first,
+        sink_share=share,
+    )
+
+
+def _difference(one: _BackendReading, other: _BackendReading) -> float:
+    first, second = one.logits_BTV.double(), other.logits_BTV.double()
+    return float((first - second).abs().max() / second.abs().max().clamp(min=1e-30))
+
+
+def _read(
+    model: PreTrainedModel, tokens_BT: Tensor, backend: str, without_sinks: bool = False
+) -> _BackendReading | str:
+    """What the model gives with a backend, or why it cannot be had."""
+    reading = _BackendReading()
+    before = str(model.config._attn_implementation)
+    with attention_implementation(model, before):  # which is put back at the end
+        try:
+            model.set_attn_implementation(backend)
+            taken = str(model.config._attn_implementation)
+            if taken != backend and taken in (before, EAGER):
+                return f"transformers keeps {taken} attention in a {model.config.model_type!r} model"
+            reading.computed_by = taken  # a kernel that replaces one which is not compatible with the model
+            with evaluating(model), _watched(taken, reading, without_sinks):
+                reading.logits_BTV = model(tokens_BT, use_cache=False).logits
+        except Exception as error:  # each package and each kernel has errors of its own
+            return cause(error).split(". ")[0]
+    return reading
+
+
+def _read_own(model: PreTrainedModel, tokens_BT: Tensor) -> _BackendReading | str:
+    """What sinklab's own computation gives, or why it has none."""
+    reading = _BackendReading()
+    try:
+        with evaluating(model), interface_probe(model) as watch:
+            reading.logits_BTV = model(tokens_BT, use_cache=False).logits
+    except (SinklabError, AttributeError, KeyError, TypeError) as error:
+        return cause(error).split(". ")[0]
+    reading.importance = [layer.importance_BHT.cpu() for layer in watch.layers]
+    reading.shares = [layer.bias_BH.cpu() for layer in watch.layers if layer.bias_BH is not None]
+    return reading
+
+
+@contextmanager
+def _watched(backend: str, reading: _BackendReading, without_sinks: bool) -> Iterator[None]:
+    """Every call of the backend is read; afterwards transformers has its own function again."""
+    functions = AttentionInterface._global_mapping
+    own = functions.get(backend)
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        function: AttentionFunction = own or sys.modules[type(module).__module__].eager_attention_forward
+
+        def of_values(value_BGSV: Tensor) -> tuple[Tensor, Tensor | None]:
+            return function(module, query, key, value_BGSV, mask, *args, **options)
+
+        attention_BHTS = _matrix(lambda unit_BGSV: of_values(unit_BGSV)[0], value)
+        T, rows_BHT = attention_BHTS.shape[2], attention_BHTS.sum(-1)
+        lengths_B = torch.full((len(query),), T)
+        reading.importance.append(importance_from_sums(attention_BHTS.sum(2)[..., -T:], lengths_B).cpu())
+        out_BTHV, weights = of_values(value)
+        if options.get("s_aux") is not None:
+            reading.shares.append((1 - rows_BHT).mean(-1).cpu())
+            if without_sinks:
+                out_BTHV = out_BTHV / rows_BHT.mT[..., None].clamp(min=torch.finfo(torch.float32).tiny).to(out_BTHV)
+        return out_BTHV, weights
+
+    functions[backend] = attention
+    try:
+        yield
+    finally:
+        if own is None:
+            del functions[backend]
+        else:
+            functions[backend] = own
+
+
+def _matrix(output: Callable[[Tensor], Tensor], value_BGSV: Tensor) -> Tensor:
+    """The attention matrix (B, H, T, S), float32: the output for unit vectors as values, as many at a time as fit."""
+    S, V = value_BGSV.shape[2:]
+    columns = []
+    for start in range(0, S, V):
+        unit_BGSV = torch.zeros_like(value_BGSV)
+        width = min(V, S - start)
+        unit_BGSV[:, :, range(start, start + width), range(width)] = 1
+        columns.append(output(unit_BGSV)[..., :width].float().transpose(1, 2))
+    return torch.cat(columns, -1)

@@ -1,0 +1,170 @@
+"""Attention backends of transformers beside eager attention: they agree, or it is said how they do not."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from conftest import Run
+from families import GROUPED, family_tokens, hooks_on, pair_of
+from measure_reference import importance_by_loops
+from tiny_models import tiny_model
+from transformers import AttentionInterface
+
+from sinklab.errors import InputError
+from sinklab.measuring.huggingface.parity import BackendParity, backend_parity, tolerance
+
+QUICK = ("eager", "sdpa", "flash_attention_2")  # flex is compiled for minutes on a CPU
+WITH_SINKS: dict[str, Callable[[], Any]] = {
+    "gpt-oss": lambda: hf.GptOssConfig(**GROUPED, num_local_experts=2, num_experts_per_tok=1, sliding_window=5),
+    "granite-swa": lambda: hf.GraniteSWAConfig(**GROUPED, sliding_window=5),
+    "mimo-v2, sinks in one layer of two": lambda: hf.MiMoV2FlashConfig(**GROUPED, sliding_window=5),
+}
+
+
+def model_of(name: str) -> Any:
+    """A random model whose sink logits take a good share."""
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(WITH_SINKS[name]()).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("sinks"):
+                parameter.normal_(1.5, 2.0)
+    return model
+
+
+def by_name(found: list[BackendParity]) -> dict[str, BackendParity]:
+    return {one.backend: one for one in found}
+
+
+def test_backends_of_a_llama_agree_and_the_importance_is_that_of_its_matrices() -> None:
+    model, eager = pair_of("llama")
+    found = by_name(backend_parity(model, family_tokens(), QUICK))
+    assert [one.verdict for one in found.values()] == ["reference", "agrees", "unavailable", "agrees"]
+    with torch.no_grad():
+        matrices = torch.stack(eager(family_tokens(), output_attentions=True).attentions, 1)
+    alpha = torch.stack([importance_by_loops(one) for one in matrices])
+    for name in ("eager", "sdpa", "sinklab"):
+        assert found[name].importance_first == pytest.approx(float(alpha[..., 0].mean()), rel=1e-4)
+        assert found[name].sink_share is None
+    assert found["sdpa"].importance_difference == pytest.approx(0, abs=1e-5)
+    assert "flash" in (found["flash_attention_2"].why or "").lower()
+
+
+@pytest.mark.parametrize("name", WITH_SINKS)
+def test_what_transformers_refuses_for_a_model_with_sinks_is_named_and_our_own_agrees(name: str) -> None:
+    model = model_of(name)
+    found = by_name(backend_parity(model, family_tokens(), QUICK))
+    assert found["sdpa"].verdict == "unavailable"
+    assert "does not support" in (found["sdpa"].why or "")
+    assert found["sinklab"].verdict == "agrees"
+    assert found["sinklab"].sink_share == pytest.approx(found["eager"].sink_share, rel=1e-4)
+    assert (found["eager"].sink_share or 0) > 0.05
+    assert (found["sinklab"].without_sink_difference or 0) > 0.01
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "granite-swa"])
+def test_a_backend_that_leaves_the_sink_logits_out_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(name)
+    monkeypatch.setattr(type(model), "_supports_sdpa", True)  # PyTorch's attention does not know of sink logits
+    dropped = by_name(backend_parity(model, family_tokens(), QUICK))["sdpa"]
+    assert dropped.verdict == "drops the sink"
+    assert dropped.without_sink_difference == pytest.approx(0, abs=tolerance(torch.float32))
+    assert (dropped.logits_difference or 0) > 0.01
+    assert dropped.sink_share == pytest.approx(0, abs=1e-5)
+
+
+def test_a_backend_that_computes_something_else_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = pair_of("llama")[0]
+    exact = AttentionInterface._global_mapping["sdpa"]
+
+    def hotter(*args: Any, scaling: float, **options: Any) -> Any:
+        return exact(*args, scaling=1.3 * scaling, **options)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", hotter)
+    assert by_name(backend_parity(model, family_tokens(), QUICK))["sdpa"].verdict == "differs"
+    assert AttentionInterface._global_mapping["sdpa"] is hotter
+
+
+def test_a_kernel_that_fails_is_unavailable_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no such kernel on this device. Buy another")
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", failing)
+    found = by_name(backend_parity(pair_of("llama")[0], family_tokens(), QUICK))["sdpa"]
+    assert (found.verdict, found.why) == ("unavailable", "no such kernel on this device")
+
+
+def test_more_positions_than_values_have_channels_are_read_in_pieces() -> None:
+    tokens = torch.randint(3, 64, (2, 21), generator=torch.Generator().manual_seed(2))  # of 8 channels
+    found = by_name(backend_parity(model_of("gpt-oss"), tokens, QUICK))
+    assert found["sinklab"].verdict == "agrees"
+    assert found["sinklab"].importance_difference == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_the_model_and_transformers_are_left_as_they_were(family: str) -> None:
+    model = pair_of(family)[0]
+    before = model.config._attn_implementation, dict(AttentionInterface._global_mapping), hooks_on(model)
+    found = by_name(backend_parity(model, family_tokens(), QUICK))
+    assert (model.config._attn_implementation, dict(AttentionInterface._global_mapping), hooks_on(model)) == before
+    if family == "bloom":  # which ignores the interface
+        assert "keeps eager attention" in (found["sdpa"].why or "")
+        assert found["sinklab"].verdict == "unavailable"
+
+
+def test_an_unknown_backend_is_refused_with_those_there_are() -> None:
+    with pytest.raises(InputError, match=r"'fast' is unknown: choose from eager, sdpa"):
+        backend_parity(pair_of("llama")[0], family_tokens(), ["fast"])
+
+
+@pytest.mark.slow
+def test_flex_attention_agrees_where_it_can_be_had() -> None:
+    """Compiling it takes minutes; without a compiler, and with sink logits on a CPU, it is unavailable and says so."""
+    llama = by_name(backend_parity(pair_of("llama")[0], family_tokens(), ["flex_attention"]))["flex_attention"]
+    assert llama.verdict == "agrees" or llama.why
+    found = by_name(backend_parity(model_of("gpt-oss"), family_tokens(), ["flex_attention"]))["flex_attention"]
+    assert "sinks cannot be run on CPU" in (found.why or "") or found.verdict == "agrees"
+
+
+def test_the_command_says_which_backends_agree(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    model = tiny_model(tmp_path / "gpt2")
+    call = ("parity", model, "--backend", "sdpa", "--backend", "flash_attention_2", "--length", "8")
+    status, out, err = run(*call)
+    assert status == 0, err
+    assert all(word in out for word in ("no sink logits", "sdpa", "agrees", "unavailable", "sinklab"))
+    document = json.loads(run(*call, "--json")[1])
+    verdicts = {one["backend"]: one["verdict"] for one in document["backends"]}
+    assert verdicts == {"eager": "reference", "sdpa": "agrees", "flash_attention_2": "unavailable", "sinklab": "agrees"}
+    assert (document["default"], document["has_sinks"]) == ("sdpa", False)
+
+
+def test_a_dropped_sink_ends_the_command_with_status_1(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_model(tmp_path / "sinks")
+    config = WITH_SINKS["gpt-oss"]()
+    config.vocab_size = 320
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    monkeypatch.setattr(hf.GptOssPreTrainedModel, "_supports_sdpa", True)
+    status, out, err = run("parity", folder, "--backend", "sdpa", "--length", "12")
+    assert status == 1, err
+    assert "drops the sink" in out
+    assert "sdpa drops the sink" in err
+    status, _, err = run("parity", folder, "--backend", "fast")
+    assert status == 2
+    assert "--backend fast is unknown" in err
+
+
+def test_a_run_directory_has_no_backends_of_transformers(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").touch()
+    status, _, err = run("parity", tmp_path / "run")
+    assert status == 2
+    assert "export it first" in err
