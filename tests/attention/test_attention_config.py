@@ -29,6 +29,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "sdpa with softcap": ({"backend": "sdpa", "softcap": 5}, "use auto, chunked or eager"),
     "sdpa with alpha": ({"backend": "sdpa", "operation": {"kind": "softmax", "alpha": 2}}, "plain softmax only"),
     "clipping inwards": ({"operation": {"kind": "clipped_softmax", "zeta": 0.9}}, "greater than or equal to 1"),
+    "a key in line for the rest": (
+        {"operation": {"kind": "stick_breaking"}, "bias": {"kind": "kv"}},
+        "stands in its place: use operation.rest",
+    ),
+    "a logit in line for the rest": (
+        {"operation": {"kind": "stick_breaking"}, "bias": {"kind": "sink_logit"}},
+        "stands in its place: use operation.rest",
+    ),
+    "flex with shares of what is left": (
+        {"operation": {"kind": "stick_breaking"}, "backend": "flex"},
+        "use auto, chunked or eager",
+    ),
     "softcap of zero": ({"softcap": 0}, "greater than 0"),
 }
 

@@ -50,6 +50,11 @@ KERNELS = [
     for name, values in OPERATIONS.items()
     if not AttentionConfig.model_validate({"operation": values}).operation.has_logits
 ]
+TAKING_BIAS_KEYS = [
+    name
+    for name, values in OPERATIONS.items()
+    if not AttentionConfig.model_validate({"operation": values}).operation.sequential
+]
 PREFIXES = [name for name, values in MASKS.items() if values["kind"] == "prefix"]
 POSITIONS = ("none", "slopes", "table")
 B, H, G, T, D = 2, 4, 2, 13, 6
@@ -156,13 +161,13 @@ def assert_importance_is_that_of(
 ) -> None:
     """Importance from explicit scores, key by key, as it is defined."""
     found = core.importance(inputs[0].detach(), inputs[1].detach(), *arguments(core))
-    first, extra = core.leading, scores.shape[-1] - T
+    first, extra = core.leading, scores.shape[-1] - T  # a sink token and a rest: both go to no token
     raw, proxy = scores[:, :, first:], proxy_scores(scores)[:, :, first:]
     for k in range(T - first):
         close(found.positions_BHT[..., k], proxy[:, :, k:, extra + first + k].mean(-1), tolerance)
     if extra or first:
         assert found.bias_BH is not None
-        close(found.bias_BH, proxy[..., 0].mean(-1), tolerance)
+        close(found.bias_BH, proxy[..., : extra + first].sum(-1).mean(-1), tolerance)
     else:
         assert found.bias_BH is None
     if core.proxy:

@@ -40,7 +40,12 @@ def attention(
         fading = faded(own, h, x) if operation["kind"] == "forgetting" else torch.zeros(1, L, L, dtype=x.dtype)
         row = Row(model, own, h, times, visible, fading, has_key=key is not None, logit=logit)
         A = row.differential(q[:, :, h], keys, layer) if operation["kind"] == "differential" else row(q[:, :, h], keys)
-        out = A @ values
+        if operation["kind"] == "stick_breaking":
+            carried = {"dropped": 0.0, "own": values}.get(operation["rest"])
+            carried = own["attention.core.learned.value"][h] if carried is None else carried
+            out = A[..., :L] @ values + A[..., L:] * carried
+        else:
+            out = A @ values
         if operation["kind"] == "differential":
             out = rms_norm(out, own["attention.core.learned.norm.weight"], 1e-5) * (1 - lambda_init(operation, layer))
         if bias["kind"] == "v":
@@ -239,6 +244,8 @@ def of_scores(operation: Config, own: Weights, head: int, z: Tensor, seen: Tenso
         return operation["alpha"] * torch.exp(z.masked_fill(~seen, -math.inf) - norms)
     if kind == "forgetting":
         return softmax(z, seen)
+    if kind == "stick_breaking":
+        return sticks(z, seen)
     if kind == "scalable_softmax":
         factor = own["attention.core.learned.scale"][head] * torch.log(seen.sum(-1, keepdim=True).double())
         if operation["offset"] is not None:
@@ -264,6 +271,19 @@ def of_scores(operation: Config, own: Weights, head: int, z: Tensor, seen: Tenso
     count = seen.sum(-1, keepdim=True)
     lifted = softmax(z, seen) + own["attention.core.learned.tau"][head] / count
     return torch.where(seen, lifted.clamp(min=0), 0.0)
+
+
+def sticks(z: Tensor, seen: Tensor) -> Tensor:
+    """Share by share: of the latest key first, of the query's own never; what is left of every row comes last."""
+    rows = []
+    for t in range(z.shape[1]):
+        left, row = torch.ones_like(z[:, t, 0]), {}
+        for s in reversed(range(z.shape[-1])):
+            sees = seen.expand(len(z), -1, -1)[:, t, s] & (s != t)
+            row[s] = torch.where(sees, left * torch.sigmoid(z[:, t, s]), 0.0)
+            left = torch.where(sees, left * torch.sigmoid(-z[:, t, s]), left)
+        rows.append(torch.stack([*(row[s] for s in range(z.shape[-1])), left], dim=-1))
+    return torch.stack(rows, dim=1)
 
 
 def sigmoid_shift(operation: Config, own: Weights, head: int, seen: Tensor) -> Tensor | float:

@@ -22,7 +22,7 @@ class Result(NamedTuple):
     """(B, T, V)."""
     shares: Tensor
     """A, or the proxy scores where rows of A do not sum to one; the sink token is the first row and column, another
-    bias the last column: (M, B, H, L, S).
+    bias or the rest of a row the last column: (M, B, H, L, S).
     """
     importance: Tensor
     """alpha_k = mean over t = k .. T of the shares of key k: (M, B, H, T)."""
@@ -86,7 +86,10 @@ def measured(A: Tensor, operation: Config, bias: str, T: int) -> tuple[Tensor, T
     of_tokens, first = shares[..., -T:, :], 1 if bias == "sink_token" else 0
     alpha = torch.stack([of_tokens[..., k:, first + k].mean(-1) for k in range(T)], dim=-1)
     star = {"sink_token": 0, "k": -1, "kv": -1, "sink_logit": -1, "off_by_one": -1}.get(bias)
-    return shares, alpha, None if star is None else of_tokens[..., star].mean(-1), row_sums
+    stars = [] if star is None else [star]
+    if operation["kind"] == "stick_breaking":
+        stars.append(-1)  # the rest
+    return shares, alpha, of_tokens[..., stars].sum(-1).mean(-1) if stars else None, row_sums
 
 
 def rows_sum_to_one(operation: Config) -> bool:
@@ -97,7 +100,7 @@ def rows_sum_to_one(operation: Config) -> bool:
         return operation["normalised"] and operation["p"] == 1
     if kind == "elu_kernel":
         return operation["normalised"]
-    if kind in ("scalable_softmax", "forgetting"):
+    if kind in ("scalable_softmax", "forgetting", "stick_breaking"):
         return True
     return kind == "clipped_softmax" and operation["zeta"] == 1 and operation["gamma"] == 0
 

@@ -37,6 +37,7 @@ OPERATIONS = [
     {"kind": "softmax", "p": 3.0},
     {"kind": "forgetting"},
     {"kind": "forgetting", "start": 1.5},
+    *({"kind": "stick_breaking", "rest": rest} for rest in ("dropped", "own", "learned")),
     {"kind": "scalable_softmax"},
     {"kind": "scalable_softmax", "start": 0.4, "offset": 0.3},
     *({"kind": kind, "normalised": normalised} for kind in ("sigmoid", "elu1", "relu") for normalised in (False, True)),
@@ -111,6 +112,8 @@ def cell_is_legal(cell: Cell) -> bool:
     operation, bias = cell.get("operation", {"kind": "softmax"}), cell.get("bias", {"kind": "none"})
     logit = bias["kind"] in ("sink_logit", "off_by_one")
     without_value = logit or (bias["kind"] == "k" and "value" not in bias)
+    if operation["kind"] == "stick_breaking":  # the rest is in the place of a key or a logit
+        return bias["kind"] in ("none", "sink_token", "v")
     return not (logit and operation in KERNELS) and not (without_value and not operation.get("normalised", True))
 
 

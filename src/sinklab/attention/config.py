@@ -77,6 +77,15 @@ class AttentionConfig(Part):
         name = operation.kind
         if not operation.has_logits and self.softcap is not None:
             raise ValueError(f"softcap bounds logits, and operation {name} is a kernel: its similarity has none")
+        if operation.sequential and (bias.adds_logit or bias.key_shape(1, 1) is not None):
+            raise ValueError(
+                f"bias {bias.kind} adds a key to the row, and under operation {name} the rest that no key takes stands "
+                "in its place: use operation.rest"
+            )
+        if operation.sequential and self.backend == "flex":
+            raise ValueError(
+                f"backend flex knows sums over a row only, not operation {name}: use auto, chunked or eager"
+            )
         if bias.adds_logit and not operation.has_logits:
             raise ValueError(
                 f"bias {bias.kind} adds a logit to the row, and operation {name} is a kernel without logits"

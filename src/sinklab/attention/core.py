@@ -124,7 +124,10 @@ class AttentionCore(nn.Module):
             sums = self.operation.column_sums(call)
             if self.leading:
                 alone = replace(call, q_BHTD=q_BHTD[:, :, :1], k_BGTD=k_BGTD[:, :, :1], mask=masks.CAUSAL)
-                sums.keys_BHS[..., :1] -= self.operation.column_sums(alone).keys_BHS
+                first = self.operation.column_sums(alone)
+                sums.keys_BHS[..., :1] -= first.keys_BHS
+                if sums.bias_BH is not None and first.bias_BH is not None:
+                    sums.bias_BH.sub_(first.bias_BH)
             row_sums = self.operation.row_sums(call)[..., self.leading :].mean(-1) if self.proxy else None
             return importance_of(sums, call.mask, self.leading, row_sums)
 
@@ -138,11 +141,15 @@ class AttentionCore(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """(out_BHTD, A_BHTS) by the papers' formulas on explicit matrices: what tests hold all the rest against.
 
-        A bias key or a sink logit is column 0 of A; where there is one, S = T + 1. For exact numbers, all in float64.
+        A bias key, a sink logit or the rest of the row is column 0 of A; where there is one, S = T + 1. For exact
+        numbers, all in float64.
         """
         position = None if self.position is None else self.position.score()
         mask = self.visible(documents_BL)
-        given = explicit(q_BHTD, k_BGTD, v_BGTD, mask, self.bias, self.softcap, position, log_kept_BLH, self.learned)
+        sequential = self.operation.sequential
+        given = explicit(
+            q_BHTD, k_BGTD, v_BGTD, mask, self.bias, self.softcap, position, log_kept_BLH, sequential, self.learned
+        )
         scores_BHTS = self.operation.reference(given)
         out_BHTD = self.operation.reference_output(given, scores_BHTS @ given.values())
         return out_BHTD + given.offset_HV[:, None], scores_BHTS

@@ -5,7 +5,8 @@ and biases are computed anew. Taken over as they are, being definitions in close
 (`Mask.allowed`) and what a positional embedding makes of one score (`Score`). Tests hold every other path against it.
 
 S = T + 1 columns where a bias adds a key or a logit, which is column 0 and takes part in a row like any other key; it
-sees no position and is seen by every query. S = T elsewhere. A learned leading token is an ordinary position here.
+sees no position and is seen by every query. Column 0 is also the rest of an operation that leaves one. S = T elsewhere.
+A learned leading token is an ordinary position here.
 """
 
 import math
@@ -34,6 +35,7 @@ class Explicit:
         softcap: of the scores, in nats.
         position: what the positional embedding does to a score.
         fading_BHTT: what forget gates add to a score; None where nothing is forgotten.
+        has_rest: whether column 0 is what no key took, which carries nothing here.
         learned: the operation's own parameters.
     """
 
@@ -49,12 +51,13 @@ class Explicit:
     softcap: float | None
     position: Score | None
     fading_BHTT: Tensor | None
+    has_rest: bool
     learned: nn.Module | None
 
     @property
     def has_bias(self) -> bool:
-        """Whether column 0 is a bias."""
-        return self.key_HD is not None or self.logit_H is not None
+        """Whether column 0 is a bias, or the rest."""
+        return self.key_HD is not None or self.logit_H is not None or self.has_rest
 
     def logits(self, part: slice = slice(None)) -> Tensor:
         """q_t.k_s / sqrt(d), softcapped, with position and fading; -inf where a query may not look: (B, H, T, S).
@@ -96,7 +99,8 @@ class Explicit:
         """v_s of every column: (B, H, S, V)."""
         if not self.has_bias:
             return self.v_BHTV
-        return torch.cat([self.value_HV[None, :, None].expand(len(self.v_BHTV), -1, -1, -1), self.v_BHTV], dim=2)
+        value_HV = torch.zeros_like(self.value_HV) if self.has_rest else self.value_HV
+        return torch.cat([value_HV[None, :, None].expand(len(self.v_BHTV), -1, -1, -1), self.v_BHTV], dim=2)
 
     def _capped(self, z: Tensor) -> Tensor:
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
@@ -111,6 +115,7 @@ def explicit(
     softcap: float | None,
     position: Score | None,
     log_kept_BTH: Tensor | None,
+    has_rest: bool,
     learned: nn.Module | None,
 ) -> Explicit:
     """The same for every head: key heads serve H / G query heads each, what is learned of a bias likewise."""
@@ -140,6 +145,7 @@ def explicit(
         softcap=softcap,
         position=position,
         fading_BHTT=None if log_kept_BTH is None else _fading(log_kept_BTH),
+        has_rest=has_rest,
         learned=learned,
     )
 

@@ -85,6 +85,7 @@ VARIANTS: dict[str, Variant] = {
     },
     "softcap": _model(attention={"softcap": 30.0}),
     "forgetting_no_position": _model(position="none", attention={"operation": "forgetting"}),
+    "stick_breaking_no_position": _model(position="none", attention={"operation": "stick_breaking"}),
     "sigmoid_shifted_sandwich": _model(
         attention={"operation": {"kind": "sigmoid", "shift": "context"}}, norm={"placement": "sandwich"}
     ),

@@ -15,12 +15,14 @@ from sinklab.attention.operations.forgetting import Forgetting
 from sinklab.attention.operations.kernel import EluKernel, IdentityKernel, MlpKernel
 from sinklab.attention.operations.scalable import ScalableSoftmax
 from sinklab.attention.operations.similarity import Elu1, Relu, Sigmoid, Softmax
+from sinklab.attention.operations.stick_breaking import StickBreaking
 from sinklab.attention.operations.two_pass import ClippedSoftmax, ElasticSoftmax, Softpick
 
 Operation = Annotated[
     Softmax
     | ScalableSoftmax
     | Forgetting
+    | StickBreaking
     | Sigmoid
     | Elu1
     | Relu

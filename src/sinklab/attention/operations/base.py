@@ -27,6 +27,7 @@ class OperationPart(Kind, ABC):
     has_logits: ClassVar[bool] = True  # False for kernels, whose similarity is not a function of q.k
     zero_at_zero: ClassVar[bool] = False  # whether a key of logit 0 has similarity 0
     forgets: ClassVar[bool] = False  # whether keys fade by forget gates, which the model makes of what attention reads
+    sequential: ClassVar[bool] = False  # whether keys take shares of what others left, so that there is a rest
     keys_per_head: ClassVar[int] = 1  # into how many queries and keys a head's own are cut, side by side
 
     @property

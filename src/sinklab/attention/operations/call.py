@@ -53,17 +53,17 @@ class Call:
 
     def attend(self, v_BGTV: Tensor, similarity: Score | None = None) -> tuple[Tensor, Tensor]:
         """`primitive.attend` over the sequence's own keys, the logarithm of the similarity behind the call's scores."""
-        score = self._score(similarity)
+        score = self.score(similarity)
         return attend(self.q_BHTD, self.k_BGTD, v_BGTV, score=score, mask=self.mask, backend=self.backend)
 
     def attend_output(self, v_BGTV: Tensor, similarity: Score | None = None) -> Tensor:
         """The output of `attend` alone, for which a fused kernel may serve."""
-        score = self._score(similarity)
+        score = self.score(similarity)
         return attend_output(self.q_BHTD, self.k_BGTD, v_BGTV, score=score, mask=self.mask, backend=self.backend)
 
     def rows(self, similarity: Score | None = None) -> Iterator[Rows]:
         """The similarities over their row sums, bias key included, a block of queries at a time."""
-        score, bias_logits_BHT = self._score(similarity), self.bias_logits(similarity)
+        score, bias_logits_BHT = self.score(similarity), self.bias_logits(similarity)
         return score_rows(self.q_BHTD, self.k_BGTD, mask=self.mask, score=score, bias_logits_BHT=bias_logits_BHT)
 
     def keys_per_row(self) -> Tensor:
@@ -88,12 +88,13 @@ class Call:
 
     def normaliser(self, similarity: Score | None) -> Tensor:
         """(B, H, T): the logarithm of the row sum of the similarity, bias key included."""
-        score = self._score(similarity)
+        score = self.score(similarity)
         lse_BHT = log_normaliser(self.q_BHTD, self.k_BGTD, score=score, mask=self.mask, backend=self.backend)
         logits_BHT = self.bias_logits(similarity)
         return lse_BHT if logits_BHT is None else ExtraKey(logits_BHT).merge(lse_BHT[..., None], lse_BHT)[1]
 
-    def _score(self, similarity: Score | None) -> Score | None:
+    def score(self, similarity: Score | None = None) -> Score | None:
+        """All that is done to a scaled score of the sequence's own keys, the logarithm of the similarity last."""
         return compose(self.cap, self.position, self.fading, similarity)
 
 
