@@ -145,8 +145,8 @@ def _compared(
     difference = _difference(read, reference)
     from_none = None if without is None else _difference(read, without)
     share, whole = read.sink_share, reference.sink_share
-    dropped = share is not None and whole is not None and from_none is not None
-    if dropped and share < whole / 2 and from_none < difference:
+    gone = share is not None and whole is not None and share < whole / 2
+    if gone and from_none is not None and from_none < difference:
         verdict = "drops the sink"
     else:
         verdict = "agrees" if difference <= tolerance(reference.logits_BTV.dtype) else "differs"
