@@ -71,7 +71,9 @@ class _Chunked(torch.autograd.Function):
                 dout_rows, row_rows = (dout_rows / total).to(q.dtype), row_rows / total
                 weights = bl.mask_block_(taken.detach().clone(), block, S - T, S, ctx.mask, 0.0)
             else:
-                weights = (taken.detach() - finite_normaliser(lse_rows)).exp_()  # exp of -inf is slow on a CPU
+                weights = exponentials_(
+                    taken.detach() - finite_normaliser(lse_rows), score
+                )  # masked later: -inf is slow
                 weights = bl.mask_block_(weights, block, S - T, S, ctx.mask, 0.0)
             dv[:, :, keys] += bl.grouped_transpose_product(weights.to(v.dtype), dout_rows, groups)
             dtaken = bl.grouped_product(dout_rows, v[:, :, keys].transpose(-1, -2)).to(lse.dtype).sub_(row_rows)
@@ -90,6 +92,11 @@ def finite_normaliser(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -math.inf, math.inf)
 
 
+def exponentials_(exponents: Tensor, score: Score | None) -> Tensor:
+    """In place; those of a deep score are above zero, and are to be masked again."""
+    return bl.floored_exp_(exponents) if score is not None and score.deep else exponents.exp_()
+
+
 def _weights(
     z: Tensor, block: bl.Block, offset: int, keys: int, score: Score | None, mask: Mask
 ) -> tuple[Tensor, Tensor, Tensor | float]:
@@ -102,7 +109,9 @@ def _weights(
             return weights, total, 0.0
     logits = bl.mask_block_(bl.score_block(z, block, offset, score), block, offset, keys, mask)
     peak = logits.amax(-1, keepdim=True)
-    weights = logits.sub_(peak.masked_fill(peak == -math.inf, 0)).exp_()
+    weights = exponentials_(logits.sub_(peak.masked_fill(peak == -math.inf, 0)), score)
+    if score is not None and score.deep:
+        weights = bl.mask_block_(weights, block, offset, keys, mask, 0.0)
     return weights, weights.sum(-1, keepdim=True), peak
 
 

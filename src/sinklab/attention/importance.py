@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sinklab.attention import blocks as bl
-from sinklab.attention.chunked import finite_normaliser
+from sinklab.attention.chunked import exponentials_, finite_normaliser
 from sinklab.attention.masks import CAUSAL, Mask
 from sinklab.attention.scores import Score
 from sinklab.attention.visible import visible_queries
@@ -121,7 +121,11 @@ def score_rows(
             share = share if counted is None else share * counted
         if counted is not None:
             lse = lse.masked_fill(~counted, torch.inf)
-        yield Rows(part, logits.sub_(finite_normaliser(lse)[..., None]).exp_(), share)
+        weights = exponentials_(logits.sub_(finite_normaliser(lse)[..., None]), score)
+        if score is not None and score.deep:
+            weights = bl.mask_block_(weights, part, S - T, S, mask, 0.0)
+            weights = weights if counted is None else weights.mul_(counted[..., None])
+        yield Rows(part, weights, share)
 
 
 def sum_rows(rows: Iterable[Rows], q_BHTD: Tensor, keys: int, mask: Mask) -> ColumnSums:

@@ -26,12 +26,14 @@ class Score:
         tensors: what `function` reads besides; may require gradients.
         similarity: exp of `function`, computed directly, where that is as exact as long as nothing overflows.
         vanishes: whether a similarity of exactly zero is meant, and not a number too small to be held.
+        deep: whether most logits of a row may lie so far below its largest that their shares cannot be held.
     """
 
     function: Callable[..., Tensor]
     tensors: tuple[Tensor, ...] = ()
     similarity: Callable[..., Tensor] | None = None
     vanishes: bool = False
+    deep: bool = False
 
     def __call__(self, z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return self.function(z, b, h, q, k, *self.tensors)
@@ -49,7 +51,9 @@ class Score:
             return both
 
         similarity = None if after.similarity is None else chained(after.similarity)
-        return Score(chained(after.function), self.tensors + after.tensors, similarity, after.vanishes)
+        return Score(
+            chained(after.function), self.tensors + after.tensors, similarity, after.vanishes, self.deep or after.deep
+        )
 
 
 def broadcast_index(index: Tensor, length: int) -> Tensor:
@@ -84,7 +88,7 @@ def fading(log_kept_BSH: Tensor, causal: bool) -> Score:
     def earlier(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, log_kept_BSH: Tensor) -> Tensor:
         return torch.where(k <= q, between(z, b, h, q, k, log_kept_BSH), z)
 
-    return Score(between if causal else earlier, (log_kept_BSH,))
+    return Score(between if causal else earlier, (log_kept_BSH,), deep=True)
 
 
 def times(factor: float) -> Score:

@@ -72,7 +72,7 @@ def broken(logits_BHQS: Tensor, seen: Callable[[Tensor, float], Tensor]) -> tupl
     """
     taken = seen(F.softplus(logits_BHQS, threshold=EXACT_TO), 0.0)
     left = taken.flip(-1).cumsum(-1).flip(-1)
-    shares = seen((logits_BHQS - left).exp_(), 0.0)
+    shares = seen(bl.floored_exp_(logits_BHQS - left), 0.0)
     return shares, torch.exp(-taken.sum(-1))
 
 
