@@ -43,7 +43,7 @@ class AttentionCore(nn.Module):
         layer: of the model, from 1, for operations whose start depends on it.
 
     Attributes:
-        leading: learned tokens before the sequence (1 with a sink token, else 0).
+        leading: learned tokens before the sequence: a sink token, or registers.
         proxy: True where the operation's own scores do not sum to one and importance is that of proxy scores.
         bias: the tensors of the bias.
         learned: the operation's own parameters, or None.
@@ -69,7 +69,7 @@ class AttentionCore(nn.Module):
         self.operation: Operation = config.operation
         self.backend: Backend = config.backend
         self.softcap = config.softcap
-        self.leading = int(config.bias.kind == "sink_token")
+        self.leading = config.bias.leading
         self.proxy = not config.operation.sums_to_one
         self.bias = BiasParameters(config.bias, kv_heads, head_width, heads)
         self.learned = config.operation.parameters(heads, head_width, layer)
@@ -94,7 +94,7 @@ class AttentionCore(nn.Module):
 
     @torch.no_grad()
     def importance(self, q_BHTD: Tensor, k_BGTD: Tensor, documents_BL: Tensor | None = None) -> Importance:
-        """alpha_k of every real position and of the bias or sink token (2410.10781, section 3.2).
+        """alpha_k of every real position and of the bias, sink token or registers (2410.10781, section 3.2).
 
         Where the operation's scores do not sum to one (`proxy`), alpha is that of the proxy scores and the mean raw
         row sum is reported with it.
@@ -103,8 +103,9 @@ class AttentionCore(nn.Module):
             call = self.call(q_BHTD, k_BGTD, documents_BL)
             sums = self.operation.column_sums(call)
             if self.leading:
-                alone = replace(call, q_BHTD=q_BHTD[:, :, :1], k_BGTD=k_BGTD[:, :, :1], mask=masks.CAUSAL)
-                sums.keys_BHS[..., :1] -= self.operation.column_sums(alone).keys_BHS
+                n = self.leading
+                alone = replace(call, q_BHTD=q_BHTD[:, :, :n], k_BGTD=k_BGTD[:, :, :n], mask=masks.CAUSAL)
+                sums.keys_BHS[..., :n] -= self.operation.column_sums(alone).keys_BHS
             row_sums = self.operation.row_sums(call)[..., self.leading :].mean(-1) if self.proxy else None
             return importance_of(sums, call.mask, self.leading, row_sums)
 
