@@ -61,6 +61,11 @@ def test_every_operation_and_mask_equals_its_formula_behind_a_sink_token(operati
     assert_core_equals_formula(core_of(config_of(operation, "sink_token", mask)))
 
 
+@pytest.mark.parametrize(("operation", "mask"), pairs(MASKS, lambda o, m: True))
+def test_every_operation_and_mask_equals_its_formula_behind_registers(operation: str, mask: str) -> None:
+    assert_core_equals_formula(core_of(config_of(operation, "registers", mask)))
+
+
 @pytest.mark.parametrize("bias", BIASES)
 @pytest.mark.parametrize("operation", KERNELS)
 def test_every_kernel_and_bias_equals_its_formula_under_every_prefix(operation: str, bias: str) -> None:

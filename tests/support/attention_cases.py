@@ -170,6 +170,11 @@ def assert_importance_is_that_of(
         close(found.bias_BH, proxy[..., : extra + first].sum(-1).mean(-1), tolerance)
     else:
         assert found.bias_BH is None
+    if first > 1:
+        assert found.registers_BHN is not None
+        close(found.registers_BHN, proxy[..., :first].mean(-2), tolerance)
+    else:
+        assert found.registers_BHN is None
     if core.proxy:
         assert found.row_sums_BH is not None
         close(found.row_sums_BH, raw.sum(-1).mean(-1), tolerance)

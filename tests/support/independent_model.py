@@ -3,8 +3,8 @@
 It shares no code and no thought with what it checks: where the two disagree, the page and its sources decide which is
 right. `run` takes the model part of a resolved recipe as a plain dict and the weights under our parameters' names.
 
-B sequences, T tokens, L = T + 1 positions with a sink token and T without, E width, d head width, H query heads, G key
-heads, S = L + 1 columns where a bias adds a key or a logit and L where it does not. A row is a query.
+B sequences, T tokens, N registers (1 is a sink token, 0 without), L = N + T positions, E width, d head width, H query
+heads, G key heads, S = L + 1 columns where a bias adds a key or a logit and L where it does not. A row is a query.
 """
 
 import math
@@ -21,13 +21,13 @@ class Result(NamedTuple):
     logits: Tensor
     """(B, T, V)."""
     shares: Tensor
-    """A, or the proxy scores where rows of A do not sum to one; the sink token is the first row and column, another
+    """A, or the proxy scores where rows of A do not sum to one; registers are the first rows and columns, another
     bias or the rest of a row the last column: (M, B, H, L, S).
     """
     importance: Tensor
     """alpha_k = mean over t = k .. T of the shares of key k: (M, B, H, T)."""
     bias_share: Tensor | None
-    """Mean over all T queries of what the bias or sink token gets: (M, B, H)."""
+    """Mean over all T queries of what the bias gets, or the registers together: (M, B, H)."""
     row_sums: Tensor | None
     """Mean over all T queries of the raw sum of a row, where rows do not sum to one: (M, B, H)."""
 
@@ -50,11 +50,11 @@ def run(model: Config, weights: Weights, tokens: Tensor) -> Result:
         stream = stream + sinusoids(T, E, position["theta"])
     if position["kind"] == "learnable":
         stream = stream + weights["position_table"][:T]
-    has_sink = model["attention"]["bias"]["kind"] == "sink_token"
-    if has_sink:
-        stream = torch.cat([weights["sink_token"].reshape(1, 1, E).expand(B, 1, E), stream], dim=1)
-    times = torch.arange(-1 if has_sink else 0, T)
-    visible = who_sees_whom(model["attention"]["mask"], tokens, has_sink)
+    N = registers(model["attention"]["bias"])
+    if N:
+        stream = torch.cat([weights["sink_token"].reshape(1, N, E).expand(B, N, E), stream], dim=1)
+    times = torch.arange(-N, T)
+    visible = who_sees_whom(model["attention"]["mask"], tokens, N)
     of_layers = []
     for layer in range(1, model["layers"] + 1):
         own = {k.split(".", 2)[2]: w for k, w in weights.items() if k.startswith(f"blocks.{layer - 1}.")}
@@ -69,24 +69,27 @@ def run(model: Config, weights: Weights, tokens: Tensor) -> Result:
         stream = residual(model, own, "attention", stream, attend)
         stream = residual(model, own, "ffn", stream, lambda x, own=own: feed_forward(model["ffn"], own, x))
         of_layers.append(seen[0])
-    stream = stream[:, 1:] if has_sink else stream
+    stream = stream[:, N:]
     if model["norm"]["placement"] != "post":
         stream = norm(model["norm"], weights, "final_norm", stream)
-    logits, bias = stream @ weights["head.weight"].T, model["attention"]["bias"]["kind"]
+    logits, bias = stream @ weights["head.weight"].T, model["attention"]["bias"]
     return Result(logits, *measured(torch.stack(of_layers), model["attention"]["operation"], bias, T))
 
 
-def measured(A: Tensor, operation: Config, bias: str, T: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def registers(bias: Config) -> int:
+    return bias["count"] if bias["kind"] == "sink_token" else 0
+
+
+def measured(A: Tensor, operation: Config, bias: Config, T: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Shares, alpha of every token, the share of the bias and the mean row sum, from A (M, B, H, L, S)."""
     shares, row_sums = A, None
     if not rows_sum_to_one(operation):
         row_sums = A[..., -T:, :].sum(-1).mean(-1)
         sums = A.abs().sum(-1, keepdim=True)
         shares = torch.where(sums > 0, A.abs() / torch.where(sums > 0, sums, 1.0), 0.0)
-    of_tokens, first = shares[..., -T:, :], 1 if bias == "sink_token" else 0
+    of_tokens, first = shares[..., -T:, :], registers(bias)
     alpha = torch.stack([of_tokens[..., k:, first + k].mean(-1) for k in range(T)], dim=-1)
-    star = {"sink_token": 0, "k": -1, "kv": -1, "sink_logit": -1, "off_by_one": -1}.get(bias)
-    stars = [] if star is None else [star]
+    stars = [-1] if bias["kind"] in ("k", "kv", "sink_logit", "off_by_one") else list(range(first))
     if operation["kind"] == "stick_breaking":
         stars.append(-1)  # the rest
     return shares, alpha, of_tokens[..., stars].sum(-1).mean(-1) if stars else None, row_sums
@@ -158,8 +161,8 @@ def feed_forward(kind: str, own: Weights, x: Tensor) -> Tensor:
     return act[inner](up) @ own["ffn.down.weight"].T
 
 
-def who_sees_whom(mask: Config, tokens: Tensor, has_sink: bool) -> Tensor:
-    """(B, L, L), query by key."""
+def who_sees_whom(mask: Config, tokens: Tensor, N: int) -> Tensor:
+    """(B, L, L), query by key: registers see each other causally and no token, and every token sees them all."""
     B, T = tokens.shape
     real = torch.zeros(B, T, T, dtype=torch.bool)
     for b in range(B):
@@ -174,9 +177,8 @@ def who_sees_whom(mask: Config, tokens: Tensor, has_sink: bool) -> Tensor:
                 if mask["kind"] == "document":
                     sees = sees and document[s] == document[t]
                 real[b, t, s] = sees
-    if not has_sink:
-        return real
-    visible = torch.zeros(B, T + 1, T + 1, dtype=torch.bool)
-    visible[:, :, 0] = True
-    visible[:, 1:, 1:] = real
+    visible = torch.zeros(B, N + T, N + T, dtype=torch.bool)
+    visible[:, N:, :N] = True
+    visible[:, :N, :N] = torch.tensor([[s <= t for s in range(N)] for t in range(N)]).reshape(N, N)
+    visible[:, N:, N:] = real
     return visible

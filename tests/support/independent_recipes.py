@@ -19,6 +19,7 @@ VALUED_KEY = {"kind": "k", "value": {"direction": "first", "norm": 1.5}}
 BIASES = [
     {"kind": "none"},
     {"kind": "sink_token"},
+    {"kind": "sink_token", "count": 3},
     {"kind": "k"},
     VALUED_KEY,
     {"kind": "k", "value": {"direction": "uniform", "norm": 2.5}},
@@ -98,6 +99,8 @@ def covering_cells() -> dict[str, Cell]:
         *({"operation": {"kind": "differential"}, "bias": b} for b in BIASES),
         *({"bias": {"kind": "sink_token"}, "position": p} for p in POSITIONS),
         *({"bias": {"kind": "sink_token"}, "mask": m} for m in MASKS),
+        *({"bias": {"kind": "sink_token", "count": 3}, "position": p} for p in POSITIONS),
+        *({"bias": {"kind": "sink_token", "count": 4}, "mask": m} for m in MASKS),
         *({"operation": {"kind": "softmax"}, "mask": "causal", "bias": {"kind": b}, "backend": "sdpa"}
           for b in ("none", "sink_token", "v")),
         *({"projection": {"kind": "latent"}, "bias": b} for b in BIASES),
@@ -164,7 +167,8 @@ def _drawn(rng: random.Random, cell: Cell) -> dict[str, Any]:
             "norm": {
                 "kind": rng.choice(["rmsnorm", "layernorm", "dynamic_tanh"]),
                 "placement": rng.choice(["pre", "post", "sandwich"]),
-                "eps": rng.choice([1e-5, 1e-2]),
+                # Behind a norm of heads, what scales a head alone has a gradient by eps only: not one of rounding.
+                "eps": 1e-2 if head_norm else rng.choice([1e-5, 1e-2]),
                 "alpha": rng.uniform(0.2, 1.5),
                 "qk_norm": rng.random() < 0.4,
                 "head_norm": head_norm,

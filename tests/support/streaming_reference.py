@@ -94,7 +94,7 @@ def streamed(model: Transformer, tokens_T: Tensor, policy: Policy, in_cache: boo
     caches = [[HeadCache() for _ in range(groups)] for _ in model.blocks]
     stream = list(model.embedding(tokens_T))
     if model.sink_token is not None:
-        stream = [model.sink_token[0, 0], *stream]
+        stream = [*model.sink_token[0], *stream]
     states = []
     for t, x_E in enumerate(stream):
         for block, layer in zip(model.blocks, caches, strict=True):

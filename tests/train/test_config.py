@@ -119,6 +119,9 @@ def test_a_run_from_before_a_key_is_the_same_run_until_the_key_says_otherwise(ch
     for override, known in before.items():
         overrides = [override] if override else []
         assert load_recipe("tiny-128", overrides).content_hash("d") == known
+        if override:
+            assert load_recipe("tiny-128", [override, "model.attention.bias.count=1"]).content_hash("d") == known
+            assert load_recipe("tiny-128", [override, "model.attention.bias.count=2"]).content_hash("d") != known
         assert load_recipe("tiny-128", [*overrides, changed]).content_hash("d") != known
 
 

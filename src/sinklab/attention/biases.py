@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from sinklab.schema import Example, Kind, NeutralExample, Part
+from sinklab.schema import LARGEST, Example, Kind, NeutralExample, Part
 
 ASIDE = -12.0
 """A logit at which a bias takes next to nothing: 6e-6 of a row whose sum of exponentials is 1, and less of a larger."""
@@ -31,6 +31,11 @@ class BiasPart(Kind):
     def starts_at(self) -> float | None:
         """`start`; None where it is not given, or there is no such value."""
         return getattr(self, "start", None)
+
+    @property
+    def leading(self) -> int:
+        """Learned tokens before the sequence."""
+        return 0
 
     @property
     def without_value(self) -> bool:
@@ -53,10 +58,16 @@ class NoBias(BiasPart):
 
 
 class SinkToken(BiasPart):
-    """A learned token embedding before the sequence; the model adds it, attention sees an ordinary position."""
+    """Learned token embeddings before the sequence; the model adds them, attention sees ordinary positions."""
 
     kind: Literal["sink_token"] = "sink_token"
-    examples: ClassVar = {"sink_token": Example()}
+    count: int = Field(default=1, ge=1, le=LARGEST, description="one is a sink token, more are registers")
+    examples: ClassVar = {"sink_token": Example(), "registers": Example({"count": 4})}
+    neutral: ClassVar = {"count": NeutralExample("1", {"count": 1}, against={})}
+
+    @property
+    def leading(self) -> int:
+        return self.count
 
 
 class FixedValue(Part):

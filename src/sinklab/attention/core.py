@@ -45,7 +45,7 @@ class AttentionCore(nn.Module):
         value_width: V of values and outputs, by default D.
 
     Attributes:
-        leading: learned tokens before the sequence (1 with a sink token, else 0).
+        leading: learned tokens before the sequence: a sink token, or registers.
         proxy: True where the operation's own scores do not sum to one and importance is that of proxy scores.
         bias: the tensors of the bias.
         learned: the operation's own parameters, or None.
@@ -74,7 +74,7 @@ class AttentionCore(nn.Module):
         self.operation: Operation = config.operation
         self.backend: Backend = config.backend
         self.softcap = config.softcap
-        self.leading = int(config.bias.kind == "sink_token")
+        self.leading = config.bias.leading
         self.proxy = not config.operation.sums_to_one
         self.bias = BiasParameters(config.bias, kv_heads, head_width, heads, value_width or head_width)
         self.learned = config.operation.parameters(heads, head_width, layer, context)
@@ -114,7 +114,7 @@ class AttentionCore(nn.Module):
         documents_BL: Tensor | None = None,
         log_kept_BLH: Tensor | None = None,
     ) -> Importance:
-        """alpha_k of every real position and of the bias or sink token (2410.10781, section 3.2).
+        """alpha_k of every real position and of the bias, sink token or registers (2410.10781, section 3.2).
 
         Where the operation's scores do not sum to one (`proxy`), alpha is that of the proxy scores and the mean raw
         row sum is reported with it.
@@ -123,9 +123,10 @@ class AttentionCore(nn.Module):
             call = self.call(q_BHTD, k_BGTD, documents_BL, log_kept_BLH)
             sums = self.operation.column_sums(call)
             if self.leading:
-                alone = replace(call, q_BHTD=q_BHTD[:, :, :1], k_BGTD=k_BGTD[:, :, :1], mask=masks.CAUSAL)
+                n = self.leading
+                alone = replace(call, q_BHTD=q_BHTD[:, :, :n], k_BGTD=k_BGTD[:, :, :n], mask=masks.CAUSAL)
                 first = self.operation.column_sums(alone)
-                sums.keys_BHS[..., :1] -= first.keys_BHS
+                sums.keys_BHS[..., :n] -= first.keys_BHS
                 if sums.bias_BH is not None and first.bias_BH is not None:
                     sums.bias_BH.sub_(first.bias_BH)
             row_sums = self.operation.row_sums(call)[..., self.leading :].mean(-1) if self.proxy else None

@@ -48,10 +48,12 @@ class Importance:
 
     Attributes:
         positions_BHT: alpha of the T real positions.
-        bias_BH: alpha of the added bias or sink token, or the rest of the row; None where there is none.
+        bias_BH: alpha of the added bias or sink token, of all registers together, or the rest of the row; None where there
+            is none.
         row_sums_BH: mean over the real queries of the sum of raw scores, None where every row sums to one.
         seen_by_BGT: how many queries may see each position (batch and head may be 1).
         visible_BHT: mean over these queries; None where they are those that alpha counts.
+        registers_BHN: alpha of each of N registers; None where there are not several.
     """
 
     positions_BHT: Tensor
@@ -59,6 +61,7 @@ class Importance:
     row_sums_BH: Tensor | None
     seen_by_BGT: Tensor
     visible_BHT: Tensor | None
+    registers_BHN: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -166,21 +169,23 @@ def importance_of(
     Args:
         sums: of the whole sequence, learned leading tokens included.
         mask: who sees whom.
-        leading: how many learned tokens stand before the first real one (0 or 1). A leading token is a bias: its
-            alpha is the mean over all real queries, and its own row does not count. The rest of an operation that has
-            one is added to it: both are what goes to no token.
+        leading: how many learned tokens stand before the first real one. A leading token is a bias: its alpha is the
+            mean over all real queries, and rows of leading tokens do not count. The rest of an operation that has one is
+            added to it: both are what goes to no token.
         row_sums_BH: mean sums of raw scores, handed through.
     """
     S = sums.keys_BHS.shape[-1]
     queries = torch.arange(S, 0, -1, device=sums.keys_BHS.device, dtype=sums.keys_BHS.dtype)
     alpha_BHT = (sums.keys_BHS / queries)[..., leading:]
     bias_BH = None if sums.bias_BH is None else sums.bias_BH / S
+    registers_BHN = sums.keys_BHS[..., :leading] / (S - leading)
     if leading:
-        to_leading_BH = sums.keys_BHS[..., 0]
-        bias_BH = (to_leading_BH if sums.bias_BH is None else to_leading_BH + sums.bias_BH) / (S - leading)
+        to_leading_BH = registers_BHN.sum(-1)
+        bias_BH = to_leading_BH if sums.bias_BH is None else to_leading_BH + sums.bias_BH / (S - leading)
     seen_by_BGT = visible_queries(mask, S, S, queries.device)[..., leading:]
     visible_BHT = over_visible(sums.all_queries()[..., leading:], seen_by_BGT, queries[leading:])
-    return Importance(alpha_BHT, bias_BH, row_sums_BH, seen_by_BGT, visible_BHT)
+    several = registers_BHN if leading > 1 else None
+    return Importance(alpha_BHT, bias_BH, row_sums_BH, seen_by_BGT, visible_BHT, several)
 
 
 def over_visible(sums_BHT: Tensor, seen_by_BGT: Tensor, later: Tensor) -> Tensor | None:

@@ -42,6 +42,7 @@ class Batch:
         details: what was asked for beyond; None where nothing was.
         visible_ABHT: mean over the queries that may see each key; None where that is alpha in every layer.
         views: by layer what is seen otherwise (visible.py); empty where it is nothing.
+        registers_ABHN: alpha of each register; None where there are not several.
     """
 
     importance_ABHT: Tensor
@@ -57,6 +58,7 @@ class Batch:
     details: BatchDetails | None = None
     visible_ABHT: Tensor | None = None
     views: Sequence[View | None] = ()
+    registers_ABHN: Tensor | None = None
 
     def on_cpu(self) -> "Batch":
         """The same in the machine's own memory."""
@@ -87,6 +89,7 @@ class Accumulator:
         self._prefix_hits = [torch.zeros(len(self.thresholds), cut, dtype=torch.int64) for cut in self.lengths]
         self.first: list[Tensor] = []
         self.bias_AH: Tensor | None = None
+        self.registers_AHN: Tensor | None = None
         self.row_sums_AH: Tensor | None = None
         self.details: DetailTotals | None = None
         self._sums: dict[str, Tensor] = {}
@@ -128,6 +131,8 @@ class Accumulator:
             self.bias_hits += int((batch.bias_ABH > self.eps).sum())
             self.bias_triples += batch.bias_ABH.numel()
             self.bias_AH = _added(self.bias_AH, batch.bias_ABH)
+        if batch.registers_ABHN is not None:
+            self.registers_AHN = _added(self.registers_AHN, batch.registers_ABHN)
         if batch.row_sums_ABH is not None:
             self.row_sums_AH = _added(self.row_sums_AH, batch.row_sums_ABH)
         if batch.details is not None:
@@ -193,6 +198,10 @@ class Accumulator:
         layers = len(self._sums["attention scores"])
         return None if self.bias_AH is None or len(self.bias_AH) != layers else self.bias_AH / self.sequences
 
+    def importance_registers(self) -> Tensor | None:
+        """Mean over sequences of the share on each register (L, H, N); None where there are not several."""
+        return None if self.registers_AHN is None else self.registers_AHN / self.sequences
+
     def row_sums(self) -> Tensor | None:
         """Mean over sequences and queries of the raw row sums (L, H); None where rows sum to one."""
         return None if self.row_sums_AH is None else self.row_sums_AH / self.sequences
@@ -230,7 +239,7 @@ def measurement_from(
     """The finished measurement from what was accumulated."""
     importance, keys, values = (totals.mean(name) for name in ("attention scores", "keys", "values"))
     hidden, bias, row_sums = totals.mean("hidden states"), totals.importance_bias(), totals.row_sums()
-    visible, visibility = totals.mean(VISIBLE), totals.visibility_note()
+    visible, visibility, registers = totals.mean(VISIBLE), totals.visibility_note(), totals.importance_registers()
     if importance is None or keys is None or values is None:
         raise InputError("there are no sequences to measure: give at least one")
 
@@ -272,6 +281,7 @@ def measurement_from(
         importance_visible=None if visible is None else array(visible),
         importance_first=array(totals.importance_first()),
         importance_bias=None if bias is None else array(bias),
+        importance_registers=None if registers is None else array(registers),
         row_sums=None if row_sums is None else array(row_sums),
         hidden_norm=None if hidden is None else array(hidden),
         key_norm=array(keys),

@@ -68,6 +68,7 @@ class Measurement(WithArrays):
         importance_visible: mean over the queries that may see a key (L, H, T); None where that is alpha everywhere.
         importance_first: alpha of position 1 (N, L, H).
         importance_bias: alpha of the added bias or sink token, mean over sequences (L, H); None without one.
+        importance_registers: alpha of each register (L, H, R); None where there are not several.
         row_sums: mean over sequences and queries of the sum of raw scores (L, H); None where rows sum to one.
         hidden_norm: mean l2 norm (M + 1, T).
         key_norm, value_norm: mean l2 norm over sequences and heads (L, T).
@@ -114,6 +115,7 @@ class Measurement(WithArrays):
     importance_visible: Annotated[ArrayOrNone, Axes("LHT")] = None
     importance_first: Annotated[Array, Axes("NLH")]
     importance_bias: Annotated[ArrayOrNone, Axes("LH")] = None
+    importance_registers: Annotated[ArrayOrNone, Axes("LHR")] = None
     row_sums: Annotated[ArrayOrNone, Axes("LH")] = None
     hidden_norm: Annotated[ArrayOrNone, Axes("MT")] = None
     key_norm: Annotated[Array, Axes("LT")]

@@ -115,6 +115,7 @@ class _CoreReader:
                 visible_BHT=alpha.visible_BHT,
                 view=view,
                 row_sums_BH=alpha.row_sums_BH,
+                registers_BHN=alpha.registers_BHN,
             )
         )
         if self._details is not None:

@@ -24,6 +24,7 @@ class LayerRecord:
         visible_BHT: mean over the queries that may see each position; None where these are all from it on.
         view: what is seen otherwise; None likewise.
         row_sums_BH: mean raw row sum of scores that do not sum to one; None where they do.
+        registers_BHN: alpha of each register; None where there are not several.
     """
 
     importance_BHT: Tensor
@@ -34,6 +35,7 @@ class LayerRecord:
     visible_BHT: Tensor | None = None
     view: View | None = None
     row_sums_BH: Tensor | None = None
+    registers_BHN: Tensor | None = None
 
 
 def batch_of(
@@ -51,9 +53,11 @@ def batch_of(
     """
     bias = [layer.bias_BH for layer in layers if layer.bias_BH is not None]
     row_sums = [layer.row_sums_BH for layer in layers if layer.row_sums_BH is not None]
+    registers = [layer.registers_BHN for layer in layers if layer.registers_BHN is not None]
     return Batch(
         importance_ABHT=stacked([layer.importance_BHT for layer in layers]),
         bias_ABH=stacked(bias) if bias else None,
+        registers_ABHN=stacked(registers) if registers else None,
         hidden_MBT=stacked([real.align(norm_BT) for norm_BT in hidden]) if hidden else None,
         key_ABT=stacked([layer.key_norm_BT for layer in layers]),
         value_ABT=stacked([layer.value_norm_BT for layer in layers]),

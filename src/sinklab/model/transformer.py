@@ -30,7 +30,8 @@ class Transformer(nn.Module):
         seed: of the initial weights, which depend on nothing else.
 
     Attributes:
-        leading: learned tokens before the sequence (1 with a sink token, else 0).
+        leading: learned tokens before the sequence: a sink token, or registers.
+        sink_token: their embeddings (1, leading, E); None without.
 
     Raises:
         ValueError: `config.vocab_size` is not set.
@@ -42,8 +43,8 @@ class Transformer(nn.Module):
             raise ValueError("model.vocab_size is not set: it is the tokenizer's unless the recipe says otherwise")
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.width)
-        self.leading = int(config.attention.bias.kind == "sink_token")
-        self.sink_token = nn.Parameter(torch.empty(1, 1, config.width)) if self.leading else None
+        self.leading = config.attention.bias.leading
+        self.sink_token = nn.Parameter(torch.empty(1, self.leading, config.width)) if self.leading else None
         position = config.position
         learned = isinstance(position, Learnable)
         self.position_table = nn.Parameter(torch.empty(config.context, config.width)) if learned else None
@@ -55,7 +56,7 @@ class Transformer(nn.Module):
         initialise(self, config, seed)
 
     def hidden(self, tokens_BT: Tensor, past: Past | None = None) -> Tensor:
-        """The stream after the final norm, leading token dropped: (B, T, E).
+        """The stream after the final norm, leading tokens dropped: (B, T, E).
 
         Args:
             past: the beginning of the same sequences, which these tokens continue; they are added to it.

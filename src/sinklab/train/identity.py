@@ -8,6 +8,7 @@ LATER: dict[str, object] = {
     "init": {"kind": "declared"},
     "init_sha256": None,
     "attention.bias.start": None,
+    "attention.bias.count": 1,
     "attention.operation.shift": "none",
     "exclusive": False,
     "projection": {"kind": "full"},

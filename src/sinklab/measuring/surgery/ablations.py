@@ -180,8 +180,10 @@ def _no_bos(bos_tokens: int, length: int, first_target: int) -> Plan:
 
 def _zero_massive(model: "PreTrainedModel | Transformer", tokens_T: Tensor, first_target: int) -> Plan:
     one = emerging_activation(model, tokens_T)
-    position = one.position - (model.leading if isinstance(model, Transformer) else 0)
-    where = f"position {position}" if position else "the learned sink token"
+    leading = model.leading if isinstance(model, Transformer) else 0
+    position = one.position - leading
+    learned = "the learned sink token" if leading == 1 else f"register {one.position} of {leading}"
+    where = f"position {position}" if position > 0 else learned
     return Plan(
         "zero_massive",
         f"dimension {one.dimension} at {where} is zeroed after layer {one.layer} "

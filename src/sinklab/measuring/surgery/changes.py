@@ -24,7 +24,7 @@ def zeroed(model: "PreTrainedModel | Transformer", layer: int, position: int, di
 
     Args:
         layer: 1-based.
-        position: 1-based; 0 is a learned sink token.
+        position: 1-based; 0 is a learned sink token, 0, -1, .. are registers, the last first.
         dimension: 0-based, as in `massive_activations`.
 
     Raises:
@@ -34,7 +34,7 @@ def zeroed(model: "PreTrainedModel | Transformer", layer: int, position: int, di
     blocks = residual_blocks(model)
     if not 1 <= layer <= len(blocks):
         raise InputError(f"layer {layer} does not exist: give one of 1 to {len(blocks)}")
-    first = 0 if isinstance(model, Transformer) and model.leading else 1
+    first = 1 - model.leading if isinstance(model, Transformer) else 1
     if position < first:
         raise InputError(f"position {position} does not exist: they are counted from {first}")
 
