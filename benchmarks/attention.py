@@ -4,6 +4,9 @@ layer with what can stand around attention, relative to the plain layer.
     python -m benchmarks.attention [--lengths 64 2048] [--rounds 5] [--dtype float32] [--only softpick ...] [--save]
                                    [--around exclusive ...]
 
+`gated_delta` is the rule of `model.mixer: gated_delta` on queries, keys and values of the same widths; `--lengths 2048
+8192` shows that its time is linear in T.
+
 Goal at T = 2048 on a CPU: at most 2.0 for one `attend` call, 3.0 for two. Kernels are linear attention and cheaper
 than softmax from some length on. The fused kernel (`softmax_fused`) is shown for comparison.
 """
@@ -14,10 +17,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from benchmarks.timing import RESULTS, environment, in_turn, ratios
 from sinklab.attention.config import AttentionConfig, examples_of
 from sinklab.attention.core import AttentionCore
+from sinklab.attention.delta import gated_delta
 from sinklab.files import write_json
 from sinklab.model.block import DecoderBlock, Places
 from sinklab.model.config import ModelConfig
@@ -33,6 +38,8 @@ CASES: dict[str, dict[str, Any]] = {
     "mla": {},
 }
 """The baseline, every example that biases and operations declare, and softmax under `model.projection: latent`."""
+
+RULE = "gated_delta"
 
 KEY_WIDTHS = {"mla": 1.5}
 """Widths of queries and keys over those of values, where they differ."""
@@ -112,6 +119,20 @@ def layer_forward_and_backward(
     return step
 
 
+def rule_forward_and_backward(tokens: int, shape: tuple[int, int, int], dtype: torch.dtype) -> Callable[[], None]:
+    """One training step of the gated delta rule on fixed random inputs; arguments as in `forward_and_backward`."""
+    batch, heads, width = shape
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, gradient = (torch.randn(batch, heads, tokens, width, generator=generator).to(dtype) for _ in range(4))
+    log_decay, rate = -torch.rand(2, batch, heads, tokens, generator=generator)
+    inputs = [x.requires_grad_() for x in (q / width, F.normalize(k, dim=-1), v, log_decay, -rate)]
+
+    def step() -> None:
+        torch.autograd.grad(gated_delta(*inputs)[0], inputs, gradient)
+
+    return step
+
+
 def compare_around(tokens: int, names: list[str], rounds: int, dtype: torch.dtype) -> dict[str, Any]:
     """Times of a layer with each of the named parts, and ratios to the plain layer, which is first."""
     variants = {"layer": {}, **{name: AROUND[name] for name in names}}
@@ -123,13 +144,15 @@ def compare_around(tokens: int, names: list[str], rounds: int, dtype: torch.dtyp
 
 def compare(tokens: int, names: list[str], rounds: int, dtype: torch.dtype) -> dict[str, Any]:
     """Times and ratios of the named operations at one length, softmax first."""
-    variants = {"softmax": {}, **{name: CASES[name] for name in names}}
+    variants = {"softmax": {}, **{name: CASES[name] for name in names if name in CASES}}
     contestants = {
         name: forward_and_backward(
             {**values, "backend": "chunked"}, tokens, SHAPES[tokens], dtype, "cpu", KEY_WIDTHS.get(name, 1.0)
         )
         for name, values in variants.items()
     }
+    if RULE in names:
+        contestants[RULE] = rule_forward_and_backward(tokens, SHAPES[tokens], dtype)
     contestants["softmax_fused"] = forward_and_backward({"backend": "sdpa"}, tokens, SHAPES[tokens], dtype, "cpu")
     return _rows(in_turn(contestants, rounds), "softmax")
 
@@ -163,7 +186,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", choices=SHAPES, default=[64, 2048])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--only", nargs="+", choices=[*CASES, RULE], default=[*CASES, RULE])
     parser.add_argument("--around", nargs="*", choices=AROUND, default=list(AROUND))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}/attention_DTYPE.json")

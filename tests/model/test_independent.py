@@ -94,7 +94,8 @@ def _far_from_its_start(recipe: Recipe) -> tuple[Transformer, Tensor]:
 
 
 def _check_attention(model: Transformer, tokens: Tensor, theirs: Result) -> None:
-    layers = iter(range(len(model.blocks)))
+    cores = [module for module in model.modules() if isinstance(module, AttentionCore)]
+    layers = iter(range(len(cores)))
 
     def check(core: Any, given: Any) -> None:
         q, k, _, *documents = given
@@ -111,7 +112,6 @@ def _check_attention(model: Transformer, tokens: Tensor, theirs: Result) -> None
                 shares[:, :, here, -1] = rows.bias_BHQ
         _close("attention", shares, theirs.shares[layer])
 
-    cores = [module for module in model.modules() if isinstance(module, AttentionCore)]
     hooks = [core.register_forward_pre_hook(check) for core in cores]
     with torch.no_grad():
         model(tokens)

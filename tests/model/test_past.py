@@ -85,7 +85,7 @@ def test_combinations_go_on_from_what_was_kept(name: str) -> None:
     check_in_pieces(model({"model": {"attention": COMBINATIONS[name]}}))
 
 
-@pytest.mark.parametrize("name", ["softmax", "sink_token", "document", "elu_kernel", "forgetting"])
+@pytest.mark.parametrize("name", ["softmax", "sink_token", "document", "elu_kernel", "forgetting", "linear_hybrid"])
 @torch.no_grad()
 def test_rows_can_be_exchanged_repeated_and_cut_in_between(name: str) -> None:
     transformer, tokens_BT = model(VARIANTS[name].overlay), tokens(3)

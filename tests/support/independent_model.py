@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 from independent_attention import Config, Weights, attention, rms_norm
+from independent_mixers import gated_delta, has_attention
 from torch import Tensor
 
 
 class Result(NamedTuple):
-    """What a model says of some tokens; layers are the first axis of the last four."""
+    """What a model says of some tokens; layers that have attention are the first axis of the last four."""
 
     logits: Tensor
     """(B, T, V)."""
@@ -62,13 +63,15 @@ def run(model: Config, weights: Weights, tokens: Tensor) -> Result:
         seen: list[Tensor] = []
 
         def attend(x: Tensor, own: Weights = own | outer, layer: int = layer, seen: list[Tensor] = seen) -> Tensor:
+            if not has_attention(model, layer):
+                return gated_delta(model, own, x)
             out, scores = attention(model, own, layer, x, times, visible)
             seen.append(scores)
             return out
 
         stream = residual(model, own, "attention", stream, attend)
         stream = residual(model, own, "ffn", stream, lambda x, own=own: feed_forward(model["ffn"], own, x))
-        of_layers.append(seen[0])
+        of_layers += seen
     stream = stream[:, N:]
     if model["norm"]["placement"] != "post":
         stream = norm(model["norm"], weights, "final_norm", stream)

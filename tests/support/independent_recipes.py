@@ -13,7 +13,7 @@ from sinklab.train.recipe import Recipe, build_recipe
 Choice = dict[str, Any]
 """A kind and its values, as a recipe has them."""
 Cell = dict[str, Any]
-"""What a recipe must have: `operation`, `bias`, `position`, `projection` with their values, a `mask`, a `backend`."""
+"""What a recipe must have: an `operation` and other choices with their values, a `mask`, a `backend`."""
 
 VALUED_KEY = {"kind": "k", "value": {"direction": "first", "norm": 1.5}}
 BIASES = [
@@ -73,6 +73,8 @@ POSITIONS = [
     {"kind": "rotary", "theta": 100.0},
 ]
 FULL = {"kind": "full"}
+DELTA = {"kind": "gated_delta", "every": 2}
+GROUPED_DELTA = {**DELTA, "heads": 4, "key_heads": 2, "key_width": 5, "value_width": 3, "conv": 3}
 LATENT = {"kind": "latent", "kv_rank": 5, "q_rank": 7, "nope_width": 3, "rope_width": 4, "value_width": 6}
 RANGES = {
     "alpha": (0.1, 2.0), "p": (0.3, 4.0), "zeta": (1.0, 1.3), "gamma": (-0.2, 0.0), "start": (-1.0, 1.0),
@@ -106,6 +108,9 @@ def covering_cells() -> dict[str, Cell]:
         *({"projection": {"kind": "latent"}, "bias": b} for b in BIASES),
         *({"projection": {"kind": "latent"}, "operation": o} for o in OPERATIONS[:3] + KERNELS),
         *({"projection": LATENT, "position": p} for p in POSITIONS),
+        *({"mixer": DELTA, "bias": b} for b in BIASES),
+        *({"mixer": m, "mask": mask} for m in (DELTA, GROUPED_DELTA) for mask in ("causal", "window", "prefix")),
+        *({"mixer": GROUPED_DELTA, "projection": p} for p in (FULL, LATENT)),
     ]  # fmt: skip
     return {" ".join(_words(cell)): cell for cell in cells}
 
@@ -187,6 +192,7 @@ def _drawn(rng: random.Random, cell: Cell) -> dict[str, Any]:
             "init": rng.choice(["declared", "torch"]),
             "exclusive": exclusive,
             "projection": cell.get("projection") or rng.choice([FULL, FULL, FULL, {"kind": "latent"}, LATENT]),
+            "mixer": cell.get("mixer") or rng.choice([*[{"kind": "attention"}] * 4, DELTA, GROUPED_DELTA]),
         },
     }
     if "projection" in cell:  # which does not go with either

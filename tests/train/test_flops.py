@@ -90,6 +90,16 @@ def test_a_kernel_is_linear_in_the_length_and_quadratic_under_a_window() -> None
     assert model_flops(windowed.model).attention == 3 * 2 * 4 * 32 * (8 * 9 // 2 + 24 * 8)
 
 
+def test_a_linear_layer_costs_its_state_read_written_and_read_and_its_convolution() -> None:
+    mixer = {"kind": "gated_delta", "key_heads": 2, "value_width": 6, "conv": 3}
+    flops, plain = (model_flops(recipe(mixer=one).model) for one in (mixer, "attention"))
+    channels = 2 * 2 * 8 + 4 * 6
+    linear = 32 * (6 * 4 * 8 * 6 + 2 * 3 * channels)
+    assert flops.attention == plain.attention // 2 + 3 * linear
+    matrices = 32 * (channels + 4 * 6 + 2 * 4) + 4 * 6 * 32
+    assert plain.matrices - flops.matrices == 3 * 2 * 32 * (4 * 32 * 32 - matrices)
+
+
 def test_the_shape_of_the_1b_model_takes_no_memory() -> None:
     sizes = {"layers": 22, "width": 2048, "heads": 16, "ffn_width": 5632, "vocab_size": 50432}
     model = shape_of(build_recipe({"model": sizes}).model)
@@ -143,10 +153,14 @@ print(json.dumps([estimate / 2**20, (status("VmHWM") - before) / 1024]))
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
-@pytest.mark.parametrize(("precision", "attention"), [("fp32", {"bias": "k"}), ("bf16", {})])
-def test_the_estimate_is_near_the_measured_peak(precision: str, attention: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("precision", "changes"),
+    [("fp32", {"attention": {"bias": "k"}}), ("bf16", {}), ("fp32", {"mixer": "gated_delta"})],
+    ids=str,
+)
+def test_the_estimate_is_near_the_measured_peak(precision: str, changes: dict[str, object]) -> None:
     model = {"layers": 4, "width": 128, "heads": 4, "ffn_width": 256, "vocab_size": 4096, "context": 256}
-    values = {"model": {**model, "attention": attention}, "train": {"batch_size": 24, "precision": precision}}
+    values = {"model": {**model, **changes}, "train": {"batch_size": 24, "precision": precision}}
     run = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(values)], capture_output=True, text=True, check=True)
     estimate, measured = json.loads(run.stdout)
     assert measured / 1.6 < estimate < measured * 1.6

@@ -37,7 +37,8 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def written(name: str, tokens: Path, folder: Path) -> Path:
     """The recipe of a variant as a file."""
-    recipe = build_recipe({**BASE, "data": {**BASE["data"], "source": SOURCE}}, VARIANTS[name].overlay)
+    more = {"model": {"layers": 2}} if "hybrid" in name else {}  # of one layer, the last has attention
+    recipe = build_recipe({**BASE, "data": {**BASE["data"], "source": SOURCE}}, VARIANTS[name].overlay, more)
     values = recipe.model_dump(mode="json")
     values["data"] |= {"source": str(tokens), "tokenizer": "train:1024"}
     path = folder / "recipe.yaml"

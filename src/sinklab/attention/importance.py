@@ -48,8 +48,8 @@ class Importance:
 
     Attributes:
         positions_BHT: alpha of the T real positions.
-        bias_BH: alpha of the added bias or sink token, of all registers together, or the rest of the row; None where there
-            is none.
+        bias_BH: alpha of the added bias or sink token, of all registers together, or the rest of the row; None where
+            there is none.
         row_sums_BH: mean over the real queries of the sum of raw scores, None where every row sums to one.
         seen_by_BGT: how many queries may see each position (batch and head may be 1).
         visible_BHT: mean over these queries; None where they are those that alpha counts.
@@ -170,8 +170,8 @@ def importance_of(
         sums: of the whole sequence, learned leading tokens included.
         mask: who sees whom.
         leading: how many learned tokens stand before the first real one. A leading token is a bias: its alpha is the
-            mean over all real queries, and rows of leading tokens do not count. The rest of an operation that has one is
-            added to it: both are what goes to no token.
+            mean over all real queries, and rows of leading tokens do not count. The rest of an operation that has one
+            is added to it: both are what goes to no token.
         row_sums_BH: mean sums of raw scores, handed through.
     """
     S = sums.keys_BHS.shape[-1]

@@ -46,7 +46,7 @@ def read_numbers(directory: Path) -> RunNumbers:
     return RunNumbers(
         seed=recipe.seed,
         readings=[_reading(one) for one in history],
-        triples=recipe.metric.sequences * recipe.model.layers * recipe.model.heads,
+        triples=recipe.metric.sequences * len(recipe.model.attention_layers) * recipe.model.heads,
         kurtosis=record.kurtosis if record else None,
         seconds=seconds,
         tokens_per_second=record.tokens_per_second if record else None,

@@ -57,7 +57,7 @@ VARIANTS: dict[str, Variant] = {
     # positions (table 3)
     **{f"position_{kind}": _model(position=kind) for kind in ("none", "absolute", "learnable", "t5", "alibi")},
     "position_relative": Variant({"model": {"position": "relative"}}, may_diverge=True),
-    # norms, feed-forward, heads, projections, gates
+    # norms, feed-forward, heads, projections, linear layers, gates
     "norm_post": _model(norm={"placement": "post"}),
     "norm_sandwich": _model(norm={"placement": "sandwich"}),
     "norm_layernorm": _model(norm={"kind": "layernorm"}),
@@ -72,6 +72,8 @@ VARIANTS: dict[str, Variant] = {
     "mla": _model(projection="latent"),
     "mla_compressed": _model(projection={"kind": "latent", "kv_rank": 16, "q_rank": 24}),
     "mla_sink_logit": _model(projection="latent", attention={"bias": "sink_logit"}),
+    "linear_hybrid": _model(mixer="gated_delta"),
+    "linear_hybrid_half": _model(mixer={"kind": "gated_delta", "every": 2}),
     "gate_head": _model(gate="head"),
     "gate_element": _model(gate="element"),
     "gate_value": _model(gate="value"),
@@ -120,5 +122,6 @@ NEUTRAL: dict[str, Neutral] = {
     ),
     "schedule.decay_fraction": Neutral("0", {"schedule": {"shape": "wsd", "decay_fraction": 0.0}}),
     "schedule.min_lr": Neutral("optim.lr", {"schedule": {"shape": "cosine", "min_lr": 3e-3}}),
+    "model.mixer.every": Neutral("1", {"model": {"mixer": {"kind": "gated_delta", "every": 1}}}),
     "optim.clip": Neutral("null", {"optim": {"clip": None}}, against={"optim": {"clip": 1e9}}),
 }

@@ -18,13 +18,14 @@ from sinklab.measuring.records import LayerRecord
 from sinklab.measuring.statistics.block import Angles
 from sinklab.measuring.statistics.watch import DetailsWatch
 from sinklab.measuring.visible import view_of
+from sinklab.model.block import DecoderBlock
 from sinklab.model.loss import next_token_loss
 from sinklab.model.transformer import Transformer
 
 
 def attention_cores(model: Transformer) -> list[AttentionCore]:
     """Where queries meet keys, in the order of the layers."""
-    return [block.attention.core for block in model.blocks]  # type: ignore[union-attr]
+    return [block.attention.core for block in model.blocks if isinstance(block, DecoderBlock)]
 
 
 class WatchedTransformer:
@@ -43,7 +44,7 @@ class WatchedTransformer:
         Raises:
             InputError: any of them.
         """
-        options.check_maps(len(self.blocks), self.model.config.heads)
+        options.check_maps(len(self.cores), self.model.config.heads)
         lengths = options.lengths
         context, mask = self.model.config.context, self.model.config.attention.mask
         if longest > context:
@@ -65,8 +66,14 @@ class WatchedTransformer:
             yield reader
 
     def notes(self) -> list[str]:
-        """Nothing: what a run is, its recipe says."""
-        return []
+        """How many layers have attention, where not all have; the rest its recipe says."""
+        if len(self.cores) == len(self.blocks):
+            return []
+        numbers = ", ".join(str(number) for number in self.model.config.attention_layers)
+        return [
+            f"{len(self.cores)} of {len(self.blocks)} layers have attention ({numbers}); the others are linear and in "
+            "no sink rate"
+        ]
 
 
 class _CoreReader:

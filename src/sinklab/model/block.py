@@ -5,6 +5,7 @@ head, K = D / P their width. Of a latent projection (`latent.py`) queries and ke
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -15,8 +16,9 @@ from sinklab.model.ffn import FeedForward
 from sinklab.model.forget import ForgetGating
 from sinklab.model.gate import OutputGating, ValueGating
 from sinklab.model.latent import LatentHeads, LatentProjection
+from sinklab.model.mixer import GatedDelta, LinearAttention, RuleInputs
 from sinklab.model.norm import HeadNorm, build_norm
-from sinklab.model.past import LayerPast
+from sinklab.model.past import LayerPast, StatePast
 from sinklab.model.position import DistanceTerm, SharedTerm
 from sinklab.model.rotary import rotate
 
@@ -118,23 +120,54 @@ class Attention(nn.Module):
         return self.out(out_BHLD.transpose(1, 2).flatten(2))
 
 
-class DecoderBlock(nn.Module):
+class ResidualBlock(nn.Module):
+    """Something that mixes positions and a feed-forward, each added to the residual stream with its norms.
+
+    Attributes:
+        compiled_parts: the methods that can be compiled, before and after what mixes positions.
+    """
+
+    compiled_parts: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, config: ModelConfig, attention: nn.Module) -> None:
+        super().__init__()
+        self.placement = config.norm.placement
+        self.attention_norm = build_norm(config.norm, config.width)
+        self.attention = attention
+        self.ffn_norm = build_norm(config.norm, config.width)
+        self.ffn = FeedForward(config.ffn, config.width, config.ffn_width)
+        if self.placement == "sandwich":
+            self.attention_post_norm = build_norm(config.norm, config.width)
+            self.ffn_post_norm = build_norm(config.norm, config.width)
+
+    def read(self, x_BLE: Tensor) -> Tensor:
+        """What is read of the stream by what mixes positions."""
+        return x_BLE if self.placement == "post" else self.attention_norm(x_BLE)
+
+    def joined(self, x_BLE: Tensor, added_BLE: Tensor) -> Tensor:
+        """The stream after what mixes positions has added to it, and after the feed-forward."""
+        if self.placement == "post":
+            x_BLE = self.attention_norm(x_BLE + added_BLE)
+            return self.ffn_norm(x_BLE + self.ffn(x_BLE))
+        if self.placement == "sandwich":
+            x_BLE = x_BLE + self.attention_post_norm(added_BLE)
+            return x_BLE + self.ffn_post_norm(self.ffn(self.ffn_norm(x_BLE)))
+        x_BLE = x_BLE + added_BLE
+        return x_BLE + self.ffn(self.ffn_norm(x_BLE))
+
+
+class DecoderBlock(ResidualBlock):
     """Attention and feed-forward, each added to the residual stream; its output is the stream after both.
 
     What stands before and after the attention core is a method each, which can be compiled: the core is not, so that
     probes can watch it and its kernels are the same in training and measuring.
     """
 
+    compiled_parts = ("before_core", "after_core")
+    attention: Attention
+
     def __init__(self, config: ModelConfig, term: DistanceTerm | None, layer: int) -> None:
-        super().__init__()
-        self.placement = config.norm.placement
-        self.attention_norm = build_norm(config.norm, config.width)
-        self.attention = Attention(config, term, layer)
-        self.ffn_norm = build_norm(config.norm, config.width)
-        self.ffn = FeedForward(config.ffn, config.width, config.ffn_width)
-        if self.placement == "sandwich":
-            self.attention_post_norm = build_norm(config.norm, config.width)
-            self.ffn_post_norm = build_norm(config.norm, config.width)
+        super().__init__(config, Attention(config, term, layer))
 
     def forward(self, x_BLE: Tensor, places: Places, past: LayerPast | None = None) -> Tensor:
         read_BLE, q_BHLD, k_BGLD, v_BGLD = self.before_core(x_BLE, places)
@@ -145,17 +178,35 @@ class DecoderBlock(nn.Module):
 
     def before_core(self, x_BLE: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What attention reads of the stream, and queries, keys and values."""
-        read_BLE = x_BLE if self.placement == "post" else self.attention_norm(x_BLE)
+        read_BLE = self.read(x_BLE)
         return read_BLE, *self.attention.inputs(read_BLE, places)
 
     def after_core(self, x_BLE: Tensor, read_BLE: Tensor, out_BHLD: Tensor, v_BGLD: Tensor) -> Tensor:
         """The stream after attention and feed-forward."""
-        added_BLE = self.attention.output(out_BHLD, read_BLE, v_BGLD)
-        if self.placement == "post":
-            x_BLE = self.attention_norm(x_BLE + added_BLE)
-            return self.ffn_norm(x_BLE + self.ffn(x_BLE))
-        if self.placement == "sandwich":
-            x_BLE = x_BLE + self.attention_post_norm(added_BLE)
-            return x_BLE + self.ffn_post_norm(self.ffn(self.ffn_norm(x_BLE)))
-        x_BLE = x_BLE + added_BLE
-        return x_BLE + self.ffn(self.ffn_norm(x_BLE))
+        return self.joined(x_BLE, self.attention.output(out_BHLD, read_BLE, v_BGLD))
+
+
+class LinearBlock(ResidualBlock):
+    """Linear attention and feed-forward, each added to the residual stream; its output is the stream after both."""
+
+    compiled_parts = ("before_rule", "after_rule")
+    attention: LinearAttention
+
+    def __init__(self, config: ModelConfig, mixer: GatedDelta) -> None:
+        super().__init__(config, LinearAttention(mixer, config.width, config.heads, config.norm.eps))
+
+    def forward(self, x_BLE: Tensor, places: Places, past: StatePast | None = None) -> Tensor:
+        past = StatePast() if past is None else past
+        read_BLE, inputs, recent_BCW = self.before_rule(x_BLE, past.recent_BCW)
+        out_BHLV, state_BHDV = self.attention.rule(inputs, past.state_BHDV)
+        past.recent_BCW, past.state_BHDV = recent_BCW, state_BHDV
+        return self.after_rule(x_BLE, read_BLE, out_BHLV)
+
+    def before_rule(self, x_BLE: Tensor, recent_BCW: Tensor | None) -> tuple[Tensor, RuleInputs, Tensor]:
+        """What the layer reads of the stream, and the inputs of the rule and of what follows."""
+        read_BLE = self.read(x_BLE)
+        return read_BLE, *self.attention.inputs(read_BLE, recent_BCW)
+
+    def after_rule(self, x_BLE: Tensor, read_BLE: Tensor, out_BHLV: Tensor) -> Tensor:
+        """The stream after linear attention and feed-forward."""
+        return self.joined(x_BLE, self.attention.output(out_BHLV, read_BLE))

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from sinklab.attention.config import AttentionConfig
 from sinklab.model.gate import Gate, NoGate
 from sinklab.model.latent import FullProjection, LatentProjection, LatentSizes, Projection
+from sinklab.model.mixer import AttentionOnly, GatedDelta, Mixer
 from sinklab.model.norm import NormConfig
 from sinklab.model.position import Position, Rotary
 from sinklab.schema import LARGEST, Part
@@ -42,6 +43,7 @@ class ModelConfig(Part):
     ffn: Literal["relu", "gelu", "swish", "reglu", "geglu", "swiglu"] = Field(
         default="swiglu", description="act(x W) V; those ending in glu: (act(x W) * x U) V"
     )
+    mixer: Mixer = AttentionOnly()
     projection: Projection = FullProjection()
     attention: AttentionConfig = AttentionConfig()
     gate: Gate = NoGate()
@@ -66,6 +68,14 @@ class ModelConfig(Part):
     def head_width(self) -> int:
         """Width of one head."""
         return self.width // self.heads
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The numbers, from 1, of the layers that have attention."""
+        layers = range(1, self.layers + 1)
+        if isinstance(self.mixer, GatedDelta):
+            return tuple(layer for layer in layers if self.mixer.has_attention(layer, self.layers))
+        return tuple(layers)
 
     @property
     def latent(self) -> LatentSizes | None:
@@ -117,6 +127,7 @@ class ModelConfig(Part):
                 "more than the context, and none of them would be predicted"
             )
         self._check_latent()
+        self._check_mixer()
         self.attention.check_fit(self.query_width, self.position.kind in ("relative", "t5", "alibi"))
         if self.latent is None and self.position.kind == "rotary" and self.key_width % 2:
             name = self.attention.operation.kind
@@ -125,6 +136,19 @@ class ModelConfig(Part):
                 f"rotary turns pairs and needs an even width of keys: width / heads = {self.head_width}{halved}"
             )
         return self
+
+    def _check_mixer(self) -> None:
+        """Refuse what does not go with linear layers."""
+        if not isinstance(self.mixer, GatedDelta):
+            return
+        heads = self.mixer.heads or self.heads
+        if heads % (self.mixer.key_heads or heads):
+            raise ValueError(f"mixer.heads {heads} is not a multiple of mixer.key_heads {self.mixer.key_heads}")
+        if self.attention.mask.kind == "document" and len(self.attention_layers) < self.layers:
+            raise ValueError(
+                "attention.mask document keeps documents apart, and the linear layers of mixer gated_delta carry their "
+                "state from one to the next: use another mask"
+            )
 
     def _check_latent(self) -> None:
         """Refuse what does not go with a latent projection."""

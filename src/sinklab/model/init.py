@@ -9,7 +9,7 @@ offset of a value gate                       zero                               
 
 The same by both: extra keys and values, sink logits and the sink token are normal with std 0.02; norms have weight one
 and bias zero, the slope of dynamic tanh is `norm.alpha`; a module that names mean and std of its tensors in `initial`,
-as attention operations do, has it so.
+as attention operations do, or a law of their own in `starts`, has it so.
 
 `declared` is what the paper (2410.10781) and its code say. `torch` is what PyTorch's `reset_parameters` gives nn.Linear
 (kaiming_uniform with a = sqrt(5)) and nn.Embedding, by which the published models probably started: with several
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from sinklab.model.config import ModelConfig
 
-Law = Callable[[Tensor, torch.Generator], Tensor]
+Law = Callable[[Tensor, torch.Generator], object]
 """Fills a tensor in place."""
 
 SMALL = 0.02  # std of what the paper calls biases, and of its sink token
@@ -56,6 +56,8 @@ def _by_both(model: nn.Module, name: str, config: ModelConfig) -> Law | None:
     if leaf in initial:
         mean, std = initial[leaf]
         return _normal(std, mean)
+    if leaf in (starts := getattr(model.get_submodule(owner), "starts", {})):
+        return starts[leaf]
     if name.endswith("norm.weight"):
         return _constant(1.0)
     if name.endswith("norm.bias"):

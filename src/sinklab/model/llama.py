@@ -12,6 +12,7 @@ from sinklab.errors import InputError
 from sinklab.model.config import ModelConfig
 from sinklab.model.gate import NoGate
 from sinklab.model.latent import FullProjection
+from sinklab.model.mixer import AttentionOnly
 from sinklab.model.norm import NormConfig
 from sinklab.model.position import Rotary
 from sinklab.model.transformer import Transformer
@@ -40,6 +41,7 @@ def differences(config: ModelConfig) -> dict[str, str]:
         "attention.bias": (attention.bias, NoBias()),
         "attention.mask": (attention.mask, CausalMask()),
         "attention.softcap": (attention.softcap, None),
+        "mixer": (config.mixer, AttentionOnly()),
         "projection": (config.projection, FullProjection()),
         "position": (config.position, Rotary(theta=getattr(config.position, "theta", 1.0))),
         "norm": (config.norm, NormConfig(eps=config.norm.eps)),

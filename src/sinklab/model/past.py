@@ -4,8 +4,14 @@ Nothing about attention is decided here: new queries go through the same operati
 keys that were kept and their own. Kernels keep their keys like every other operation: the running sum that they also
 have would serve causal and prefix masks only, and not windows or documents.
 
-B batch, H query heads, G key heads, S positions so far (a leading token included), D head width.
+A layer of linear attention keeps its state instead, which does not grow; it cannot be taken back to an earlier token,
+so that what is cut is read again.
+
+B batch, H query heads, G key heads, S positions so far (a leading token included), D head width; of a linear layer H
+heads, D and V widths of a key and a value, C channels and W positions of its convolution.
 """
+
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -54,6 +60,25 @@ class LayerPast:
             self.log_kept_BSH = held[:, :positions]
 
 
+class StatePast:
+    """What one layer of linear attention has kept.
+
+    Attributes:
+        recent_BCW: what its convolution sees of the last W - 1 positions.
+        state_BHDV: after the last position. Both are None before the first call.
+    """
+
+    def __init__(self) -> None:
+        self.recent_BCW: Tensor | None = None
+        self.state_BHDV: Tensor | None = None
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows of the batch."""
+        if self.recent_BCW is not None and self.state_BHDV is not None:
+            self.recent_BCW = self.recent_BCW.index_select(0, rows.to(self.recent_BCW.device))
+            self.state_BHDV = self.state_BHDV.index_select(0, rows.to(self.state_BHDV.device))
+
+
 class Past:
     """The beginning of a batch of sequences, as `Transformer.hidden` continues it.
 
@@ -62,18 +87,21 @@ class Past:
     Args:
         layers: of the model.
         leading: learned tokens before each sequence, which every layer keeps as well.
+        linear: numbers, from 1, of the layers that have linear attention.
 
     Attributes:
         tokens_BT: read so far; None before the first call.
         layers: what each layer has kept.
+        forgotten: whether the layers have kept nothing of the tokens, which must be read again.
     """
 
     is_compileable = False
 
-    def __init__(self, layers: int, leading: int) -> None:
-        self.leading = leading
+    def __init__(self, layers: int, leading: int, linear: Collection[int] = ()) -> None:
+        self.leading, self.linear = leading, frozenset(linear)
         self.tokens_BT: Tensor | None = None
-        self.layers = [LayerPast() for _ in range(layers)]
+        self.layers = self._empty(layers)
+        self.forgotten = False
 
     @property
     def positions(self) -> int:
@@ -92,7 +120,7 @@ class Past:
     def restart(self) -> Tensor | None:
         """Forget what the layers have kept; returns the tokens read so far."""
         tokens_BT, self.tokens_BT = self.tokens_BT, None
-        self.layers = [LayerPast() for _ in self.layers]
+        self.layers, self.forgotten = self._empty(len(self.layers)), False
         return tokens_BT
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -116,8 +144,14 @@ class Past:
             self.restart()
         elif self.tokens_BT is not None:
             self.tokens_BT = self.tokens_BT[:, :kept]
+            if self.linear and kept < length:
+                self.layers, self.forgotten = self._empty(len(self.layers)), True
             for layer in self.layers:
-                layer.select(positions=self.leading + kept)
+                if isinstance(layer, LayerPast):
+                    layer.select(positions=self.leading + kept)
+
+    def _empty(self, layers: int) -> list[LayerPast | StatePast]:
+        return [StatePast() if number in self.linear else LayerPast() for number in range(1, layers + 1)]
 
     def _select(self, rows: Tensor) -> None:
         if self.tokens_BT is not None:

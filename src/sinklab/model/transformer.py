@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from sinklab.attention.blocks import accumulate_dtype
 from sinklab.errors import InputError
-from sinklab.model.block import DecoderBlock, Places
+from sinklab.model.block import DecoderBlock, LinearBlock, Places
 from sinklab.model.config import ModelConfig
 from sinklab.model.init import initialise
 from sinklab.model.loss import next_token_loss
+from sinklab.model.mixer import GatedDelta
 from sinklab.model.norm import build_norm
 from sinklab.model.past import Past
 from sinklab.model.position import T5, Absolute, Alibi, DistanceTerm, Learnable, Relative, Rotary, sinusoid
@@ -49,7 +50,7 @@ class Transformer(nn.Module):
         learned = isinstance(position, Learnable)
         self.position_table = nn.Parameter(torch.empty(config.context, config.width)) if learned else None
         self.distance = DistanceTerm(position, config.heads) if isinstance(position, Relative | T5 | Alibi) else None
-        self.blocks = nn.ModuleList(DecoderBlock(config, self.distance, layer) for layer in range(1, config.layers + 1))
+        self.blocks = nn.ModuleList(self._block(layer) for layer in range(1, config.layers + 1))
         post = config.norm.placement == "post"
         self.final_norm = nn.Identity() if post else build_norm(config.norm, config.width)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
@@ -64,7 +65,8 @@ class Transformer(nn.Module):
         Raises:
             InputError: more tokens than a learned table of positions has rows.
         """
-        if past is not None and 0 < past.get_seq_length() < self.config.shared_tokens:
+        seen = 0 if past is None else past.get_seq_length()
+        if past is not None and (past.forgotten or 0 < seen < self.config.shared_tokens):
             # Those that all queries see have not seen each other yet: nothing that was kept of them holds.
             earlier_BT = past.restart()
             assert earlier_BT is not None
@@ -86,7 +88,13 @@ class Transformer(nn.Module):
 
     def new_past(self) -> Past:
         """An empty past, for sequences that are to be read piece by piece."""
-        return Past(self.config.layers, self.leading)
+        numbers = range(1, self.config.layers + 1)
+        return Past(self.config.layers, self.leading, [n for n in numbers if n not in self.config.attention_layers])
+
+    def _block(self, layer: int) -> DecoderBlock | LinearBlock:
+        if isinstance(self.config.mixer, GatedDelta) and layer not in self.config.attention_layers:
+            return LinearBlock(self.config, self.config.mixer)
+        return DecoderBlock(self.config, self.distance, layer)
 
     def _placed(self, x_BTE: Tensor, first: int) -> Tensor:
         """The embeddings with those positions that are added to them, from position `first` on."""

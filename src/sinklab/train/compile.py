@@ -1,8 +1,8 @@
 """`train.compile`: what stands around the attention cores, compiled.
 
-A block is compiled in two parts, before and after its core, and once for all blocks. Not the whole model: the cores
-bring kernels of their own (FlexAttention compiles itself), a probe that is attached to a compiled module is silently
-ignored, and compiling 22 layers as one takes minutes.
+A block is compiled in two parts, before and after its core (in a linear layer: its rule), and once for all blocks of a
+kind. Not the whole model: the cores bring kernels of their own (FlexAttention compiles itself), a probe that is
+attached to a compiled module is silently ignored, and compiling 22 layers as one takes minutes.
 """
 
 from typing import Literal
@@ -23,5 +23,5 @@ def compile_blocks(model: Transformer, choice: Compile, device: torch.device) ->
     if choice == "off" or (choice == "auto" and device.type != "cuda"):
         return
     for block in model.blocks:
-        for name in ("before_core", "after_core"):
+        for name in block.compiled_parts:  # type: ignore[union-attr]
             setattr(block, name, compiled(getattr(block, name), dynamic=False))

@@ -12,6 +12,7 @@ LATER: dict[str, object] = {
     "attention.operation.shift": "none",
     "exclusive": False,
     "projection": {"kind": "full"},
+    "mixer": {"kind": "attention"},
     "norm.head_norm": False,
     "norm.gate_rank": None,
 }

@@ -36,7 +36,19 @@ from sinklab.schema import leaves
 from sinklab.train.directory.run import RECIPE, load_run
 from sinklab.train.recipe import Recipe, build_recipe
 
-OPEN = ("layers", "width", "heads", "kv_heads", "ffn_width", "vocab_size", "context", "position", "norm")
+OPEN = (
+    "layers",
+    "width",
+    "heads",
+    "kv_heads",
+    "ffn_width",
+    "vocab_size",
+    "context",
+    "position",
+    "norm",
+    "mixer",
+    "projection",
+)
 """Keys of `model` that a recipe may leave to its checkpoint; a context of its own it may have."""
 
 GATE_BEHIND_NORM = ".gate.up.weight"

@@ -67,7 +67,7 @@ def record_end(trainer: Trainer, diverged: DivergedError | None, memory: PeakMem
             message=str(diverged or ""),
             step=trainer.state.step,
             steps=recipe.train.steps,
-            triples=recipe.metric.sequences * recipe.model.layers * recipe.model.heads,
+            triples=recipe.metric.sequences * len(recipe.model.attention_layers) * recipe.model.heads,
             seconds=seconds_spent(history),
             tokens_per_second=_tokens_per_second(history),
             peak_memory_mb=peak_memory_mb,

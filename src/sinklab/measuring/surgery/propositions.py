@@ -103,9 +103,12 @@ def position_kind(model: "PreTrainedModel | Transformer") -> PositionKind:
     """
     if isinstance(model, Transformer):
         attention = model.config.attention
+        everywhere = len(model.config.attention_layers) == model.config.layers
         plain = attention.operation == Softmax() and attention.bias.kind == "none" and attention.mask == CausalMask()
-        if not plain:
-            raise InputError("the paper's propositions are about causal softmax attention without biases")
+        if not plain or not everywhere:
+            raise InputError(
+                "the paper's propositions are about causal softmax attention without biases, in every layer"
+            )
         return model.config.position.kind
     from sinklab.measuring.huggingface.anatomy import attention_layers
     from sinklab.measuring.huggingface.probe import dispatches

@@ -8,6 +8,8 @@ attention   2 * (D + V) * pairs per head and layer: every score and every weight
             key and a value. Pairs are the (query, key) pairs that the mask allows: L (L + 1) / 2 when causal. Kernels
             under causal and prefix masks are linear attention instead: 4 * D * V * L, the state written and read
             (V + 1 for V where normalised). A bias key adds 2 * D * L
+            A layer of linear attention: 6 * D * V * L per head, D and V its own: the gated delta rule reads its state
+            for the key, writes it, and reads it for the query; and 2 * W * L for every channel of its convolution
 head        2 * E * V for every token that is predicted
 
 A backward pass needs twice a forward pass, so a step three times it. What a backend recomputes, masks out afterwards
@@ -24,6 +26,7 @@ from torch import nn
 from sinklab.attention.core import AttentionCore
 from sinklab.attention.operations.kernel import Kernel
 from sinklab.attention.visible import visible_keys
+from sinklab.model.block import LinearBlock
 from sinklab.model.config import ModelConfig
 from sinklab.model.gate import ValueGating
 from sinklab.model.transformer import Transformer
@@ -67,10 +70,11 @@ def model_flops(config: ModelConfig) -> Flops:
     """
     model = shape_of(config)
     positions = config.context + model.leading
+    of_attention = len(config.attention_layers) * _attention_flops(config, positions)
     predicted = config.context + 2 - config.first_target  # of a chunk, which has one token more than the context
     return Flops(
         FORWARD_AND_BACKWARD * _matrix_flops(model) * positions,
-        FORWARD_AND_BACKWARD * config.layers * _attention_flops(config, positions),
+        FORWARD_AND_BACKWARD * (of_attention + sum(_rule_flops(block, positions) for block in model.blocks)),
         FORWARD_AND_BACKWARD * 2 * model.head.weight.numel() * predicted,
     )
 
@@ -99,6 +103,14 @@ def _matrix_flops(model: Transformer) -> int:
         elif isinstance(module, ValueGating):
             total += 2 * module.weight.numel()
     return total
+
+
+def _rule_flops(block: nn.Module, positions: int) -> int:
+    """Of the delta rule and the convolution of a linear layer, for one sequence, forward; 0 of any other layer."""
+    if not isinstance(block, LinearBlock):
+        return 0
+    linear = block.attention
+    return positions * (6 * linear.heads * linear.key_width * linear.value_width + 2 * linear.conv.weight.numel())
 
 
 def _attention_flops(config: ModelConfig, positions: int) -> int:

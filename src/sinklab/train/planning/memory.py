@@ -4,7 +4,8 @@ weights       4 bytes per parameter (float32, also under bf16 autocast); one sha
 gradients     4 bytes per parameter, as weights; all of them where FSDP adds up several micro-batches before it shares
 optimizer     AdamW 8, Muon 4 for hidden matrices and 8 for the rest, SGD 4 (without momentum 0), as weights
 activations   what autograd keeps between forward and backward of a micro-batch. It is counted, not guessed: a model of
-              the recipe's sizes but one layer runs forward on the CPU at two short lengths; no operation here keeps
+              the recipe's sizes but one layer (two where some are linear: the first one of them is) runs forward on
+              the CPU at two short lengths; no operation here keeps
               more than linearly many bytes per position, so that the two give the bytes per position and the bytes
               that do not depend on it (copies of the weights in bfloat16)
 loss          logits and their gradients as far as they exist at a time, the gradient of the head in float32
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sinklab.attention.linear import CHUNK
 from sinklab.model.config import ModelConfig
 from sinklab.model.loss import WHOLE, rows_per_chunk
 from sinklab.model.transformer import Transformer
@@ -71,26 +73,34 @@ def memory_estimate(recipe: Recipe, device: torch.device, processes: int = 1) ->
     parameters = sum(p.numel() for p in model.parameters())
     mine = train.batch_size // processes
     sequences = min(train.micro_batch or mine, mine)
-    fixed, per_position = _kept(config, train.precision == "bf16")
+    bf16 = train.precision == "bf16"
+    fixed, per_position = _kept(config, bf16, layers=1)
     positions = sequences * (config.context + model.leading)
     block = fixed.inside + per_position.inside * positions
-    activations = config.layers * block + fixed.outside + per_position.outside * positions
-    others = sum(p.numel() for block in model.blocks[1:] for p in block.parameters())
+    with_attention = len(config.attention_layers)
+    activations = with_attention * block + fixed.outside + per_position.outside * positions
+    if with_attention < config.layers:
+        fixed, per_position = _kept(config, bf16, layers=2)
+        linear = fixed.inside + per_position.inside * positions
+        activations += (config.layers - with_attention) * linear
+        block = max(block, linear)
+    others = sum(p.numel() for part in model.blocks[1:] for p in part.parameters())
     gathered = FLOAT32 * (parameters - others) if sharded else 0
     return MemoryEstimate(
         weights=FLOAT32 * parameters // share,
         gradients=FLOAT32 * parameters // (share if sequences == mine else 1),
         optimizer=_optimizer_bytes(model, recipe.optim) // share,
         activations=round(activations),
-        loss=_loss_bytes(config, sequences * config.context, device, train.precision == "bf16"),
+        loss=_loss_bytes(config, sequences * config.context, device, bf16),
         working=round(block) + gathered,
     )
 
 
-def _kept(config: ModelConfig, bf16: bool) -> tuple[_Kept, _Kept]:
-    """Bytes of one layer and of the rest that do not depend on the positions, and bytes per position."""
-    lengths = LENGTHS if config.context >= max(LENGTHS) else (config.context // 2, config.context)
-    model = Transformer(config.model_copy(update={"layers": 1, "vocab_size": 2}))
+def _kept(config: ModelConfig, bf16: bool, layers: int) -> tuple[_Kept, _Kept]:
+    """Bytes of the first of so many layers and of the rest that do not depend on the positions, and per position."""
+    lengths = LENGTHS if layers == 1 else (CHUNK, 2 * CHUNK)  # a linear layer keeps chunks
+    lengths = lengths if config.context >= max(lengths) else (config.context // 2, config.context)
+    model = Transformer(config.model_copy(update={"layers": layers, "vocab_size": 2}))
     first, second = (_kept_at(model, length, bf16) for length in lengths)
     between = lengths[1] - lengths[0]
     slope = _Kept((second.inside - first.inside) / between, (second.outside - first.outside) / between)

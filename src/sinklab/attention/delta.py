@@ -1,0 +1,94 @@
+"""The gated delta rule (2412.06464, equation 10): linear attention whose state forgets, and corrects what a key holds.
+
+    S_t = a_t S_t-1 + b_t k_t (v_t - a_t S_t-1^T k_t)^T        o_t = S_t^T q_t        a_t = exp(g_t)
+
+S is a D x V matrix per head that maps keys to values: it decays by a_t, and what it then gives for k_t is replaced by
+v_t, wholly where b_t is 1 (with keys of length 1). Time and memory are linear in T.
+
+Within a chunk of C positions that begins with the state S, with c_i the sum of g up to position i of the chunk, what
+every position writes is a row of
+
+    W = X - Y S,   (I + L) [X, Y] = b [v, exp(c) k],   L_ij = b_i exp(c_i - c_j) k_i.k_j  for j < i
+
+(section 3.3: the UT transform), which is one triangular solve for all chunks at once. Then
+
+    o_i = exp(c_i) S^T q_i + sum over j <= i of exp(c_i - c_j) (q_i.k_j) W_j
+    S  <- exp(c_C) S + sum over j of exp(c_C - c_j) k_j W_j^T
+
+so that only the walk from chunk to chunk is sequential. Differences of c are at most 0: nothing overflows.
+
+B batch, H heads, T positions, D key width, V value width, N chunks of C positions.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sinklab.attention.blocks import accumulate_dtype
+from sinklab.attention.linear import CHUNK
+
+
+def gated_delta(
+    q_BHTD: Tensor,
+    k_BHTD: Tensor,
+    v_BHTV: Tensor,
+    log_decay_BHT: Tensor,
+    rate_BHT: Tensor,
+    state_BHDV: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The outputs of all positions and the state after them, in chunks.
+
+    Args:
+        q_BHTD, k_BHTD: as they enter the rule: nothing is scaled or normed here.
+        log_decay_BHT: g, at most 0.
+        rate_BHT: b, from 0 to 1.
+        state_BHDV: of earlier positions; None at the beginning, where it is 0.
+
+    Returns:
+        out_BHTV in the dtype of the values; state_BHDV in float32 (float64 for float64).
+    """
+    dtype = accumulate_dtype(v_BHTV.dtype)
+    (B, H, T, D), V = q_BHTD.shape, v_BHTV.shape[3]
+    C = min(CHUNK, T)
+    missing = -T % C  # padding has rate 0 and decay 1: it leaves the state alone
+    q, k, v = (F.pad(x.to(dtype), (0, 0, 0, missing)).view(B, H, -1, C, x.shape[3]) for x in (q_BHTD, k_BHTD, v_BHTV))
+    log_decay, rate = (F.pad(x.to(dtype), (0, missing)).view(B, H, -1, C) for x in (log_decay_BHT, rate_BHT))
+    sums_BHNC = log_decay.cumsum(-1)
+    between_BHNCC = sums_BHNC[..., :, None] - sums_BHNC[..., None, :]
+    later = torch.ones(C, C, dtype=torch.bool, device=q.device).triu(1)
+    decay_BHNCC = between_BHNCC.masked_fill(later, -torch.inf).exp()
+    since_start, till_end = sums_BHNC.exp()[..., None], (sums_BHNC[..., -1:] - sums_BHNC).exp()[..., None]
+    corrections = rate[..., None] * (k @ k.mT) * decay_BHNCC
+    wanted = rate[..., None] * torch.cat((v, since_start * k), dim=-1)
+    solved = torch.linalg.solve_triangular(corrections, wanted, upper=False, unitriangular=True)
+    own_BHNCV, read_BHNCD = solved.split((V, D), dim=-1)
+    scores_BHNCC = (q @ k.mT) * decay_BHNCC
+    q, k, whole = q * since_start, k * till_end, since_start[..., -1:, :]
+    state = q.new_zeros(B, H, D, V) if state_BHDV is None else state_BHDV.to(dtype)
+    out = []
+    for n in range(q.shape[2]):
+        written_BHCV = own_BHNCV[:, :, n] - read_BHNCD[:, :, n] @ state
+        out.append(q[:, :, n] @ state + scores_BHNCC[:, :, n] @ written_BHCV)
+        state = whole[:, :, n] * state + k[:, :, n].mT @ written_BHCV
+    return torch.cat(out, dim=2)[:, :, :T].to(v_BHTV.dtype), state
+
+
+def gated_delta_by_steps(
+    q_BHTD: Tensor,
+    k_BHTD: Tensor,
+    v_BHTV: Tensor,
+    log_decay_BHT: Tensor,
+    rate_BHT: Tensor,
+    state_BHDV: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same as the paper writes it, position by position: what tests hold `gated_delta` against."""
+    B, H, T, D = q_BHTD.shape
+    state = q_BHTD.new_zeros(B, H, D, v_BHTV.shape[3]) if state_BHDV is None else state_BHDV
+    out = []
+    for t in range(T):
+        state = state * log_decay_BHT[:, :, t].exp()[..., None, None]
+        held_BHV = torch.einsum("bhdv,bhd->bhv", state, k_BHTD[:, :, t])
+        corrected_BHV = rate_BHT[:, :, t, None] * (v_BHTV[:, :, t] - held_BHV)
+        state = state + torch.einsum("bhd,bhv->bhdv", k_BHTD[:, :, t], corrected_BHV)
+        out.append(torch.einsum("bhdv,bhd->bhv", state, q_BHTD[:, :, t]))
+    return torch.stack(out, dim=2), state

@@ -1,0 +1,146 @@
+"""Which layers have attention, and what the others have in its place: a linear attention, the gated delta rule.
+
+Its layer (2412.06464, figure 1; the code is that of flash-linear-attention, fla/layers/gated_deltanet.py, and of
+transformers' Qwen3-Next, whose module gives the same numbers): q, k and v from one matrix and a short causal
+convolution, a norm and a gate of their own behind the rule, and no positions.
+
+    q, k, v = silu(conv(x W_qkv))         q <- q / (|q| sqrt(D))     k <- k / |k|
+    g_t = -exp(A) softplus(x_t w_a + s)    b_t = sigmoid(x_t w_b)     A, s, w_a, w_b for every head
+    y_t = [w o_t / rms(o_t) * silu(x_t W_z)] W_out,   o of the rule in attention/delta.py
+
+B batch, L positions, E width, H value heads, G key heads, D and V widths of a key and a value, C = 2 G D + H V
+channels, W positions of the convolution.
+"""
+
+import math
+from typing import Annotated, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from sinklab.attention.blocks import accumulate_dtype
+from sinklab.attention.delta import gated_delta
+from sinklab.model.norm import HeadNorm
+from sinklab.schema import LARGEST, Part
+
+UNDER_ROOT = 1e-6  # of the length of a query or key, as in the published code
+RATES = (0.01, 16.0)  # exp(A) before training, uniform; the published code begins at 0, whose logarithm is -inf
+STEPS = (1e-3, 1e-1)  # softplus(s) before training, log-uniform
+
+
+class AttentionOnly(Part):
+    """Every layer has attention."""
+
+    kind: Literal["attention"] = "attention"
+
+
+class GatedDelta(Part):
+    """One layer of `every` has attention, the last one among them; the others have the gated delta rule (2412.06464).
+
+    What a recipe says of attention, positions on queries, keys and scores, masks and gates is about the layers that
+    have attention; the others are causal and see everything from the beginning of the sequence on.
+    """
+
+    kind: Literal["gated_delta"] = "gated_delta"
+    every: int = Field(default=4, ge=1, description="layers for one with attention, counted from the last layer back")
+    heads: int | None = Field(default=None, ge=1, description="of values in a linear layer; null: model.heads")
+    key_heads: int | None = Field(
+        default=None, ge=1, description="of queries and keys, each for heads / key_heads values; null: heads"
+    )
+    key_width: int | None = Field(
+        default=None, ge=1, le=LARGEST, description="of a query and a key; null: model.width / model.heads"
+    )
+    value_width: int | None = Field(default=None, ge=1, le=LARGEST, description="of a value; null: as key_width")
+    conv: int = Field(default=4, ge=1, description="positions that the short convolution sees")
+
+    def has_attention(self, layer: int, layers: int) -> bool:
+        """Whether layer `layer` of `layers`, from 1, has attention."""
+        return (layers - layer) % self.every == 0
+
+
+Mixer = Annotated[AttentionOnly | GatedDelta, Field(discriminator="kind")]
+
+
+class RuleInputs(NamedTuple):
+    """What the rule is called with."""
+
+    q_BHLD: Tensor
+    k_BHLD: Tensor
+    v_BHLV: Tensor
+    log_decay_BHL: Tensor
+    rate_BHL: Tensor
+
+
+class LinearAttention(nn.Module):
+    """The gated delta rule with its projections, convolution, norm and gates.
+
+    Attributes:
+        log_rate: A (H,).
+        step: s (H,).
+    """
+
+    def __init__(self, mixer: GatedDelta, width: int, heads: int, eps: float) -> None:
+        super().__init__()
+        self.heads = mixer.heads or heads
+        self.key_heads = mixer.key_heads or self.heads
+        self.key_width = mixer.key_width or width // heads
+        self.value_width = mixer.value_width or self.key_width
+        self.rows = (*[self.key_heads * self.key_width] * 2, self.heads * self.value_width)
+        self.qkv = nn.Linear(width, sum(self.rows), bias=False)
+        self.conv = nn.Conv1d(sum(self.rows), sum(self.rows), mixer.conv, groups=sum(self.rows), bias=False)
+        self.gate = nn.Linear(width, self.rows[2], bias=False)
+        self.rates = nn.Linear(width, 2 * self.heads, bias=False)
+        self.log_rate = nn.Parameter(torch.empty(self.heads))
+        self.step = nn.Parameter(torch.empty(self.heads))
+        self.norm = HeadNorm(self.value_width, eps=eps)
+        self.out = nn.Linear(self.rows[2], width, bias=False)
+        self.starts = {"log_rate": log_uniform_rate, "step": step_of_log_uniform}
+
+    def inputs(self, x_BLE: Tensor, recent_BCW: Tensor | None) -> tuple[RuleInputs, Tensor]:
+        """What the rule is called with, and what the convolution must know of these positions later.
+
+        Args:
+            recent_BCW: channels of the last W - 1 positions before; None at the beginning, where they are 0.
+        """
+        channels_BCL, before = self.qkv(x_BLE).transpose(1, 2), self.conv.kernel_size[0] - 1
+        if recent_BCW is None:
+            channels_BCL = F.pad(channels_BCL, (before, 0))
+        else:
+            channels_BCL = torch.cat((recent_BCW, channels_BCL), dim=2)
+        q, k, v = F.silu(self.conv(channels_BCL)).transpose(1, 2).split(self.rows, dim=-1)
+        dtype = accumulate_dtype(x_BLE.dtype)
+        q_BHLD, k_BHLD = (self._normed(part.to(dtype)) for part in (q, k))
+        rate_BHL, step_BHL = self.rates(x_BLE).transpose(1, 2).to(dtype).chunk(2, dim=1)
+        log_decay_BHL = -self.log_rate.to(dtype).exp()[:, None] * F.softplus(step_BHL + self.step.to(dtype)[:, None])
+        v_BHLV = v.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        inputs = RuleInputs(q_BHLD / math.sqrt(self.key_width), k_BHLD, v_BHLV, log_decay_BHL, rate_BHL.sigmoid())
+        return inputs, channels_BCL[:, :, channels_BCL.shape[2] - before :]
+
+    def rule(self, inputs: RuleInputs, state_BHDV: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The output (B, H, L, V) of every position, and the state after the last."""
+        with torch.autocast(inputs.q_BHLD.device.type, enabled=False):
+            return gated_delta(*inputs, state_BHDV)
+
+    def output(self, out_BHLV: Tensor, x_BLE: Tensor) -> Tensor:
+        """What the layer adds to the stream, from the rule's output and what the layer has read."""
+        gate_BHLV = self.gate(x_BLE).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return self.out((self.norm(out_BHLV) * F.silu(gate_BHLV)).transpose(1, 2).flatten(2))
+
+    def _normed(self, x_BLC: Tensor) -> Tensor:
+        """Queries or keys of length 1, those of a key head for each of its value heads: (B, H, L, D)."""
+        x_BGLD = x_BLC.unflatten(-1, (self.key_heads, -1)).transpose(1, 2)
+        x_BGLD = x_BGLD * torch.rsqrt(x_BGLD.square().sum(-1, keepdim=True) + UNDER_ROOT)
+        return x_BGLD.repeat_interleave(self.heads // self.key_heads, dim=1)
+
+
+def log_uniform_rate(tensor: Tensor, stream: torch.Generator) -> None:
+    """A before training: the logarithm of a number drawn uniformly from RATES."""
+    tensor.uniform_(*RATES, generator=stream).log_()
+
+
+def step_of_log_uniform(tensor: Tensor, stream: torch.Generator) -> None:
+    """s before training: softplus(s) is drawn log-uniformly from STEPS."""
+    low, high = (math.log(step) for step in STEPS)
+    tensor.uniform_(low, high, generator=stream).exp_().expm1_().log_()

@@ -1,0 +1,89 @@
+"""The gated delta rule in chunks is the rule position by position, and what it keeps is linear in the length."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from closeness import assert_close
+from torch import Tensor
+
+from sinklab.attention.delta import gated_delta, gated_delta_by_steps
+
+B, H, D, V = 2, 3, 8, 5
+
+
+def inputs(length: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Queries, keys of length 1, values, decays from nearly none to nearly all, rates."""
+    source = torch.Generator().manual_seed(length)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(B, H, length, *shape, generator=source, dtype=torch.float64)
+
+    parts = (random(D), F.normalize(random(D), dim=-1), random(V), -random().exp(), random().sigmoid())
+    return [part.to(dtype).requires_grad_() for part in parts]
+
+
+def state() -> Tensor:
+    return torch.randn(B, H, D, V, generator=torch.Generator().manual_seed(7), dtype=torch.float64).requires_grad_()
+
+
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 150])
+@pytest.mark.parametrize("continued", [False, True])
+def test_chunks_give_what_single_steps_give_in_value_and_gradient(length: int, continued: bool) -> None:
+    given = [*inputs(length), *([state()] if continued else [])]
+    weights = torch.randn(B, H, length, V, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    outcomes = []
+    for rule in (gated_delta, gated_delta_by_steps):
+        out, after = rule(*given)
+        gradients = torch.autograd.grad((out * weights).sum() + after.square().sum(), given)
+        outcomes.append((out, after, *gradients))
+    for ours, expected in zip(*outcomes, strict=True):
+        assert_close(ours, expected, 1e-11)
+
+
+def test_a_sequence_in_pieces_is_the_sequence() -> None:
+    given = inputs(130)
+    whole, last = gated_delta(*given)
+    before, outs = None, []
+    for piece in zip(*(part.split((70, 1, 59), dim=2) for part in given), strict=True):
+        out, before = gated_delta(*piece, before)
+        outs.append(out)
+    assert before is not None
+    assert_close(torch.cat(outs, dim=2), whole, 1e-12)
+    assert_close(before, last, 1e-12)
+
+
+def test_without_decay_and_with_rate_one_a_key_gives_back_its_last_value() -> None:
+    keys = torch.eye(D, dtype=torch.float64)[[0, 1, 0, 1]].expand(B, H, 4, D)
+    values = torch.arange(4, dtype=torch.float64)[:, None].expand(B, H, 4, V)
+    ones = torch.ones(B, H, 4, dtype=torch.float64)
+    out, after = gated_delta(keys, keys, values, 0 * ones, ones)
+    assert_close(out, values)
+    assert_close(after[:, :, 0], torch.full((B, H, V), 2.0))
+    assert_close(after[:, :, 1], torch.full((B, H, V), 3.0))
+
+
+def test_in_bfloat16_the_state_is_in_float32_and_the_output_near_that_in_float64() -> None:
+    given = inputs(100, torch.bfloat16)
+    out, after = gated_delta(*given)
+    expected, _ = gated_delta_by_steps(*(part.double() for part in given))
+    assert (out.dtype, after.dtype) == (torch.bfloat16, torch.float32)
+    assert_close(out, expected, 1e-2)
+
+
+def kept(length: int) -> int:
+    """Bytes that autograd keeps for the gradient."""
+    sizes: dict[int, int] = {}
+    held = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        held.append(tensor)
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        gated_delta(*inputs(length))
+    return sum(sizes.values())
+
+
+def test_what_is_kept_is_linear_in_the_length() -> None:
+    assert kept(2048) < 2.1 * kept(1024)
