@@ -62,6 +62,10 @@ def measure(
         list[str] | None,
         typer.Option(help="Also without something: mask_first:N, no_bos or zero_massive; may be repeated."),
     ] = None,
+    perturb: Annotated[
+        int | None,
+        typer.Option(metavar="POSITION", help="Also replace this token: how far it spreads, without key 1 as well."),
+    ] = None,
     swap_position: Annotated[
         tuple[int, int] | None, typer.Option(metavar="I J", help="Measure with two learned positions swapped.")
     ] = None,
@@ -138,7 +142,7 @@ def measure(
         length,
         no_bos,
         seed,
-        study=Study(ablate or (), swap_position, replace_position),
+        study=Study(ablate or (), swap_position, replace_position, perturb),
     )
     console = stderr()
     loading = _loading(dtype, device, trust_remote_code, None if over_steps else next(iter(revisions), None), console)

@@ -36,6 +36,7 @@ def measure(
     details: bool = False,
     maps: Sequence[tuple[int, int]] = (),
     ablate: Sequence[str] = (),
+    perturb: int | None = None,
     model_name: str = "",
     inputs: Inputs = "natural",
     bos: bool | None = None,
@@ -55,6 +56,7 @@ def measure(
         details: also angles, entropy, distances, secondary sinks and kurtosis (details.py); costs more.
         maps: (layer, head), 1-based: keep the matrices of attention, cosine and norm product; implies details.
         ablate: also without something: "mask_first:N", "no_bos", "zero_massive" (ablations.py); without padding.
+        perturb: also replace the token at this position, 1-based, and follow the change (mixing.py); without padding.
         model_name, inputs: recorded with the result.
         bos: whether position 1 is a special token. By default it is where every sequence begins with the
             `bos_token_id` of the model's config; a sinklab transformer has none, so say it there.
@@ -80,12 +82,15 @@ def measure(
         inputs=inputs,
         bos=_begins_with_bos(model, tokens_NT, mask_NT) if bos is None else bos,
     )
-    study = Study(ablate)
+    study = Study(ablate, perturb=perturb)
     if mask_NT is not None:
         if isinstance(watched, WatchedTransformer):
             raise InputError("a sinklab transformer reads whole sequences: leave out attention_mask")
-        if study.ablate:
-            raise InputError("ablations need sequences without padding: leave out the padded ones, or `ablate`")
+        if study.ablate or study.perturb is not None:
+            raise InputError(
+                "ablations and perturbations need sequences without padding: leave out the padded ones, or `ablate` "
+                "and `perturb`"
+            )
     with measured_in_turn(model):
         if mask_NT is not None:
             return measure_watched(watched, tokens_NT, options, attention_mask_NT=mask_NT, progress=progress)

@@ -33,6 +33,22 @@ class Ablation(Part):
     sink_rate: list[float]
 
 
+class Mixing(Part):
+    """How far a change of one token spreads (mixing.py).
+
+    Attributes:
+        position: of the token that was replaced, 1-based.
+        sequences: in which it could be replaced by another.
+        spread: before the first block and after each: mean of |h' - h| / |h| over sequences and later positions.
+        spread_without_first: the same with the first key hidden from all later queries.
+    """
+
+    position: int = Field(ge=2)
+    sequences: int = Field(ge=1)
+    spread: list[FiniteFloat]
+    spread_without_first: list[FiniteFloat]
+
+
 class Propositions(Part):
     """What the paper proves of a repeated token, and how far the model is from it (propositions.py).
 

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, FiniteFloat, ValidationError, model_vali
 from sinklab.errors import InputError
 from sinklab.files import parse_json, write_json, written_aside
 from sinklab.measuring.activations import MassiveActivation
-from sinklab.measuring.findings import Ablation, Propositions
+from sinklab.measuring.findings import Ablation, Mixing, Propositions
 from sinklab.measuring.frames import TABLES, Columns, TableName, data_frame, write_csv, write_parquet
 from sinklab.measuring.metrics import uniform_importance
 from sinklab.measuring.options import Inputs
@@ -24,7 +24,7 @@ from sinklab.measuring.statistics.details import Details
 from sinklab.measuring.statistics.secondary import Percent
 
 ColumnValues = np.ndarray | Sequence[float] | None
-LEFT_OUT = ("step", "planned_steps", "details", "ablations", "propositions", "scores")  # where there are none
+LEFT_OUT = ("step", "planned_steps", "details", "ablations", "mixing", "propositions", "scores")  # where there are none
 
 
 class Measurement(WithArrays):
@@ -62,6 +62,7 @@ class Measurement(WithArrays):
         details: what was asked for beyond (details.py); None, and left out of the files, where nothing was.
         notes: what the reader must know, such as a batch that had to be halved.
         ablations: what became of the loss and of Sink_1 without something (ablations.py); None unless asked for.
+        mixing: how far a change of one token spreads (mixing.py); None unless asked for.
         propositions: what the paper proves of repeated tokens, checked (propositions.py); None for other inputs.
         scores: on downstream tasks, percent, where the model was asked any (evaluating/asked.py); None elsewhere.
         importance: alpha, mean over sequences (L, H, T).
@@ -109,6 +110,7 @@ class Measurement(WithArrays):
     details: Details | None = None
     notes: list[str] = Field(default_factory=list)
     ablations: list[Ablation] | None = None
+    mixing: Mixing | None = None
     propositions: Propositions | None = None
     scores: dict[str, Percent] | None = None
     importance: Annotated[Array, Axes("LHT")]

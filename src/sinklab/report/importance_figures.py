@@ -28,6 +28,7 @@ def importance_figures(data: ReportData, width: int | str) -> list[Figure | None
         _by_position(data, width),
         _row_sums(data, small),
         _norms(data, small),
+        _mixing(data, width),
     ]
 
 
@@ -169,3 +170,29 @@ def _norms(data: ReportData, width: int | str) -> Figure | None:
         "small key and a small value: it takes attention and gives nothing."
     )
     return Figure("norms", "Hidden states, keys and values of the first token", caption, drawn, small=True)
+
+
+def _mixing(data: ReportData, width: int | str) -> Figure | None:
+    arrays = [
+        (run.cell, where, np.array(values))
+        for run, measured in data.measured
+        if (mixing := measured.mixing)
+        for where, values in (("as it is", mixing.spread), ("first key hidden", mixing.spread_without_first))
+    ]
+    if not arrays:
+        return None
+    rows = [
+        {**row, "where": where}
+        for cell, where, values_M in arrays
+        for row in lines.means([(cell, values_M)])
+        if row["layer"] > 0
+    ]
+    positions = sorted({mixing.position for _, measured in data.measured if (mixing := measured.mixing)})
+    caption = (
+        f"The token at position {' or '.join(map(str, positions))} was replaced by another: norm of the change of the "
+        "later tokens' hidden states over their norm, mean over positions and sequences, as the model is (solid) and "
+        "with the first key hidden from all later queries (dashed). Where the dashed line is higher, resting on the "
+        "first token kept the change from spreading."
+    )
+    chart = lines.by_layer(rows, data.cells, "After block", "Change over norm", width)
+    return Figure("mixing", "How far a change of one token spreads", caption, [chart])

@@ -111,7 +111,7 @@ class Request:
             "seed": self.seed,
             "fewer": self.fewer,
             "loss": asked.loss,
-            "study": asdict(self.study),
+            "study": {name: value for name, value in asdict(self.study).items() if name != "perturb" or value},
             "details": asked.details,
             "maps": [list(one) for one in asked.maps],
             **({"drawn_text": True} if self.drawn_text else {}),  # absent from what was kept before there were draws

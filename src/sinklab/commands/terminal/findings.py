@@ -5,7 +5,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from sinklab.commands.tables import print_table
-from sinklab.measuring.findings import Propositions
+from sinklab.measuring.findings import Mixing, Propositions
 from sinklab.measuring.measurement import Measurement
 
 
@@ -15,6 +15,8 @@ def print_findings(m: Measurement, console: Console) -> None:
         print_table(_ablations(m), console)
         said = [f"{one.name}: {one.what}; targets from position {one.first_target} on" for one in m.ablations]
         console.print(escape("\n".join(said)), style="dim", highlight=False)
+    if m.mixing:
+        print_table(_mixing(m.mixing), console)
     if m.propositions:
         console.print(escape(_sentence(m.propositions)), highlight=False)
 
@@ -33,6 +35,17 @@ def _ablations(m: Measurement) -> Table:
             f"{one.sink_rate_before:.2f}",
             f"{one.sink_rate_after:.2f}",
         )
+    return table
+
+
+def _mixing(mixing: Mixing) -> Table:
+    what = f"How far another token at position {mixing.position} spreads: change of later tokens, over their norm"
+    table = Table(title=what, title_justify="left")
+    for name in ("after block", "as it is", "without key 1", "times"):
+        table.add_column(name, justify="right")
+    for block, (whole, without) in enumerate(zip(mixing.spread, mixing.spread_without_first, strict=True)):
+        times = f"{without / whole:.2f}" if whole else "-"
+        table.add_row(str(block or "input"), f"{whole:.4f}", f"{without:.4f}", times)
     return table
 
 

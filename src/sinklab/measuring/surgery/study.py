@@ -15,6 +15,7 @@ from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.measuring.surgery.ablations import check_ablation, measure_ablations, plan_ablation
 from sinklab.measuring.surgery.changes import check_pair, replaced_position, swapped_positions
+from sinklab.measuring.surgery.mixing import check_perturbed, measure_mixing
 from sinklab.measuring.surgery.propositions import LENGTH, check_propositions
 from sinklab.model.transformer import Transformer
 
@@ -32,11 +33,13 @@ class Study:
         ablate: names of ablations (ablations.py).
         swap_position: two learned positions that change places, 1-based.
         replace_position: a learned position, and the one whose embedding it gets.
+        perturb: position of a token that is replaced by another, to see how far the change spreads, 1-based.
     """
 
     ablate: Sequence[str] = ()
     swap_position: tuple[int, int] | None = None
     replace_position: tuple[int, int] | None = None
+    perturb: int | None = None
 
     def __post_init__(self) -> None:
         given: Any = self.ablate
@@ -70,6 +73,8 @@ class Study:
         """
         for name in self.ablate:
             check_ablation(name, length)
+        if self.perturb is not None:
+            check_perturbed(self.perturb, length)
         for option, pair in (("--swap-position", self.swap_position), ("--replace-position", self.replace_position)):
             if pair is not None:
                 check_pair(*pair)
@@ -112,6 +117,8 @@ def measure_with_study(
         found: dict[str, Any] = {}
         if plans:
             found["ablations"] = measure_ablations(tokens_NT, plans, measurement, remeasure)
+        if study.perturb is not None:
+            found["mixing"] = measure_mixing(model, tokens_NT, study.perturb, options.batch_size)
         if measurement.inputs == "repeat":
             found["propositions"] = _propositions(model, tokens_NT, notes)
     if notes:

@@ -1,0 +1,116 @@
+"""How far a change of one token spreads: against hidden states read by hand, with the first key and without it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import family_tokens, hooks_on, pair_of
+from own_models import own_model, own_tokens
+from tiny_models import tiny_model
+
+from sinklab.errors import InputError
+from sinklab.measuring.api import measure
+from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.surgery.mixing import measure_mixing
+from sinklab.report.collect import collect
+from sinklab.report.figures import figures
+from sinklab.survey.request import Request
+
+POSITION = 4
+FAMILIES = ["llama", "gpt2", "gpt-oss, sinks and window 5", "bloom", "olmo2"]
+
+
+@torch.no_grad()
+def by_hand(model: Any, tokens: torch.Tensor, hidden_first: bool) -> list[float]:
+    """One sequence at a time, from the states before the first block and after each, with an explicit mask."""
+    T = tokens.shape[1]
+    blocks = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 2)
+    seen = torch.ones(T, T, dtype=torch.bool).tril()
+    if hidden_first:
+        seen[1:, 0] = False
+    mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
+    found: list[torch.Tensor] = []
+    handles = [blocks[0].register_forward_pre_hook(lambda _, args: found.append(args[0][0]))]
+    handles += [
+        block.register_forward_hook(lambda _, __, out: found.append(out[0][0] if isinstance(out, tuple) else out[0]))
+        for block in blocks
+    ]
+    spreads = []
+    for n in range(len(tokens)):
+        changed = tokens[n].clone()
+        changed[POSITION - 1] = tokens[(n + 1) % len(tokens), POSITION - 1]
+        if torch.equal(changed, tokens[n]):
+            continue
+        states = []
+        for one in (tokens[n], changed):
+            found.clear()
+            model(one[None], attention_mask=mask, use_cache=False)
+            states.append(list(found))
+        spreads.append(
+            [
+                sum(float((new[t] - old[t]).norm() / old[t].norm()) for t in range(POSITION, T)) / (T - POSITION)
+                for old, new in zip(*states, strict=True)
+            ]
+        )
+    for handle in handles:
+        handle.remove()
+    return torch.tensor(spreads).mean(0).tolist()
+
+
+def test_the_spread_is_that_of_states_read_by_hand() -> None:
+    model, tokens = pair_of("llama")[0], family_tokens()
+    found = measure_mixing(model, tokens, POSITION, 2)
+    assert found.spread == pytest.approx(by_hand(model, tokens, hidden_first=False), rel=1e-4)
+    assert found.spread_without_first == pytest.approx(by_hand(model, tokens, hidden_first=True), rel=1e-4)
+    assert found.spread[0] == 0
+    assert min(found.spread[1:]) > 0
+    assert found.spread != found.spread_without_first
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batches_change_nothing_and_the_model_is_left_as_it_was(family: str) -> None:
+    model, tokens = pair_of(family)[0], family_tokens()
+    before = model.config._attn_implementation, hooks_on(model)
+    one, all_together = (measure_mixing(model, tokens, POSITION, size) for size in (1, 5))
+    assert one.spread == pytest.approx(all_together.spread, rel=1e-4)
+    assert one.spread_without_first == pytest.approx(all_together.spread_without_first, rel=1e-4)
+    assert (model.config._attn_implementation, hooks_on(model)) == before
+
+
+def test_our_own_transformer_has_it_too_and_a_file_keeps_it(tmp_path: Path) -> None:
+    model, tokens = own_model("softmax"), own_tokens(3)
+    measured = measure(model, tokens, perturb=3)
+    assert measured.mixing is not None
+    assert measured.mixing.spread[0] == 0
+    assert min(measured.mixing.spread[1:]) > 0
+    measured.save(tmp_path / "m")
+    assert Measurement.load(tmp_path / "m").mixing == measured.mixing
+    assert "mixing" in {figure.key for figure in figures(collect([tmp_path / "m"]), width=400)}
+    assert "mixing" not in measure(model, tokens).document()
+
+
+def test_what_cannot_spread_is_refused() -> None:
+    model, tokens = pair_of("llama")[0], family_tokens()
+    for position in (1, tokens.shape[1]):
+        with pytest.raises(InputError, match="give 2 to 13"):
+            measure(model, tokens, perturb=position)
+    alike = tokens[:1].repeat(3, 1)
+    with pytest.raises(InputError, match="all sequences have the same token there"):
+        measure(model, alike, perturb=4)
+    with pytest.raises(InputError, match="without padding"):
+        measure(model, tokens, perturb=4, attention_mask=torch.ones_like(tokens))
+
+
+def test_requests_of_before_there_were_perturbations_are_the_same() -> None:
+    assert "perturb" not in Request().document()["study"]
+
+
+def test_the_command_shows_the_change_by_block(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    model = tiny_model(tmp_path / "gpt2")
+    call = ("measure", model, "--inputs", "random", "--sequences", "3", "--length", "8", "--perturb", "2")
+    status, out, err = run(*call)
+    assert status == 0, err
+    assert "How far another token at position 2 spreads" in out
+    assert "without key 1" in out
