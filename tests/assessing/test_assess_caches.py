@@ -87,3 +87,12 @@ def test_kernels_with_rotary_positions_have_none_in_a_cache() -> None:
     one = patient(attention={"operation": {"kind": "mlp"}})
     with pytest.raises(InputError, match="--positions text"):
         under(one, RollingCache(4, 1), some_tokens())
+
+
+def test_of_a_hybrid_the_caches_of_layers_with_attention_roll_and_its_states_stay() -> None:
+    mixed = patient(layers=4, mixer={"kind": "gated_delta", "every": 2})
+    reader = PairedReader(mixed, some_tokens())
+    before = reader.unchanged.effect()
+    whole, short = (reader.under(RollingCache(size, 1)).effect() for size in (20, 4))
+    assert whole.loss == pytest.approx(before.loss, rel=1e-9)
+    assert short.kl > 1e-6

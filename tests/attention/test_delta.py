@@ -44,8 +44,8 @@ def test_a_sequence_in_pieces_is_the_sequence() -> None:
     given = inputs(130)
     whole, last = gated_delta(*given)
     before, outs = None, []
-    for piece in zip(*(part.split((70, 1, 59), dim=2) for part in given), strict=True):
-        out, before = gated_delta(*piece, before)
+    for q, k, v, log_decay, rate in zip(*(part.split((70, 1, 59), dim=2) for part in given), strict=True):
+        out, before = gated_delta(q, k, v, log_decay, rate, before)
         outs.append(out)
     assert before is not None
     assert_close(torch.cat(outs, dim=2), whole, 1e-12)
