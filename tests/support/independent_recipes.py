@@ -172,6 +172,7 @@ def _drawn(rng: random.Random, cell: Cell) -> dict[str, Any]:
             "head_outputs": rng.choice(["concat", "concat", "sum"]),
             "init": rng.choice(["declared", "torch"]),
             "exclusive": exclusive,
+            "value_residual": rng.choice(["none", {"kind": "fixed", "first": 0.7, "own": -0.4}, "fixed", "learned"]),
         },
     }
 

@@ -17,6 +17,7 @@ from sinklab.model.norm import HeadNorm, build_norm
 from sinklab.model.past import LayerPast
 from sinklab.model.position import DistanceTerm, SharedTerm
 from sinklab.model.rotary import rotate
+from sinklab.model.value_residual import FirstValues, NoValueResidual, ValueMixing
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,12 @@ class Places:
         rotary: cos and sin, each (L, K / 2); None without rotary positions.
         documents_BL: the document of every position, earlier ones included where a sequence is continued; None unless
             the mask keeps documents apart.
+        first: takes the first layer's values to the later ones; None unless they are mixed.
     """
 
     rotary: tuple[Tensor, Tensor] | None = None
     documents_BL: Tensor | None = None
+    first: FirstValues | None = None
 
 
 class Attention(nn.Module):
@@ -47,6 +50,9 @@ class Attention(nn.Module):
         self.head_norm = HeadNorm(self.head_width, eps=config.norm.eps) if config.norm.head_norm else nn.Identity()
         gate = config.gate.kind
         self.value_gate = ValueGating(self.key_heads, self.head_width) if gate == "value" else None
+        mixed, self.value_residual = config.value_residual, None
+        if layer > 1 and not isinstance(mixed, NoValueResidual):
+            self.value_residual = ValueMixing(mixed)
         self.output_gate = None
         if gate in ("head", "element"):
             self.output_gate = OutputGating(config.width, self.heads, self.head_width if gate == "element" else 1)
@@ -110,6 +116,8 @@ class DecoderBlock(nn.Module):
 
     def forward(self, x_BLE: Tensor, places: Places, past: LayerPast | None = None) -> Tensor:
         read_BLE, q_BHLD, k_BGLD, v_BGLD = self.before_core(x_BLE, places)
+        if places.first is not None:
+            v_BGLD = places.first.mixed(v_BGLD, self.attention.value_residual)
         k_BGSD, v_BGSD = (k_BGLD, v_BGLD) if past is None else past.extend(k_BGLD, v_BGLD)
         documents = () if places.documents_BL is None else (places.documents_BL,)
         out_BHLD = self.attention.core(q_BHLD, k_BGSD, v_BGSD, *documents)

@@ -8,6 +8,7 @@ from sinklab.attention.config import AttentionConfig
 from sinklab.model.gate import Gate, NoGate
 from sinklab.model.norm import NormConfig
 from sinklab.model.position import Position, Rotary
+from sinklab.model.value_residual import NoValueResidual, ValueResidual
 from sinklab.schema import LARGEST, Part
 
 
@@ -49,6 +50,7 @@ class ModelConfig(Part):
     exclusive: bool = Field(
         default=False, description="exclusive self-attention: o_t - (o_t.v_t) v_t / |v_t|^2, without the own value"
     )
+    value_residual: ValueResidual = NoValueResidual()
     init: Init = DeclaredInit()
     init_from: str | None = Field(
         default=None, min_length=1, description="a Llama (directory, .gguf file, name on the hub) or a run: its weights"

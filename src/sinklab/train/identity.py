@@ -10,6 +10,7 @@ LATER: dict[str, object] = {
     "attention.bias.start": None,
     "attention.bias.count": 1,
     "exclusive": False,
+    "value_residual": {"kind": "none"},
     "norm.head_norm": False,
     "norm.gate_rank": None,
 }
