@@ -27,6 +27,7 @@ from sinklab.files import write_json
 from sinklab.model.block import DecoderBlock, Places
 from sinklab.model.config import ModelConfig
 from sinklab.model.init import initialise
+from sinklab.model.value_residual import FirstValues
 
 SHAPES = {64: (32, 4, 32), 2048: (1, 8, 64), 8192: (1, 8, 64)}  # length -> batch, heads, head width
 
@@ -48,6 +49,8 @@ AROUND: dict[str, dict[str, Any]] = {
     "exclusive": {"exclusive": True},
     "head_norm": {"norm": {"head_norm": True}},
     "gated_norm": {"norm": {"gate_rank": 16}},
+    "value_residual": {"value_residual": {"kind": "fixed"}},
+    "value_residual_learned": {"value_residual": {"kind": "learned"}},
 }
 """What a recipe can put around the attention core, as the model part of a recipe; the plain layer is `layer`."""
 
@@ -105,16 +108,18 @@ def layer_forward_and_backward(
     batch, heads, width = shape
     sizes = {"width": heads * width, "heads": heads, "ffn_width": 2 * heads * width, "context": tokens}
     config = ModelConfig.model_validate({**sizes, "position": {"kind": "none"}, **values})
-    block = DecoderBlock(config, None, layer=1)
+    block = DecoderBlock(config, None, layer=2)
     initialise(block, config, seed=0)
     block = block.to(dtype)
     generator = torch.Generator().manual_seed(0)
     x, gradient = (torch.randn(batch, tokens, heads * width, generator=generator).to(dtype) for _ in range(2))
-    x.requires_grad_()
-    wanted = [x, *block.parameters()]
+    first = torch.randn(batch, heads, tokens, width, generator=generator).to(dtype).requires_grad_()
+    mixes = config.value_residual.kind != "none"
+    places = Places(first=FirstValues(first) if mixes else None)
+    wanted = [x.requires_grad_(), *block.parameters(), *([first] if mixes else [])]
 
     def step() -> None:
-        torch.autograd.grad(block(x, Places()), wanted, gradient)
+        torch.autograd.grad(block(x, places), wanted, gradient)
 
     return step
 

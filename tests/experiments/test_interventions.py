@@ -98,7 +98,7 @@ def test_every_kind_of_every_choice_is_a_variant_that_is_trained() -> None:
         recipe = build_recipe(BASE, variant.overlay)
         model, attention = recipe.model, recipe.model.attention
         used |= {recipe.optim.name, model.position.kind, model.gate.kind, model.init.kind, model.projection.kind}
-        used |= {model.mixer.kind}
+        used |= {model.mixer.kind, model.value_residual.kind}
         used |= {attention.operation.kind, attention.bias.kind, attention.mask.kind}
     assert kinds() <= used
 

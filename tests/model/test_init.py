@@ -80,6 +80,7 @@ def test_tables_start_like_embeddings_and_a_value_gate_like_a_linear_layer() -> 
         {"attention": {"bias": "sink_logit"}},
         {"attention": {"operation": "differential"}},
         {"norm": {"kind": "dynamic_tanh"}},
+        {"value_residual": "learned"},
     ],
     ids=str,
 )

@@ -150,6 +150,7 @@ def test_linear_layers_work_under_bfloat16_autocast_as_in_float32() -> None:
             "mixer.heads 6 is not a multiple of mixer.key_",
         ),
         ({"attention": {"mask": "document"}}, "the linear layers of mixer gated_delta carry their state"),
+        ({"value_residual": "fixed"}, "has a state and no values to hand on"),
     ],
 )
 def test_what_does_not_go_with_linear_layers_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -16,9 +16,9 @@ Config = dict[str, Any]
 
 
 def attention(
-    model: Config, own: Weights, layer: int, x: Tensor, times: Tensor, visible: Tensor
+    model: Config, own: Weights, layer: int, x: Tensor, times: Tensor, visible: Tensor, first_values: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """What one attention adds to the stream, and A of every head (B, H, L, S)."""
+    """What one attention adds to the stream, and A of every head (B, H, L, S); layer 1 leaves its values."""
     H, G = model["heads"], model["kv_heads"] or model["heads"]
     d = model["width"] // H
     operation, bias, gate = model["attention"]["operation"], model["attention"]["bias"], model["gate"]["kind"]
@@ -31,6 +31,13 @@ def attention(
     if gate == "value":
         w, b = own["attention.value_gate.weight"], own["attention.value_gate.bias"]
         v = v * torch.sigmoid((v * w).sum(-1) + b).unsqueeze(-1)
+    mixing = model["value_residual"]
+    if layer == 1:
+        first_values.append(v)
+    elif mixing["kind"] == "fixed":
+        v = mixing["first"] * first_values[0] + mixing["own"] * v
+    elif mixing["kind"] == "learned":
+        v = own["attention.value_residual.first"] * first_values[0] + own["attention.value_residual.own"] * v
     outs, scores, L = [], [], x.shape[1]
     for h in range(H):
         g = h * G // H

@@ -56,7 +56,7 @@ def run(model: Config, weights: Weights, tokens: Tensor) -> Result:
         stream = torch.cat([weights["sink_token"].reshape(1, N, E).expand(B, N, E), stream], dim=1)
     times = torch.arange(-N, T)
     visible = who_sees_whom(model["attention"]["mask"], tokens, N)
-    of_layers = []
+    of_layers, first_values = [], []
     for layer in range(1, model["layers"] + 1):
         own = {k.split(".", 2)[2]: w for k, w in weights.items() if k.startswith(f"blocks.{layer - 1}.")}
         outer = {k: w for k, w in weights.items() if k.startswith("distance.")}
@@ -65,7 +65,7 @@ def run(model: Config, weights: Weights, tokens: Tensor) -> Result:
         def attend(x: Tensor, own: Weights = own | outer, layer: int = layer, seen: list[Tensor] = seen) -> Tensor:
             if not has_attention(model, layer):
                 return gated_delta(model, own, x)
-            out, scores = attention(model, own, layer, x, times, visible)
+            out, scores = attention(model, own, layer, x, times, visible, first_values)
             seen.append(scores)
             return out
 

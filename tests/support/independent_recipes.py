@@ -193,6 +193,7 @@ def _drawn(rng: random.Random, cell: Cell) -> dict[str, Any]:
             "exclusive": exclusive,
             "projection": cell.get("projection") or rng.choice([FULL, FULL, FULL, {"kind": "latent"}, LATENT]),
             "mixer": cell.get("mixer") or rng.choice([*[{"kind": "attention"}] * 4, DELTA, GROUPED_DELTA]),
+            "value_residual": rng.choice(["none", {"kind": "fixed", "first": 0.7, "own": -0.4}, "fixed", "learned"]),
         },
     }
     if "projection" in cell:  # which does not go with either

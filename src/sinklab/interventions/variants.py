@@ -78,6 +78,9 @@ VARIANTS: dict[str, Variant] = {
     "gate_element": _model(gate="element"),
     "gate_value": _model(gate="value"),
     "exclusive": _model(exclusive=True),
+    "value_residual": _model(value_residual="fixed"),
+    "value_residual_learned": _model(value_residual="learned"),
+    "first_values": _model(value_residual={"kind": "fixed", "first": 1.0, "own": 0.0}),
     "init_torch": _model(init="torch"),
     # attention: what its operations, biases and masks declare themselves
     **{
@@ -119,6 +122,9 @@ NEUTRAL: dict[str, Neutral] = {
     },
     "model.head_outputs": Neutral(
         "concat, or sum with one head", {"model": {"heads": 1, "head_outputs": "sum"}}, against={"model": {"heads": 1}}
+    ),
+    "model.value_residual.first": Neutral(
+        "0, with own 1", {"model": {"value_residual": {"kind": "fixed", "first": 0.0, "own": 1.0}}}
     ),
     "schedule.decay_fraction": Neutral("0", {"schedule": {"shape": "wsd", "decay_fraction": 0.0}}),
     "schedule.min_lr": Neutral("optim.lr", {"schedule": {"shape": "cosine", "min_lr": 3e-3}}),

@@ -21,6 +21,7 @@ from sinklab.model.norm import HeadNorm, build_norm
 from sinklab.model.past import LayerPast, StatePast
 from sinklab.model.position import DistanceTerm, SharedTerm
 from sinklab.model.rotary import rotate
+from sinklab.model.value_residual import FirstValues, NoValueResidual, ValueMixing
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,12 @@ class Places:
         rotary: cos and sin, each (L, half of what is turned); None without rotary positions.
         documents_BL: the document of every position, earlier ones included where a sequence is continued; None unless
             the mask keeps documents apart.
+        first: takes the first layer's values to the later ones; None unless they are mixed.
     """
 
     rotary: tuple[Tensor, Tensor] | None = None
     documents_BL: Tensor | None = None
+    first: FirstValues | None = None
 
 
 class Attention(nn.Module):
@@ -53,9 +56,12 @@ class Attention(nn.Module):
             self.qkv = nn.Linear(config.width, (self.heads + 2 * self.key_heads) * self.head_width, bias=False)
         self.q_norm = HeadNorm(self.key_width, eps=config.norm.eps) if config.norm.qk_norm else nn.Identity()
         self.k_norm = HeadNorm(self.key_width, eps=config.norm.eps) if config.norm.qk_norm else nn.Identity()
-        self.head_norm = HeadNorm(self.head_width, eps=config.norm.eps) if config.norm.head_norm else nn.Identity()
+        self.head_norm = HeadNorm(value_width, eps=config.norm.eps) if config.norm.head_norm else nn.Identity()
         gate = config.gate.kind
         self.value_gate = ValueGating(self.key_heads, value_width) if gate == "value" else None
+        mixed, self.value_residual = config.value_residual, None
+        if layer > 1 and not isinstance(mixed, NoValueResidual):
+            self.value_residual = ValueMixing(mixed)
         self.output_gate = None
         if gate in ("head", "element"):
             self.output_gate = OutputGating(config.width, self.heads, value_width if gate == "element" else 1)
@@ -171,6 +177,8 @@ class DecoderBlock(ResidualBlock):
 
     def forward(self, x_BLE: Tensor, places: Places, past: LayerPast | None = None) -> Tensor:
         read_BLE, q_BHLD, k_BGLD, v_BGLD = self.before_core(x_BLE, places)
+        if places.first is not None:
+            v_BGLD = places.first.mixed(v_BGLD, self.attention.value_residual)
         k_BGSD, v_BGSD = (k_BGLD, v_BGLD) if past is None else past.extend(k_BGLD, v_BGLD)
         beside = self.attention.beside(read_BLE, places, past)
         out_BHLD = self.attention.core(q_BHLD, k_BGSD, v_BGSD, *beside)

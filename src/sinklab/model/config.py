@@ -10,6 +10,7 @@ from sinklab.model.latent import FullProjection, LatentProjection, LatentSizes, 
 from sinklab.model.mixer import AttentionOnly, GatedDelta, Mixer
 from sinklab.model.norm import NormConfig
 from sinklab.model.position import Position, Rotary
+from sinklab.model.value_residual import NoValueResidual, ValueResidual
 from sinklab.schema import LARGEST, Part
 
 
@@ -53,6 +54,7 @@ class ModelConfig(Part):
     exclusive: bool = Field(
         default=False, description="exclusive self-attention: o_t - (o_t.v_t) v_t / |v_t|^2, without the own value"
     )
+    value_residual: ValueResidual = NoValueResidual()
     init: Init = DeclaredInit()
     init_from: str | None = Field(
         default=None, min_length=1, description="a Llama (directory, .gguf file, name on the hub) or a run: its weights"
@@ -144,6 +146,11 @@ class ModelConfig(Part):
         heads = self.mixer.heads or self.heads
         if heads % (self.mixer.key_heads or heads):
             raise ValueError(f"mixer.heads {heads} is not a multiple of mixer.key_heads {self.mixer.key_heads}")
+        if not isinstance(self.value_residual, NoValueResidual) and 1 not in self.attention_layers:
+            raise ValueError(
+                "value_residual mixes the first layer's values into later ones, and the first layer of mixer gated_delta "
+                "has a state and no values to hand on: use one of the two"
+            )
         if self.attention.mask.kind == "document" and len(self.attention_layers) < self.layers:
             raise ValueError(
                 "attention.mask document keeps documents apart, and the linear layers of mixer gated_delta carry their "

@@ -16,6 +16,7 @@ from sinklab.model.mixer import AttentionOnly
 from sinklab.model.norm import NormConfig
 from sinklab.model.position import Rotary
 from sinklab.model.transformer import Transformer
+from sinklab.model.value_residual import NoValueResidual
 from sinklab.schema import Part
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def differences(config: ModelConfig) -> dict[str, str]:
         "ffn": (config.ffn, "swiglu"),
         "head_outputs": (config.head_outputs, "concat"),
         "exclusive": (config.exclusive, False),
+        "value_residual": (config.value_residual, NoValueResidual()),
     }
     return {key: f"model.{key} is {_said(is_, must)}" for key, (is_, must) in plain.items() if is_ != must}
 

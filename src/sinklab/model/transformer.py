@@ -21,6 +21,7 @@ from sinklab.model.norm import build_norm
 from sinklab.model.past import Past
 from sinklab.model.position import T5, Absolute, Alibi, DistanceTerm, Learnable, Relative, Rotary, sinusoid
 from sinklab.model.rotary import rotary_tables
+from sinklab.model.value_residual import FirstValues
 
 
 class Transformer(nn.Module):
@@ -81,7 +82,9 @@ class Transformer(nn.Module):
             length, width = x_BLE.shape[1], self.config.rotary_width
             dtype = accumulate_dtype(x_BLE.dtype)
             rotary = rotary_tables(length, width, position.theta, x_BLE.device, first - self.leading, dtype=dtype)
-        places = Places(rotary, self._documents(tokens_BT if past is None else past.extend(tokens_BT)))
+        documents_BL = self._documents(tokens_BT if past is None else past.extend(tokens_BT))
+        mixes = self.config.value_residual.kind != "none"
+        places = Places(rotary, documents_BL, FirstValues() if mixes else None)
         for index, block in enumerate(self.blocks):
             x_BLE = block(x_BLE, places) if past is None else block(x_BLE, places, past.layers[index])
         return self.final_norm(x_BLE[:, leading:])

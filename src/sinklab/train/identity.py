@@ -13,6 +13,7 @@ LATER: dict[str, object] = {
     "exclusive": False,
     "projection": {"kind": "full"},
     "mixer": {"kind": "attention"},
+    "value_residual": {"kind": "none"},
     "norm.head_norm": False,
     "norm.gate_rank": None,
 }

@@ -11,9 +11,9 @@ activations   what autograd keeps between forward and backward of a micro-batch.
 loss          logits and their gradients as far as they exist at a time, the gradient of the head in float32
 working       gradients inside one block, taken as large as what the block keeps
 
-Not in it: the libraries themselves (CUDA: about 0.5 GB), what the allocator loses to fragments, and what
-`torch.compile` saves by not keeping everything; with FSDP, the whole of one block and of all that is outside the blocks
-is added to `working`.
+Not in it: the libraries themselves (CUDA: about 0.5 GB), what the allocator loses to fragments, a layer's own values
+where learned value residuals keep them beside the mixed ones, and what `torch.compile` saves by not keeping everything;
+with FSDP, the whole of one block and of all that is outside the blocks is added to `working`.
 """
 
 from dataclasses import asdict, dataclass
