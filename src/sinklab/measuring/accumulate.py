@@ -120,9 +120,9 @@ class Accumulator:
                 self.views[layer] = both
         for hits_EP, prefix_ABHP in zip(self._prefix_hits, batch.prefixes, strict=True):
             hits_EP += self._hits(prefix_ABHP)
-        self._sum("attention scores", importance.double().sum(1))
-        uniform_BT = metrics.uniform_importance(valid_BT.sum(1), T)
-        self.uniform_ratios_T[:T] += (importance.double().mean((0, 2)) / uniform_BT).sum(0)
+        exact = importance.double()
+        self._sum("attention scores", exact.sum(1))
+        self.uniform_ratios_T[:T] += (exact.mean((0, 2)) / metrics.uniform_importance(valid_BT.sum(1), T)).sum(0)
         self.first.append(importance[..., 0].transpose(0, 1).float())
         for name, norms in (("keys", batch.key_ABT), ("values", batch.value_ABT), ("hidden states", batch.hidden_MBT)):
             if norms is not None:
