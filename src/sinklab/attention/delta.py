@@ -63,13 +63,15 @@ def gated_delta(
     solved = torch.linalg.solve_triangular(corrections, wanted, upper=False, unitriangular=True)
     own_BHNCV, read_BHNCD = solved.split((V, D), dim=-1)
     scores_BHNCC = (q @ k.mT) * decay_BHNCC
-    q, k, whole = q * since_start, k * till_end, since_start[..., -1:, :]
+    # Unbound, not indexed chunk by chunk: the gradient of an index is as large as the whole sequence.
+    parts = (q * since_start, k * till_end, scores_BHNCC, own_BHNCV, read_BHNCD, since_start[..., -1:, :])
+    chunks = zip(*(part.unbind(2) for part in parts), strict=True)
     state = q.new_zeros(B, H, D, V) if state_BHDV is None else state_BHDV.to(dtype)
     out = []
-    for n in range(q.shape[2]):
-        written_BHCV = own_BHNCV[:, :, n] - read_BHNCD[:, :, n] @ state
-        out.append(q[:, :, n] @ state + scores_BHNCC[:, :, n] @ written_BHCV)
-        state = whole[:, :, n] * state + k[:, :, n].mT @ written_BHCV
+    for q_BHCD, k_BHCD, scores_BHCC, own_BHCV, read_BHCD, whole_BH11 in chunks:
+        written_BHCV = own_BHCV - read_BHCD @ state
+        out.append(q_BHCD @ state + scores_BHCC @ written_BHCV)
+        state = whole_BH11 * state + k_BHCD.mT @ written_BHCV
     return torch.cat(out, dim=2)[:, :, :T].to(v_BHTV.dtype), state
 
 
