@@ -23,7 +23,11 @@ class ForgetGating(nn.Linear):
         super().__init__(width, heads)
         self.initial = {"bias": (start, 0.0)}
 
-    def forward(self, x_BLE: Tensor) -> Tensor:
-        """log f_1 + .. + log f_t of every position, float32 (float64 for float64): (B, L, H)."""
-        gate_BLH = super().forward(x_BLE)
+    def forward(self, input: Tensor) -> Tensor:
+        """log f_1 + .. + log f_t of every position, float32 (float64 for float64): (B, L, H).
+
+        Args:
+            input: x (B, L, E), what attention reads.
+        """
+        gate_BLH = super().forward(input)
         return F.logsigmoid(gate_BLH.to(accumulate_dtype(gate_BLH.dtype))).cumsum(1)
