@@ -40,7 +40,7 @@ def test_every_head_is_normed_without_its_own_value_and_before_the_gate() -> Non
     moved(attention)
     out, v, x = random(2, 4, 5, 8), random(2, 2, 5, 8, seed=1), random(2, 5, 32, seed=2)
     left = without_own_value(out, v)
-    normed = attention.head_norm.weight * left / (left.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    normed = attention.get_parameter("head_norm.weight") * left / (left.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     assert attention.output_gate is not None
     assert_close(
         attention.output(out, x, v), attention.out(attention.output_gate(normed, x).transpose(1, 2).flatten(2))

@@ -102,25 +102,31 @@ class LowRankGate(nn.Module):
         return y_BLE * torch.sigmoid(self.up(F.silu(self.down(y_BLE))))
 
 
-class _Gated(nn.Module):
-    """A norm with a gate behind it; its own tensors keep their names."""
+class GatedRmsNorm(RmsNorm):
+    """RMSNorm and its gate: GatedNorm."""
+
+    gate: LowRankGate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gate(super().forward(x))
+
+
+class GatedLayerNorm(nn.LayerNorm):
+    """LayerNorm and its gate."""
+
+    gate: LowRankGate
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.gate(super().forward(input))
+
+
+class GatedDynamicTanh(DynamicTanh):
+    """Dynamic tanh and its gate: the paper's GatedDyT."""
 
     gate: LowRankGate
 
     def forward(self, x_BLE: Tensor) -> Tensor:
         return self.gate(super().forward(x_BLE))
-
-
-class GatedRmsNorm(_Gated, RmsNorm):
-    """RMSNorm and its gate: GatedNorm."""
-
-
-class GatedLayerNorm(_Gated, nn.LayerNorm):
-    """LayerNorm and its gate."""
-
-
-class GatedDynamicTanh(_Gated, DynamicTanh):
-    """Dynamic tanh and its gate: the paper's GatedDyT."""
 
 
 def build_norm(config: NormConfig, width: int) -> nn.Module:
