@@ -103,6 +103,7 @@ def test_each_query_and_key_is_normed_and_turned_over_its_own_width(operation: s
     assert model is not None
     layer = model.blocks[0].attention
     assert isinstance(layer, Attention)
+    assert layer.qkv is not None
     x_BLE = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     width = 4 if operation == "differential" else 8
     angle = torch.arange(LENGTH)[:, None] * 10000.0 ** -(torch.arange(width // 2, dtype=torch.float64) * 2 / width)
