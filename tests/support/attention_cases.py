@@ -172,7 +172,7 @@ def assert_importance_is_that_of(
         assert found.bias_BH is None
     if first > 1:
         assert found.registers_BHN is not None
-        close(found.registers_BHN, proxy[..., :first].mean(-2), tolerance)
+        close(found.registers_BHN, proxy[..., extra : extra + first].mean(-2), tolerance)
     else:
         assert found.registers_BHN is None
     if core.proxy:
