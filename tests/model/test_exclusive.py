@@ -8,6 +8,7 @@ from closeness import assert_close
 from torch import Tensor
 
 from sinklab.model.exclusive import without_own_value
+from sinklab.model.init import initialise
 from sinklab.model.transformer import Transformer
 from sinklab.train.recipe import build_recipe
 
@@ -38,6 +39,21 @@ def test_what_is_left_is_the_output_orthogonal_to_the_own_value_of_the_heads_key
         projection = torch.einsum("btd,bte->btde", own, own) / (own * own).sum(-1)[..., None, None]
         expected = torch.einsum("btde,bte->btd", torch.eye(6, dtype=torch.float64) - projection, out[:, head])
         torch.testing.assert_close(left[:, head], expected, rtol=0, atol=1e-12)
+
+
+def test_of_a_token_that_sees_itself_alone_exactly_nothing_is_left() -> None:
+    v = torch.randn(2, 3, 5, 16, generator=torch.Generator().manual_seed(2))
+    assert not without_own_value(v.repeat_interleave(2, dim=1), v).any()
+
+
+def test_a_norm_behind_it_does_not_blow_up_rounding() -> None:
+    norm = {"placement": "sandwich", "head_norm": True}
+    parts = {"model": {**SMALL, "exclusive": True, "norm": norm}, "metric": {"length": 32}}
+    model = Transformer(build_recipe(parts).model)
+    initialise(model, model.config, seed=0)
+    tokens_BT = torch.randint(97, (2, 32), generator=torch.Generator().manual_seed(1))
+    single = model(tokens_BT).double()
+    assert_close(single, model.double()(tokens_BT), 1e-4)
 
 
 def test_a_value_of_zero_takes_nothing_away_and_has_a_finite_gradient() -> None:

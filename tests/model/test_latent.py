@@ -12,6 +12,7 @@ from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2ForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCausalLM
 
+from sinklab.attention.config import examples_of
 from sinklab.errors import InputError
 from sinklab.measuring.api import measure
 from sinklab.model.latent import LatentHeads
@@ -132,6 +133,19 @@ def test_a_measurement_is_that_of_the_same_model_in_transformers() -> None:
     assert_close(own.hidden_norm, other.hidden_norm)
     assert_close(own.value_norm, other.value_norm)
     assert_close(own.key_norm, other.key_norm)
+
+
+@pytest.mark.parametrize("name", sorted(examples_of("operation")))
+def test_every_operation_has_tensors_of_the_widths_of_its_queries_and_values(name: str) -> None:
+    projection = {"kind": "latent", "nope_width": 5, "rope_width": 4, "value_width": 6}
+    changes = {**SIZES, "projection": projection, "attention": {"operation": examples_of("operation")[name].values}}
+    try:
+        recipe = build_recipe({"model": changes, "metric": {"length": 32}})
+    except InputError as error:
+        pytest.skip(f"is refused: {error}")
+    made = Transformer(recipe.model)
+    made.loss(tokens()).backward()
+    assert all(x.grad is not None for key, x in made.named_parameters() if "learned" in key)
 
 
 def test_widths_that_are_not_given_have_the_papers_ratio_to_the_head_width() -> None:

@@ -76,8 +76,9 @@ class AttentionCore(nn.Module):
         self.softcap = config.softcap
         self.leading = config.bias.leading
         self.proxy = not config.operation.sums_to_one
-        self.bias = BiasParameters(config.bias, kv_heads, head_width, heads, value_width or head_width)
-        self.learned = config.operation.parameters(heads, head_width, layer, context)
+        value_width = value_width or head_width
+        self.bias = BiasParameters(config.bias, kv_heads, head_width, heads, value_width)
+        self.learned = config.operation.parameters(heads, head_width, value_width, layer, context)
         self.position = position
         self.by_document = config.mask.kind == "document"
         self.mask = config.mask.build()

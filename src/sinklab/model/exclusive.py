@@ -2,6 +2,9 @@
 
     z_t = o_t - (o_t.v_t) v_t / |v_t|^2
 
+computed as (o_t - v_t) less its component, which is the same: of a token that sees itself alone exactly nothing is left
+then, and not rounding noise that a norm behind it would blow up three hundred times.
+
 o_t is the output of a query head at token t, and v_t the value of the same token as attention averages it, that of the
 head's key head. |v_t| is taken to be 1e-12 where it is smaller. The formula is the paper's; its own code was not to be
 had, and public ones (the submissions of openai/parameter-golf, `_xsa_efficient`) compute the same: v normalised by
@@ -26,5 +29,6 @@ def without_own_value(out_BHLD: Tensor, v_BGLD: Tensor) -> Tensor:
     dtype = accumulate_dtype(out_BHLD.dtype)
     out_BGRLD = out_BHLD.to(dtype).unflatten(1, (v_BGLD.shape[1], -1))
     unit_BG1LD = F.normalize(v_BGLD.to(dtype), dim=-1)[:, :, None]
-    along_BGRL1 = (out_BGRLD * unit_BG1LD).sum(-1, keepdim=True)
-    return (out_BGRLD - along_BGRL1 * unit_BG1LD).flatten(1, 2).to(out_BHLD.dtype)
+    of_others_BGRLD = out_BGRLD - v_BGLD.to(dtype)[:, :, None]  # the same, and exactly nothing where o_t is v_t
+    along_BGRL1 = (of_others_BGRLD * unit_BG1LD).sum(-1, keepdim=True)
+    return (of_others_BGRLD - along_BGRL1 * unit_BG1LD).flatten(1, 2).to(out_BHLD.dtype)

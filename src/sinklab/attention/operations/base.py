@@ -50,12 +50,15 @@ class OperationPart(Kind, ABC):
         """How often scores are computed for one output; once unless a normaliser is needed first."""
         return 1
 
-    def parameters(self, heads: int, head_width: int, layer: int, context: int | None) -> nn.Module | None:
+    def parameters(
+        self, heads: int, head_width: int, value_width: int, layer: int, context: int | None
+    ) -> nn.Module | None:
         """The operation's own tensors, one set per layer.
 
         Args:
             heads: query heads.
-            head_width: of a head as a whole, also where `keys_per_head` cuts it.
+            head_width: of a head's queries and keys as a whole, also where `keys_per_head` cuts it.
+            value_width: of a head's values and output.
             layer: of the model, from 1.
             context: tokens of a training sequence; None where nobody said.
         """

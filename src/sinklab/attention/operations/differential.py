@@ -57,7 +57,7 @@ class Differential(OperationPart):
     def passes(self) -> int:
         return 2
 
-    def parameters(self, heads: int, head_width: int, layer: int, context: int | None) -> nn.Module:
+    def parameters(self, heads: int, head_width: int, value_width: int, layer: int, context: int | None) -> nn.Module:
         by_depth = 0.8 - 0.6 * math.exp(-0.3 * (layer - 1))
         return Lambda(head_width, by_depth if self.lambda_init == "depth" else self.lambda_init)
 

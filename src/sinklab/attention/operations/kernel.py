@@ -166,7 +166,7 @@ class MlpKernel(Kernel):
         "mlp_normalised": Example({"normalised": True}, may_diverge=True),
     }
 
-    def parameters(self, heads: int, head_width: int, layer: int, context: int | None) -> nn.Module:
+    def parameters(self, heads: int, head_width: int, value_width: int, layer: int, context: int | None) -> nn.Module:
         return Mlp(head_width)
 
     def feature(self, x: Tensor, learned: nn.Module | None) -> Tensor:

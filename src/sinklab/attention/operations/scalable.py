@@ -52,7 +52,7 @@ class ScalableSoftmax(LogSimilarity):
     def sums_to_one(self) -> bool:
         return True
 
-    def parameters(self, heads: int, head_width: int, layer: int, context: int | None) -> nn.Module:
+    def parameters(self, heads: int, head_width: int, value_width: int, layer: int, context: int | None) -> nn.Module:
         return Temperature(heads, self.start, self.offset)
 
     def weigh(self, call: Call) -> Weighing:

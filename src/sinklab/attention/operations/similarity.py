@@ -153,7 +153,9 @@ class Sigmoid(Similarity):
     }
     neutral: ClassVar = {"shift": NeutralExample("none", {"shift": "none"}, against={})}
 
-    def parameters(self, heads: int, head_width: int, layer: int, context: int | None) -> nn.Module | None:
+    def parameters(
+        self, heads: int, head_width: int, value_width: int, layer: int, context: int | None
+    ) -> nn.Module | None:
         if self.shift in ("none", "row"):
             return None
         if context is None:

@@ -19,9 +19,9 @@ from sinklab.schema import Example
 class StickRest(nn.Module):
     """The value of the rest of every head (H, V)."""
 
-    def __init__(self, heads: int, head_width: int) -> None:
+    def __init__(self, heads: int, value_width: int) -> None:
         super().__init__()
-        self.value = nn.Parameter(torch.zeros(heads, head_width))
+        self.value = nn.Parameter(torch.zeros(heads, value_width))
         self.initial = {"value": (0.0, 0.0)}
 
 
@@ -52,8 +52,10 @@ class StickBreaking(OperationPart):
     def sums_to_one(self) -> bool:
         return True
 
-    def parameters(self, heads: int, head_width: int, layer: int, context: int | None) -> nn.Module | None:
-        return StickRest(heads, head_width) if self.rest == "learned" else None
+    def parameters(
+        self, heads: int, head_width: int, value_width: int, layer: int, context: int | None
+    ) -> nn.Module | None:
+        return StickRest(heads, value_width) if self.rest == "learned" else None
 
     def output(self, call: Call, v_BGTV: Tensor) -> Tensor:
         mask, eager = OtherKeys(call.mask), call.backend == "eager"

@@ -122,7 +122,7 @@ class ElasticSoftmax(LogSimilarity):
     def passes(self) -> int:
         return 2
 
-    def parameters(self, heads: int, head_width: int, layer: int, context: int | None) -> nn.Module:
+    def parameters(self, heads: int, head_width: int, value_width: int, layer: int, context: int | None) -> nn.Module:
         return Offset(heads, self.start)
 
     def weigh(self, call: Call) -> Weighing:
