@@ -17,7 +17,7 @@ from sinklab.train.recipe import Recipe
 CLOSE = 1e-8
 FLOAT32 = 2**-23
 """Numbers that a measurement keeps in float32 were rounded to it once."""
-VANISHING = 1e-6
+VANISHING = 1e-5
 """A gradient that is zero but for rounding is that of the largest gradient of the model: so far below it."""
 
 CELLS = covering_cells()
