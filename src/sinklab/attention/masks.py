@@ -71,10 +71,9 @@ class Prefix(Mask):
 
 @dataclass(frozen=True)
 class Around(Mask):
-    """A mask put around another, which changes what queries see of the first keys and tells apart what `rest` does."""
+    """A mask put around another, which changes what queries see of some keys and tells apart what `rest` does."""
 
     rest: Mask
-    count: int = 1
 
     @property
     def causal(self) -> bool:
@@ -99,6 +98,8 @@ class Around(Mask):
 @dataclass(frozen=True)
 class Leading(Around):
     """Another mask behind `count` learned tokens: every query sees them, they see only themselves causally."""
+
+    count: int = 1
 
     @property
     def running_sum(self) -> RunningSum | None:
@@ -128,6 +129,8 @@ class HiddenFirst(Around):
 
     Queries among the first `count` keep what they saw, so that no row is empty.
     """
+
+    count: int = 1
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return self.rest.allowed(b, h, q, k) & ((q < self.count) | (k >= self.count))

@@ -21,36 +21,19 @@ from torch.autograd.function import once_differentiable
 
 from sinklab.attention import blocks as bl
 from sinklab.attention.eager import eager_logits
+from sinklab.attention.masks import Around, Mask
 from sinklab.attention.scores import Score
-from sinklab.attention.visible import Mask
 
 EXACT_TO = 40.0  # from here on the softplus is its argument: 4e-18 off, where the default, 20, is 2e-9 off
 
 
 @dataclass(frozen=True)
-class OtherKeys(Mask):
+class OtherKeys(Around):
     """What another mask allows, without the query's own key."""
-
-    rest: Mask
-
-    @property
-    def causal(self) -> bool:
-        return self.rest.causal
-
-    @property
-    def rows(self) -> int:
-        return self.rest.rows
-
-    @property
-    def heads(self) -> int:
-        return self.rest.heads
 
     @property
     def may_be_empty(self) -> bool:
         return True
-
-    def of(self, row: int, heads: slice) -> Mask:
-        return OtherKeys(self.rest.of(row, heads))
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return self.rest.allowed(b, h, q, k) & (k != q)

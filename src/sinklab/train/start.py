@@ -17,8 +17,8 @@ A sink token, an operation that is not softmax, norms that were not there: they 
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -92,8 +92,9 @@ def load_start(name: str) -> Start:
         return Start(name, run.recipe.model.model_dump(mode="json"), weights, load_tokenizer(str(run.tokenizer_path)))
     from sinklab.measuring.huggingface.exported import own_transformer
     from sinklab.measuring.huggingface.loading import Loading, load_pretrained
+    from sinklab.measuring.huggingface.quiet import without_bars
 
-    with _without_bars() if Path(name).exists() else nullcontext():  # what is downloaded shows how far it is
+    with without_bars() if Path(name).exists() else nullcontext():  # what is downloaded shows how far it is
         loaded = load_pretrained(name, Loading(dtype="float32", device="cpu"))
     own = own_transformer(loaded.model)
     if own is not None:
@@ -106,20 +107,6 @@ def load_start(name: str) -> Start:
             f"model.init_from {name} is a {loaded.model.config.model_type}: give a Llama, or a run directory of sinklab"
         )
     return Start(name, model, weights, _tokenizer(name, loaded.tokenizer))
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """No bars of transformers, one for every cell of a sweep that starts from this checkpoint."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _tokenizer(name: str, loaded: Any) -> Tokenizer:

@@ -1,8 +1,6 @@
 """The model that is tuned: a run as its exported Hugging Face model, or any that `sinklab measure` takes."""
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,20 +22,6 @@ from sinklab.survey.loaded import is_run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-
-@contextmanager
-def without_bars() -> Iterator[None]:
-    """Within it transformers draws no progress bars of its own, which a file or two does not need."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 @dataclass(frozen=True)

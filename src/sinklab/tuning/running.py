@@ -11,6 +11,7 @@ from typing import cast
 from sinklab.errors import InputError, SinklabError
 from sinklab.files import is_full, write_json
 from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading
+from sinklab.measuring.huggingface.quiet import without_bars
 from sinklab.outputs import check_results
 from sinklab.signals import stop_on_signals
 from sinklab.train.directory.lock import leave, lock_run
@@ -26,7 +27,7 @@ from sinklab.tuning.documents import (
     load_tuning,
     read_rows,
 )
-from sinklab.tuning.loading import is_ours, without_bars
+from sinklab.tuning.loading import is_ours
 from sinklab.tuning.preparing import Lesson, TuneSources, prepare_lesson
 from sinklab.tuning.settings import TuneWanted
 
