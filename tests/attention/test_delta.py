@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from closeness import assert_close
+from delta_reference import gated_delta_by_steps
 from torch import Tensor
 
-from sinklab.attention.delta import gated_delta, gated_delta_by_steps
+from sinklab.attention.delta import gated_delta
 
 B, H, D, V = 2, 3, 8, 5
 

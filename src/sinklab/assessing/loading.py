@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from sinklab.assessing.layers import Patient
 from sinklab.assessing.own import OwnPatient
 from sinklab.data.sources.corpora import documents
+from sinklab.data.tokenfile import TokenFile
 from sinklab.device import pick_device
 from sinklab.errors import InputError
 from sinklab.measuring.conversations import Conversations
@@ -131,8 +133,12 @@ def _run(name: str, loading: Loading) -> Admitted:
         )
         return loader.batch(0)
 
+    @cache
+    def validated_on() -> TokenFile:  # verified when it is opened, which takes a while where there is much
+        return validation_tokens(Path(name))
+
     def held_out(tokens: int) -> list[int]:
-        return [int(one) for one in validation_tokens(Path(name))[:tokens]]
+        return validated_on()[:tokens].tolist()
 
     planned = run.recipe.train.steps
     return Admitted(

@@ -73,24 +73,3 @@ def gated_delta(
         out.append(q_BHCD @ state + scores_BHCC @ written_BHCV)
         state = whole_BH11 * state + k_BHCD.mT @ written_BHCV
     return torch.cat(out, dim=2)[:, :, :T].to(v_BHTV.dtype), state
-
-
-def gated_delta_by_steps(
-    q_BHTD: Tensor,
-    k_BHTD: Tensor,
-    v_BHTV: Tensor,
-    log_decay_BHT: Tensor,
-    rate_BHT: Tensor,
-    state_BHDV: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The same as the paper writes it, position by position: what tests hold `gated_delta` against."""
-    B, H, T, D = q_BHTD.shape
-    state = q_BHTD.new_zeros(B, H, D, v_BHTV.shape[3]) if state_BHDV is None else state_BHDV
-    out = []
-    for t in range(T):
-        state = state * log_decay_BHT[:, :, t].exp()[..., None, None]
-        held_BHV = torch.einsum("bhdv,bhd->bhv", state, k_BHTD[:, :, t])
-        corrected_BHV = rate_BHT[:, :, t, None] * (v_BHTV[:, :, t] - held_BHV)
-        state = state + torch.einsum("bhd,bhv->bhdv", k_BHTD[:, :, t], corrected_BHV)
-        out.append(torch.einsum("bhdv,bhd->bhv", state, q_BHTD[:, :, t]))
-    return torch.stack(out, dim=2), state

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from sinklab.commands.survey_progress import SurveyProgress
+from sinklab.commands.terminal.bars import StepProgress
 from sinklab.commands.terminal.measurement import print_measurement
 from sinklab.commands.terminal.parity import print_parity
 from sinklab.commands.terminal.survey import (
@@ -198,16 +199,19 @@ def parity_command(model: str, backends: Sequence[str], given: Invocation) -> No
         InputError: as `compare_backends`.
         SinklabError: a backend computes something else; the table has been printed.
     """
-    bar = Progress(console=given.console, transient=True, disable=not given.console.is_terminal)
-    with bar:
-        task = bar.add_task("comparing", total=None)
+    with StepProgress(given.console) as bar:
+
+        def starts(backend: str) -> None:
+            bar.begin(f"comparing {backend}", 1)
+            bar.say_without_terminal(f"comparing {backend}")
+
         found = compare_backends(
             model,
             given.text,
             given.request,
             loading=given.loading,
             backends=backends or None,
-            starts=lambda name: bar.update(task, description=f"comparing {name}"),
+            starts=starts,
         )
     given.print(found, print_parity)
     if wrong := found.wrong():
