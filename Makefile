@@ -61,6 +61,7 @@ $(OLDEST)/.installed: pyproject.toml
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.import_time
+	$(BIN)/python -m benchmarks.start
 	$(BIN)/python -m benchmarks.attention
 	$(BIN)/python -m benchmarks.measure
 	$(BIN)/python -m benchmarks.train_cpu

@@ -143,3 +143,9 @@ def is_at(file: IO[Any], path: Path) -> bool:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
         return False
+
+
+def cache_folder() -> Path:
+    """Where what can be made again is kept between calls: SINKLAB_CACHE, or ~/.cache/sinklab."""
+    named = os.environ.get("SINKLAB_CACHE")
+    return Path(named).expanduser() if named else Path.home() / ".cache" / "sinklab"

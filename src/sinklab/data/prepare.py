@@ -11,7 +11,6 @@ next one goes on from the last finished part (`building.py`, `journal.py`) to th
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from sinklab.data.text_tokenizer import StageProgress, tokenizer_of
 from sinklab.data.texts import RequestedText
 from sinklab.data.tokenizers import trained_size
 from sinklab.errors import InputError, SinklabError
-from sinklab.files import is_at, is_full, sha256_of, write_json, write_text
+from sinklab.files import cache_folder, is_at, is_full, sha256_of, write_json, write_text
 
 Counted = Callable[[int], None]
 """Called with the number of tokens that stand in the shards so far."""
@@ -153,7 +152,7 @@ def _settings(config: DataConfig) -> Settings:
 
 def _in_cache(settings: Settings, cache: Path | None) -> Path:
     key = hashlib.sha256(settings.model_dump_json().encode()).hexdigest()[:20]
-    return (cache or _cache_folder()) / "data" / key
+    return (cache or cache_folder()) / "data" / key
 
 
 def _remedy(error: OSError) -> str:
@@ -264,11 +263,6 @@ def _identity(source: str, tokenizer: str) -> str:
     if is_prepared(Path(source).expanduser()):
         raise InputError(f"source {source} is prepared already: use it as it is, or give the text it was made from")
     return hashlib.sha256(json.dumps([identity(source), tokens]).encode()).hexdigest()
-
-
-def _cache_folder() -> Path:
-    named = os.environ.get("SINKLAB_CACHE")
-    return Path(named).expanduser() if named else Path.home() / ".cache" / "sinklab"
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from pydantic import Field, FiniteFloat
 from torch import Tensor, nn
 
@@ -80,7 +81,7 @@ def _largest(hidden_TC: Tensor, layer: int) -> MassiveActivation:
     position, dimension = divmod(int(size.argmax()), size.shape[1])
     value = float(hidden_TC[position, dimension])
     value = value if math.isfinite(value) else 0.0  # NaN is reported by layer where sums are taken
-    median = float(size.float().median())
+    median = _median(size.float())
     return MassiveActivation(
         layer=layer,
         position=position + 1,
@@ -88,3 +89,11 @@ def _largest(hidden_TC: Tensor, layer: int) -> MassiveActivation:
         value=value,
         ratio_to_median=abs(value) / median if median > 0 else 0.0,
     )
+
+
+def _median(x: Tensor) -> float:
+    """The lower one where there are two, as torch has it; NumPy's partition takes half the time on a CPU."""
+    if x.device.type != "cpu":
+        return float(x.median())
+    values, half = x.flatten().numpy(), (x.numel() - 1) // 2
+    return float(np.partition(values, half)[half])

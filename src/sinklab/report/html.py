@@ -9,9 +9,11 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 
@@ -21,7 +23,8 @@ import yaml
 from markupsafe import Markup
 
 import sinklab
-from sinklab.files import write_text
+from sinklab.errors import SinklabError
+from sinklab.files import cache_folder, write_text
 from sinklab.outputs import REPORT, REPORT_MARK, check_report
 from sinklab.report import theme
 from sinklab.report.assessing.tables import assessment_tables
@@ -33,6 +36,8 @@ from sinklab.report.export import export_charts
 from sinklab.report.figures import Figure, figures
 from sinklab.report.summary import VERDICTS, headline, verdict_counts
 from sinklab.report.tables import table_of_cells, tables
+
+SNIPPET = "window.vegaEmbed = vegaEmbed;"
 
 
 def write_report(dirs: list[Path], out: Path | None = None, formats: tuple[str, ...] = ()) -> Path:
@@ -114,8 +119,21 @@ def _template(name: str) -> str:
 
 @cache
 def vega_bundle() -> str:
-    """The code of Vega, Vega-Lite and Vega-Embed as one script that sets `window.vegaEmbed`."""
-    bundle = vlc.javascript_bundle(snippet="window.vegaEmbed = vegaEmbed;")
+    """The code of Vega, Vega-Lite and Vega-Embed as one script that sets `window.vegaEmbed`.
+
+    Bundling takes longer than all the rest of a small page, so the script is kept in the cache, for this version; where
+    nothing can be written there, it is bundled in every process.
+    """
+    asked = hashlib.sha256(SNIPPET.encode()).hexdigest()[:8]
+    kept = cache_folder() / f"vega-{version('vl-convert-python')}-{asked}.js"
+    try:
+        bundle = kept.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        bundle = ""
+    if not bundle:
+        bundle = vlc.javascript_bundle(snippet=SNIPPET)
+        with suppress(SinklabError):
+            write_text(kept, bundle)
     assert "</script" not in bundle.lower(), "the bundle would end its own script element"
     return bundle
 

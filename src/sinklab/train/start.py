@@ -16,7 +16,6 @@ A sink token, an operation that is not softmax, norms that were not there: they 
 """
 
 import hashlib
-import os
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from torch import Tensor
 from sinklab.attention.biases import ASIDE
 from sinklab.data.tokenizers import Tokenizer, load_tokenizer
 from sinklab.errors import InputError
+from sinklab.files import cache_folder
 from sinklab.model.llama import from_llama
 from sinklab.model.transformer import Transformer
 from sinklab.schema import leaves
@@ -113,20 +113,14 @@ def _tokenizer(name: str, loaded: Any) -> Tokenizer:
     """The tokenizer of a directory as its files have it, else as transformers does (a .gguf file has none of them)."""
     if (Path(name) / "tokenizer.json").is_file():
         return load_tokenizer(name)
-    folder = (
-        _cache_folder() / "tokenizers" / hashlib.sha256(loaded.backend_tokenizer.to_str().encode()).hexdigest()[:20]
-    )
+    key = hashlib.sha256(loaded.backend_tokenizer.to_str().encode()).hexdigest()[:20]
+    folder = cache_folder() / "tokenizers" / key
     if not (folder / "tokenizer_config.json").is_file():
         eos, bos = loaded.eos_token_id, loaded.bos_token_id
         if eos is None:
             raise InputError(f"model.init_from {name}: its tokenizer has no end-of-text token")
         Tokenizer(loaded.backend_tokenizer, name, eos, eos if bos is None else bos).save(folder)
     return load_tokenizer(str(folder))
-
-
-def _cache_folder() -> Path:
-    named = os.environ.get("SINKLAB_CACHE")
-    return Path(named).expanduser() if named else Path.home() / ".cache" / "sinklab"
 
 
 def started(recipe: Recipe) -> Recipe:

@@ -6,6 +6,7 @@ done by the model itself.
 """
 
 import inspect
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -16,6 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sinklab.measuring.memory import LOGITS_AT_ONCE, LOGITS_AT_ONCE_CUDA
+from sinklab.model.loss import IGNORED
+
+LOGITS_IN_CACHE = 2**20  # whose log-probabilities are made at a time: 4 MB in float32
 
 
 def forward_loss(
@@ -34,43 +38,46 @@ def forward_loss(
         vocabulary: rows of the token embedding, from which the size of the logits is judged.
         paused: entered while the head alone is run, when there is nothing to record.
     """
+    wanted_BT = targets(tokens_BT, real_BT)
+    number = int((wanted_BT != IGNORED).sum())
     at_once = LOGITS_AT_ONCE_CUDA if tokens_BT.is_cuda else LOGITS_AT_ONCE
-    few = max(1, at_once // (vocabulary * len(tokens_BT)))
-    if tokens_BT.shape[1] <= few or not makes_logits_in_pieces(model):
-        return summed_loss(model(tokens_BT, **arguments).logits, tokens_BT, real_BT)
-    total = torch.zeros((), dtype=torch.float64)
-    targets = 0
+    pieces = math.ceil(vocabulary * tokens_BT.numel() / at_once)
+    if pieces == 1 or not makes_logits_in_pieces(model):
+        return summed_loss(model(tokens_BT, **arguments).logits, wanted_BT), number
+    total = 0.0
     with ExitStack() as stack:
         body = stack.enter_context(_standing_still(model.base_model))
         model(tokens_BT, **arguments, logits_to_keep=1)
         body.still = True
         stack.enter_context(paused)
+        few = math.ceil(tokens_BT.shape[1] / pieces)
         for start in range(0, tokens_BT.shape[1] - 1, few):
             stop = min(start + few, tokens_BT.shape[1] - 1)
             keep = torch.arange(start, stop, device=tokens_BT.device)
-            logits_BKV = model(tokens_BT, **arguments, logits_to_keep=keep).logits
-            wanted_BK = tokens_BT[:, start + 1 : stop + 1].to(logits_BKV.device)
-            both_BK = (real_BT[:, start + 1 : stop + 1] & real_BT[:, start:stop]).to(logits_BKV.device)
-            wanted_BK = torch.where(both_BK, wanted_BK, -100)
-            loss = F.cross_entropy(logits_BKV.flatten(0, 1).float(), wanted_BK.flatten(), reduction="sum")
-            total += loss.double().cpu()
-            targets += int(both_BK.sum())
-    return float(total), targets
+            total += summed_loss(model(tokens_BT, **arguments, logits_to_keep=keep).logits, wanted_BT[:, start:stop])
+    return total, number
 
 
-def summed_loss(logits_BTV: Tensor, tokens_BT: Tensor, real_BT: Tensor | None = None) -> tuple[float, int]:
-    """Cross-entropy summed over targets 2..T, in nats, and their number; row by row, so that no second copy of the
-    batch's logits is made in float32.
+def targets(tokens_BT: Tensor, real_BT: Tensor | None = None) -> Tensor:
+    """What each position predicts, the next token; IGNORED where there is none, or one of the two is padding."""
+    wanted_BT = F.pad(tokens_BT[:, 1:], (0, 1), value=IGNORED)
+    if real_BT is None:
+        return wanted_BT
+    both_BT = real_BT & F.pad(real_BT[:, 1:], (0, 1))
+    return wanted_BT.masked_fill(~both_BT, IGNORED)
+
+
+def summed_loss(logits_BTV: Tensor, wanted_BT: Tensor) -> float:
+    """Cross-entropy in nats, summed over all targets that are not IGNORED.
+
+    A few rows at a time: no copy in float32 is made of the whole, and on a CPU the log-probabilities stay in the cache.
     """
-    total, targets = 0.0, 0
-    for row, (logits_TV, tokens_T) in enumerate(zip(logits_BTV, tokens_BT, strict=True)):
-        logits_TV, wanted_T = logits_TV[:-1].float(), tokens_T[1:].to(logits_TV.device)
-        if real_BT is not None:
-            both_T = (real_BT[row, 1:] & real_BT[row, :-1]).to(logits_TV.device)
-            logits_TV, wanted_T = logits_TV[both_T], wanted_T[both_T]
-        total += float(F.cross_entropy(logits_TV, wanted_T, reduction="sum"))
-        targets += wanted_T.numel()
-    return total, targets
+    logits_NV, wanted_N = logits_BTV.flatten(0, 1), wanted_BT.to(logits_BTV.device).flatten()
+    rows = max(1, (LOGITS_AT_ONCE_CUDA if logits_NV.is_cuda else LOGITS_IN_CACHE) // logits_NV.shape[1])
+    total = 0.0
+    for some_NV, wanted_n in zip(logits_NV.split(rows), wanted_N.split(rows), strict=True):
+        total += float(F.cross_entropy(some_NV.float(), wanted_n, ignore_index=IGNORED, reduction="sum"))
+    return total
 
 
 def forward_only(model: PreTrainedModel, tokens_BT: Tensor, arguments: dict[str, Any]) -> None:

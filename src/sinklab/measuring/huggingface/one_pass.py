@@ -20,7 +20,8 @@ from sinklab.attention.importance import ColumnSums
 from sinklab.attention.masks import Mask
 from sinklab.attention.scores import Score
 
-BLOCK_SCORES = 2**20  # scores of a block: 4 MB in float32
+BLOCK_SCORES = 2**21  # scores of a block: 8 MB in float32
+MOST_SCORES = 2**24  # where threads ask for more heads at a time
 BLOCK_QUERIES = 128
 
 
@@ -64,7 +65,8 @@ def attend_and_sum(
     earlier_BHS = None if scores.mask.causal else q_BHTD.new_zeros(B, H, S, dtype=dtype)
     uniform = scores.mask.plain and scores.score is None and bias_BH is None and counted_BT is None
     rows = 1 if uniform else B  # where all sequences are treated alike, they are one sequence with B times the heads
-    q, k, v = (x.to(dtype).reshape(rows, -1, *x.shape[2:]) for x in (q_BHTD * scores.scale, k_BGSD, v_BGSV))
+    turned_BGDS = k_BGSD.mT.contiguous()  # once, and not in every product
+    q, k, v = (x.to(dtype).reshape(rows, -1, *x.shape[2:]) for x in (q_BHTD * scores.scale, turned_BGDS, v_BGSV))
     walk = _Walk(scores, q.shape[1] // k.shape[1], S, (*ends, T), q.new_empty(0))
     out, sums = out_BHTV.view(rows, -1, T, V), segments_BHES.view(rows, -1, len(ends) + 1, S)
     for b in range(rows):
@@ -88,7 +90,7 @@ class _Walk:
         self,
         b: int,
         q_HTD: Tensor,
-        k_GSD: Tensor,
+        k_GDS: Tensor,
         v_GSV: Tensor,
         out_HTV: Tensor,
         sums_HES: Tensor,
@@ -98,7 +100,7 @@ class _Walk:
     ) -> None:
         (H, T, _), S, R = q_HTD.shape, self.keys, self.repeats
         queries = min(T, BLOCK_QUERIES)
-        groups = max(1, BLOCK_SCORES // (R * queries * S))
+        groups = self._groups(R * queries * S)
         mask = self.scores.mask
         for g in range(0, H // R, groups):
             ends = slice(g, min(g + groups, H // R))
@@ -107,7 +109,7 @@ class _Walk:
                 low, high = mask.key_range(start + S - T, stop + S - T, S)
                 block, rows = bl.Block(start, stop, low, high), slice(start, stop)
                 counted = None if counted_T is None else counted_T[rows, None]
-                weights = self._products(q_HTD[heads, rows], k_GSD[ends, low:high].transpose(1, 2))
+                weights = self._products(q_HTD[heads, rows], k_GDS[ends, :, low:high])
                 weights, share = self._normalise(weights, b, heads, block, S - T)
                 if share is not None and bias_H is not None:
                     bias_H[heads] += ((1 - share) if counted is None else (1 - share) * counted).sum((1, 2))
@@ -120,6 +122,13 @@ class _Walk:
                     earlier_HS[heads, low:high] += weights.triu(diagonal + 1).sum(1)
                     weights = weights.tril_(diagonal)
                 sums_HES[heads, segment, low:high] += weights.sum(1)
+
+    @staticmethod
+    def _groups(scores: int) -> int:
+        """Key heads of a block, where one has that many scores: one per thread at least, which beats sharing a product
+        between threads, as long as the memory for it is small.
+        """
+        return max(1, min(max(torch.get_num_threads(), BLOCK_SCORES // scores), MOST_SCORES // scores))
 
     def _rows(self, T: int, queries: int) -> Iterator[tuple[int, int, int]]:
         """Blocks of queries, none across an end: start, stop, and the number of ends before."""

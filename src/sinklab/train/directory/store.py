@@ -4,22 +4,24 @@ Each process writes its own shards, with their place in the whole tensor in the 
 reads them again, each what it needs. Nothing is pickled.
 
 Names: `model/WEIGHT` and `optimizer/WEIGHT/KEY`.
+
+torch.distributed.checkpoint is imported where files are written or read: it takes half as long to load as all of torch,
+and many commands only ask which checkpoints there are.
 """
 
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from sinklab.errors import SinklabError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.api import CheckpointException
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
 SUFFIX = ".safetensors"
@@ -49,6 +51,10 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], together: bool) -
     Raises:
         SinklabError: a process could not write.
     """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
         with _without_a_word_on_being_alone():
@@ -63,6 +69,10 @@ def read_tensors(folder: Path, into: Mapping[str, Tensor], together: bool) -> No
     Raises:
         SinklabError: a process could not read.
     """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
     reader = HuggingFaceStorageReader(str(folder))
     try:
         with _without_a_word_on_being_alone():
@@ -78,6 +88,9 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         ValueError: shards do not make up their tensor.
         OSError, safetensors.SafetensorError: a file cannot be read.
     """
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     shapes = {}
     for name, entry in HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
@@ -112,5 +125,5 @@ def _without_a_word_on_being_alone() -> Iterator[None]:
         yield
 
 
-def _reasons(error: CheckpointException) -> str:
+def _reasons(error: "CheckpointException") -> str:
     return "; ".join(f"process {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))

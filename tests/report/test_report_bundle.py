@@ -1,0 +1,51 @@
+"""The charts' code is bundled once, and a cache that is damaged or cannot be written costs time only."""
+
+import pytest
+
+from sinklab.report import html
+
+
+@pytest.fixture
+def made(monkeypatch, tmp_path):
+    """The scripts that were bundled, with a cache folder of the test's own."""
+    calls = []
+
+    def bundled(snippet):
+        calls.append(snippet)
+        return f"/* Vega */ {snippet}"
+
+    monkeypatch.setenv("SINKLAB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(html.vlc, "javascript_bundle", bundled)
+    return calls
+
+
+def bundled_anew():
+    """As in a process that has not asked yet."""
+    return html.vega_bundle.__wrapped__()
+
+
+def test_it_is_bundled_once_for_all_processes(made):
+    assert bundled_anew() == bundled_anew() == f"/* Vega */ {html.SNIPPET}"
+    assert made == [html.SNIPPET]
+
+
+def test_another_version_is_bundled_again(made, monkeypatch):
+    bundled_anew()
+    monkeypatch.setattr(html, "version", lambda _: "99")
+    bundled_anew()
+    assert len(made) == 2
+
+
+def test_a_kept_file_that_is_empty_or_no_text_is_made_again(made, tmp_path):
+    whole = bundled_anew()
+    (kept,) = (tmp_path / "cache").rglob("*.js")
+    for damaged in (b"", b"\xff\xfe\x00"):
+        kept.write_bytes(damaged)
+        assert bundled_anew() == whole
+        assert kept.read_text() == whole
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(made, tmp_path):
+    (tmp_path / "cache").write_text("a file where the folder would be")
+    assert bundled_anew() == bundled_anew()
+    assert len(made) == 2
