@@ -12,6 +12,7 @@ from sinklab.commands.console import RunBoard, data_progress
 from sinklab.commands.timing import RunLength
 from sinklab.data.prepare import prepared
 from sinklab.data.shards import TokenDataset
+from sinklab.device import keep_freed_memory
 from sinklab.errors import InputError, StoppedError
 from sinklab.experiments.sweep.planned import Event
 from sinklab.signals import stop_on_signals
@@ -63,6 +64,7 @@ def train_command(
             package is missing.
         SinklabError: the run could not go on; what was saved is untouched.
     """
+    keep_freed_memory()
     with joined_world() as world:
         if not world.is_first:
             console.quiet = True

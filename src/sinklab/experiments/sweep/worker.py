@@ -12,6 +12,7 @@ from contextlib import closing
 import torch
 
 from sinklab.data.prepare import prepared
+from sinklab.device import keep_freed_memory
 from sinklab.errors import InputError, SinklabError, StoppedError
 from sinklab.experiments.documents import RunRecord
 from sinklab.experiments.sweep.planned import Event, PlannedRun
@@ -48,6 +49,7 @@ def train_cell(
     Returns:
         The last event: done, failed, stopped or busy. Errors are failures with a message, never raised.
     """
+    keep_freed_memory()
     if threads is not None:
         torch.set_num_threads(threads)
     try:
