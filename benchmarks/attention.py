@@ -9,6 +9,9 @@ layer with what can stand around attention, relative to the plain layer.
 
 Goal at T = 2048 on a CPU: at most 2.0 for one `attend` call, 3.0 for two. Kernels are linear attention and cheaper
 than softmax from some length on. The fused kernel (`softmax_fused`) is shown for comparison.
+
+MB is the most that the process held during one step above what it held before; one T x T matrix of all heads would be
+134 MB at 2048.
 """
 
 import argparse
@@ -19,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from benchmarks.memory import peak_mb
 from benchmarks.timing import RESULTS, environment, in_turn, ratios
 from sinklab.attention.config import AttentionConfig, examples_of
 from sinklab.attention.core import AttentionCore
@@ -144,7 +148,7 @@ def compare_around(tokens: int, names: list[str], rounds: int, dtype: torch.dtyp
     contestants = {
         name: layer_forward_and_backward(values, tokens, SHAPES[tokens], dtype) for name, values in variants.items()
     }
-    return _rows(in_turn(contestants, rounds), "layer")
+    return _rows(contestants, rounds, "layer")
 
 
 def compare(tokens: int, names: list[str], rounds: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -159,13 +163,18 @@ def compare(tokens: int, names: list[str], rounds: int, dtype: torch.dtype) -> d
     if RULE in names:
         contestants[RULE] = rule_forward_and_backward(tokens, SHAPES[tokens], dtype)
     contestants["softmax_fused"] = forward_and_backward({"backend": "sdpa"}, tokens, SHAPES[tokens], dtype, "cpu")
-    return _rows(in_turn(contestants, rounds), "softmax")
+    return _rows(contestants, rounds, "softmax")
 
 
-def _rows(seconds: dict[str, list[float]], baseline: str) -> dict[str, Any]:
+def _rows(contestants: dict[str, Callable[[], None]], rounds: int, baseline: str) -> dict[str, Any]:
+    seconds = in_turn(contestants, rounds)
     relative = ratios(seconds, baseline)
     return {
-        name: {"milliseconds": 1000 * sorted(times)[len(times) // 2], "relative": relative[name]}
+        name: {
+            "milliseconds": 1000 * sorted(times)[len(times) // 2],
+            "relative": relative[name],
+            "peak_mb": peak_mb(contestants[name]),
+        }
         for name, times in seconds.items()
     }
 
@@ -179,11 +188,12 @@ def goal(name: str, by_passes: tuple[float, float] = (2.0, 3.0)) -> float | None
 
 def print_table(title: str, rows: dict[str, Any]) -> None:
     """One line per operation; those above their goal are marked."""
-    print(f"\n{title}\n{'':24}{'ms':>10}{f'x {next(iter(rows))}':>11}{'goal':>6}")
+    print(f"\n{title}\n{'':24}{'ms':>10}{f'x {next(iter(rows))}':>11}{'goal':>6}{'MB':>6}")
     for name, row in rows.items():
         limit = goal(name)
         mark = "" if limit is None or row["relative"] <= limit else "  above"
-        print(f"{name:24}{row['milliseconds']:10.1f}{row['relative']:11.2f}{limit or '':>6}{mark}")
+        numbers = f"{row['milliseconds']:10.1f}{row['relative']:11.2f}{limit or '':>6}{row['peak_mb']:6.0f}"
+        print(f"{name:24}{numbers}{mark}", flush=True)
 
 
 def main() -> None:

@@ -17,8 +17,6 @@ the released procedure and in a tenth of its memory at 1,024 tokens, 6 times fas
 """
 
 import argparse
-import ctypes
-import gc
 import json
 import statistics
 import tempfile
@@ -33,6 +31,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
+from benchmarks.memory import peak_mb
 from benchmarks.timing import RESULTS, environment, in_turn, ratios
 from sinklab.files import write_json
 from sinklab.measuring.api import measure
@@ -148,21 +147,6 @@ def long_input(length: int) -> dict[str, Any]:
     peak = peak_mb(partial(measured, model, tokens))
     row = {"model": "llama", "length": length, "seconds": round(time.perf_counter() - start, 1), "peak_mb": round(peak)}
     return row | {"misses": ["peak_mb"] if peak > LONG_LIMIT_MB else []}
-
-
-def peak_mb(run: Callable[[], Any]) -> float:
-    """The most memory that the process held while it ran, above what it held before."""
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status_kb("VmRSS")
-    run()
-    return (_status_kb("VmHWM") - before) / 1024
-
-
-def _status_kb(field: str) -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(next(line.split()[1] for line in status.splitlines() if line.startswith(field)))
 
 
 def main() -> None:
