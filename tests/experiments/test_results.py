@@ -5,12 +5,14 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from trained_run import trained_run
 
 from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.documents import RECORD, RunRecord
 from sinklab.experiments.results import read_numbers
+from sinklab.measuring.measurement import Measurement
 
 METRICS = "metrics.jsonl"
 
@@ -36,6 +38,38 @@ def test_the_numbers_are_those_of_its_last_evaluation(run: Path) -> None:
     assert numbers.value("valid_loss") == last["valid_loss"]
     assert numbers.value("norm_ratio") == max(last["hidden_norm_ratio"])
     assert [one.step for one in numbers.readings] == sorted({one.step for one in numbers.readings})
+
+
+def test_how_often_each_head_sinks_is_that_of_the_measurement(run: Path) -> None:
+    last = json.loads((run / METRICS).read_text().splitlines()[-1])
+    measured = Measurement.load(run)
+    expected = 100 * (measured.importance_first > measured.eps).mean(0)
+    assert np.array(last["sink_rate_heads"]) == pytest.approx(expected)
+    assert np.mean(last["sink_rate_heads"]) == pytest.approx(last["sink_rate"][0])
+    numbers = read_numbers(run)
+    assert [numbers.value(f"sink_layer_{layer}") for layer in (1, 2, 3)] == [*map(max, last["sink_rate_heads"]), None]
+
+
+def test_a_layer_has_sunk_when_one_of_its_heads_does_in_half_of_the_sequences(run: Path) -> None:
+    rows = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
+    assert len(rows) == 2
+    rates = [[[0.0, 49.0], [0.0, 0.0]], *([[[0.0, 50.0], [49.0, 49.0]]] * (len(rows) - 1))]
+    lines = [json.dumps(row | {"sink_rate_heads": heads}) for row, heads in zip(rows, rates, strict=True)]
+    (run / METRICS).write_text("\n".join(lines) + "\n")
+    numbers = read_numbers(run)
+    assert numbers.value("layer_step_1") == rows[1]["step"]
+    assert numbers.value("layer_step_2") is None, "two heads of 49 percent are not one of half"
+    assert numbers.value("layer_step_3") is None
+
+
+def test_rows_of_older_runs_know_of_no_heads(run: Path) -> None:
+    rows = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
+    for row in rows:
+        del row["sink_rate_heads"]
+    (run / METRICS).write_text("\n".join(map(json.dumps, rows)) + "\n")
+    numbers = read_numbers(run)
+    assert numbers.value("layer_step_1") is numbers.value("sink_layer_1") is None
+    assert numbers.value("sink_1") == rows[-1]["sink_rate"][0]
 
 
 def test_a_record_adds_what_the_metrics_do_not_say(run: Path) -> None:

@@ -3,7 +3,9 @@
 import io
 import json
 import re
+import shutil
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
@@ -103,6 +105,29 @@ def test_the_sink_is_drawn_by_step_where_an_experiment_asks_when_it_emerges(page
     document = json.loads(page.scripts[[s.startswith('{"config"') for s in page.scripts].index(True)])
     grown = [key for key in document["specs"] if "growth" in key]
     assert grown == ["table_2-growth-0"]
+
+
+def test_the_layers_are_drawn_where_an_experiment_asks_which_comes_first(sweep_folder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(sweep_folder, tmp_path / "sweep"))
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["experiments"]["table_2"]["columns"].append("layer_step_2")
+    (folder / "summary.json").write_text(json.dumps(summary))
+    for metrics in folder.glob("*/metrics.jsonl"):
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+        heads = [row | {"sink_rate_heads": [[0.0, 1.0], [row["step"], None]]} for row in rows]
+        metrics.write_text("".join(json.dumps(row) + "\n" for row in heads))
+    specs = charts_of(write_report([folder]).read_text(encoding="utf-8"))["specs"]
+    assert [key for key in specs if "layers" in key and key.startswith("table_")] == ["table_2-layers-0"]
+    rows = specs["table_2-layers-0"]["data"]["values"]
+    assert {row["value"] for row in rows if row["layer"] == 1} == {1.0}
+    assert all(row["value"] == row["step"] for row in rows if row["layer"] == 2)
+    assert {row["cell"] for row in rows} == {*EXPERIMENTS["table_2"].cells}
+
+
+def charts_of(text: str) -> dict[str, Any]:
+    """The document of a page's charts."""
+    (found,) = (script for script in Page(text).scripts if script.startswith('{"config"'))
+    return json.loads(found)
 
 
 def test_cells_are_ordered_by_the_numbers_in_their_names() -> None:

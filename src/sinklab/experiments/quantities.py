@@ -7,8 +7,11 @@ sink_bias         on an added bias, sink logit or sink token, percent
 valid_loss        nats per token, and train_loss likewise
 norm_ratio        |h_1| over the mean of the others, in the block where it is largest
 kurtosis          of the hidden states, in the block where it is largest
+sink_layer_L      percent of the sequences in which a head of attention layer L sinks into the first token: of the head
+                  that most often does
 emergence_step    first evaluated step at which Sink_1 reached 10 %
 norm_step         first evaluated step at which norm_ratio reached 2
+layer_step_L      first evaluated step at which sink_layer_L reached 50 %
 
 of existing models (measured/numbers.py):
 key_norm_ratio, value_norm_ratio    |k_1|, |v_1| over the mean of the others, mean over layers
@@ -38,6 +41,9 @@ EMERGED = 10.0
 MASSIVE = 2.0
 """Norm ratio from which on the first token counts as a massive activation."""
 
+HALF = 50.0
+"""Percent of sequences from which on a head counts as one that sinks."""
+
 Measure = Literal["rate", "positive", "plain"]
 """How a number is compared: percent through its logit, what is above zero through its logarithm, others as they are."""
 
@@ -63,6 +69,7 @@ class Quantity:
 
 _SINK = re.compile(r"sink_([1-9]\d*)(_visible)?")
 _FIRST = re.compile(r"sink_first_([1-9]\d*)")
+_LAYER = re.compile(r"(sink_layer|layer_step)_([1-9]\d*)")
 _STREAMED = re.compile(r"streamed_(loss|gap)_(0|[1-9]\d*)")
 _NAMED = {
     one.name: one
@@ -107,12 +114,17 @@ def quantity(name: str) -> Quantity:
         return Quantity(name, f"Sinks on the first {found[1]} tokens", "%", "rate", 1)
     if found := _SINK.fullmatch(name):
         return Quantity(name, f"Sink_{found[1]}{' (visible queries)' if found[2] else ''}", "%", "rate", 1)
+    if found := _LAYER.fullmatch(name):
+        if found[1] == "sink_layer":
+            return Quantity(name, f"Sequences in which a head of layer {found[2]} sinks", "%", "rate", 1)
+        return Quantity(name, f"Step at which a head of layer {found[2]} sinks", "steps", "positive", 0)
     if found := _STREAMED.fullmatch(name):
         kept = f"streamed with the first {found[2]} kept"
         if found[1] == "loss":
             return Quantity(name, f"Loss {kept}", "nats", "positive", 3)
         return Quantity(name, f"Loss {kept}, above most kept", "nats", "plain", 3)
     raise ValueError(f"there is no number {name!r}; there are: sink_1 (or 2, 3, ..), sink_1_visible, sink_first_5, "
+                     f"sink_layer_1, layer_step_1, "
                      f"streamed_loss_0 (or 1, 2, ..), streamed_gap_0, {', '.join(_NAMED)}")  # fmt: skip
 
 
@@ -132,6 +144,7 @@ class Reading:
         step: updates done.
         tokens: that the model was trained on.
         sink_rate, sink_rate_visible: percent, position 1 first; the latter None where it is no other.
+        sink_heads: percent of the sequences, first position, by attention layer and head; None in rows of older runs.
     """
 
     step: int
@@ -142,6 +155,7 @@ class Reading:
     valid_loss: float | None
     train_loss: float | None
     norm_ratio: float | None
+    sink_heads: Sequence[Sequence[float | None]] | None = None
 
 
 @dataclass(frozen=True)
@@ -187,6 +201,8 @@ class RunNumbers:
             return self._first_step("sink_1", EMERGED)
         if name == "norm_step":
             return self._first_step("norm_ratio", MASSIVE)
+        if (found := _LAYER.fullmatch(name)) and found[1] == "layer_step":
+            return self._first_step(f"sink_layer_{found[2]}", HALF)
         upto = [one for one in self.readings if at_step is None or one.step <= at_step]
         return _of_reading(upto[-1], name) if upto else None
 
@@ -202,6 +218,8 @@ def _of_reading(reading: Reading, name: str) -> float | None:
     if found := _FIRST.fullmatch(name):
         rates = reading.sink_rate[: int(found[1])]
         return None if None in rates or not rates else math.fsum(rate or 0.0 for rate in rates)
+    if found := _LAYER.fullmatch(name):
+        return _of_layer(reading.sink_heads or (), int(found[2]))
     if found := _SINK.fullmatch(name):
         visible = reading.sink_rate_visible if found[2] else None
         rates, position = visible or reading.sink_rate, int(found[1])
@@ -213,3 +231,8 @@ def _of_reading(reading: Reading, name: str) -> float | None:
         "norm_ratio": reading.norm_ratio,
     }
     return values.get(name)
+
+
+def _of_layer(rates: Sequence[Sequence[float | None]], layer: int) -> float | None:
+    known = [rate for rate in rates[layer - 1] if rate is not None] if layer <= len(rates) else []
+    return max(known, default=None)

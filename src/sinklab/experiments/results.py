@@ -74,4 +74,5 @@ def _reading(one: Evaluation) -> Reading:
         valid_loss=one.valid_loss,
         train_loss=one.train_loss,
         norm_ratio=max(ratios) if ratios else None,
+        sink_heads=one.sink_rate_heads,
     )

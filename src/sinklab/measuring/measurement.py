@@ -172,6 +172,10 @@ class Measurement(WithArrays):
 
         return chart(self, what)
 
+    def sink_rate_of_heads(self) -> np.ndarray:
+        """Percent of the sequences in which alpha of position 1 is above eps (L, H); their mean is Sink_1."""
+        return 100 * (self.importance_first > self.eps).mean(0)
+
     def columns(self, table: TableName = "importance") -> Columns:
         """A table as columns of one length, in which positions, layers and heads count from 1.
 

@@ -216,6 +216,7 @@ class Trainer:
             "sink_rate": measurement.sink_rate,
             "sink_rate_visible": measurement.sink_rate_visible,
             "sink_rate_bias": measurement.sink_rate_bias,
+            "sink_rate_heads": measurement.sink_rate_of_heads().tolist(),
             "hidden_norm_ratio": measurement.hidden_norm_ratio,
             "lr": self.updater.rate,
             "grad_norm": state.grad_norm if state.step else None,

@@ -1,4 +1,4 @@
-"""The sink on the first token while models train: a line per seed."""
+"""The sink on the first token while models train: a line per seed, and one per layer of each."""
 
 from collections.abc import Sequence
 
@@ -13,6 +13,21 @@ def sink_of_every_seed(rows: ChartRows, cells: Sequence[str], width: Width = 640
     Args:
         rows: `cell, seed, step, value` in percent of heads.
     """
+    colour = cell_colour(cells)
+    return _lines(rows, "Sink₁ (percent of heads)", colour, ["seed:N"], width)
+
+
+def sink_of_every_layer(rows: ChartRows, width: Width = 640) -> Drawing:
+    """How often a head of each layer sinks, against training step.
+
+    Args:
+        rows: `cell, seed, layer, step, value` in percent of sequences.
+    """
+    colour = alt.Color("layer:O", title="layer", scale=alt.Scale(scheme="viridis"))
+    return _lines(rows, "Sequences in which a head sinks (percent)", colour, ["cell:N", "seed:N"], width)
+
+
+def _lines(rows: ChartRows, title: str, colour: alt.Color, apart: Sequence[str], width: Width) -> Drawing:
     scale = alt.Scale(domain=[0, 1]) if max(row["value"] for row in rows) < 1 else alt.Scale(zero=True, nice=True)
     base = alt.Chart(alt.Data(values=list(rows))).encode(
         x=alt.X(
@@ -21,13 +36,14 @@ def sink_of_every_seed(rows: ChartRows, cells: Sequence[str], width: Width = 640
             scale=alt.Scale(nice=False),
             axis=alt.Axis(format=",d", tickMinStep=1, grid=False),
         ),
-        y=alt.Y("value:Q", title="Sink₁ (percent of heads)", scale=scale),
-        color=cell_colour(cells),
-        detail="seed:N",
+        y=alt.Y("value:Q", title=title, scale=scale),
+        color=colour,
+        detail=list(apart),
     )
     tooltip = [
         alt.Tooltip("cell:N", title="cell"),
         alt.Tooltip("seed:Q", title="seed"),
+        *([alt.Tooltip("layer:O", title="layer")] if "layer" in rows[0] else []),
         alt.Tooltip("step:Q", title="step", format=",d"),
         alt.Tooltip("value:Q", title="percent", format=".2f"),
     ]

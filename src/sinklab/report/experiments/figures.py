@@ -10,7 +10,7 @@ from sinklab.experiments.documents import CellRun, CellSummary, ExperimentSummar
 from sinklab.experiments.quantities import Quantity
 from sinklab.report.charts import Drawing, Width
 from sinklab.report.experiments.dots import Dots, by_cell, in_order
-from sinklab.report.experiments.emergence import sink_of_every_seed
+from sinklab.report.experiments.emergence import sink_of_every_layer, sink_of_every_seed
 from sinklab.report.experiments.models import replicate_of
 from sinklab.report.experiments.numbers import by_seed, estimate_of, quantity_of
 from sinklab.report.experiments.ordering import Ordered, ordered
@@ -20,6 +20,9 @@ from sinklab.report.figure import Figure
 
 WHEN = {"emergence_step", "norm_step"}
 """Numbers that are steps: an experiment about one shows how the sink grows."""
+
+LAYERS = ("sink_layer_", "layer_step_")
+"""Beginnings of numbers of one layer: an experiment about one shows them all."""
 
 
 def keyed(sweeps: Sequence[Sweep]) -> list[tuple[Sweep, str, str]]:
@@ -52,6 +55,7 @@ def experiment_figures(sweep: Sweep, name: str, key: str, page: Path, width: Wid
         _numbers(sweep, name, key, page, width),
         _against(sweep, name, key, width),
         _growth(sweep, name, key, width),
+        _by_layer(sweep, name, key, width),
     ]
     return [figure for figure in made if figure is not None]
 
@@ -159,6 +163,26 @@ def _growth(sweep: Sweep, name: str, key: str, width: Width) -> Figure | None:
         return None
     chart = sink_of_every_seed(rows, _with_rows(cells, rows), width)
     return Figure(f"{key}-growth", f"{experiment.title}: the sink while the models train", "A line per seed.", [chart])
+
+
+def _by_layer(sweep: Sweep, name: str, key: str, width: Width) -> Figure | None:
+    """How often each layer's most frequent sink head sinks, where an experiment asks about layers."""
+    experiment = sweep.experiments[name]
+    asked = {*experiment.columns, *(claim.quantity for claim in sweep.claims_of(name))}
+    if not any(one.startswith(LAYERS) for one in asked):
+        return None
+    rows = [
+        {"cell": cell, "seed": run.seed, "step": one.step, "layer": layer, "value": max(known)}
+        for cell, found in sweep.cells_of(experiment).items()
+        for run in found.runs
+        for one in sweep.history(run)
+        for layer, rates in enumerate(one.sink_rate_heads or (), 1)
+        if (known := [rate for rate in rates if rate is not None])
+    ]
+    if not rows:
+        return None
+    caption = "Of each layer the head that most often sinks into the first token; a line per seed."
+    return Figure(f"{key}-layers", f"{experiment.title}: layer by layer", caption, [sink_of_every_layer(rows, width)])
 
 
 def _with_rows(cells: dict[str, CellSummary], rows: Sequence[dict[str, object]]) -> list[str]:

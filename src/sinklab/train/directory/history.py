@@ -31,6 +31,7 @@ class Evaluation(ReadDocument):
         sink_rate: percent of (sequence, layer, head) triples, position 1 first.
         sink_rate_visible: the same of the mean over the queries that may see a key; None where that is no other.
         sink_rate_bias: percent, of a bias, sink logit or sink token.
+        sink_rate_heads: percent of the sequences in which the first position is a sink, by attention layer and head.
         hidden_norm_ratio: |h_1| over the mean of the others, before the first block and after every block.
         lr: of the last update.
         grad_norm: of the last update, before clipping.
@@ -48,6 +49,7 @@ class Evaluation(ReadDocument):
     sink_rate: list[float | None] = Field(default_factory=list)
     sink_rate_visible: list[float | None] | None = None
     sink_rate_bias: float | None = None
+    sink_rate_heads: list[list[float | None]] | None = None
     hidden_norm_ratio: list[float | None] = Field(default_factory=list)
     lr: float | None = None
     grad_norm: float | None = None
