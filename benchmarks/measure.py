@@ -38,6 +38,7 @@ from sinklab.measuring.api import measure
 
 SEQUENCES = {64: 16, 512: 4, 1024: 4, 2048: 2}  # more at a time where they are short; else one
 RELEASED = (1024, 2048)
+SAVED = {True: "measure_cpu.json", False: "measure_forward_cpu.json"}  # with the released procedure, or without
 LONG = 32768
 LONG_LIMIT_MB = 6000
 
@@ -157,7 +158,7 @@ def main() -> None:
     parser.add_argument("--long", action="store_true", help=f"also the Llama at {LONG} tokens, once: minutes")
     parser.add_argument("--without-released", action="store_true", help="leave out the released procedure")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}/measure_cpu.json")
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}/{SAVED[True]}, or {SAVED[False]}")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     result: dict[str, Any] = {"environment": environment(), "rounds": given.rounds, "rows": []}
@@ -172,7 +173,7 @@ def main() -> None:
         print(json.dumps(result["rows"][-1]), flush=True)
     if given.save:
         RESULTS.mkdir(exist_ok=True)
-        write_json(RESULTS / "measure_cpu.json", result)
+        write_json(RESULTS / SAVED[not given.without_released], result)
 
 
 if __name__ == "__main__":
