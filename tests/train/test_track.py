@@ -175,6 +175,12 @@ def test_lists_become_a_number_per_position_and_nothing_is_no_number() -> None:
     assert numbers_of(row) == numbers
 
 
+def test_positions_layers_and_heads_count_from_one() -> None:
+    row = {"sink_rate_visible": [4.0], "sink_rate_heads": [[50.0, None], [0.0, 100.0]]}
+    heads = {"sink_rate_heads/1/1": 50.0, "sink_rate_heads/2/1": 0.0, "sink_rate_heads/2/2": 100.0}
+    assert numbers_of(row) == {"sink_rate_visible/1": 4.0, **heads}
+
+
 @pytest.mark.parametrize(("name", "parameters"), [("60m", 136_462_080), ("1b", 1_337_026_560), ("tiny", 295_488)])
 def test_a_dry_run_says_what_a_packaged_recipe_takes(name: str, parameters: int) -> None:
     plan, speaks = plan_command(name, ["train.peak_flops=990e12", "train.precision=bf16"])

@@ -19,7 +19,7 @@ from sinklab.train.directory.run import Run
 
 PROJECT = "sinklab"
 TrackerName = Literal["wandb", "tensorboard"]
-FIRST_NUMBER = {"sink_rate": 1}  # positions count from 1, the hidden states of `hidden_norm_ratio` from 0
+FROM_0 = {"hidden_norm_ratio"}  # before the first block; positions, layers and heads count from 1
 
 
 class Tracker(Protocol):
@@ -77,14 +77,15 @@ def require(names: Sequence[TrackerName]) -> None:
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """A row's numbers under one name each: `sink_rate/1` is that of the first position; what is null is left out."""
+    """A row's numbers under one name each: `sink_rate/1` is that of the first position, `sink_rate_heads/2/1` that of
+    the first head of the second layer; what is null is left out.
+    """
     found: dict[str, float] = {}
     for key, value in row.items():
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            value = {str(number): one for number, one in enumerate(value, 0 if key in FROM_0 else 1)}
         if isinstance(value, Mapping):
             found |= {f"{key}/{name}": number for name, number in numbers_of(value).items()}
-        elif isinstance(value, Sequence) and not isinstance(value, str):
-            start = FIRST_NUMBER.get(key, 0)
-            found |= {f"{key}/{i}": number for i, number in enumerate(value, start) if number is not None}
         elif isinstance(value, int | float):
             found[key] = value
     return found
