@@ -58,13 +58,10 @@ def forward_loss(
     return total, number
 
 
-def targets(tokens_BT: Tensor, real_BT: Tensor | None = None) -> Tensor:
+def targets(tokens_BT: Tensor, real_BT: Tensor) -> Tensor:
     """What each position predicts, the next token; IGNORED where there is none, or one of the two is padding."""
-    wanted_BT = F.pad(tokens_BT[:, 1:], (0, 1), value=IGNORED)
-    if real_BT is None:
-        return wanted_BT
     both_BT = real_BT & F.pad(real_BT[:, 1:], (0, 1))
-    return wanted_BT.masked_fill(~both_BT, IGNORED)
+    return F.pad(tokens_BT[:, 1:], (0, 1)).masked_fill(~both_BT, IGNORED)
 
 
 def summed_loss(logits_BTV: Tensor, wanted_BT: Tensor) -> float:

@@ -146,10 +146,14 @@ def link_to(sweep: Sweep, run: CellRun, page: Path) -> str | None:
     return quote(os.path.relpath(file.resolve(), page.resolve())) if file else None
 
 
+def _asked(sweep: Sweep, name: str) -> set[str]:
+    """The numbers of an experiment's columns and claims."""
+    return {*sweep.experiments[name].columns, *(claim.quantity for claim in sweep.claims_of(name))}
+
+
 def _growth(sweep: Sweep, name: str, key: str, width: Width) -> Figure | None:
     experiment = sweep.experiments[name]
-    asked = {*experiment.columns, *(claim.quantity for claim in sweep.claims_of(name))}
-    if not asked & WHEN:
+    if not _asked(sweep, name) & WHEN:
         return None
     cells = sweep.cells_of(experiment)
     rows = [
@@ -168,8 +172,7 @@ def _growth(sweep: Sweep, name: str, key: str, width: Width) -> Figure | None:
 def _by_layer(sweep: Sweep, name: str, key: str, width: Width) -> Figure | None:
     """How often each layer's most frequent sink head sinks, where an experiment asks about layers."""
     experiment = sweep.experiments[name]
-    asked = {*experiment.columns, *(claim.quantity for claim in sweep.claims_of(name))}
-    if not any(one.startswith(LAYERS) for one in asked):
+    if not any(one.startswith(LAYERS) for one in _asked(sweep, name)):
         return None
     rows = [
         {"cell": cell, "seed": run.seed, "step": one.step, "layer": layer, "value": max(known)}
