@@ -51,6 +51,21 @@ def test_one_seed_has_no_interval() -> None:
     assert (estimate.mean, estimate.low, estimate.high) == (pytest.approx(36.0), None, None)
 
 
+def test_the_mean_of_a_step_that_a_seed_never_reached_is_a_bound_without_an_interval() -> None:
+    sinks = [[0.0, 20.0], [0.0, 0.0], [20.0, 20.0]]
+    runs = [
+        run_of(seed, *(reading(500 * (at + 1), sink_1=sink) for at, sink in enumerate(two)))
+        for seed, two in enumerate(sinks)
+    ]
+    experiment = trained("emergence")
+    summary = summarise([(experiment, "tiny")], {"softmax": cell_of(*runs), "lr_half": cell_of(runs[0], runs[2])})
+    estimate = summary.cells["softmax"].values["emergence_step"]
+    assert (estimate.never_reached, estimate.low, estimate.high) == (1, None, None)
+    assert 500 < estimate.mean < 1000
+    assert summary.cells["lr_half"].values["emergence_step"].never_reached == 0
+    assert summary.cells["softmax"].values["sink_1"].never_reached == 0
+
+
 def test_a_cell_without_finished_runs_is_there_with_its_failures() -> None:
     failed = CellRun(seed=0, hash="0" * 16, directory="x", status="failed", message="the loss is not finite")
     results = {"softmax": CellResults({}, [failed], [], failed=1)}

@@ -124,6 +124,26 @@ def test_the_layers_are_drawn_where_an_experiment_asks_which_comes_first(sweep_f
     assert {row["cell"] for row in rows} == {*EXPERIMENTS["table_2"].cells}
 
 
+def test_a_mean_over_seeds_that_never_got_there_is_shown_as_a_bound(sweep_folder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(sweep_folder, tmp_path / "sweep"))
+    summary = json.loads((folder / "summary.json").read_text())
+    never, once = EXPERIMENTS["table_2"].cells[:2]
+    summary["cells"][never]["values"]["emergence_step"] = {"mean": 1500.0, "never_reached": 3}
+    for run in summary["cells"][never]["runs"]:
+        run["values"].pop("emergence_step", None)
+    summary["cells"][once]["values"]["emergence_step"] = {"mean": 1234.0, "never_reached": 1}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    text = write_report([folder]).read_text(encoding="utf-8")
+    assert "> 1,500 three seeds did not get there" in Page(text).text
+    assert "> 1,234 one seed did not get there" in Page(text).text
+    chart = charts_of(text)["specs"]["table_2-numbers-2"]
+    arrows = [layer for layer in chart["layer"] if str(layer["mark"].get("shape", "")).startswith("triangle")]
+    assert [arrow["transform"] for arrow in arrows] == [[{"filter": "datum.never_reached > 0"}]]
+    assert {row["cell"]: row["never_reached"] for row in chart["datasets"]["means"]}[never] == 3
+    print_report(collect([folder]), Console(file=(printed := io.StringIO()), width=200))
+    assert "> 1,500" in printed.getvalue()
+
+
 def charts_of(text: str) -> dict[str, Any]:
     """The document of a page's charts."""
     (found,) = (script for script in Page(text).scripts if script.startswith('{"config"'))

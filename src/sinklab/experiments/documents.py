@@ -84,12 +84,15 @@ class CellEstimate(ReadDocument):
 
     Attributes:
         mean: on the scale on which it is compared, turned back.
-        low, high: the 95 % interval of the mean; None with one seed and no recorded spread.
+        low, high: the 95 % interval of the mean; None with one seed and no recorded spread, or with `never_reached`.
+        never_reached: seeds that never reached the step that is asked for. They count as their last step, so that
+            the mean is a lower bound.
     """
 
     mean: float
     low: float | None = None
     high: float | None = None
+    never_reached: int = 0
 
 
 class CellSummary(ReadDocument):

@@ -90,8 +90,8 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 def _estimate(cell: str, name: str, evidence: Evidence) -> CellEstimate:
     seen = evidence.of(name)
-    mean = seen.mean_of(cell)
-    if mean.spread is None:
-        return CellEstimate(mean=seen.turned_back(mean.mean, cell))
+    mean, never_reached = seen.mean_of(cell), seen.never_reached(cell)
+    if mean.spread is None or never_reached:
+        return CellEstimate(mean=seen.turned_back(mean.mean, cell), never_reached=never_reached)
     low, high = (seen.turned_back(y, cell) for y in mean.interval())
     return CellEstimate(mean=seen.turned_back(mean.mean, cell), low=low, high=high)

@@ -12,12 +12,11 @@ from sinklab.commands.terminal.report import VERDICT_STYLES
 from sinklab.commands.terminal.text import printable
 from sinklab.commands.timing import duration
 from sinklab.experiments.definition import SCALES, Scale
-from sinklab.experiments.documents import CellEstimate, CellSummary, ExperimentSummary, Summary
+from sinklab.experiments.documents import CellSummary, ExperimentSummary, Summary
 from sinklab.experiments.listing import ListedExperiment, jobs_here
 from sinklab.experiments.quantities import quantity
 from sinklab.experiments.sweep.preview import CellPreview, Preview
-
-NO = "–"
+from sinklab.report.experiments.numbers import NOTHING, estimate_text
 
 
 def print_experiments(found: Sequence[ListedExperiment], console: Console) -> None:
@@ -31,7 +30,7 @@ def print_experiments(found: Sequence[ListedExperiment], console: Console) -> No
     jobs = jobs_here()
     for one in found:
         costs = [one.scales.get(scale) for scale in scales]
-        shown = [duration(cost.hours * 3600 / jobs) if cost else NO for cost in costs]
+        shown = [duration(cost.hours * 3600 / jobs) if cost else NOTHING for cost in costs]
         question = Text(printable(one.question or one.title))
         seeds = str(one.seeds) if one.scales else "of --model"
         table.add_row(Text(printable(one.id), style="bold"), question, str(one.cells), str(one.claims), seeds, *shown)
@@ -111,19 +110,10 @@ def _row(one: ExperimentSummary, name: str, cell: CellSummary) -> Iterable[str]:
     failed = sum(run.status == "failed" for run in cell.runs)
     yield f"{cell.seeds}" + (f", {failed} failed" if failed else "")
     for column in one.columns:
-        yield _shown(cell.values.get(column), quantity(column).decimals)
+        yield estimate_text(cell.values.get(column), quantity(column).decimals)
         if _is_published(one, column):
             value = one.published.get(name, {}).get(column)
-            yield NO if value is None else f"{value:.{quantity(column).decimals}f}"
-
-
-def _shown(value: CellEstimate | None, decimals: int) -> str:
-    """A mean with its interval."""
-    if value is None:
-        return NO
-    if value.low is None or value.high is None:
-        return f"{value.mean:.{decimals}f}"
-    return f"{value.mean:.{decimals}f} [{value.low:.{decimals}f}, {value.high:.{decimals}f}]"
+            yield NOTHING if value is None else f"{value:.{quantity(column).decimals}f}"
 
 
 def _is_published(one: ExperimentSummary, column: str) -> bool:

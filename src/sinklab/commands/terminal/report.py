@@ -12,7 +12,7 @@ from sinklab.experiments.definition import SCALES
 from sinklab.experiments.documents import JudgedClaim
 from sinklab.report.data import ReportData
 from sinklab.report.experiments.comparison import compared
-from sinklab.report.experiments.numbers import interval_text, number_text
+from sinklab.report.experiments.numbers import estimate_text, number_text
 from sinklab.report.experiments.sweeps import Sweep
 from sinklab.report.summary import curve
 from sinklab.report.tables import table_of_cells
@@ -70,8 +70,7 @@ def compared_table(sweep: Sweep, name: str) -> Table:
         texts = [cell.seeds + (f", {cell.failed} failed" if cell.failed else "")]
         for one in found.columns:
             estimate = cell.ours[one.name]
-            mean = number_text(estimate.mean if estimate else None, one.decimals)
-            texts.append(f"{mean} {interval_text(estimate, one.decimals)}".strip())
+            texts.append(estimate_text(estimate, one.decimals))
             if one.name in found.in_paper:
                 paper = cell.paper.get(one.name)
                 failed = paper is None and not cell.trained_there

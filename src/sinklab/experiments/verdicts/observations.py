@@ -90,9 +90,9 @@ class Observations:
         """The numbers of a cell in the order of its seeds."""
         return [one.value for _, one in sorted(self.by_cell[cell].items())]
 
-    def never_reached(self, cell: str) -> bool:
-        """Whether a seed of the cell never reached the step that is asked for."""
-        return self.quantity.unit == "steps" and any(one.end for one in self.by_cell[cell].values())
+    def never_reached(self, cell: str) -> int:
+        """Seeds of the cell that never reached the step that is asked for; 0 where it is not a step."""
+        return sum(one.end is not None for one in self.by_cell[cell].values()) if self.quantity.unit == "steps" else 0
 
     def triples(self, cell: str) -> int:
         """That the rates of a cell are over."""

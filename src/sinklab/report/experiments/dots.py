@@ -26,7 +26,8 @@ class Dots:
         cells: in the order to be shown.
         labels: of the cells where they stand in an order, as `at` in the rows.
         seeds: rows `cell, at, seed, value, run, link`.
-        means: rows `cell, at, mean`, and `low, high` where there is an interval.
+        means: rows `cell, at, mean, never_reached`, and `low, high` where there is an interval; where seeds never
+            reached the step that is asked for, the mean is a lower bound, and drawn as an arrow to what lies beyond.
         paper: rows `cell, at, value`.
         decimals: that a value has.
         from_zero: whether the axis begins at zero.
@@ -72,7 +73,7 @@ def by_cell(dots: Dots, width: Width = 420) -> Drawing:
         return mark.encode(y=cell, x=alt.X(field, title=title, scale=scale, axis=axis))
 
     offset = alt.YOffset("place:Q", scale=alt.Scale(domain=[-2, 2]))
-    layers = _marks(dots, placed, _bars().encode(x2="high:Q"), _points(dots).encode(yOffset=offset))
+    layers = _marks(dots, placed, _bars().encode(x2="high:Q"), _points(dots).encode(yOffset=offset), "triangle-right")
     return _drawn(dots, layers, width, ROW * len(dots.cells))
 
 
@@ -97,12 +98,12 @@ def in_order(dots: Dots, what: str, width: Width = 420) -> Drawing:
     if dots.means:
         layers.append(placed(alt.Chart(MEANS).mark_line(strokeWidth=1.8, color=OURS), "mean:Q"))
     offset = alt.XOffset("place:Q", scale=alt.Scale(domain=[-4, 4]))
-    layers += _marks(dots, placed, _bars().encode(y2="high:Q"), _points(dots).encode(xOffset=offset))
+    layers += _marks(dots, placed, _bars().encode(y2="high:Q"), _points(dots).encode(xOffset=offset), "triangle-up")
     return _drawn(dots, layers, width, TALL)
 
 
 def _marks(
-    dots: Dots, placed: Callable[[alt.Chart, str], alt.Chart], bars: alt.Chart, points: alt.Chart
+    dots: Dots, placed: Callable[[alt.Chart, str], alt.Chart], bars: alt.Chart, points: alt.Chart, beyond: str
 ) -> list[alt.Chart]:
     """Intervals, means, the paper's numbers and seeds, those that there are, one drawn over the other.
 
@@ -110,12 +111,15 @@ def _marks(
         placed: a mark in its cell, by the field of its value.
         bars: intervals that know where they end.
         points: seeds that know how they are set apart.
+        beyond: shape that points to larger values.
     """
     layers = []
     if _has_intervals(dots):
         layers.append(placed(bars, "low:Q"))
-    if dots.means:
+    if any(not row["never_reached"] for row in dots.means):
         layers.append(placed(_means(dots), "mean:Q"))
+    if any(row["never_reached"] for row in dots.means):
+        layers.append(placed(_lower_bounds(dots, beyond), "mean:Q"))
     if dots.paper:
         layers.append(placed(_diamonds(dots), "value:Q"))
     if dots.seeds:
@@ -146,7 +150,18 @@ def _bars() -> alt.Chart:
 
 
 def _means(dots: Dots) -> alt.Chart:
-    return alt.Chart(MEANS).mark_tick(thickness=2.5, size=15, color=OURS).encode(tooltip=_of_mean(dots))
+    marks = alt.Chart(MEANS).mark_tick(thickness=2.5, size=15, color=OURS).encode(tooltip=_of_mean(dots))
+    return marks.transform_filter("!datum.never_reached")
+
+
+def _lower_bounds(dots: Dots, shape: str) -> alt.Chart:
+    tooltip = [
+        alt.Tooltip("cell:N", title="cell"),
+        alt.Tooltip("mean:Q", title="mean over seeds, more than", format=f",.{dots.decimals}f"),
+        alt.Tooltip("never_reached:Q", title="seeds that did not get there"),
+    ]
+    marks = alt.Chart(MEANS).mark_point(shape=shape, size=90, filled=True, opacity=1, color=OURS)
+    return marks.encode(tooltip=tooltip).transform_filter("datum.never_reached > 0")
 
 
 def _diamonds(dots: Dots) -> alt.Chart:

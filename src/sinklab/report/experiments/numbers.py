@@ -32,11 +32,23 @@ def number_text(value: float | None, decimals: int) -> str:
     return NOTHING if value is None else f"{value:,.{decimals}f}"
 
 
+def mean_text(estimate: CellEstimate | None, decimals: int) -> str:
+    """The mean; `> 1,500` where seeds never reached the step that is asked for."""
+    if estimate is None:
+        return NOTHING
+    return ("> " if estimate.never_reached else "") + number_text(estimate.mean, decimals)
+
+
 def interval_text(estimate: CellEstimate | None, decimals: int) -> str:
     """`[15.1, 21.7]`, nothing where there is no interval."""
     if estimate is None or estimate.low is None or estimate.high is None:
         return ""
     return f"[{estimate.low:,.{decimals}f}, {estimate.high:,.{decimals}f}]"
+
+
+def estimate_text(estimate: CellEstimate | None, decimals: int) -> str:
+    """Mean and interval in one line."""
+    return f"{mean_text(estimate, decimals)} {interval_text(estimate, decimals)}".strip()
 
 
 def change_text(cell: CellSummary) -> list[str]:

@@ -4,12 +4,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sinklab.experiments.documents import CellRun, CellSummary, JudgedClaim
+from sinklab.experiments.documents import CellEstimate, CellRun, CellSummary, JudgedClaim
 from sinklab.report.experiments.comparison import ComparedCell, ComparedCells, compared
 from sinklab.report.experiments.figures import experiment_figures, keyed, link_to
 from sinklab.report.experiments.leaderboard import BoardColumn, Leaderboard, SeedScore, leaderboard
 from sinklab.report.experiments.models import Replicate, paper_models, replicate_of
-from sinklab.report.experiments.numbers import NOTHING, change_text, interval_text, number_text, quantity_of
+from sinklab.report.experiments.numbers import (
+    NOTHING,
+    change_text,
+    interval_text,
+    mean_text,
+    number_text,
+    quantity_of,
+)
 from sinklab.report.experiments.sweeps import Sweep
 from sinklab.report.figure import DataTable, Figure
 from sinklab.report.summary import counted, verdict_counts
@@ -159,13 +166,18 @@ def _numbers(table: ComparedCells, cell: ComparedCell) -> list[ShownNumber]:
     numbers = [ShownNumber(cell.seeds, counted(cell.failed, "run") + " failed" if cell.failed else "")]
     for one in table.columns:
         estimate = cell.ours[one.name]
-        mean = estimate.mean if estimate else None
-        numbers.append(ShownNumber(number_text(mean, one.decimals), interval_text(estimate, one.decimals)))
+        numbers.append(ShownNumber(mean_text(estimate, one.decimals), _beside(estimate, one.decimals)))
         if one.name in table.in_paper:
             there = FAILED_THERE if not cell.trained_there else NOTHING
             paper = cell.paper.get(one.name)
             numbers.append(ShownNumber(there if paper is None else number_text(paper, max(one.decimals, 2))))
     return numbers
+
+
+def _beside(estimate: CellEstimate | None, decimals: int) -> str:
+    if estimate and estimate.never_reached:
+        return f"{counted(estimate.never_reached, 'seed')} did not get there"
+    return interval_text(estimate, decimals)
 
 
 def _cell(sweep: Sweep, name: str, cell: CellSummary, columns: Sequence[str], page: Path) -> ShownCell:
