@@ -13,7 +13,7 @@ def print_catalogue(rows: Iterable[Intervention], console: Console) -> None:
     """Print a line per intervention; the kinds of a choice and their own values stand together."""
     table = Table("key", "what it does", box=None, pad_edge=False, header_style="bold")
     for row in rows:
-        notes = [row.explanation]
+        notes = [row.explanation.removesuffix(".")]
         if not row.is_kind:
             notes += [f"values: {row.values}", f"default: {row.default}" if row.default else "must be given"]
         if row.neutral:
