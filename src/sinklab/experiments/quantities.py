@@ -12,6 +12,7 @@ sink_layer_L      percent of the sequences in which a head of attention layer L 
 emergence_step    first evaluated step at which Sink_1 reached 10 %
 norm_step         first evaluated step at which norm_ratio reached 2
 layer_step_L      first evaluated step at which sink_layer_L reached 50 %
+loss_change       by how much valid_loss lies higher from emergence_step on than the curve before led to (`breaks`)
 
 of existing models (measured/numbers.py):
 key_norm_ratio, value_norm_ratio    |k_1|, |v_1| over the mean of the others, mean over layers
@@ -34,6 +35,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator
+
+from sinklab.experiments.breaks import level_change
 
 EMERGED = 10.0
 """Percent of heads from which on a sink counts as having emerged."""
@@ -81,6 +84,7 @@ _NAMED = {
         Quantity("kurtosis", "Kurtosis of the hidden states", "x", "positive", 1),
         Quantity("emergence_step", "Step at which the sink emerged", "steps", "positive", 0),
         Quantity("norm_step", "Step at which the first token's norm grew", "steps", "positive", 0),
+        Quantity("loss_change", "Change of the loss as the sink emerged", "nats", "plain", 3),
         Quantity("key_norm_ratio", "Norm ratio of the first key", "x", "positive", 2),
         Quantity("value_norm_ratio", "Norm ratio of the first value", "x", "positive", 2),
         Quantity("activation_ratio", "Largest activation over the median", "x", "positive", 0),
@@ -203,8 +207,15 @@ class RunNumbers:
             return self._first_step("norm_ratio", MASSIVE)
         if (found := _LAYER.fullmatch(name)) and found[1] == "layer_step":
             return self._first_step(f"sink_layer_{found[2]}", HALF)
+        if name == "loss_change":
+            return self._loss_change()
         upto = [one for one in self.readings if at_step is None or one.step <= at_step]
         return _of_reading(upto[-1], name) if upto else None
+
+    def _loss_change(self) -> float | None:
+        emerged = self._first_step("sink_1", EMERGED)
+        known = [(one.step, one.valid_loss) for one in self.readings if one.step > 0 and one.valid_loss is not None]
+        return level_change([step for step, _ in known], [loss for _, loss in known], emerged) if emerged else None
 
     def _first_step(self, name: str, bound: float) -> float | None:
         for one in self.readings:
