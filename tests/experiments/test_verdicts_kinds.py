@@ -326,6 +326,12 @@ def test_which_of_two_steps_comes_first(steps: list[tuple[int | None, int | None
     assert verdict(check, {"softmax": growing(*steps)}).verdict == expected
 
 
+def test_the_norm_of_an_untrained_model_does_not_count_as_grown() -> None:
+    untrained = reading(0, sink_1=0.0, norm_ratio=3.0)
+    assert run_of(0, untrained, reading(100, norm_ratio=1.2), reading(200, norm_ratio=2.1)).value("norm_step") == 200
+    assert run_of(0, untrained, reading(100, norm_ratio=1.2)).value("norm_step") is None
+
+
 ALL_KINDS: list[Check] = [
     LESS,
     {**GREATER, "by": 10.0},

@@ -10,7 +10,8 @@ kurtosis          of the hidden states, in the block where it is largest
 sink_layer_L      percent of the sequences in which a head of attention layer L sinks into the first token: of the head
                   that most often does
 emergence_step    first evaluated step at which Sink_1 reached 10 %
-norm_step         first evaluated step at which norm_ratio reached 2
+norm_step         first evaluated step after the start at which norm_ratio was 2 or more: in an untrained model the
+                  values of later tokens, which are averages, are small, so that the ratio is high there (2.4 to 3.3)
 layer_step_L      first evaluated step at which sink_layer_L reached 50 %
 loss_change       by how much valid_loss lies higher from emergence_step on than the curve before led to (`breaks`)
 
@@ -204,7 +205,7 @@ class RunNumbers:
         if name == "emergence_step":
             return self._first_step("sink_1", EMERGED)
         if name == "norm_step":
-            return self._first_step("norm_ratio", MASSIVE)
+            return self._first_step("norm_ratio", MASSIVE, after=0)
         if (found := _LAYER.fullmatch(name)) and found[1] == "layer_step":
             return self._first_step(f"sink_layer_{found[2]}", HALF)
         if name == "loss_change":
@@ -217,10 +218,10 @@ class RunNumbers:
         known = [(one.step, one.valid_loss) for one in self.readings if one.step > 0 and one.valid_loss is not None]
         return level_change([step for step, _ in known], [loss for _, loss in known], emerged) if emerged else None
 
-    def _first_step(self, name: str, bound: float) -> float | None:
+    def _first_step(self, name: str, bound: float, after: int = -1) -> float | None:
         for one in self.readings:
             value = _of_reading(one, name)
-            if value is not None and value >= bound:
+            if one.step > after and value is not None and value >= bound:
                 return float(max(one.step, 1))
         return None
 
