@@ -107,6 +107,30 @@ def test_the_sink_is_drawn_by_step_where_an_experiment_asks_when_it_emerges(page
     assert grown == ["table_2-growth-0"]
 
 
+def test_the_norms_and_the_loss_are_drawn_where_an_experiment_asks_about_their_time(
+    sweep_folder: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(sweep_folder, tmp_path / "sweep"))
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["experiments"]["table_2"]["columns"] += ["norm_step", "loss_change"]
+    (folder / "summary.json").write_text(json.dumps(summary))
+    specs = charts_of(write_report([folder]).read_text(encoding="utf-8"))["specs"]
+    drawn = {key: specs[key] for key in specs if key.startswith("table_2-growth")}
+    assert [chart["layer"][0]["encoding"]["y"]["title"] for chart in drawn.values()] == [
+        "Sink₁ (percent of heads)",
+        "Norm ratio of the first token",
+        "Validation loss (nats)",
+    ]
+    run = next(iter(collect([folder]).sweeps[0].summary.cells["weight_decay_0.5"].runs))
+    rows = [json.loads(line) for line in (folder / run.directory / "metrics.jsonl").read_text().splitlines()]
+    _, norms, losses = (
+        [row["value"] for row in chart["data"]["values"] if (row["cell"], row["seed"]) == ("weight_decay_0.5", 0)]
+        for chart in drawn.values()
+    )
+    assert norms == [max(row["hidden_norm_ratio"]) for row in rows]
+    assert losses == [row["valid_loss"] for row in rows if row["step"]]
+
+
 def test_the_layers_are_drawn_where_an_experiment_asks_which_comes_first(sweep_folder: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(sweep_folder, tmp_path / "sweep"))
     summary = json.loads((folder / "summary.json").read_text())

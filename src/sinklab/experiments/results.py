@@ -64,7 +64,6 @@ def _assessed(directory: Path) -> dict[str, float]:
 
 
 def _reading(one: Evaluation) -> Reading:
-    ratios = [ratio for ratio in one.hidden_norm_ratio if ratio is not None]
     return Reading(
         step=one.step,
         tokens=one.tokens,
@@ -73,6 +72,6 @@ def _reading(one: Evaluation) -> Reading:
         sink_bias=one.sink_rate_bias,
         valid_loss=one.valid_loss,
         train_loss=one.train_loss,
-        norm_ratio=max(ratios) if ratios else None,
+        norm_ratio=one.largest_norm_ratio,
         sink_heads=one.sink_rate_heads,
     )

@@ -2,7 +2,8 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
@@ -10,16 +11,14 @@ from sinklab.experiments.documents import CellRun, CellSummary, ExperimentSummar
 from sinklab.experiments.quantities import Quantity
 from sinklab.report.charts import Drawing, Width
 from sinklab.report.experiments.dots import Dots, by_cell, in_order
-from sinklab.report.experiments.emergence import sink_of_every_layer, sink_of_every_seed
+from sinklab.report.experiments.emergence import curve_of_every_seed, sink_of_every_layer
 from sinklab.report.experiments.models import replicate_of
 from sinklab.report.experiments.numbers import by_seed, estimate_of, quantity_of
 from sinklab.report.experiments.ordering import Ordered, ordered
 from sinklab.report.experiments.scatter import against
 from sinklab.report.experiments.sweeps import Sweep
 from sinklab.report.figure import Figure
-
-WHEN = {"emergence_step", "norm_step"}
-"""Numbers that are steps: an experiment about one shows how the sink grows."""
+from sinklab.train.directory.history import Evaluation
 
 LAYERS = ("sink_layer_", "layer_step_")
 """Beginnings of numbers of one layer: an experiment about one shows them all."""
@@ -152,21 +151,44 @@ def _asked(sweep: Sweep, name: str) -> set[str]:
 
 
 def _growth(sweep: Sweep, name: str, key: str, width: Width) -> Figure | None:
-    experiment = sweep.experiments[name]
-    if not _asked(sweep, name) & WHEN:
-        return None
-    cells = sweep.cells_of(experiment)
+    """What an experiment asks the time of, against training step; the sink always."""
+    asked = _asked(sweep, name)
+    charts = [_curve(sweep, name, curve, width) for numbers, curve in _CURVES if numbers & asked]
+    shown = [chart for chart in charts if chart is not None]
+    title = f"{sweep.experiments[name].title}: while the models train"
+    return Figure(f"{key}-growth", title, "A line per seed.", shown) if shown else None
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """A number of every evaluation that has it."""
+
+    title: str
+    number: Callable[[Evaluation], float | None]
+    from_zero: bool = True
+
+
+_CURVES = (
+    (
+        {"emergence_step", "norm_step", "loss_change"},
+        _Curve("Sink₁ (percent of heads)", lambda one: one.sink_rate[0] if one.sink_rate else None),
+    ),
+    ({"norm_step"}, _Curve("Norm ratio of the first token", lambda one: one.largest_norm_ratio)),
+    ({"loss_change"}, _Curve("Validation loss (nats)", lambda one: one.valid_loss if one.step else None, False)),
+)
+"""By the numbers whose experiments show them; the loss of an untrained model is left out."""
+
+
+def _curve(sweep: Sweep, name: str, curve: _Curve, width: Width) -> Drawing | None:
+    cells = sweep.cells_of(sweep.experiments[name])
     rows = [
-        {"cell": cell, "seed": run.seed, "step": one.step, "value": one.sink_rate[0]}
+        {"cell": cell, "seed": run.seed, "step": one.step, "value": value}
         for cell, found in cells.items()
         for run in found.runs
         for one in sweep.history(run)
-        if one.sink_rate and one.sink_rate[0] is not None
+        if (value := curve.number(one)) is not None
     ]
-    if not rows:
-        return None
-    chart = sink_of_every_seed(rows, _with_rows(cells, rows), width)
-    return Figure(f"{key}-growth", f"{experiment.title}: the sink while the models train", "A line per seed.", [chart])
+    return curve_of_every_seed(rows, curve.title, _with_rows(cells, rows), curve.from_zero, width) if rows else None
 
 
 def _by_layer(sweep: Sweep, name: str, key: str, width: Width) -> Figure | None:

@@ -57,6 +57,11 @@ class Evaluation(ReadDocument):
     mfu: float | None = None
     stall_share: float | None = None
 
+    @property
+    def largest_norm_ratio(self) -> float | None:
+        """Of all blocks; None where none is known."""
+        return max((ratio for ratio in self.hidden_norm_ratio if ratio is not None), default=None)
+
 
 class History:
     """What a run has written to metrics.jsonl. Of several processes the first alone has one that is used.
