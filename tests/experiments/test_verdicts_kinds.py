@@ -10,6 +10,7 @@ from made_runs import STEPS, cell_of, cells_of, judged, reading, run_of, verdict
 from sinklab.experiments.documents import JudgedClaim
 from sinklab.experiments.quantities import RunNumbers
 from sinklab.experiments.results import CellResults
+from sinklab.experiments.verdicts.observations import observe
 
 SINKS = {"softmax": [36.0, 30.0, 41.5], "k_biases": [0.0, 0.0, 0.0], "v_biases": [33.0, 29.0, 39.0]}
 LOSSES = {"low": [3.000, 3.011, 2.989], "same": [3.001, 3.010, 2.991], "high": [3.300, 3.308, 3.292]}
@@ -326,10 +327,33 @@ def test_which_of_two_steps_comes_first(steps: list[tuple[int | None, int | None
     assert verdict(check, {"softmax": growing(*steps)}).verdict == expected
 
 
-def test_the_norm_of_an_untrained_model_does_not_count_as_grown() -> None:
-    untrained = reading(0, sink_1=0.0, norm_ratio=3.0)
-    assert run_of(0, untrained, reading(100, norm_ratio=1.2), reading(200, norm_ratio=2.1)).value("norm_step") == 200
-    assert run_of(0, untrained, reading(100, norm_ratio=1.2)).value("norm_step") is None
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [([3.0, 1.2, 2.1], 200), ([3.0, 2.4, 1.2, 2.1], 300), ([3.0, 1.2, 1.9], None), ([3.0, 2.4], 1), ([1.0, 2.0], 100)],
+)
+def test_a_norm_grows_from_below_so_that_an_untrained_model_does_not_count(
+    ratios: list[float], expected: int | None
+) -> None:
+    rows = [reading(100 * at, norm_ratio=ratio) for at, ratio in enumerate(ratios)]
+    assert run_of(0, *rows).value("norm_step") == expected
+
+
+def test_a_run_that_never_recorded_its_heads_has_no_step_of_a_layer() -> None:
+    older = cell_of(run_of(0, reading(100), reading(200)))
+    newer = cell_of(run_of(0, *(replace(reading(step), sink_heads=[[0.0], [0.0]]) for step in (100, 200))))
+    seen = observe({"older": older, "newer": newer}, "layer_step_2")
+    assert "older" not in seen.by_cell
+    assert seen.never_reached("newer") == 1
+    assert "newer" not in observe({"newer": newer}, "layer_step_3").by_cell
+    check = {"is": "precedes", "cell": "older", "first": "emergence_step", "then": "layer_step_2"}
+    assert verdict(check, {"older": older}).verdict == "inconclusive"
+
+
+def test_a_rate_of_one_head_counts_sequences() -> None:
+    rows = replace(reading(), sink_heads=[[50.0, 0.0], [0.0, 0.0]])
+    results = {"softmax": cell_of(run_of(0, rows, triples=400))}
+    assert observe(results, "sink_layer_1").triples("softmax") == 100
+    assert observe(results, "sink_1").triples("softmax") == 400
 
 
 ALL_KINDS: list[Check] = [
@@ -338,6 +362,7 @@ ALL_KINDS: list[Check] = [
     {"is": "equal", "value": "sink_1", "cell": "v_biases", "to": "softmax", "margin": 15.0},
     {"is": "alike", "value": "sink_1", "of": ["v_biases", "softmax", "k_biases"], "margin": 15.0},
     {"is": "rising", "value": "sink_1", "over": ["k_biases", "v_biases", "softmax"]},
+    {"is": "same_order", "value": "sink_1", "of": list(SINKS), "there": list(SINKS)},
     {"is": "within", "value": "sink_1", "cell": "softmax", "at_least": 35.0},
     {"is": "stands_at", "cell": "softmax", "position": 1},
     {"is": "appears", "cell": "softmax", "before": 1500},

@@ -1,4 +1,4 @@
-"""Whether a curve has a break at a known time: the level change of an interrupted time series."""
+"""Whether a curve jumps at a known time, as in an interrupted time series."""
 
 from collections.abc import Sequence
 
@@ -7,21 +7,21 @@ import numpy as np
 WINDOW = 2.0
 """The curve is looked at from the step over this to the step times this."""
 
-FEWEST = 4
+FEWEST = 8
 """Points on either side, without which nothing is said."""
 
 
-def level_change(steps: Sequence[int], values: Sequence[float], at: float) -> float | None:
-    """By how much a curve lies higher from a step on than what was before would have led to.
+def jump_at(steps: Sequence[int], values: Sequence[float], at: float) -> float | None:
+    """The size of the jump that a curve makes at one step; what sets in over several points is no jump.
 
-    Least squares of value = a + b x + c x^2 + e x^3 + d [x >= 0], x = ln(step / at), over the points of the window;
-    d is the level change, as in segmented regression. The powers take up the bend that any learning curve has: without
-    the cube an exponential one would count as a change of up to 0.026 nats, with it of 0.004.
+    Least squares of value = a + b x + c x^2 + e x^3 + d [x >= 0], x = ln(step / at), over the points of the window; the
+    jump is d. The powers take up the bend of a learning curve, which without the cube would count as up to 0.026 nats
+    for the exponentials of the tests and with it as 0.004, and whatever else changes gradually.
 
     Args:
         steps: above zero, rising.
         values: one per step.
-        at: the step of the break.
+        at: the step of the jump.
 
     Returns:
         d in the unit of the values; None where either side has fewer points than `FEWEST`.

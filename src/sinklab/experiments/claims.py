@@ -110,6 +110,29 @@ class Monotone(Reach):
         return self.over
 
 
+class SameOrder(Reach):
+    """Cells come in the order of others that stand for them at another size (2504.11393: pairs decided alike).
+
+    Attributes:
+        of: cells at the small size.
+        there: the same at the large one, in the same places.
+    """
+
+    kind: Literal["same_order"] = Field(default="same_order", alias="is")
+    of: tuple[str, ...] = Field(min_length=3)
+    there: tuple[str, ...] = Field(min_length=3)
+
+    @model_validator(mode="after")
+    def _answer_to_each_other(self) -> Self:
+        if len(self.of) != len(self.there):
+            raise ValueError(f"{len(self.of)} cells in `of` and {len(self.there)} in `there`: give one for each")
+        return self
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return (*self.of, *self.there)
+
+
 class StandsAt(Part):
     """The sink of a cell stands at one position, counted from 1, and takes at least so many percent there."""
 
@@ -162,7 +185,8 @@ class Diverges(Part):
 
 
 Check = Annotated[
-    Within | Differs | Equal | Alike | Monotone | StandsAt | Appears | Precedes | Diverges, Field(discriminator="kind")
+    Within | Differs | Equal | Alike | Monotone | SameOrder | StandsAt | Appears | Precedes | Diverges,
+    Field(discriminator="kind"),
 ]
 
 

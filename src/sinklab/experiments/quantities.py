@@ -10,10 +10,10 @@ kurtosis          of the hidden states, in the block where it is largest
 sink_layer_L      percent of the sequences in which a head of attention layer L sinks into the first token: of the head
                   that most often does
 emergence_step    first evaluated step at which Sink_1 reached 10 %
-norm_step         first evaluated step after the start at which norm_ratio was 2 or more: in an untrained model the
-                  values of later tokens, which are averages, are small, so that the ratio is high there (2.4 to 3.3)
+norm_step         first evaluated step at which norm_ratio reached 2 from below; that of the first evaluation where it
+                  never was below. An untrained model has 2.4 to 3.3, and loses it: its later tokens are averages
 layer_step_L      first evaluated step at which sink_layer_L reached 50 %
-loss_change       by how much valid_loss lies higher from emergence_step on than the curve before led to (`breaks`)
+loss_change       the jump of valid_loss at emergence_step (`breaks`)
 
 of existing models (measured/numbers.py):
 key_norm_ratio, value_norm_ratio    |k_1|, |v_1| over the mean of the others, mean over layers
@@ -33,11 +33,11 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator
 
-from sinklab.experiments.breaks import level_change
+from sinklab.experiments.breaks import jump_at
 
 EMERGED = 10.0
 """Percent of heads from which on a sink counts as having emerged."""
@@ -85,7 +85,7 @@ _NAMED = {
         Quantity("kurtosis", "Kurtosis of the hidden states", "x", "positive", 1),
         Quantity("emergence_step", "Step at which the sink emerged", "steps", "positive", 0),
         Quantity("norm_step", "Step at which the first token's norm grew", "steps", "positive", 0),
-        Quantity("loss_change", "Change of the loss as the sink emerged", "nats", "plain", 3),
+        Quantity("loss_change", "Jump of the loss as the sink emerged", "nats", "plain", 3),
         Quantity("key_norm_ratio", "Norm ratio of the first key", "x", "positive", 2),
         Quantity("value_norm_ratio", "Norm ratio of the first value", "x", "positive", 2),
         Quantity("activation_ratio", "Largest activation over the median", "x", "positive", 0),
@@ -202,28 +202,55 @@ class RunNumbers:
             return self.measured[name]
         if name == "kurtosis":
             return self.kurtosis
-        if name == "emergence_step":
-            return self._first_step("sink_1", EMERGED)
-        if name == "norm_step":
-            return self._first_step("norm_ratio", MASSIVE, after=0)
-        if (found := _LAYER.fullmatch(name)) and found[1] == "layer_step":
-            return self._first_step(f"sink_layer_{found[2]}", HALF)
+        if crossing := _crossing(name):
+            return self._first_step(crossing)
         if name == "loss_change":
             return self._loss_change()
         upto = [one for one in self.readings if at_step is None or one.step <= at_step]
         return _of_reading(upto[-1], name) if upto else None
 
-    def _loss_change(self) -> float | None:
-        emerged = self._first_step("sink_1", EMERGED)
-        known = [(one.step, one.valid_loss) for one in self.readings if one.step > 0 and one.valid_loss is not None]
-        return level_change([step for step, _ in known], [loss for _, loss in known], emerged) if emerged else None
+    def is_of_a_known_number(self, name: str) -> bool:
+        """Whether a step that was never reached is one of a number that this run has."""
+        crossing = _crossing(name)
+        return crossing is not None and any(_of_reading(one, crossing.number) is not None for one in self.readings)
 
-    def _first_step(self, name: str, bound: float, after: int = -1) -> float | None:
-        for one in self.readings:
-            value = _of_reading(one, name)
-            if one.step > after and value is not None and value >= bound:
-                return float(max(one.step, 1))
-        return None
+    def trials(self, name: str) -> int:
+        """How many a rate is over: sequences where it is one head's in each, else triples."""
+        if not (found := _LAYER.fullmatch(name)) or found[1] != "sink_layer":
+            return self.triples
+        heads = max((sum(map(len, one.sink_heads or ())) for one in self.readings), default=0)
+        return self.triples // max(heads, 1)
+
+    def _loss_change(self) -> float | None:
+        emerged = self.value("emergence_step")
+        known = [(one.step, one.valid_loss) for one in self.readings if one.step > 0 and one.valid_loss is not None]
+        return jump_at([step for step, _ in known], [loss for _, loss in known], emerged) if emerged else None
+
+    def _first_step(self, crossing: "_Crossing") -> float | None:
+        known = [(one.step, value) for one in self.readings
+                 if (value := _of_reading(one, crossing.number)) is not None]  # fmt: skip
+        if crossing.from_below:
+            below = next((at for at, (_, value) in enumerate(known) if value < crossing.bound), 0)
+            known = known[below:]
+        return next((float(max(step, 1)) for step, value in known if value >= crossing.bound), None)
+
+
+class _Crossing(NamedTuple):
+    """A number and the bound that it reaches."""
+
+    number: str
+    bound: float
+    from_below: bool = False
+
+
+def _crossing(name: str) -> _Crossing | None:
+    """What is reached at the step of that name; None where it is the name of no step."""
+    if (found := _LAYER.fullmatch(name)) and found[1] == "layer_step":
+        return _Crossing(f"sink_layer_{found[2]}", HALF)
+    return {
+        "emergence_step": _Crossing("sink_1", EMERGED),
+        "norm_step": _Crossing("norm_ratio", MASSIVE, from_below=True),
+    }.get(name)
 
 
 def _of_reading(reading: Reading, name: str) -> float | None:

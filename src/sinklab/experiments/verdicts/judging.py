@@ -13,6 +13,7 @@ from sinklab.experiments.claims import (
     Equal,
     Monotone,
     Precedes,
+    SameOrder,
     StandsAt,
     Within,
 )
@@ -31,6 +32,7 @@ from sinklab.experiments.verdicts.comparing import (
 )
 from sinklab.experiments.verdicts.evidence import Evidence, Finding
 from sinklab.experiments.verdicts.families import adjusted_p
+from sinklab.experiments.verdicts.ordering import judge_same_order
 from sinklab.experiments.verdicts.recorded import RecordedSpreads, shipped_spreads, spreads_for
 from sinklab.experiments.verdicts.wording import number, seeds, unit
 
@@ -112,6 +114,8 @@ def _found(check: Check, evidence: Evidence, adjusted: Adjusted) -> Finding:
             return judge_alike(check, evidence)
         case Monotone():
             return judge_monotone(check, evidence)
+        case SameOrder():
+            return judge_same_order(check, evidence)
         case StandsAt():
             return judge_stands_at(check, evidence)
         case Appears():
@@ -134,7 +138,7 @@ def _judge_diverges(check: Diverges, evidence: Evidence) -> Finding:
 def quantity_of(check: Check) -> str:
     """The name of the number that a claim is about; empty where it is about none."""
     match check:
-        case Within() | Differs() | Equal() | Alike() | Monotone():
+        case Within() | Differs() | Equal() | Alike() | Monotone() | SameOrder():
             return check.value
         case StandsAt():
             return f"sink_{check.position}"

@@ -25,7 +25,7 @@ class Observed:
     Attributes:
         value: in the quantity's unit.
         y: as it is compared.
-        triples: that a rate is over.
+        triples: that a rate is over, or sequences.
         end: at which the number lies, if at one: near 0 % or 100 %, or the last step where a step was never reached.
     """
 
@@ -139,13 +139,14 @@ def _observed(run: RunNumbers, known: Quantity, at_step: int | None) -> Observed
     if at_step is not None and run.last.step < at_step:
         return None
     value, end = run.value(known.name, at_step), None
-    if value is None and known.unit == "steps":
+    if value is None and run.is_of_a_known_number(known.name):
         value, end = float(max(run.last.step, 1)), "high"
     if value is None or (known.measure == "positive" and value <= 0):
         return None
     if known.measure == "rate":
         end = "low" if value <= NEAR else "high" if value >= 100 - NEAR else None
-    return Observed(value, transformed(value, known.measure, run.triples), run.triples, end)
+    trials = run.trials(known.name)
+    return Observed(value, transformed(value, known.measure, trials), trials, end)
 
 
 def _at_one_end(cell: Iterable[Observed]) -> bool:
