@@ -116,6 +116,7 @@ def sides(recipe: str, precision: str, threads: int, steps: int) -> Iterator[dic
             pipes[name], theirs_end = context.Pipe()
             process = context.Process(target=side, args=(name, recipe, precision, threads, theirs_end), daemon=True)
             process.start()
+            theirs_end.close()  # here: where the process dies, waiting for it ends
             stack.callback(process.join)
             stack.callback(pipes[name].send, 0)
 

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import yaml
 
-from sinklab.errors import SinklabError
+from sinklab.errors import InputError, SinklabError
 from sinklab.outputs import target_of
 
 MOST_VALUES = 10_000
@@ -146,6 +146,13 @@ def is_at(file: IO[Any], path: Path) -> bool:
 
 
 def cache_folder() -> Path:
-    """Where what can be made again is kept between calls: SINKLAB_CACHE, or ~/.cache/sinklab."""
-    named = os.environ.get("SINKLAB_CACHE")
-    return Path(named).expanduser() if named else Path.home() / ".cache" / "sinklab"
+    """Where what can be made again is kept between calls: SINKLAB_CACHE, or ~/.cache/sinklab.
+
+    Raises:
+        InputError: there is no home directory to put it in.
+    """
+    named = os.environ.get("SINKLAB_CACHE") or "~/.cache/sinklab"
+    try:
+        return Path(named).expanduser()
+    except RuntimeError as error:
+        raise InputError(f"{named}: there is no such home directory; name a folder in SINKLAB_CACHE") from error

@@ -340,7 +340,7 @@ def test_a_norm_grows_from_below_so_that_an_untrained_model_does_not_count(
 
 def test_a_run_that_never_recorded_its_heads_has_no_step_of_a_layer() -> None:
     older = cell_of(run_of(0, reading(100), reading(200)))
-    newer = cell_of(run_of(0, *(replace(reading(step), sink_heads=[[0.0], [0.0]]) for step in (100, 200))))
+    newer = cell_of(run_of(0, *(replace(reading(step), sink_layers=[0.0, 0.0]) for step in (100, 200))))
     seen = observe({"older": older, "newer": newer}, "layer_step_2")
     assert "older" not in seen.by_cell
     assert seen.never_reached("newer") == 1
@@ -350,8 +350,8 @@ def test_a_run_that_never_recorded_its_heads_has_no_step_of_a_layer() -> None:
 
 
 def test_a_rate_of_one_head_counts_sequences() -> None:
-    rows = replace(reading(), sink_heads=[[50.0, 0.0], [0.0, 0.0]])
-    results = {"softmax": cell_of(run_of(0, rows, triples=400))}
+    run = run_of(0, replace(reading(), sink_layers=[50.0, 0.0]), triples=400)
+    results = {"softmax": cell_of(replace(run, sequences=100))}
     assert observe(results, "sink_layer_1").triples("softmax") == 100
     assert observe(results, "sink_1").triples("softmax") == 400
 

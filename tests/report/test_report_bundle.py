@@ -2,6 +2,8 @@
 
 import pytest
 
+from sinklab.errors import InputError
+from sinklab.files import cache_folder
 from sinklab.report import html
 
 
@@ -49,3 +51,11 @@ def test_a_cache_that_cannot_be_written_is_done_without(made, tmp_path):
     (tmp_path / "cache").write_text("a file where the folder would be")
     assert bundled_anew() == bundled_anew()
     assert len(made) == 2
+
+
+def test_no_home_directory_is_done_without(made, monkeypatch):
+    monkeypatch.setenv("SINKLAB_CACHE", "~nobody-of-this-name/cache")
+    assert bundled_anew() == bundled_anew()
+    assert len(made) == 2
+    with pytest.raises(InputError, match="SINKLAB_CACHE"):
+        cache_folder()

@@ -159,6 +159,7 @@ def test_a_mean_over_seeds_that_never_got_there_is_shown_as_a_bound(sweep_folder
     (folder / "summary.json").write_text(json.dumps(summary))
     text = write_report([folder]).read_text(encoding="utf-8")
     assert "> 1,500 three seeds did not get there" in Page(text).text
+    assert "An arrow is a lower bound" in Page(text).text
     assert "> 1,234 one seed did not get there" in Page(text).text
     chart = charts_of(text)["specs"]["table_2-numbers-2"]
     arrows = [layer for layer in chart["layer"] if str(layer["mark"].get("shape", "")).startswith("triangle")]

@@ -149,7 +149,8 @@ class Reading:
         step: updates done.
         tokens: that the model was trained on.
         sink_rate, sink_rate_visible: percent, position 1 first; the latter None where it is no other.
-        sink_heads: percent of the sequences, first position, by attention layer and head; None in rows of older runs.
+        sink_layers: by attention layer, percent of the sequences of the head that sinks into the first position most
+            often; empty in rows of older runs.
     """
 
     step: int
@@ -160,7 +161,7 @@ class Reading:
     valid_loss: float | None
     train_loss: float | None
     norm_ratio: float | None
-    sink_heads: Sequence[Sequence[float | None]] | None = None
+    sink_layers: Sequence[float | None] = ()
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,7 @@ class RunNumbers:
         seed: of the recipe.
         readings: its evaluations by step, at least one.
         triples: (sequence, layer, head) triples that a rate is over.
+        sequences: that the rate of one head is over; None where no reading has one.
         kurtosis: largest of all blocks at the end; None where it was not measured.
         seconds: of training.
         tokens_per_second: of its updates; None where unknown.
@@ -181,6 +183,7 @@ class RunNumbers:
     seed: int
     readings: Sequence[Reading]
     triples: int
+    sequences: int | None = None
     kurtosis: float | None = None
     seconds: float | None = None
     tokens_per_second: float | None = None
@@ -216,10 +219,8 @@ class RunNumbers:
 
     def trials(self, name: str) -> int:
         """How many a rate is over: sequences where it is one head's in each, else triples."""
-        if not (found := _LAYER.fullmatch(name)) or found[1] != "sink_layer":
-            return self.triples
-        heads = max((sum(map(len, one.sink_heads or ())) for one in self.readings), default=0)
-        return self.triples // max(heads, 1)
+        found = _LAYER.fullmatch(name)
+        return self.sequences if found and found[1] == "sink_layer" and self.sequences else self.triples
 
     def _loss_change(self) -> float | None:
         emerged = self.value("emergence_step")
@@ -258,7 +259,8 @@ def _of_reading(reading: Reading, name: str) -> float | None:
         rates = reading.sink_rate[: int(found[1])]
         return None if None in rates or not rates else math.fsum(rate or 0.0 for rate in rates)
     if found := _LAYER.fullmatch(name):
-        return _of_layer(reading.sink_heads or (), int(found[2]))
+        layer = int(found[2])
+        return reading.sink_layers[layer - 1] if layer <= len(reading.sink_layers) else None
     if found := _SINK.fullmatch(name):
         visible = reading.sink_rate_visible if found[2] else None
         rates, position = visible or reading.sink_rate, int(found[1])
@@ -270,8 +272,3 @@ def _of_reading(reading: Reading, name: str) -> float | None:
         "norm_ratio": reading.norm_ratio,
     }
     return values.get(name)
-
-
-def _of_layer(rates: Sequence[Sequence[float | None]], layer: int) -> float | None:
-    known = [rate for rate in rates[layer - 1] if rate is not None] if layer <= len(rates) else []
-    return max(known, default=None)

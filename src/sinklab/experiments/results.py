@@ -47,6 +47,7 @@ def read_numbers(directory: Path) -> RunNumbers:
         seed=recipe.seed,
         readings=[_reading(one) for one in history],
         triples=recipe.metric.sequences * len(recipe.model.attention_layers) * recipe.model.heads,
+        sequences=recipe.metric.sequences,
         kurtosis=record.kurtosis if record else None,
         seconds=seconds,
         tokens_per_second=record.tokens_per_second if record else None,
@@ -73,5 +74,5 @@ def _reading(one: Evaluation) -> Reading:
         valid_loss=one.valid_loss,
         train_loss=one.train_loss,
         norm_ratio=one.largest_norm_ratio,
-        sink_heads=one.sink_rate_heads,
+        sink_layers=one.rate_layers,
     )

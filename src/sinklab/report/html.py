@@ -23,7 +23,7 @@ import yaml
 from markupsafe import Markup
 
 import sinklab
-from sinklab.errors import SinklabError
+from sinklab.errors import InputError, SinklabError
 from sinklab.files import cache_folder, write_text
 from sinklab.outputs import REPORT, REPORT_MARK, check_report
 from sinklab.report import theme
@@ -125,15 +125,15 @@ def vega_bundle() -> str:
     nothing can be written there, it is bundled in every process.
     """
     asked = hashlib.sha256(SNIPPET.encode()).hexdigest()[:8]
-    kept = cache_folder() / f"vega-{version('vl-convert-python')}-{asked}.js"
+    name = f"vega-{version('vl-convert-python')}-{asked}.js"
     try:
-        bundle = kept.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+        bundle = (cache_folder() / name).read_text(encoding="utf-8")
+    except (InputError, OSError, UnicodeDecodeError):
         bundle = ""
     if not bundle:
         bundle = vlc.javascript_bundle(snippet=SNIPPET)
         with suppress(SinklabError):
-            write_text(kept, bundle)
+            write_text(cache_folder() / name, bundle)
     assert "</script" not in bundle.lower(), "the bundle would end its own script element"
     return bundle
 

@@ -21,7 +21,7 @@ from sinklab.attention.masks import Mask
 from sinklab.attention.scores import Score
 
 BLOCK_SCORES = 2**21  # scores of a block: 8 MB in float32
-MOST_SCORES = 2**24  # where threads ask for more heads at a time
+MOST_SCORES = 2**24  # where threads ask for more heads at a time, or a key head has many queries: 64 MB
 BLOCK_QUERIES = 128
 
 
@@ -99,7 +99,7 @@ class _Walk:
         counted_T: Tensor | None,
     ) -> None:
         (H, T, _), S, R = q_HTD.shape, self.keys, self.repeats
-        queries = min(T, BLOCK_QUERIES)
+        queries = max(1, min(T, BLOCK_QUERIES, MOST_SCORES // (R * S)))
         groups = self._groups(R * queries * S)
         mask = self.scores.mask
         for g in range(0, H // R, groups):

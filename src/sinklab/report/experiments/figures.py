@@ -69,7 +69,8 @@ def _numbers(sweep: Sweep, name: str, key: str, page: Path, width: Width) -> Fig
         for one in shown
         if any(estimate_of(cell, one.name) for cell in cells.values())
     ]
-    return Figure(f"{key}-numbers", experiment.title, _caption(experiment), charts, small=True) if charts else None
+    caption = _caption(experiment, any(one.never_reached for cell in cells.values() for one in cell.values.values()))
+    return Figure(f"{key}-numbers", experiment.title, caption, charts, small=True) if charts else None
 
 
 def _against(sweep: Sweep, name: str, key: str, width: Width) -> Figure | None:
@@ -83,12 +84,14 @@ def _against(sweep: Sweep, name: str, key: str, width: Width) -> Figure | None:
     return Figure(f"{key}-against", f"{experiment.title}: {second} against {first}", caption, [chart])
 
 
-def _caption(experiment: ExperimentSummary) -> str:
+def _caption(experiment: ExperimentSummary, bounds: bool) -> str:
     if replicate_of(experiment) == "seed":
         one, place, many = f"a run of one seed at scale {experiment.scale}", "recipe", "seeds"
     else:
         one, place, many = f"{experiment.scale} on one draw of sequences", "measurement", "draws"
     caption = f"Every point is {one}, and leads to its {place}; the bar is the mean over {many} with its 95 % interval."
+    if bounds:
+        caption += " An arrow is a lower bound: there are seeds that did not get there within their steps."
     if experiment.published:
         caption += " The open diamond is the paper's number, a single run at the paper's own scale."
     return caption
@@ -197,12 +200,12 @@ def _by_layer(sweep: Sweep, name: str, key: str, width: Width) -> Figure | None:
     if not any(one.startswith(LAYERS) for one in _asked(sweep, name)):
         return None
     rows = [
-        {"cell": cell, "seed": run.seed, "step": one.step, "layer": layer, "value": max(known)}
+        {"cell": cell, "seed": run.seed, "step": one.step, "layer": layer, "value": rate}
         for cell, found in sweep.cells_of(experiment).items()
         for run in found.runs
         for one in sweep.history(run)
-        for layer, rates in enumerate(one.sink_rate_heads or (), 1)
-        if (known := [rate for rate in rates if rate is not None])
+        for layer, rate in enumerate(one.rate_layers, 1)
+        if rate is not None
     ]
     if not rows:
         return None

@@ -58,6 +58,11 @@ class Evaluation(ReadDocument):
     stall_share: float | None = None
 
     @property
+    def rate_layers(self) -> list[float | None]:
+        """Of each layer with attention, the rate of the head that sinks most often; None where none is known."""
+        return [max((one for one in rates if one is not None), default=None) for rates in self.sink_rate_heads or ()]
+
+    @property
     def largest_norm_ratio(self) -> float | None:
         """Of all blocks; None where none is known."""
         return max((ratio for ratio in self.hidden_norm_ratio if ratio is not None), default=None)
