@@ -48,7 +48,7 @@ def keep_freed_memory() -> None:
     """Let the process keep what a training step frees on the CPU, instead of asking for it again in the next.
 
     Otherwise the C library gives large blocks back, and the system clears every page of them anew at each step, which
-    is a seventh of the time of a small model's (benchmarks/train_cpu.py). The numbers stay what they are. For processes
+    is 3 to 13 % of the time of a small model's (benchmarks/train_cpu.py). The numbers stay what they are. For processes
     that only train: it holds until they end. Only with glibc, and not where its environment variables are set.
     """
     asked = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
