@@ -86,7 +86,7 @@ def _cell_row(data: ReportData, cell: str) -> CellRow:
         sink_bias=_spread([one.sink_rate_bias for one in numbers]),
         uniform_ratio=_spread([run.measurement.uniform_ratio[0] for run in runs if run.measurement]),
         loss=_spread([one.valid_loss for one in numbers]),
-        norm_ratio=_spread([_largest(one.hidden_norm_ratio) for one in numbers]),
+        norm_ratio=_spread([one.largest_norm_ratio for one in numbers]),
         row_sum=_spread([_row_sum(run) for run in runs]),
         seconds=_spread([_seconds(run) for run in runs] or [summary.seconds]),
     )
@@ -127,10 +127,6 @@ def _spread(values: Sequence[float | None]) -> Spread | None:
 
 def _first(values: Sequence[float | None] | None) -> float | None:
     return values[0] if values else None
-
-
-def _largest(values: Sequence[float | None] | None) -> float | None:
-    return max((value for value in values or () if value is not None), default=None)
 
 
 def _highest(rates: Sequence[Sequence[float | None]]) -> tuple[int, float] | None:
