@@ -11,6 +11,7 @@ from measure_reference import eager_reference, sink_rate_by_loops, uniform_ratio
 
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.api import measure
+from sinklab.measuring.huggingface import one_pass
 from sinklab.measuring.huggingface.anatomy import attention_layers
 from sinklab.measuring.huggingface.probe import probe
 
@@ -33,6 +34,24 @@ def test_the_probe_agrees_with_the_familys_own_attention_matrices(family: str) -
             probed = model(tokens, use_cache=False).logits
     assert_close(probed, plain)
     assert_close(expected.logits, plain)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral, window 5"])
+def test_scores_of_a_key_head_with_many_queries_keep_their_bound(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = pair_of(family)[0], family_tokens()
+    whole = measure(model, tokens)
+    taken = []
+    products = one_pass._Walk._products
+
+    def counted(self: Any, q_HQD: Any, k_GDS: Any) -> Any:
+        taken.append(q_HQD.shape[0] * q_HQD.shape[1] * k_GDS.shape[2])
+        return products(self, q_HQD, k_GDS)
+
+    monkeypatch.setattr(one_pass._Walk, "_products", counted)
+    monkeypatch.setattr(one_pass, "MOST_SCORES", most := 4 * tokens.shape[1])
+    in_pieces = measure(model, tokens)
+    assert 0 < max(taken) <= most
+    assert_close(in_pieces.importance, whole.importance)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
