@@ -78,6 +78,14 @@ def test_runs_are_trained_in_order_and_those_that_are_done_are_not(tmp_path: Pat
     assert engine.closed
 
 
+def test_runs_that_are_done_are_told_of_before_any_is_trained(tmp_path: Path) -> None:
+    runs = [planned_run(name, tmp_path) for name in "abc"]
+    train_cell(runs[2], 1, lambda event: None, lambda: False)
+    told: list[str] = []
+    train_all(runs, OneByOne(lambda run: told.append(f"training {run}")), lambda event: told.append(event.run))
+    assert told == ["c", "training a", "a", "training b", "b"]
+
+
 def test_a_run_that_another_process_trains_is_passed_over_and_waited_for(tmp_path: Path) -> None:
     runs = [planned_run(name, tmp_path) for name in "abc"]
     lock = lock_run(runs[0].directory)

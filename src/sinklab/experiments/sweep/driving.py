@@ -57,6 +57,7 @@ class _Sharing:
 
     def train(self, asked: StopRequest) -> dict[str, Event] | None:
         """Until all have ended; None where it was stopped before."""
+        self._end_those_done()
         stopping = False
         while self._waiting or self._submitted or self._held:
             if not stopping and (asked() or self._one_was_stopped()):
@@ -72,6 +73,14 @@ class _Sharing:
 
     def _one_was_stopped(self) -> bool:
         return any(event.kind == "stopped" for event in self._ended.values())
+
+    def _end_those_done(self) -> None:
+        """Before any is trained, so that what is told of the time left is told of the others alone."""
+        found = [(run, _found(run)) for run in self._waiting]
+        self._waiting = deque(run for run, ended in found if ended is None)
+        for _, ended in found:
+            if ended is not None:
+                self._end(ended)
 
     def _submit(self) -> None:
         """Hand over as many as there is room for, in order."""
