@@ -62,6 +62,10 @@ class Observations:
         cells = [by_seed for by_seed in self.by_cell.values() if not _at_one_end(by_seed.values())]
         return [{seed: one.y for seed, one in by_seed.items()} for by_seed in cells]
 
+    def only(self, cells: Sequence[str]) -> "Observations":
+        """Of some of the cells, whose spread is then that of these alone; without what was recorded."""
+        return replace(self, by_cell={cell: self.by_cell[cell] for cell in cells}, recorded=QuantitySpread())
+
     def mean_of(self, cell: str) -> MeanOverSeeds:
         """The mean of a cell that has the number."""
         return over_seeds([one.y for one in self.by_cell[cell].values()], self.single)
