@@ -77,7 +77,11 @@ def test_a_shifted_sigmoid_of_small_scores_sums_to_about_one() -> None:
 def test_a_learned_shift_starts_at_minus_the_logarithm_of_the_context() -> None:
     config = AttentionConfig.model_validate({"operation": {"kind": "sigmoid", "shift": "learned"}})
     core = AttentionCore(config, 2, 8, heads=H, context=64)
-    assert core.get_parameter("learned.shift").tolist() == pytest.approx([-math.log(64)] * H)
+    fixed = AttentionConfig.model_validate({"operation": {"kind": "sigmoid", "shift": "context"}})
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, H, 9, 8, generator=draw, dtype=torch.float64)
+    assert_close(core.double()(q, k, v), AttentionCore(fixed, 2, 8, heads=H, context=64)(q, k, v), 1e-12)
+    assert core.get_parameter("learned.shift").tolist() == [0.0] * H, "so that weight decay leads back to that"
 
 
 def test_a_shift_of_minus_log_context_needs_the_context() -> None:

@@ -298,7 +298,7 @@ def sigmoid_shift(operation: Config, own: Weights, head: int, seen: Tensor) -> T
     if operation["shift"] == "row":
         return -torch.log(seen.sum(-1, keepdim=True).double())
     if operation["shift"] == "learned":
-        return own["attention.core.learned.shift"][head]
+        return own["attention.core.learned.shift"][head] - math.log(operation["context"])
     return -math.log(operation["context"]) if operation["shift"] == "context" else 0.0
 
 

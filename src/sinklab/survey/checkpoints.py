@@ -25,7 +25,9 @@ from sinklab.survey.request import Request
 from sinklab.train.directory.checkpoint import steps_saved
 
 DOCUMENT = "checkpoints.json"
-STEP = re.compile(r"(?:(?:^|[^a-z])(?:global[-_]?)?(?:step|checkpoint|ckpt|iter)[-_]?|^)(\d+)(k?)(?![a-z\d])", re.I)
+STEP = re.compile(
+    r"(?:(?:^|[^a-z])(?:global[-_]?)?(?:step|checkpoint|ckpt|iter)[-_]?|^(?=\d+k?$))(\d+)(k?)(?![a-z\d])", re.I
+)
 
 
 @dataclass(frozen=True)

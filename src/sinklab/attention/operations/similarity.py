@@ -108,19 +108,22 @@ class SigmoidShift(nn.Module):
 
     Attributes:
         start: b before training.
-        shift: b of every head (H,), learned; None where b stays as it starts.
+        shift: what is added to it for every head (H,), learned from 0, so that weight decay pulls b to where it started
+            and not to the unshifted sigmoid; None where b stays as it starts.
     """
 
     def __init__(self, start: float, learned_heads: int | None) -> None:
         super().__init__()
         self.start = start
-        self.shift = None if learned_heads is None else nn.Parameter(torch.full((learned_heads,), start))
-        self.initial = {"shift": (start, 0.0)}
+        self.shift = None if learned_heads is None else nn.Parameter(torch.zeros(learned_heads))
+        self.initial = {"shift": (0.0, 0.0)}
 
     def score(self) -> Score:
         """z -> z + b."""
         start = self.start
-        return Score(lambda z, b, h, q, k: z + start) if self.shift is None else Score(_plus_of_head, (self.shift,))
+        if self.shift is None:
+            return Score(lambda z, b, h, q, k: z + start)
+        return Score(_plus_of_head, (start + self.shift,))
 
 
 def _plus_of_head(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, shift_H: Tensor) -> Tensor:
@@ -132,10 +135,11 @@ class Sigmoid(Similarity):
 
     `context` is what its authors train with, a constant -log n for the whole of training, n the length of a training
     sequence: `subtract_seq_len_bias` of their trainer (github.com/apple/axlearn, gala_sigmoid.py; the constant
-    `attn_bias` or `sigmoid_bias`, after ALiBi, in github.com/apple/ml-sigmoid-attention). `learned` starts there and
-    has a number per head; `row` is ours, with n the number of keys that each query sees, a bias key included, so that
-    every row sums to about one where scores are small. b is part of the similarity: a bias key and a sink logit have
-    it like any other. The authors' hybrid norm, x + norm(attention(norm(x))), is `model.norm.placement` sandwich.
+    `attn_bias` or `sigmoid_bias`, after ALiBi, in github.com/apple/ml-sigmoid-attention). `learned` adds a
+    number per head to it, from 0 on; `row` is ours, with n the number of keys that each query sees, a bias key
+    included, so that every row sums to about one where scores are small. b is part of the similarity: a bias key and a
+    sink logit have it like any other. The authors' hybrid norm, x + norm(attention(norm(x))), is
+    `model.norm.placement` sandwich.
     """
 
     kind: Literal["sigmoid"] = "sigmoid"
@@ -186,7 +190,7 @@ class Sigmoid(Similarity):
             return 1 / (1 + given.seen().sum(-1, keepdim=True) * torch.exp(-z))
         assert isinstance(given.learned, SigmoidShift)
         learned = given.learned.shift
-        return torch.sigmoid(z + (given.learned.start if learned is None else learned[:, None, None]))
+        return torch.sigmoid(z + given.learned.start + (0.0 if learned is None else learned[:, None, None]))
 
 
 class Elu1(Similarity):
