@@ -72,6 +72,23 @@ def test_a_neutral_value_is_the_baseline_bit_for_bit(key: str, dataset: TokenDat
     assert all(torch.equal(weights[name], weight) for name, weight in baseline.model.state_dict().items())
 
 
+@pytest.mark.parametrize("key", NEUTRAL)
+def test_a_neutral_value_is_another_recipe_than_its_baseline(key: str) -> None:
+    """A recipe compared with itself would show nothing."""
+    neutral = NEUTRAL[key]
+    assert build_recipe(BASE, neutral.overlay) != build_recipe(BASE, neutral.against)
+
+
+def test_the_catalogue_says_of_every_neutral_value_where_it_is_chosen() -> None:
+    rows = {f"{row.key} ({row.kind})": row for row in catalogue()} | {row.key: row for row in catalogue()}
+    kinds_as_a_whole = {key for key in NEUTRAL if key in rows and rows[key].is_kind}
+    assert {key: rows[key].neutral for key in set(NEUTRAL) - kinds_as_a_whole} == {
+        key: NEUTRAL[key].value for key in set(NEUTRAL) - kinds_as_a_whole
+    }
+    assert rows["model.attention.operation.start (scalable_softmax)"].neutral == ""
+    assert rows["model.attention.operation.alpha (softmax)"].neutral == "1"
+
+
 def test_the_catalogue_explains_every_row() -> None:
     rows = catalogue()
     assert [row.key for row in rows if not row.explanation] == []

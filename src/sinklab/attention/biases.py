@@ -63,7 +63,6 @@ class SinkToken(BiasPart):
     kind: Literal["sink_token"] = "sink_token"
     count: int = Field(default=1, ge=1, le=LARGEST, description="one is a sink token, more are registers")
     examples: ClassVar = {"sink_token": Example(), "registers": Example({"count": 4})}
-    neutral: ClassVar = {"count": NeutralExample("1", {"count": 1}, against={})}
 
     @property
     def leading(self) -> int:
@@ -104,7 +103,7 @@ class KeyBias(BiasPart):
         "k_biases_fixed_first": Example({"value": {"direction": "first", "norm": 1.0}}),
         "k_biases_fixed_uniform": Example({"value": {"direction": "uniform", "norm": 5.0}}),
     }
-    neutral: ClassVar = {"norm": NeutralExample("0", {"value": {"direction": "first", "norm": 0.0}}, against={})}
+    neutral: ClassVar = {"value.norm": NeutralExample("0", {"value": {"direction": "first", "norm": 0.0}}, against={})}
 
     @property
     def without_value(self) -> bool:

@@ -64,7 +64,7 @@ class Intervention:
 
 def catalogue() -> list[Intervention]:
     """Every intervention: a row per kind of every choice and per value of every part."""
-    rows = [row for root in ROOTS for row in _rows(Recipe.model_fields[root], root, None)]
+    rows = [row for root in ROOTS for row in _rows(Recipe.model_fields[root], root, None, baseline=True)]
     return [row for row in rows if not any(f"{row.key}.".startswith(f"{key}.") for key in NOT_INTERVENTIONS)]
 
 
@@ -73,31 +73,32 @@ def kinds() -> set[str]:
     return {row.kind for row in catalogue() if row.kind is not None}
 
 
-def _rows(field: FieldInfo, key: str, kind: str | None) -> Iterator[Intervention]:
+def _rows(field: FieldInfo, key: str, kind: str | None, baseline: bool) -> Iterator[Intervention]:
+    """`baseline`: every choice on the way here is its default kind, so that default values are those of the base."""
     parts = _parts(field.annotation)
     if field.discriminator:
         default = _tag(type(field.default))
         for part in parts:
-            neutral = default if kind is None else ""
+            neutral = default if baseline else ""
             yield Intervention(key, _tag(part), _tag(part), default, neutral, _first_lines(part))
-            yield from _fields(part, key, _tag(part))
+            yield from _fields(part, key, _tag(part), baseline and _tag(part) == default)
         return
     if not parts:
-        yield Intervention(key, kind, _values(field), _said(field.default), _neutral(key, kind, field), "")
+        yield Intervention(key, kind, _values(field), _said(field.default), _neutral(key, kind, field, baseline), "")
         return
     if len(_arguments(field.annotation)) > 1:
         explanation = field.description or _first_lines(parts[0])
         yield Intervention(key, kind, _values(field), _said(field.default), _said(field.default), explanation)
     for part in parts:
-        yield from _fields(part, key, kind)
+        yield from _fields(part, key, kind, baseline)
 
 
-def _fields(part: type[Part], key: str, kind: str | None) -> Iterator[Intervention]:
+def _fields(part: type[Part], key: str, kind: str | None, baseline: bool) -> Iterator[Intervention]:
     documented = _attributes(part)
     for name, field in part.model_fields.items():
         if typing.get_origin(field.annotation) is Literal and len(typing.get_args(field.annotation)) == 1:
             continue  # the tag of a kind
-        for row in _rows(field, f"{key}.{name}", kind):
+        for row in _rows(field, f"{key}.{name}", kind, baseline):
             own = row.key == f"{key}.{name}" and not row.explanation
             text = (field.description or documented.get(name, "")) if own else row.explanation
             yield Intervention(row.key, row.kind, row.values, row.default, row.neutral, text)
@@ -157,11 +158,11 @@ def _said(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _neutral(key: str, kind: str | None, field: FieldInfo) -> str:
-    known = NEUTRAL.get(key)
+def _neutral(key: str, kind: str | None, field: FieldInfo, baseline: bool) -> str:
+    known = NEUTRAL.get(f"{key} ({kind})") or NEUTRAL.get(key)
     if known is not None:
         return known.value
-    return _said(field.default) if kind is None else ""
+    return _said(field.default) if baseline else ""
 
 
 def _first_lines(part: type[Part]) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from sinklab.attention.config import Choice, examples_of, kinds_of
+from sinklab.schema import Kind
 
 Overlay = Mapping[str, Any]
 
@@ -49,6 +50,12 @@ def _model(**parts: Any) -> Variant:
 def _attention(choice: Choice, values: Mapping[str, object]) -> Overlay:
     return {"model": {"attention": {choice: values}}}
 
+
+def _attention_key(choice: Choice, key: str, kind: type[Kind]) -> str:
+    return f"{f'model.attention.{choice}.{key}'.removesuffix('.')} ({kind.chosen({})['kind']})"
+
+
+_UNCLIPPED: Overlay = {"optim": {"clip": None}}  # the norm that clips is rounded otherwise where there are more weights
 
 CHOICES: tuple[Choice, ...] = get_args(Choice)
 
@@ -111,7 +118,7 @@ VARIANTS: dict[str, Variant] = {
 
 NEUTRAL: dict[str, Neutral] = {
     **{
-        f"model.attention.{choice}.{key}".removesuffix("."): Neutral(
+        _attention_key(choice, key, kind): Neutral(
             one.said,
             _attention(choice, kind.chosen(one.values)),
             against={} if one.against is None else _attention(choice, kind.chosen(one.against)),
@@ -120,14 +127,20 @@ NEUTRAL: dict[str, Neutral] = {
         for kind in kinds_of(choice)
         for key, one in kind.neutral.items()
     },
+    "model.attention.operation.start (forgetting)": Neutral(
+        "1000, with optim.clip null",
+        _attention("operation", {"kind": "forgetting", "start": 1000.0}) | _UNCLIPPED,
+        against=_UNCLIPPED,
+    ),
     "model.head_outputs": Neutral(
         "concat, or sum with one head", {"model": {"heads": 1, "head_outputs": "sum"}}, against={"model": {"heads": 1}}
     ),
-    "model.value_residual.first": Neutral(
+    "model.value_residual.first (fixed)": Neutral(
         "0, with own 1", {"model": {"value_residual": {"kind": "fixed", "first": 0.0, "own": 1.0}}}
     ),
     "schedule.decay_fraction": Neutral("0", {"schedule": {"shape": "wsd", "decay_fraction": 0.0}}),
     "schedule.min_lr": Neutral("optim.lr", {"schedule": {"shape": "cosine", "min_lr": 3e-3}}),
-    "model.mixer.every": Neutral("1", {"model": {"mixer": {"kind": "gated_delta", "every": 1}}}),
-    "optim.clip": Neutral("null", {"optim": {"clip": None}}, against={"optim": {"clip": 1e9}}),
+    "model.mixer.every (gated_delta)": Neutral("1", {"model": {"mixer": {"kind": "gated_delta", "every": 1}}}),
+    "optim.clip": Neutral("null", _UNCLIPPED, against={"optim": {"clip": 1e9}}),
 }
+"""By the dotted key that it is about, and behind it in brackets the kind of the choice that has the key."""

@@ -14,7 +14,7 @@ from sinklab.attention.operations.base import LogSimilarity, Weighing
 from sinklab.attention.operations.call import Call
 from sinklab.attention.reference import Explicit, over_norm
 from sinklab.attention.scores import Score, compose, log_elu_plus_one, log_relu, log_sigmoid, times
-from sinklab.schema import Example, NeutralExample
+from sinklab.schema import Example
 
 NORM = "p: divide by (sum_s sim_ts ** p) ** (1 / p); 1 is the plain row sum"
 
@@ -38,7 +38,6 @@ class Softmax(LogSimilarity):
         "softmax_p_half": Example({"p": 0.5}),
         "softmax_p_2": Example({"p": 2.0}, may_diverge=True),
     }
-    neutral: ClassVar = {"alpha": NeutralExample("1", {"alpha": 1.0}), "p": NeutralExample("1", {"p": 1.0})}
 
     @property
     def sums_to_one(self) -> bool:
@@ -155,7 +154,6 @@ class Sigmoid(Similarity):
         "sigmoid_shifted_by_row": Example({"shift": "row"}),
         "sigmoid_shift_learned": Example({"shift": "learned"}),
     }
-    neutral: ClassVar = {"shift": NeutralExample("none", {"shift": "none"}, against={})}
 
     def parameters(
         self, heads: int, head_width: int, value_width: int, layer: int, context: int | None
