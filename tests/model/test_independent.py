@@ -6,13 +6,22 @@ from typing import Any
 import pytest
 import torch
 from independent_model import Result, loss_of, run
-from independent_recipes import cell_is_legal, covering_cells, covering_recipe, random_recipe
+from independent_recipes import (
+    DELTA,
+    GROUPED_DELTA,
+    KERNELS,
+    cell_is_legal,
+    covering_cells,
+    covering_recipe,
+    random_recipe,
+)
 from torch import Tensor
 
 from sinklab.attention.core import AttentionCore
+from sinklab.attention.linear import CHUNK
 from sinklab.measuring.api import measure
 from sinklab.model.transformer import Transformer
-from sinklab.train.recipe import Recipe
+from sinklab.train.recipe import Recipe, build_recipe
 
 CLOSE = 1e-8
 FLOAT32 = 2**-23
@@ -22,6 +31,7 @@ VANISHING = 1e-5
 
 CELLS = covering_cells()
 LEGAL = [name for name, cell in CELLS.items() if cell_is_legal(cell)]
+CHUNKED = [name for name in LEGAL if "mixer" in CELLS[name] or CELLS[name].get("operation") in KERNELS]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,6 +59,24 @@ def test_a_recipe_that_must_not_be_left_to_luck_is_what_its_documentation_says(n
     recipe = covering_recipe(name)
     assert recipe is not None
     compare(recipe)
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+def test_what_is_computed_in_chunks_is_the_same_where_a_sequence_has_several(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of 5 positions, so that the contexts of 12 to 20 have three or four, most of them with a part of one."""
+    for module in ("delta", "linear"):
+        monkeypatch.setattr(f"sinklab.attention.{module}.CHUNK", 5)
+    recipe = covering_recipe(name)
+    assert recipe is not None
+    compare(recipe)
+
+
+@pytest.mark.parametrize("mixer", [DELTA, GROUPED_DELTA], ids=["delta", "grouped delta"])
+def test_linear_layers_are_what_their_documentation_says_beyond_a_chunk(mixer: dict[str, Any]) -> None:
+    sizes = {"layers": 2, "width": 16, "heads": 2, "ffn_width": 12, "vocab_size": 20, "context": CHUNK + 9}
+    compare(build_recipe({"model": {**sizes, "mixer": mixer}, "metric": {"length": CHUNK + 9}}))
 
 
 @pytest.mark.parametrize("name", [name for name in CELLS if name not in LEGAL])
