@@ -13,10 +13,17 @@ from sinklab.attention.core import AttentionCore
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "window of nothing": ({"mask": {"kind": "window", "width": 0}}, "greater than or equal to 1"),
-    "p-norm on a kernel": ({"operation": {"kind": "identity", "normalised": True, "p": 2}}, "can be negative"),
+    "p-norm on a kernel": (
+        {"operation": {"kind": "identity", "normalised": True, "p": 2}},
+        "can be negative.*leave p out",
+    ),
     "p-norm that does not divide": ({"operation": {"kind": "sigmoid", "p": 2}}, "set normalised to true"),
-    "softcap on a kernel": ({"operation": {"kind": "mlp"}, "softcap": 5}, "its similarity has none"),
-    "sink logit on a kernel": ({"operation": {"kind": "elu_kernel"}, "bias": {"kind": "sink_logit"}}, "without logits"),
+    "softcap on a kernel": ({"operation": {"kind": "mlp"}, "softcap": 5}, "its similarity has none; leave softcap out"),
+    "sink logit on a kernel": ({"operation": {"kind": "elu_kernel"}, "bias": {"kind": "sink_logit"}}, "use bias kv"),
+    "a start on a kernel": (
+        {"operation": {"kind": "elu_kernel"}, "bias": {"kind": "kv", "start": 0}},
+        "without logits: leave start out",
+    ),
     "K biases without a row sum": ({"operation": {"kind": "sigmoid"}, "bias": {"kind": "k"}}, "change nothing"),
     "fixed value of norm 0": (
         {"operation": {"kind": "relu"}, "bias": {"kind": "k", "value": {"direction": "first", "norm": 0}}},

@@ -76,7 +76,10 @@ class AttentionConfig(Part):
         operation, bias = self.operation, self.bias
         name = operation.kind
         if not operation.has_logits and self.softcap is not None:
-            raise ValueError(f"softcap bounds logits, and operation {name} is a kernel: its similarity has none")
+            raise ValueError(
+                f"softcap bounds logits, and operation {name} is a kernel: its similarity has none; leave softcap "
+                "out, or use an operation on logits such as softmax"
+            )
         if operation.sequential and (bias.adds_logit or bias.key_shape(1, 1) is not None):
             raise ValueError(
                 f"bias {bias.kind} adds a key to the row, and under operation {name} the rest that no key takes stands "
@@ -88,11 +91,13 @@ class AttentionConfig(Part):
             )
         if bias.adds_logit and not operation.has_logits:
             raise ValueError(
-                f"bias {bias.kind} adds a logit to the row, and operation {name} is a kernel without logits"
+                f"bias {bias.kind} adds a logit to the row, and operation {name} is a kernel without logits: use "
+                "bias kv, whose key a kernel takes like any other"
             )
         if bias.starts_at is not None and not operation.has_logits:
             raise ValueError(
-                f"bias.start is added to the logit of the bias key, and operation {name} is a kernel without logits"
+                f"bias.start is added to the logit of the bias key, and operation {name} is a kernel without logits: "
+                "leave start out"
             )
         if bias.without_value and not operation.divides:
             raise ValueError(

@@ -145,7 +145,10 @@ class ModelConfig(Part):
             return
         heads = self.mixer.heads or self.heads
         if heads % (self.mixer.key_heads or heads):
-            raise ValueError(f"mixer.heads {heads} is not a multiple of mixer.key_heads {self.mixer.key_heads}")
+            raise ValueError(
+                f"mixer.heads {heads} is not a multiple of mixer.key_heads {self.mixer.key_heads}: make it one, or "
+                "leave key_heads out"
+            )
         if not isinstance(self.value_residual, NoValueResidual) and 1 not in self.attention_layers:
             raise ValueError(
                 "value_residual mixes the first layer's values into later ones, and the first layer of mixer "

@@ -37,7 +37,10 @@ class Kernel(OperationPart):
     @classmethod
     def _no_norm(cls, data: Any) -> Any:
         if isinstance(data, dict) and "p" in data:
-            raise ValueError("a kernel has no p-norm: its similarities can be negative, or are known as a sum only")
+            raise ValueError(
+                "a kernel has no p-norm, as its similarities can be negative, or are known as a sum only: leave p out, "
+                "and set normalised to divide by the row sum"
+            )
         return data
 
     @property

@@ -162,7 +162,8 @@ class Sigmoid(Similarity):
             return None
         if context is None:
             raise ValueError(
-                f"sigmoid attention with shift {self.shift} needs the context: -log of it is added to scores"
+                f"sigmoid attention with shift {self.shift} needs the context, as -log of it is added to scores: pass "
+                "context, the length of a training sequence, or use shift row"
             )
         return SigmoidShift(-math.log(context), heads if self.shift == "learned" else None)
 
