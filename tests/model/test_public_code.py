@@ -204,7 +204,7 @@ def llama(ours: Transformer) -> LlamaForCausalLM:
     """transformers' Llama with our weights, nothing in it rounded to float32."""
     plain = transformer(position={"kind": "rotary", "theta": THETA})
     plain.load_state_dict(ours.state_dict())
-    theirs = LlamaForCausalLM(LlamaConfig(**llama_config(plain), attn_implementation="sdpa")).double().eval()
+    theirs = LlamaForCausalLM(LlamaConfig(**{**llama_config(plain), "attn_implementation": "sdpa"})).double().eval()
     theirs.load_state_dict(llama_weights(plain))
     for name, module in list(theirs.named_modules()):
         if type(module).__name__ == "LlamaRMSNorm":

@@ -129,7 +129,7 @@ NEUTRAL: dict[str, Neutral] = {
     },
     "model.attention.operation.start (forgetting)": Neutral(
         "1000, with optim.clip null",
-        _attention("operation", {"kind": "forgetting", "start": 1000.0}) | _UNCLIPPED,
+        {**_attention("operation", {"kind": "forgetting", "start": 1000.0}), **_UNCLIPPED},
         against=_UNCLIPPED,
     ),
     "model.head_outputs": Neutral(
