@@ -128,9 +128,14 @@ class AttentionConfig(Part):
         """
         key_shape = self.bias.key_shape(1, head_width)
         if key_shape is not None and key_shape[1] > head_width:
-            raise ValueError(f"attention.bias.learnable_dims {key_shape[1]} is above the head width {head_width}")
+            raise ValueError(
+                f"attention.bias.learnable_dims {key_shape[1]} is above the head width {head_width}: give it at most that"
+            )
         if head_width % self.operation.keys_per_head:
-            raise ValueError(f"{self.operation.kind} attention halves the head width, and {head_width} is odd")
+            raise ValueError(
+                f"{self.operation.kind} attention halves the head width, and {head_width} is odd: choose width and "
+                "heads so that it is even"
+            )
         if position_on_scores and not self.operation.has_logits:
             raise ValueError(
                 f"the positional embedding adds to the logits, and attention.operation {self.operation.kind} is a "
