@@ -129,7 +129,7 @@ class AttentionConfig(Part):
         key_shape = self.bias.key_shape(1, head_width)
         if key_shape is not None and key_shape[1] > head_width:
             raise ValueError(
-                f"attention.bias.learnable_dims {key_shape[1]} is above the head width {head_width}: give it at most that"
+                f"attention.bias.learnable_dims {key_shape[1]} is above the head width {head_width}: give at most that"
             )
         if head_width % self.operation.keys_per_head:
             raise ValueError(
