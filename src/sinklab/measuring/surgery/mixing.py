@@ -51,7 +51,10 @@ def measure_mixing(
     changed_NT[:, position - 1] = tokens_NT[:, position - 1].roll(-1)
     differs_N = changed_NT[:, position - 1] != tokens_NT[:, position - 1]
     if not bool(differs_N.any()):
-        raise InputError(f"--perturb {position}: all sequences have the same token there, so none can be replaced")
+        raise InputError(
+            f"--perturb {position}: all sequences have the same token there, so none can be replaced by another's; "
+            "give another position, or more sequences"
+        )
     pairs_N2T = torch.stack([tokens_NT[differs_N], changed_NT[differs_N]], 1)
     spreads = []
     for surgery in (nullcontext(), masked_first_keys(model, 1)):
