@@ -93,11 +93,11 @@ def test_buckets_are_powers_of_two() -> None:
     assert bucket_starts(0, 0) == [0]
 
 
-def test_secondary_sinks_stand_past_the_first_few_and_before_the_last_half() -> None:
+def test_the_rate_of_secondary_sinks_is_of_the_positions_past_the_first_few_and_before_the_last_half() -> None:
     layers, sequences, heads, T = 1, 2, 2, 16
     alpha = torch.zeros(layers, sequences, heads, T)
     alpha[0, 1, 0, 5] = 0.8  # sequence 2, head 1, position 6
-    alpha[0, 0, :, [0, 3, 8, 15]] = 0.9  # position 1, one of the first few, and two that few queries see
+    alpha[0, 0, :, [0, 3, 8, 15]] = 0.9  # position 1, position 4, which is listed alone, and two that few queries see
     alignment = torch.zeros(2, sequences, T)
     alignment[1, 0, [6, 10]] = 0.95  # after block 1 tokens 7 and 11 of sequence 1 are like its first token
     norms = torch.ones(2, sequences, T)
@@ -111,12 +111,13 @@ def test_secondary_sinks_stand_past_the_first_few_and_before_the_last_half() -> 
     totals.add(details, alpha, norms, torch.ones(sequences, T, dtype=torch.bool))
     found = totals.details()
     assert [(one.sequence, one.position, one.token, one.heads) for one in found.secondary_sinks] == [
+        (1, 4, 3, 100.0),
         (2, 6, 105, 50.0),
         (1, 7, 6, 0.0),
     ]
-    assert found.secondary_sinks[1].alignment == pytest.approx(0.95)
-    assert found.secondary_sinks[1].block == 1
-    assert [(one.layers, one.alike) for one in found.secondary_sinks] == [([1], []), ([], [1])]
+    assert found.secondary_sinks[2].alignment == pytest.approx(0.95)
+    assert found.secondary_sinks[2].block == 1
+    assert [(one.layers, one.alike) for one in found.secondary_sinks] == [([1], []), ([1], []), ([], [1])]
     assert found.secondary_tokens == [SecondaryToken(token=105, sinks=1, occurrences=1)]
     assert found.secondary.tolist() == [[50.0, 0.0]]
     assert found.secondary_rate == 25
@@ -144,6 +145,28 @@ def test_the_layers_of_a_sink_are_those_of_its_heads_and_tokens_are_counted_over
     ]
     assert search.tokens() == [SecondaryToken(token=6, sinks=4, occurrences=6)]
     assert stretches([4, 5, 6, 9, 11, 12]) == "4..6, 9, 11..12"
+
+
+@pytest.mark.parametrize(("T", "last"), [(2, 0), (4, 2), (15, 7), (30, 15), (31, 16), (40, 25)])
+def test_tokens_are_listed_from_position_2_to_where_half_of_the_queries_or_16_are_left(T: int, last: int) -> None:
+    search = SecondarySearch(0.3)
+    padded = T + 5
+    valid = (torch.arange(padded) < T)[None]
+    found = search.find(torch.full((1, 1, 1, padded), 0.9), None, None, torch.arange(padded)[None], valid)
+    positions = {one.position for one in search.strongest}
+    assert positions == set(range(2, min(last, 12) + 1))  # 3 of the first few, and 8 past them
+    assert sum(one.occurrences for one in search.tokens()) == min(8, max(0, last - 4))
+    assert float(found) == (100 if T >= 10 else 0)
+
+
+def test_sinks_among_the_first_few_leave_room_for_those_past_them() -> None:
+    search, T = SecondarySearch(0.3), 64
+    alpha = torch.zeros(1, 20, 2, T)
+    alpha[..., 1] = 0.9
+    alpha[0, 7, 0, 40] = 0.4
+    search.find(alpha, None, None, torch.arange(T).repeat(20, 1), torch.ones(20, T, dtype=torch.bool))
+    assert [(one.sequence, one.position) for one in search.strongest] == [*((n, 2) for n in range(1, 9)), (8, 41)]
+    assert search.tokens() == [SecondaryToken(token=40, sinks=1, occurrences=20)]
 
 
 def _ids(sequences: int, T: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import math
 import sys
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,50 @@ def captured(model: Any, tokens: Tensor) -> Captured:
         AttentionInterface._global_mapping.pop("capture")
         AttentionMaskInterface._global_mapping.pop("capture")
     return found
+
+
+@torch.no_grad()
+def stream_of(model: Any, tokens: Tensor, blocks: Any) -> Tensor:
+    """The residual stream before the first block and after each: (N, blocks + 1, T, channels), float64."""
+    found: list[Any] = []
+    handles = [blocks[0].register_forward_pre_hook(lambda _, args: found.append(args[0]))]
+    handles += [
+        block.register_forward_hook(lambda _, __, out: found.append(out[0] if isinstance(out, tuple) else out))
+        for block in blocks
+    ]
+    model(tokens)
+    for handle in handles:
+        handle.remove()
+    return torch.stack(found, 1).double()
+
+
+class Read(NamedTuple):
+    """What a family's own code computes, float64.
+
+    Attributes:
+        attention: the matrices (N, L, H, T, T).
+        seen: queries, keys and values; None where they cannot be had.
+        values: of every layer.
+        hidden: the residual stream (N, blocks + 1, T, channels).
+    """
+
+    attention: Tensor
+    seen: Captured | None
+    values: list[Tensor]
+    hidden: Tensor
+
+
+@torch.no_grad()
+def read_eagerly(model: Any, eager: Any, tokens: Tensor) -> Read:
+    """One forward pass of a model of two blocks, and of the same weights behind eager attention."""
+    blocks = next(m for m in eager.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 2)
+    hidden = stream_of(eager, tokens, blocks)
+    output = eager(tokens, output_attentions=True, use_cache=True)
+    attention = torch.stack(output.attentions, 1).double()
+    if eager.config.model_type == "bloom":
+        return Read(attention, None, [layer.values.double() for layer in output.past_key_values.layers], hidden)
+    seen = captured(model, tokens)
+    return Read(attention, seen, seen.values, hidden)
 
 
 def entropy(A: Tensor) -> float:
@@ -104,6 +148,52 @@ def secondary(A: Tensor, eps: float) -> list[int]:
     """Positions 5 .. T / 2 with an importance above eps, 1-based."""
     T = len(A)
     return [k for k in range(5, T // 2 + 1) if float(A[k - 1 :, k - 1].mean()) > eps]
+
+
+@dataclass
+class Sink:
+    """A token other than the first that heads attend to, 1-based."""
+
+    sequence: int
+    position: int
+    token: int
+    heads: float
+    importance: float
+    block: int
+    alignment: float
+    layers: list[int]
+    alike: list[int]
+
+
+def sinks(A_NLHTT: Tensor, hidden_NMTC: Tensor, tokens_NT: Tensor, eps: float) -> list[Sink]:
+    """All of them at positions 2 .. T / 2, strongest first, of sequences of at most 31 tokens."""
+    N, L, H, T, _ = A_NLHTT.shape
+    assert T < 32
+    found = []
+    for n in range(N):
+        norms = hidden_NMTC[n].norm(dim=-1)
+        ratios = [float(norm[0] / norm[1:].mean()) for norm in norms]
+        block = max(range(len(ratios)), key=lambda m: ratios[m])
+        for k in range(1, T // 2):
+            alphas = [[float(A_NLHTT[n, layer, h, k:, k].mean()) for h in range(H)] for layer in range(L)]
+            above = [sum(alpha > eps for alpha in one) for one in alphas]
+            cosines = [float(torch.cosine_similarity(h[k], h[0], dim=0)) for h in hidden_NMTC[n]]
+            if not sum(above) and not (cosines[block] > 0.9 and ratios[block] >= 3):
+                continue
+            found.append(
+                Sink(
+                    n + 1,
+                    k + 1,
+                    int(tokens_NT[n, k]),
+                    100 * sum(above) / (L * H),
+                    sum(map(sum, alphas)) / (L * H),
+                    block,
+                    cosines[block],
+                    [layer + 1 for layer in range(L) if above[layer]],
+                    [m for m, cosine in enumerate(cosines) if cosine > 0.9],
+                )
+            )
+    return sorted(found, key=lambda one: (-one.heads, -one.importance))
 
 
 def reference(

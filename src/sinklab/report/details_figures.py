@@ -10,7 +10,7 @@ import numpy as np
 
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.details import STATISTICS, Details
-from sinklab.measuring.statistics.secondary import ALIGNED, FIRST_FEW, stretches
+from sinklab.measuring.statistics.secondary import ALIGNED, ENOUGH, FIRST_FEW, stretches
 from sinklab.measuring.statistics.shown import (
     BlockLines,
     BucketLines,
@@ -198,9 +198,9 @@ def _secondary(data: ReportData, width: int | str) -> Figure | None:
         "secondary",
         "Sinks other than the first token",
         f"Percent of sequences in which a head has an importance above ε = {data.runs[0].eps:g} at some position past "
-        f"the first {FIRST_FEW} and in the first half of the sequence. The numbers below name the strongest such "
-        f"tokens, and those whose hidden state has a cosine above {ALIGNED:g} with the first token's where that stands "
-        "out.",
+        f"the first {FIRST_FEW} and in the first half of the sequence. The numbers below name the strongest "
+        f"such tokens from position 2 to where half of the queries, or {ENOUGH} of them, are left, and those whose "
+        f"hidden state has a cosine above {ALIGNED:g} with the first token's where that stands out.",
         "percent of sequences",
     )
     columns = ["Token", "Id", "Heads above ε (%)", "Importance", "Cosine with the first token"]

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from sinklab.measuring.statistics.details import Details
-from sinklab.measuring.statistics.secondary import FIRST_FEW, stretches
+from sinklab.measuring.statistics.secondary import FIRST_FEW, first_of_each, stretches
 
-SHOWN_SINKS = 3
+SHOWN_SINKS = 3  # of the first few positions, and of those past them
 
 
 def details_tables(details: Details) -> Iterator[Table]:
@@ -41,12 +41,15 @@ def _layers(d: Details) -> Table:
 
 
 def _secondary(d: Details) -> Table:
-    title = f"Secondary sinks past position {FIRST_FEW}: in {d.secondary_rate:.2f} % of heads and sequences"
+    title = (
+        f"Sinks past position 1; at positions {FIRST_FEW + 1} to T / 2 in {d.secondary_rate:.2f} % of heads and "
+        "sequences"
+    )
     table = Table(title=title, title_justify="left")
     columns = ("sequence", "position", "token id", "heads (%)", "importance", "cos with token 1", "in layers", "alike")
     for name in columns:
         table.add_column(name, justify="right")
-    for one in d.secondary_sinks[:SHOWN_SINKS]:
+    for one in first_of_each(d.secondary_sinks, SHOWN_SINKS):
         alike = "-" if one.alignment is None else f"{one.alignment:.2f}"
         where = (str(one.sequence), str(one.position), str(one.token))
         lives = ["-" if not numbers else stretches(numbers) for numbers in (one.layers, one.alike)]

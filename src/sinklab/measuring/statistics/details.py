@@ -30,8 +30,8 @@ class Details(WithArrays):
     declare, such as `entropy_by_layer` (declared.py): lists of a number for each layer or block, in `by_layer`.
 
     Attributes:
-        secondary_rate: percent of (sequence, layer, head) triples with a secondary sink.
-        secondary_sinks: the strongest, strongest first.
+        secondary_rate: percent of (sequence, layer, head) triples with a secondary sink at a position of 5 .. T / 2.
+        secondary_sinks: the strongest from position 2 on (secondary.py), strongest first.
         secondary_tokens: which tokens are such sinks most often; None in older files.
         distances: first distance of each bucket: 0, 1, 2, 4, ..
         queries: first query of each bucket, 1-based: 1, 2, 4, ..

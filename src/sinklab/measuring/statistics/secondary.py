@@ -1,8 +1,11 @@
-"""Tokens past the first few that heads attend to, or that are like the first token: where, and in which layers.
+"""Tokens other than the first that heads attend to, or that are like the first token: where, and in which layers.
 
 2512.22213 calls sinks secondary that come in middle layers, live for a number of them, and have a hidden state along
 the first token's. Here every token counts that any head attends to; whether its state is the first token's, and from
 which block to which, is said beside it.
+
+Two reaches: tokens are listed from position 2 to where a mean over queries still says something (`_listed`); the
+percentage, which is to be compared between models, is of positions 5 .. T / 2 (`_counted`).
 """
 
 from collections import Counter
@@ -19,16 +22,19 @@ from sinklab.schema import Part
 FIRST_FEW = 4  # positions that are not secondary: sinks of a first token often cover its neighbours
 ALIGNED = 0.9  # a hidden state this close to the first token's is like it
 STANDS_OUT = 3.0  # and that says something where the first token's norm is so many times that of the others
-STRONGEST = 8  # secondary sinks listed
+STRONGEST = 8  # listed of the first few positions, and of those past them
+ENOUGH = 16
+"""Queries left that say something: a column sums to one on average, and to 4.8 where alpha is 0.3 over 16 queries."""
 
 Percent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
 
 
 class SecondarySink(Part):
-    """A token past the first few that heads attend to, or that is like the first token.
+    """A token other than the first that heads attend to, or that is like the first token.
 
     Attributes:
-        sequence, position: of the token, 1-based.
+        sequence, position: of the token, 1-based; from 2 to where half of the queries, or 16 of them, are left. Older
+            files have positions 5 .. T / 2.
         token: its id.
         heads: percent of (layer, head) pairs with alpha > eps.
         importance: alpha, mean over layers and heads.
@@ -50,7 +56,7 @@ class SecondarySink(Part):
 
 
 class SecondaryToken(Part):
-    """How often a token is a secondary sink where it stands past the first few and before the last half.
+    """How often a token is a sink past the first few positions, to where half of the queries, or 16 of them, are left.
 
     Attributes:
         token: its id.
@@ -79,7 +85,7 @@ class SecondarySearch:
         eps: threshold of the importance.
 
     Attributes:
-        strongest: those found so far, strongest first.
+        strongest: those found so far, strongest first: at most 8 at positions 2 .. 4 and 8 past them.
     """
 
     def __init__(self, eps: float) -> None:
@@ -114,18 +120,18 @@ class SecondarySearch:
         """
         position_R = torch.arange(1, valid_BR.shape[1] + 1)
         count_B1 = valid_BR.sum(1, keepdim=True)
-        candidate_BR = (position_R > FIRST_FEW) & (2 * position_R <= count_B1)
-        above_ABHR = (importance_ABHR > self._eps) & candidate_BR[:, None]
+        listed_BR, past_R = _listed(position_R, count_B1), position_R > FIRST_FEW
+        above_ABHR = (importance_ABHR > self._eps) & listed_BR[:, None]
         heads_BR, mean_BR = 100 * above_ABHR.double().mean((0, 2)), importance_ABHR.double().mean((0, 2))
-        self._occurrences.update(tokens_BR[candidate_BR].tolist())
-        self._sinks.update(tokens_BR[heads_BR > 0].tolist())
+        self._occurrences.update(tokens_BR[listed_BR & past_R].tolist())
+        self._sinks.update(tokens_BR[(heads_BR > 0) & past_R].tolist())
         place_B = None
-        alike_BR = torch.zeros_like(candidate_BR)
+        alike_BR = torch.zeros_like(listed_BR)
         if alignment_MBR is not None and hidden_MBR is not None:
             others_MB = torch.where(valid_BR, hidden_MBR, 0)[..., 1:].sum(-1) / (count_B1[:, 0] - 1).clamp(min=1)
             ratio_B, place_B = (hidden_MBR[..., 0] / others_MB.clamp(min=1e-30)).max(0)
             aligned_BR = alignment_MBR[place_B, torch.arange(len(place_B))]
-            alike_BR = (aligned_BR > ALIGNED) & (ratio_B >= STANDS_OUT)[:, None] & candidate_BR
+            alike_BR = (aligned_BR > ALIGNED) & (ratio_B >= STANDS_OUT)[:, None] & listed_BR
         for b, at in ((heads_BR > 0) | alike_BR).nonzero().tolist():
             block = None if place_B is None else int(place_B[b])
             self.strongest.append(
@@ -142,9 +148,31 @@ class SecondarySearch:
                 )
             )
         self.strongest.sort(key=lambda one: (-one.heads, -one.importance, one.sequence, one.position))
-        del self.strongest[STRONGEST:]
+        self.strongest = first_of_each(self.strongest, STRONGEST)
         self._sequences += len(valid_BR)
-        return 100.0 * above_ABHR.any(-1)
+        return 100.0 * (above_ABHR & _counted(position_R, count_B1)[:, None]).any(-1)
+
+
+def _listed(position_R: Tensor, count_B1: Tensor) -> Tensor:
+    """The positions (B, R) that may be listed: from 2 to where half of a sequence's queries, or 16, are left."""
+    return (position_R > 1) & ((2 * position_R <= count_B1) | (count_B1 - position_R + 1 >= ENOUGH))
+
+
+def _counted(position_R: Tensor, count_B1: Tensor) -> Tensor:
+    """The positions (B, R) of which the percentage is: 5 .. T / 2."""
+    return (position_R > FIRST_FEW) & (2 * position_R <= count_B1)
+
+
+def first_of_each(sinks: Sequence[SecondarySink], number: int) -> list[SecondarySink]:
+    """In their order: the first `number` at one of the first few positions, and as many past them."""
+    seen: Counter[bool] = Counter()
+    kept = []
+    for one in sinks:
+        near = one.position <= FIRST_FEW
+        seen[near] += 1
+        if seen[near] <= number:
+            kept.append(one)
+    return kept
 
 
 def _numbers(chosen_X: Tensor, first: int) -> list[int]:
