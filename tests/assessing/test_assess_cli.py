@@ -46,6 +46,15 @@ def test_one_table_is_printed(made: tuple[Path, Path], run: Run) -> None:
     assert "quantisation" not in out
 
 
+def test_notes_say_which_layers_have_attention_and_that_the_others_hide_nothing(run: Run, tmp_path: Path) -> None:
+    directory, text = trained_run(tmp_path, {"bos": True}, {"mixer": {"kind": "gated_delta", "every": 2}})
+    status, out, err = run("assess", directory, "--text", text, *SMALL, "--parts", "heads", "--json")
+    assert status == 0, err
+    counted, carried = json.loads(out)["notes"][-2:]
+    assert counted.startswith("1 of 2 layers has attention (2), here layer 1")
+    assert "layer 1 still carries those tokens on" in carried
+
+
 def test_the_same_call_goes_on_with_the_parts_that_are_missing(
     made: tuple[Path, Path], run: Run, tmp_path: Path
 ) -> None:

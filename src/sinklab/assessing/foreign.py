@@ -36,7 +36,7 @@ class ForeignPatient:
     def __init__(self, model: PreTrainedModel, name: str) -> None:
         self.module, self.name, self.device = model, name, anatomy.input_device(model)
         self.blocks: Sequence[nn.Module] = anatomy.decoder_blocks(model)
-        self._layers = anatomy.attention_layers(model.config)
+        self.kinds, self._layers = anatomy.layer_kinds(model.config), anatomy.attention_layers(model.config)
         self._turn = _turning(model)
         self._number = 0
         text = model.config.get_text_config(decoder=True)

@@ -17,6 +17,7 @@ from sinklab.attention.operations import Operation
 from sinklab.attention.operations.base import LogSimilarity
 from sinklab.attention.operations.call import Call
 from sinklab.errors import InputError
+from sinklab.measuring.visible import LayerKinds
 
 Turn = Callable[[Tensor, Tensor], Tensor]
 """(x_BHLD, by_L) -> x with the rotary embedding of every position moved on by so many positions."""
@@ -27,7 +28,7 @@ class LayerAttention:
     """What one layer was about to compute: operation(call, values).
 
     Attributes:
-        number: of the layer, from 1.
+        number: of the layer among those with attention, from 1.
         operation, call: ours, also for models that are not.
         value_BGLV: values.
         turn: moves positions; None where no rotary embedding turns queries and keys.
@@ -115,6 +116,7 @@ class Patient(Protocol):
         context: tokens it was trained to read at once.
         leading: learned positions in front of every sequence, which are no tokens.
         first_target: 1-based position of the first token that a loss counts.
+        kinds: which layers have attention; a `LayerAttention` is numbered among these.
         fixed_positions: why positions cannot be those in a cache; None where they can.
         ends: why it cannot read beyond its context; None where it can.
     """
@@ -123,6 +125,7 @@ class Patient(Protocol):
     context: int
     leading: int
     first_target: int
+    kinds: LayerKinds
     fixed_positions: str | None
     ends: str | None
 

@@ -204,7 +204,8 @@ def _told_apart(layer: LayerAttention) -> Tensor:
 
 
 def _notes(admitted: Admitted, settings: AssessSettings, wanted: Wanted) -> list[str]:
-    notes = [*admitted.notes, *admitted.conversations.notes()]
+    kinds = admitted.patient.kinds
+    notes = [*admitted.notes, *admitted.conversations.notes(), *kinds.notes(), *kinds.notes_on_hidden_keys()]
     if settings.positions == "text" and wanted.positions is None:
         notes.append(f"positions in the streaming part are those in the text, as {admitted.patient.fixed_positions}")
     return notes

@@ -23,6 +23,7 @@ from sinklab.measuring.options import Options
 from sinklab.measuring.padding import RealTokens, real_tokens
 from sinklab.measuring.records import LayerRecord, batch_of
 from sinklab.measuring.statistics.watch import DetailsWatch
+from sinklab.measuring.visible import LayerKinds
 from sinklab.model.transformer import Transformer
 
 if TYPE_CHECKING:
@@ -61,12 +62,14 @@ class Watched(Protocol):
     Attributes:
         device: where it takes its tokens.
         dtype: of the model.
+        kinds: which of its layers have attention.
         leading: learned positions in front of every sequence, which are no tokens.
         proxy: whether importance is that of proxy scores, the model's own not summing to one.
     """
 
     device: torch.device
     dtype: torch.dtype
+    kinds: LayerKinds
     leading: int
     proxy: bool
 
@@ -96,7 +99,7 @@ class Watched(Protocol):
         ...
 
     def notes(self) -> list[str]:
-        """What the reader of a result must know of the model."""
+        """What the reader of a result must know of the model, beside its kinds of layers."""
         ...
 
 
@@ -156,7 +159,7 @@ def measure(
 
         N, T = tokens_NT.shape
         together = options.batch_size or fitting_batch(reader.sizes(padded), T, watched.device)
-        notes = watched.notes() + in_batches(N, together, step)
+        notes = [*watched.kinds.notes(), *watched.notes(), *in_batches(N, together, step)]
     if options.loss and longest > 1 and not totals.targets:
         notes.append(f"no loss: of {longest} tokens the prefix mask leaves none to predict")
     return measurement_from(

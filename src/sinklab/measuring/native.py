@@ -17,8 +17,9 @@ from sinklab.measuring.padding import RealTokens
 from sinklab.measuring.records import LayerRecord
 from sinklab.measuring.statistics.block import Angles
 from sinklab.measuring.statistics.watch import DetailsWatch
-from sinklab.measuring.visible import view_of
+from sinklab.measuring.visible import LayerKinds, view_of
 from sinklab.model.block import DecoderBlock
+from sinklab.model.config import ModelConfig
 from sinklab.model.loss import next_token_loss
 from sinklab.model.transformer import Transformer
 
@@ -28,6 +29,13 @@ def attention_cores(model: Transformer) -> list[AttentionCore]:
     return [block.attention.core for block in model.blocks if isinstance(block, DecoderBlock)]
 
 
+def layer_kinds(config: ModelConfig) -> LayerKinds:
+    """Which layers have attention; all others are linear."""
+    numbers = range(1, config.layers + 1)
+    linear = tuple(number for number in numbers if number not in config.attention_layers)
+    return LayerKinds(config.layers, config.attention_layers, linear)
+
+
 class WatchedTransformer:
     """`driver.Watched` of a sinklab transformer."""
 
@@ -35,6 +43,7 @@ class WatchedTransformer:
         first = next(model.parameters())
         self.model, self.device, self.dtype = model, first.device, first.dtype
         self.blocks, self.cores = list(model.blocks), attention_cores(model)
+        self.kinds = layer_kinds(model.config)
         self.leading = model.leading
         self.proxy = any(core.proxy for core in self.cores)
 
@@ -66,14 +75,8 @@ class WatchedTransformer:
             yield reader
 
     def notes(self) -> list[str]:
-        """How many layers have attention, where not all have; the rest its recipe says."""
-        if len(self.cores) == len(self.blocks):
-            return []
-        numbers = ", ".join(str(number) for number in self.model.config.attention_layers)
-        return [
-            f"{len(self.cores)} of {len(self.blocks)} layers have attention ({numbers}); the others are linear and in "
-            "no sink rate"
-        ]
+        """Nothing that its recipe does not say."""
+        return []
 
 
 class _CoreReader:

@@ -8,11 +8,25 @@ import torch
 from torch import Tensor, nn
 
 from sinklab.errors import InputError, SinklabError
+from sinklab.measuring.visible import LayerKinds
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+FEED_FORWARD = ("moe", "mlp", "dense", "sparse")  # kinds of layers that read every token alone
 POSITION_TABLES = ("wpe", "embed_positions", "positions_embed", "position_embedding", "position_embeddings")
+
+
+def layer_kinds(config: "PretrainedConfig") -> LayerKinds:
+    """Which layers of the language model have softmax attention, and which something linear or recurrent."""
+    text = config.get_text_config(decoder=True)
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
+    if not kinds:
+        return LayerKinds(text.num_hidden_layers, tuple(range(1, text.num_hidden_layers + 1)))
+    both = [n for n, kind in enumerate(kinds, 1) if kind.startswith("hybrid")]
+    attention = [n for n, kind in enumerate(kinds, 1) if ("attention" in kind and "linear" not in kind) or n in both]
+    carrying = [n for n, kind in enumerate(kinds, 1) if n in both or (n not in attention and kind not in FEED_FORWARD)]
+    return LayerKinds(len(kinds), tuple(attention), tuple(carrying))
 
 
 def attention_layers(config: "PretrainedConfig") -> int:
@@ -21,11 +35,7 @@ def attention_layers(config: "PretrainedConfig") -> int:
     Raises:
         SinklabError: none has.
     """
-    text = config.get_text_config(decoder=True)
-    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
-    if not kinds:
-        return text.num_hidden_layers
-    count = sum(("attention" in kind and "linear" not in kind) or kind == "hybrid" for kind in kinds)
+    count = len(layer_kinds(config).attention)
     if not count:
         raise SinklabError(f"no layer of a {config.model_type!r} model has softmax attention: there is no sink to see")
     return count

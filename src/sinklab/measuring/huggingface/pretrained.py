@@ -30,6 +30,7 @@ class WatchedPretrained:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.dtype = model, model.dtype
         self.device, self.blocks = anatomy.input_device(model), anatomy.decoder_blocks(model)
+        self.kinds = anatomy.layer_kinds(model.config)
 
     def check(self, tokens_NT: Tensor, options: Options, longest: int) -> None:
         """Refuse ids outside the vocabulary, too long sequences, lengths that one pass cannot give, maps of no head.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.hooks import hooked
-from sinklab.measuring.huggingface.anatomy import attention_layers
+from sinklab.measuring.huggingface.anatomy import attention_layers, layer_kinds
 from sinklab.measuring.native import attention_cores
 from sinklab.measuring.surgery.places import FirstTokens, first_tokens, residual_blocks
 from sinklab.model.transformer import Transformer
@@ -65,7 +65,8 @@ def _hidden_in_pretrained(model: "PreTrainedModel", n: int) -> Iterator[None]:
         )
     blocks = residual_blocks(model)
     with first_tokens(model) as start:
-        hiding = _Hiding(model, n, start, hybrid=attention_layers(model.config) < len(blocks))
+        kinds = layer_kinds(model.config)
+        hiding = _Hiding(model, n, start, hybrid=bool(kinds.linear) or len(kinds.attention) < kinds.total)
         with hooked(
             [
                 blocks[0].register_forward_pre_hook(hiding.beginning),

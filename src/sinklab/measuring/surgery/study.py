@@ -119,6 +119,8 @@ def measure_with_study(
             found["ablations"] = measure_ablations(tokens_NT, plans, measurement, remeasure)
         if study.perturb is not None:
             found["mixing"] = measure_mixing(model, tokens_NT, study.perturb, options.batch_size)
+        if study.perturb is not None or any(plan.hidden for plan in plans):
+            notes += watched.kinds.notes_on_hidden_keys()
         if measurement.inputs == "repeat":
             found["propositions"] = _propositions(model, tokens_NT, notes)
     if notes:

@@ -1,0 +1,112 @@
+"""Models in which not every layer has attention: the others are counted, and still carry a hidden first token on."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from closeness import assert_close
+from families import FAMILIES, GROUPED, family_tokens, pair_of
+from hidden_keys_reference import scores_without_first_keys
+from measure_reference import eager_reference
+from own_models import own_tokens
+
+from sinklab.measuring.api import measure
+from sinklab.model.config import ModelConfig
+from sinklab.model.transformer import Transformer
+
+FOUR: dict[str, Any] = GROUPED | {"num_hidden_layers": 4}
+MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_state": 4, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+HYBRIDS: dict[str, Any] = {
+    "jamba": FAMILIES["jamba, one attention layer of two"],
+    "qwen3-next": lambda: hf.Qwen3NextConfig(
+        **FOUR,
+        linear_num_value_heads=2,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+    ),
+    "lfm2": lambda: hf.Lfm2Config(**FOUR, layer_types=["conv", "full_attention"] * 2),
+    "nemotron-h": lambda: hf.NemotronHConfig(
+        **GROUPED | {"num_hidden_layers": 3},
+        layers_block_type=["linear_attention", "mlp", "full_attention"],
+        mamba_num_heads=4,
+        mamba_head_dim=8,
+        ssm_state_size=4,
+        n_groups=1,
+        chunk_size=8,
+    ),
+    "falcon-h1": lambda: hf.FalconH1Config(**GROUPED, **MAMBA, mamba_d_ssm=32, mamba_d_head=8),
+}
+COUNTED = {
+    "jamba": ("1 of 2 layers has attention (2), here layer 1", "linear or recurrent"),
+    "qwen3-next": ("1 of 4 layers has attention (4), here layer 1", "linear or recurrent"),
+    "lfm2": ("2 of 4 layers have attention (2, 4), here layers 1 to 2", "linear or recurrent"),
+    "nemotron-h": ("1 of 3 layers has attention (3), here layer 1", "linear, recurrent or feed-forward"),
+}
+CARRYING = {
+    "jamba": "layer 1",
+    "qwen3-next": "layers 1..3",
+    "lfm2": "layers 1, 3",
+    "nemotron-h": "layer 1",
+    "falcon-h1": "all layers",
+}
+
+
+def hybrid(name: str) -> Any:
+    torch.manual_seed(0)
+    return hf.AutoModelForCausalLM.from_config(HYBRIDS[name](), attn_implementation="eager").eval()
+
+
+def own_hybrid(every: int) -> Transformer:
+    config = {"layers": 4, "width": 32, "heads": 4, "ffn_width": 48, "vocab_size": 32, "context": 16}
+    mixer = {"kind": "gated_delta", "every": every}
+    return Transformer(ModelConfig.model_validate({**config, "mixer": mixer}), seed=3)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_layers_without_attention_are_counted_and_those_with_it_numbered(name: str) -> None:
+    measured = measure(hybrid(name), family_tokens())
+    expected = [] if name not in COUNTED else ["{}; the others are {} and in no sink rate".format(*COUNTED[name])]
+    assert measured.notes == expected
+    assert measured.layers == len(eager_reference(hybrid(name), family_tokens()).importance[0])
+
+
+@pytest.mark.parametrize(("every", "said"), [(2, "2 of 4 layers have attention (2, 4)"), (4, "1 of 4 layers has")])
+def test_so_are_those_of_ours(every: int, said: str) -> None:
+    [note] = measure(own_hybrid(every), own_tokens()).notes
+    assert note.startswith(said)
+    assert note.endswith("the others are linear or recurrent and in no sink rate")
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("asked", [{"ablate": ["mask_first:1"]}, {"perturb": 4}])
+def test_what_is_hidden_from_attention_is_said_to_be_carried_on_by_the_other_layers(
+    name: str, asked: dict[str, Any]
+) -> None:
+    notes = measure(hybrid(name), family_tokens(), **asked).notes
+    assert any(
+        f"the linear or recurrent part of {CARRYING[name]} still carries those tokens on" in note for note in notes
+    )
+
+
+def test_ours_say_so_too_and_models_that_are_all_attention_have_nothing_to_say() -> None:
+    for asked in ({"ablate": ["mask_first:1"]}, {"perturb": 4}):
+        found = measure(own_hybrid(2), own_tokens(), **asked)
+        assert any("layers 1, 3 still carries" in note for note in found.notes)
+        assert measure(pair_of("llama")[0], family_tokens(), **asked).notes == []
+    assert "still carries" not in str(measure(own_hybrid(2), own_tokens(), bos=True, ablate=["no_bos"]).notes)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_the_first_keys_are_hidden_in_the_attention_of_hybrids(name: str) -> None:
+    model, tokens = hybrid(name), family_tokens()
+    with scores_without_first_keys(2, tokens.shape[1]):
+        logits = eager_reference(model, tokens).logits
+    nats = -logits.log_softmax(-1)[:, 2:-1].gather(2, tokens[:, 3:, None])
+    [ablation] = measure(model, tokens, ablate=["mask_first:2"]).ablations or []
+    assert_close(ablation.loss_after, nats.mean())
