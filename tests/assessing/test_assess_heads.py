@@ -1,0 +1,64 @@
+"""What the heads of Hugging Face models do with their sink, from eager attention matrices and the values they weigh."""
+
+import math
+
+import pytest
+import torch
+from details_reference import captured
+from families import family_tokens, pair_of
+
+from sinklab.assessing.foreign import ForeignPatient
+from sinklab.assessing.heads import assess_heads, kind_of
+
+CHECKED = [
+    "llama",
+    "llama multi-query",
+    "gpt2",
+    "gpt-neox",
+    "mistral, window 5",
+    "qwen3",
+    "gemma2, softcap and window 5",
+    "olmo2",
+    "phi3",
+]
+
+
+def rank(outputs: torch.Tensor) -> float:
+    """exp of the entropy of the squared singular values (queries, width) over their sum."""
+    squares = [float(s) ** 2 for s in torch.linalg.svdvals(outputs)]
+    shares = [square / sum(squares) for square in squares]
+    return math.exp(-sum(p * math.log(p) for p in shares if p > 0))
+
+
+@pytest.mark.parametrize("family", CHECKED)
+def test_what_a_head_does_is_that_of_eager_matrices_and_values(family: str) -> None:
+    (model, eager), tokens = pair_of(family), family_tokens()
+    with torch.no_grad():
+        matrices = [one.double() for one in eager(tokens, output_attentions=True).attentions]
+    values = captured(eager, tokens).values
+    found = assess_heads(ForeignPatient(model, family), tokens, lambda: None)
+    assert found.sink == "first position"
+    assert [(role.layer, role.head) for role in found.heads] == [(n, h) for n in (1, 2) for h in (1, 2, 3, 4)]
+    for role in found.heads:
+        A, v = matrices[role.layer - 1][:, role.head - 1], values[role.layer - 1][:, role.head - 1]
+        norms, out = v.norm(dim=-1), (A @ v)[:, 1:]
+        share = float(A[:, 1:, 0].mean())
+        value = float(norms[:, 0].mean() / norms[:, 1:].mean())
+        given = float((A[:, 1:, 0].mean(-1) * norms[:, 0]).mean() / out.norm(dim=-1).mean())
+        effective = rank(out.flatten(0, 1))
+        assert (role.share, role.value_norm, role.output_share) == pytest.approx((share, value, given), rel=1e-4)
+        assert role.effective_rank == pytest.approx(effective, rel=1e-3)
+        assert role.kind == kind_of(share, value, given, effective / v.shape[-1])
+
+
+def test_a_sink_logit_is_the_sink_and_has_no_value() -> None:
+    model, eager = pair_of(family := "gpt-oss, sinks and window 5")
+    with torch.no_grad():
+        matrices = eager(family_tokens(), output_attentions=True).attentions
+    found = assess_heads(ForeignPatient(model, family), family_tokens(), lambda: None)
+    assert found.sink == "bias"
+    for role in found.heads:
+        left = 1 - matrices[role.layer - 1][:, role.head - 1].sum(-1)
+        assert role.share == pytest.approx(float(left.mean()), rel=1e-4)
+        assert (role.value_norm, role.kind) == (0, "nop" if role.share > 0.3 else "no sink")
+    assert "nop" in found.counts
