@@ -15,6 +15,7 @@ CHECKED = [
     "llama multi-query",
     "gpt2",
     "gpt-neox",
+    "opt",
     "mistral, window 5",
     "qwen3",
     "gemma2, softcap and window 5",

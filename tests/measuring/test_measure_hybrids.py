@@ -57,6 +57,9 @@ CARRYING = {
 }
 
 
+HIDING: list[dict[str, Any]] = [{"ablate": ["mask_first:1"]}, {"perturb": 4}]
+
+
 def hybrid(name: str) -> Any:
     torch.manual_seed(0)
     return hf.AutoModelForCausalLM.from_config(HYBRIDS[name](), attn_implementation="eager").eval()
@@ -84,7 +87,7 @@ def test_so_are_those_of_ours(every: int, said: str) -> None:
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-@pytest.mark.parametrize("asked", [{"ablate": ["mask_first:1"]}, {"perturb": 4}])
+@pytest.mark.parametrize("asked", HIDING)
 def test_what_is_hidden_from_attention_is_said_to_be_carried_on_by_the_other_layers(
     name: str, asked: dict[str, Any]
 ) -> None:
@@ -95,7 +98,7 @@ def test_what_is_hidden_from_attention_is_said_to_be_carried_on_by_the_other_lay
 
 
 def test_ours_say_so_too_and_models_that_are_all_attention_have_nothing_to_say() -> None:
-    for asked in ({"ablate": ["mask_first:1"]}, {"perturb": 4}):
+    for asked in HIDING:
         found = measure(own_hybrid(2), own_tokens(), **asked)
         assert any("layers 1, 3 still carries" in note for note in found.notes)
         assert measure(pair_of("llama")[0], family_tokens(), **asked).notes == []

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -79,18 +79,12 @@ class ForeignPatient:
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
         """By the model's own head, and whatever it does between body and logits."""
-        body = self.module.base_model
-        own = body.__dict__.get("forward")
         answer = dataclasses.replace(self._answer, last_hidden_state=hidden_RE[None])
-        body.__dict__["forward"] = lambda *args, **kwargs: answer
-        try:
+        with ExitStack() as stack:
+            for body in anatomy.bodies(self.module):
+                stack.enter_context(_answering(body, answer))
             tokens_1R = torch.zeros(1, len(hidden_RE), dtype=torch.long, device=self.device)
             logits_RV = self.module(tokens_1R, use_cache=False).logits[0]
-        finally:
-            if own is None:
-                del body.__dict__["forward"]
-            else:
-                body.__dict__["forward"] = own
         return logits_RV.to(accumulation(logits_RV.dtype))
 
     def _try(self) -> None:
@@ -132,6 +126,20 @@ class ForeignPatient:
     def _some_tokens(self) -> Tensor:
         vocabulary = anatomy.vocabulary_size(self.module)
         return (torch.arange(TRIED, device=self.device) * 7 + 5)[None] % vocabulary
+
+
+@contextmanager
+def _answering(body: nn.Module, answer: Any) -> Iterator[None]:
+    """The body gives this answer instead of running."""
+    own = body.__dict__.get("forward")
+    body.__dict__["forward"] = lambda *args, **kwargs: answer
+    try:
+        yield
+    finally:
+        if own is None:
+            del body.__dict__["forward"]
+        else:
+            body.__dict__["forward"] = own
 
 
 def _unless_foreign(model: PreTrainedModel, act: Callable[[], Answer]) -> Answer:

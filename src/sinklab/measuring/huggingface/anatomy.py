@@ -56,6 +56,12 @@ def decoder_blocks(model: "PreTrainedModel") -> list[nn.Module]:
     return []
 
 
+def bodies(model: "PreTrainedModel") -> list[nn.Module]:
+    """The parts whose hidden states the head may read: the base model, and its decoder where that is another (OPT)."""
+    base, decoder = model.base_model, model.get_decoder()
+    return [base] if decoder is base or decoder is model else [base, decoder]
+
+
 def learned_positions(model: nn.Module) -> Tensor | None:
     """The learned table of positions, row 0 being position 1: (positions, width), a view of the weight; None without.
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from sinklab.measuring.huggingface.anatomy import bodies
 from sinklab.measuring.memory import LOGITS_AT_ONCE, LOGITS_AT_ONCE_CUDA
 from sinklab.model.loss import IGNORED
 
@@ -46,9 +47,10 @@ def forward_loss(
         return summed_loss(model(tokens_BT, **arguments).logits, wanted_BT), number
     total = 0.0
     with ExitStack() as stack:
-        body = stack.enter_context(_standing_still(model.base_model))
+        parts = [stack.enter_context(_standing_still(part)) for part in bodies(model)]
         model(tokens_BT, **arguments, logits_to_keep=1)
-        body.still = True
+        for part in parts:
+            part.still = True
         stack.enter_context(paused)
         few = math.ceil(tokens_BT.shape[1] / pieces)
         for start in range(0, tokens_BT.shape[1] - 1, few):
@@ -89,7 +91,7 @@ def makes_logits_in_pieces(model: PreTrainedModel) -> bool:
 
 
 class _Body:
-    """The body's latest output; while `still`, the body answers with it instead of running."""
+    """The latest output of a body; while `still`, the body answers with it instead of running."""
 
     def __init__(self, forward: Any) -> None:
         self.still = False
@@ -102,14 +104,14 @@ class _Body:
 
 
 @contextmanager
-def _standing_still(base: nn.Module) -> Iterator[_Body]:
-    own = base.__dict__.get("forward")
-    body = _Body(base.forward)
-    base.__dict__["forward"] = body
+def _standing_still(part: nn.Module) -> Iterator[_Body]:
+    own = part.__dict__.get("forward")
+    body = _Body(part.forward)
+    part.__dict__["forward"] = body
     try:
         yield body
     finally:
         if own is None:
-            del base.__dict__["forward"]
+            del part.__dict__["forward"]
         else:
-            base.__dict__["forward"] = own
+            part.__dict__["forward"] = own
