@@ -15,6 +15,7 @@ from sinklab.measuring.api import measure
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 
+THREE: dict[str, Any] = GROUPED | {"num_hidden_layers": 3}
 FOUR: dict[str, Any] = GROUPED | {"num_hidden_layers": 4}
 MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_state": 4, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 HYBRIDS: dict[str, Any] = {
@@ -32,7 +33,7 @@ HYBRIDS: dict[str, Any] = {
     ),
     "lfm2": lambda: hf.Lfm2Config(**FOUR, layer_types=["conv", "full_attention"] * 2),
     "nemotron-h": lambda: hf.NemotronHConfig(
-        **GROUPED | {"num_hidden_layers": 3},
+        **THREE,
         layers_block_type=["linear_attention", "mlp", "full_attention"],
         mamba_num_heads=4,
         mamba_head_dim=8,
