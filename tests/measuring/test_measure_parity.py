@@ -82,6 +82,48 @@ def test_a_backend_that_leaves_the_sink_logits_out_is_found_out(name: str, monke
     assert dropped.sink_share == pytest.approx(0, abs=1e-5)
 
 
+def test_sinks_that_take_no_more_than_rounding_are_not_missed() -> None:
+    config = hf.GptOssConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        layer_types=["full_attention"] * 2,
+        max_position_embeddings=64,
+        pad_token_id=0,
+    )
+    for seed in range(8):
+        torch.manual_seed(seed)
+        model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("sinks"):
+                    parameter.fill_(-20.0)
+        own = by_name(backend_parity(model, torch.randint(0, 64, (2, 60)), ["eager"]))["sinklab"]
+        assert own.verdict == "agrees", f"seed {seed}: {own}"
+
+
+def test_where_logits_alone_differ_a_model_with_experts_is_told_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_layer = {**GROUPED, "num_hidden_layers": 1}
+    model = hf.AutoModelForCausalLM.from_config(hf.MixtralConfig(**one_layer, num_local_experts=4)).eval()
+    exact = AttentionInterface._global_mapping["sdpa"]
+
+    def louder(module: Any, q: Any, k: Any, v: Any, *args: Any, **options: Any) -> Any:
+        out, weights = exact(module, q, k, v, *args, **options)
+        asked_for_its_matrix = bool(((v == 0) | (v == 1)).all())
+        return out if asked_for_its_matrix else 3 * out, weights
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", louder)
+    found = by_name(backend_parity(model, family_tokens(), ["sdpa"]))["sdpa"]
+    assert found.verdict == "differs"
+    assert "experts" in (found.why or "")
+
+
 def test_a_backend_that_computes_something_else_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     model = pair_of("llama")[0]
     exact = AttentionInterface._global_mapping["sdpa"]

@@ -30,6 +30,12 @@ from sinklab.schema import Part
 EAGER, OWN = "eager", "sinklab"
 BACKENDS = (EAGER, "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
+NUMBERS_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+EXPERTS = (
+    "its importance is that of eager attention: rounding may have led tokens to other experts, which --dtype float32 "
+    "makes rarer"
+)
+
 ParityVerdict = Literal["reference", "agrees", "differs", "drops the sink", "unavailable"]
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -65,12 +71,14 @@ class _BackendReading:
         importance: alpha (B, H, T) of every layer whose attention passes through the interface.
         shares: of the sink logit, mean over queries (B, H), of the layers that have one.
         computed_by: what transformers took where that is another backend's name.
+        has_experts: whether tokens choose among feed-forward networks.
     """
 
     logits_BTV: Tensor = field(default_factory=lambda: torch.empty(0))
     importance: list[Tensor] = field(default_factory=list)
     shares: list[Tensor] = field(default_factory=list)
     computed_by: str = ""
+    has_experts: bool = False
 
     @property
     def sink_share(self) -> float | None:
@@ -144,20 +152,24 @@ def _compared(
         return BackendParity(backend=backend, verdict="differs", why="its logits contain NaN or infinity")
     difference = _difference(read, reference)
     from_none = None if without is None else _difference(read, without)
-    share, whole = read.sink_share, reference.sink_share
-    gone = share is not None and whole is not None and share < whole / 2
+    dtype, share, whole = reference.logits_BTV.dtype, read.sink_share, reference.sink_share
+    gone = share is not None and whole is not None and share < whole / 2 and whole > torch.finfo(dtype).eps
     if gone and from_none is not None and from_none < difference:
         verdict = "drops the sink"
     else:
-        verdict = "agrees" if difference <= tolerance(reference.logits_BTV.dtype) else "differs"
+        verdict = "agrees" if difference <= tolerance(dtype) else "differs"
     pairs = zip(read.importance, reference.importance, strict=False)  # none of a model that ignores the interface
+    apart = max((float((one - other).abs().max()) for one, other in pairs), default=None)
+    why = [] if read.computed_by in ("", backend) else [f"transformers takes {read.computed_by} in its place"]
+    if verdict == "differs" and reference.has_experts and apart is not None and apart <= tolerance(dtype):
+        why.append(EXPERTS)
     return BackendParity(
         backend=backend,
         verdict=verdict,
-        why=None if read.computed_by in ("", backend) else f"transformers takes {read.computed_by} in its place",
+        why="; ".join(why) or None,
         logits_difference=difference,
         without_sink_difference=from_none,
-        importance_difference=max((float((one - other).abs().max()) for one, other in pairs), default=None),
+        importance_difference=apart,
         importance_first=read.importance_first,
         sink_share=share,
     )
@@ -172,7 +184,8 @@ def _read(
     model: PreTrainedModel, tokens_BT: Tensor, backend: str, without_sinks: bool = False
 ) -> _BackendReading | str:
     """What the model gives with a backend, or why it cannot be had."""
-    reading = _BackendReading()
+    text = model.config.get_text_config(decoder=True)
+    reading = _BackendReading(has_experts=any((getattr(text, name, None) or 0) > 1 for name in NUMBERS_OF_EXPERTS))
     before = str(model.config._attn_implementation)
     with attention_implementation(model, before):  # which is put back at the end
         try:
