@@ -41,17 +41,32 @@ HYBRIDS: dict[str, Any] = {
         n_groups=1,
         chunk_size=8,
     ),
+    "kimi-linear": lambda: hf.KimiLinearConfig(
+        **FOUR | {"num_key_value_heads": 4},
+        layer_types=[*["linear_attention"] * 3, "full_attention"],
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        linear_head_dim=8,
+        linear_num_heads=4,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=16,
+    ),
     "falcon-h1": lambda: hf.FalconH1Config(**GROUPED, **MAMBA, mamba_d_ssm=32, mamba_d_head=8),
 }
 COUNTED = {
     "jamba": ("1 of 2 layers has attention (2), here layer 1", "linear or recurrent"),
     "qwen3-next": ("1 of 4 layers has attention (4), here layer 1", "linear or recurrent"),
+    "kimi-linear": ("1 of 4 layers has attention (4), here layer 1", "linear or recurrent"),
     "lfm2": ("2 of 4 layers have attention (2, 4), here layers 1 to 2", "linear or recurrent"),
     "nemotron-h": ("1 of 3 layers has attention (3), here layer 1", "linear, recurrent or feed-forward"),
 }
 CARRYING = {
     "jamba": "layer 1",
     "qwen3-next": "layers 1..3",
+    "kimi-linear": "layers 1..3",
     "lfm2": "layers 1, 3",
     "nemotron-h": "layer 1",
     "falcon-h1": "all layers",
