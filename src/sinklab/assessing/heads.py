@@ -9,8 +9,8 @@ induce low-rank outputs". The quantities and the numbers at which they are cut a
     effective_rank   exp(-sum_i p_i log p_i), p_i = s_i^2 / sum_j s_j^2    low up to LOW of the head's width: broadcast
 
 with s_i the singular values of the head's outputs o_t over the queries after the sink. The sink is the bias key or sink
-logit, else the first position: of several registers the first, so that the others count as tokens. A gate suits a nop, a register
-or sink token a broadcast.
+logit, else the first position: of several registers the first, so that the others count as tokens. A gate suits a nop,
+a register or sink token a broadcast.
 """
 
 from collections import Counter
