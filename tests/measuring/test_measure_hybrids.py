@@ -17,6 +17,7 @@ from sinklab.model.transformer import Transformer
 
 THREE: dict[str, Any] = GROUPED | {"num_hidden_layers": 3}
 FOUR: dict[str, Any] = GROUPED | {"num_hidden_layers": 4}
+LATENT: dict[str, Any] = FOUR | {"num_key_value_heads": 4}
 MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_state": 4, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 HYBRIDS: dict[str, Any] = {
     "jamba": FAMILIES["jamba, one attention layer of two"],
@@ -42,7 +43,7 @@ HYBRIDS: dict[str, Any] = {
         chunk_size=8,
     ),
     "kimi-linear": lambda: hf.KimiLinearConfig(
-        **FOUR | {"num_key_value_heads": 4},
+        **LATENT,
         layer_types=[*["linear_attention"] * 3, "full_attention"],
         kv_lora_rank=16,
         qk_rope_head_dim=8,
