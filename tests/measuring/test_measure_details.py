@@ -9,7 +9,7 @@ import pytest
 import torch
 from closeness import assert_close
 from details_reference import Captured, Read, captured, read_eagerly, reference, stream_of
-from families import FAMILIES, pair_of
+from families import FAMILIES, TEN_FAMILIES, pair_of
 from own_models import VARIANTS, attention_matrices, core_inputs, own_model, own_tokens
 from transformers import AutoModelForCausalLM
 
@@ -29,18 +29,6 @@ from sinklab.model.transformer import Transformer
 
 EPS = 0.2
 LENGTH = 14
-CHECKED = [
-    "llama",
-    "gpt2",
-    "mistral, window 5",
-    "gemma2, softcap and window 5",
-    "gpt-oss, sinks and window 5",
-    "deepseek-v3, other value width",
-    "opt",
-    "gpt-neox",
-    "olmo2",
-    "bloom",
-]
 MAPS = [(2, 3), (1, 1)]
 
 
@@ -65,7 +53,7 @@ def _matrices(family: str) -> Read:
     return read_eagerly(*_models(family), _tokens())
 
 
-@pytest.mark.parametrize("family", CHECKED)
+@pytest.mark.parametrize("family", TEN_FAMILIES)
 def test_every_statistic_is_that_of_the_familys_own_matrices(family: str) -> None:
     attention, seen, values, hidden = _matrices(family)
     expected = reference(attention, seen, values, hidden, EPS)
@@ -77,7 +65,7 @@ def test_every_statistic_is_that_of_the_familys_own_matrices(family: str) -> Non
     assert (details.cosine is None) == (seen is None)
 
 
-@pytest.mark.parametrize("family", CHECKED)
+@pytest.mark.parametrize("family", TEN_FAMILIES)
 def test_maps_are_the_matrices_of_the_heads_asked_for(family: str) -> None:
     attention, seen, _, _ = _matrices(family)
     details = _details(measure(_models(family)[0], _tokens(), batch_size=2, maps=MAPS))
@@ -98,7 +86,7 @@ def test_maps_are_the_matrices_of_the_heads_asked_for(family: str) -> None:
         assert_close(details.map_norm_product[place], product.mean(0))
 
 
-@pytest.mark.parametrize("family", CHECKED)
+@pytest.mark.parametrize("family", TEN_FAMILIES)
 @pytest.mark.parametrize(("left", "right"), [(6, 0), (0, 6)])
 def test_padding_changes_no_statistic(family: str, left: int, right: int) -> None:
     model, tokens = _models(family)[0], _tokens()

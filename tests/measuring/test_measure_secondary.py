@@ -7,24 +7,11 @@ from typing import Any
 import pytest
 import torch
 from details_reference import Sink, read_eagerly, sinks
-from families import family_tokens, pair_of
+from families import TEN_FAMILIES, family_tokens, pair_of
 
 from sinklab.measuring.api import measure
 
 EPS = 0.1
-CHECKED = [
-    "llama",
-    "gpt2",
-    "mistral, window 5",
-    "gemma2, softcap and window 5",
-    "gpt-oss, sinks and window 5",
-    "deepseek-v3, other value width",
-    "opt",
-    "gpt-neox",
-    "olmo2",
-    "bloom",
-    "qwen3",
-]
 
 
 def models_without_learned_positions(family: str) -> tuple[Any, Any]:
@@ -52,7 +39,7 @@ def kept(expected: list[Sink]) -> list[Sink]:
     return [one for one in expected if one in near[:8] or one in past[:8]]
 
 
-@pytest.mark.parametrize("family", CHECKED)
+@pytest.mark.parametrize("family", [*TEN_FAMILIES, "qwen3"])
 def test_sinks_at_any_position_are_those_of_the_familys_own_matrices_and_states(family: str) -> None:
     model, eager = models_without_learned_positions(family)
     tokens = tokens_like_the_first()
@@ -72,7 +59,7 @@ def test_sinks_at_any_position_are_those_of_the_familys_own_matrices_and_states(
     assert ([0] if family.startswith("gpt-oss") else [0, 1, 2]) in alike
 
 
-@pytest.mark.parametrize("family", CHECKED)
+@pytest.mark.parametrize("family", [*TEN_FAMILIES, "qwen3"])
 def test_tokens_are_counted_where_they_are_sinks_past_the_first_few(family: str) -> None:
     model, eager = models_without_learned_positions(family)
     tokens = tokens_like_the_first()

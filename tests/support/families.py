@@ -122,6 +122,20 @@ FAMILIES: dict[str, Any] = {
     **IGNORING,
 }
 
+TEN_FAMILIES = [
+    "llama",
+    "gpt2",
+    "mistral, window 5",
+    "gemma2, softcap and window 5",
+    "gpt-oss, sinks and window 5",
+    "deepseek-v3, other value width",
+    "opt",
+    "gpt-neox",
+    "olmo2",
+    "bloom",
+]
+"""Some of each kind, where all would take long."""
+
 
 def pair_of(family: str) -> tuple[Any, Any]:
     """The same random weights behind the default attention and behind eager attention."""
