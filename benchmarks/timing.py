@@ -51,6 +51,7 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "cpu": _cpu(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "load": os.getloadavg()[0],
         "commit": _git("rev-parse", "--short", "HEAD"),
