@@ -3,10 +3,11 @@
     python -m benchmarks.measure [--lengths 64 512 1024 2048 8192] [--rounds 5] [--models gpt2 llama] [--long] [--save]
 
 Models of random weights in float32: GPT-2 with 124 M parameters (its positions extended), and a Llama of 8 layers.
-All sides run in one process, in turn; times are medians, ratios are medians over the rounds. Peak memory is that of
-the process above what it held before, reset for each side (Linux). Up to 512 tokens there are three times as many
-rounds, since there a slow spell of the machine weighs more. With `ATEN_CPU_CAPABILITY=avx2` (and
-`ONEDNN_MAX_CPU_ISA=AVX2`) an ordinary processor is imitated; its results have a file of their own.
+All sides run in one process, in turn; times are medians, ratios are medians over the rounds, with the interval of the
+median at 95 % (all of them with fewer than six rounds). A round goes over all models and lengths, so that a slow spell
+of the machine meets all alike and not one of them alone; up to 512 tokens each is run three times in a round. Peak
+memory is that of the process above what it held before, reset for each side (Linux). With `ATEN_CPU_CAPABILITY=avx2`
+(and `ONEDNN_MAX_CPU_ISA=AVX2`) an ordinary processor is imitated; its results have a file of their own.
 
 The released procedure is written anew from its description (recipe.yaml, `known_defects_of_the_released_code`): eager
 attention, one prompt at a time; the maps of all layers and prompts are kept, written to a file and read back; then
@@ -22,9 +23,11 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,13 +38,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from benchmarks.memory import peak_mb
-from benchmarks.timing import RESULTS, environment, in_turn, ratios
+from benchmarks.timing import RESULTS, environment, in_turn, median_interval, ratios
 from sinklab.files import write_json
 from sinklab.measuring.api import measure
 
 SEQUENCES = {64: 16, 512: 4, 1024: 4, 2048: 2}  # more at a time where they are short; else one
 RELEASED = (1024, 2048)
-MANY_ROUNDS = 512  # tokens, up to which there are three times as many
+MANY_ROUNDS = 512  # tokens, up to which a round has three
 SAVED = {True: "measure_cpu", False: "measure_forward_cpu"}  # with the released procedure, or without
 LONG = 32768
 LONG_LIMIT_MB = 6000
@@ -102,35 +105,58 @@ def released(model: Any, tokens_NT: Tensor, eps: float = 0.3) -> Tensor:
     return 100 * (alpha_NLHT > eps).float().mean((0, 1, 2))
 
 
-def compare(name: str, length: int, rounds: int, with_released: bool) -> dict[str, Any]:
-    """One row: seconds and peak memory of each side at one length, and how they relate."""
-    build = {"gpt2": gpt2, "llama": llama}[name]
-    model, tokens = build(), torch.randint(3, 30000, (SEQUENCES.get(length, 1), length))
-    sides: dict[str, Callable[[], Any]] = {
-        "forward": partial(bare, model, tokens),
-        "measured": partial(measured, model, tokens),
-    }
-    if with_released and length in RELEASED:
-        sides["without_loss"] = partial(without_loss, model, tokens)
-        sides["released"] = partial(released, build("eager"), tokens)
-    for run in sides.values():
-        run()  # what is allocated once would fall to the first
-    peaks = {side: peak_mb(run) for side, run in sides.items()}
-    rounds = 3 * rounds if length <= MANY_ROUNDS else rounds
-    seconds = in_turn(sides, rounds, warm_up=0)
-    row = {"model": name, "sequences": len(tokens), "length": length, "rounds": rounds, **figures(seconds, peaks)}
-    if "released" in sides:
-        row["times_faster_than_released"] = round(ratios(seconds, "without_loss")["released"], 2)
-        row["times_faster_though_with_loss"] = round(ratios(seconds, "measured")["released"], 2)
-        row["times_less_memory"] = round(peaks["released"] / max(peaks["without_loss"], 1), 1)
-    return row | {"misses": misses(row)}
+@dataclass
+class Comparison:
+    """One row: the sides at one length, their peak memory, and the seconds that they have taken so far."""
+
+    name: str
+    tokens_NT: Tensor
+    sides: Mapping[str, Callable[[], Any]]
+    peaks: Mapping[str, float]
+    seconds: Mapping[str, list[float]]
+
+    @classmethod
+    def prepared(cls, name: str, length: int, with_released: bool) -> "Comparison":
+        """Each side has run before its memory is read: what is allocated once would fall to the first."""
+        build = {"gpt2": gpt2, "llama": llama}[name]
+        model, tokens_NT = build(), torch.randint(3, 30000, (SEQUENCES.get(length, 1), length))
+        sides: dict[str, Callable[[], Any]] = {
+            "forward": partial(bare, model, tokens_NT),
+            "measured": partial(measured, model, tokens_NT),
+        }
+        if with_released and length in RELEASED:
+            sides["without_loss"] = partial(without_loss, model, tokens_NT)
+            sides["released"] = partial(released, build("eager"), tokens_NT)
+        for run in sides.values():
+            run()
+        peaks = {side: peak_mb(run) for side, run in sides.items()}
+        return cls(name, tokens_NT, sides, peaks, {side: [] for side in sides})
+
+    def run(self) -> None:
+        """One round."""
+        times = 3 if self.tokens_NT.shape[1] <= MANY_ROUNDS else 1
+        for side, seconds in in_turn(self.sides, times, warm_up=0).items():
+            self.seconds[side].extend(seconds)
+
+    def row(self) -> dict[str, Any]:
+        """Seconds and peak memory of each side, and how they relate."""
+        sequences, length = self.tokens_NT.shape
+        row = {"model": self.name, "sequences": sequences, "length": length, "rounds": len(self.seconds["forward"])}
+        row |= figures(self.seconds, self.peaks)
+        if "released" in self.sides:
+            row["times_faster_than_released"] = round(ratios(self.seconds, "without_loss")["released"], 2)
+            row["times_faster_though_with_loss"] = round(ratios(self.seconds, "measured")["released"], 2)
+            row["times_less_memory"] = round(self.peaks["released"] / max(self.peaks["without_loss"], 1), 1)
+        return row | {"misses": misses(row)}
 
 
-def figures(seconds: Mapping[str, list[float]], peaks: Mapping[str, float]) -> dict[str, float]:
+def figures(seconds: Mapping[str, list[float]], peaks: Mapping[str, float]) -> dict[str, Any]:
     """Of the sides "forward" and "measured", and others there may be."""
-    row = {f"{side}_seconds": round(statistics.median(times), 4) for side, times in seconds.items()}
+    row: dict[str, Any] = {f"{side}_seconds": round(statistics.median(times), 4) for side, times in seconds.items()}
     row |= {f"{side}_peak_mb": round(peak) for side, peak in peaks.items()}
-    row["times_forward"] = round(ratios(seconds, "forward")["measured"], 2)
+    over = [mine / base for mine, base in zip(seconds["measured"], seconds["forward"], strict=True)]
+    row["times_forward"] = round(statistics.median(over), 2)
+    row["times_forward_interval"] = [round(end, 2) for end in median_interval(over)]
     row["mb_over_forward"] = round(peaks["measured"] - peaks["forward"])
     return row
 
@@ -178,14 +204,18 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     result: dict[str, Any] = {"environment": environment(), "rounds": given.rounds, "rows": []}
     print(json.dumps(result["environment"]), flush=True)
-    rows = [
-        partial(compare, name, length, given.rounds, not given.without_released)
+    compared = [
+        Comparison.prepared(name, length, not given.without_released)
         for name in given.models
         for length in given.lengths
     ]
-    for row in [*rows, *([partial(long_input, LONG)] if given.long else [])]:
-        result["rows"].append(row())
-        print(json.dumps(result["rows"][-1]), flush=True)
+    for number in range(1, given.rounds + 1):
+        for one in compared:
+            one.run()
+        print(f"round {number} of {given.rounds}", file=sys.stderr, flush=True)
+    for row in [*(one.row() for one in compared), *([long_input(LONG)] if given.long else [])]:
+        result["rows"].append(row)
+        print(json.dumps(row), flush=True)
     if given.save:
         RESULTS.mkdir(exist_ok=True)
         write_json(saved_in(not given.without_released), result)

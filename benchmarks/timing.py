@@ -1,11 +1,12 @@
 """Timing that can be compared: the contestants in one process, in turn, several rounds, medians; and where it ran."""
 
+import math
 import os
 import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,18 @@ def ratios(seconds: Mapping[str, list[float]], baseline: str) -> dict[str, float
         name: statistics.median(mine / base for mine, base in zip(times, seconds[baseline], strict=True))
         for name, times in seconds.items()
     }
+
+
+def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
+    """Between which two of the values the median lies at that level, whatever they are spread like.
+
+    By order statistics: from the k-th smallest to the k-th largest with P(Binomial(n, 1/2) < k) <= (1 - level) / 2; the
+    smallest and the largest where there are too few (fewer than six at 0.95).
+    """
+    ordered, below, k = sorted(values), 0.0, 0
+    while (below := below + math.comb(len(ordered), k) / 2 ** len(ordered)) <= (1 - level) / 2:
+        k += 1
+    return ordered[max(k - 1, 0)], ordered[-max(k, 1)]
 
 
 def environment() -> dict[str, Any]:
