@@ -40,18 +40,24 @@ def by_name(found: list[BackendParity]) -> dict[str, BackendParity]:
     return {one.backend: one for one in found}
 
 
+def verdict_of_sdpa(model: Any) -> str:
+    """transformers refuses it with sink logits or a softcap; transformers 5.17 took it for Gemma 2, without the cap."""
+    if not model._supports_sdpa:
+        return "unavailable"
+    return "differs" if getattr(model.config, "attn_logit_softcapping", None) else "agrees"
+
+
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in IGNORING])
 def test_backends_agree_and_the_importance_is_that_of_the_familys_own_matrices(family: str) -> None:
     model, eager = pair_of(family)
     found = by_name(backend_parity(model, family_tokens(), QUICK))
-    sdpa = "agrees" if model._supports_sdpa else "unavailable"  # transformers refuses it with sink logits or a softcap
-    assert [one.verdict for one in found.values()] == ["reference", sdpa, "unavailable", "agrees"]
+    assert [one.verdict for one in found.values()] == ["reference", verdict_of_sdpa(model), "unavailable", "agrees"]
     with torch.no_grad():
         matrices = torch.stack(eager(family_tokens(), output_attentions=True).attentions, 1)
     alpha = torch.stack([importance_by_loops(one) for one in matrices])
     left = float((1 - matrices.sum(-1)).mean()) if family.startswith("gpt-oss") else None
     for name in ("eager", "sdpa", "sinklab"):
-        if found[name].verdict == "unavailable":
+        if found[name].verdict in ("unavailable", "differs"):
             continue
         assert found[name].importance_first == pytest.approx(float(alpha[..., 0].mean()), rel=1e-4)
         assert found[name].sink_share == (None if left is None else pytest.approx(left, rel=1e-4))
