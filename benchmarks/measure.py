@@ -38,7 +38,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from benchmarks.memory import peak_mb
-from benchmarks.timing import RESULTS, environment, in_turn, median_interval, ratios
+from benchmarks.timing import RESULTS, environment, in_turn, median_interval, over_rounds, ratios
 from sinklab.files import write_json
 from sinklab.measuring.api import measure
 
@@ -154,7 +154,7 @@ def figures(seconds: Mapping[str, list[float]], peaks: Mapping[str, float]) -> d
     """Of the sides "forward" and "measured", and others there may be."""
     row: dict[str, Any] = {f"{side}_seconds": round(statistics.median(times), 4) for side, times in seconds.items()}
     row |= {f"{side}_peak_mb": round(peak) for side, peak in peaks.items()}
-    over = [mine / base for mine, base in zip(seconds["measured"], seconds["forward"], strict=True)]
+    over = over_rounds(seconds, "measured", "forward")
     row["times_forward"] = round(statistics.median(over), 2)
     row["times_forward_interval"] = [round(end, 2) for end in median_interval(over)]
     row["mb_over_forward"] = round(peaks["measured"] - peaks["forward"])

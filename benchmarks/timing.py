@@ -37,12 +37,14 @@ def in_turn(contestants: Mapping[str, Callable[[], object]], rounds: int, warm_u
     return seconds
 
 
+def over_rounds(seconds: Mapping[str, list[float]], name: str, baseline: str) -> list[float]:
+    """A contestant's time over the baseline's, of each round."""
+    return [mine / base for mine, base in zip(seconds[name], seconds[baseline], strict=True)]
+
+
 def ratios(seconds: Mapping[str, list[float]], baseline: str) -> dict[str, float]:
     """Median over the rounds of each contestant's time over the baseline's of the same round."""
-    return {
-        name: statistics.median(mine / base for mine, base in zip(times, seconds[baseline], strict=True))
-        for name, times in seconds.items()
-    }
+    return {name: statistics.median(over_rounds(seconds, name, baseline)) for name in seconds}
 
 
 def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
