@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from sinklab.device import processor_name
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -65,7 +67,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
-        "cpu": _cpu(),
+        "cpu": processor_name(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "load": os.getloadavg()[0],
@@ -77,13 +79,6 @@ def environment() -> dict[str, Any]:
 def _wait() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def _git(*arguments: str) -> str:

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import platform
+from pathlib import Path
 
 import torch
 
@@ -42,6 +43,14 @@ def float32_if_emulated(dtype: torch.dtype, device: torch.device) -> torch.dtype
     """A dtype of weights, or float32 in its place on a CPU that emulates its products (bfloat16: five times slower)."""
     emulated = device.type == "cpu" and dtype in INSTRUCTIONS and not multiplies_natively(dtype, device)
     return torch.float32 if emulated else dtype
+
+
+def processor_name() -> str:
+    """The model of this machine's processor, its architecture where the system does not name it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def keep_freed_memory() -> None:

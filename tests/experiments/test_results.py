@@ -50,6 +50,16 @@ def test_how_often_each_head_sinks_is_that_of_the_measurement(run: Path) -> None
     assert [numbers.value(f"sink_layer_{layer}") for layer in (1, 2, 3)] == [*map(max, last["sink_rate_heads"]), None]
 
 
+def test_an_evaluation_has_other_thresholds_and_the_importance_of_the_first_position(run: Path) -> None:
+    last = json.loads((run / METRICS).read_text().splitlines()[-1])
+    first_NLH = Measurement.load(run).importance_first
+    rates = {eps: 100 * (first_NLH > float(eps)).mean() for eps in ("0.3", "0.2", "0.4")}
+    assert last["sink_rate_eps"] == pytest.approx(rates)
+    assert len(set(rates.values())) > 1, "thresholds that make no difference show nothing"
+    assert np.array(last["importance_first_heads"]) == pytest.approx(first_NLH.mean(0), rel=1e-5)
+    assert last["sink_rate_visible_eps"] is last["sink_rate_bias_eps"] is None
+
+
 def test_a_layer_has_sunk_when_one_of_its_heads_does_in_half_of_the_sequences(run: Path) -> None:
     rows = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
     assert len(rows) == 2

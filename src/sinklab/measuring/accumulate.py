@@ -6,6 +6,7 @@ threshold is applied to every sequence before anything is averaged.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from sinklab.measuring.options import Options
 from sinklab.measuring.statistics.totals import DetailTotals
 from sinklab.measuring.statistics.watch import BatchDetails
 from sinklab.measuring.visible import View, joined, visibility_note
+
+Rate = TypeVar("Rate", float, list[float])
 
 VISIBLE = "attention scores over visible queries"
 
@@ -78,7 +81,8 @@ class Accumulator:
     def __init__(self, thresholds: Sequence[float], length: int, lengths: Sequence[int] = ()) -> None:
         self.thresholds, self.length = tuple(thresholds), length
         self.eps = self.thresholds[0]
-        self.sequences = self.targets = self.bias_hits = self.bias_triples = 0
+        self.sequences = self.targets = self.bias_triples = 0
+        self.bias_hits_E = [0] * len(self.thresholds)
         self.loss = 0.0
         self.hits_ET = torch.zeros(len(self.thresholds), length, dtype=torch.int64)
         self.visible_hits_ET: Tensor | None = None
@@ -128,7 +132,8 @@ class Accumulator:
             if norms is not None:
                 self._sum(name, torch.where(valid_BT, norms, 0).double().sum(1))
         if batch.bias_ABH is not None:
-            self.bias_hits += int((batch.bias_ABH > self.eps).sum())
+            for i, eps in enumerate(self.thresholds):
+                self.bias_hits_E[i] += int((batch.bias_ABH > eps).sum())
             self.bias_triples += batch.bias_ABH.numel()
             self.bias_AH = _added(self.bias_AH, batch.bias_ABH)
         if batch.registers_ABHN is not None:
@@ -189,9 +194,9 @@ class Accumulator:
             for cut, hits_EP in zip(self.lengths, self._prefix_hits, strict=True)
         }
 
-    def sink_rate_bias(self) -> float | None:
-        """Percent for the added bias or sink token; None where there is none."""
-        return 100 * self.bias_hits / self.bias_triples if self.bias_triples else None
+    def sink_rate_bias(self, threshold: int = 0) -> float | None:
+        """Percent for the added bias or sink token, for one of the thresholds; None where there is none."""
+        return 100 * self.bias_hits_E[threshold] / self.bias_triples if self.bias_triples else None
 
     def importance_bias(self) -> Tensor | None:
         """Mean over sequences of the share on the added bias (L, H); None unless every layer has one."""
@@ -265,6 +270,7 @@ def measurement_from(
         sink_rates_visible=_every_rate(totals, totals.sink_rate_visible),
         sink_rate_by_length=totals.sink_rate_by_length() or None,
         sink_rate_bias=totals.sink_rate_bias(),
+        sink_rates_bias=_every_rate(totals, totals.sink_rate_bias),
         uniform_ratio=totals.uniform_ratio(),
         loss=totals.mean_loss(),
         hidden_norm_ratio=ratio(hidden),
@@ -289,7 +295,7 @@ def measurement_from(
     )
 
 
-def _every_rate(totals: Accumulator, rate: Callable[[int], list[float] | None]) -> dict[str, list[float]] | None:
+def _every_rate(totals: Accumulator, rate: Callable[[int], Rate | None]) -> dict[str, Rate] | None:
     """The rates by threshold; None where there is one threshold, or no such rate."""
     if len(totals.thresholds) == 1:
         return None

@@ -24,7 +24,16 @@ from sinklab.measuring.statistics.details import Details
 from sinklab.measuring.statistics.secondary import Percent
 
 ColumnValues = np.ndarray | Sequence[float] | None
-LEFT_OUT = ("step", "planned_steps", "details", "ablations", "mixing", "propositions", "scores")  # where there are none
+LEFT_OUT = (
+    "step",
+    "planned_steps",
+    "sink_rates_bias",
+    "details",
+    "ablations",
+    "mixing",
+    "propositions",
+    "scores",
+)  # where there are none
 
 
 class Measurement(WithArrays):
@@ -49,6 +58,7 @@ class Measurement(WithArrays):
             key, not over all from it on; None where that is the same in every layer (no window, no documents).
         sink_rate_by_length: of the same sequences cut shorter, by length and threshold: {"16": {"0.3": [..]}}.
         sink_rate_bias: the same for an added bias, sink logit or sink token; None where the model has none.
+        sink_rates_bias: that for every threshold; None, and left out of the files, where there was only one.
         uniform_ratio: alpha_k over that of uniform causal attention (metrics.py), mean over (sequence, layer, head),
             position 1 first: 1 is no sink, at any T.
         loss: nats per token over targets 2..T, those after the prefix under a prefix mask; None where there are none.
@@ -97,6 +107,7 @@ class Measurement(WithArrays):
     sink_rates_visible: dict[str, list[Percent]] | None = None
     sink_rate_by_length: dict[str, dict[str, list[Percent]]] | None = None
     sink_rate_bias: Percent | None
+    sink_rates_bias: dict[str, Percent] | None = None
     uniform_ratio: list[Annotated[FiniteFloat, Field(ge=0)]]
     loss: FiniteFloat | None
     hidden_norm_ratio: list[FiniteFloat] | None

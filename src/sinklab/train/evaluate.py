@@ -4,7 +4,7 @@ Every process evaluates all of them: the numbers then do not depend on how many 
 gathered by all alike.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from sinklab.train.parallel import gathered
 from sinklab.train.update import Updater
 
 LOSS_TOKENS = 2**15  # at a time, unless one sequence is longer
+OTHER_EPS = (0.2, 0.4)  # thresholds at which every evaluation also has the rates
 METRIC_BATCH = 16  # fixed, so that a metric is the same bit for bit whatever memory is free
 
 
@@ -54,16 +55,17 @@ class Evaluator:
             model.train()
         return (torch.stack(losses).sum() / sum(map(len, self.batches))).item()
 
-    def measure(self, details: bool = False) -> Measurement:
+    def measure(self, details: bool = False, other_eps: Sequence[float] = ()) -> Measurement:
         """The sink metric on the validation text, under the recipe's data interventions.
 
         Args:
             details: also what costs more (`measuring/statistics/details.py`).
+            other_eps: thresholds besides that of the recipe.
         """
         metric = self.recipe.metric
         tokens_NT = torch.cat(self.batches)[: metric.sequences, : metric.length]
         options = Options(
-            (metric.eps,),
+            (metric.eps, *(eps for eps in other_eps if eps != metric.eps)),
             batch_size=METRIC_BATCH,
             details=details,
             model_name=self.recipe.name,
@@ -96,3 +98,8 @@ def _batches(run: Run) -> list[Tensor]:
     run.dataset.valid.check_unchanged()
     together = min(run.recipe.train.micro_batch or valid.batch_size, max(1, LOSS_TOKENS // valid.context))
     return list(tokens_NT.split(together))
+
+
+def first_position(rates: Mapping[str, Sequence[float]] | None) -> dict[str, float] | None:
+    """The rates of position 1 by threshold, percent."""
+    return None if rates is None else {eps: of_positions[0] for eps, of_positions in rates.items()}

@@ -20,7 +20,7 @@ from sinklab.train.directory.defects import TrainState, step_of
 from sinklab.train.directory.history import History, read_metrics
 from sinklab.train.directory.lock import holder, leave, lock_run, sees
 from sinklab.train.directory.run import Run, establish
-from sinklab.train.evaluate import Evaluator
+from sinklab.train.evaluate import OTHER_EPS, Evaluator, first_position
 from sinklab.train.finite import DivergedError, NotFiniteError
 from sinklab.train.speed import Speedometer
 from sinklab.train.update import Updater
@@ -207,7 +207,7 @@ class Trainer:
         state, loss = self.state, self.evaluator.loss()
         if not math.isfinite(loss):
             raise self._diverged(f"step {state.step} diverged: the validation loss is {loss} after it.")
-        measurement = self.evaluator.measure()
+        measurement = self.evaluator.measure(other_eps=OTHER_EPS)
         return {
             "step": state.step,
             "tokens": state.step * self.recipe.train.batch_size * self.recipe.model.context,
@@ -217,6 +217,10 @@ class Trainer:
             "sink_rate_visible": measurement.sink_rate_visible,
             "sink_rate_bias": measurement.sink_rate_bias,
             "sink_rate_heads": measurement.sink_rate_of_heads().tolist(),
+            "sink_rate_eps": first_position(measurement.sink_rates),
+            "sink_rate_visible_eps": first_position(measurement.sink_rates_visible),
+            "sink_rate_bias_eps": measurement.sink_rates_bias,
+            "importance_first_heads": measurement.importance[..., 0].tolist(),
             "hidden_norm_ratio": measurement.hidden_norm_ratio,
             "lr": self.updater.rate,
             "grad_norm": state.grad_norm if state.step else None,

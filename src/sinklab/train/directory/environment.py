@@ -5,6 +5,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Collection
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 import sinklab
-from sinklab.device import pick_device
+from sinklab.device import pick_device, processor_name
 from sinklab.errors import InputError, SinklabError
 from sinklab.schema import leaves
 from sinklab.train.recipe import DATA_ORIGIN, MANNER, Recipe, load_recipe
@@ -75,17 +76,20 @@ def _is_below(key: str, parts: Collection[str]) -> bool:
 
 
 def environment(recipe: Recipe) -> dict[str, Any]:
-    """With what a run is trained here: versions, device, threads, commit, command."""
+    """With what and when a run is begun here: versions, device, threads, commit, command, time (UTC)."""
     return {
+        "begun": datetime.now(UTC).isoformat(timespec="seconds"),
         "sinklab": sinklab.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
         "platform": platform.platform(),
+        "processor": processor_name(),
         "device": _device_name(pick_device(recipe.train.device)),
         "backend": recipe.model.attention.backend,
         "threads": torch.get_num_threads(),
-        "git": _git_commit(),
+        "git": _git("rev-parse", "HEAD"),
+        "changed_files": None if (changed := _git("status", "--porcelain", ".")) is None else bool(changed),
         "command": sys.argv,
     }
 
@@ -94,11 +98,11 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
 
 
-def _git_commit() -> str | None:
-    """The commit sinklab runs from, where it runs from a checkout."""
+def _git(*arguments: str) -> str | None:
+    """What git says of the package's folder; None where sinklab does not run from a checkout."""
     try:
-        where = Path(__file__).parent
-        result = subprocess.run(["git", "-C", where, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        package = Path(sinklab.__file__).parent
+        result = subprocess.run(["git", "-C", package, *arguments], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return result.stdout.strip()
