@@ -1,6 +1,9 @@
 """A sweep is packed into a folder that can be committed: small, the same every time, of no machine, and reportable."""
 
 import gzip
+import hashlib
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ from report_fixtures import make_lab
 from sweep_fixtures import EXPERIMENTS, make_sweep
 
 from sinklab.errors import InputError
-from sinklab.experiments.documents import read_record
+from sinklab.experiments.sweep.packed import read_checksums, read_packed, unpack
 from sinklab.report.collect import collect
 from sinklab.report.experiments.packing import pack_sweep
 from sinklab.report.experiments.sweeps import Sweep
@@ -35,15 +38,58 @@ def packed(sweep_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return pack_sweep([sweep_folder], tmp_path_factory.mktemp("results") / "tiny")
 
 
-def test_a_packed_sweep_has_what_its_runs_found_and_no_weights(sweep_folder: Path, packed: Path) -> None:
+def test_a_packed_sweep_has_what_its_runs_found_in_a_few_files_and_no_weights(sweep_folder: Path, packed: Path) -> None:
     found = contents(packed)
-    runs = {path.parent.name for path in sweep_folder.glob("*/recipe.yaml")}
-    recipes = {name.removesuffix("/recipe.yaml") for name in found if name.endswith("/recipe.yaml")}
-    assert recipes == runs
-    kinds = {Path(name).name for name in found if "-" in name and "/" in name and not name.startswith("charts")}
-    assert kinds == {"recipe.yaml", "metrics.jsonl.gz", "record.json"}
-    assert {"summary.json", "report.html", "README.md", "asked/table_4.json"} <= set(found)
+    assert {name for name in found if not name.startswith("charts/")} == {
+        *(f"{one}/{file}" for one in TWO for file in ("recipes.yaml", "runs.jsonl", "metrics.jsonl.gz")),
+        *("summary.json", "report.html", "README.md", "asked/table_4.json", "asked/table_6.json", "checksums.txt"),
+    }
     assert any(name.startswith("charts/table_4-numbers") for name in found)
+    ended = {path.parent.name for path in sweep_folder.glob("*/record.json")}
+    assert {run.directory for one in TWO for run in read_packed(packed / one)} == ended
+    assert len(list(yaml.safe_load_all(found["table_4/recipes.yaml"]))) == len(read_packed(packed / "table_4"))
+
+
+def test_a_run_of_two_experiments_is_packed_once(packed: Path) -> None:
+    lying = [run.directory for one in TWO for run in read_packed(packed / one)]
+    assert len(lying) == len(set(lying))
+    assert any(name.startswith("softmax-") for name in lying)
+
+
+def test_unpacked_runs_are_the_files_that_were_packed(sweep_folder: Path, packed: Path, tmp_path: Path) -> None:
+    made = unpack(packed, tmp_path)
+    assert made
+    for directory in made:
+        for name in ("recipe.yaml", "metrics.jsonl"):
+            assert (directory / name).read_bytes() == (sweep_folder / directory.name / name).read_bytes()
+        environment = json.loads((directory / "env.json").read_text())
+        assert environment["hash"] == json.loads((directory / "record.json").read_text())["hash"]
+        assert "command" not in environment
+    assert unpack(packed, tmp_path) == [], "what is there is left alone"
+
+
+def test_the_checksums_are_those_of_all_files(packed: Path) -> None:
+    found = {name: hashlib.sha256(content).hexdigest() for name, content in contents(packed).items()}
+    del found["checksums.txt"]
+    assert read_checksums(packed) == found
+
+
+def test_damaged_packed_runs_are_refused_with_their_folder(packed: Path, tmp_path: Path) -> None:
+    for name in ("recipes.yaml", "runs.jsonl", "metrics.jsonl.gz"):
+        copy = Path(shutil.copytree(packed, tmp_path / name))
+        (copy / "table_6" / name).write_bytes(b"nothing of the kind")
+        with pytest.raises(InputError, match="table_6 holds packed runs that cannot be read"):
+            collect([copy])
+
+
+def test_a_packed_run_outside_of_the_sweep_is_refused(packed: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(packed, tmp_path / "copy"))
+    for name in ("recipes.yaml", "runs.jsonl"):
+        file = copy / "table_6" / name
+        file.write_text(file.read_text().replace("sigmoid-", "../sigmoid-"))
+    with pytest.raises(InputError, match="not below the sweep"):
+        unpack(copy, tmp_path / "runs")
+    assert not list(tmp_path.glob("sigmoid-*"))
 
 
 def test_a_packed_sweep_reads_as_the_sweep_it_was_made_from(sweep_folder: Path, packed: Path) -> None:
@@ -56,10 +102,15 @@ def test_a_packed_sweep_reads_as_the_sweep_it_was_made_from(sweep_folder: Path, 
 
 def test_what_is_edited_in_a_packed_sweep_is_noticed(sweep_folder: Path, tmp_path: Path) -> None:
     packed = pack_sweep([sweep_folder], tmp_path / "tiny")
-    folder = next(packed.glob("sigmoid-*"))
-    (folder / "metrics.jsonl.gz").write_bytes(gzip.compress(b"{}\n"))
-    edited = [run.edited for run in only_sweep(packed).runs if run.directory == folder.name]
-    assert edited == [["metrics.jsonl"]]
+    file = packed / "table_6" / "metrics.jsonl.gz"
+    lines = gzip.decompress(file.read_bytes()).decode().splitlines(keepends=True)
+    number, row = next(
+        (i, json.loads(line)) for i, line in enumerate(lines) if json.loads(line)["run"].startswith("sig")
+    )
+    lines[number] = json.dumps(row | {"valid_loss": 0.5}) + "\n"
+    file.write_bytes(gzip.compress("".join(lines).encode()))
+    edited = {run.directory for run in only_sweep(packed).runs if run.edited and run.directory.startswith("sigmoid")}
+    assert edited == {row["run"]}
 
 
 def test_packing_again_gives_the_same_bytes_and_takes_away_what_is_no_longer_there(
@@ -86,9 +137,8 @@ def test_a_packed_sweep_is_a_sweep_that_can_be_packed(packed: Path, tmp_path: Pa
 
 
 def test_a_record_names_the_files_that_are_packed_alone(packed: Path) -> None:
-    record = read_record(next(packed.glob("sigmoid-*")))
-    assert record is not None
-    assert set(record.files) == {"recipe.yaml", "metrics.jsonl"}
+    records = [run.record for run in read_packed(packed / "table_6")]
+    assert all(set(record["files"]) == {"recipe.yaml", "metrics.jsonl"} for record in records)
 
 
 def test_the_readme_has_every_claim_with_its_verdict(packed: Path) -> None:

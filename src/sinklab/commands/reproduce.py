@@ -102,6 +102,9 @@ def reproduce(
     out: Annotated[
         Path | None, typer.Option(help="Directory of the runs, summary.json and report.html; runs/SCALE unless given.")
     ] = None,
+    packed: Annotated[
+        Path | None, typer.Option(help="Folder written by report --pack, whose runs count as trained: continue it.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train every cell of experiments, compare them, and judge their claims.
@@ -120,7 +123,7 @@ def reproduce(
     from sinklab.commands.sweeping import SweepRequest, look_ahead
 
     if about_models := measured_among(names, models or ()):
-        training = {"--steps": steps, "--jobs": jobs, "--engine-option": engine_options}
+        training = {"--steps": steps, "--jobs": jobs, "--engine-option": engine_options, "--packed": packed}
         given = [option for option, value in training.items() if value is not None]
         given += [f"--scale {scale}"] * (scale != TINY) + [f"--engine {engine.value}"] * (engine != EngineName.local)
         if given:
@@ -132,7 +135,8 @@ def reproduce(
             f"--data {data} is of experiments on existing models, and {names[0]} trains its own: leave it out"
         )
     questions = _questions(names, scale, seeds)
-    request = SweepRequest(questions, out or RUNS / scale, _changes(steps, text), jobs, engine, engine_options or ())
+    changes = _changes(steps, text)
+    request = SweepRequest(questions, out or RUNS / scale, changes, jobs, engine, engine_options or (), packed)
     if dry_run:
         from sinklab.commands.terminal.experiments import print_preview
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
@@ -23,6 +24,7 @@ from sinklab.experiments.sweep.driving import train_all
 from sinklab.experiments.sweep.engines.choice import EngineName, open_engine
 from sinklab.experiments.sweep.engines.local import cards_here, cores_here, jobs_for, shares
 from sinklab.experiments.sweep.estimate import pace_here
+from sinklab.experiments.sweep.packed import take_up, unpack
 from sinklab.experiments.sweep.plan import (
     PlannedSweep,
     Question,
@@ -59,6 +61,7 @@ class SweepRequest:
         jobs: runs at a time; as many as the machine suggests unless given.
         engine: where they are trained.
         settings: of the engine, KEY=VALUE each.
+        packed: a folder of packed runs, which count as finished ones.
     """
 
     questions: Sequence[Question]
@@ -67,6 +70,7 @@ class SweepRequest:
     jobs: int | None = None
     engine: EngineName = EngineName.local
     settings: Sequence[str] = ()
+    packed: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,12 @@ def look_ahead(request: SweepRequest) -> Preview:
     plan = plan_sweep(request.questions, request.overlay)
     jobs = _jobs(request, len(plan.order))
     base = next(iter(cells_of(request.questions[0], request.overlay).values())).recipe
-    return preview(plan, request.out, pace_here(base, shares(jobs)[0].threads, request.out), jobs)
+    pace = pace_here(base, shares(jobs)[0].threads, request.out)
+    with TemporaryDirectory() as folder:
+        if request.packed is not None:
+            unpack(request.packed, Path(folder))
+        found = found_runs(Path(folder)) | found_runs(request.out)
+        return preview(plan, request.out, found, pace, jobs)
 
 
 def sweep(request: SweepRequest, console: Console) -> SweepEnding:
@@ -111,6 +120,8 @@ def sweep(request: SweepRequest, console: Console) -> SweepEnding:
     out, overlay = request.out, request.overlay
     check_results(out, (SUMMARY, REPORT))
     _check_version(out / SUMMARY)
+    if request.packed is not None:
+        take_up(request.packed, out)
     before = read_asked(out)
     plan = plan_sweep(request.questions, overlay)
     engine = open_engine(request.engine, _jobs(request, len(plan.order)), out, request.settings)

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from sinklab.assessing.documents import ASSESSMENT
 from sinklab.errors import InputError
 from sinklab.experiments.documents import CellSummary, JudgedClaim, Summary
+from sinklab.experiments.sweep.packed import is_packed
 from sinklab.files import parse_json, parse_yaml
 from sinklab.report.assessing.assessed import read_assessments
 from sinklab.report.data import ReportData, ReportedRun, Suite, WrittenRecipe, model_name
@@ -64,7 +65,7 @@ def collect(dirs: list[Path]) -> ReportData:
     suites = [suite for top in dirs for suite in _read_suites(top)]
     place = {suite.top / name: number for suite in suites for number, name in enumerate(suite.document.measured)}
     runs = sorted(grouped(runs, cells), key=lambda run: place.get(run.path, -1))
-    swept = {sweep.top / run.directory for sweep in sweeps for run in sweep.runs if run.directory}
+    swept = {sweep.files / run.directory for sweep in sweeps for run in sweep.runs if run.directory}
     assessed = [one for top in dirs for one in read_assessments(top, swept)]
     data = ReportData(dirs, runs, claims, cells, suites, sweeps, assessed)
     order = {cell: index for index, cell in enumerate(data.cells)}
@@ -81,9 +82,10 @@ def _checked(top: Path) -> Path:
 def _collect_one(top: Path, summary: Summary) -> tuple[list[ReportedRun], Summary]:
     """The runs that are shown each, and what the summary says of these.
 
-    Runs of several experiments are shown by the sections of those alone: hundreds would make no table.
+    Runs of several experiments are shown by the sections of those alone: hundreds would make no table. So are packed
+    ones.
     """
-    several = len(summary.experiments) > 1
+    several = len(summary.experiments) > 1 or is_packed(top)
     cell_of = {top / run.directory: name for name, cell in summary.cells.items() for run in cell.runs if run.directory}
     paths = [path for path in folders_with(top, _is_run_or_measurement) if not (several and path in cell_of)]
     if not paths and not summary.cells and not any(top.rglob(ASSESSMENT)):

@@ -10,7 +10,7 @@ from sinklab.data.shards import TokenDataset
 from sinklab.errors import SinklabError
 from sinklab.experiments.sweep.estimate import Pace
 from sinklab.experiments.sweep.plan import SweepPlan, data_key, place_sweep
-from sinklab.experiments.sweep.store import found_runs, record_of
+from sinklab.experiments.sweep.store import record_of
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,16 @@ class Preview:
         return asdict(self)
 
 
-def preview(plan: SweepPlan, out: Path, pace: Pace, jobs: int) -> Preview:
-    """What is done and what is to come, as far as the data is prepared: the runs of other data cannot have begun."""
+def preview(plan: SweepPlan, out: Path, found: Mapping[str, Path], pace: Pace, jobs: int) -> Preview:
+    """What is done and what is to come, as far as the data is prepared: the runs of other data cannot have begun.
+
+    Args:
+        found: directories of runs that are there already, by hash.
+    """
     data = _prepared_data(plan)
     known = {name: cell for name, cell in plan.cells.items() if data_key(cell.recipe) in data}
     order = tuple((name, seed) for name, seed in plan.order if name in known)
-    placed = place_sweep(SweepPlan(known, order), data, out, found_runs(out))
+    placed = place_sweep(SweepPlan(known, order), data, out, found)
     done = {run.hash for run in placed.runs if record_of(run.directory, run.hash) is not None}
     first: dict[str, str] = {}
     cells, left, runs = [], 0.0, {(_identity(plan, name), seed): name for name, seed in reversed(plan.order)}

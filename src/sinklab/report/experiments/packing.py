@@ -2,13 +2,12 @@
 
 summary.json, asked/, README.md     what was asked, what came out
 report.html, charts/*.svg           drawn from this folder alone
-NAME-HASH/record.json               how a run ended, with the checksums of the two files beside it
-NAME-HASH/recipe.yaml, metrics.jsonl.gz, assessment.json
+EXPERIMENT/                         its runs (experiments/sweep/packed.py)
+checksums.txt                       of every file
 
-The same sweep gives the same bytes.
+The same sweep gives the same bytes. `sinklab verify` checks it, `sinklab reproduce --packed` continues it.
 """
 
-import gzip
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,18 +15,28 @@ from pathlib import Path
 from sinklab.assessing.documents import ASSESSMENT
 from sinklab.errors import InputError
 from sinklab.experiments.documents import RECORD, SUMMARY, CellRun, Summary, read_record
-from sinklab.files import parse_json, parse_yaml, write_json, write_text, written_aside
+from sinklab.experiments.sweep.packed import (
+    METRICS,
+    PACKED_FILES,
+    RECIPE,
+    RUNS,
+    PackedRun,
+    environment_to_pack,
+    write_checksums,
+    write_packed,
+)
+from sinklab.files import parse_json, parse_yaml, write_text
 from sinklab.outputs import REPORT, check_results
-from sinklab.report.collect import collect
+from sinklab.report.collect import collect, read_mapping
 from sinklab.report.experiments.readme import readme
 from sinklab.report.experiments.sweeps import Sweep
 from sinklab.report.export import export_charts
 from sinklab.report.html import render
 from sinklab.schema import leaves
+from sinklab.train.directory.environment import ENVIRONMENT
 
-RECIPE, METRICS = "recipe.yaml", "metrics.jsonl"
-PACKED = (RECIPE, METRICS)
-RUN_FILES = {RECIPE, f"{METRICS}.gz", RECORD, ASSESSMENT}
+CHECKED = (RECIPE, METRICS)
+EARLIER_FILES = {RECIPE, f"{METRICS}.gz", RECORD, ASSESSMENT}
 ASKED, CHARTS = "asked", "charts"
 
 
@@ -56,13 +65,17 @@ def pack_sweep(dirs: Sequence[Path], out: Path) -> Path:
     sweep = sweeps[0]
     _check_target(out)
     _check_paths(sweep)
-    _without_leftovers(out, {run.directory for run in sweep.runs})
-    for run in sweep.runs:
-        _pack_run(sweep, run, out)
+    packed = {
+        name: [one for run in runs if (one := _packed(sweep, run))] for name, runs in _runs_by_experiment(sweep).items()
+    }
+    _without_leftovers(out)
+    for name, runs in packed.items():
+        write_packed(out / name, runs)
     _pack_documents(sweep, out)
     data = collect([out])
     export_charts(data, out / CHARTS, ("svg",))
     write_text(out / REPORT, render(data, out, None))
+    write_checksums(out)
     return out
 
 
@@ -75,7 +88,8 @@ def _check_target(out: Path) -> None:
 def _check_paths(sweep: Sweep) -> None:
     """Refuse what names a path of this machine, as it would mean nothing anywhere else."""
     documents = [(path, parse_json(path.read_text(encoding="utf-8"))) for path in _asked(sweep)]
-    recipes = [path for run in sweep.runs if (path := sweep.provenance(run)) is not None and path.name == RECIPE]
+    folders = [folder for run in sweep.runs if (folder := sweep.folder(run)) is not None]
+    recipes = [folder / RECIPE for folder in folders if (folder / RECIPE).is_file()]
     documents += [(path, parse_yaml(path.read_text(encoding="utf-8"))) for path in recipes]
     for path, document in documents:
         for key, value in leaves(document).items():
@@ -90,45 +104,49 @@ def _asked(sweep: Sweep) -> Iterator[Path]:
     yield from sorted((sweep.top / ASKED).glob("*.json"))
 
 
-def _without_leftovers(out: Path, wanted: set[str]) -> None:
-    """Take away what an earlier copy has and this one has not."""
-    for record in [*out.rglob(RECIPE)] if out.is_dir() else []:
-        folder = record.parent
-        if folder.relative_to(out).as_posix() not in wanted and {path.name for path in folder.iterdir()} <= RUN_FILES:
-            shutil.rmtree(folder)
+def _without_leftovers(out: Path) -> None:
+    """Remove the runs and charts of an earlier copy; one with a folder per run is of an earlier version."""
+    for pattern in (f"*/{RUNS}", f"*/{RECORD}"):
+        for path in out.glob(pattern):
+            if {file.name for file in path.parent.iterdir()} <= {*PACKED_FILES, *EARLIER_FILES}:
+                shutil.rmtree(path.parent)
     for name, pattern in ((ASKED, "*.json"), (CHARTS, "*.svg")):
         for path in (out / name).glob(pattern):
             path.unlink()
 
 
-def _pack_run(sweep: Sweep, run: CellRun, out: Path) -> None:
+def _runs_by_experiment(sweep: Sweep) -> dict[str, list[CellRun]]:
+    """Every run once, with the first experiment that has it."""
+    found: dict[str, list[CellRun]] = {}
+    taken: set[str] = set()
+    for name, experiment in sweep.experiments.items():
+        for cell in sweep.cells_of(experiment).values():
+            new = [run for run in cell.runs if run.directory and run.hash not in taken]
+            taken |= {run.hash for run in new}
+            found.setdefault(name, []).extend(new)
+    return {name: runs for name, runs in found.items() if runs}
+
+
+def _packed(sweep: Sweep, run: CellRun) -> PackedRun | None:
+    """What is kept of a run; None where it has not ended."""
     folder = sweep.folder(run)
-    if folder is None or not (folder / RECIPE).is_file():
-        return
-    target = out / run.directory
-    target.mkdir(parents=True, exist_ok=True)
-    _write(target / RECIPE, (folder / RECIPE).read_bytes())
-    metrics = _metrics(folder)
-    if metrics is not None:
-        _write(target / f"{METRICS}.gz", gzip.compress(metrics, mtime=0))
+    record = read_record(folder) if folder else None
+    if folder is None or record is None or not (folder / RECIPE).is_file():
+        return None
+    files = {name: record.files[name] for name in CHECKED if name in record.files}
+    record = record.model_copy(update={"files": files, "message": _without_place(record.message, sweep)})
     assessment = sweep.assessment(run)
     if assessment is not None:
-        found = assessment.model_copy(
-            update={"model": run.directory, "asked": {**assessment.asked, "model": run.directory}}
-        )
-        write_json(target / ASSESSMENT, found.model_dump(mode="json", by_alias=True))
-    record = read_record(folder)
-    if record is not None:
-        files = {name: record.files[name] for name in PACKED if name in record.files}
-        said = _without_place(record.message, sweep)
-        record.model_copy(update={"files": files, "message": said}).save(target)
-
-
-def _metrics(folder: Path) -> bytes | None:
-    if (folder / METRICS).is_file():
-        return (folder / METRICS).read_bytes()
-    packed = folder / f"{METRICS}.gz"
-    return gzip.decompress(packed.read_bytes()) if packed.is_file() else None
+        asked = {**assessment.asked, "model": run.directory}
+        assessment = assessment.model_copy(update={"model": run.directory, "asked": asked})
+    return PackedRun(
+        directory=run.directory,
+        recipe=(folder / RECIPE).read_text(encoding="utf-8"),
+        metrics=(folder / METRICS).read_text(encoding="utf-8") if (folder / METRICS).is_file() else "",
+        record=record.model_dump(mode="json", by_alias=True),
+        environment=environment_to_pack(read_mapping(folder / ENVIRONMENT)),
+        assessment=assessment.model_dump(mode="json", by_alias=True) if assessment else None,
+    )
 
 
 def _pack_documents(sweep: Sweep, out: Path) -> None:
@@ -147,19 +165,14 @@ def _pack_documents(sweep: Sweep, out: Path) -> None:
     summary.save(out)
     for path in _asked(sweep):
         (out / ASKED).mkdir(exist_ok=True)
-        _write(out / ASKED / path.name, path.read_bytes())
+        write_text(out / ASKED / path.name, path.read_text(encoding="utf-8"))
     write_text(out / "README.md", readme(summary))
 
 
 def _kept(edited: Sequence[str]) -> list[str]:
-    return [name for name in edited if name in PACKED]
+    return [name for name in edited if name in CHECKED]
 
 
 def _without_place(message: str, sweep: Sweep) -> str:
     """A message that names files of the sweep by where they lie in it."""
     return message.replace(f"{sweep.top.resolve()}/", "").replace(f"{sweep.top}/", "")
-
-
-def _write(path: Path, content: bytes) -> None:
-    with written_aside(path) as aside:
-        aside.write_bytes(content)

@@ -1,11 +1,15 @@
 """A sweep as it lies on the disk: its summary, and what its run directories say beside it."""
 
+import shutil
+import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from sinklab.assessing.documents import ASSESSMENT, Assessment, load_assessment
 from sinklab.experiments.documents import CellRun, CellSummary, ExperimentSummary, JudgedClaim, Summary, read_record
+from sinklab.experiments.sweep.packed import RECIPES, RUNS, is_packed, read_packed, unpack
 from sinklab.experiments.sweep.recording import edited
 from sinklab.files import parse_yaml
 from sinklab.train.directory.history import Evaluation, read_history
@@ -18,12 +22,16 @@ class Sweep:
     """A directory whose summary names experiments.
 
     Attributes:
-        top: the directory of summary.json, to which the directories of runs are relative.
+        top: the directory of summary.json.
         summary: as it was written, but for `edited`, which is as the files are now.
+        files: to which the directories of runs are relative: top, or a temporary folder where runs are packed.
+        packed: by directory of a packed run, the folder of the experiment that it lies with.
     """
 
     top: Path
     summary: Summary
+    files: Path
+    packed: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def experiments(self) -> Mapping[str, ExperimentSummary]:
@@ -46,10 +54,12 @@ class Sweep:
 
     def folder(self, run: CellRun) -> Path | None:
         """The directory of a run, None where it has none yet."""
-        return self.top / run.directory if run.directory else None
+        return self.files / run.directory if run.directory else None
 
     def provenance(self, run: CellRun) -> Path | None:
         """The file that says how a run came about: its recipe, or the measurement of a model; None without one."""
+        if run.directory in self.packed:
+            return self.packed[run.directory] / RECIPES
         folder = self.folder(run)
         return next((folder / name for name in PROVENANCE if (folder / name).is_file()), None) if folder else None
 
@@ -85,18 +95,28 @@ class Sweep:
 def read_sweep(top: Path, summary: Summary) -> Sweep:
     """The sweep in a directory; which files of its runs were edited is looked up again.
 
+    Packed runs are unpacked into a temporary folder, which is removed with the sweep.
+
     Raises:
-        InputError: the record of a run is damaged.
+        InputError: the record of a run is damaged, or packed runs are.
     """
+    files, packed = top, {}
+    if is_packed(top):
+        files = Path(tempfile.mkdtemp(prefix="sinklab-"))
+        unpack(top, files)
+        packed = {run.directory: path.parent for path in top.glob(f"*/{RUNS}") for run in read_packed(path.parent)}
     cells = {
-        name: cell.model_copy(update={"runs": [_as_it_is(top, run) for run in cell.runs]})
+        name: cell.model_copy(update={"runs": [_with_edits(files, run) for run in cell.runs]})
         for name, cell in summary.cells.items()
     }
-    return Sweep(top, summary.model_copy(update={"cells": cells}))
+    sweep = Sweep(top, summary.model_copy(update={"cells": cells}), files, packed)
+    if files != top:
+        weakref.finalize(sweep, shutil.rmtree, files, ignore_errors=True)
+    return sweep
 
 
-def _as_it_is(top: Path, run: CellRun) -> CellRun:
-    record = read_record(top / run.directory) if run.directory else None
+def _with_edits(files: Path, run: CellRun) -> CellRun:
+    record = read_record(files / run.directory) if run.directory else None
     if record is None or record.hash != run.hash:
         return run
-    return run.model_copy(update={"edited": edited(top / run.directory, record)})
+    return run.model_copy(update={"edited": edited(files / run.directory, record)})

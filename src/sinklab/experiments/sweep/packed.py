@@ -1,0 +1,201 @@
+"""Packed runs: recipes, records, environments and metrics of a sweep, a few files per experiment, without weights.
+
+EXPERIMENT/recipes.yaml           the resolved recipe of every run, a YAML document each
+EXPERIMENT/runs.jsonl             a line per run: how it ended (record.json) and with what it was trained (env.json)
+EXPERIMENT/metrics.jsonl.gz       a line per evaluation, with its run
+EXPERIMENT/assessments.jsonl.gz   a line per assessed run
+checksums.txt                     SHA-256 of every file, as `sha256sum -c` reads it
+
+A run lies with the first experiment that has it. `unpack` makes run directories of them again, byte for byte, which
+`reproduce` takes for finished runs.
+"""
+
+import gzip
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sinklab.assessing.documents import ASSESSMENT
+from sinklab.errors import InputError
+from sinklab.experiments.documents import RECORD
+from sinklab.experiments.sweep.asked import FOLDER
+from sinklab.files import parse_json, sha256_of, write_json, write_text, written_aside
+from sinklab.train.directory.environment import ENVIRONMENT
+
+RECIPE, METRICS = "recipe.yaml", "metrics.jsonl"
+RECIPES, RUNS, ALL_METRICS, ASSESSMENTS = "recipes.yaml", "runs.jsonl", "metrics.jsonl.gz", "assessments.jsonl.gz"
+PACKED_FILES = (RECIPES, RUNS, ALL_METRICS, ASSESSMENTS)
+CHECKSUMS = "checksums.txt"
+OF_THE_MACHINE = ("command",)
+"""Keys of env.json that name paths and are not packed."""
+
+_HEAD = "--- # "
+_DOCUMENT = re.compile(rf"^{re.escape(_HEAD)}(.+)\n", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class PackedRun:
+    """What is kept of a run.
+
+    Attributes:
+        directory: relative to that of the sweep.
+        recipe, metrics: the text of recipe.yaml and metrics.jsonl.
+        record, environment, assessment: record.json, env.json without what names the machine, assessment.json.
+    """
+
+    directory: str
+    recipe: str
+    metrics: str
+    record: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    assessment: Mapping[str, Any] | None = None
+
+
+def is_packed(top: Path) -> bool:
+    """Whether a folder holds packed runs."""
+    return any(top.glob(f"*/{RUNS}"))
+
+
+def write_packed(folder: Path, runs: Iterable[PackedRun]) -> None:
+    """Write the runs of one experiment. The same runs give the same bytes.
+
+    Raises:
+        SinklabError: a file cannot be written.
+    """
+    runs = list(runs)
+    write_text(folder / RECIPES, "".join(f"{_HEAD}{run.directory}\n{run.recipe}" for run in runs))
+    ends = ({"run": run.directory, "record": run.record, "environment": run.environment} for run in runs)
+    write_text(folder / RUNS, _lines(ends))
+    rows = ({"run": run.directory, **json.loads(line)} for run in runs for line in run.metrics.splitlines())
+    _write_gzip(folder / ALL_METRICS, _lines(rows))
+    if any(run.assessment for run in runs):
+        found = ({"run": run.directory, "assessment": run.assessment} for run in runs if run.assessment)
+        _write_gzip(folder / ASSESSMENTS, _lines(found))
+
+
+def read_packed(folder: Path) -> list[PackedRun]:
+    """The runs of one experiment.
+
+    Raises:
+        InputError: a file is damaged.
+    """
+    try:
+        pieces = _DOCUMENT.split((folder / RECIPES).read_text(encoding="utf-8"))
+        recipes = dict(zip(pieces[1::2], pieces[2::2], strict=True))
+        metrics: dict[str, list[str]] = {}
+        for row in _rows(_read_gzip(folder / ALL_METRICS)):
+            metrics.setdefault(row.pop("run"), []).append(json.dumps(row) + "\n")
+        assessed = _read_gzip(folder / ASSESSMENTS) if (folder / ASSESSMENTS).is_file() else ""
+        assessments = {row["run"]: row["assessment"] for row in _rows(assessed)}
+        return [
+            PackedRun(
+                directory=row["run"],
+                recipe=recipes[row["run"]],
+                metrics="".join(metrics.get(row["run"], ())),
+                record=row["record"],
+                environment=row["environment"],
+                assessment=assessments.get(row["run"]),
+            )
+            for row in _rows((folder / RUNS).read_text(encoding="utf-8"))
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
+        raise InputError(f"{folder} holds packed runs that cannot be read ({error}): restore its files") from error
+
+
+def unpack(top: Path, into: Path) -> list[Path]:
+    """Make a run directory of every packed run; what is there already is left as it is.
+
+    Args:
+        top: folder of a packed sweep.
+        into: where the run directories are made, under their names in the sweep.
+
+    Returns:
+        The run directories that were made.
+
+    Raises:
+        InputError: there are no packed runs, or a file is damaged.
+        SinklabError: a file cannot be written.
+    """
+    if not is_packed(top):
+        raise InputError(f"{top} holds no packed runs: expected folders with {RUNS}, as report --pack writes them")
+    made = []
+    for folder in sorted(path.parent for path in top.glob(f"*/{RUNS}")):
+        for run in read_packed(folder):
+            directory = into / run.directory
+            if not directory.resolve().is_relative_to(into.resolve()):
+                raise InputError(f"{folder / RUNS} names a run {run.directory}, which is not below the sweep")
+            if not directory.exists():
+                _write_run(directory, run)
+                made.append(directory)
+    return made
+
+
+def take_up(top: Path, out: Path) -> list[Path]:
+    """Unpack a packed sweep into the directory of a sweep, with what was asked; what is there is left as it is.
+
+    Returns:
+        The run directories that were made.
+
+    Raises:
+        InputError: as `unpack`.
+        SinklabError: likewise.
+    """
+    made = unpack(top, out)
+    for path in sorted((top / FOLDER).glob("*.json")):
+        if not (out / FOLDER / path.name).exists():
+            write_text(out / FOLDER / path.name, path.read_text(encoding="utf-8"))
+    return made
+
+
+def _write_run(directory: Path, run: PackedRun) -> None:
+    """env.json is last: a directory without it is no run yet."""
+    write_text(directory / RECIPE, run.recipe)
+    write_text(directory / METRICS, run.metrics)
+    for name, document in ((ASSESSMENT, run.assessment), (RECORD, run.record), (ENVIRONMENT, run.environment)):
+        if document is not None:
+            write_json(directory / name, document)
+
+
+def environment_to_pack(found: Mapping[str, Any]) -> dict[str, Any]:
+    """env.json without what names paths of the machine."""
+    return {key: value for key, value in found.items() if key not in OF_THE_MACHINE}
+
+
+def write_checksums(top: Path) -> None:
+    """SHA-256 of every file of a packed sweep."""
+    files = sorted(path for path in top.rglob("*") if path.is_file() and path != top / CHECKSUMS)
+    write_text(top / CHECKSUMS, "".join(f"{sha256_of(path)}  {path.relative_to(top).as_posix()}\n" for path in files))
+
+
+def read_checksums(top: Path) -> dict[str, str]:
+    """SHA-256 by file, as it was when the sweep was packed.
+
+    Raises:
+        InputError: the list is missing or damaged.
+    """
+    try:
+        lines = (top / CHECKSUMS).read_text(encoding="utf-8").splitlines()
+        return {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+    except (OSError, ValueError) as error:
+        expected = "expected a sweep that report --pack has written"
+        raise InputError(f"{top / CHECKSUMS} cannot be read ({error}): {expected}") from error
+
+
+def _lines(documents: Iterable[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(document) + "\n" for document in documents)
+
+
+def _rows(text: str) -> Iterator[dict[str, Any]]:
+    yield from (parse_json(line) for line in text.splitlines())
+
+
+def _write_gzip(path: Path, text: str) -> None:
+    with written_aside(path) as aside:
+        aside.write_bytes(gzip.compress(text.encode(), mtime=0))
+
+
+def _read_gzip(path: Path) -> str:
+    return gzip.decompress(path.read_bytes()).decode()
