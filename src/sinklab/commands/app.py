@@ -165,6 +165,25 @@ def report(
 
 
 @app.command()
+def verify(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A folder written by report --pack.")],
+    retrain: Annotated[int, typer.Option(min=0, help="Train so many runs again, drawn at random, and compare.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the draw of runs.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Check packed results: checksums, the hash of every recipe, every verdict judged anew, runs trained again.
+
+    Example: sinklab verify results/tiny --retrain 2
+
+    A run trained again must have the same bits where processor, versions and threads are those of its record, and else
+    the same validation loss within the tolerance that is printed. Exit status 1 where something is not as it should be.
+    """
+    from sinklab.commands.verify import verify_command
+
+    verify_command(directory, retrain, seed, as_json)
+
+
+@app.command()
 def runs(
     directories: Annotated[
         list[Path], typer.Argument(metavar="DIR...", help="Directories with runs in or below them.")

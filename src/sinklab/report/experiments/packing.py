@@ -27,13 +27,13 @@ from sinklab.experiments.sweep.packed import (
 )
 from sinklab.files import parse_json, parse_yaml, write_text
 from sinklab.outputs import REPORT, check_results
-from sinklab.report.collect import collect, read_mapping
+from sinklab.report.collect import collect
 from sinklab.report.experiments.readme import readme
 from sinklab.report.experiments.sweeps import Sweep
 from sinklab.report.export import export_charts
 from sinklab.report.html import render
 from sinklab.schema import leaves
-from sinklab.train.directory.environment import ENVIRONMENT
+from sinklab.train.directory.environment import read_environment
 
 CHECKED = (RECIPE, METRICS)
 EARLIER_FILES = {RECIPE, f"{METRICS}.gz", RECORD, ASSESSMENT}
@@ -144,7 +144,7 @@ def _packed(sweep: Sweep, run: CellRun) -> PackedRun | None:
         recipe=(folder / RECIPE).read_text(encoding="utf-8"),
         metrics=(folder / METRICS).read_text(encoding="utf-8") if (folder / METRICS).is_file() else "",
         record=record.model_dump(mode="json", by_alias=True),
-        environment=environment_to_pack(read_mapping(folder / ENVIRONMENT)),
+        environment=environment_to_pack(read_environment(folder)),
         assessment=assessment.model_dump(mode="json", by_alias=True) if assessment else None,
     )
 

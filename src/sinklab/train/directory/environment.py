@@ -43,6 +43,15 @@ def earlier_hashes(directory: Path) -> tuple[str, ...]:
     return _recorded(directory, lambda found: tuple(str(run["hash"]) for run in found.get("continues", ()))) or ()
 
 
+def read_environment(directory: Path) -> dict[str, Any]:
+    """env.json of a run directory; empty where there is none.
+
+    Raises:
+        SinklabError: it is damaged.
+    """
+    return _recorded(directory, lambda found: dict(found)) or {}
+
+
 def _recorded(directory: Path, read: Callable[[dict[str, Any]], T]) -> T | None:
     path = directory / ENVIRONMENT
     try:

@@ -1,0 +1,213 @@
+"""Verification of a packed sweep: its files, its runs' hashes, its verdicts, and some of its runs trained again."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from sinklab.data.prepare import prepared
+from sinklab.errors import InputError, SinklabError
+from sinklab.experiments.documents import SUMMARY, RunRecord, Summary, read_record
+from sinklab.experiments.summary import summarise
+from sinklab.experiments.sweep.asked import read_asked
+from sinklab.experiments.sweep.packed import CHECKSUMS, read_checksums, unpack
+from sinklab.experiments.sweep.planned import Event, PlannedRun
+from sinklab.experiments.sweep.recording import edited
+from sinklab.experiments.sweep.store import found_runs, results_of
+from sinklab.experiments.sweep.worker import train_cell
+from sinklab.files import parse_json, sha256_of
+from sinklab.train.directory.environment import environment, read_environment
+from sinklab.train.directory.history import Evaluation, read_history
+from sinklab.train.recipe import load_recipe
+
+SAME_NUMBERS = ("processor", "torch", "python", "threads")
+"""Keys of env.json that must agree where a run trained again is to give the same bits."""
+
+FIRST_LOSS, LAST_LOSS = 1e-3, 0.15
+"""Relative difference of the first validation loss after step 0, and of the last, that another machine may make: the
+rounding differs, and training magnifies it."""
+
+
+@dataclass
+class Check:
+    """One thing that was verified.
+
+    Attributes:
+        name: what.
+        checked: how many.
+        problems: a sentence for each that is not as it should be.
+        notes: what the reader must know of how it was checked.
+    """
+
+    name: str
+    checked: int = 0
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def verify_packed(
+    top: Path,
+    retrain: int = 0,
+    seed: int = 0,
+    say: Callable[[str], None] = lambda text: None,
+    watch: Callable[[Event], None] = lambda event: None,
+) -> list[Check]:
+    """Check every file, recipe and verdict of a packed sweep, and train some of its runs again.
+
+    Args:
+        retrain: how many runs, drawn at random from those that are done.
+        seed: of that draw.
+        say: called with what is being done.
+        watch: called with the events of runs that are trained again.
+
+    Raises:
+        InputError: the folder holds no packed sweep, or a file of it cannot be read.
+    """
+    checks = [_check_files(top)]
+    with TemporaryDirectory(prefix="sinklab-") as folder:
+        files = Path(folder)
+        say("unpacking the runs")
+        unpack(top, files)
+        runs = found_runs(files)
+        checks.append(_check_runs(runs))
+        say("judging every claim anew")
+        checks.append(_check_verdicts(top, files))
+        if retrain:
+            checks.append(_retrained(runs, retrain, seed, say, watch))
+    return checks
+
+
+def _check_files(top: Path) -> Check:
+    expected = read_checksums(top)
+    there = {path.relative_to(top).as_posix() for path in top.rglob("*") if path.is_file()} - {CHECKSUMS}
+    check = Check("checksums of files", len(expected))
+    check.problems += [f"{name} is missing" for name in sorted(expected.keys() - there)]
+    check.problems += [f"{name} is not in {CHECKSUMS}" for name in sorted(there - expected.keys())]
+    check.problems += [
+        f"{name} is not what was packed"
+        for name in sorted(expected.keys() & there)
+        if sha256_of(top / name) != expected[name]
+    ]
+    return check
+
+
+def _check_runs(runs: dict[str, Path]) -> Check:
+    """The hash of every recipe, and the checksums that its record has of recipe and metrics."""
+    check = Check("recipes and metrics of runs", len(runs))
+    for run_hash, directory in sorted(runs.items(), key=lambda item: item[1].name):
+        record = read_record(directory)
+        if record is None or record.hash != run_hash:
+            check.problems.append(f"{directory.name} has the record of another run, or none")
+            continue
+        check.problems += [
+            f"{directory.name}: {name} was changed since the run ended" for name in edited(directory, record)
+        ]
+        fingerprint = read_environment(directory).get("data", {}).get("fingerprint")
+        if fingerprint is None:
+            check.notes.append(f"{directory.name} does not say on which text it was trained: its hash is not checked")
+        elif load_recipe(str(directory / "recipe.yaml")).content_hash(fingerprint) != run_hash:
+            check.problems.append(f"{directory.name}: its recipe on its text is not run {run_hash}")
+    return check
+
+
+def _check_verdicts(top: Path, files: Path) -> Check:
+    """Every cell and claim of summary.json, from the metrics and the definitions in asked/."""
+    asked = read_asked(top)
+    now = summarise([(one.experiment, one.scale) for one in asked.values()], results_of(asked, files))
+    before = Summary.model_validate(parse_json((top / SUMMARY).read_text(encoding="utf-8")))
+    check = Check("verdicts judged anew", len(before.claims))
+    judged = {(one.experiment, one.id): one for one in now.claims}
+    for claim in before.claims:
+        again = judged.pop((claim.experiment, claim.id), None)
+        if again is None:
+            check.problems.append(f"{claim.experiment}.{claim.id} is a claim of no experiment in asked/")
+        elif again.model_dump() != claim.model_dump():
+            check.problems.append(
+                f"{claim.experiment}.{claim.id} is {claim.verdict} in {SUMMARY} ({claim.evidence}) and {again.verdict} "
+                f"by its runs ({again.evidence})"
+            )
+    check.problems += [f"{one}.{name} is missing in {SUMMARY}" for one, name in judged]
+    for name in before.cells.keys() | now.cells.keys():
+        values = [None if name not in one.cells else one.cells[name].model_dump()["values"] for one in (before, now)]
+        if values[0] != values[1]:
+            check.problems.append(f"cell {name} has other numbers in {SUMMARY} than by its runs")
+    return check
+
+
+def _retrained(
+    runs: dict[str, Path], count: int, seed: int, say: Callable[[str], None], watch: Callable[[Event], None]
+) -> Check:
+    done = sorted(path for path in runs.values() if (record := read_record(path)) and record.status == "done")
+    chosen = random.Random(seed).sample(done, min(count, len(done)))
+    check = Check("runs trained again", len(chosen))
+    for directory in chosen:
+        say(f"training {directory.name} again")
+        with TemporaryDirectory(prefix="sinklab-") as folder:
+            try:
+                problems, note = _train_again(directory, Path(folder) / directory.name, watch)
+            except SinklabError as error:
+                problems, note = [str(error)], ""
+        check.problems += [f"{directory.name}: {problem}" for problem in problems]
+        check.notes += [f"{directory.name}: {note}"] * bool(note)
+    return check
+
+
+def _train_again(directory: Path, again: Path, watch: Callable[[Event], None]) -> tuple[list[str], str]:
+    """In what a run trained again differs, and how closely it was compared."""
+    recipe, before = load_recipe(str(directory / "recipe.yaml")), read_environment(directory)
+    dataset = prepared(recipe.data)
+    record = read_record(directory)
+    assert isinstance(record, RunRecord)
+    if recipe.content_hash(dataset.fingerprint) != record.hash:
+        raise InputError(
+            f"it was trained on another text than {recipe.data.source} is here (Python {before.get('python')} there): "
+            "it cannot be trained again on this machine"
+        )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(before.get("threads") or threads)
+    try:
+        here = environment(recipe)
+        planned = PlannedRun(
+            directory.name, (directory / "recipe.yaml").read_text(encoding="utf-8"), again, record.hash
+        )
+        ended = train_cell(planned, None, watch, lambda: False)
+    finally:
+        torch.set_num_threads(threads)
+    if ended.kind != "done":
+        return [f"it ended as {ended.kind} ({ended.message})"], ""
+    old, new = read_history(directory / "metrics.jsonl"), read_history(again / "metrics.jsonl")
+    differing = [key for key in SAME_NUMBERS if before.get(key) != here[key]]
+    if not differing:
+        return list(_different_bits(old, new)), "the same processor and versions, compared bit for bit"
+    said = ", ".join(f"{key} {before.get(key)} there and {here[key]} here" for key in differing)
+    return list(_too_far_apart(old, new)), (
+        f"{said}: the first validation loss is compared to {FIRST_LOSS:.1%}, the last to {LAST_LOSS:.0%}"
+    )
+
+
+def _different_bits(old: Sequence[Evaluation], new: Sequence[Evaluation]) -> Iterator[str]:
+    if [one.step for one in old] != [one.step for one in new]:
+        yield "it has other evaluations"
+        return
+    for before, after in zip(old, new, strict=True):
+        keys = [key for key, value in _numbers(before).items() if _numbers(after)[key] != value]
+        if keys:
+            yield f"step {before.step}: {', '.join(keys)} differ"
+            return
+
+
+def _numbers(one: Evaluation) -> dict[str, Any]:
+    return one.model_dump(exclude={"tokens_per_second", "mfu", "stall_share"})
+
+
+def _too_far_apart(old: Sequence[Evaluation], new: Sequence[Evaluation]) -> Iterator[str]:
+    for place, limit in ((1, FIRST_LOSS), (-1, LAST_LOSS)):
+        before, after = old[place], new[place]
+        if before.valid_loss is None or after.valid_loss is None:
+            continue
+        if abs(after.valid_loss / before.valid_loss - 1) > limit:
+            yield f"step {before.step}: validation loss {after.valid_loss:.4f} here and {before.valid_loss:.4f} there"

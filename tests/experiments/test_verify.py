@@ -1,0 +1,160 @@
+"""`sinklab verify` finds what was changed in packed results, and `reproduce --packed` continues them."""
+
+import gzip
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Run
+from sweeps import write_experiment
+
+from sinklab.commands.app import app
+from sinklab.experiments.sweep.packed import read_packed, write_checksums
+from sinklab.experiments.sweep.verifying import Check, verify_packed
+
+OPTIONS = ("--text", "text.jsonl", "--jobs", "2")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with an experiment, its text, and in `packed` its results."""
+    from typer.testing import CliRunner
+
+    folder = tmp_path_factory.mktemp("verify")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("SINKLAB_CACHE", str(folder / "cache"))
+        write_experiment(folder)
+        for arguments in (
+            ["reproduce", "mine.yaml", *OPTIONS, "--out", "runs"],
+            ["report", "runs", "--pack", "packed"],
+        ):
+            ended = CliRunner().invoke(app, arguments)
+            assert ended.exit_code == 0, ended.output
+        yield folder
+
+
+@pytest.fixture
+def packed(results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the packed results, in a working directory that has the text."""
+    monkeypatch.setenv("SINKLAB_CACHE", str(results / "cache"))
+    monkeypatch.chdir(tmp_path)
+    for name in ("text.jsonl", "mine.yaml", "small.yaml"):
+        shutil.copyfile(results / name, name)
+    return Path(shutil.copytree(results / "packed", tmp_path / "packed"))
+
+
+def problems(checks: list[Check]) -> str:
+    return " | ".join(problem for check in checks for problem in check.problems)
+
+
+def edit_lines(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change every line of a file of JSON lines, and make the checksums right again."""
+    read = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
+    lines = [json.loads(line) for line in read.splitlines()]
+    for line in lines:
+        change(line)
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    path.write_bytes(gzip.compress(text.encode())) if path.suffix == ".gz" else path.write_text(text)
+    write_checksums(path.parent.parent)
+
+
+def test_sound_results_pass_and_runs_trained_again_have_the_same_bits(packed: Path, run: Run) -> None:
+    status, out, err = run("verify", packed, "--retrain", 2, "--json")
+    checks = [Check(**one) for one in json.loads(out)]
+    assert status == 0, problems(checks) + err
+    assert [(one.name, one.checked > 0) for one in checks] == [
+        ("checksums of files", True),
+        ("recipes and metrics of runs", True),
+        ("verdicts judged anew", True),
+        ("runs trained again", True),
+    ]
+    assert all("bit for bit" in note for note in checks[3].notes)
+    assert len(checks[3].notes) == 2
+
+
+def test_a_file_that_was_changed_added_or_removed_is_named(packed: Path, run: Run) -> None:
+    (packed / "README.md").write_text("all reproduced")
+    (packed / "report.html").unlink()
+    (packed / "notes.txt").write_text("mine")
+    status, out, _ = run("verify", packed)
+    assert status == 1
+    for line in ("README.md is not what was packed", "report.html is missing", "notes.txt is not in checksums.txt"):
+        assert line in out
+
+
+def test_a_verdict_that_the_runs_do_not_give_is_found(packed: Path) -> None:
+    summary = json.loads((packed / "summary.json").read_text())
+    claim = summary["claims"][0]
+    before, claim["verdict"] = claim["verdict"], "contradicted"
+    (packed / "summary.json").write_text(json.dumps(summary))
+    write_checksums(packed)
+    found = problems(verify_packed(packed))
+    assert f"mine.learns is contradicted in summary.json ({claim['evidence']}) and {before} by its runs" in found
+
+
+def test_metrics_that_were_edited_are_found_and_so_are_the_numbers_made_of_them(packed: Path) -> None:
+    edit_lines(packed / "mine" / "metrics.jsonl.gz", lambda row: row.update(valid_loss=row["valid_loss"] / 2))
+    found = problems(verify_packed(packed))
+    assert "metrics.jsonl was changed since the run ended" in found
+    assert "cell softmax has other numbers in summary.json than by its runs" in found
+
+
+def test_a_recipe_that_is_not_that_of_its_hash_is_found(packed: Path) -> None:
+    path = packed / "mine" / "recipes.yaml"
+    path.write_text(path.read_text().replace("warmup_steps: 100", "warmup_steps: 10"))
+    write_checksums(packed)
+    found = problems(verify_packed(packed))
+    assert found.count("its recipe on its text is not run") == 6
+    assert found.count("recipe.yaml was changed since the run ended") == 6
+
+
+def test_what_was_trained_on_another_text_cannot_be_trained_again(packed: Path) -> None:
+    Path("text.jsonl").write_text(Path("text.jsonl").read_text().replace("and", "or"))
+    found = problems(verify_packed(packed, retrain=1))
+    assert "it was trained on another text than text.jsonl is here" in found
+
+
+def test_on_another_processor_losses_are_held_to_a_tolerance_that_is_said(packed: Path) -> None:
+    edit_lines(packed / "mine" / "runs.jsonl", lambda row: row["environment"].update(processor="an abacus"))
+    checks = verify_packed(packed, retrain=1)
+    assert not problems(checks)
+    assert "processor an abacus there" in checks[-1].notes[0]
+    assert "the last to 15%" in checks[-1].notes[0]
+
+
+def test_a_run_that_other_code_gives_other_numbers_is_found(packed: Path) -> None:
+    def changed(row: dict[str, Any]) -> None:
+        row["train_loss"] = row["train_loss"] and row["train_loss"] + 1e-9
+
+    edit_lines(packed / "mine" / "metrics.jsonl.gz", changed)
+    checks = verify_packed(packed, retrain=1)
+    assert "train_loss differ" in problems(checks[-1:])
+
+
+def test_what_holds_no_packed_results_is_refused(run: Run, tmp_path: Path) -> None:
+    status, _, err = run("verify", tmp_path)
+    assert status == 2
+    assert "expected a sweep that report --pack has written" in err
+    status, _, err = run("verify", tmp_path / "nowhere")
+    assert status == 2
+    assert "is not a folder" in err
+
+
+def test_packed_results_are_continued(packed: Path, results: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SINKLAB_CACHE", str(results / "cache"))
+    dry = ("reproduce", "mine.yaml", *OPTIONS, "--packed", packed, "--out", "again", "--seeds", 3)
+    status, out, err = run(*dry, "--dry-run", "--json")
+    assert status == 0, err
+    assert (json.loads(out)["runs"], json.loads(out)["missing"]) == (9, 3)
+    assert not Path("again").exists()
+    status, out, err = run(*dry, "--json")
+    assert status == 0, err
+    assert len(list(Path("again").glob("*/record.json"))) == 9
+    assert len(list(Path("again").glob("*/checkpoints"))) == 3, "three runs were trained"
+    before = {one.directory: one.metrics for one in read_packed(packed / "mine")}
+    assert {name: Path("again", name, "metrics.jsonl").read_text() for name in before} == before
+    assert len(json.loads(out)["cells"]["softmax"]["runs"]) == 3
