@@ -144,17 +144,16 @@ def test_what_holds_no_packed_results_is_refused(run: Run, tmp_path: Path) -> No
     assert "is not a folder" in err
 
 
-def test_packed_results_are_continued(packed: Path, results: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SINKLAB_CACHE", str(results / "cache"))
-    dry = ("reproduce", "mine.yaml", *OPTIONS, "--packed", packed, "--out", "again", "--seeds", 3)
-    status, out, err = run(*dry, "--dry-run", "--json")
+def test_packed_results_are_continued(packed: Path, run: Run) -> None:
+    more = ("reproduce", "mine.yaml", *OPTIONS, "--packed", packed, "--seeds", 3, "--json")
+    status, out, err = run(*more, "--out", "again")
     assert status == 0, err
-    assert (json.loads(out)["runs"], json.loads(out)["missing"]) == (9, 3)
-    assert not Path("again").exists()
-    status, out, err = run(*dry, "--json")
-    assert status == 0, err
+    assert len(json.loads(out)["cells"]["softmax"]["runs"]) == 3
     assert len(list(Path("again").glob("*/record.json"))) == 9
     assert len(list(Path("again").glob("*/checkpoints"))) == 3, "three runs were trained"
     before = {one.directory: one.metrics for one in read_packed(packed / "mine")}
     assert {name: Path("again", name, "metrics.jsonl").read_text() for name in before} == before
-    assert len(json.loads(out)["cells"]["softmax"]["runs"]) == 3
+    status, out, err = run(*more, "--out", "elsewhere", "--dry-run")
+    assert status == 0, err
+    assert (json.loads(out)["runs"], json.loads(out)["missing"]) == (9, 3)
+    assert not Path("elsewhere").exists()
