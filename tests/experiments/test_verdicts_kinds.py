@@ -98,7 +98,9 @@ def test_losses(check: Check, expected: str) -> None:
 def test_a_difference_beyond_the_margin_on_both_sides_leaves_equality_open() -> None:
     apart = {"a": [1.0, 9.0, 1.0, 9.0, 1.0], "b": [5.0, 5.0, 5.0, 5.0, 5.0]}
     assert at_losses({"is": "equal", "cell": "a", "to": "b", "margin": 1.0}, apart).verdict == "inconclusive"
-    assert "within 1 nats at 0 of 5 seeds" in at_losses({"is": "alike", "of": ["b", "a"], "margin": 1.0}, apart).evidence
+    assert (
+        "within 1 nats at 0 of 5 seeds" in at_losses({"is": "alike", "of": ["b", "a"], "margin": 1.0}, apart).evidence
+    )
 
 
 def test_alike_asks_for_every_cell_within_the_margin_of_the_first() -> None:
@@ -121,7 +123,9 @@ def test_a_trend_with_neighbours_that_go_the_other_way_without_overlap_is_open()
 
 def with_evaluations(*seeds: Sequence[float]) -> dict[str, CellResults]:
     """Cell `sigmoid` whose Sink_1 at its evaluations is given, a list per seed."""
-    runs = [run_of(at, *(reading(100 * k, sink_1=rate) for k, rate in enumerate(rates))) for at, rates in enumerate(seeds)]
+    runs = [
+        run_of(at, *(reading(100 * k, sink_1=rate) for k, rate in enumerate(rates))) for at, rates in enumerate(seeds)
+    ]
     return {"sigmoid": cell_of(*runs)}
 
 
@@ -287,9 +291,7 @@ def test_which_of_two_steps_comes_first(steps: list[tuple[int | None, int | None
         ([{**LESS, "cell": "nobody"}, {**LESS, "is": "greater"}], "contradicted"),
     ],
 )
-def test_of_a_claim_with_parts_all_must_be_reproduced_and_one_contradicts_it(
-    parts: list[Check], expected: str
-) -> None:
+def test_of_a_claim_with_parts_all_must_be_reproduced_and_one_contradicts_it(parts: list[Check], expected: str) -> None:
     found = verdict({"is": "all", "of": parts}, cells_of("sink_1", SINKS))
     assert found.verdict == expected
     assert found.quantity == "sink_1"
