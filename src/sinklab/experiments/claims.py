@@ -3,23 +3,33 @@
 claims:
   - id: bias_takes_the_sink
     text: "With K biases the first token is no sink any more"
-    check: {is: less, value: sink_1, cell: k_biases, than: softmax, at_most: 1.0}
+    stated: 2026-11-23
+    check: {is: less, value: sink_1, cell: k_biases, than: softmax, absent: true}
+  - id: sigmoid_has_none
+    text: "Nor has sigmoid attention, as in table 6"
+    same_as: table_6.sigmoid_has_none
 """
 
+from datetime import date
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from sinklab.experiments.quantities import QuantityName
+from sinklab.experiments.quantities import QuantityName, quantity
 from sinklab.schema import Part
+
+Scale = Literal["tiny", "mini", "small", "60m", "1b"]
+
+Analysis = Literal["confirmatory", "exploratory"]
+"""Confirmatory: the paper's claim, asked of runs trained after it was stated. Exploratory: everything else."""
 
 
 class Reach(Part):
-    """What every claim about numbers says.
+    """Common to every check of a quantity.
 
     Attributes:
-        value: which number (`quantities`).
-        at_step: at the last evaluation up to this step; the end of the run unless given.
+        value: which number (`quantities`), the mean of a run's last three evaluations.
+        at_step: the mean of the last evaluation up to this step and the two before it; the end of the run unless given.
     """
 
     value: QuantityName
@@ -37,8 +47,13 @@ class _Bounds(Reach):
         return self
 
 
+def _is_a_rate(name: str, what: str) -> None:
+    if quantity(name).unit != "%":
+        raise ValueError(f"{what} is about a rate, and {name} is none")
+
+
 class Within(_Bounds):
-    """The number of one cell keeps one bound or two, in the quantity's unit."""
+    """The number of one cell lies within one bound or two, in the quantity's unit."""
 
     kind: Literal["within"] = Field(default="within", alias="is")
     cell: str
@@ -54,13 +69,31 @@ class Within(_Bounds):
         return (self.cell,)
 
 
+class Absent(Reach):
+    """A cell has no sink: the rate is below 1 % at each of the last three evaluations."""
+
+    kind: Literal["absent"] = Field(default="absent", alias="is")
+    cell: str
+    value: QuantityName = "sink_1"
+
+    @model_validator(mode="after")
+    def _of_a_rate(self) -> Self:
+        _is_a_rate(self.value, "absent")
+        return self
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return (self.cell,)
+
+
 class Differs(_Bounds):
-    """One cell is above (greater) or below (less) another, paired by seed.
+    """Every seed of one cell is above (greater) or below (less) every seed of another.
 
     Attributes:
         by: at least so far apart, in the quantity's unit.
         times: at least so many times as large (greater) or as small (less).
-        at_least, at_most: bounds that the cell keeps as well.
+        at_least, at_most: bounds that the cell keeps as well, seed by seed.
+        absent: the sink of the cell is also below 1 % at each of the last three evaluations.
     """
 
     kind: Literal["greater", "less"] = Field(alias="is")
@@ -68,6 +101,15 @@ class Differs(_Bounds):
     than: str
     by: float | None = Field(default=None, gt=0)
     times: float | None = Field(default=None, gt=1)
+    absent: bool = False
+
+    @model_validator(mode="after")
+    def _one_size(self) -> Self:
+        if self.by is not None and self.times is not None:
+            raise ValueError("give by or times, not both")
+        if self.absent:
+            _is_a_rate(self.value, "absent")
+        return self
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -75,7 +117,7 @@ class Differs(_Bounds):
 
 
 class Equal(Reach):
-    """One cell is another up to a margin in the quantity's unit: an equivalence test."""
+    """One cell equals another within a margin in the quantity's unit, seed by seed."""
 
     kind: Literal["equal"] = Field(default="equal", alias="is")
     cell: str
@@ -88,7 +130,7 @@ class Equal(Reach):
 
 
 class Alike(Reach):
-    """Any two of these cells are equal up to a margin: the largest of the differences is tested."""
+    """Every cell is within a margin of the first, seed by seed."""
 
     kind: Literal["alike"] = Field(default="alike", alias="is")
     of: tuple[str, ...] = Field(min_length=2)
@@ -110,31 +152,8 @@ class Monotone(Reach):
         return self.over
 
 
-class SameOrder(Reach):
-    """Cells come in the order of others that stand for them at another size (2504.11393: pairs decided alike).
-
-    Attributes:
-        of: cells at the small size.
-        there: the same at the large one, in the same places.
-    """
-
-    kind: Literal["same_order"] = Field(default="same_order", alias="is")
-    of: tuple[str, ...] = Field(min_length=3)
-    there: tuple[str, ...] = Field(min_length=3)
-
-    @model_validator(mode="after")
-    def _answer_to_each_other(self) -> Self:
-        if len(self.of) != len(self.there):
-            raise ValueError(f"{len(self.of)} cells in `of` and {len(self.there)} in `there`: give one for each")
-        return self
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        return (*self.of, *self.there)
-
-
 class StandsAt(Part):
-    """The sink of a cell stands at one position, counted from 1, and takes at least so many percent there."""
+    """The sink of a cell is at one position, counted from 1, and takes at least so many percent there."""
 
     kind: Literal["stands_at"] = Field(default="stands_at", alias="is")
     cell: str
@@ -147,7 +166,7 @@ class StandsAt(Part):
 
 
 class Appears(Part):
-    """Sink_1 of a cell reaches a rate (percent) after one step, if given, and before another."""
+    """Sink_1 of a cell is below a rate (percent) up to one step, if given, and has reached it up to another."""
 
     kind: Literal["appears"] = Field(default="appears", alias="is")
     cell: str
@@ -174,7 +193,7 @@ class Precedes(Part):
 
 
 class Diverges(Part):
-    """A cell does not train: its loss stops being finite."""
+    """The loss of a cell stops being finite (diverges), or never does (trains)."""
 
     kind: Literal["diverges", "trains"] = Field(alias="is")
     cell: str
@@ -184,23 +203,93 @@ class Diverges(Part):
         return (self.cell,)
 
 
-Check = Annotated[
-    Within | Differs | Equal | Alike | Monotone | SameOrder | StandsAt | Appears | Precedes | Diverges,
+SingleCheck = Annotated[
+    Within | Absent | Differs | Equal | Alike | Monotone | StandsAt | Appears | Precedes | Diverges,
     Field(discriminator="kind"),
 ]
 
 
-class Claim(Part):
-    """A sentence and the comparison that decides it.
+class All(Part):
+    """Several checks, all of which must be reproduced; one that is contradicted contradicts the claim."""
+
+    kind: Literal["all"] = Field(default="all", alias="is")
+    of: tuple[SingleCheck, ...] = Field(min_length=2)
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(cell for check in self.of for cell in check.cells))
+
+
+Check = Annotated[
+    Within | Absent | Differs | Equal | Alike | Monotone | StandsAt | Appears | Precedes | Diverges | All,
+    Field(discriminator="kind"),
+]
+
+
+def parts_of(check: Check) -> tuple[Check, ...]:
+    """The checks of `all`; of any other the check itself."""
+    return check.of if isinstance(check, All) else (check,)
+
+
+def quantities_of(check: Check) -> tuple[str, ...]:
+    """The quantities that a check is about, its main one first; none for `diverges` and `trains`."""
+    match check:
+        case All():
+            return tuple(dict.fromkeys(name for part in check.of for name in quantities_of(part)))
+        case StandsAt():
+            return (f"sink_{check.position}",)
+        case Appears():
+            return ("sink_1",)
+        case Precedes():
+            return (check.then, check.first)
+        case Diverges():
+            return ()
+        case _:
+            return (check.value,)
+
+
+class Statement(Part):
+    """A sentence, and when it was written down.
 
     Attributes:
         id: names it within its experiment.
-        scales: it is made at these scales only; at all unless given.
+        evidence: that of its experiment unless given.
+        stated: the day; that of its experiment unless given.
+        changed: `YYYY-MM-DD: what was changed, and which results had been seen`; shown on the claim.
         why: the reason where a bound or margin is not the paper's own.
     """
 
     id: str = Field(pattern=r"^\w+$")
     text: str
-    check: Check
-    scales: tuple[str, ...] | None = None
+    evidence: Analysis | None = None
+    stated: date | None = None
+    changed: str | None = Field(default=None, pattern=r"^\d{4}-\d\d-\d\d: .+")
     why: str | None = None
+
+
+class Claim(Statement):
+    """A sentence and the comparison that decides it.
+
+    Attributes:
+        check: the comparison. A file gives either this or `same_as`; loading it fills in that of the claim referred to.
+        same_as: EXPERIMENT.CLAIM, which states the comparison; this claim refers to it and is not counted.
+        scales: those at which it is made; all unless given.
+        asks_massive: whether it is asked only where the trained baseline, or the cell named here, has at least twice
+            its untrained norm ratio; as the experiment says unless given.
+    """
+
+    check: Check | None = None
+    same_as: str | None = Field(default=None, pattern=r"^[\w.-]+\.\w+$")
+    scales: tuple[Scale, ...] | None = None
+    asks_massive: bool | str | None = None
+
+    @model_validator(mode="after")
+    def _has_a_comparison(self) -> Self:
+        if self.check is None and self.same_as is None:
+            raise ValueError("give a check, or same_as: EXPERIMENT.CLAIM")
+        return self
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The cells that it is about; none for a reference that has not been looked up."""
+        return self.check.cells if self.check else ()

@@ -10,25 +10,31 @@ adapted:                                                        # what is differ
   tiny:
     - why: "eight tokens of 64 are what 256 are of 2,048"
       cells: {window_256: {model: {attention: {mask: {width: 8}}}}}
+evidence: confirmatory                                          # or exploratory, of all its claims
+stated: 2026-11-23                                              # the day on which its claims were written down
+first_seed: 100                                                 # its runs have seeds 100 to 104
 claims:
-  - {id: no_sink, text: "..", check: {is: within, value: sink_1, cell: k_biases, at_most: 1.0}}
+  - {id: no_sink, text: "..", check: {is: absent, cell: k_biases}}
 assess: [streaming]                                             # of every run, for claims about streamed_gap_0
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self, get_args
+from datetime import date
+from typing import Annotated, Any, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from sinklab.assessing.documents import AssessPart
-from sinklab.experiments.claims import Claim
+from sinklab.experiments.claims import Analysis, Claim, Scale, quantities_of
 from sinklab.experiments.published import Published
 from sinklab.experiments.quantities import QuantityName
 from sinklab.interventions.variants import VARIANTS
 from sinklab.schema import Part
 
-Scale = Literal["tiny", "small", "60m", "1b"]
 SCALES: tuple[Scale, ...] = get_args(Scale)
+
+NORMS = {"norm_ratio", "norm_growth", "norm_step", "kurtosis"}
+"""Quantities that a claim about massive activations is about."""
 
 PAPER_SCALES = ("60m", "1b")
 """Those at which the paper's own numbers were measured."""
@@ -86,7 +92,12 @@ class Experiment(Part):
         columns: numbers that its table shows.
         published: the paper's numbers.
         assess: what of `sinklab assess` is done with every run, on the text that it was validated on.
+        evidence: of its claims, unless one says otherwise.
+        stated: the day on which its claims were written down, unless one says otherwise.
         seeds: how many its verdicts are meant to rest on.
+        first_seed: its runs have this seed and those after it; its table and verdicts use no others.
+        asks_massive: whether its claims about norms are asked only where the trained baseline, or the cell named here,
+            has at least twice its untrained norm ratio.
         rank: of `reproduce all`, the smaller first.
     """
 
@@ -102,7 +113,11 @@ class Experiment(Part):
     published: Published | None = None
     claims: tuple[Claim, ...] = ()
     assess: tuple[AssessPart, ...] = ()
-    seeds: int = Field(default=3, ge=1)
+    evidence: Analysis = "exploratory"
+    stated: date | None = None
+    seeds: int = Field(default=5, ge=1)
+    first_seed: int = Field(default=0, ge=0)
+    asks_massive: bool | str = False
     rank: int = 1000
 
     @field_validator("base", mode="before")
@@ -117,7 +132,9 @@ class Experiment(Part):
         if self.baseline and self.baseline not in known:
             raise ValueError(f"baseline {self.baseline!r} is no cell")
         for claim in self.claims:
-            if missing := [cell for cell in claim.check.cells if cell not in known]:
+            named = self.massive_cell(claim)
+            asked = [] if claim.same_as else [*claim.cells, *([named] if named else [])]
+            if missing := [cell for cell in asked if cell not in known]:
                 raise ValueError(f"claim {claim.id} is about cell {missing[0]!r}, which is not there")
             if wrong := [scale for scale in claim.scales or () if scale not in self.base]:
                 raise ValueError(f"claim {claim.id} is made at scale {wrong[0]!r}, which the experiment lacks")
@@ -145,7 +162,19 @@ class Experiment(Part):
         return dict(cells)
 
     def claims_at(self, scale: Scale) -> list[Claim]:
-        """The claims that are made at a scale: those that its cells can decide."""
+        """The claims that are made at a scale: those that its cells can decide, and references."""
         cells = self.cells_at(scale)
         made = [claim for claim in self.claims if claim.scales is None or scale in claim.scales]
-        return [claim for claim in made if all(cell in cells for cell in claim.check.cells)]
+        return [claim for claim in made if claim.same_as or all(cell in cells for cell in claim.cells)]
+
+    def massive_cell(self, claim: Claim) -> str | None:
+        """The cell whose norm must have grown for a claim to be asked; None where the claim has no such condition."""
+        said = claim.asks_massive
+        if said is None:
+            about_norms = claim.check and NORMS & set(quantities_of(claim.check))
+            said = self.asks_massive if about_norms else False
+        return (self.compared_with if said is True else said) or None
+
+    def own_seeds(self, count: int | None = None) -> range:
+        """The seeds of its runs: the first so many, as many as its verdicts rest on unless given."""
+        return range(self.first_seed, self.first_seed + (self.seeds if count is None else count))

@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from sinklab.errors import InputError
+from sinklab.experiments.claims import Claim
 from sinklab.experiments.definition import Experiment
 from sinklab.experiments.measured.definition import MeasuredExperiment
 from sinklab.files import parse_yaml
@@ -43,12 +44,40 @@ def load_experiment(name: str) -> AnyExperiment:
         measured = isinstance(said, dict) and said.get("kind") == "measured"
         if measured:
             return MeasuredExperiment.model_validate(said)
-        return _with_recipes_beside(Experiment.model_validate(said), file)
+        return _with_recipes_beside(_with_references(Experiment.model_validate(said)), file)
     except ValidationError as error:
         lines = [f"  {'.'.join(map(str, one['loc'])) or 'experiment'}: {one['msg']}" for one in error.errors()]
         raise InputError("\n".join([f"{name} is not a valid experiment:", *lines])) from error
     except (OSError, ValueError) as error:
         raise InputError(f"{name} cannot be read: {error}") from error
+
+
+def _with_references(experiment: Experiment) -> Experiment:
+    """The experiment with the check of every claim that its references name.
+
+    Raises:
+        ValueError: there is no such claim, or it is a reference itself.
+    """
+    if not any(claim.same_as for claim in experiment.claims):
+        return experiment
+    claims = [_looked_up(claim, experiment) if claim.same_as else claim for claim in experiment.claims]
+    return experiment.model_copy(update={"claims": tuple(claims)})
+
+
+def _looked_up(claim: Claim, experiment: Experiment) -> Claim:
+    name, _, wanted = (claim.same_as or "").rpartition(".")
+    files = _shipped()
+    if name != experiment.id and name not in files:
+        raise ValueError(f"claim {claim.id} is the same as {claim.same_as}, and there is no experiment {name!r}")
+    own = name == experiment.id
+    other = experiment if own else Experiment.model_validate(parse_yaml(files[name].read_text("utf-8")))
+    found = next((one for one in other.claims if one.id == wanted), None)
+    if found is None or found.check is None:
+        why = "there is no such claim" if found is None else f"that refers to {found.same_as} itself"
+        raise ValueError(f"claim {claim.id} is the same as {claim.same_as}, and {why}")
+    scales = claim.scales or (found.scales and tuple(scale for scale in found.scales if scale in experiment.base))
+    condition = other.massive_cell(found) or False if claim.asks_massive is None else claim.asks_massive
+    return claim.model_copy(update={"check": found.check, "scales": scales, "asks_massive": condition})
 
 
 def _with_recipes_beside(experiment: Experiment, file: Path | Traversable) -> Experiment:

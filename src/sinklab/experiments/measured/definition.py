@@ -14,11 +14,12 @@ The model comes with the call. What stands in the place of seeds are draws: othe
 verdicts speak of this model alone.
 """
 
+from datetime import date
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from sinklab.experiments.claims import Alike, Check, Claim, Monotone, Reach
+from sinklab.experiments.claims import Alike, Analysis, Check, Claim, Monotone, Reach, Statement
 from sinklab.experiments.quantities import QuantityName
 from sinklab.measuring.options import Inputs
 from sinklab.schema import Part
@@ -71,7 +72,7 @@ class MeasuredCell(Part):
 
 
 class AlikeOverDomains(Reach):
-    """A cell is the same in any two domains up to a margin."""
+    """A cell is in every domain within a margin of what it is in the first."""
 
     kind: Literal["alike_over_domains"] = Field(default="alike_over_domains", alias="is")
     cell: str
@@ -104,25 +105,21 @@ class GrowsWithSize(Reach):
 MeasuredCheck = Annotated[Check | AlikeOverDomains | GrowsWithSize, Field(discriminator="kind")]
 
 
-class MeasuredClaim(Part):
+class MeasuredClaim(Statement):
     """A sentence and the comparison that decides it.
 
     Attributes:
-        id: names it within its experiment.
         positions: of which models it is claimed: those that add positions to their embedding, or the others.
-        why: the reason where a bound or margin is not the paper's own.
     """
 
-    id: str = Field(pattern=r"^\w+$")
-    text: str
     check: MeasuredCheck
     positions: Literal["added", "other"] | None = None
-    why: str | None = None
 
     def with_check(self, check: Check, family: str = "") -> Claim:
         """The claim about cells that were measured, of one family where there are several."""
         name, text = (f"{self.id}_{family}", f"{self.text} ({family})") if family else (self.id, self.text)
-        return Claim(id=name, text=text, check=check, why=self.why)
+        said = self.model_dump(include={"evidence", "stated", "changed", "why"})
+        return Claim(id=name, text=text, check=check, **said)
 
 
 class PaperModels(Part):
@@ -150,6 +147,7 @@ class MeasuredExperiment(Part):
         columns: numbers that its table shows.
         against: two of them, of which a figure shows the second against the first, a point for each cell.
         published: the paper's numbers, of models that it measured.
+        evidence, stated: of its claims, unless one says otherwise.
         rank: of the list of experiments, the smaller first.
     """
 
@@ -163,6 +161,8 @@ class MeasuredExperiment(Part):
     columns: tuple[QuantityName, ...] = ("sink_1",)
     against: tuple[QuantityName, QuantityName] | None = None
     published: PaperModels | None = None
+    evidence: Analysis = "exploratory"
+    stated: date | None = None
     claims: tuple[MeasuredClaim, ...] = ()
     rank: int = 1000
 
