@@ -32,8 +32,8 @@ FLOORS = (
 DOORS = {("measuring.measurement", "commands.notebook")}
 """Loaded when a measurement is shown in a notebook, and only then: the methods are where its users look for them."""
 
-LINES = 300
-FILES = 20
+LINES = 600
+FILES = 30
 
 
 def modules() -> dict[str, Path]:

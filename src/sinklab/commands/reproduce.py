@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")
 ALL, TINY = "all", "tiny"
-DRAWS = 3
+DRAWS = 5
 """Sets of sequences that an existing model is measured on unless told."""
 
 Updates = Annotated[int | None, typer.Option(min=1, help="Updates per model; the recipe's unless given.")]
@@ -34,13 +34,14 @@ def lab(
     out: Annotated[Path, typer.Option(help="Directory of the runs, summary.json and report.html.")] = RUNS / "lab",
     steps: Updates = None,
     text: TrainingText = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Models per cell, with seeds 0, 1, ...")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="Models per cell; it takes five for verdicts.")] = 1,
     as_json: Json = False,
 ) -> None:
     """Train three tiny models side by side and watch the sink appear, move and stay away.
 
     Softmax grows a sink on the first token; with K biases it moves to the bias; sigmoid without normalisation grows
-    none. Ends with a table and report.html. Interrupt it with Ctrl-C and call it again to continue.
+    none. One model of each kind gives numbers and no verdict; what five of each gave stands beside them.
+    Ends with a table and report.html. Interrupt it with Ctrl-C and call it again to continue.
     """
     from sinklab.commands.sweeping import SweepRequest
     from sinklab.experiments.sweep.plan import Question
@@ -71,9 +72,10 @@ def reproduce(
             help="Ids (see sinklab experiments), .yaml files of your own, or: all of the scale.",
         ),
     ],
-    scale: Annotated[str, typer.Option(help="tiny, small, 60m or 1b.")] = TINY,
+    scale: Annotated[str, typer.Option(help="tiny, mini, small, 60m or 1b.")] = TINY,
     seeds: Annotated[
-        int | None, typer.Option(min=1, help="Models per cell, with seeds 0, 1, ...; as the experiment says, mostly 3.")
+        int | None,
+        typer.Option(min=1, help="Models per cell, the first so many of the experiment's seeds; all, mostly 5."),
     ] = None,
     models: Annotated[
         list[str] | None,

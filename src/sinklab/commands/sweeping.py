@@ -195,7 +195,8 @@ def _assess(asked: Sequence[AskedExperiment], out: Path, console: Console) -> di
 
 def _summarised(asked: Mapping[str, AskedExperiment], out: Path) -> Summary:
     """The summary, written."""
-    summary = summarise([(one.experiment, one.scale) for one in asked.values()], results_of(asked, out))
+    own_seeds = {one.experiment.id: one.seeds for one in asked.values()}
+    summary = summarise([(one.experiment, one.scale) for one in asked.values()], results_of(asked, out), own_seeds)
     summary.save(out)
     return summary
 
@@ -205,7 +206,7 @@ def _failures(planned: PlannedSweep, ended: Mapping[str, Event]) -> dict[str, st
     expected = {
         planned.hashes[name, seed]
         for name, cell in planned.plan.cells.items()
-        for seed in range(cell.seeds)
+        for seed in cell.seeds
         if cell.may_diverge and (name, seed) in planned.hashes
     }
     failed = {run: ended[run.name] for run in planned.runs if ended[run.name].kind == "failed"}

@@ -1,7 +1,10 @@
 """What a sweep leaves on the disk, as it is written and read: summary.json, and record.json in every run directory."""
 
+import math
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Literal
+from statistics import median
+from typing import Literal, get_args
 
 from pydantic import ConfigDict, Field, ValidationError
 
@@ -11,7 +14,14 @@ from sinklab.schema import ReadDocument
 
 SUMMARY, RECORD = "summary.json", "record.json"
 
-Verdict = Literal["reproduced", "direction only", "contradicted", "inconclusive", "not run"]
+Verdict = Literal["reproduced", "direction only", "contradicted", "inconclusive", "no verdict", "not asked", "not run"]
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+JUDGED: tuple[Verdict, ...] = VERDICTS[:4]
+"""Verdicts that five seeds or more have come to."""
+
+ANALYSES = ("confirmatory", "exploratory")
+"""How claims are counted apart (`claims.Analysis`)."""
+
 RunStatus = Literal["done", "failed"]
 
 
@@ -62,7 +72,8 @@ class CellRun(ReadDocument):
         directory: relative to that of the summary.
         status: done, failed, or unfinished.
         message: why it failed.
-        values: the numbers of its last evaluation by quantity (`quantities`), those it has.
+        values: its numbers by quantity (`quantities`), those it has.
+        never: steps that it never reached, by quantity.
         edited: files of its directory that are no longer what they were when it ended.
         seconds: of training.
     """
@@ -73,6 +84,7 @@ class CellRun(ReadDocument):
     status: Literal["done", "failed", "unfinished"]
     message: str = ""
     values: dict[str, float] = Field(default_factory=dict)
+    never: list[str] = Field(default_factory=list)
     edited: list[str] = Field(default_factory=list)
     seconds: float | None = None
     tokens_per_second: float | None = None
@@ -83,20 +95,26 @@ class CellEstimate(ReadDocument):
     """A quantity over the seeds of a cell.
 
     Attributes:
-        mean: on the scale on which it is compared, turned back.
-        low, high: the 95 % interval of the mean; None with one seed and no recorded spread, or with `never_reached`.
-        never_reached: seeds that never reached the step that is asked for. They count as their last step, so that
-            the mean is a lower bound.
+        seeds: the number of every seed that has one, in the order of the seeds; None for a step never reached.
+        median, smallest, largest: of these; None where that is a step never reached.
+        untrained, lowest: of a norm ratio its medians before training, and at the lowest evaluation since.
     """
 
-    mean: float
-    low: float | None = None
-    high: float | None = None
-    never_reached: int = 0
+    seeds: list[float | None] = Field(default_factory=list)
+    median: float | None = None
+    smallest: float | None = None
+    largest: float | None = None
+    untrained: float | None = None
+    lowest: float | None = None
+
+    @property
+    def never_reached(self) -> int:
+        """Seeds that never reached the step that is asked for."""
+        return self.seeds.count(None)
 
 
 class CellSummary(ReadDocument):
-    """A cell: plain means over its finished seeds; what is not known is None or empty.
+    """A cell: medians over its finished seeds at their last evaluation; what is not known is None or empty.
 
     Attributes:
         sink_rate: percent of (sequence, layer, head) triples, position 1 first.
@@ -104,9 +122,9 @@ class CellSummary(ReadDocument):
         valid_loss: nats per token.
         hidden_norm_ratio_max: |h_1| over the mean of the others, in the block where it is largest.
         seeds: finished runs of the cell.
-        seconds: of training, per run.
+        seconds: of training, mean per run.
         change: dotted keys of the recipe and their values, where they are not the base's.
-        values: by quantity, with intervals.
+        values: by quantity, over all its seeds.
         runs: each of its seeds.
     """
 
@@ -120,6 +138,42 @@ class CellSummary(ReadDocument):
     values: dict[str, CellEstimate] = Field(default_factory=dict)
     runs: list[CellRun] = Field(default_factory=list)
 
+    def of_seeds(self, seeds: Collection[int]) -> "CellSummary":
+        """The same of these seeds alone: an experiment's table shows no others."""
+        runs = [run for run in self.runs if run.seed in seeds]
+        if len(runs) == len(self.runs):
+            return self
+        values = {name: one for name in self.values if (one := estimated(runs, name))}
+        return self.model_copy(
+            update={"runs": runs, "values": values, "seeds": sum(run.status == "done" for run in runs)}
+        )
+
+
+def estimated(runs: Sequence[CellRun], name: str) -> CellEstimate | None:
+    """A quantity over some runs; None where none has it."""
+    has = [run for run in runs if name in run.values or name in run.never]
+    if not has:
+        return None
+    values = [run.values.get(name, math.inf) for run in has]
+    norms = name == "norm_ratio"
+    return CellEstimate(
+        seeds=[_reached(value) for value in values],
+        median=_reached(median(values)),
+        smallest=_reached(min(values)),
+        largest=_reached(max(values)),
+        untrained=_median_of(has, "norm_untrained") if norms else None,
+        lowest=_median_of(has, "norm_lowest") if norms else None,
+    )
+
+
+def _reached(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _median_of(runs: Iterable[CellRun], name: str) -> float | None:
+    known = [run.values[name] for run in runs if name in run.values]
+    return median(known) if known else None
+
 
 class JudgedClaim(ReadDocument):
     """A claim of an experiment with what the runs say of it (docs/verdicts.md).
@@ -130,7 +184,15 @@ class JudgedClaim(ReadDocument):
         evidence: the numbers that decided it, a sentence.
         cells: that it is about.
         quantity: that it is about; empty where it is about none.
-        seeds_needed: how many would decide, where it is inconclusive and that can be said.
+        analysis: confirmatory or exploratory; empty where that is not known.
+        stated: the day on which it was written down, YYYY-MM-DD.
+        changed: what was changed since, and what had been seen.
+        same_as: EXPERIMENT.CLAIM that states the comparison; this one refers to it and is not counted.
+        seeds: that the verdict rests on, of two cells the fewer.
+        replicate: what a seed is here: of a model that was given, a draw of sequences.
+        at_eps: the verdict at other thresholds of the sink rate, where it is about one that was recorded there.
+        finds: the effect that five seeds find in 80 % of cases, by pilot runs.
+        elsewhere: what five seeds gave before, where these are fewer.
     """
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
@@ -143,7 +205,36 @@ class JudgedClaim(ReadDocument):
     evidence: str = ""
     cells: list[str] = Field(default_factory=list)
     quantity: str = ""
-    seeds_needed: int | None = None
+    analysis: str = ""
+    stated: str = ""
+    changed: str = ""
+    same_as: str = ""
+    seeds: int = 0
+    replicate: Literal["seed", "draw"] = "seed"
+    at_eps: dict[str, str] = Field(default_factory=dict)
+    finds: str = ""
+    elsewhere: str = ""
+
+    @property
+    def verdict_said(self) -> str:
+        """The verdict as it is shown: `reproduced`, `one seed: no verdict`, `reproduced of this model`."""
+        if self.verdict == "no verdict" and self.seeds == 1:
+            return f"one {self.replicate}: no verdict"
+        return f"{self.verdict} of this model" if self.replicate == "draw" and self.verdict in JUDGED else self.verdict
+
+    @property
+    def remarks(self) -> list[str]:
+        """What is shown behind the evidence: other thresholds, five seeds elsewhere, power, changes, references."""
+        differing = {eps: verdict for eps, verdict in self.at_eps.items() if verdict != self.verdict}
+        same = [eps for eps in self.at_eps if eps not in differing]
+        return [
+            *([f"at eps {' and '.join(same)} the same"] if same else []),
+            *(f"at eps {eps} {verdict}" for eps, verdict in differing.items()),
+            *([self.elsewhere] if self.elsewhere else []),
+            *([self.finds] if self.finds else []),
+            *([f"changed {self.changed}"] if self.changed else []),
+            *([f"the comparison of {self.same_as}, counted there"] if self.same_as else []),
+        ]
 
     @property
     def said(self) -> str:
@@ -163,6 +254,7 @@ class ExperimentSummary(ReadDocument):
         against: two quantities of which a figure shows the second against the first.
         families: of the models on the paper's list, by cell.
         adapted: why its cells differ from the paper's at this scale.
+        seeds: its own, which alone its table shows; all of its cells' where there are none.
     """
 
     title: str = ""
@@ -177,6 +269,7 @@ class ExperimentSummary(ReadDocument):
     adapted: list[str] = Field(default_factory=list)
     against: list[str] = Field(default_factory=list)
     families: dict[str, str] = Field(default_factory=dict)
+    seeds: list[int] = Field(default_factory=list)
 
 
 class Summary(ReadDocument):
@@ -186,21 +279,35 @@ class Summary(ReadDocument):
         id, title: of the experiment, where there is only one.
         scale: of all cells.
         cells: of all experiments. A name is one recipe, whichever experiment it is in.
+        counts: how often there is each verdict, confirmatory and exploratory claims apart, references left out.
     """
 
-    schema_version: int = Field(default=2, alias="schema")
+    schema_version: int = Field(default=3, alias="schema")
     id: str = ""
     title: str = ""
     scale: str = ""
     experiments: dict[str, ExperimentSummary] = Field(default_factory=dict)
     cells: dict[str, CellSummary] = Field(default_factory=dict)
     claims: list[JudgedClaim] = Field(default_factory=list)
+    counts: dict[str, dict[str, int]] = Field(default_factory=dict)
 
     model_config = ConfigDict(populate_by_name=True)
 
     def save(self, directory: Path) -> None:
         """Write summary.json."""
         write_json(directory / SUMMARY, self.model_dump(by_alias=True))
+
+
+def verdict_counts(claims: Sequence[JudgedClaim]) -> dict[str, dict[str, int]]:
+    """How often there is each verdict, in their order, by confirmatory and exploratory; references are not counted."""
+    counted = [claim for claim in claims if not claim.same_as]
+    kinds = dict.fromkeys([*(one for one in ANALYSES if any(claim.analysis == one for claim in counted)),
+                           *(claim.analysis for claim in counted)])  # fmt: skip
+    found = {kind: [claim.verdict for claim in counted if claim.analysis == kind] for kind in kinds}
+    return {
+        kind: {one: verdicts.count(one) for one in dict.fromkeys([*VERDICTS, *verdicts]) if one in verdicts}
+        for kind, verdicts in found.items()
+    }
 
 
 def read_record(directory: Path) -> RunRecord | None:

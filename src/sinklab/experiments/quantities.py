@@ -1,12 +1,18 @@
 """The numbers that claims are about and tables show, by the names that experiment files use.
 
+A run's number is the mean of its last three evaluations (docs/verdicts.md); steps and what is measured once are as they
+are.
+
 sink_K            Sink_K, percent of (sequence, layer, head) triples, K from 1
 sink_K_visible    the same of the mean over the queries that may see the key (a window); Sink_K where all may
 sink_first_P      Sink_1 + .. + Sink_P, percent: at eps above a half at most one position per triple counts
+importance_first  alpha of the first position, mean over layers and heads, percent: the rate without its threshold
 sink_bias         on an added bias, sink logit or sink token, percent
 valid_loss        nats per token, and train_loss likewise
 norm_ratio        |h_1| over the mean of the others, in the block where it is largest
-kurtosis          of the hidden states, in the block where it is largest
+norm_untrained    the same of the untrained model (step 0); norm_lowest is the lowest of all evaluations since
+norm_growth       norm_ratio over norm_untrained
+kurtosis          of the hidden states, in the block where it is largest; measured once, at the end
 sink_layer_L      percent of the sequences in which a head of attention layer L sinks into the first token: of the head
                   that most often does
 emergence_step    first evaluated step at which Sink_1 reached 10 %
@@ -33,7 +39,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, NamedTuple
+from statistics import fmean
+from typing import Annotated, NamedTuple
 
 from pydantic import AfterValidator
 
@@ -48,8 +55,14 @@ MASSIVE = 2.0
 HALF = 50.0
 """Percent of sequences from which on a head counts as one that sinks."""
 
-Measure = Literal["rate", "positive", "plain"]
-"""How a number is compared: percent through its logit, what is above zero through its logarithm, others as they are."""
+LAST = 3
+"""Evaluations whose mean is a run's number."""
+
+NO_SINK = 1.0
+"""Percent of heads below which a sink is absent."""
+
+BESIDE = ("0.2", "0.4")
+"""Thresholds at which Sink_1 is recorded beside that of the recipe."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +73,15 @@ class Quantity:
         name: as experiment files have it.
         label: for people.
         unit: percent, nats, x (a ratio), steps, or none.
-        measure: how it is compared.
         decimals: that are shown.
+        once: whether it is measured once, at the end of a run, rather than at every evaluation.
     """
 
     name: str
     label: str
     unit: str
-    measure: Measure
     decimals: int
+    once: bool = False
 
 
 _SINK = re.compile(r"sink_([1-9]\d*)(_visible)?")
@@ -78,31 +91,35 @@ _STREAMED = re.compile(r"streamed_(loss|gap)_(0|[1-9]\d*)")
 _NAMED = {
     one.name: one
     for one in (
-        Quantity("sink_bias", "Sink on the bias", "%", "rate", 1),
-        Quantity("valid_loss", "Validation loss", "nats", "positive", 3),
-        Quantity("train_loss", "Training loss", "nats", "positive", 3),
-        Quantity("norm_ratio", "Norm ratio of the first token", "x", "positive", 1),
-        Quantity("kurtosis", "Kurtosis of the hidden states", "x", "positive", 1),
-        Quantity("emergence_step", "Step at which the sink emerged", "steps", "positive", 0),
-        Quantity("norm_step", "Step at which the first token's norm grew", "steps", "positive", 0),
-        Quantity("loss_change", "Jump of the loss as the sink emerged", "nats", "plain", 3),
-        Quantity("key_norm_ratio", "Norm ratio of the first key", "x", "positive", 2),
-        Quantity("value_norm_ratio", "Norm ratio of the first value", "x", "positive", 2),
-        Quantity("activation_ratio", "Largest activation over the median", "x", "positive", 0),
-        Quantity("largest_activation", "Largest activation", "", "positive", 0),
-        Quantity("cosine_first", "cos(q, k) with the first key", "", "plain", 2),
-        Quantity("cosine_rest", "cos(q, k) with the other keys", "", "plain", 2),
-        Quantity("cosine_gap", "cos(q, k) with the first key, above the others", "", "plain", 2),
-        Quantity("norm_product_ratio", "|q| |k| of the first key over the others", "x", "positive", 2),
-        Quantity("accuracy", "Accuracy", "%", "rate", 1),
-        Quantity("accuracy_norm", "Accuracy, by likelihood per character", "%", "rate", 1),
-        Quantity("streaming_added", "Streaming through a small cache, added loss", "nats", "plain", 3),
-        Quantity("streaming_kept_added", "The same with first tokens kept, added loss", "nats", "plain", 3),
-        Quantity("int8_added", "Static int8, added loss", "nats", "plain", 3),
-        Quantity("int8_due_to_sink", "Of static int8's, due to the sink", "nats", "plain", 3),
-        Quantity("recent_keys_added", "Recent keys only, added loss", "nats", "plain", 3),
-        Quantity("beyond_context_added", "Beyond the context, added loss", "nats", "plain", 3),
-        Quantity("sink_hidden_added", "Sink hidden, added loss", "nats", "plain", 3),
+        Quantity("sink_bias", "Sink on the bias", "%", 1),
+        Quantity("valid_loss", "Validation loss", "nats", 3),
+        Quantity("train_loss", "Training loss", "nats", 3),
+        Quantity("norm_ratio", "Norm ratio of the first token", "x", 1),
+        Quantity("norm_untrained", "Norm ratio, untrained", "x", 1),
+        Quantity("norm_lowest", "Norm ratio, lowest since", "x", 1),
+        Quantity("norm_growth", "Norm ratio over the untrained one", "x", 2),
+        Quantity("importance_first", "Mean importance of the first token", "%", 1),
+        Quantity("kurtosis", "Kurtosis of the hidden states", "x", 1, once=True),
+        Quantity("emergence_step", "Step at which the sink emerged", "steps", 0),
+        Quantity("norm_step", "Step at which the first token's norm grew", "steps", 0),
+        Quantity("loss_change", "Jump of the loss as the sink emerged", "nats", 3),
+        Quantity("key_norm_ratio", "Norm ratio of the first key", "x", 2),
+        Quantity("value_norm_ratio", "Norm ratio of the first value", "x", 2),
+        Quantity("activation_ratio", "Largest activation over the median", "x", 0),
+        Quantity("largest_activation", "Largest activation", "", 0),
+        Quantity("cosine_first", "cos(q, k) with the first key", "", 2),
+        Quantity("cosine_rest", "cos(q, k) with the other keys", "", 2),
+        Quantity("cosine_gap", "cos(q, k) with the first key, above the others", "", 2),
+        Quantity("norm_product_ratio", "|q| |k| of the first key over the others", "x", 2),
+        Quantity("accuracy", "Accuracy", "%", 1),
+        Quantity("accuracy_norm", "Accuracy, by likelihood per character", "%", 1),
+        Quantity("streaming_added", "Streaming through a small cache, added loss", "nats", 3, once=True),
+        Quantity("streaming_kept_added", "The same with first tokens kept, added loss", "nats", 3, once=True),
+        Quantity("int8_added", "Static int8, added loss", "nats", 3, once=True),
+        Quantity("int8_due_to_sink", "Of static int8's, due to the sink", "nats", 3, once=True),
+        Quantity("recent_keys_added", "Recent keys only, added loss", "nats", 3, once=True),
+        Quantity("beyond_context_added", "Beyond the context, added loss", "nats", 3, once=True),
+        Quantity("sink_hidden_added", "Sink hidden, added loss", "nats", 3, once=True),
     )
 }
 
@@ -116,18 +133,18 @@ def quantity(name: str) -> Quantity:
     if name in _NAMED:
         return _NAMED[name]
     if found := _FIRST.fullmatch(name):
-        return Quantity(name, f"Sinks on the first {found[1]} tokens", "%", "rate", 1)
+        return Quantity(name, f"Sinks on the first {found[1]} tokens", "%", 1)
     if found := _SINK.fullmatch(name):
-        return Quantity(name, f"Sink_{found[1]}{' (visible queries)' if found[2] else ''}", "%", "rate", 1)
+        return Quantity(name, f"Sink_{found[1]}{' (visible queries)' if found[2] else ''}", "%", 1)
     if found := _LAYER.fullmatch(name):
         if found[1] == "sink_layer":
-            return Quantity(name, f"Sequences in which a head of layer {found[2]} sinks", "%", "rate", 1)
-        return Quantity(name, f"Step at which a head of layer {found[2]} sinks", "steps", "positive", 0)
+            return Quantity(name, f"Sequences in which a head of layer {found[2]} sinks", "%", 1)
+        return Quantity(name, f"Step at which a head of layer {found[2]} sinks", "steps", 0)
     if found := _STREAMED.fullmatch(name):
         kept = f"streamed with the first {found[2]} kept"
         if found[1] == "loss":
-            return Quantity(name, f"Loss {kept}", "nats", "positive", 3)
-        return Quantity(name, f"Loss {kept}, above most kept", "nats", "plain", 3)
+            return Quantity(name, f"Loss {kept}", "nats", 3, once=True)
+        return Quantity(name, f"Loss {kept}, above most kept", "nats", 3, once=True)
     raise ValueError(f"there is no number {name!r}; there are: sink_1 (or 2, 3, ..), sink_1_visible, sink_first_5, "
                      f"sink_layer_1, layer_step_1, "
                      f"streamed_loss_0 (or 1, 2, ..), streamed_gap_0, {', '.join(_NAMED)}")  # fmt: skip
@@ -151,6 +168,8 @@ class Reading:
         sink_rate, sink_rate_visible: percent, position 1 first; the latter None where it is no other.
         sink_layers: by attention layer, percent of the sequences of the head that sinks into the first position most
             often; empty in rows of older runs.
+        importance_first: alpha of the first position, mean over layers and heads, percent.
+        beside: Sink_1 (`sink_1`, `sink_1_visible`) and `sink_bias` at the thresholds of `BESIDE`, by quantity.
     """
 
     step: int
@@ -162,6 +181,8 @@ class Reading:
     train_loss: float | None
     norm_ratio: float | None
     sink_layers: Sequence[float | None] = ()
+    importance_first: float | None = None
+    beside: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -171,8 +192,6 @@ class RunNumbers:
     Attributes:
         seed: of the recipe.
         readings: its evaluations by step, at least one.
-        triples: (sequence, layer, head) triples that a rate is over.
-        sequences: that the rate of one head is over; None where no reading has one.
         kurtosis: largest of all blocks at the end; None where it was not measured.
         seconds: of training.
         tokens_per_second: of its updates; None where unknown.
@@ -182,8 +201,6 @@ class RunNumbers:
 
     seed: int
     readings: Sequence[Reading]
-    triples: int
-    sequences: int | None = None
     kurtosis: float | None = None
     seconds: float | None = None
     tokens_per_second: float | None = None
@@ -195,37 +212,48 @@ class RunNumbers:
         """The last evaluation."""
         return self.readings[-1]
 
-    def value(self, name: str, at_step: int | None = None) -> float | None:
-        """The number of that name, None where the run has none (a step: where it was never reached).
+    def value(self, name: str, at_step: int | None = None, eps: str | None = None) -> float | None:
+        """The number of that name; None where the run has none, infinity for a step that it never reached.
 
         Args:
-            at_step: at the last evaluation up to this step; the end unless given.
+            at_step: the mean of the last evaluation up to this step and the two before it, None where the run ended
+                before it; the end unless given.
+            eps: the threshold of the rate, one of `BESIDE`; the recipe's unless given.
         """
         if name in self.measured:
             return self.measured[name]
         if name == "kurtosis":
             return self.kurtosis
         if crossing := _crossing(name):
-            return self._first_step(crossing)
+            return self._first_step(crossing) if eps is None else None
         if name == "loss_change":
             return self._loss_change()
-        upto = [one for one in self.readings if at_step is None or one.step <= at_step]
-        return _of_reading(upto[-1], name) if upto else None
+        norms = [(one.step, one.norm_ratio) for one in self.readings if one.norm_ratio is not None]
+        if name == "norm_untrained":
+            return next((norm for step, norm in norms if step == 0), None)
+        if name == "norm_lowest":
+            return min((norm for step, norm in norms if step > 0), default=None)
+        if name == "norm_growth":
+            before, now = self.value("norm_untrained"), self.value("norm_ratio", at_step)
+            return now / before if before and now is not None else None
+        last = self.evaluations(name, at_step, eps)
+        return fmean(last) if last else None
 
-    def is_of_a_known_number(self, name: str) -> bool:
-        """Whether a step that was never reached is one of a number that this run has."""
-        crossing = _crossing(name)
-        return crossing is not None and any(_of_reading(one, crossing.number) is not None for one in self.readings)
-
-    def trials(self, name: str) -> int:
-        """How many a rate is over: sequences where it is one head's in each, else triples."""
-        found = _LAYER.fullmatch(name)
-        return self.sequences if found and found[1] == "sink_layer" and self.sequences else self.triples
+    def evaluations(
+        self, name: str, at_step: int | None = None, eps: str | None = None, count: int = LAST
+    ) -> list[float]:
+        """Its last evaluations, at most so many; empty where the run has none, or ended before `at_step`."""
+        if at_step is not None and self.last.step < at_step:
+            return []
+        upto = [one for one in self.readings if at_step is None or one.step <= at_step][-count:]
+        return [value for one in upto if (value := _of_reading(one, name, eps)) is not None]
 
     def _loss_change(self) -> float | None:
-        emerged = self.value("emergence_step")
+        emerged = self.value("emergence_step") or math.inf
         known = [(one.step, one.valid_loss) for one in self.readings if one.step > 0 and one.valid_loss is not None]
-        return jump_at([step for step, _ in known], [loss for _, loss in known], emerged) if emerged else None
+        return (
+            jump_at([step for step, _ in known], [loss for _, loss in known], emerged) if emerged < math.inf else None
+        )
 
     def _first_step(self, crossing: "_Crossing") -> float | None:
         known = [(one.step, value) for one in self.readings
@@ -233,7 +261,8 @@ class RunNumbers:
         if crossing.from_below:
             below = next((at for at, (_, value) in enumerate(known) if value < crossing.bound), 0)
             known = known[below:]
-        return next((float(max(step, 1)) for step, value in known if value >= crossing.bound), None)
+        never = math.inf if known else None
+        return next((float(max(step, 1)) for step, value in known if value >= crossing.bound), never)
 
 
 class _Crossing(NamedTuple):
@@ -254,7 +283,10 @@ def _crossing(name: str) -> _Crossing | None:
     }.get(name)
 
 
-def _of_reading(reading: Reading, name: str) -> float | None:
+def _of_reading(reading: Reading, name: str, eps: str | None = None) -> float | None:
+    if eps is not None:
+        at_eps = reading.beside.get(name) or (reading.beside.get("sink_1") if name == "sink_1_visible" else None)
+        return at_eps.get(eps) if at_eps else None
     if found := _FIRST.fullmatch(name):
         rates = reading.sink_rate[: int(found[1])]
         return None if None in rates or not rates else math.fsum(rate or 0.0 for rate in rates)
@@ -270,5 +302,6 @@ def _of_reading(reading: Reading, name: str) -> float | None:
         "valid_loss": reading.valid_loss,
         "train_loss": reading.train_loss,
         "norm_ratio": reading.norm_ratio,
+        "importance_first": reading.importance_first,
     }
     return values.get(name)

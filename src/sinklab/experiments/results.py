@@ -1,8 +1,10 @@
 """What the runs of a cell came to, as it is judged and added up."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 from sinklab.assessing.documents import ASSESSMENT, load_assessment, on_held_out
 from sinklab.assessing.numbers import assessed_numbers
@@ -29,6 +31,14 @@ class CellResults:
     numbers: Sequence[RunNumbers]
     failed: int = 0
 
+    def of_seeds(self, seeds: Collection[int] | None) -> "CellResults":
+        """The same of these seeds alone; of all unless given."""
+        if seeds is None:
+            return self
+        runs = [run for run in self.runs if run.seed in seeds]
+        numbers = [run for run in self.numbers if run.seed in seeds]
+        return replace(self, runs=runs, numbers=numbers, failed=sum(run.status == "failed" for run in runs))
+
 
 def read_numbers(directory: Path) -> RunNumbers:
     """What a finished run says: metrics.jsonl (or metrics.jsonl.gz), recipe.yaml, record.json and assessment.json.
@@ -46,14 +56,19 @@ def read_numbers(directory: Path) -> RunNumbers:
     return RunNumbers(
         seed=recipe.seed,
         readings=[_reading(one) for one in history],
-        triples=recipe.metric.sequences * len(recipe.model.attention_layers) * recipe.model.heads,
-        sequences=recipe.metric.sequences,
         kurtosis=record.kurtosis if record else None,
         seconds=seconds,
         tokens_per_second=record.tokens_per_second if record else None,
         peak_memory_mb=record.peak_memory_mb if record else None,
         measured=_assessed(directory),
     )
+
+
+def named_values(numbers: RunNumbers, names: Iterable[str]) -> tuple[dict[str, float], list[str]]:
+    """The numbers of a run by name, those it has; and the names of the steps that it never reached."""
+    found = {name: value for name in names if (value := numbers.value(name)) is not None}
+    never = [name for name, value in found.items() if value == math.inf]
+    return {name: value for name, value in found.items() if name not in never}, never
 
 
 def _assessed(directory: Path) -> dict[str, float]:
@@ -65,6 +80,11 @@ def _assessed(directory: Path) -> dict[str, float]:
 
 
 def _reading(one: Evaluation) -> Reading:
+    by_eps = {
+        "sink_1": one.sink_rate_eps,
+        "sink_1_visible": one.sink_rate_visible_eps,
+        "sink_bias": one.sink_rate_bias_eps,
+    }
     return Reading(
         step=one.step,
         tokens=one.tokens,
@@ -75,4 +95,11 @@ def _reading(one: Evaluation) -> Reading:
         train_loss=one.train_loss,
         norm_ratio=one.largest_norm_ratio,
         sink_layers=one.rate_layers,
+        importance_first=_mean_percent(one.importance_first_heads),
+        beside={name: rates for name, rates in by_eps.items() if rates},
     )
+
+
+def _mean_percent(by_layer: Sequence[Sequence[float | None]] | None) -> float | None:
+    known = [one for heads in by_layer or () for one in heads if one is not None]
+    return 100 * fmean(known) if known else None

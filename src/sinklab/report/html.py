@@ -24,6 +24,7 @@ from markupsafe import Markup
 
 import sinklab
 from sinklab.errors import InputError, SinklabError
+from sinklab.experiments.documents import VERDICTS, verdict_counts
 from sinklab.files import cache_folder, write_text
 from sinklab.outputs import REPORT, REPORT_MARK, check_report
 from sinklab.report import theme
@@ -34,7 +35,7 @@ from sinklab.report.experiments import dots
 from sinklab.report.experiments.sections import shown_board, shown_experiments
 from sinklab.report.export import export_charts
 from sinklab.report.figures import Figure, figures
-from sinklab.report.summary import VERDICTS, headline, verdict_counts
+from sinklab.report.summary import headline
 from sinklab.report.tables import table_of_cells, tables
 
 SNIPPET = "window.vegaEmbed = vegaEmbed;"
@@ -177,8 +178,8 @@ def _title(data: ReportData) -> str:
     return ", ".join(dict.fromkeys(names))
 
 
-def _verdict_counts(data: ReportData) -> list[tuple[str, list[tuple[str, int]]]]:
-    """Of every scale, how often there is each verdict."""
+def _verdict_counts(data: ReportData) -> list[tuple[str, dict[str, dict[str, int]]]]:
+    """Of every scale, how often there is each verdict, confirmatory and exploratory claims apart."""
     claims = [*data.claims, *(claim for sweep in data.sweeps for claim in sweep.summary.claims if claim.experiment)]
     scales = dict.fromkeys(claim.scale for claim in claims)
     return [(scale, verdict_counts([claim for claim in claims if claim.scale == scale])) for scale in scales]

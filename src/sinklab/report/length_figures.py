@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import altair as alt
 
-from sinklab.experiments.documents import CellEstimate, CellSummary
+from sinklab.experiments.documents import CellSummary
 from sinklab.report.charts import HEIGHT, ChartRows, Drawing, Width, cell_colour
 from sinklab.report.figure import Figure
 
@@ -27,29 +27,24 @@ def length_figure(cells: Mapping[str, CellSummary], width: Width) -> Figure | No
     rows.sort(key=lambda row: (row["eps"], row["length"]))
     caption = (
         "Sink rate of the first token of the same sequences cut at different lengths, for several thresholds ε. Points "
-        "are means over draws of sequences, bars their 95 % intervals."
+        "are medians over draws of sequences, bars from the smallest to the largest."
     )
     return Figure("sink-by-length", "The sink by threshold and length", caption, [_sink_by_length(rows, width)])
 
 
-def _row(name: str, cell: CellSummary) -> dict[str, str | float] | None:
+def _row(name: str, cell: CellSummary) -> dict[str, str | float | None] | None:
     eps, length, found = cell.change.get("eps"), cell.change.get("length"), cell.values.get("sink_1")
     if not isinstance(eps, float) or not isinstance(length, int) or found is None:
         return None
-    return {"cell": f"ε = {eps:g}", "name": name, "eps": eps, "length": length, **_interval(found)}
-
-
-def _interval(found: CellEstimate) -> dict[str, float]:
-    known = found.low is not None and found.high is not None
-    low, high = (found.low, found.high) if known else (found.mean, found.mean)
-    return {"mean": found.mean, "low": low or 0.0, "high": high or 0.0}
+    numbers = {"median": found.median, "low": found.smallest, "high": found.largest}
+    return {"cell": f"ε = {eps:g}", "name": name, "eps": eps, "length": length, **numbers}
 
 
 def _sink_by_length(rows: ChartRows, width: Width = 640) -> Drawing:
     """Sink_1 against length.
 
     Args:
-        rows: `cell, name, length, mean, low, high`; `cell` names the threshold, the others are percent of heads.
+        rows: `cell, name, length, median, low, high`; `cell` names the threshold, the others are percent of heads.
     """
     lengths = sorted({row["length"] for row in rows})
     base = alt.Chart(alt.Data(values=list(rows))).encode(
@@ -62,11 +57,11 @@ def _sink_by_length(rows: ChartRows, width: Width = 640) -> Drawing:
         color=cell_colour(list(dict.fromkeys(row["cell"] for row in rows))),
     )
     scale = alt.Scale(domain=[0, 100])
-    value = alt.Y("mean:Q", title="Sink₁ (percent of heads)", scale=scale)
+    value = alt.Y("median:Q", title="Sink₁ (percent of heads)", scale=scale)
     tooltip = [
         alt.Tooltip("name:N", title="cell"),
         alt.Tooltip("length:Q", title="tokens"),
-        alt.Tooltip("mean:Q", title="percent", format=".1f"),
+        alt.Tooltip("median:Q", title="percent", format=".1f"),
         alt.Tooltip("low:Q", title="from", format=".1f"),
         alt.Tooltip("high:Q", title="to", format=".1f"),
     ]

@@ -6,16 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, TypeVar
 
-from sinklab.experiments.documents import CellSummary, JudgedClaim
+from sinklab.experiments.documents import CellSummary
 from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.experiments.sweeps import Sweep
 from sinklab.survey.documents import CheckpointsDocument, ComparisonDocument, DomainsDocument
 from sinklab.train.directory.history import Evaluation, seconds_spent
 
 K = TypeVar("K", bound=Hashable)
-
-VERDICTS = ("reproduced", "direction only", "contradicted", "not reproduced", "inconclusive", "not run")
-"""In the order in which they are counted; "not reproduced" is an older version's."""
 
 
 @dataclass(frozen=True)
@@ -138,12 +135,6 @@ def _highest(rates: Sequence[Sequence[float | None]]) -> tuple[int, float] | Non
     means = [statistics.fmean(rate[k] or 0.0 for rate in rates) for k in range(max(1, length // 2))]
     best = max(range(len(means)), key=means.__getitem__)
     return best + 1, means[best]
-
-
-def verdict_counts(claims: Sequence[JudgedClaim]) -> list[tuple[str, int]]:
-    """How often there is each verdict, in the order of the verdicts."""
-    found = [claim.verdict for claim in claims]
-    return [(verdict, found.count(verdict)) for verdict in VERDICTS if verdict in found]
 
 
 class OverSeeds(TypedDict):

@@ -8,11 +8,11 @@ from rich.table import Table
 from rich.text import Text
 
 from sinklab.commands.tables import print_table
-from sinklab.commands.terminal.report import VERDICT_STYLES
+from sinklab.commands.terminal.report import VERDICT_STYLES, counts_line
 from sinklab.commands.terminal.text import printable
 from sinklab.commands.timing import duration
 from sinklab.experiments.definition import SCALES, Scale
-from sinklab.experiments.documents import CellSummary, ExperimentSummary, Summary
+from sinklab.experiments.documents import CellSummary, ExperimentSummary, JudgedClaim, Summary
 from sinklab.experiments.listing import ListedExperiment, jobs_here
 from sinklab.experiments.quantities import quantity
 from sinklab.experiments.sweep.preview import CellPreview, Preview
@@ -83,13 +83,18 @@ def print_claims(summary: Summary, experiment: str, console: Console) -> None:
     claims = [claim for claim in summary.claims if claim.experiment == experiment]
     if not claims:
         return
+    console.print(Text(printable(counts_line(claims))))
     table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
     for name in ("verdict", "claim", "evidence"):
         table.add_column(name, overflow="fold")
     for claim in claims:
-        verdict = Text(printable(claim.verdict), style=VERDICT_STYLES.get(claim.verdict, "bold yellow"))
-        table.add_row(verdict, Text(printable(claim.said)), Text(printable(claim.evidence)))
+        verdict = Text(printable(claim.verdict_said), style=VERDICT_STYLES.get(claim.verdict, "bold yellow"))
+        table.add_row(verdict, Text(printable(claim.said)), Text(printable(_evidence(claim))))
     console.print(table)
+
+
+def _evidence(claim: JudgedClaim) -> str:
+    return "; ".join(filter(None, (claim.evidence, *claim.remarks)))
 
 
 def _numbers(one: ExperimentSummary, summary: Summary) -> Table:
@@ -98,11 +103,14 @@ def _numbers(one: ExperimentSummary, summary: Summary) -> Table:
     table.add_column("seeds", justify="right")
     for name in one.columns:
         known = quantity(name)
-        table.add_column(f"{known.label}\n[dim]{known.unit}", justify="right")
+        once = ", once at the end" if known.once else ""
+        table.add_column(f"{known.label}\n[dim]{known.unit}{once}", justify="right")
         if _is_published(one, name):
             table.add_column("the paper's", justify="right", style="dim")
     for cell in one.cells:
-        table.add_row(Text(printable(cell)), *_row(one, cell, summary.cells.get(cell, CellSummary(seeds=0))))
+        found = summary.cells.get(cell, CellSummary(seeds=0))
+        own = found.of_seeds(one.seeds) if one.seeds else found
+        table.add_row(Text(printable(cell)), *_row(one, cell, own))
     return table
 
 

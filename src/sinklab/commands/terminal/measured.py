@@ -1,4 +1,4 @@
-"""An experiment on existing models in the terminal: cells with intervals, the paper's models, claims."""
+"""An experiment on existing models in the terminal: cells over draws, the paper's models, claims."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,6 +13,7 @@ from sinklab.experiments.documents import CellSummary, ExperimentSummary, Summar
 from sinklab.experiments.measured.planning import Pass
 from sinklab.experiments.quantities import Quantity, quantity
 from sinklab.report.experiments.models import paper_models
+from sinklab.report.experiments.numbers import estimate_text
 from sinklab.report.figure import DataTable
 
 
@@ -61,9 +62,7 @@ def _number(one: Quantity, cell: CellSummary, printed: float | None) -> str:
     found = cell.values.get(one.name)
     if found is None:
         return ""
-    text = f"{found.mean:,.{one.decimals}f}"
-    if found.low is not None and found.high is not None:
-        text += f" ({found.low:,.{one.decimals}f} to {found.high:,.{one.decimals}f})"
+    text = estimate_text(found, one.decimals)
     return text if printed is None else f"{text}, paper {printed:,.{one.decimals}f}"
 
 

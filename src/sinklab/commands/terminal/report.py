@@ -9,7 +9,7 @@ from rich.text import Text
 
 from sinklab.commands.terminal.text import printable
 from sinklab.experiments.definition import SCALES
-from sinklab.experiments.documents import JudgedClaim
+from sinklab.experiments.documents import JudgedClaim, verdict_counts
 from sinklab.report.data import ReportData
 from sinklab.report.experiments.comparison import compared
 from sinklab.report.experiments.numbers import estimate_text, number_text
@@ -22,8 +22,9 @@ VERDICT_STYLES = {
     "reproduced": "bold green",
     "direction only": "bold cyan",
     "contradicted": "bold red",
-    "not reproduced": "bold red",
     "inconclusive": "bold yellow",
+    "no verdict": "yellow",
+    "not asked": "dim",
     "not run": "dim",
 }
 
@@ -56,14 +57,15 @@ def print_experiment(sweep: Sweep, name: str, console: Console) -> None:
 
 
 def compared_table(sweep: Sweep, name: str) -> Table:
-    """A line per cell: seeds, and of each number ours with its 95 % interval, and the paper's."""
+    """A line per cell: seeds, and of each number our median with the smallest and the largest, and the paper's."""
     experiment, found = sweep.experiments[name], compared(sweep, name)
     title = printable(f"{name} {where(experiment.scale)}: {experiment.title}")
     table = Table(title=Text(title), title_justify="left", header_style="bold", box=SIMPLE_HEAD)
     table.add_column("Cell", overflow="fold", min_width=8)
     table.add_column("Seeds", justify="right")
     for one in found.columns:
-        table.add_column(f"{one.label}\n[dim]{one.unit}", justify="right")
+        once = ", once at the end" if one.once else ""
+        table.add_column(f"{one.label}\n[dim]{one.unit}{once}", justify="right")
         if one.name in found.in_paper:
             table.add_column("paper", justify="right", style="dim")
     for cell in found.cells:
@@ -120,18 +122,30 @@ def where(scale: str) -> str:
 
 
 def claims_table(claims: Sequence[JudgedClaim]) -> Table:
-    """One line per claim: verdict with its scale, what is claimed, evidence."""
-    table = Table(title="Claims", title_justify="left", header_style="bold", box=SIMPLE_HEAD)
+    """One line per claim: verdict with its scale, what is claimed, evidence; how many of each verdict above them."""
+    table = Table(
+        title=Text(printable(counts_line(claims))), title_justify="left", header_style="bold", box=SIMPLE_HEAD
+    )
     for name in ("Verdict", "Claim", "Evidence"):
         table.add_column(name, overflow="fold")
     for claim in claims:
-        said = f"{claim.verdict} {where(claim.scale)}" if claim.scale else claim.verdict
+        model = claim.replicate == "draw" or not claim.scale
+        said = claim.verdict_said if model else f"{claim.verdict_said} {where(claim.scale)}"
         table.add_row(
             Text(printable(said), style=VERDICT_STYLES.get(claim.verdict, "bold yellow")),
             Text(printable(claim.said)),
-            Text(printable(claim.evidence)),
+            Text(printable("; ".join(filter(None, (claim.evidence, *claim.remarks))))),
         )
     return table
+
+
+def counts_line(claims: Sequence[JudgedClaim]) -> str:
+    """`Claims: confirmatory 3 reproduced, 1 contradicted; exploratory 2 reproduced`."""
+    kinds = [
+        f"{kind} {', '.join(f'{number} {verdict}' for verdict, number in found.items())}".strip()
+        for kind, found in verdict_counts(claims).items()
+    ]
+    return f"Claims: {'; '.join(kinds)}" if kinds else "Claims"
 
 
 def sparkline(values: Sequence[float], highest: float | None = None, width: int = 16) -> str:

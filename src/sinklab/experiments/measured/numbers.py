@@ -31,7 +31,6 @@ def numbers_of(cell: MeasuredCell, measured: Measurement, draw: int) -> RunNumbe
     return RunNumbers(
         seed=draw,
         readings=[reading],
-        triples=measured.sequences * measured.layers * measured.heads,
         kurtosis=max(kurtosis) if kurtosis else None,
         seconds=measured.seconds,
         measured=_others(cell, measured) if whole else {},

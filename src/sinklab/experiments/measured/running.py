@@ -20,7 +20,7 @@ from sinklab.experiments.measured.numbers import numbers_of
 from sinklab.experiments.measured.planning import Pass, Subject, passes_of, subjects_of
 from sinklab.experiments.measured.summary import summarise_measured
 from sinklab.experiments.quantities import RunNumbers
-from sinklab.experiments.results import CellResults
+from sinklab.experiments.results import CellResults, named_values
 from sinklab.measuring.hooks import Progress
 from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading, check_name
 from sinklab.measuring.measurement import Measurement
@@ -78,14 +78,15 @@ class MeasuredResults:
 
     def _run(self, folder: str, draw: int, numbers: RunNumbers | None) -> CellRun:
         failed = self.outcome.failed.get(folder)
-        values = {name: numbers.value(name) for name in self.experiment.columns} if numbers else {}
+        values, never = named_values(numbers, self.experiment.columns) if numbers else ({}, [])
         return CellRun(
             seed=draw,
             hash=self.hashes[folder],
             directory=folder,
             status="done" if numbers else "failed" if failed else "unfinished",
             message=failed or "",
-            values={name: value for name, value in values.items() if value is not None},
+            values=values,
+            never=never,
             seconds=numbers.seconds if numbers else None,
         )
 

@@ -4,15 +4,14 @@ import re
 from collections.abc import Mapping, Sequence
 
 from sinklab.experiments.claims import Claim
-from sinklab.experiments.documents import ExperimentSummary, JudgedClaim, Summary
+from sinklab.experiments.documents import ExperimentSummary, JudgedClaim, Summary, verdict_counts
 from sinklab.experiments.measured.claims import Undecidable, claims_about
 from sinklab.experiments.measured.definition import MeasuredExperiment
 from sinklab.experiments.measured.planning import Subject, cell_name
 from sinklab.experiments.measured.published import open_model, paper_rows, published_numbers
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.summary import cell_summary
-from sinklab.experiments.verdicts.evidence import Evidence
-from sinklab.experiments.verdicts.judging import judge_claims
+from sinklab.experiments.verdicts.judging import judge_claim, stated
 from sinklab.survey.compare import labels
 
 
@@ -22,30 +21,26 @@ def summarise_measured(
     results: Mapping[str, CellResults],
     positions_added: bool | None,
 ) -> Summary:
-    """The cells with the intervals over draws, and a verdict on each claim that is made of these models.
+    """The cells with the numbers of every draw, and a verdict on each claim that is made of these models.
 
     Args:
         results: by cell, those that wait for their measurements included.
         positions_added: whether the model adds positions to its embedding; None where that is not known (yet).
     """
-    evidence, whose = Evidence(results), _whose(subjects)
-    claims = list(claims_about(experiment, subjects, positions_added))
-    judged = {
-        claim.id: claim
-        for claim in judge_claims([one for one in claims if isinstance(one, Claim)], evidence, experiment.id, whose)
-    }
+    whose = _whose(subjects)
+    claims = [
+        stated(_judged(one, results, experiment), one.claim if isinstance(one, Undecidable) else one, experiment)
+        for one in claims_about(experiment, subjects, positions_added)
+    ]
+    claims = [claim.model_copy(update={"scale": whose, "replicate": "draw"}) for claim in claims]
     return Summary(
         id=experiment.id,
         title=experiment.title,
         scale=whose,
         experiments={experiment.id: _described(experiment, subjects, list(results), whose)},
-        cells={cell: cell_summary(cell, of, experiment.columns, evidence) for cell, of in results.items()},
-        claims=[
-            _undecided(one, experiment.id, whose)
-            if isinstance(one, Undecidable)
-            else _of_draws(judged[one.id], results, experiment)
-            for one in claims
-        ],
+        cells={cell: cell_summary(of, experiment.columns) for cell, of in results.items()},
+        claims=claims,
+        counts=verdict_counts(claims),
     )
 
 
@@ -81,24 +76,16 @@ def _described(
     )
 
 
-def _of_draws(claim: JudgedClaim, results: Mapping[str, CellResults], experiment: MeasuredExperiment) -> JudgedClaim:
-    """The claim with its evidence in the words of draws: what the rule calls a seed is a set of sequences here."""
+def _judged(
+    one: Claim | Undecidable, results: Mapping[str, CellResults], experiment: MeasuredExperiment
+) -> JudgedClaim:
+    """The claim with its evidence in the words of draws: each is a set of sequences that the model reads."""
+    if isinstance(one, Undecidable):
+        return JudgedClaim(id=one.claim.id, text=one.claim.text, evidence=one.why, cells=list(one.claim.check.cells))
+    claim = judge_claim(one, results)
     if claim.verdict == "not run":
         return claim
-    draws = len({run.seed for cell in claim.cells for run in results[cell].numbers})
     sequences = max(cell.sequences for cell in experiment.cells.values())
-    several = f"{draws} draw{'' if draws == 1 else 's'} of {'up to ' if experiment.each == 'domain' else ''}{sequences}"
     said = re.sub(r"\bseed(s?)\b", r"draw\1", claim.evidence)
-    return claim.model_copy(update={"evidence": f"{said}; of {claim.scale} alone, {several} sequences"})
-
-
-def _undecided(one: Undecidable, experiment: str, whose: str) -> JudgedClaim:
-    claim = one.claim
-    return JudgedClaim(
-        id=claim.id,
-        experiment=experiment,
-        text=claim.text,
-        scale=whose,
-        evidence=one.why,
-        cells=list(claim.check.cells),
-    )
+    each = f"each draw is {'up to ' if experiment.each == 'domain' else ''}{sequences} sequences"
+    return claim.model_copy(update={"evidence": f"{said}; {each}"})

@@ -49,6 +49,11 @@ class AskedExperiment(ReadDocument):
         """Whether both belong into one summary."""
         return self.scale == other.scale and self.overlay == other.overlay
 
+    @property
+    def seeds(self) -> list[int]:
+        """Its own, that it was asked with."""
+        return sorted({seed for cell in self.cells.values() for seed in cell.hashes})
+
     def save(self, out: Path) -> None:
         """Write asked/ID.json."""
         path = out / FOLDER / f"{self.experiment.id}.json"
@@ -62,7 +67,7 @@ def asked_for(question: Question, sweep: PlannedSweep, overlay: Mapping[str, Any
     cells = {
         name: AskedCell(
             change=dict(sweep.plan.cells[name].change),
-            hashes={seed: sweep.hashes[name, seed] for seed in range(question.seeds)},
+            hashes={seed: sweep.hashes[name, seed] for seed in question.own_seeds},
         )
         for name in names
     }
@@ -119,8 +124,8 @@ def _runs(asked: AskedExperiment) -> Iterator[tuple[str, int, str]]:
 
 
 def _with_seeds(now: AskedExperiment, before: AskedExperiment | None) -> AskedExperiment:
-    """The same with the seeds of before, of cells that are what they were."""
-    if before is None:
+    """The same with the seeds of before, of cells that are what they were, unless it has other seeds of its own now."""
+    if before is None or before.experiment.first_seed != now.experiment.first_seed:
         return now
     cells = {}
     for name, cell in now.cells.items():

@@ -7,7 +7,7 @@ from typing import Any
 
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError
-from sinklab.experiments.claims import Diverges
+from sinklab.experiments.claims import Diverges, parts_of
 from sinklab.experiments.definition import Experiment, Scale
 from sinklab.experiments.sweep.planned import PlannedRun
 from sinklab.files import parse_yaml
@@ -24,12 +24,17 @@ class Question:
 
     Attributes:
         scale: at which.
-        seeds: 0, 1, .. of each cell.
+        seeds: how many of each cell, from the experiment's first on.
     """
 
     experiment: Experiment
     scale: Scale
     seeds: int
+
+    @property
+    def own_seeds(self) -> range:
+        """The seeds of its runs."""
+        return self.experiment.own_seeds(self.seeds)
 
 
 @dataclass(frozen=True)
@@ -39,14 +44,14 @@ class SweepCell:
     Attributes:
         recipe: of seed 0.
         change: dotted keys of the recipe and their values, where they are not the base's.
-        seeds: how many.
+        seeds: of all the experiments that ask for it.
         may_diverge: that it does not train would be a result.
     """
 
     name: str
     recipe: Recipe
     change: Mapping[str, object]
-    seeds: int
+    seeds: Sequence[int]
     may_diverge: bool
 
     def of_seed(self, seed: int) -> Recipe:
@@ -60,7 +65,7 @@ class SweepPlan:
 
     Attributes:
         cells: by name.
-        order: names of cells with seeds: by the rank of the experiment, and within one all cells of seed 0 first.
+        order: names of cells with seeds: by the rank of the experiment, and within one by seed.
     """
 
     cells: Mapping[str, SweepCell]
@@ -116,9 +121,9 @@ def plan_sweep(questions: Sequence[Question], overlay: Mapping[str, Any]) -> Swe
                     "give the cell another name"
                 )
             first.setdefault(name, question.experiment.id)
-            seeds, may_diverge = max(cell.seeds, known.seeds), cell.may_diverge or known.may_diverge
+            seeds, may_diverge = sorted({*cell.seeds, *known.seeds}), cell.may_diverge or known.may_diverge
             cells[name] = SweepCell(name, known.recipe, known.change, seeds, may_diverge)
-        order |= dict.fromkeys((name, seed) for seed in range(question.seeds) for name in own)
+        order |= dict.fromkeys((name, seed) for seed in question.own_seeds for name in own)
     return SweepPlan(cells, tuple(order))
 
 
@@ -126,11 +131,8 @@ def cells_of(question: Question, overlay: Mapping[str, Any]) -> dict[str, SweepC
     """The cells of one experiment; raises as `plan_sweep`, and where a checkpoint to start from is of no use."""
     experiment, scale = question.experiment, question.scale
     check_scale(experiment, scale)
-    diverging = {
-        claim.check.cell
-        for claim in experiment.claims_at(scale)
-        if isinstance(claim.check, Diverges) and claim.check.kind == "diverges"
-    }
+    checks = [check for claim in experiment.claims_at(scale) if claim.check for check in parts_of(claim.check)]
+    diverging = {check.cell for check in checks if isinstance(check, Diverges) and check.kind == "diverges"}
     values = base_values(experiment, scale)
     base = build_recipe(values, overlay, origin=experiment.base[scale])
     found = {}
@@ -138,7 +140,7 @@ def cells_of(question: Question, overlay: Mapping[str, Any]) -> dict[str, SweepC
         top = {"name": name, "seed": 0}
         recipe = started(build_recipe(values, *overlays, overlay, top, origin=f"cell {name} of {experiment.id}"))
         may_diverge = name in diverging or any(_may_diverge(one) for one in overlays)
-        found[name] = SweepCell(name, recipe, change_of(recipe, base, overlays), question.seeds, may_diverge)
+        found[name] = SweepCell(name, recipe, change_of(recipe, base, overlays), question.own_seeds, may_diverge)
     return found
 
 
@@ -188,7 +190,7 @@ def place_sweep(
     """
     runs: dict[str, PlannedRun] = {}
     hashes: dict[tuple[str, int], str] = {}
-    several = any(cell.seeds > 1 for cell in plan.cells.values())
+    several = any(len(cell.seeds) > 1 for cell in plan.cells.values())
     for name, seed in plan.order:
         cell = plan.cells[name]
         dataset = data[data_key(cell.recipe)]

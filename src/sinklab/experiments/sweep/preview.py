@@ -67,12 +67,14 @@ def preview(plan: SweepPlan, out: Path, pace: Pace, jobs: int) -> Preview:
     cells, left, runs = [], 0.0, {(_identity(plan, name), seed): name for name, seed in reversed(plan.order)}
     missing = 0
     for name, cell in plan.cells.items():
-        ended = [seed for seed in range(cell.seeds) if placed.hashes.get((name, seed)) in done]
-        own = sum(runs[_identity(plan, name), seed] == name for seed in range(cell.seeds) if seed not in ended)
+        ended = [seed for seed in cell.seeds if placed.hashes.get((name, seed)) in done]
+        own = sum(runs[_identity(plan, name), seed] == name for seed in cell.seeds if seed not in ended)
         hours = pace.seconds(cell.recipe) / 3600
         missing, left = missing + own, left + own * hours
         same_as = first.setdefault(_identity(plan, name), name)
-        cells.append(CellPreview(name, cell.change, cell.seeds, len(ended), hours, "" if same_as == name else same_as))
+        cells.append(
+            CellPreview(name, cell.change, len(cell.seeds), len(ended), hours, "" if same_as == name else same_as)
+        )
     return Preview(cells, len(runs), missing, jobs, left / max(1, min(jobs, missing)), pace.said)
 
 

@@ -4,14 +4,18 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from sinklab.experiments.claims import quantities_of
 from sinklab.experiments.documents import CellRun, RunRecord, read_record
 from sinklab.experiments.quantities import RunNumbers
-from sinklab.experiments.results import CellResults, read_numbers
+from sinklab.experiments.results import CellResults, named_values, read_numbers
 from sinklab.experiments.sweep.asked import AskedExperiment
 from sinklab.experiments.sweep.recording import edited
 from sinklab.train.directory.environment import ENVIRONMENT, recorded_hash
 
-NUMBERS = ("sink_1", "sink_bias", "valid_loss", "train_loss", "norm_ratio", "kurtosis", "emergence_step", "norm_step")
+NUMBERS = (
+    "sink_1", "sink_bias", "importance_first", "valid_loss", "train_loss", "norm_ratio", "norm_untrained",
+    "norm_lowest", "norm_growth", "kurtosis", "emergence_step", "norm_step",
+)  # fmt: skip
 """What is said of every run beside what its experiments ask about."""
 
 
@@ -80,7 +84,7 @@ def results_of(asked: Mapping[str, AskedExperiment], out: Path) -> dict[str, Cel
 def _quantities(asked: Iterable[AskedExperiment]) -> Iterator[str]:
     for one in asked:
         yield from one.experiment.columns
-        yield from (getattr(claim.check, "value", "sink_1") for claim in one.experiment.claims)
+        yield from (name for claim in one.experiment.claims if claim.check for name in quantities_of(claim.check))
 
 
 def _read(
@@ -106,8 +110,8 @@ def _read(
     if record.status == "failed":
         return run, None
     numbers = read_numbers(directory)
-    values = {name: value for name in wanted if (value := numbers.value(name)) is not None}
-    return run.model_copy(update={"values": values}), numbers
+    values, never = named_values(numbers, wanted)
+    return run.model_copy(update={"values": values, "never": never}), numbers
 
 
 def check_readable(out: Path, hashes: Iterable[str]) -> None:

@@ -1,82 +1,57 @@
-"""Numbers of the evidence as people read them."""
+"""Numbers and counts of the evidence as people read them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from sinklab.experiments.quantities import Quantity
-from sinklab.experiments.verdicts.estimates import LEVEL, MeanOverSeeds
-from sinklab.experiments.verdicts.observations import Observations
+from sinklab.experiments.verdicts.counts import FEWEST, middle_and_ends, share_interval
 
 
 def number(value: float, of: Quantity) -> str:
-    """A number without its unit; small rates with a decimal more."""
-    decimals = of.decimals + (of.measure == "rate" and 0.005 <= abs(value) < 1)
+    """A number without its unit; small rates have a decimal more, a step that was not reached is `never`."""
+    if math.isinf(value):
+        return "never"
+    decimals = of.decimals + (of.unit == "%" and 0.005 <= abs(value) < 1)
     return f"{value:z.{decimals}f}"
 
 
 def unit(of: Quantity) -> str:
-    """What stands behind a number."""
+    """The unit behind a number."""
     return {"x": "", "": ""}.get(of.unit, f" {of.unit}")
 
 
 def step_unit(of: Quantity) -> str:
-    """What stands behind a difference."""
+    """The unit behind a difference."""
     return {"%": " points"}.get(of.unit, unit(of))
 
 
-def each_seed(seen: Observations, cell: str) -> str:
+def each_seed(cell: str, values: Iterable[float], of: Quantity) -> str:
     """A cell with the number of every seed: `softmax 12.1, 15.3, 9.8 %`."""
-    of = seen.quantity
-    shown = [
-        ("> " if of.unit == "steps" and one.end else "") + number(one.value, of)
-        for _, one in sorted(seen.by_cell[cell].items())
-    ]
-    return f"{cell} {', '.join(shown)}{unit(of)}"
+    return f"{cell} {', '.join(number(value, of) for value in values)}{unit(of)}"
 
 
-def mean_with_interval(seen: Observations, cell: str) -> str:
-    """`mean 12.2 % [8.9, 16.4]`, the interval at 95 %."""
-    mean, of = seen.mean_of(cell), seen.quantity
-    text = f"mean {number(seen.turned_back(mean.mean, cell), of)}{unit(of)}"
-    if mean.spread is None:
-        return text
-    low, high = (number(seen.turned_back(y, cell), of) for y in mean.interval())
-    return f"{text} [{low}, {high}]"
+def difference(values: Sequence[float], of: Quantity, what: str = "difference") -> str:
+    """`difference -26.7 points [-39.7, -15.7]`: the median over seeds, the smallest and the largest."""
+    known = [value for value in values if math.isfinite(value)]
+    if not known:
+        return f"no {what} at any seed"
+    middle, low, high = (_signed(number(value, of)) for value in middle_and_ends(known))
+    text = f"{what} {middle}{step_unit(of)}"
+    return text if len(known) == 1 else f"{text} [{low}, {high}]"
 
 
-def difference(seen: Observations, mean: MeanOverSeeds, than: str, seeds: Sequence[int], level: float = LEVEL) -> str:
-    """`difference -12.3 points [-15.0, -9.1]`: around the mean of the cell that is compared with."""
-    of, around = seen.quantity, seen.mean_y(than, seeds)
-    here = seen.turned_back(around, than)
-
-    def read(d: float) -> str:
-        return _signed(number(seen.turned_back(around + d, than) - here, of))
-
-    text = f"difference {read(mean.mean)}{step_unit(of)}"
-    if mean.spread is None:
-        return text
-    low, high = (read(d) for d in mean.interval(level))
-    return f"{text} [{low}, {high}]"
+def counted(held: Sequence[bool]) -> str:
+    """`5 of 5 seeds (48 to 100 % of all seeds)`; `3 of 3 seeds so far` where there are too few for a verdict."""
+    kept, n = sum(held), len(held)
+    if n < FEWEST:
+        return f"{kept} of {seeds(n)} so far"
+    low, high = share_interval(kept, n)
+    return f"{kept} of {n} seeds ({100 * low:.0f} to {100 * high:.0f} % of all seeds)"
 
 
-def trend_per_cell(mean: MeanOverSeeds, of: Quantity) -> str:
-    """`trend per cell x 1.21 [1.05, 1.40]`, of the odds for a rate; `+ 0.02 [..]` for what is compared as it is."""
-    if of.measure == "plain":
-        text = f"trend per cell {mean.mean:+.3g}"
-        return text if mean.spread is None else f"{text} [{', '.join(f'{y:+.3g}' for y in mean.interval())}]"
-    return factor(mean, f"trend per cell{', odds' if of.measure == 'rate' else ''}")
-
-
-def factor(mean: MeanOverSeeds, of: str) -> str:
-    """`ratio x 1.21 [1.05, 1.40]`: a difference of logarithms or logits."""
-    text = f"{of} x {_power(mean.mean)}"
-    return text if mean.spread is None else f"{text} [{', '.join(_power(y) for y in mean.interval())}]"
-
-
-def p_value(p: float, comparisons: int = 1) -> str:
-    """`p 0.013`, and among how many comparisons it was adjusted."""
-    text = "p < 0.001" if p < 0.001 else f"p {p:.3f}"
-    return f"{text} adjusted for {comparisons} comparisons" if comparisons > 1 else text
+def overlapping(against: int, n: int, m: int) -> str:
+    """`2 of 25 pairs of seeds against`."""
+    return f"{against} of {n * m} pairs of seeds against{' so far' if min(n, m) < FEWEST else ''}"
 
 
 def bounds(at_least: float | None, at_most: float | None, of: Quantity) -> str:
@@ -93,8 +68,3 @@ def seeds(count: int) -> str:
 
 def _signed(text: str) -> str:
     return text if text.startswith("-") or not float(text) else f"+{text}"
-
-
-def _power(y: float) -> str:
-    power = math.exp(min(max(y, -50.0), 50.0))
-    return f"{power:,.0f}" if 100 <= power < 1e6 else f"{power:.4g}"

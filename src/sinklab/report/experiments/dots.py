@@ -1,4 +1,4 @@
-"""One number of an experiment's cells as a chart: a point per seed, mean and interval, and the paper's number.
+"""One number of an experiment's cells as a chart: seeds, median, smallest and largest, and the paper's number.
 
 As in `charts.py`, names are data and nothing else.
 """
@@ -26,8 +26,9 @@ class Dots:
         cells: in the order to be shown.
         labels: of the cells where they stand in an order, as `at` in the rows.
         seeds: rows `cell, at, seed, value, run, link`.
-        means: rows `cell, at, mean, never_reached`, and `low, high` where there is an interval; where seeds never
-            reached the step that is asked for, the mean is a lower bound, and drawn as an arrow to what lies beyond.
+        middles: rows `cell, at, never_reached`, and `median`, `smallest`, `largest` where there are such; where seeds
+            never reached the step that is asked for, `beyond`, the largest that did: an arrow points to what lies
+            behind it.
         paper: rows `cell, at, value`.
         decimals: that a value has.
         from_zero: whether the axis begins at zero.
@@ -37,7 +38,7 @@ class Dots:
     cells: Sequence[str]
     labels: Sequence[str]
     seeds: ChartRows
-    means: ChartRows
+    middles: ChartRows
     paper: ChartRows
     decimals: int
     from_zero: bool
@@ -46,7 +47,7 @@ class Dots:
     def axis(self) -> tuple[str, alt.Scale]:
         """Title and scale of the values."""
         values = [
-            row[key] for rows in (self.seeds, self.means, self.paper) for row in rows for key in _NUMBERS & {*row}
+            row[key] for rows in (self.seeds, self.middles, self.paper) for row in rows for key in _NUMBERS & {*row}
         ]
         if values and min(values) > 0 and max(values) > SPREAD * min(values) and not self.from_zero:
             return f"{self.title}, log scale", alt.Scale(type="log", nice=True)
@@ -55,7 +56,7 @@ class Dots:
         return self.title, alt.Scale(zero=self.from_zero, nice=True)
 
 
-_NUMBERS = {"value", "mean", "low", "high"}
+_NUMBERS = {"value", "median", "smallest", "largest"}
 
 
 def by_cell(dots: Dots, width: Width = 420) -> Drawing:
@@ -73,12 +74,14 @@ def by_cell(dots: Dots, width: Width = 420) -> Drawing:
         return mark.encode(y=cell, x=alt.X(field, title=title, scale=scale, axis=axis))
 
     offset = alt.YOffset("place:Q", scale=alt.Scale(domain=[-2, 2]))
-    layers = _marks(dots, placed, _bars().encode(x2="high:Q"), _points(dots).encode(yOffset=offset), "triangle-right")
+    layers = _marks(
+        dots, placed, _bars().encode(x2="largest:Q"), _points(dots).encode(yOffset=offset), "triangle-right"
+    )
     return _drawn(dots, layers, width, ROW * len(dots.cells))
 
 
 def in_order(dots: Dots, what: str, width: Width = 420) -> Drawing:
-    """Cells in their order from left to right, values upwards, the means joined.
+    """Cells in their order from left to right, values upwards, the medians joined.
 
     Args:
         what: is varied from cell to cell.
@@ -95,31 +98,31 @@ def in_order(dots: Dots, what: str, width: Width = 420) -> Drawing:
     if dots.paper:
         line = alt.Chart(PAPERS).mark_line(strokeWidth=1.2, strokeDash=[4, 3], opacity=0.7, color=PAPER)
         layers.append(placed(line, "value:Q"))
-    if dots.means:
-        layers.append(placed(alt.Chart(MEANS).mark_line(strokeWidth=1.8, color=OURS), "mean:Q"))
+    if _have(dots, "median"):
+        layers.append(placed(alt.Chart(MIDDLES).mark_line(strokeWidth=1.8, color=OURS), "median:Q"))
     offset = alt.XOffset("place:Q", scale=alt.Scale(domain=[-4, 4]))
-    layers += _marks(dots, placed, _bars().encode(y2="high:Q"), _points(dots).encode(xOffset=offset), "triangle-up")
+    layers += _marks(dots, placed, _bars().encode(y2="largest:Q"), _points(dots).encode(xOffset=offset), "triangle-up")
     return _drawn(dots, layers, width, TALL)
 
 
 def _marks(
     dots: Dots, placed: Callable[[alt.Chart, str], alt.Chart], bars: alt.Chart, points: alt.Chart, beyond: str
 ) -> list[alt.Chart]:
-    """Intervals, means, the paper's numbers and seeds, those that there are, one drawn over the other.
+    """Lines from smallest to largest, medians, the paper's numbers and seeds, one drawn over the other.
 
     Args:
         placed: a mark in its cell, by the field of its value.
-        bars: intervals that know where they end.
+        bars: lines that know where they end.
         points: seeds that know how they are set apart.
         beyond: shape that points to larger values.
     """
     layers = []
-    if _has_intervals(dots):
-        layers.append(placed(bars, "low:Q"))
-    if any(not row["never_reached"] for row in dots.means):
-        layers.append(placed(_means(dots), "mean:Q"))
-    if any(row["never_reached"] for row in dots.means):
-        layers.append(placed(_lower_bounds(dots, beyond), "mean:Q"))
+    if _have(dots, "smallest"):
+        layers.append(placed(bars, "smallest:Q"))
+    if _have(dots, "median"):
+        layers.append(placed(_medians(dots), "median:Q"))
+    if _have(dots, "beyond"):
+        layers.append(placed(_never_reached(dots, beyond), "beyond:Q"))
     if dots.paper:
         layers.append(placed(_diamonds(dots), "value:Q"))
     if dots.seeds:
@@ -127,18 +130,18 @@ def _marks(
     return layers
 
 
-SEEDS, MEANS, PAPERS = (alt.NamedData(name) for name in ("seeds", "means", "paper"))
+SEEDS, MIDDLES, PAPERS = (alt.NamedData(name) for name in ("seeds", "middles", "paper"))
 """The rows are put beside the layers, which Altair copies again and again while it builds them."""
 
 
 def _drawn(dots: Dots, layers: Sequence[alt.Chart], width: Width, height: int) -> Drawing:
-    rows = {"seeds": _apart(dots.seeds), "means": list(dots.means), "paper": list(dots.paper)}
+    rows = {"seeds": _apart(dots.seeds), "middles": list(dots.middles), "paper": list(dots.paper)}
     filled = {name: found for name, found in rows.items() if found}
     return alt.layer(*layers, width=width, height=height, datasets=filled)
 
 
-def _has_intervals(dots: Dots) -> bool:
-    return any("low" in row for row in dots.means)
+def _have(dots: Dots, field: str) -> bool:
+    return any(field in row for row in dots.middles)
 
 
 def _format(scale: alt.Scale) -> str:
@@ -146,22 +149,22 @@ def _format(scale: alt.Scale) -> str:
 
 
 def _bars() -> alt.Chart:
-    return alt.Chart(MEANS).mark_rule(strokeWidth=2, opacity=0.55, color=OURS)
+    rules = alt.Chart(MIDDLES).mark_rule(strokeWidth=2, opacity=0.55, color=OURS)
+    return rules.transform_filter("isValid(datum.smallest)")
 
 
-def _means(dots: Dots) -> alt.Chart:
-    marks = alt.Chart(MEANS).mark_tick(thickness=2.5, size=15, color=OURS).encode(tooltip=_of_mean(dots))
-    return marks.transform_filter("!datum.never_reached")
+def _medians(dots: Dots) -> alt.Chart:
+    marks = alt.Chart(MIDDLES).mark_tick(thickness=2.5, size=15, color=OURS).encode(tooltip=_of_median(dots))
+    return marks.transform_filter("isValid(datum.median)")
 
 
-def _lower_bounds(dots: Dots, shape: str) -> alt.Chart:
+def _never_reached(dots: Dots, shape: str) -> alt.Chart:
     tooltip = [
         alt.Tooltip("cell:N", title="cell"),
-        alt.Tooltip("mean:Q", title="mean over seeds, more than", format=f",.{dots.decimals}f"),
         alt.Tooltip("never_reached:Q", title="seeds that did not get there"),
     ]
-    marks = alt.Chart(MEANS).mark_point(shape=shape, size=90, filled=True, opacity=1, color=OURS)
-    return marks.encode(tooltip=tooltip).transform_filter("datum.never_reached > 0")
+    marks = alt.Chart(MIDDLES).mark_point(shape=shape, size=90, filled=True, opacity=1, color=OURS)
+    return marks.encode(tooltip=tooltip).transform_filter("isValid(datum.beyond)")
 
 
 def _diamonds(dots: Dots) -> alt.Chart:
@@ -184,12 +187,12 @@ def _apart(seeds: ChartRows) -> ChartRows:
     return [{**row, "place": number - (count[row["cell"]] + 1) / 2} for row, number in placed]
 
 
-def _of_mean(dots: Dots) -> list[alt.Tooltip]:
+def _of_median(dots: Dots) -> list[alt.Tooltip]:
     bounds = [alt.Tooltip(f"{key}:Q", title=said, format=f",.{dots.decimals}f") for key, said in _BOUNDS]
     return [alt.Tooltip("cell:N", title="cell"), *bounds]
 
 
-_BOUNDS = (("mean", "mean over seeds"), ("low", "95 % from"), ("high", "95 % to"))
+_BOUNDS = (("median", "median over seeds"), ("smallest", "smallest"), ("largest", "largest"))
 
 
 def _of_paper(dots: Dots) -> list[alt.Tooltip]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from sinklab.experiments.documents import CellRun, CellSummary, ExperimentSummary
+from sinklab.experiments.documents import CellEstimate, CellRun, CellSummary, ExperimentSummary
 from sinklab.experiments.quantities import Quantity
 from sinklab.report.charts import Drawing, Width
 from sinklab.report.experiments.dots import Dots, by_cell, in_order
@@ -80,7 +80,7 @@ def _against(sweep: Sweep, name: str, key: str, width: Width) -> Figure | None:
         return None
     first, second = (quantity_of(one).label for one in experiment.against)
     many = f"{replicate_of(experiment)}s"
-    caption = f"Every point is a model: means over {many}, the bars their 95 % intervals where there are several."
+    caption = f"Every point is a model: medians over {many}, the bars from the smallest to the largest of several."
     return Figure(f"{key}-against", f"{experiment.title}: {second} against {first}", caption, [chart])
 
 
@@ -89,9 +89,12 @@ def _caption(experiment: ExperimentSummary, bounds: bool) -> str:
         one, place, many = f"a run of one seed at scale {experiment.scale}", "recipe", "seeds"
     else:
         one, place, many = f"{experiment.scale} on one draw of sequences", "measurement", "draws"
-    caption = f"Every point is {one}, and leads to its {place}; the bar is the mean over {many} with its 95 % interval."
+    caption = (
+        f"Every point is {one}, and leads to its {place}; the bar is the median over {many}, the line from the "
+        "smallest to the largest."
+    )
     if bounds:
-        caption += " An arrow is a lower bound: there are seeds that did not get there within their steps."
+        caption += " An arrow: there are seeds that did not get there within their steps."
     if experiment.published:
         caption += " The open diamond is the paper's number, a single run at the paper's own scale."
     return caption
@@ -117,10 +120,8 @@ def _chart(
             for cell in labels
             for run, value in by_seed(cells[cell], shown.name)
         ],
-        means=[
-            {"cell": cell, "at": labels[cell], **one.model_dump(exclude_none=True)}
-            for cell, one in estimates.items()
-            if one is not None
+        middles=[
+            {"cell": cell, "at": labels[cell], **_middle(one)} for cell, one in estimates.items() if one is not None
         ],
         paper=[
             {"cell": cell, "at": labels[cell], "value": experiment.published[cell][shown.name]}
@@ -128,9 +129,22 @@ def _chart(
             if shown.name in experiment.published.get(cell, {})
         ],
         decimals=shown.decimals,
-        from_zero=shown.measure == "rate" or shown.unit == "steps",
+        from_zero=shown.unit == "%" or shown.unit == "steps",
     )
     return in_order(dots, order.what, width) if order else by_cell(dots, width)
+
+
+def _middle(one: CellEstimate) -> dict[str, float]:
+    """Median, ends where there are several seeds, and behind which seed those lie that never got there."""
+    reached = [value for value in one.seeds if value is not None]
+    several = len(one.seeds) > 1
+    found = {
+        "median": one.median,
+        "smallest": one.smallest if several else None,
+        "largest": max(reached, default=None) if several else None,
+        "beyond": max(reached, default=None) if one.never_reached else None,
+    }
+    return {"never_reached": one.never_reached, **{name: value for name, value in found.items() if value is not None}}
 
 
 def _led_to(sweep: Sweep, run: CellRun, page: Path) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from sinklab.experiments.documents import CellRun, CellSummary
 from sinklab.report.assessing.prices import PRICES, Price, comparable
@@ -18,12 +19,12 @@ class SeedScore:
     """A number over the seeds of a cell.
 
     Attributes:
-        mean: over the seeds, as the experiment's table has it.
+        median: over the seeds, as the experiment's table has it.
         seeds: the number of each seed.
         note: what it was reached with.
     """
 
-    mean: float
+    median: float
     seeds: tuple[float, ...]
     note: str = ""
 
@@ -105,13 +106,15 @@ def leaderboard(sweep: Sweep) -> Leaderboard | None:
 
 def _by_loss(standing: Standing) -> tuple[bool, float]:
     loss = standing.scores[0]
-    return (True, 0.0) if loss is None else (False, loss.mean)
+    return (True, 0.0) if loss is None else (False, loss.median)
 
 
 def _quantity(quantity: str) -> ScoreOf:
     def score(name: str, cell: CellSummary) -> SeedScore | None:
         estimate = estimate_of(cell, quantity)
-        return SeedScore(estimate.mean, tuple(value for _, value in by_seed(cell, quantity))) if estimate else None
+        if estimate is None or estimate.median is None:
+            return None
+        return SeedScore(estimate.median, tuple(value for _, value in by_seed(cell, quantity)))
 
     return score
 
@@ -119,7 +122,7 @@ def _quantity(quantity: str) -> ScoreOf:
 def _of_runs(value: Callable[[CellRun], float | None]) -> ScoreOf:
     def score(name: str, cell: CellSummary) -> SeedScore | None:
         found = tuple(one for run in cell.runs if run.status == "done" and (one := value(run)) is not None)
-        return SeedScore(sum(found) / len(found), found) if found else None
+        return SeedScore(median(found), found) if found else None
 
     return score
 
@@ -148,16 +151,16 @@ def _retuned(sweep: Sweep, name: str) -> SeedScore | None:
     tuned = sweep.experiments.get(RETUNED)
     cells = sweep.cells_of(tuned) if tuned else {}
     found = [
-        (estimate.mean, cell)
+        (estimate.median, cell)
         for other, cell in cells.items()
-        if other.startswith(name + AT_RATE) and (estimate := estimate_of(cell, LOSS))
+        if other.startswith(name + AT_RATE) and (estimate := estimate_of(cell, LOSS)) and estimate.median is not None
     ]
     if not found:
         return None
-    mean, cell = min(found, key=lambda one: one[0])
+    lowest, cell = min(found, key=lambda one: one[0])
     rate = cell.change.get("optim.lr")
     rate = (
         rate if isinstance(rate, float) else next((lr for run in cell.runs if (lr := sweep.learning_rate(run))), None)
     )
     seeds = tuple(value for _, value in by_seed(cell, LOSS))
-    return SeedScore(mean, seeds, f"at {rate:.1e}".replace("e-0", "e-") if rate else "")
+    return SeedScore(lowest, seeds, f"at {rate:.1e}".replace("e-0", "e-") if rate else "")

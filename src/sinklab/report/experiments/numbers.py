@@ -1,8 +1,6 @@
 """The numbers of a cell by quantity: over its seeds, of each seed, and as text."""
 
-import statistics
-
-from sinklab.experiments.documents import CellEstimate, CellRun, CellSummary
+from sinklab.experiments.documents import CellEstimate, CellRun, CellSummary, estimated
 from sinklab.experiments.quantities import Quantity, quantity
 
 NOTHING = "–"
@@ -13,13 +11,12 @@ def quantity_of(name: str) -> Quantity:
     try:
         return quantity(name)
     except ValueError:
-        return Quantity(name, name, "", "positive", 3)
+        return Quantity(name, name, "", 3)
 
 
 def estimate_of(cell: CellSummary, name: str) -> CellEstimate | None:
-    """Mean and interval over the seeds; the plain mean where the summary has none, None without any seed."""
-    values = [value for _, value in by_seed(cell, name)]
-    return cell.values.get(name) or (CellEstimate(mean=statistics.fmean(values)) if values else None)
+    """The number over the seeds, None without any seed that has it."""
+    return estimated(cell.runs, name) or cell.values.get(name)
 
 
 def by_seed(cell: CellSummary, name: str) -> list[tuple[CellRun, float]]:
@@ -32,23 +29,32 @@ def number_text(value: float | None, decimals: int) -> str:
     return NOTHING if value is None else f"{value:,.{decimals}f}"
 
 
-def mean_text(estimate: CellEstimate | None, decimals: int) -> str:
-    """The mean; `> 1,500` where seeds never reached the step that is asked for."""
+def median_text(estimate: CellEstimate | None, decimals: int) -> str:
+    """The median; `never` where most seeds never reached the step that is asked for."""
     if estimate is None:
         return NOTHING
-    return ("> " if estimate.never_reached else "") + number_text(estimate.mean, decimals)
+    return "never" if estimate.median is None else number_text(estimate.median, decimals)
 
 
-def interval_text(estimate: CellEstimate | None, decimals: int) -> str:
-    """`[15.1, 21.7]`, nothing where there is no interval."""
-    if estimate is None or estimate.low is None or estimate.high is None:
+def ends_text(estimate: CellEstimate | None, decimals: int) -> str:
+    """`[15.1, 21.7]`, the smallest and the largest seed; nothing with one seed."""
+    if estimate is None or len(estimate.seeds) < 2:
         return ""
-    return f"[{estimate.low:,.{decimals}f}, {estimate.high:,.{decimals}f}]"
+    ends = ("never" if one is None else f"{one:,.{decimals}f}" for one in (estimate.smallest, estimate.largest))
+    return f"[{', '.join(ends)}]"
+
+
+def untrained_text(estimate: CellEstimate | None, decimals: int) -> str:
+    """`untrained 2.9, lowest 1.2` of a norm ratio, nothing of other numbers."""
+    if estimate is None or estimate.untrained is None:
+        return ""
+    return f"untrained {number_text(estimate.untrained, decimals)}, lowest {number_text(estimate.lowest, decimals)}"
 
 
 def estimate_text(estimate: CellEstimate | None, decimals: int) -> str:
-    """Mean and interval in one line."""
-    return f"{mean_text(estimate, decimals)} {interval_text(estimate, decimals)}".strip()
+    """Median, smallest and largest in one line; of a norm ratio also before training and at its lowest."""
+    texts = (median_text(estimate, decimals), ends_text(estimate, decimals), untrained_text(estimate, decimals))
+    return " ".join(filter(None, texts))
 
 
 def change_text(cell: CellSummary) -> list[str]:

@@ -1,7 +1,9 @@
 """README.md of a packed sweep: the verdicts of every claim, as a table."""
 
-from sinklab.experiments.documents import Summary
-from sinklab.report.summary import counted, verdict_counts
+from collections.abc import Mapping
+
+from sinklab.experiments.documents import Summary, verdict_counts
+from sinklab.report.summary import counted
 
 
 def readme(summary: Summary) -> str:
@@ -16,17 +18,28 @@ def readme(summary: Summary) -> str:
         f"{counted(done, 'finished run')}, {failed} failed, {len(runs) - done - failed} not finished. "
         "`report.html` shows them with every seed; each run's recipe and metrics lie in its folder.",
         "",
-        "; ".join(f"{verdict}: {number}" for verdict, number in verdict_counts(summary.claims)) + ".",
+        *(f"{_named(kind)}: {_counted(found)}." for kind, found in verdict_counts(summary.claims).items()),
         "",
-        "| experiment | claim | verdict | evidence |",
-        "|---|---|---|---|",
+        "| experiment | claim | | verdict | evidence |",
+        "|---|---|---|---|---|",
     ]
     lines += [
-        f"| {_escaped(claim.experiment)} | {_escaped(claim.said)} | {_escaped(claim.verdict)} at "
-        f"{_escaped(claim.scale)} | {_escaped(claim.evidence)} |"
+        f"| {_escaped(claim.experiment)} | {_escaped(claim.said)} | {_escaped(claim.analysis)} | "
+        f"{_escaped(claim.verdict_said)} at {_escaped(claim.scale)} | "
+        f"{_escaped('; '.join(filter(None, (claim.evidence, *claim.remarks))))} |"
         for claim in summary.claims
     ]
     return "\n".join([*lines, ""])
+
+
+def _named(kind: str) -> str:
+    """`Confirmatory claims`."""
+    return f"{kind} claims".strip().capitalize()
+
+
+def _counted(verdicts: Mapping[str, int]) -> str:
+    """`3 reproduced, 1 contradicted`."""
+    return ", ".join(f"{number} {_escaped(verdict)}" for verdict, number in verdicts.items())
 
 
 def _escaped(text: str) -> str:

@@ -1,4 +1,4 @@
-"""One number of an experiment's cells against another: a point for each cell, with the intervals of both."""
+"""One number of an experiment's cells against another: a point for each cell, with the ends of both."""
 
 import altair as alt
 
@@ -50,12 +50,17 @@ def against(cells: dict[str, CellSummary], experiment: ExperimentSummary, width:
 
 def _row(name: str, cell: CellSummary, across: Quantity, up: Quantity, family: str) -> dict[str, float | str] | None:
     x, y = estimate_of(cell, across.name), estimate_of(cell, up.name)
-    if x is None or y is None:
+    if x is None or y is None or x.median is None or y.median is None:
         return None
-    row: dict[str, float | str] = {"model": name.rpartition("/")[0] or name, "family": family, "x": x.mean, "y": y.mean}
+    row: dict[str, float | str] = {
+        "model": name.rpartition("/")[0] or name,
+        "family": family,
+        "x": x.median,
+        "y": y.median,
+    }
     for axis, one in (("x", x), ("y", y)):
-        if one.low is not None and one.high is not None:
-            row |= {f"{axis}_low": one.low, f"{axis}_high": one.high}
+        if len(one.seeds) > 1 and one.smallest is not None and one.largest is not None:
+            row |= {f"{axis}_low": one.smallest, f"{axis}_high": one.largest}
     return row
 
 

@@ -1,10 +1,10 @@
 """What the page shows of a sweep, as texts: a section per experiment, the leaderboard, the counts of verdicts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sinklab.experiments.documents import CellEstimate, CellRun, CellSummary, JudgedClaim
+from sinklab.experiments.documents import CellEstimate, CellRun, CellSummary, JudgedClaim, verdict_counts
 from sinklab.report.experiments.comparison import ComparedCell, ComparedCells, compared
 from sinklab.report.experiments.figures import experiment_figures, keyed, link_to
 from sinklab.report.experiments.leaderboard import BoardColumn, Leaderboard, SeedScore, leaderboard
@@ -12,16 +12,18 @@ from sinklab.report.experiments.models import Replicate, paper_models, replicate
 from sinklab.report.experiments.numbers import (
     NOTHING,
     change_text,
-    interval_text,
-    mean_text,
+    ends_text,
+    median_text,
     number_text,
     quantity_of,
+    untrained_text,
 )
 from sinklab.report.experiments.sweeps import Sweep
 from sinklab.report.figure import DataTable, Figure
-from sinklab.report.summary import counted, verdict_counts
+from sinklab.report.summary import counted
 
 FAILED_THERE = "did not train"
+WHAT = "median [smallest, largest]"
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,8 @@ class ShownNumber:
     """A number in a table.
 
     Attributes:
-        text: of the mean.
-        spread: of the interval or of the seeds.
+        text: of the median.
+        spread: the smallest and the largest, and what is to be known beside them.
         value: to sort by; None where there is none.
     """
 
@@ -80,8 +82,9 @@ class ShownExperiment:
         key: of its anchor.
         columns: title and unit of the numbers' columns, the paper's beside ours.
         rows: the cell's name and its numbers.
+        verdicts: how often there is each, confirmatory and exploratory claims apart.
         in_paper: whether the paper has numbers for it.
-        replicate: what its intervals are over: a seed, or a draw of sequences that an existing model is measured on.
+        replicate: what its numbers are over: a seed, or a draw of sequences that an existing model is measured on.
         elsewhere: what the paper prints of other models than the one that is measured; None where nothing.
         run_columns: titles of the numbers of a run.
     """
@@ -93,7 +96,7 @@ class ShownExperiment:
     source: str
     scale: str
     adapted: Sequence[str]
-    verdicts: Sequence[tuple[str, int]]
+    verdicts: Mapping[str, Mapping[str, int]]
     figures: Sequence[Figure]
     columns: Sequence[tuple[str, str]]
     rows: Sequence[tuple[str, Sequence[ShownNumber]]]
@@ -157,7 +160,8 @@ def _shown(sweep: Sweep, name: str, key: str, page: Path) -> ShownExperiment:
 def _columns(table: ComparedCells, replicate: Replicate) -> list[tuple[str, str]]:
     columns = [(f"{replicate}s".capitalize(), "finished")]
     for one in table.columns:
-        columns.append((one.label, f"{one.unit}, 95 % interval" if one.unit else "95 % interval"))
+        once = ", measured once, at the end" if one.once else ""
+        columns.append((one.label, f"{one.unit}, {WHAT}{once}" if one.unit else f"{WHAT}{once}"))
         columns += [("the paper’s", one.unit)] if one.name in table.in_paper else []
     return columns
 
@@ -166,7 +170,7 @@ def _numbers(table: ComparedCells, cell: ComparedCell) -> list[ShownNumber]:
     numbers = [ShownNumber(cell.seeds, counted(cell.failed, "run") + " failed" if cell.failed else "")]
     for one in table.columns:
         estimate = cell.ours[one.name]
-        numbers.append(ShownNumber(mean_text(estimate, one.decimals), _beside(estimate, one.decimals)))
+        numbers.append(ShownNumber(median_text(estimate, one.decimals), _beside(estimate, one.decimals)))
         if one.name in table.in_paper:
             there = FAILED_THERE if not cell.trained_there else NOTHING
             paper = cell.paper.get(one.name)
@@ -177,7 +181,7 @@ def _numbers(table: ComparedCells, cell: ComparedCell) -> list[ShownNumber]:
 def _beside(estimate: CellEstimate | None, decimals: int) -> str:
     if estimate and estimate.never_reached:
         return f"{counted(estimate.never_reached, 'seed')} did not get there"
-    return interval_text(estimate, decimals)
+    return " ".join(filter(None, (ends_text(estimate, decimals), untrained_text(estimate, decimals))))
 
 
 def _cell(sweep: Sweep, name: str, cell: CellSummary, columns: Sequence[str], page: Path) -> ShownCell:
@@ -231,4 +235,6 @@ def _score(column: BoardColumn, score: SeedScore | None) -> ShownNumber:
         return ShownNumber(NOTHING)
     low, high = (number_text(end(score.seeds), column.decimals) for end in (min, max)) if score.seeds else ("", "")
     spread = [f"{low} … {high}" if low != high else f"all {low}"] if len(score.seeds) > 1 else []
-    return ShownNumber(number_text(score.mean, column.decimals), " ".join([*spread, score.note]).strip(), score.mean)
+    return ShownNumber(
+        number_text(score.median, column.decimals), " ".join([*spread, score.note]).strip(), score.median
+    )

@@ -37,8 +37,9 @@ class Sweep:
         return list(found.values())
 
     def cells_of(self, experiment: ExperimentSummary) -> dict[str, CellSummary]:
-        """Its cells by name; one that the summary says nothing of is empty."""
-        return {name: self.summary.cells.get(name, CellSummary(seeds=0)) for name in experiment.cells}
+        """Its cells by name, with its own seeds; one that the summary says nothing of is empty."""
+        found = {name: self.summary.cells.get(name, CellSummary(seeds=0)) for name in experiment.cells}
+        return {name: cell.of_seeds(experiment.seeds) for name, cell in found.items()} if experiment.seeds else found
 
     def claims_of(self, name: str) -> list[JudgedClaim]:
         """The claims of an experiment."""

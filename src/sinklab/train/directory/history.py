@@ -32,6 +32,10 @@ class Evaluation(ReadDocument):
         sink_rate_visible: the same of the mean over the queries that may see a key; None where that is no other.
         sink_rate_bias: percent, of a bias, sink logit or sink token.
         sink_rate_heads: percent of the sequences in which the first position is a sink, by attention layer and head.
+        sink_rate_eps, sink_rate_visible_eps: Sink_1 by threshold ("0.3", "0.2", "0.4"), percent; the latter None where
+            sink_rate_visible is.
+        sink_rate_bias_eps: sink_rate_bias by threshold; None where that is.
+        importance_first_heads: alpha of the first position, mean over sequences, by attention layer and head (0..1).
         hidden_norm_ratio: |h_1| over the mean of the others, before the first block and after every block.
         lr: of the last update.
         grad_norm: of the last update, before clipping.
@@ -50,6 +54,10 @@ class Evaluation(ReadDocument):
     sink_rate_visible: list[float | None] | None = None
     sink_rate_bias: float | None = None
     sink_rate_heads: list[list[float | None]] | None = None
+    sink_rate_eps: dict[str, float | None] | None = None
+    sink_rate_visible_eps: dict[str, float | None] | None = None
+    sink_rate_bias_eps: dict[str, float | None] | None = None
+    importance_first_heads: list[list[float | None]] | None = None
     hidden_norm_ratio: list[float | None] = Field(default_factory=list)
     lr: float | None = None
     grad_norm: float | None = None

@@ -1,0 +1,294 @@
+"""Every kind of check, put to the runs of the cells that it names: one function each."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from sinklab.experiments.claims import (
+    Absent,
+    Alike,
+    Appears,
+    Differs,
+    Diverges,
+    Equal,
+    Monotone,
+    Precedes,
+    SingleCheck,
+    StandsAt,
+    Within,
+)
+from sinklab.experiments.quantities import NO_SINK, RunNumbers, quantity
+from sinklab.experiments.results import CellResults
+from sinklab.experiments.verdicts.counts import pairs_against, seed_by_seed, separated
+from sinklab.experiments.verdicts.wording import (
+    bounds,
+    counted,
+    difference,
+    each_seed,
+    number,
+    overlapping,
+    step_unit,
+    unit,
+)
+
+AT_EPS = {"sink_1", "sink_1_visible", "sink_bias"}
+"""Rates that are recorded at other thresholds, too."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the runs say of a check, whatever their number.
+
+    Attributes:
+        holds: reproduced (True), contradicted (False), or neither.
+        said: the numbers that it rests on.
+        seeds: that decide it; of two cells the fewer.
+        size: whether the size or absence that it states holds, too; True where it states none.
+    """
+
+    holds: bool | None
+    said: str
+    seeds: int
+    size: bool = True
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The runs that a check is put to.
+
+    Attributes:
+        results: by cell.
+        eps: threshold of the rates that are recorded at several; the recipe's unless given.
+    """
+
+    results: Mapping[str, CellResults]
+    eps: str | None = None
+
+    def of(self, cell: str) -> Sequence[RunNumbers]:
+        """The finished runs of a cell, by seed."""
+        found = self.results[cell].numbers if cell in self.results else ()
+        return sorted(found, key=lambda run: run.seed)
+
+    def by_seed(self, cell: str, name: str, at_step: int | None = None) -> dict[int, float]:
+        """The number of every seed that has it."""
+        found = {run.seed: run.value(name, at_step, self._eps(name)) for run in self.of(cell)}
+        return {seed: value for seed, value in found.items() if value is not None}
+
+    def last(self, cell: str, name: str, at_step: int | None = None, count: int = 3) -> dict[int, list[float]]:
+        """The last evaluations of every seed that has any."""
+        found = {run.seed: run.evaluations(name, at_step, self._eps(name), count) for run in self.of(cell)}
+        return {seed: values for seed, values in found.items() if values}
+
+    def _eps(self, name: str) -> str | None:
+        return self.eps if name in AT_EPS else None
+
+
+def put_to(check: SingleCheck, runs: Runs) -> Finding:
+    """What some runs say of a check."""
+    match check:
+        case Within():
+            return _within(check, runs)
+        case Absent():
+            return _absent(check, runs)
+        case Differs():
+            return _differs(check, runs)
+        case Equal():
+            return _equal(check, runs)
+        case Alike():
+            return _alike(check, runs)
+        case Monotone():
+            return _monotone(check, runs)
+        case StandsAt():
+            return _stands_at(check, runs)
+        case Appears():
+            return _appears(check, runs)
+        case Precedes():
+            return _precedes(check, runs)
+        case Diverges():
+            return _diverges(check, runs)
+
+
+def _missing(name: str, at_step: int | None, cells: Sequence[str]) -> Finding:
+    when = f" at step {at_step:,}" if at_step else ""
+    return Finding(None, f"{quantity(name).label}{when} was not measured in {' and '.join(cells)}", 0)
+
+
+def _keeps(value: float, at_least: float | None, at_most: float | None) -> bool:
+    return (at_least is None or value >= at_least) and (at_most is None or value <= at_most)
+
+
+def _within(check: Within, runs: Runs) -> Finding:
+    values, of = runs.by_seed(check.cell, check.value, check.at_step), quantity(check.value)
+    if not values:
+        return _missing(check.value, check.at_step, [check.cell])
+    held = [_keeps(value, check.at_least, check.at_most) for value in values.values()]
+    limits = bounds(check.at_least, check.at_most, of)
+    said = f"{each_seed(check.cell, values.values(), of)}: {limits} at {counted(held)}"
+    return Finding(seed_by_seed(held), said, len(held))
+
+
+def _absent(check: Absent, runs: Runs) -> Finding:
+    values = runs.by_seed(check.cell, check.value, check.at_step)
+    if not values:
+        return _missing(check.value, check.at_step, [check.cell])
+    held, said = _no_sink(check, runs)
+    shown = each_seed(check.cell, values.values(), quantity(check.value))
+    return Finding(seed_by_seed(held), f"{shown}: {said}", len(held))
+
+
+def _no_sink(check: Absent | Differs, runs: Runs) -> tuple[list[bool], str]:
+    """Whether every seed is below 1 % at each of its last evaluations, and the same in words."""
+    last = runs.last(check.cell, check.value, check.at_step)
+    held = [max(values) < NO_SINK for values in last.values()]
+    each = " at each of the last three evaluations" if any(len(values) > 1 for values in last.values()) else ""
+    return held, f"below {NO_SINK:g} %{each}: {counted(held)}"
+
+
+def _differs(check: Differs, runs: Runs) -> Finding:
+    of = quantity(check.value)
+    cell, than = (runs.by_seed(name, check.value, check.at_step) for name in check.cells)
+    if absent := [name for name, found in zip(check.cells, (cell, than), strict=True) if not found]:
+        return _missing(check.value, check.at_step, absent)
+    greater = check.kind == "greater"
+    a, b = list(cell.values()), list(than.values())
+    high, low = (a, b) if greater else (b, a)
+    holds = True if separated(high, low) else False if separated(low, high) else None
+    said = [
+        f"{each_seed(check.cell, a, of)} against {each_seed(check.than, b, of)}: "
+        f"{overlapping(pairs_against(high, low), len(a), len(b))}",
+        difference([cell[seed] - than[seed] for seed in cell if seed in than], of),
+    ]
+    sizes: list[bool] = []
+    if check.by is not None or check.times is not None:
+        moved = [value + (check.by or 0.0) if check.times is None else value * check.times for value in low]
+        sizes.append(separated(high, moved))
+        size = f"by {check.by:g}{step_unit(of)}" if check.by else f"{check.times:g} times"
+        said.append(f"{size}: {overlapping(pairs_against(high, moved), len(a), len(b))}")
+    if check.at_least is not None or check.at_most is not None:
+        held = [_keeps(value, check.at_least, check.at_most) for value in a]
+        sizes.append(seed_by_seed(held) is True)
+        said.append(f"{check.cell} {bounds(check.at_least, check.at_most, of)}: {counted(held)}")
+    if check.absent:
+        held, below = _no_sink(check, runs)
+        sizes.append(seed_by_seed(held) is True)
+        said.append(f"{check.cell} {below}")
+    return Finding(holds, "; ".join(said), min(len(a), len(b)), all(sizes))
+
+
+def _equal(check: Equal, runs: Runs) -> Finding:
+    return _equivalence(check, [check.cell], check.to, runs)
+
+
+def _alike(check: Alike, runs: Runs) -> Finding:
+    return _equivalence(check, check.of[1:], check.of[0], runs)
+
+
+def _equivalence(check: Equal | Alike, others: Sequence[str], first: str, runs: Runs) -> Finding:
+    """Every other cell is within the margin of the first at every seed; or one is beyond it, on one side."""
+    of = quantity(check.value)
+    values = {cell: runs.by_seed(cell, check.value, check.at_step) for cell in check.cells}
+    if absent := [cell for cell, found in values.items() if not found]:
+        return _missing(check.value, check.at_step, absent)
+    shared = sorted(set.intersection(*(set(found) for found in values.values())))
+    each = "; ".join(each_seed(cell, found.values(), of) for cell, found in values.items())
+    if not shared:
+        return Finding(None, f"{each}: no seed has all", 0)
+    apart = {cell: [values[cell][seed] - values[first][seed] for seed in shared] for cell in others}
+    held = [all(abs(d[at]) <= check.margin for d in apart.values()) for at in range(len(shared))]
+    beyond = any(
+        seed_by_seed([sign * one > check.margin for one in d]) is True for d in apart.values() for sign in (1, -1)
+    )
+    farthest = max(apart, key=lambda cell: max(abs(d) for d in apart[cell]))
+    what = "difference" if len(apart) == 1 else f"farthest from {first}: {farthest}, difference"
+    said = f"{each}: {difference(apart[farthest], of, what)}, within {check.margin:g}{step_unit(of)} at {counted(held)}"
+    holds = False if beyond else True if seed_by_seed(held) is True else None
+    return Finding(holds, said, len(shared))
+
+
+def _monotone(check: Monotone, runs: Runs) -> Finding:
+    of, sign = quantity(check.value), 1 if check.kind == "rising" else -1
+    values = {cell: runs.by_seed(cell, check.value, check.at_step) for cell in check.over}
+    if absent := [cell for cell, found in values.items() if not found]:
+        return _missing(check.value, check.at_step, absent)
+    shared = sorted(set.intersection(*(set(found) for found in values.values())))
+    each = "; ".join(each_seed(cell, found.values(), of) for cell, found in values.items())
+    if not shared:
+        return Finding(None, f"{each}: no seed has all", 0)
+    held = [sign * _slope([values[cell][seed] for cell in check.over]) > 0 for seed in shared]
+    against = [
+        f"{one} to {other}"
+        for one, other in pairwise(check.over)
+        if separated(*(list(values[cell].values()) for cell in ((one, other) if sign > 0 else (other, one))))
+    ]
+    holds = seed_by_seed(held)
+    said = f"{each}: the slope over them {check.kind} at {counted(held)}"
+    if holds and against:
+        return Finding(None, f"{said}; {' and '.join(against)} goes the other way without overlap", len(shared))
+    return Finding(holds, said, len(shared))
+
+
+def _slope(values: Sequence[float]) -> float:
+    """Over the ranks, times a positive constant."""
+    middle = (len(values) - 1) / 2
+    return sum((rank - middle) * value for rank, value in enumerate(values) if rank != middle)
+
+
+def _stands_at(check: StandsAt, runs: Runs) -> Finding:
+    name = f"sink_{check.position}"
+    of, rates = quantity(name), runs.by_seed(check.cell, name)
+    if not rates:
+        return _missing(name, None, [check.cell])
+    ahead = []
+    for run in runs.of(check.cell):
+        if run.seed in rates:
+            positions = (k for k in range(1, len(run.last.sink_rate) + 1) if k != check.position)
+            others = [value for k in positions if (value := run.value(f"sink_{k}")) is not None]
+            ahead.append(rates[run.seed] > max(others, default=0.0))
+    large = [rate >= check.at_least for rate in rates.values()]
+    said = (
+        f"{each_seed(check.cell, rates.values(), of)} at position {check.position}: the largest of all at "
+        f"{counted(ahead)}; at least {check.at_least:g} % at {counted(large)}"
+    )
+    return Finding(seed_by_seed(ahead), said, len(ahead), seed_by_seed(large) is True)
+
+
+def _appears(check: Appears, runs: Runs) -> Finding:
+    steps = [check.before] if check.after is None else [check.after, check.before]
+    found = [runs.last(check.cell, "sink_1", step, count=1) for step in steps]
+    for step, one in zip(steps, found, strict=True):
+        if not one:
+            return _missing("sink_1", step, [check.cell])
+    of, shared = quantity("sink_1"), sorted(set.intersection(*(set(one) for one in found)))
+    reached = [found[-1][seed][0] >= check.rate for seed in shared]
+    held = [
+        there and (check.after is None or found[0][seed][0] < check.rate)
+        for seed, there in zip(shared, reached, strict=True)
+    ]
+    shown = "; ".join(
+        f"up to step {step:,} {each_seed(check.cell, (one[seed][0] for seed in shared), of)}"
+        for step, one in zip(steps, found, strict=True)
+    )
+    when = f"first in between at {counted(held)}" if check.after is not None else f"reached at {counted(held)}"
+    return Finding(seed_by_seed(held), f"{shown}: {check.rate:g} % {when}", len(held))
+
+
+def _precedes(check: Precedes, runs: Runs) -> Finding:
+    first, then = (runs.by_seed(check.cell, name) for name in (check.first, check.then))
+    for name, found in ((check.first, first), (check.then, then)):
+        if not found:
+            return _missing(name, None, [check.cell])
+    shared = sorted(set(first) & set(then))
+    held = [first[seed] < then[seed] for seed in shared]
+    one, other = quantity(check.first), quantity(check.then)
+    pairs = ", ".join(f"{number(first[seed], one)} and {number(then[seed], other)}" for seed in shared)
+    said = f"{check.cell} {check.first} and {check.then}: {pairs}{unit(other)}; the first before the second at "
+    return Finding(seed_by_seed(held), said + counted(held), len(held))
+
+
+def _diverges(check: Diverges, runs: Runs) -> Finding:
+    trained = len(runs.of(check.cell))
+    failed = runs.results[check.cell].failed if check.cell in runs.results else 0
+    diverged = [True] * failed + [False] * trained
+    held = [one == (check.kind == "diverges") for one in diverged]
+    said = f"{check.cell} {'did not train' if check.kind == 'diverges' else 'trained'} at {counted(held)}"
+    return Finding(seed_by_seed(held), said, len(held))
