@@ -33,7 +33,15 @@ from sinklab.schema import Part
 
 SCALES: tuple[Scale, ...] = get_args(Scale)
 
-NORMS = {"norm_ratio", "norm_growth", "norm_step", "kurtosis"}
+NORMS = {
+    "norm_ratio",
+    "norm_ratio_before_norm",
+    "norm_ratio_sink_token",
+    "norm_growth",
+    "norm_growth_sink_token",
+    "norm_step",
+    "kurtosis",
+}
 """Quantities that a claim about massive activations is about."""
 
 PAPER_SCALES = ("60m", "1b")
