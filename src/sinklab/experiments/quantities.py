@@ -35,6 +35,9 @@ largest_activation                  itself
 cosine_first, cosine_rest           cos(q, k) with the first key and with the others, mean over the heads with a sink
 cosine_gap                          the difference of the two
 norm_product_ratio                  |q| |k_1| over the mean of |q| |k| of the other keys, mean over the same heads
+importance_early, importance_gap    importance_first of the first quarter of the layers; of the others, above that
+proposition_excess                  the largest deviation from the paper's proposition on repeated tokens, in units of
+                                    what rounding may cause
 accuracy, accuracy_norm             of a downstream task, percent of its items; answers by likelihood, and per character
 
 of runs that `assess` of the experiment asks for (docs/assess.md has the formulas, `assessing/numbers.py` each number):
@@ -125,6 +128,9 @@ _NAMED = {
         Quantity("cosine_rest", "cos(q, k) with the other keys", "", 2),
         Quantity("cosine_gap", "cos(q, k) with the first key, above the others", "", 2),
         Quantity("norm_product_ratio", "|q| |k| of the first key over the others", "x", 2),
+        Quantity("importance_early", "Mean importance of the first token in early layers", "%", 1),
+        Quantity("importance_gap", "Of later layers, above the early ones", "%", 1),
+        Quantity("proposition_excess", "Deviation from the proposition, over that of rounding", "x", 2),
         Quantity("accuracy", "Accuracy", "%", 1),
         Quantity("accuracy_norm", "Accuracy, by likelihood per character", "%", 1),
         Quantity("streaming_added", "Streaming through a small cache, added loss", "nats", 3, once=True),
