@@ -4,15 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from sinklab.experiments.definition import Experiment, Scale
-from sinklab.experiments.documents import JudgedClaim
+from sinklab.experiments.documents import CellRun, JudgedClaim
 from sinklab.experiments.quantities import Reading, RunNumbers
-from sinklab.experiments.results import CellResults
+from sinklab.experiments.results import CellResults, named_values
 from sinklab.experiments.verdicts.judging import judge
-from sinklab.experiments.verdicts.recorded import RecordedSpreads
 
 STEPS = 1500
-TRIPLES = 1600
-NOTHING_RECORDED = RecordedSpreads()
+NAMES = ("sink_1", "sink_bias", "valid_loss", "norm_ratio", "norm_untrained", "norm_lowest", "emergence_step")
 
 
 def reading(
@@ -28,22 +26,24 @@ def reading(
     return Reading(step, step * 2048, rates, None, sink_bias, valid_loss, valid_loss, norm_ratio)
 
 
-def run_of(seed: int, *readings: Reading, triples: int = TRIPLES) -> RunNumbers:
+def run_of(seed: int, *readings: Reading) -> RunNumbers:
     """A finished run."""
-    return RunNumbers(seed=seed, readings=readings, triples=triples)
+    return RunNumbers(seed=seed, readings=readings)
 
 
 def cell_of(*runs: RunNumbers, failed: int = 0) -> CellResults:
     """A cell with these finished runs, and others that did not train."""
-    return CellResults(change={}, runs=(), numbers=runs, failed=failed)
+    shown = [CellRun(seed=run.seed, hash=f"{run.seed:016}", directory=f"run-{run.seed}", status="done",
+                     **dict(zip(("values", "never"), named_values(run, NAMES), strict=True)))
+             for run in runs]  # fmt: skip
+    shown += [CellRun(seed=900 + at, hash=f"{at:016}", directory="", status="failed") for at in range(failed)]
+    return CellResults(change={}, runs=shown, numbers=runs, failed=failed)
 
 
-def cells_of(name: str, values: Mapping[str, Sequence[float]], triples: int = TRIPLES) -> dict[str, CellResults]:
+def cells_of(name: str, values: Mapping[str, Sequence[float]]) -> dict[str, CellResults]:
     """Cells whose runs end with these values of a quantity, a seed each from 0 on."""
     return {
-        cell: cell_of(
-            *(run_of(seed, replace(reading(), **_number(name, y)), triples=triples) for seed, y in enumerate(several))
-        )
+        cell: cell_of(*(run_of(seed, replace(reading(), **_number(name, y))) for seed, y in enumerate(several)))
         for cell, several in values.items()
     }
 
@@ -71,12 +71,12 @@ def experiment_of(
 def judged(
     *checks: Mapping[str, object], results: Mapping[str, CellResults], scale: Scale = "tiny", **more: object
 ) -> list[JudgedClaim]:
-    """The claims of these checks, judged by these runs without any recorded spread."""
-    named = [str(value) for check in checks for key, value in check.items() if key in ("cell", "than", "to")]
-    named += [cell for check in checks for key in ("of", "over") for cell in check.get(key, ())]  # type: ignore[union-attr]
+    """The claims of these checks, judged by these runs."""
+    parts = [part for check in checks for part in (check["of"] if check["is"] == "all" else [check])]  # type: ignore[union-attr]
+    named = [str(value) for check in parts for key, value in check.items() if key in ("cell", "than", "to")]
+    named += [cell for check in parts for key in ("of", "over") for cell in check.get(key, ())]
     cells = list(dict.fromkeys([*results, *named]))
-    experiment = experiment_of(*checks, cells=cells, scale=scale, **more)
-    return judge(experiment, scale, results, NOTHING_RECORDED)
+    return judge(experiment_of(*checks, cells=cells, scale=scale, **more), scale, results)
 
 
 def verdict(

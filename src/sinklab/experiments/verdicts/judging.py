@@ -85,7 +85,8 @@ def judge_claim(claim: Claim, results: Mapping[str, CellResults], published: Pub
     if claim.check is None:
         return blank.model_copy(update={"evidence": f"{claim.same_as} was not asked here"})
     verdict, said, count = _judged(claim.check, Runs(results), published)
-    at_eps = {eps: verdict for eps in BESIDE if (verdict := _at_eps(claim.check, Runs(results, eps))) is not None}
+    others = {eps: _at_eps(claim.check, Runs(results, eps)) for eps in BESIDE}
+    at_eps = {eps: other for eps, other in others.items() if other is not None}
     return blank.model_copy(update={"verdict": verdict, "evidence": said, "seeds": count, "at_eps": at_eps})
 
 

@@ -1,0 +1,246 @@
+"""What a verdict rests on: how many seeds, whose, at which threshold, and whether the claim is asked at all."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from made_runs import cell_of, cells_of, experiment_of, judged, reading, run_of, verdict
+
+from sinklab.experiments.committed import Committed, committed_verdicts, five_seeds
+from sinklab.experiments.documents import JudgedClaim, Summary
+from sinklab.experiments.quantities import Reading
+from sinklab.experiments.results import CellResults
+from sinklab.experiments.summary import summarise
+from sinklab.experiments.verdicts.effects import Pilots, detectable
+from sinklab.experiments.verdicts.judging import judge
+
+SINKS = {"softmax": [36.0, 30.0, 41.5, 27.0, 22.0], "k_biases": [0.0] * 5}
+LESS = {"is": "less", "value": "sink_1", "cell": "k_biases", "than": "softmax", "absent": True}
+HAS_ONE = {"is": "within", "value": "sink_1", "cell": "softmax", "at_least": 10.0}
+
+
+def first(seeds: int) -> dict[str, CellResults]:
+    return cells_of("sink_1", {cell: values[:seeds] for cell, values in SINKS.items()})
+
+
+def test_fewer_than_five_seeds_give_numbers_and_no_verdict() -> None:
+    within, less = judged(HAS_ONE, LESS, results=first(3))
+    assert (within.verdict, within.seeds, within.verdict_said) == ("no verdict", 3, "no verdict")
+    assert within.evidence == "softmax 36.0, 30.0, 41.5 %: at least 10 % at 3 of 3 seeds so far"
+    assert less.verdict == "no verdict"
+    assert "0 of 9 pairs of seeds against so far" in less.evidence
+    assert {one.verdict for one in judged(HAS_ONE, LESS, results=first(4))} == {"no verdict"}
+    assert {one.verdict for one in judged(HAS_ONE, LESS, results=first(5))} == {"reproduced"}
+
+
+def test_of_two_cells_the_one_with_fewer_seeds_counts() -> None:
+    results = {**first(5), **cells_of("sink_1", {"k_biases": [0.0] * 4})}
+    assert (verdict(LESS, results).verdict, verdict(LESS, results).seeds) == ("no verdict", 4)
+
+
+def test_one_seed_is_said_to_give_no_verdict() -> None:
+    found = verdict(HAS_ONE, first(1))
+    assert (found.verdict, found.verdict_said) == ("no verdict", "one seed: no verdict")
+    assert found.evidence == "softmax 36.0 %: at least 10 % at 1 of 1 seed so far"
+
+
+def test_the_evidence_has_every_seed_the_count_and_the_median_difference_with_its_ends() -> None:
+    found = verdict(LESS, first(5))
+    assert found.evidence == (
+        "k_biases 0.0, 0.0, 0.0, 0.0, 0.0 % against softmax 36.0, 30.0, 41.5, 27.0, 22.0 %: "
+        "0 of 25 pairs of seeds against; difference -30.0 points [-41.5, -22.0]; "
+        "k_biases below 1 %: 5 of 5 seeds (48 to 100 % of all seeds)"
+    )
+
+
+def test_a_cell_without_finished_runs_leaves_its_claims_not_run_and_says_whether_it_failed() -> None:
+    results = cells_of("sink_1", {"softmax": SINKS["softmax"]})
+    assert verdict(LESS, results).verdict == "not run"
+    failed = verdict(LESS, {**results, "k_biases": cell_of(failed=3)})
+    assert (failed.verdict, failed.evidence) == ("not run", "k_biases did not train at 3 seeds")
+    assert verdict(LESS, {}).verdict == "not run"
+
+
+def test_seeds_that_failed_to_train_are_left_out_and_said() -> None:
+    results = first(5)
+    six = {**results, "softmax": replace(results["softmax"], failed=1)}
+    assert verdict(LESS, six).verdict == "reproduced"
+    assert "1 seed of softmax did not train and is left out" in verdict(LESS, six).evidence
+    four = {**results, "softmax": replace(results["softmax"], numbers=results["softmax"].numbers[:4], failed=1)}
+    assert verdict(LESS, four).verdict == "no verdict"
+
+
+def test_an_experiment_uses_its_own_seeds_only() -> None:
+    both = {cell: cell_of(*(run_of(seed, reading(sink_1=rate)) for seed, rate in pairs)) for cell, pairs in {
+        "softmax": [*((seed, 50.0) for seed in range(100, 105)), *((seed, 0.5) for seed in range(5))],
+        "k_biases": [*((seed, 0.0) for seed in range(100, 105)), *((seed, 0.0) for seed in range(5))],
+    }.items()}  # fmt: skip
+    experiment = experiment_of(HAS_ONE, LESS, cells=list(both), first_seed=100)
+    assert [one.verdict for one in judge(experiment, "tiny", both, experiment.own_seeds())] == ["reproduced"] * 2
+    assert [one.seeds for one in judge(experiment, "tiny", both, experiment.own_seeds(2))] == [2, 2]
+    assert [one.verdict for one in judge(experiment, "tiny", both, range(5))] == ["contradicted", "reproduced"]
+    summary = summarise([(experiment, "tiny")], both, {"made_up": range(100, 105)})
+    assert summary.cells["softmax"].seeds == 10
+    own = summary.cells["softmax"].of_seeds(summary.experiments["made_up"].seeds)
+    assert own.values["sink_1"].seeds == [50.0] * 5
+
+
+def test_a_claim_carries_who_stated_it_when_and_what_was_changed() -> None:
+    changed = "2026-11-24: at least 10 %, was 5 %; after three seeds had been seen"
+    said = [{"id": "a", "text": "A", "check": HAS_ONE},
+            {"id": "b", "text": "B", "check": HAS_ONE, "evidence": "exploratory", "stated": "2026-11-24",
+             "changed": changed}]  # fmt: skip
+    experiment = experiment_of(cells=list(SINKS), claims=said, evidence="confirmatory", stated="2026-11-23")
+    one, other = judge(experiment, "tiny", first(5))
+    assert (one.analysis, one.stated, one.changed) == ("confirmatory", "2026-11-23", "")
+    assert (other.analysis, other.stated, other.changed) == ("exploratory", "2026-11-24", changed)
+    assert f"changed {changed}" in other.remarks
+
+
+def test_confirmatory_and_exploratory_claims_are_counted_apart_and_references_not_at_all() -> None:
+    claims = [
+        {"id": "a", "text": "A", "check": HAS_ONE},
+        {"id": "b", "text": "B", "check": {**HAS_ONE, "at_least": 50.0}},
+        {"id": "c", "text": "C", "check": HAS_ONE, "evidence": "exploratory"},
+        {"id": "d", "text": "D", "check": HAS_ONE, "same_as": "made_up.a"},
+    ]
+    experiment = experiment_of(cells=list(SINKS), claims=claims, evidence="confirmatory")
+    summary = summarise([(experiment, "tiny")], first(5))
+    assert summary.counts == {"confirmatory": {"reproduced": 1, "contradicted": 1}, "exploratory": {"reproduced": 1}}
+    assert Summary.model_validate(summary.model_dump(by_alias=True)).counts == summary.counts
+
+
+def test_a_reference_has_the_verdict_of_the_claim_that_it_refers_to() -> None:
+    claim = {"id": "a", "text": "A", "check": HAS_ONE}
+    table = experiment_of(cells=list(SINKS), claims=[claim], id="table", evidence="confirmatory")
+    lab = experiment_of(cells=list(SINKS), claims=[{**claim, "id": "b", "same_as": "table.a"}], id="lab")
+    both = summarise([(table, "tiny"), (lab, "tiny")], first(5), {"table": range(5), "lab": range(1)})
+    assert [(one.verdict, one.seeds, one.analysis) for one in both.claims] == [("reproduced", 5, "confirmatory")] * 2
+    alone = summarise([(lab, "tiny")], first(5), {"lab": range(1)}).claims[0]
+    assert (alone.verdict_said, alone.seeds) == ("one seed: no verdict", 1)
+
+
+def at_thresholds(**rates: Sequence[Mapping[str, float]]) -> dict[str, CellResults]:
+    """Cells whose Sink_1 at each threshold is given, a mapping per seed."""
+
+    def row(by_eps: Mapping[str, float]) -> Reading:
+        return replace(reading(sink_1=by_eps["0.3"]), beside={"sink_1": by_eps})
+
+    return {cell: cell_of(*(run_of(seed, row(one)) for seed, one in enumerate(seeds))) for cell, seeds in rates.items()}
+
+
+def test_verdicts_at_other_thresholds_stand_beside_where_rates_were_recorded_there() -> None:
+    results = at_thresholds(softmax=[{"0.2": 30.0, "0.3": 12.0, "0.4": 4.0 + 2 * seed} for seed in range(5)])
+    found = verdict(HAS_ONE, results)
+    assert (found.verdict, found.at_eps) == ("reproduced", {"0.2": "reproduced", "0.4": "inconclusive"})
+    assert found.remarks == ["at eps 0.2 the same", "at eps 0.4 inconclusive"]
+    both = {"is": "all", "of": [HAS_ONE, {"is": "within", "value": "valid_loss", "cell": "softmax", "at_most": 4.0}]}
+    assert verdict(both, results).at_eps == {"0.2": "reproduced", "0.4": "inconclusive"}
+    assert verdict({"is": "appears", "cell": "softmax", "before": 1500}, results).at_eps["0.4"] == "inconclusive"
+    for check in ({**HAS_ONE, "value": "valid_loss"}, {"is": "stands_at", "cell": "softmax", "position": 1},
+                  {**HAS_ONE, "value": "sink_first_2"}):  # fmt: skip
+        assert verdict(check, results).at_eps == {}
+    assert verdict(HAS_ONE, first(5)).at_eps == {}  # rows of older runs
+
+
+def trained_norms(*before_and_after: tuple[float, float]) -> CellResults:
+    """A cell with these norm ratios untrained and at its last evaluations, a pair per seed."""
+    return cell_of(*(
+        run_of(seed, reading(0, norm_ratio=before), *(reading(step, norm_ratio=after) for step in (1300, 1400, 1500)))
+        for seed, (before, after) in enumerate(before_and_after)
+    ))  # fmt: skip
+
+
+NORMS = {"is": "greater", "value": "norm_ratio", "cell": "softmax", "than": "k_biases"}
+SMALL = trained_norms(*[(2.0, 2.0)] * 5)
+
+
+@pytest.mark.parametrize(
+    ("softmax", "expected"),
+    [
+        ([(2.0, 8.0)] * 5, "reproduced"),
+        ([(4.0, 8.0)] * 5, "reproduced"),
+        ([(4.1, 8.0), *[(2.0, 8.0)] * 4], "not asked"),
+        ([(8.0, 8.0)] * 5, "not asked"),
+        ([(4.1, 8.0)] * 3, "no verdict"),
+    ],
+)
+def test_claims_about_massive_activations_are_asked_where_the_baseline_has_one(
+    softmax: Sequence[tuple[float, float]], expected: str
+) -> None:
+    results = {"softmax": trained_norms(*softmax), "k_biases": SMALL}
+    asked, sinks = judged(NORMS, {**NORMS, "value": "sink_1"}, results=results, asks_massive=True)
+    assert asked.verdict == expected
+    if expected == "not asked":
+        assert "times the untrained one, 2 times or more at" in asked.evidence
+    assert sinks.verdict in ("inconclusive", "no verdict")  # which are about no norm
+    never = {"softmax": cell_of(*(run_of(seed, reading()) for seed in range(5))), "k_biases": SMALL}
+    assert judged(NORMS, results=never, asks_massive=True)[0].verdict == "not asked"
+    assert judged(NORMS, results={}, asks_massive=True)[0].verdict == "not run"
+    assert judged(NORMS, results=results)[0].verdict in ("reproduced", "no verdict")
+
+
+def test_a_claim_may_name_the_cell_that_must_have_a_massive_activation() -> None:
+    claims = [{"id": "a", "text": "A", "check": NORMS, "asks_massive": "k_biases"},
+              {"id": "b", "text": "B", "check": NORMS, "asks_massive": False}]  # fmt: skip
+    results = {"softmax": trained_norms(*[(2.0, 8.0)] * 5), "k_biases": SMALL}
+    experiment = experiment_of(cells=list(results), claims=claims, asks_massive=True)
+    assert [one.verdict for one in judge(experiment, "tiny", results)] == ["not asked", "reproduced"]
+
+
+def test_norms_are_shown_beside_the_untrained_one_and_the_lowest_since() -> None:
+    rows = [reading(step, norm_ratio=norm) for step, norm in ((0, 3.0), (100, 1.2), (200, 5.0), (300, 6.0), (400, 7.0))]
+    run = run_of(0, *rows)
+    assert run.value("norm_ratio") == 6.0
+    assert (run.value("norm_untrained"), run.value("norm_lowest"), run.value("norm_growth")) == (3.0, 1.2, 2.0)
+    summary = summarise([(experiment_of(cells=["softmax"]), "tiny")], {"softmax": cell_of(run)})
+    estimate = summary.cells["softmax"].values["norm_ratio"]
+    assert (estimate.untrained, estimate.lowest) == (3.0, 1.2)
+
+
+def published(name: str, values: Sequence[float]) -> JudgedClaim:
+    """A claim about the 60 M softmax model, of which the paper prints Sink_1 18.18 %."""
+    results = cells_of(name, {"softmax": values, "k_biases": [0.0] * 5})
+    return verdict(HAS_ONE, results, "60m", published={"table": "table_4"})
+
+
+def test_at_the_papers_own_scale_its_number_lies_where_one_more_seed_would() -> None:
+    close = [16.0, 17.0, 18.0, 19.0, 20.0]  # 18 +- 3.04 times 1.58
+    assert published("sink_1", close).verdict == "reproduced"
+    assert "the paper's 18.18 % of softmax lies within [13.2, 22.8]" in published("sink_1", close).evidence
+    far = [30.0, 31.0, 32.0, 33.0, 34.0]
+    assert published("sink_1", far).verdict == "direction only"
+    assert "lies outside [27.2, 36.8]" in published("sink_1", far).evidence
+    tiny = verdict(HAS_ONE, cells_of("sink_1", {"softmax": far}), published={"table": "table_4"})
+    assert (tiny.verdict, "paper" in tiny.evidence) == ("reproduced", False)
+
+
+@pytest.mark.parametrize(
+    ("check", "said"),
+    [
+        (HAS_ONE, "five seeds find 80 % of cells that lie 17.0 points beyond the bound"),
+        (LESS, "five seeds find 80 % of differences of 31.0 points between two cells, of 17.0 points from a cell at 0 "
+               "in all seeds"),
+        ({"is": "equal", "value": "sink_1", "cell": "a", "to": "b", "margin": 5.0},
+         "five seeds find 80 % of equal cells within a margin of 24.0 points"),
+        ({"is": "within", "value": "valid_loss", "cell": "a", "at_most": 5.0}, ""),
+        ({"is": "diverges", "cell": "a"}, ""),
+    ],
+)  # fmt: skip
+def test_what_five_seeds_find_comes_from_pilots_of_the_scale(check: dict[str, Any], said: str) -> None:
+    pilots = Pilots.model_validate({"scales": {"tiny": {"sink_1": {"sd": 10.0, "sd_of_difference": 12.0}}}})
+    claim = experiment_of(check, cells=["softmax", "k_biases", "a", "b"]).claims[0]
+    assert claim.check is not None
+    assert detectable(claim.check, "tiny", pilots) == said
+    assert detectable(claim.check, "60m", pilots) == ""
+
+
+def test_what_five_seeds_gave_is_kept_for_those_who_train_fewer() -> None:
+    experiment = experiment_of(LESS, cells=list(SINKS), id="table")
+    kept = committed_verdicts(summarise([(experiment, "tiny")], first(5)))
+    committed = Committed(scales={"tiny": kept})
+    few = JudgedClaim(id="mine", experiment="lab", same_as="table.claim_0", scale="tiny", verdict="no verdict", seeds=1)
+    assert five_seeds(few, committed).startswith("5 seeds before: reproduced (k_biases 0.0, 0.0")
+    assert five_seeds(few.model_copy(update={"scale": "small"}), committed) == ""
+    assert committed_verdicts(summarise([(experiment, "tiny")], first(3))) == {}
