@@ -221,3 +221,12 @@ def test_ctrl_c_saves_and_the_same_call_continues(text: Path, tmp_path: Path) ->
     process.stderr.read()
     assert process.wait() == 130
     assert "step 0/" not in first
+
+
+def test_what_is_encoded_of_the_paper_is_listed(run: Run) -> None:
+    status, out, err = run("experiments", "--coverage")
+    assert status == 0, err
+    assert "proposition_4" in out
+    status, out, err = run("experiments", "--coverage", "--json")
+    assert status == 0, err
+    assert json.loads(out)["table_4"]["claims"][0] == "table_4.k_biases_free_the_first_token"

@@ -11,6 +11,7 @@ import torch
 from made_measurement import made_measurement
 from pydantic import ValidationError
 from tiny_models import text_file, tiny_model
+from trained_run import trained_run
 
 from sinklab.errors import InputError
 from sinklab.experiments.measured.definition import MeasuredCell, MeasuredExperiment
@@ -215,14 +216,53 @@ def test_a_family_is_ordered_by_size_whatever_the_order_given(gpt2: str, text: P
     sizes = ("gpt2-medium", "gpt2-large", "gpt2")
     models = [str(shutil.copytree(gpt2, tmp_path / "models" / name)) for name in sizes]
     results = measure_experiment(shipped("table_8", **SMALL), models, text, 2, out=tmp_path / "out")
-    (claim,) = results.summary().claims
-    assert claim.id == "grows_with_size_gpt2"
-    assert claim.cells == ["gpt2/natural", "gpt2-medium/natural", "gpt2-large/natural"]
+    claims = {one.id: one for one in results.summary().claims}
+    of_each = [f"small_models_have_a_sink_{name.replace('-', '_')}" for name in sizes]
+    assert list(claims) == [
+        *of_each, "grows_with_size_in_pythia", "does_not_grow_with_size_elsewhere_gpt2", "grows_with_size_gpt2"
+    ]  # fmt: skip
+    for name in ("does_not_grow_with_size_elsewhere_gpt2", "grows_with_size_gpt2"):
+        assert claims[name].cells == ["gpt2/natural", "gpt2-medium/natural", "gpt2-large/natural"]
+    assert claims[of_each[0]].cells == ["gpt2-medium/natural"]
+    assert claims["grows_with_size_in_pythia"].evidence == "it takes 3 models of pythia"
     two = measure_experiment(shipped("table_8", **SMALL), models[:2], text, 2, out=tmp_path / "two").summary()
-    assert (two.claims[0].verdict, two.claims[0].evidence) == (
+    assert (two.claims[-1].verdict, two.claims[-1].evidence) == (
         "not run",
-        "it takes 3 models of one family of the paper's list",
+        "it takes 3 models of one family of the paper's list, pythia apart",
     )
+
+
+def test_a_claim_of_an_unknown_family_is_refused() -> None:
+    check = {"is": "grows_with_size", "cell": "a", "value": "sink_1", "families": ["bert"]}
+    with pytest.raises(ValidationError, match="no family 'bert'; there are: gpt2"):
+        made({"a": {}}, [{"id": "one", "text": "..", "check": check}], each="model")
+
+
+@pytest.mark.parametrize(("kind", "number"), [("none", 1), ("relative", 2), ("alibi", 3), ("rotary", 4)])
+def test_a_proposition_is_claimed_of_the_models_of_which_it_speaks(kind: str, number: int, tmp_path: Path) -> None:
+    run, _ = trained_run(tmp_path, {}, {"position": kind})
+    results = measure_experiment(shipped("propositions", **SMALL), [str(run)], None, 5, out=tmp_path / "out")
+    (claim,) = results.summary().claims
+    assert (claim.id, claim.verdict) == (f"proposition_{number}", "reproduced")
+
+
+def test_no_proposition_speaks_of_a_model_that_adds_positions(gpt2: str, tmp_path: Path) -> None:
+    results = measure_experiment(shipped("propositions", **SMALL), [gpt2], None, 5, out=tmp_path / "out")
+    assert results.summary().claims == []
+    values = results.summary().cells["repeat"].runs[0].values
+    assert values["proposition_excess"] > 1
+
+
+def test_importance_is_that_of_the_first_quarter_of_the_layers_and_of_the_others() -> None:
+    made_of_two = made_measurement()
+    measured = made_of_two.model_copy(
+        update={"importance": np.concatenate([made_of_two.importance * k for k in (1, 0.5, 0.2, 0.1)])}
+    )
+    layers_L = 100 * measured.importance[..., 0].mean(-1)
+    found = numbers_of(MeasuredCell(length=measured.length), measured, 0)
+    assert found.value("importance_first") == pytest.approx(layers_L.mean())
+    assert found.value("importance_early") == pytest.approx(layers_L[:2].mean())
+    assert found.value("importance_gap") == pytest.approx(layers_L[2:].mean() - layers_L[:2].mean())
 
 
 def test_the_published_number_stands_beside_the_model_that_the_paper_measured_and_no_other(tmp_path: Path) -> None:

@@ -9,12 +9,14 @@ import torch
 import torch.nn.functional as F
 from closeness import assert_close, assert_same_rates
 from measure_reference import importance_by_loops, sink_rate_by_loops
-from own_models import LENGTH, VARIANTS, attention_matrices, core_inputs, own_model, own_tokens
+from own_models import LENGTH, SIZES, VARIANTS, attention_matrices, core_inputs, own_model, own_tokens
 
 import sinklab
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
+from sinklab.model.config import ModelConfig
+from sinklab.model.transformer import Transformer
 
 
 def _reference(model: Any, variant: str, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -222,3 +224,45 @@ def test_a_layer_whose_keys_weight_decay_has_made_zero_is_measured() -> None:
     assert measured.key_norm_ratio is not None
     assert measured.key_norm_ratio[1] == 1.0
     assert measured.key_norm_ratio[0] != 1.0
+
+
+def test_the_first_key_of_a_window_counts_for_the_queries_that_no_longer_see_position_1() -> None:
+    model, tokens = own_model("window"), own_tokens()
+    matrices, _ = attention_matrices(model, "window", tokens)
+    starts = torch.stack([matrices[..., t, t - 3] for t in range(4, LENGTH)], -1).mean(-1)
+    eps = float(starts.flatten().sort().values[18:20].mean())  # between two of the forty
+    measured = measure(model, tokens, eps=eps, batch_size=2)
+    assert measured.sink_rate_window_start == pytest.approx(100 * float((starts > eps).double().mean()))
+    assert measure(model, tokens[:, :4]).sink_rate_window_start is None
+    assert measure(own_model("softmax"), tokens).sink_rate_window_start is None
+
+
+def test_of_a_post_norm_model_the_norms_are_also_known_before_each_norm() -> None:
+    config = ModelConfig.model_validate({**SIZES, "layers": 2, "norm": {"placement": "post"}})
+    model, tokens = Transformer(config, seed=3), own_tokens()
+    entered: list[torch.Tensor] = []
+    norms = [norm for block in model.blocks for norm in (block.attention_norm, block.ffn_norm)]
+    handles = [norm.register_forward_hook(lambda _, args, __: entered.append(args[0])) for norm in norms]
+    with torch.no_grad():
+        model(tokens)
+    for handle in handles:
+        handle.remove()
+    expected = [float(x[:, 0].norm(dim=-1).mean() / x[:, 1:].norm(dim=-1).mean()) for x in entered]
+    assert len(expected) == 4
+    assert measure(model, tokens, batch_size=2).norm_ratio_before_norm == pytest.approx(expected, rel=1e-5)
+    assert measure(own_model("softmax"), tokens).norm_ratio_before_norm is None
+
+
+def test_the_norm_of_a_sink_token_is_held_against_the_tokens() -> None:
+    model, tokens = own_model("sink token"), own_tokens()
+    streams: list[torch.Tensor] = []
+    handles = [block.register_forward_hook(lambda _, __, out: streams.append(out)) for block in model.blocks]
+    with torch.no_grad():
+        model(tokens)
+    for handle in handles:
+        handle.remove()
+    expected = [float(x[:, 0].norm(dim=-1).mean() / x[:, 1:].norm(dim=-1).mean()) for x in streams]
+    found = measure(model, tokens, batch_size=2).norm_ratio_sink_token
+    assert found is not None
+    assert found[1:] == pytest.approx(expected, rel=1e-5)
+    assert measure(own_model("softmax"), tokens).norm_ratio_sink_token is None

@@ -9,6 +9,7 @@ from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 
 LENGTH, VOCABULARY = 10, 32
+SIZES = {"width": 32, "heads": 4, "ffn_width": 48, "vocab_size": VOCABULARY, "context": 16}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "softmax": {},
@@ -27,12 +28,8 @@ def own_model(variant: str) -> Transformer:
     heads = {"kv_heads": changes.pop("kv_heads")} if "kv_heads" in changes else {}
     config = ModelConfig.model_validate(
         {
+            **SIZES,
             "layers": 2,
-            "width": 32,
-            "heads": 4,
-            "ffn_width": 48,
-            "vocab_size": VOCABULARY,
-            "context": 16,
             "attention": changes,
             **heads,
         }

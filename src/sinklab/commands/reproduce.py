@@ -52,11 +52,23 @@ def lab(
         _run(SweepRequest(questions, out, _changes(steps, text)), as_json)
 
 
-def experiments(as_json: Json = False) -> None:
+def experiments(
+    coverage: Annotated[
+        bool, typer.Option("--coverage", help="List the parts of the paper instead, with the claims that encode them.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """List the experiments that `sinklab reproduce` runs: questions, cells, claims, and hours on this machine."""
-    from sinklab.commands.terminal.experiments import print_experiments
+    from sinklab.commands.terminal.experiments import print_coverage, print_experiments
+    from sinklab.experiments.coverage import paper_coverage
     from sinklab.experiments.listing import list_experiments
 
+    if coverage:
+        if as_json:
+            print(json.dumps({name: part.model_dump() for name, part in paper_coverage().items()}, indent=2))
+        else:
+            print_coverage(paper_coverage(), Console())
+        return
     found = list_experiments()
     if as_json:
         print(json.dumps([one.document() for one in found], indent=2))

@@ -7,11 +7,18 @@ sink_K            Sink_K, percent of (sequence, layer, head) triples, K from 1
 sink_K_visible    the same of the mean over the queries that may see the key (a window); Sink_K where all may
 sink_first_P      Sink_1 + .. + Sink_P, percent: at eps above a half at most one position per triple counts
 importance_first  alpha of the first position, mean over layers and heads, percent: the rate without its threshold
+sink_K_to_M       Sink_K + .. + Sink_M, percent
 sink_bias         on an added bias, sink logit or sink token, percent
+sink_1_or_bias    Sink_1 and that together, percent; Sink_1 where nothing was added
+sink_growth       Sink_1 at the end above Sink_1 at half of the steps, points
+sink_window_start first key of a window, percent, of its mean over the queries that no longer see position 1
 valid_loss        nats per token, and train_loss likewise
 norm_ratio        |h_1| over the mean of the others, in the block where it is largest
 norm_untrained    the same of the untrained model (step 0); norm_lowest is the lowest of all evaluations since
 norm_growth       norm_ratio over norm_untrained
+norm_ratio_before_norm   of a post-norm model: norm_ratio of what enters its norms, where it is largest
+norm_ratio_sink_token    of a sink token: its |h| over the mean of the tokens', in the block where it is largest
+norm_growth_sink_token   that over the same of the untrained model
 kurtosis          of the hidden states, in the block where it is largest; measured once, at the end
 sink_layer_L      percent of the sequences in which a head of attention layer L sinks into the first token: of the head
                   that most often does
@@ -28,6 +35,9 @@ largest_activation                  itself
 cosine_first, cosine_rest           cos(q, k) with the first key and with the others, mean over the heads with a sink
 cosine_gap                          the difference of the two
 norm_product_ratio                  |q| |k_1| over the mean of |q| |k| of the other keys, mean over the same heads
+importance_early, importance_gap    importance_first of the first quarter of the layers; of the others, above that
+proposition_excess                  the largest deviation from the paper's proposition on repeated tokens, in units of
+                                    what rounding may cause
 accuracy, accuracy_norm             of a downstream task, percent of its items; answers by likelihood, and per character
 
 of runs that `assess` of the experiment asks for (docs/assess.md has the formulas, `assessing/numbers.py` each number):
@@ -86,18 +96,25 @@ class Quantity:
 
 _SINK = re.compile(r"sink_([1-9]\d*)(_visible)?")
 _FIRST = re.compile(r"sink_first_([1-9]\d*)")
+_RANGE = re.compile(r"sink_([1-9]\d*)_to_([1-9]\d*)")
 _LAYER = re.compile(r"(sink_layer|layer_step)_([1-9]\d*)")
 _STREAMED = re.compile(r"streamed_(loss|gap)_(0|[1-9]\d*)")
 _NAMED = {
     one.name: one
     for one in (
         Quantity("sink_bias", "Sink on the bias", "%", 1),
+        Quantity("sink_1_or_bias", "Sink on the first token or the bias", "%", 1),
+        Quantity("sink_growth", "Growth of Sink_1 in the second half", "%", 1),
+        Quantity("sink_window_start", "Sink on the first key of a window", "%", 1),
         Quantity("valid_loss", "Validation loss", "nats", 3),
         Quantity("train_loss", "Training loss", "nats", 3),
         Quantity("norm_ratio", "Norm ratio of the first token", "x", 1),
         Quantity("norm_untrained", "Norm ratio, untrained", "x", 1),
         Quantity("norm_lowest", "Norm ratio, lowest since", "x", 1),
         Quantity("norm_growth", "Norm ratio over the untrained one", "x", 2),
+        Quantity("norm_ratio_before_norm", "Norm ratio of the first token before the norm", "x", 1),
+        Quantity("norm_ratio_sink_token", "Norm ratio of the sink token", "x", 1),
+        Quantity("norm_growth_sink_token", "Norm ratio of the sink token over the untrained one", "x", 2),
         Quantity("importance_first", "Mean importance of the first token", "%", 1),
         Quantity("kurtosis", "Kurtosis of the hidden states", "x", 1, once=True),
         Quantity("emergence_step", "Step at which the sink emerged", "steps", 0),
@@ -111,6 +128,9 @@ _NAMED = {
         Quantity("cosine_rest", "cos(q, k) with the other keys", "", 2),
         Quantity("cosine_gap", "cos(q, k) with the first key, above the others", "", 2),
         Quantity("norm_product_ratio", "|q| |k| of the first key over the others", "x", 2),
+        Quantity("importance_early", "Mean importance of the first token in early layers", "%", 1),
+        Quantity("importance_gap", "Of later layers, above the early ones", "%", 1),
+        Quantity("proposition_excess", "Deviation from the proposition, over that of rounding", "x", 2),
         Quantity("accuracy", "Accuracy", "%", 1),
         Quantity("accuracy_norm", "Accuracy, by likelihood per character", "%", 1),
         Quantity("streaming_added", "Streaming through a small cache, added loss", "nats", 3, once=True),
@@ -134,6 +154,8 @@ def quantity(name: str) -> Quantity:
         return _NAMED[name]
     if found := _FIRST.fullmatch(name):
         return Quantity(name, f"Sinks on the first {found[1]} tokens", "%", 1)
+    if found := _RANGE.fullmatch(name):
+        return Quantity(name, f"Sinks on tokens {found[1]} to {found[2]}", "%", 1)
     if found := _SINK.fullmatch(name):
         return Quantity(name, f"Sink_{found[1]}{' (visible queries)' if found[2] else ''}", "%", 1)
     if found := _LAYER.fullmatch(name):
@@ -146,6 +168,7 @@ def quantity(name: str) -> Quantity:
             return Quantity(name, f"Loss {kept}", "nats", 3, once=True)
         return Quantity(name, f"Loss {kept}, above most kept", "nats", 3, once=True)
     raise ValueError(f"there is no number {name!r}; there are: sink_1 (or 2, 3, ..), sink_1_visible, sink_first_5, "
+                     f"sink_2_to_5, "
                      f"sink_layer_1, layer_step_1, "
                      f"streamed_loss_0 (or 1, 2, ..), streamed_gap_0, {', '.join(_NAMED)}")  # fmt: skip
 
@@ -169,6 +192,8 @@ class Reading:
         sink_layers: by attention layer, percent of the sequences of the head that sinks into the first position most
             often; empty in rows of older runs.
         importance_first: alpha of the first position, mean over layers and heads, percent.
+        window_start: percent, of the first key of a window.
+        norm_ratio_before_norm, norm_ratio_sink_token: the largest of all blocks; None where there are none.
         beside: Sink_1 (`sink_1`, `sink_1_visible`) and `sink_bias` at the thresholds of `BESIDE`, by quantity.
     """
 
@@ -182,6 +207,9 @@ class Reading:
     norm_ratio: float | None
     sink_layers: Sequence[float | None] = ()
     importance_first: float | None = None
+    window_start: float | None = None
+    norm_ratio_before_norm: float | None = None
+    norm_ratio_sink_token: float | None = None
     beside: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
 
 
@@ -236,6 +264,13 @@ class RunNumbers:
         if name == "norm_growth":
             before, now = self.value("norm_untrained"), self.value("norm_ratio", at_step)
             return now / before if before and now is not None else None
+        if name == "norm_growth_sink_token":
+            first, now = self.readings[0], self.value("norm_ratio_sink_token", at_step)
+            before = first.norm_ratio_sink_token if first.step == 0 else None
+            return now / before if before and now is not None else None
+        if name == "sink_growth":
+            half, now = self.evaluations("sink_1", self.last.step // 2, count=1), self.value("sink_1")
+            return now - half[0] if half and now is not None else None
         last = self.evaluations(name, at_step, eps)
         return fmean(last) if last else None
 
@@ -289,7 +324,9 @@ def _of_reading(reading: Reading, name: str, eps: str | None = None) -> float | 
         return at_eps.get(eps) if at_eps else None
     if found := _FIRST.fullmatch(name):
         rates = reading.sink_rate[: int(found[1])]
-        return None if None in rates or not rates else math.fsum(rate or 0.0 for rate in rates)
+        return _sum_of(rates)
+    if found := _RANGE.fullmatch(name):
+        return _sum_of(reading.sink_rate[int(found[1]) - 1 : int(found[2])])
     if found := _LAYER.fullmatch(name):
         layer = int(found[2])
         return reading.sink_layers[layer - 1] if layer <= len(reading.sink_layers) else None
@@ -299,9 +336,17 @@ def _of_reading(reading: Reading, name: str, eps: str | None = None) -> float | 
         return rates[position - 1] if position <= len(rates) else None
     values = {
         "sink_bias": reading.sink_bias,
+        "sink_1_or_bias": _sum_of([*reading.sink_rate[:1], reading.sink_bias or 0.0]),
+        "sink_window_start": reading.window_start,
+        "norm_ratio_before_norm": reading.norm_ratio_before_norm,
+        "norm_ratio_sink_token": reading.norm_ratio_sink_token,
         "valid_loss": reading.valid_loss,
         "train_loss": reading.train_loss,
         "norm_ratio": reading.norm_ratio,
         "importance_first": reading.importance_first,
     }
     return values.get(name)
+
+
+def _sum_of(rates: Sequence[float | None]) -> float | None:
+    return None if None in rates or not rates else math.fsum(rate or 0.0 for rate in rates)

@@ -96,6 +96,9 @@ def _reading(one: Evaluation) -> Reading:
         norm_ratio=one.largest_norm_ratio,
         sink_layers=one.rate_layers,
         importance_first=_mean_percent(one.importance_first_heads),
+        window_start=one.sink_rate_window_start,
+        norm_ratio_before_norm=_largest(one.norm_ratio_before_norm),
+        norm_ratio_sink_token=_largest(one.norm_ratio_sink_token),
         beside={name: rates for name, rates in by_eps.items() if rates},
     )
 
@@ -103,3 +106,7 @@ def _reading(one: Evaluation) -> Reading:
 def _mean_percent(by_layer: Sequence[Sequence[float | None]] | None) -> float | None:
     known = [one for heads in by_layer or () for one in heads if one is not None]
     return 100 * fmean(known) if known else None
+
+
+def _largest(ratios: Sequence[float | None] | None) -> float | None:
+    return max((ratio for ratio in ratios or () if ratio is not None), default=None)

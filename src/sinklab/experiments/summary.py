@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import fmean, median
 
 from sinklab.experiments.committed import five_seeds
-from sinklab.experiments.definition import Experiment, Scale
+from sinklab.experiments.definition import WHAT_SCALES_ARE, Experiment, Scale
 from sinklab.experiments.documents import (
     CellSummary,
     ExperimentSummary,
@@ -77,7 +77,10 @@ def _described(experiment: Experiment, scale: Scale, seeds: Collection[int]) -> 
         baseline=experiment.compared_with,
         columns=list(experiment.columns),
         published={cell: numbers for cell, numbers in published.items() if numbers},
-        adapted=[one.why for one in experiment.adapted.get(scale, ())],
+        adapted=[
+            *([f"{scale} is {WHAT_SCALES_ARE[scale]}"] if scale in WHAT_SCALES_ARE else []),
+            *(one.why for one in experiment.adapted.get(scale, ())),
+        ],
         seeds=sorted(seeds),
     )
 

@@ -25,6 +25,7 @@ from sinklab.measuring.visible import View, joined, visibility_note
 Rate = TypeVar("Rate", float, list[float])
 
 VISIBLE = "attention scores over visible queries"
+BEFORE = "hidden states before their norms"
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ class Batch:
         visible_ABHT: mean over the queries that may see each key; None where that is alpha in every layer.
         views: by layer what is seen otherwise (visible.py); empty where it is nothing.
         registers_ABHN: alpha of each register; None where there are not several.
+        window_start_ABH: mean score of the first key of a window that has moved on; None without one.
+        leading_MB: l2 norm of the residual stream at the first learned position; None where nothing leads.
+        before_MBT: l2 norm of what entered each norm of a post-norm model; None elsewhere.
     """
 
     importance_ABHT: Tensor
@@ -62,6 +66,9 @@ class Batch:
     visible_ABHT: Tensor | None = None
     views: Sequence[View | None] = ()
     registers_ABHN: Tensor | None = None
+    window_start_ABH: Tensor | None = None
+    leading_MB: Tensor | None = None
+    before_MBT: Tensor | None = None
 
     def on_cpu(self) -> "Batch":
         """The same in the machine's own memory."""
@@ -84,6 +91,8 @@ class Accumulator:
         self.sequences = self.targets = self.bias_triples = 0
         self.bias_hits_E = [0] * len(self.thresholds)
         self.loss = 0.0
+        self.window_hits = self.window_triples = 0
+        self.leading_M: Tensor | None = None
         self.hits_ET = torch.zeros(len(self.thresholds), length, dtype=torch.int64)
         self.visible_hits_ET: Tensor | None = None
         self.views: dict[int, View] = {}
@@ -128,7 +137,12 @@ class Accumulator:
         self._sum("attention scores", exact.sum(1))
         self.uniform_ratios_T[:T] += (exact.mean((0, 2)) / metrics.uniform_importance(valid_BT.sum(1), T)).sum(0)
         self.first.append(importance[..., 0].transpose(0, 1).float())
-        for name, norms in (("keys", batch.key_ABT), ("values", batch.value_ABT), ("hidden states", batch.hidden_MBT)):
+        for name, norms in (
+            ("keys", batch.key_ABT),
+            ("values", batch.value_ABT),
+            ("hidden states", batch.hidden_MBT),
+            (BEFORE, batch.before_MBT),
+        ):
             if norms is not None:
                 self._sum(name, torch.where(valid_BT, norms, 0).double().sum(1))
         if batch.bias_ABH is not None:
@@ -136,6 +150,11 @@ class Accumulator:
                 self.bias_hits_E[i] += int((batch.bias_ABH > eps).sum())
             self.bias_triples += batch.bias_ABH.numel()
             self.bias_AH = _added(self.bias_AH, batch.bias_ABH)
+        if batch.window_start_ABH is not None:
+            self.window_hits += int((batch.window_start_ABH > self.eps).sum())
+            self.window_triples += batch.window_start_ABH.numel()
+        if batch.leading_MB is not None:
+            self.leading_M = _added(self.leading_M, batch.leading_MB)
         if batch.registers_ABHN is not None:
             self.registers_AHN = _added(self.registers_AHN, batch.registers_ABHN)
         if batch.row_sums_ABH is not None:
@@ -197,6 +216,17 @@ class Accumulator:
     def sink_rate_bias(self, threshold: int = 0) -> float | None:
         """Percent for the added bias or sink token, for one of the thresholds; None where there is none."""
         return 100 * self.bias_hits_E[threshold] / self.bias_triples if self.bias_triples else None
+
+    def sink_rate_window_start(self) -> float | None:
+        """Percent for the first key of a window that has moved on; None without one."""
+        return 100 * self.window_hits / self.window_triples if self.window_triples else None
+
+    def leading_norm_ratio(self) -> list[float] | None:
+        """|h| of the first learned position over the mean of the tokens', per block; None where nothing leads."""
+        hidden_MT = self.mean("hidden states")
+        if self.leading_M is None or hidden_MT is None:
+            return None
+        return (self.leading_M / self.sequences / hidden_MT.mean(-1)).tolist()
 
     def importance_bias(self) -> Tensor | None:
         """Mean over sequences of the share on the added bias (L, H); None unless every layer has one."""
@@ -271,9 +301,12 @@ def measurement_from(
         sink_rate_by_length=totals.sink_rate_by_length() or None,
         sink_rate_bias=totals.sink_rate_bias(),
         sink_rates_bias=_every_rate(totals, totals.sink_rate_bias),
+        sink_rate_window_start=totals.sink_rate_window_start(),
         uniform_ratio=totals.uniform_ratio(),
         loss=totals.mean_loss(),
         hidden_norm_ratio=ratio(hidden),
+        norm_ratio_before_norm=ratio(totals.mean(BEFORE)),
+        norm_ratio_sink_token=totals.leading_norm_ratio(),
         key_norm_ratio=ratio(keys),
         value_norm_ratio=ratio(values),
         backend=backend,

@@ -16,7 +16,7 @@ from sinklab.errors import InputError
 from sinklab.measuring.accumulate import Accumulator, measurement_from
 from sinklab.measuring.activations import largest_activations, strongest
 from sinklab.measuring.batches import costing, in_batches, reporting
-from sinklab.measuring.hooks import Progress, evaluating, residual_norms
+from sinklab.measuring.hooks import Progress, entering_norms, evaluating, residual_norms
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.memory import Sizes, fitting_batch
 from sinklab.measuring.options import Options
@@ -64,6 +64,7 @@ class Watched(Protocol):
         dtype: of the model.
         kinds: which of its layers have attention.
         leading: learned positions in front of every sequence, which are no tokens.
+        post_norms: where norms stand behind the sublayers, these; empty elsewhere, and where they cannot be read.
         proxy: whether importance is that of proxy scores, the model's own not summing to one.
     """
 
@@ -71,6 +72,7 @@ class Watched(Protocol):
     dtype: torch.dtype
     kinds: LayerKinds
     leading: int
+    post_norms: Sequence[nn.Module]
     proxy: bool
 
     @property
@@ -139,6 +141,7 @@ def measure(
         cost = stack.enter_context(costing(watched.device))
         stack.enter_context(evaluating(watched.model))
         hidden = stack.enter_context(residual_norms(watched.blocks))
+        before = stack.enter_context(entering_norms(watched.post_norms))
         reader = stack.enter_context(watched.reading(options.lengths, details))  # may try the model on two tokens
         real = _behind(watched.leading, mask_NT[:1])
         largest = stack.enter_context(largest_activations(watched.blocks, real))
@@ -154,7 +157,7 @@ def measure(
             steps.begin(start, stop)
             loss = reader.read(tokens_BT, real, first_target)
             shown = None if details is None else details.batch(F.pad(tokens_BT, (watched.leading, 0)))
-            totals.add(batch_of(reader.layers, hidden, real, loss, shown))
+            totals.add(batch_of(reader.layers, hidden, real, loss, shown, watched.leading, before))
             steps.end()
 
         N, T = tokens_NT.shape

@@ -55,6 +55,20 @@ def residual_norms(blocks: Sequence[nn.Module]) -> AbstractContextManager[list[T
 
 
 @contextmanager
+def entering_norms(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+    """A list that after every forward pass holds |x| (B, T) of what entered each module, in the order of the calls."""
+    found: list[Tensor] = []
+
+    def entering(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if module is modules[0]:
+            found.clear()
+        found.append(token_norms(args[0].detach()))
+
+    with hooked(module.register_forward_pre_hook(entering) for module in modules):
+        yield found
+
+
+@contextmanager
 def residual_stream(blocks: Sequence[nn.Module], read: Callable[[Tensor], Seen]) -> Iterator[list[Seen]]:
     """A list that after every forward pass holds read(h) before the first block and after each block, h (B, T, C).
 

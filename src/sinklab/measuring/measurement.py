@@ -28,6 +28,9 @@ LEFT_OUT = (
     "step",
     "planned_steps",
     "sink_rates_bias",
+    "sink_rate_window_start",
+    "norm_ratio_before_norm",
+    "norm_ratio_sink_token",
     "details",
     "ablations",
     "mixing",
@@ -59,10 +62,14 @@ class Measurement(WithArrays):
         sink_rate_by_length: of the same sequences cut shorter, by length and threshold: {"16": {"0.3": [..]}}.
         sink_rate_bias: the same for an added bias, sink logit or sink token; None where the model has none.
         sink_rates_bias: that for every threshold; None, and left out of the files, where there was only one.
+        sink_rate_window_start: the same for the first key of a window, the mean over the queries that no longer see
+            position 1; None, and left out of the files, without a window that has moved on.
         uniform_ratio: alpha_k over that of uniform causal attention (metrics.py), mean over (sequence, layer, head),
             position 1 first: 1 is no sink, at any T.
         loss: nats per token over targets 2..T, those after the prefix under a prefix mask; None where there are none.
         hidden_norm_ratio: |h_1| / mean over t > 1 of |h_t| before the first block and after every block (M + 1).
+        norm_ratio_before_norm: of a post-norm model the same of what enters each norm, two per block; None elsewhere.
+        norm_ratio_sink_token: |h| of the first learned position over the mean of the tokens'; None where none leads.
         key_norm_ratio, value_norm_ratio: the same for keys and values, per attention layer (L).
         backend: what computed the attention; "eager" where the model's own matrices had to be read.
         dtype: of the model.
@@ -108,9 +115,12 @@ class Measurement(WithArrays):
     sink_rate_by_length: dict[str, dict[str, list[Percent]]] | None = None
     sink_rate_bias: Percent | None
     sink_rates_bias: dict[str, Percent] | None = None
+    sink_rate_window_start: Percent | None = None
     uniform_ratio: list[Annotated[FiniteFloat, Field(ge=0)]]
     loss: FiniteFloat | None
     hidden_norm_ratio: list[FiniteFloat] | None
+    norm_ratio_before_norm: list[FiniteFloat] | None = None
+    norm_ratio_sink_token: list[FiniteFloat] | None = None
     key_norm_ratio: list[FiniteFloat] | None
     value_norm_ratio: list[FiniteFloat] | None
     backend: str

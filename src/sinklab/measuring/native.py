@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sinklab.attention.core import AttentionCore
+from sinklab.attention.masks import Window
 from sinklab.errors import InputError
 from sinklab.measuring.hooks import hooked
 from sinklab.measuring.memory import Sizes, sizes_of_run
@@ -45,6 +46,8 @@ class WatchedTransformer:
         self.blocks, self.cores = list(model.blocks), attention_cores(model)
         self.kinds = layer_kinds(model.config)
         self.leading = model.leading
+        post = model.config.norm.placement == "post"
+        self.post_norms = [norm for one in model.blocks for norm in (one.attention_norm, one.ffn_norm) if post]
         self.proxy = any(core.proxy for core in self.cores)
 
     def check(self, tokens_NT: Tensor, options: Options, longest: int) -> None:
@@ -126,6 +129,7 @@ class _CoreReader:
                 view=view,
                 row_sums_BH=alpha.row_sums_BH,
                 registers_BHN=alpha.registers_BHN,
+                window_start_BH=_window_start(core, q_BHTD, k_BGSD, args[3:]),
             )
         )
         if self._details is not None:
@@ -133,6 +137,26 @@ class _CoreReader:
             with torch.autocast(q_BHTD.device.type, enabled=False):
                 angles = Angles(q_BHTD, k_BGSD, core.visible(*args[3:4]))
                 self._details.attention(core.rows(q_BHTD, k_BGSD, *args[3:]), q_BHTD.shape[1], angles)
+
+
+def _window_start(
+    core: AttentionCore, q_BHTD: Tensor, k_BGSD: Tensor, beside: tuple[Tensor | None, ...]
+) -> Tensor | None:
+    """Mean score of the first key of a query's window, over the queries that no longer see position 1.
+
+    None without a window, with learned positions in front, or where every query sees position 1.
+    """
+    T = q_BHTD.shape[2]
+    width = core.mask.width if isinstance(core.mask, Window) else T
+    if width >= T or core.leading:
+        return None
+    sums_BH = q_BHTD.new_zeros(q_BHTD.shape[:2])
+    for rows in core.rows(q_BHTD, k_BGSD, *beside):
+        query_Q = torch.arange(rows.block.start, rows.block.stop, device=q_BHTD.device)
+        key_Q = (query_Q - width + 1 - rows.block.low).clamp(min=0)
+        score_BHQ = rows.weights_BHQS.gather(-1, key_Q[:, None].expand(*rows.weights_BHQS.shape[:3], 1))[..., 0]
+        sums_BH += (score_BHQ * (query_Q >= width)).sum(-1)
+    return sums_BH / (T - width)
 
 
 def _cut_importance(

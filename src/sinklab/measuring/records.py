@@ -25,6 +25,8 @@ class LayerRecord:
         view: what is seen otherwise; None likewise.
         row_sums_BH: mean raw row sum of scores that do not sum to one; None where they do.
         registers_BHN: alpha of each register; None where there are not several.
+        window_start_BH: mean score of the first key of a window, over the queries past the first window; None
+            without a window that has moved on.
     """
 
     importance_BHT: Tensor
@@ -36,6 +38,7 @@ class LayerRecord:
     view: View | None = None
     row_sums_BH: Tensor | None = None
     registers_BHN: Tensor | None = None
+    window_start_BH: Tensor | None = None
 
 
 def batch_of(
@@ -44,13 +47,18 @@ def batch_of(
     real: RealTokens,
     loss: tuple[float, int],
     details: BatchDetails | None,
+    leading: int = 0,
+    before: Sequence[Tensor] = (),
 ) -> Batch:
     """One forward pass for the accumulator.
 
     Args:
         hidden: norms (B, T) before the first block and after each, all columns; empty where blocks cannot be read.
         loss: summed over the targets, and their number.
+        leading: learned positions in front.
+        before: norms (B, T) of what entered each norm of a post-norm model, all columns.
     """
+    window_starts = [layer.window_start_BH for layer in layers if layer.window_start_BH is not None]
     bias = [layer.bias_BH for layer in layers if layer.bias_BH is not None]
     row_sums = [layer.row_sums_BH for layer in layers if layer.row_sums_BH is not None]
     registers = [layer.registers_BHN for layer in layers if layer.registers_BHN is not None]
@@ -71,4 +79,7 @@ def batch_of(
             [layer.importance_BHT for layer in layers], [layer.visible_BHT for layer in layers]
         ),
         views=[layer.view for layer in layers],
+        window_start_ABH=stacked(window_starts) if window_starts else None,
+        leading_MB=stacked([norm_BT[:, 0] for norm_BT in hidden]) if leading and hidden else None,
+        before_MBT=stacked([real.align(norm_BT) for norm_BT in before]) if before else None,
     )

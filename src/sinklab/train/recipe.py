@@ -85,7 +85,7 @@ class Recipe(Part):
 
 
 def recipe_text(name: str) -> str:
-    """The text of a recipe file, or of one that comes with sinklab (`tiny`, `tiny-128`, `small`, `60m`, `1b`).
+    """The text of a recipe file, or of one that comes with sinklab (`tiny`, `tiny-128`, `mini`, `small`, `60m`, `1b`).
 
     Raises:
         InputError: there is neither such a file nor such a recipe, or it is not readable text.

@@ -1,6 +1,6 @@
 """Experiments in a terminal: what there is, what a sweep will take, and what has come of one."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -11,6 +11,7 @@ from sinklab.commands.tables import print_table
 from sinklab.commands.terminal.report import VERDICT_STYLES, counts_line
 from sinklab.commands.terminal.text import printable
 from sinklab.commands.timing import duration
+from sinklab.experiments.coverage import Covered
 from sinklab.experiments.definition import SCALES, Scale
 from sinklab.experiments.documents import CellSummary, ExperimentSummary, JudgedClaim, Summary
 from sinklab.experiments.listing import ListedExperiment, jobs_here
@@ -38,6 +39,18 @@ def print_experiments(found: Sequence[ListedExperiment], console: Console) -> No
     for scale in scales:
         cost = next(one.scales[scale] for one in found if scale in one.scales)
         console.print(f"{scale}: {jobs} at a time, {cost.estimated}", highlight=False, soft_wrap=True)
+
+
+def print_coverage(parts: Mapping[str, Covered], console: Console) -> None:
+    """A line per table, figure, takeaway and proposition of the paper: what it says, its claims, what is left out."""
+    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    table.add_column("of the paper", no_wrap=True)
+    table.add_column("says", min_width=24)
+    table.add_column("claims", overflow="fold")
+    table.add_column("not encoded")
+    for name, part in parts.items():
+        table.add_row(Text(name, style="bold"), part.says, "\n".join(part.claims), part.without)
+    print_table(table, console, names=1)
 
 
 def hours_line(ahead: Preview) -> str:

@@ -17,12 +17,13 @@ verdicts speak of this model alone.
 from datetime import date
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from sinklab.experiments.claims import Alike, Analysis, Check, Claim, Monotone, Reach, Statement
+from sinklab.experiments.claims import Alike, Analysis, Check, Claim, Monotone, Reach, Statement, Within
 from sinklab.experiments.quantities import QuantityName
 from sinklab.measuring.options import Inputs
 from sinklab.schema import Part
+from sinklab.survey.open_models import families
 
 Each = Literal["domain", "model"]
 """What every cell is measured for: each file of the folder --text, or each --model."""
@@ -87,22 +88,56 @@ class AlikeOverDomains(Reach):
         return Alike.model_validate({"is": "alike", "of": cells, "value": self.value, "margin": self.margin})
 
 
-class GrowsWithSize(Reach):
-    """A cell rises over the models of a family, from small to large."""
+class _OverSizes(Reach):
+    """Compares the models of each family, from small to large.
 
-    kind: Literal["grows_with_size"] = Field(default="grows_with_size", alias="is")
+    Attributes:
+        families: in these only; in all unless given.
+        but: not in these.
+    """
+
     cell: str
+    families: tuple[str, ...] = ()
+    but: tuple[str, ...] = ()
+
+    @field_validator("families", "but")
+    @classmethod
+    def _are_on_the_list(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if unknown := [name for name in names if name not in families()]:
+            raise ValueError(f"no family {unknown[0]!r}; there are: {', '.join(families())}")
+        return names
 
     @property
     def cells(self) -> tuple[str, ...]:
         return (self.cell,)
+
+    def is_about(self, family: str) -> bool:
+        """Whether the models of this family are compared."""
+        return (not self.families or family in self.families) and family not in self.but
+
+
+class GrowsWithSize(_OverSizes):
+    """A cell rises over the models of a family, from small to large."""
+
+    kind: Literal["grows_with_size"] = Field(default="grows_with_size", alias="is")
 
     def over(self, cells: tuple[str, ...]) -> Monotone:
         """The comparison of these cells, one of each model."""
         return Monotone.model_validate({"is": "rising", "over": cells, "value": self.value})
 
 
-MeasuredCheck = Annotated[Check | AlikeOverDomains | GrowsWithSize, Field(discriminator="kind")]
+class AlikeOverSizes(_OverSizes):
+    """A cell is in every model of a family within a margin of what it is in the smallest."""
+
+    kind: Literal["alike_over_sizes"] = Field(default="alike_over_sizes", alias="is")
+    margin: float = Field(gt=0)
+
+    def over(self, cells: tuple[str, ...]) -> Alike:
+        """The comparison of these cells, one of each model."""
+        return Alike.model_validate({"is": "alike", "of": cells, "value": self.value, "margin": self.margin})
+
+
+MeasuredCheck = Annotated[Check | AlikeOverDomains | GrowsWithSize | AlikeOverSizes, Field(discriminator="kind")]
 
 
 class MeasuredClaim(Statement):
@@ -110,13 +145,15 @@ class MeasuredClaim(Statement):
 
     Attributes:
         positions: of which models it is claimed: those that add positions to their embedding, or the others.
+        proposition: it is claimed of the models of which this proposition of the paper speaks.
     """
 
     check: MeasuredCheck
     positions: Literal["added", "other"] | None = None
+    proposition: int | None = Field(default=None, ge=1, le=4)
 
     def with_check(self, check: Check, family: str = "") -> Claim:
-        """The claim about cells that were measured, of one family where there are several."""
+        """The claim about cells that were measured, of one family or model where there are several."""
         name, text = (f"{self.id}_{family}", f"{self.text} ({family})") if family else (self.id, self.text)
         said = self.model_dump(include={"evidence", "stated", "changed", "why"})
         return Claim(id=name, text=text, check=check, **said)
@@ -171,8 +208,11 @@ class MeasuredExperiment(Part):
         for claim in self.claims:
             if missing := [cell for cell in claim.check.cells if cell not in self.cells]:
                 raise ValueError(f"claim {claim.id} is about cell {missing[0]!r}, which is not there")
-            wanted = {AlikeOverDomains: "domain", GrowsWithSize: "model"}.get(type(claim.check))
-            if self.each != wanted:
+            wanted = {AlikeOverDomains: "domain", GrowsWithSize: "model", AlikeOverSizes: "model"}.get(
+                type(claim.check)
+            )
+            of_each = self.each == "model" and isinstance(claim.check, Within)
+            if self.each != wanted and not of_each:
                 raise ValueError(
                     f"claim {claim.id} compares {f'{wanted}s' if wanted else 'cells'}: the experiment is "
                     f"{'measured once' if self.each is None else f'for each {self.each}'}"

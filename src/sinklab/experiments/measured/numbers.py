@@ -6,6 +6,7 @@ import numpy as np
 
 from sinklab.experiments.measured.definition import MeasuredCell
 from sinklab.experiments.quantities import Reading, RunNumbers
+from sinklab.measuring.findings import Propositions
 from sinklab.measuring.measurement import Measurement
 
 
@@ -50,7 +51,9 @@ def _visible_rates(cell: MeasuredCell, measured: Measurement) -> list[float] | N
 
 
 def _others(cell: MeasuredCell, measured: Measurement) -> dict[str, float]:
-    found: dict[str, float] = dict(measured.scores or {})
+    found: dict[str, float] = dict(measured.scores or {}) | _importance(measured)
+    if measured.propositions:
+        found["proposition_excess"] = _excess(measured.propositions)
     for name, ratios in (("key_norm_ratio", measured.key_norm_ratio), ("value_norm_ratio", measured.value_norm_ratio)):
         if ratios:
             found[name] = fmean(ratios)
@@ -58,6 +61,20 @@ def _others(cell: MeasuredCell, measured: Measurement) -> dict[str, float]:
         found["largest_activation"] = max(abs(one.value) for one in measured.massive_activations)
         found["activation_ratio"] = max(one.ratio_to_median for one in measured.massive_activations)
     return found | _angles(measured, cell.eps)
+
+
+def _importance(measured: Measurement) -> dict[str, float]:
+    """alpha of the first position, percent: over all layers, over the first quarter of them, and of the rest above."""
+    layers_L = 100 * measured.importance[..., 0].mean(-1)
+    early, late = np.split(layers_L, [max(1, len(layers_L) // 4)])
+    found = {"importance_first": float(layers_L.mean()), "importance_early": float(early.mean())}
+    return found | ({"importance_gap": float(late.mean() - early.mean())} if late.size else {})
+
+
+def _excess(found: Propositions) -> float:
+    """The largest deviation from what is proved, in units of the tolerance for rounding."""
+    deviations = (found.hidden_deviation, found.attention_deviation or 0.0, -(found.bound_slack or 0.0))
+    return max(deviations) / found.tolerance
 
 
 def _angles(measured: Measurement, eps: float) -> dict[str, float]:

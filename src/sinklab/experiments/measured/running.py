@@ -21,6 +21,7 @@ from sinklab.experiments.measured.planning import Pass, Subject, passes_of, subj
 from sinklab.experiments.measured.summary import summarise_measured
 from sinklab.experiments.quantities import RunNumbers
 from sinklab.experiments.results import CellResults, named_values
+from sinklab.measuring.findings import Propositions
 from sinklab.measuring.hooks import Progress
 from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading, check_name
 from sinklab.measuring.measurement import Measurement
@@ -51,12 +52,11 @@ class MeasuredResults:
     def summary(self) -> Summary:
         """Cells with their numbers, and the claims judged."""
         cells = {name: self._cell(one, option) for one in self.passes for name, option in one.cells.items()}
-        return summarise_measured(self.experiment, self.subjects, cells, self._positions_added())
+        return summarise_measured(self.experiment, self.subjects, cells, self._propositions())
 
-    def _positions_added(self) -> bool | None:
-        """Whether the model adds positions to its embedding, as repeated tokens have shown; None before."""
-        found = [one.propositions for one in self.outcome.measured.values() if one.propositions]
-        return found[0].number is None if found else None
+    def _propositions(self) -> Propositions | None:
+        """What repeated tokens have shown of the model; None before they are read."""
+        return next((one.propositions for one in self.outcome.measured.values() if one.propositions), None)
 
     def _cell(self, one: Pass, option: MeasuredCell) -> CellResults:
         runs: list[CellRun] = []

@@ -12,6 +12,7 @@ from sinklab.experiments.measured.published import open_model, paper_rows, publi
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.summary import cell_summary
 from sinklab.experiments.verdicts.judging import judge_claim, stated
+from sinklab.measuring.findings import Propositions
 from sinklab.survey.compare import labels
 
 
@@ -19,18 +20,18 @@ def summarise_measured(
     experiment: MeasuredExperiment,
     subjects: Sequence[Subject],
     results: Mapping[str, CellResults],
-    positions_added: bool | None,
+    found: Propositions | None,
 ) -> Summary:
     """The cells with the numbers of every draw, and a verdict on each claim that is made of these models.
 
     Args:
         results: by cell, those that wait for their measurements included.
-        positions_added: whether the model adds positions to its embedding; None where that is not known (yet).
+        found: what repeated tokens have shown of the model; None where that is not known (yet).
     """
     whose = _whose(subjects)
     claims = [
         stated(_judged(one, results, experiment), one.claim if isinstance(one, Undecidable) else one, experiment)
-        for one in claims_about(experiment, subjects, positions_added)
+        for one in claims_about(experiment, subjects, found)
     ]
     claims = [claim.model_copy(update={"scale": whose, "replicate": "draw"}) for claim in claims]
     return Summary(
@@ -88,5 +89,6 @@ def _judged(
     draws = len({run.seed for cell in claim.cells for run in results[cell].numbers})
     sequences = max(cell.sequences for cell in experiment.cells.values())
     said = re.sub(r"\bseed(s?)\b", r"draw\1", claim.evidence)
-    each = f"{draws} draw{'' if draws == 1 else 's'} of {'up to ' if experiment.each == 'domain' else ''}{sequences} sequences"
+    up_to = "up to " if experiment.each == "domain" else ""
+    each = f"{draws} draw{'' if draws == 1 else 's'} of {up_to}{sequences} sequences"
     return claim.model_copy(update={"evidence": f"{said}; {each}"})

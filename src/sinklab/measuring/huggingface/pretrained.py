@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sinklab.errors import InputError
@@ -25,6 +25,7 @@ class WatchedPretrained:
     """`driver.Watched` of a Hugging Face model."""
 
     leading = 0
+    post_norms: Sequence[nn.Module] = ()
     proxy = False
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -35,6 +35,9 @@ class Evaluation(ReadDocument):
         sink_rate_eps, sink_rate_visible_eps: Sink_1 by threshold ("0.3", "0.2", "0.4"), percent; the latter None where
             sink_rate_visible is.
         sink_rate_bias_eps: sink_rate_bias by threshold; None where that is.
+        sink_rate_window_start: percent, of the first key of a window that has moved on; None without one.
+        norm_ratio_before_norm, norm_ratio_sink_token: as hidden_norm_ratio, of what enters the norms of a post-norm
+            model, and of the first learned position in front; None elsewhere.
         importance_first_heads: alpha of the first position, mean over sequences, by attention layer and head (0..1).
         hidden_norm_ratio: |h_1| over the mean of the others, before the first block and after every block.
         lr: of the last update.
@@ -57,6 +60,9 @@ class Evaluation(ReadDocument):
     sink_rate_eps: dict[str, float | None] | None = None
     sink_rate_visible_eps: dict[str, float | None] | None = None
     sink_rate_bias_eps: dict[str, float | None] | None = None
+    sink_rate_window_start: float | None = None
+    norm_ratio_before_norm: list[float | None] | None = None
+    norm_ratio_sink_token: list[float | None] | None = None
     importance_first_heads: list[list[float | None]] | None = None
     hidden_norm_ratio: list[float | None] = Field(default_factory=list)
     lr: float | None = None

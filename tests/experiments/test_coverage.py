@@ -1,0 +1,47 @@
+"""The list of what of the paper is encoded is whole, and names claims that there are."""
+
+import pytest
+from pydantic import ValidationError
+
+from sinklab.experiments.claims import Claim
+from sinklab.experiments.coverage import Covered, paper_coverage
+from sinklab.experiments.shipped import experiment_ids, load_experiment
+
+TAKEAWAYS = {"4": 2, "5": 2, "6": 3, "7": 3}
+"""By section of the paper, how many its box has."""
+
+
+def stated_claims() -> set[str]:
+    """Every confirmatory claim that states its own comparison, as EXPERIMENT.CLAIM."""
+    found: set[str] = set()
+    for name in experiment_ids():
+        experiment = load_experiment(name)
+        for claim in experiment.claims:
+            refers = isinstance(claim, Claim) and claim.same_as is not None
+            if not refers and (claim.evidence or experiment.evidence) == "confirmatory":
+                found.add(f"{experiment.id}.{claim.id}")
+    return found
+
+
+def test_every_numbered_part_of_the_paper_is_on_the_list() -> None:
+    numbered = {f"table_{number}" for number in range(1, 16)}
+    numbered |= {f"figure_{number}" for number in range(1, 31)}
+    numbered |= {f"proposition_{number}" for number in range(1, 5)}
+    numbered |= {f"takeaway_{section}.{one}" for section, count in TAKEAWAYS.items() for one in range(1, count + 1)}
+    assert numbered - set(paper_coverage()) == set()
+    assert {name for name in set(paper_coverage()) - numbered if not name.startswith("section_")} == set()
+
+
+def test_every_claim_on_the_list_is_there() -> None:
+    named = {claim for part in paper_coverage().values() for claim in part.claims}
+    assert named - stated_claims() == set()
+
+
+def test_every_claim_of_the_paper_is_on_the_list() -> None:
+    named = {claim for part in paper_coverage().values() for claim in part.claims}
+    assert stated_claims() - named == set()
+
+
+def test_a_part_without_claims_and_without_a_reason_is_refused() -> None:
+    with pytest.raises(ValidationError, match="the reason why there are none"):
+        Covered(says="something")
