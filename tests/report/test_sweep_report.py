@@ -152,7 +152,9 @@ def test_the_layers_are_drawn_where_an_experiment_asks_which_comes_first(sweep_f
     assert {row["cell"] for row in rows} == {*EXPERIMENTS["table_2"].cells}
 
 
-def test_seeds_that_never_got_there_are_said_and_an_arrow_points_beyond_the_others(sweep_folder: Path, tmp_path: Path) -> None:
+def test_seeds_that_never_got_there_are_said_and_an_arrow_points_beyond_the_others(
+    sweep_folder: Path, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(sweep_folder, tmp_path / "sweep"))
     summary = json.loads((folder / "summary.json").read_text())
     never, once = EXPERIMENTS["table_2"].cells[:2]

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sinklab.attention.core import AttentionCore
 from sinklab.attention.masks import Window
@@ -47,7 +47,8 @@ class WatchedTransformer:
         self.kinds = layer_kinds(model.config)
         self.leading = model.leading
         post = model.config.norm.placement == "post"
-        self.post_norms = [norm for one in model.blocks for norm in (one.attention_norm, one.ffn_norm) if post]
+        norms = [norm for one in model.blocks for norm in (one.attention_norm, one.ffn_norm) if post]
+        self.post_norms: Sequence[nn.Module] = cast("list[nn.Module]", norms)
         self.proxy = any(core.proxy for core in self.cores)
 
     def check(self, tokens_NT: Tensor, options: Options, longest: int) -> None:
