@@ -46,7 +46,7 @@ def test_it_leaves_measurements_a_summary_and_a_page_and_prints_the_summary(run:
     top = Path("runs/models/gpt2/mine")
     summary = json.loads(out)
     assert summary == json.loads((top / "summary.json").read_text())
-    assert summary["schema"] == 2
+    assert summary["schema"] == 3
     assert [summary["cells"][name]["seeds"] for name in ("natural", "repeat")] == [2, 2]
     assert all((top / one["directory"] / "measurement.json").is_file() for one in summary["cells"]["natural"]["runs"])
     assert [(claim["id"], claim["scale"]) for claim in summary["claims"]] == [("some", "gpt2")]
@@ -87,7 +87,7 @@ def test_a_preview_measures_nothing(run: Run) -> None:
     status, out, err = run("reproduce", "mine.yaml", "--model", "gpt2", "--text", "text.jsonl", "--dry-run", "--json")
     assert status == 0, err
     asked = json.loads(out)
-    assert asked["draws"] == 3
+    assert asked["draws"] == 5
     assert {name: one["inputs"] for name, one in asked["experiments"]["mine"].items()} == {
         "natural": "natural",
         "repeat": "repeat",

@@ -20,7 +20,6 @@ from sinklab.experiments.measured.planning import passes_of, subjects_of
 from sinklab.experiments.measured.published import open_model, paper_rows, published_numbers
 from sinklab.experiments.measured.running import MeasuredResults, measure_experiment
 from sinklab.experiments.shipped import load_experiment
-from sinklab.experiments.verdicts.transforms import slope, transformed, turned_back
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.survey.items import Listener
@@ -138,16 +137,17 @@ def test_an_interrupted_experiment_goes_on_and_more_draws_keep_those_there_are(
 
 def test_a_repeated_token_has_no_sink_in_a_real_model_with_rotary_positions(data_dir: Path, tmp_path: Path) -> None:
     model, web = str(data_dir / "models" / "TinyStories-656K"), data_dir / "domains" / "c4_web.jsonl"
-    results = measure_experiment(shipped("table_1", sequences=30), [model], web, 3, out=tmp_path)
+    results = measure_experiment(shipped("table_1", sequences=30), [model], web, 5, out=tmp_path)
     found, summary = verdicts(results), results.summary()
     assert found["no_sink_on_repeated_tokens"] == "reproduced"
     assert "sink_on_repeated_tokens" not in found  # which is claimed of models that add positions
     assert found["chat_model_has_it_too"] == "not run"
     assert summary.scale == "TinyStories-656K"
     evidence = next(claim.evidence for claim in summary.claims if claim.id == "no_sink_on_repeated_tokens")
-    assert evidence.endswith("of TinyStories-656K alone, 3 draws of 30 sequences")
+    assert evidence.endswith("5 draws of 30 sequences")
     assert "seed" not in evidence
-    assert summary.cells["natural"].seeds == 3
+    assert {claim.verdict_said for claim in summary.claims} >= {"reproduced of this model", "not run"}
+    assert summary.cells["natural"].seeds == 5
     assert list(summary.cells) == ["natural", "random", "repeat"]
     assert summary.experiments["table_1"].published == {}
     assert summary.experiments["table_1"].elsewhere["GPT2-XL"]["repeat"] == {"sink_1": 62.28}
@@ -300,18 +300,11 @@ def test_angles_are_means_over_the_heads_with_a_sink(data_dir: Path, tmp_path: P
     assert "cosine_first" not in nowhere
 
 
-@pytest.mark.parametrize("value", [-0.05, 0.0, 0.45])
-def test_a_cosine_is_compared_as_it_is(value: float) -> None:
-    assert transformed(value, "plain", 100) == turned_back(value, "plain", 100) == value
-    assert slope(value, "plain", 100) == 1.0
-
-
 def test_a_number_that_was_not_measured_is_not_there() -> None:
     numbers = numbers_of(MeasuredCell(sequences=4, length=16), made_measurement(), 1)
     assert numbers.value("cosine_gap") is None
     assert numbers.value("valid_loss") is not None
     assert numbers.seed == 1
-    assert numbers.triples == 4 * 2 * 3
     assert math.isclose(numbers.value("norm_ratio") or 0, max(made_measurement().hidden_norm_ratio or []))
 
 

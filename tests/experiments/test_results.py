@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -29,14 +30,15 @@ def run(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
-def test_the_numbers_are_those_of_its_last_evaluation(run: Path) -> None:
+def test_the_numbers_are_the_means_of_its_last_three_evaluations(run: Path) -> None:
     last = json.loads((run / METRICS).read_text().splitlines()[-1])
     numbers = read_numbers(run)
     assert numbers.seed == 0
-    assert numbers.triples == 4 * 2 * 2
-    assert numbers.value("sink_1") == last["sink_rate"][0]
-    assert numbers.value("valid_loss") == last["valid_loss"]
-    assert numbers.value("norm_ratio") == max(last["hidden_norm_ratio"])
+    assert numbers.last.sink_rate == last["sink_rate"]
+    rows = [json.loads(line) for line in (run / METRICS).read_text().splitlines()][-3:]
+    assert numbers.value("sink_1") == pytest.approx(np.mean([row["sink_rate"][0] for row in rows]))
+    assert numbers.value("valid_loss") == pytest.approx(np.mean([row["valid_loss"] for row in rows]))
+    assert numbers.value("norm_ratio") == pytest.approx(np.mean([max(row["hidden_norm_ratio"]) for row in rows]))
     assert [one.step for one in numbers.readings] == sorted({one.step for one in numbers.readings})
 
 
@@ -47,7 +49,8 @@ def test_how_often_each_head_sinks_is_that_of_the_measurement(run: Path) -> None
     assert np.array(last["sink_rate_heads"]) == pytest.approx(expected)
     assert np.mean(last["sink_rate_heads"]) == pytest.approx(last["sink_rate"][0])
     numbers = read_numbers(run)
-    assert [numbers.value(f"sink_layer_{layer}") for layer in (1, 2, 3)] == [*map(max, last["sink_rate_heads"]), None]
+    layers = [numbers.evaluations(f"sink_layer_{layer}", count=1) for layer in (1, 2, 3)]
+    assert layers == [*([max(heads)] for heads in last["sink_rate_heads"]), []]
 
 
 def test_a_layer_has_sunk_when_one_of_its_heads_does_in_half_of_the_sequences(run: Path) -> None:
@@ -58,7 +61,7 @@ def test_a_layer_has_sunk_when_one_of_its_heads_does_in_half_of_the_sequences(ru
     (run / METRICS).write_text("\n".join(lines) + "\n")
     numbers = read_numbers(run)
     assert numbers.value("layer_step_1") == rows[1]["step"]
-    assert numbers.value("layer_step_2") is None, "two heads of 49 percent are not one of half"
+    assert numbers.value("layer_step_2") == math.inf, "two heads of 49 percent are not one of half"
     assert numbers.value("layer_step_3") is None
 
 
@@ -69,7 +72,20 @@ def test_rows_of_older_runs_know_of_no_heads(run: Path) -> None:
     (run / METRICS).write_text("\n".join(map(json.dumps, rows)) + "\n")
     numbers = read_numbers(run)
     assert numbers.value("layer_step_1") is numbers.value("sink_layer_1") is None
-    assert numbers.value("sink_1") == rows[-1]["sink_rate"][0]
+    assert numbers.evaluations("sink_1", count=1) == [rows[-1]["sink_rate"][0]]
+
+
+def test_importance_and_the_rates_at_other_thresholds_are_read_where_rows_have_them(run: Path) -> None:
+    rows = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
+    heads = {"importance_first_heads": [[0.1, 0.5], [None, 0.3]]}
+    rates = {"sink_rate_eps": {"0.2": 60.0, "0.4": 20.0}, "sink_rate_bias_eps": None}
+    (run / METRICS).write_text("\n".join(json.dumps(row | heads | rates) for row in rows) + "\n")
+    numbers = read_numbers(run)
+    assert numbers.value("importance_first") == pytest.approx(30.0)
+    assert (numbers.value("sink_1", eps="0.2"), numbers.value("sink_1", eps="0.4")) == (60.0, 20.0)
+    assert numbers.value("sink_1_visible", eps="0.4") == 20.0
+    assert numbers.value("sink_bias", eps="0.2") is numbers.value("sink_2", eps="0.2") is None
+    assert numbers.value("sink_1") == pytest.approx(np.mean([row["sink_rate"][0] for row in rows[-3:]]))
 
 
 def test_a_record_adds_what_the_metrics_do_not_say(run: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_tie_speaks_against() -> None:
     ("n", "m", "against"), [(4, 5, None), (4, 6, None), (5, 5, 0), (5, 6, 0), (5, 7, 1), (5, 9, 3)]
 )
 def test_how_many_pairs_may_be_against_by_the_numbers_of_seeds(n: int, m: int, against: int | None) -> None:
-    """By hand: the first orders of n and m seeds have 1, 1, 2, 3, 5 with 0, 1, 2, 3, 4 pairs against, of C(n + m, n)."""
+    """By hand: 1, 1, 2, 3, 5 of the C(n + m, n) orders have 0, 1, 2, 3, 4 pairs against."""
     passing = [u for u in range(n * m + 1) if rank_sum_p(n, m, u) <= 0.004]
     assert (passing[-1] if passing else None) == against
 

@@ -1,7 +1,7 @@
 """How often the rule errs, and what it finds: the table of docs/verdicts.md, by simulation with the rule's own code.
 
-Made-up runs of which the truth is known: five seeds, rates in percent as 16 heads give them, losses in nats. Two cells at
-the same seed share a fifth of their variance, as they do in the runs at width 64.
+Made-up runs of which the truth is known: five seeds, rates in percent as 16 heads give them, losses in nats. Two cells
+at the same seed share a fifth of their variance, as they do in the runs at width 64.
 """
 
 import zlib

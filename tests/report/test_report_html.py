@@ -49,7 +49,7 @@ def lab_page(tmp_path_factory: pytest.TempPathFactory) -> Page:
 def test_the_page_says_what_was_done_and_how_each_claim_came_out(lab_page: Page) -> None:
     assert "Three models trained for 2,000 steps" in lab_page.text
     badges = [a["class"] for tag, a in lab_page.elements if tag == "li"]
-    assert badges == ["reproduced", "not-reproduced", "inconclusive"]
+    assert badges == ["reproduced", "contradicted", "inconclusive"]
     assert "bias 21.9 %, first token 0.0 %" in lab_page.text
 
 

@@ -7,11 +7,13 @@ from sinklab.report.length_figures import length_figure
 
 
 def cell(eps: float, length: int, low: float | None = None) -> CellSummary:
-    sink = CellEstimate(mean=80 - length / 4, low=low, high=None if low is None else 90.0)
+    middle = 80 - length / 4
+    low, high = (middle, middle) if low is None else (low, 90.0)
+    sink = CellEstimate(seeds=[low, middle, high], median=middle, smallest=low, largest=high)
     return CellSummary(change={"eps": eps, "length": length}, values={"sink_1": sink})
 
 
-def test_a_line_for_each_threshold_with_intervals_where_they_are_known() -> None:
+def test_a_line_for_each_threshold_with_the_ends_of_its_draws() -> None:
     cells = {f"eps_{eps}_length_{length}": cell(eps, length, 10.0) for eps in (0.4, 0.2) for length in (64, 16)}
     figure = length_figure({**cells, "other": CellSummary(change={"inputs": "random"})}, 640)
     assert figure is not None
@@ -30,8 +32,8 @@ def test_without_several_lengths_there_is_no_such_figure(lengths: tuple[int, ...
     assert length_figure({str(length): cell(0.3, length) for length in lengths}, 640) is None
 
 
-def test_one_draw_has_a_point_without_an_interval() -> None:
+def test_one_draw_has_a_point_alone() -> None:
     figure = length_figure({"a": cell(0.3, 16), "b": cell(0.3, 64)}, 640)
     assert figure is not None
     rows = figure.charts[0].to_dict()["data"]["values"]
-    assert all(row["low"] == row["mean"] == row["high"] for row in rows)
+    assert all(row["low"] == row["median"] == row["high"] for row in rows)

@@ -130,7 +130,7 @@ def make_lab(path: Path, seeds: int = 1, hostile: bool = False) -> Path:
     }
     claims = [
         claim("softmax_sink", "A softmax model puts a sink on the first token.", "reproduced", "Sink₁ 8.6 % ≥ 5 %"),
-        claim("k_bias", "Key biases take the sink.", "not reproduced", "bias 21.9 %, first token 0.0 %"),
+        claim("k_bias", "Key biases take the sink.", "contradicted", "bias 21.9 %, first token 0.0 %"),
         claim("sigmoid", HOSTILE if hostile else "Sigmoid has no sink.", "inconclusive", "one seed only"),
     ]
     write(path / "summary.json", {"cells": cells, "claims": claims})

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,13 +10,16 @@ import yaml
 from report_fixtures import evaluation
 
 from sinklab.experiments.documents import (
-    CellEstimate,
+    ANALYSES,
+    VERDICTS,
     CellRun,
     CellSummary,
     ExperimentSummary,
     JudgedClaim,
     RunRecord,
     Summary,
+    estimated,
+    verdict_counts,
 )
 from sinklab.train.recipe import recipe_text
 
@@ -115,7 +117,6 @@ EXPERIMENTS = {
         columns=["valid_loss", "sink_1"],
     ),
 }
-VERDICTS = ("reproduced", "direction only", "contradicted", "inconclusive", "not run")
 
 
 def claims_of(experiments: dict[str, ExperimentSummary]) -> list[JudgedClaim]:
@@ -128,8 +129,10 @@ def claims_of(experiments: dict[str, ExperimentSummary]) -> list[JudgedClaim]:
             text=f"The sink does what claim {number} says",
             verdict=VERDICTS[number % len(VERDICTS)],
             scale="tiny",
-            evidence="0.2 % [0.1, 0.6] against 18.0 % [15.2, 21.3] (3 pairs, p = 0.004)",
+            evidence="k_biases 0.2, 0.4 % against softmax 18.0, 15.2 %: 0 of 9 pairs of seeds against so far",
             quantity="sink_1",
+            analysis=ANALYSES[number % 2],
+            stated="2026-11-23",
         )
         for number in range(max(len(names), len(VERDICTS)))
     ]
@@ -144,7 +147,9 @@ def make_sweep(
     experiments, cells = experiments or EXPERIMENTS, cells or CELLS
     wanted = dict.fromkeys(name for one in experiments.values() for name in one.cells)
     made = {name: make_cell(top, name, cells[name]) for name in wanted}
-    Summary(scale="tiny", experiments=experiments, cells=made, claims=claims_of(experiments)).save(top)
+    claims = claims_of(experiments)
+    counts = verdict_counts(claims)
+    Summary(scale="tiny", experiments=experiments, cells=made, claims=claims, counts=counts).save(top)
     asked = top / "asked"
     asked.mkdir(exist_ok=True)
     for name in experiments:
@@ -160,18 +165,8 @@ def make_cell(top: Path, name: str, cell: MadeCell) -> CellSummary:
     return CellSummary(
         seeds=len(done),
         change=cell.change,
-        values={key: estimate([run.values[key] for run in done if key in run.values]) for key in names},
+        values={key: one for key in names if (one := estimated(runs, key))},
         runs=runs,
-    )
-
-
-def estimate(values: Sequence[float]) -> CellEstimate:
-    """The plain mean, and an interval about as wide as a real one."""
-    mean, half = float(np.mean(values)), 2.5 * float(np.std(values)) + 0.05
-    return (
-        CellEstimate(mean=mean, low=max(0.0, mean - half), high=mean + half)
-        if len(values) > 1
-        else CellEstimate(mean=mean)
     )
 
 

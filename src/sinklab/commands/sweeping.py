@@ -196,7 +196,9 @@ def _assess(asked: Sequence[AskedExperiment], out: Path, console: Console) -> di
 def _summarised(asked: Mapping[str, AskedExperiment], out: Path) -> Summary:
     """The summary, written."""
     own_seeds = {one.experiment.id: one.seeds for one in asked.values()}
-    summary = summarise([(one.experiment, one.scale) for one in asked.values()], results_of(asked, out), own_seeds)
+    altered = any(one.overlay for one in asked.values())
+    experiments = [(one.experiment, one.scale) for one in asked.values()]
+    summary = summarise(experiments, results_of(asked, out), own_seeds, altered)
     summary.save(out)
     return summary
 

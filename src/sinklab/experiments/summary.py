@@ -22,6 +22,7 @@ def summarise(
     asked: Sequence[tuple[Experiment, Scale]],
     results: Mapping[str, CellResults],
     own_seeds: Mapping[str, Collection[int]] | None = None,
+    altered: bool = False,
 ) -> Summary:
     """The experiments of a sweep, their cells, and a verdict on each of their claims.
 
@@ -29,12 +30,13 @@ def summarise(
         asked: in the order in which they are shown.
         results: by cell. A name is one recipe, whichever experiment it is in; those of no experiment are left out.
         own_seeds: of an experiment, by its id, the seeds that its table and verdicts use; all unless given.
+        altered: the recipes were changed (--steps, --text), so that the results that come with sinklab are of others.
     """
     seeds = own_seeds or {}
     scales = {scale for _, scale in asked}
     alone = asked[0][0] if len(asked) == 1 else None
     claims = [claim for one, scale in asked for claim in judge(one, scale, results, seeds.get(one.id))]
-    claims = _with_references([_with_five_seeds(claim) for claim in claims])
+    claims = _with_references(claims if altered else [_with_five_seeds(claim) for claim in claims])
     return Summary(
         id=alone.id if alone else "",
         title=alone.title if alone else "",

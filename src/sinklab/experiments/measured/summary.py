@@ -86,7 +86,9 @@ def _judged(
     claim = judge_claim(one, results)
     if claim.verdict == "not run":
         return claim
+    draws = len({run.seed for cell in claim.cells for run in results[cell].numbers})
     sequences = max(cell.sequences for cell in experiment.cells.values())
     said = re.sub(r"\bseed(s?)\b", r"draw\1", claim.evidence)
-    each = f"each draw is {'up to ' if experiment.each == 'domain' else ''}{sequences} sequences"
-    return claim.model_copy(update={"evidence": f"{said}; {each}"})
+    most = "up to " if experiment.each == "domain" else ""
+    several = f"{draws} draw{'' if draws == 1 else 's'} of {most}{sequences} sequences"
+    return claim.model_copy(update={"evidence": f"{said}; {several}"})

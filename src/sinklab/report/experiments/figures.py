@@ -69,7 +69,8 @@ def _numbers(sweep: Sweep, name: str, key: str, page: Path, width: Width) -> Fig
         for one in shown
         if any(estimate_of(cell, one.name) for cell in cells.values())
     ]
-    caption = _caption(experiment, any(one.never_reached for cell in cells.values() for one in cell.values.values()))
+    estimates = [estimate_of(cell, one.name) for cell in cells.values() for one in shown]
+    caption = _caption(experiment, any(one is not None and one.never_reached for one in estimates))
     return Figure(f"{key}-numbers", experiment.title, caption, charts, small=True) if charts else None
 
 

@@ -1,0 +1,33 @@
+"""Record what five seeds gave, for `sinklab lab` and others who train fewer, from committed results.
+
+    python -m benchmarks.committed results/tiny
+
+Writes `src/sinklab/experiments/committed.json`, which comes with sinklab; other scales there stay.
+"""
+
+import argparse
+from pathlib import Path
+
+from sinklab.experiments import committed
+from sinklab.experiments.committed import committed_verdicts, shipped_verdicts
+from sinklab.experiments.documents import SUMMARY, Summary
+from sinklab.files import parse_json, write_json
+
+PATH = Path(committed.__file__).parent / committed.COMMITTED
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, help="directory that `sinklab report --pack` wrote")
+    path = parser.parse_args().results / SUMMARY
+    summary = Summary.model_validate(parse_json(path.read_text(encoding="utf-8")))
+    before, found = shipped_verdicts(), committed_verdicts(summary)
+    if not summary.scale or not found:
+        parser.error(f"{path} has no verdicts of one scale by five seeds or more")
+    scales = {**before.scales, summary.scale: found}
+    write_json(PATH, before.model_copy(update={"scales": scales}).model_dump(by_alias=True))
+    print(f"{len(found)} verdicts at {summary.scale}: in {PATH}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Record how much seeds vary at a scale, from pilot runs: what five seeds would find (docs/verdicts.md).
+
+    python -m benchmarks.pilots --scale tiny runs/pilots
+
+Writes `src/sinklab/experiments/pilots.json`, which comes with sinklab; other scales there stay. Finished runs in and
+below the directories are grouped by the name of their recipe and its seed, and none of their seeds may be one that a
+verdict rests on: only seeds from 1000 on are taken. Cells whose seeds all agree, or have no sink, say nothing of how a
+number varies and are left out of it.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from math import isfinite, sqrt
+from pathlib import Path
+from statistics import fmean, stdev, variance
+
+from sinklab.errors import SinklabError
+from sinklab.experiments.quantities import NO_SINK, RunNumbers, quantity
+from sinklab.experiments.results import read_numbers
+from sinklab.experiments.sweep.store import NUMBERS, found_runs
+from sinklab.experiments.verdicts import effects
+from sinklab.experiments.verdicts.effects import PilotSpread, shipped_pilots
+from sinklab.files import write_json
+from sinklab.train.recipe import load_recipe
+
+FIRST_SEED = 1000
+PATH = Path(effects.__file__).parents[1] / effects.PILOTS
+
+
+def spread_of(name: str, cells: Mapping[str, Sequence[RunNumbers]]) -> PilotSpread | None:
+    """The standard deviation of a quantity, pooled over cells; None where fewer than two seeds of a cell have it."""
+    found: dict[str, dict[int, float]] = {}
+    for cell, runs in cells.items():
+        values = {run.seed: value for run in runs if (value := run.value(name)) is not None and isfinite(value)}
+        if len(values) > 1 and stdev(values.values()) > 0 and not (quantity(name).unit == "%" and _none(values)):
+            found[cell] = values
+    if not found:
+        return None
+    return PilotSpread(
+        sd=_pooled([list(values.values()) for values in found.values()]),
+        sd_of_difference=_of_differences(list(found.values())),
+        cells={cell: sorted(values) for cell, values in found.items()},
+    )
+
+
+def _none(values: Mapping[int, float]) -> bool:
+    return max(values.values()) < NO_SINK
+
+
+def _pooled(groups: Sequence[Sequence[float]]) -> float:
+    return sqrt(sum((len(one) - 1) * variance(one) for one in groups) / sum(len(one) - 1 for one in groups))
+
+
+def _of_differences(cells: Sequence[Mapping[int, float]]) -> float | None:
+    pairs = [[one[seed] - other[seed] for seed in one if seed in other] for one, other in combinations(cells, 2)]
+    known = [variance(pair) for pair in pairs if len(pair) > 1]
+    return sqrt(fmean(known)) if known else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scale", required=True)
+    parser.add_argument("directories", type=Path, nargs="+")
+    asked = parser.parse_args()
+    cells: dict[str, list[RunNumbers]] = {}
+    for top in asked.directories:
+        for directory in found_runs(top).values():
+            try:
+                run = read_numbers(directory)
+            except SinklabError:
+                continue  # it has not finished
+            if run.seed >= FIRST_SEED:
+                cells.setdefault(load_recipe(str(directory / "recipe.yaml")).name, []).append(run)
+    found = {name: one for name in NUMBERS if (one := spread_of(name, cells))}
+    if not found:
+        parser.error(f"no two finished runs of one recipe with seeds from {FIRST_SEED} on")
+    before = shipped_pilots()
+    write_json(
+        PATH, before.model_copy(update={"scales": {**before.scales, asked.scale: found}}).model_dump(by_alias=True)
+    )
+    print(f"{', '.join(f'{cell} ({len(runs)})' for cell, runs in cells.items())}: in {PATH}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Claims as files state them: references, dates, seeds of their own; and whether they precede their runs."""
+
+import json
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from sinklab.errors import InputError
+from sinklab.experiments.dates import begun_on, late_claims
+from sinklab.experiments.definition import Experiment
+from sinklab.experiments.quantities import RunNumbers
+from sinklab.experiments.shipped import load_experiment
+from sinklab.experiments.sweep.asked import AskedCell, AskedExperiment, joined
+from sinklab.experiments.sweep.plan import Question, plan_sweep
+
+LESS: dict[str, Any] = {"is": "less", "value": "sink_1", "cell": "sigmoid", "than": "softmax"}
+CLAIM: dict[str, Any] = {
+    "id": "none", "text": "No sink", "check": {"is": "absent", "cell": "sigmoid"},
+}  # fmt: skip
+MINE: dict[str, Any] = {
+    "id": "mine", "title": "Mine", "base": "tiny", "cells": {"softmax": {}, "sigmoid": "sigmoid"}, "claims": [CLAIM],
+}  # fmt: skip
+
+
+def made(**more: Any) -> Experiment:
+    return Experiment.model_validate({**MINE, **more})
+
+
+def written(folder: Path, **more: Any) -> Experiment:
+    """The same, from a file of one's own."""
+    (folder / "mine.yaml").write_text(yaml.safe_dump({**MINE, **more}))
+    experiment = load_experiment(str(folder / "mine.yaml"))
+    assert isinstance(experiment, Experiment)
+    return experiment
+
+
+def test_a_reference_takes_the_comparison_of_the_claim_that_it_names(tmp_path: Path) -> None:
+    other = {"id": "too", "text": "Nor here", "same_as": "mine.none"}
+    shipped = {"id": "table", "text": "As in table 6", "same_as": "table_6.sigmoid_has_none"}
+    experiment = written(tmp_path, claims=[CLAIM, other, shipped])
+    first, second, third = experiment.claims
+    assert first.check == second.check
+    table = load_experiment("table_6")
+    assert third.check == next(one for one in table.claims if one.id == "sigmoid_has_none").check
+    assert (second.same_as, second.text) == ("mine.none", "Nor here")
+    again = AskedExperiment.model_validate(
+        json.loads(
+            json.dumps(AskedExperiment(experiment=experiment, scale="tiny").model_dump(mode="json", by_alias=True))
+        )
+    )
+    assert again.experiment == experiment
+
+
+@pytest.mark.parametrize(
+    ("same_as", "said"),
+    [
+        ("nobody.none", "there is no experiment 'nobody'"),
+        ("table_6.nothing", "there is no such claim"),
+        ("mine.too", "that refers to mine.none itself"),
+    ],
+)
+def test_a_reference_to_no_comparison_is_refused(same_as: str, said: str, tmp_path: Path) -> None:
+    claims = [CLAIM, {"id": "too", "text": "..", "same_as": "mine.none"}, {"id": "a", "text": "..", "same_as": same_as}]
+    with pytest.raises(InputError, match=said):
+        written(tmp_path, claims=claims)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"check": None}, "give a check, or same_as"),
+        ({"check": {"is": "absent", "cell": "sigmoid", "value": "valid_loss"}}, "absent is about a rate"),
+        ({"check": {**LESS, "value": "kurtosis", "absent": True}}, "absent is about a rate"),
+        ({"check": {**LESS, "by": 1, "times": 2}}, "not both"),
+        ({"check": {"is": "all", "of": [{"is": "absent", "cell": "sigmoid"}]}}, "at least 2"),
+        ({"changed": "later"}, "changed"),
+        ({"stated": "soon"}, "stated"),
+        ({"evidence": "strong"}, "evidence"),
+        ({"asks_massive": "nobody"}, "is about cell 'nobody'"),
+        ({"scales": ["large"]}, "scales"),
+    ],
+)  # fmt: skip
+def test_a_claim_that_says_something_impossible_is_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        made(claims=[{**CLAIM, **change}])
+
+
+def test_the_seeds_of_a_cell_are_those_of_all_experiments_that_ask_for_it_in_their_order() -> None:
+    confirmatory, exploratory = made(first_seed=100, rank=1), made(id="other", rank=2)
+    plan = plan_sweep([Question(exploratory, "tiny", 1), Question(confirmatory, "tiny", 2)], {})
+    assert list(plan.cells["softmax"].seeds) == [0, 100, 101]
+    assert plan.order == (("softmax", 100), ("sigmoid", 100), ("softmax", 101), ("sigmoid", 101),
+                          ("softmax", 0), ("sigmoid", 0))  # fmt: skip
+    assert confirmatory.own_seeds() == range(100, 105)
+
+
+def asked(experiment: Experiment, *seeds: int) -> AskedExperiment:
+    cells = {cell: AskedCell(hashes={seed: f"{cell}{seed}" for seed in seeds}) for cell in experiment.cells}
+    return AskedExperiment(experiment=experiment, scale="tiny", cells=cells)
+
+
+def test_seeds_of_before_stay_unless_the_experiment_begins_at_another_one() -> None:
+    before = {"mine": asked(made(), 0, 1)}
+    assert joined(before, {"mine": asked(made(), 2)})["mine"].seeds == [0, 1, 2]
+    assert joined(before, {"mine": asked(made(first_seed=100), 100)})["mine"].seeds == [100]
+
+
+def test_claims_that_were_stated_after_their_runs_began_are_listed(tmp_path: Path) -> None:
+    for name, begun in {"softmax0": "2026-11-24T09:00:00+00:00", "sigmoid0": "2026-11-22T23:59:59+00:00",
+                        "sigmoid1": "2026-11-24T00:00:01+00:00", "sigmoid2": None}.items():  # fmt: skip
+        (tmp_path / name).mkdir()
+        said = {"hash": name} | ({"begun": begun} if begun else {})
+        (tmp_path / name / "env.json").write_text(json.dumps(said))
+    claims = [
+        CLAIM,
+        {**CLAIM, "id": "earlier", "stated": "2026-11-22"},
+        {**CLAIM, "id": "of_softmax", "check": {"is": "absent", "cell": "softmax"}, "stated": "2026-11-24"},
+        {**CLAIM, "id": "referring", "same_as": "mine.none"},
+    ]
+    experiment = made(claims=claims, stated="2026-11-23")
+    begun = begun_on(tmp_path)
+    assert set(begun) == {"softmax0", "sigmoid0", "sigmoid1"}
+    (late,) = late_claims([asked(experiment, 0, 1, 2)], begun)
+    assert (late.claim, late.runs) == ("mine.none", {"sigmoid0": date(2026, 11, 22)})
+    assert late.said == "mine.none was stated on 2026-11-23, and one run began before, the first on 2026-11-22"
+    assert late_claims([asked(made(), 0)], begun) == []  # which says no day
+
+
+def test_pilots_say_how_seeds_vary_within_cells_and_between_two() -> None:
+    from benchmarks.pilots import spread_of
+
+    def cell(*values: float) -> list[RunNumbers]:
+        return [RunNumbers(1000 + at, (), measured={"sink_1": value}) for at, value in enumerate(values)]
+
+    found = spread_of("sink_1", {"a": cell(10.0, 14.0), "b": cell(20.0, 26.0, 23.0), "none": cell(0.0, 0.5)})
+    assert found is not None
+    assert found.sd == pytest.approx(((8.0 + 2 * 9.0) / 3) ** 0.5)
+    assert found.sd_of_difference == pytest.approx(((-12.0 + 10.0) ** 2 / 2) ** 0.5)
+    assert found.cells == {"a": [1000, 1001], "b": [1000, 1001, 1002]}
+    assert spread_of("valid_loss", {"a": cell(1.0, 2.0)}) is None
