@@ -241,8 +241,10 @@ def test_of_a_post_norm_model_the_norms_are_also_known_before_each_norm() -> Non
     config = ModelConfig.model_validate({**SIZES, "layers": 2, "norm": {"placement": "post"}})
     model, tokens = Transformer(config, seed=3), own_tokens()
     entered: list[torch.Tensor] = []
-    norms = [norm for block in model.blocks for norm in (block.attention_norm, block.ffn_norm)]
-    handles = [norm.register_forward_hook(lambda _, args, __: entered.append(args[0])) for norm in norms]
+    names = [f"blocks.{block}.{norm}" for block in (0, 1) for norm in ("attention_norm", "ffn_norm")]
+    handles = [
+        model.get_submodule(name).register_forward_hook(lambda _, args, __: entered.append(args[0])) for name in names
+    ]
     with torch.no_grad():
         model(tokens)
     for handle in handles:
@@ -256,7 +258,11 @@ def test_of_a_post_norm_model_the_norms_are_also_known_before_each_norm() -> Non
 def test_the_norm_of_a_sink_token_is_held_against_the_tokens() -> None:
     model, tokens = own_model("sink token"), own_tokens()
     streams: list[torch.Tensor] = []
-    handles = [block.register_forward_hook(lambda _, __, out: streams.append(out)) for block in model.blocks]
+
+    def left(_: torch.nn.Module, __: object, out: torch.Tensor) -> None:
+        streams.append(out)
+
+    handles = [block.register_forward_hook(left) for block in model.blocks]
     with torch.no_grad():
         model(tokens)
     for handle in handles:
