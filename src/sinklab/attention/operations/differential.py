@@ -54,6 +54,10 @@ class Differential(OperationPart):
     examples: ClassVar = {"differential": Example(), "differential_constant": Example({"lambda_init": 0.8})}
 
     @property
+    def only_values(self) -> bool:
+        return False  # its norm has a weight
+
+    @property
     def passes(self) -> int:
         return 2
 
