@@ -60,6 +60,8 @@ def attention(
         if model["exclusive"]:
             own_v = v[:, :, g]
             out = out - (out * own_v).sum(-1, keepdim=True) / (own_v**2).sum(-1, keepdim=True) * own_v
+            if own_value_alone(operation, bias):
+                out = torch.where((visible.sum(-1) == 1).unsqueeze(-1), 0.0, out)
         if model["norm"]["head_norm"]:
             out = rms_norm(out, own["attention.head_norm.weight"], model["norm"]["eps"])
         if gate == "head":
@@ -70,6 +72,13 @@ def attention(
         scores.append(A)
     joined = sum(outs[1:], outs[0]) if model["head_outputs"] == "sum" else torch.cat(outs, dim=-1)
     return joined @ own["attention.out.weight"].T, torch.stack(scores, dim=1)
+
+
+def own_value_alone(operation: Config, bias: Config) -> bool:
+    """Whether the output of a token that sees itself alone is a multiple of its value: the page says what is not."""
+    valued = bias["kind"] in ("kv", "v") or (bias["kind"] == "k" and bias["value"] not in ("zero", None))
+    valued = valued and not (bias["kind"] == "k" and bias["value"]["norm"] == 0)
+    return not valued and operation["kind"] != "differential" and operation.get("rest") != "learned"
 
 
 def latent(model: Config, own: Weights, x: Tensor, times: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -197,7 +197,8 @@ def _drawn(rng: random.Random, cell: Cell) -> dict[str, Any]:
             "init": rng.choice(["declared", "torch"]),
             "exclusive": cell.get("exclusive", rng.random() < 0.3),
             "projection": cell.get("projection") or rng.choice([FULL, FULL, FULL, {"kind": "latent"}, LATENT]),
-            "mixer": cell.get("mixer") or rng.choice([*[{"kind": "attention"}] * 4, DELTA, GROUPED_DELTA, SPARSE_DELTA]),
+            "mixer": cell.get("mixer")
+            or rng.choice([*[{"kind": "attention"}] * 4, DELTA, GROUPED_DELTA, SPARSE_DELTA]),
             "value_residual": cell.get("value_residual") or rng.choice(VALUE_RESIDUALS),
         },
     }
