@@ -5,7 +5,7 @@ sink_K_visible    the same of the mean over the queries that may see the key (a 
 sink_first_P      Sink_1 + .. + Sink_P, percent: at eps above a half at most one position per triple counts
 sink_bias         on an added bias, sink logit or sink token, percent
 valid_loss        nats per token, and train_loss likewise
-norm_ratio        |h_1| over the mean of the others, in the block where it is largest
+norm_ratio        |h_1| over the mean of the others, in the block where it is largest; none where it is infinite
 kurtosis          of the hidden states, in the block where it is largest
 sink_layer_L      percent of the sequences in which a head of attention layer L sinks into the first token: of the head
                   that most often does

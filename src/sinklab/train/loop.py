@@ -17,7 +17,7 @@ from sinklab.files import write_json
 from sinklab.train.compile import compile_blocks
 from sinklab.train.directory.checkpoint import find_checkpoint, load_checkpoint, remove_leftovers, save_checkpoint
 from sinklab.train.directory.defects import TrainState, step_of
-from sinklab.train.directory.history import History, read_metrics
+from sinklab.train.directory.history import History, finite, read_metrics
 from sinklab.train.directory.lock import holder, leave, lock_run, sees
 from sinklab.train.directory.run import Run, establish
 from sinklab.train.evaluate import Evaluator
@@ -217,7 +217,7 @@ class Trainer:
             "sink_rate_visible": measurement.sink_rate_visible,
             "sink_rate_bias": measurement.sink_rate_bias,
             "sink_rate_heads": measurement.sink_rate_of_heads().tolist(),
-            "hidden_norm_ratio": measurement.hidden_norm_ratio,
+            "hidden_norm_ratio": finite(measurement.hidden_norm_ratio),
             "lr": self.updater.rate,
             "grad_norm": state.grad_norm if state.step else None,
             **asdict(self._speed.read(state.step, self.updater.batches.waited)),

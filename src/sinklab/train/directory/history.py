@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field
 
 from sinklab.errors import InputError, SinklabError
 from sinklab.files import append_line, parse_json, write_text
-from sinklab.schema import ReadDocument
+from sinklab.schema import Ratio, ReadDocument
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,8 @@ class Evaluation(ReadDocument):
         sink_rate_visible: the same of the mean over the queries that may see a key; None where that is no other.
         sink_rate_bias: percent, of a bias, sink logit or sink token.
         sink_rate_heads: percent of the sequences in which the first position is a sink, by attention layer and head.
-        hidden_norm_ratio: |h_1| over the mean of the others, before the first block and after every block.
+        hidden_norm_ratio: |h_1| over the mean of the others, before the first block and after every block; infinite,
+            and null in the file, where the others are 0.
         lr: of the last update.
         grad_norm: of the last update, before clipping.
         tokens_per_second: of the updates since the evaluation before; None where another process made them.
@@ -50,7 +51,7 @@ class Evaluation(ReadDocument):
     sink_rate_visible: list[float | None] | None = None
     sink_rate_bias: float | None = None
     sink_rate_heads: list[list[float | None]] | None = None
-    hidden_norm_ratio: list[float | None] = Field(default_factory=list)
+    hidden_norm_ratio: list[Ratio] = Field(default_factory=list)
     lr: float | None = None
     grad_norm: float | None = None
     tokens_per_second: float | None = None
@@ -65,7 +66,7 @@ class Evaluation(ReadDocument):
     @property
     def largest_norm_ratio(self) -> float | None:
         """Of all blocks; None where none is known."""
-        return max((ratio for ratio in self.hidden_norm_ratio if ratio is not None), default=None)
+        return max(self.hidden_norm_ratio, default=None)
 
 
 class History:
