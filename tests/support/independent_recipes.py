@@ -161,7 +161,7 @@ def _drawn(rng: random.Random, cell: Cell) -> dict[str, Any]:
     context = rng.randint(12, 20)
     operation = cell.get("operation") or _varied(rng, rng.choice(OPERATIONS + KERNELS))
     mask = _mask(rng, cell.get("mask") or rng.choice(MASKS), context)
-    head_norm = cell.get("head_norm", rng.random() < 0.3)
+    head_norm = cell.get("head_norm", rng.choice([*[False] * 7, *[True] * 2, "per_head"]))
     drawn = {
         "seed": rng.randint(0, 999),
         "metric": {"length": context},
@@ -180,7 +180,7 @@ def _drawn(rng: random.Random, cell: Cell) -> dict[str, Any]:
                 # Behind a norm of heads, what scales a head alone has a gradient by eps only: not one of rounding.
                 "eps": 1e-2 if head_norm else rng.choice([1e-5, 1e-2]),
                 "alpha": rng.uniform(0.2, 1.5),
-                "qk_norm": rng.random() < 0.4,
+                "qk_norm": rng.choice([False, False, False, True, "per_head"]),
                 "head_norm": head_norm,
                 "gate_rank": rng.choice([None, None, 1, 3]),
             },

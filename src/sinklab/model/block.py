@@ -17,7 +17,7 @@ from sinklab.model.forget import ForgetGating
 from sinklab.model.gate import OutputGating, ValueGating
 from sinklab.model.latent import LatentHeads, LatentProjection
 from sinklab.model.mixer import GatedDelta, LinearAttention, RuleInputs
-from sinklab.model.norm import HeadNorm, build_norm
+from sinklab.model.norm import build_norm, norm_of_heads
 from sinklab.model.past import LayerPast, StatePast
 from sinklab.model.position import DistanceTerm, SharedTerm
 from sinklab.model.rotary import rotate
@@ -55,9 +55,10 @@ class Attention(nn.Module):
             self.latent = LatentHeads(projection, config.width, self.heads, self.head_width, config.norm.eps)
         else:
             self.qkv = nn.Linear(config.width, (self.heads + 2 * self.key_heads) * self.head_width, bias=False)
-        self.q_norm = HeadNorm(self.key_width, eps=config.norm.eps) if config.norm.qk_norm else nn.Identity()
-        self.k_norm = HeadNorm(self.key_width, eps=config.norm.eps) if config.norm.qk_norm else nn.Identity()
-        self.head_norm = HeadNorm(value_width, eps=config.norm.eps) if config.norm.head_norm else nn.Identity()
+        norm, parts = config.norm, config.attention.operation.keys_per_head
+        self.q_norm = norm_of_heads(norm.qk_norm, self.heads, self.key_width, norm.eps, parts)
+        self.k_norm = norm_of_heads(norm.qk_norm, self.key_heads, self.key_width, norm.eps, parts)
+        self.head_norm = norm_of_heads(norm.head_norm, self.heads, value_width, norm.eps)
         gate = config.gate.kind
         self.value_gate = ValueGating(self.key_heads, value_width) if gate == "value" else None
         mixed, self.value_residual = config.value_residual, None
