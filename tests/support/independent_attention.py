@@ -188,13 +188,15 @@ class Row(NamedTuple):
         return F.pad(self.visible, (0, 1), value=True)
 
     def _scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """z (B, L, S): scaled, capped, then the term of the position for the keys of the sequence."""
+        """z (B, L, S): scaled, capped, then what is added: to the sequence's keys by position, to a bias key b."""
         z = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
         cap = self.model["attention"]["softcap"]
         if cap is not None:
             z = cap * torch.tanh(z / cap)
         L = len(self.times)
-        z = torch.cat([z[..., :L] + self._position_term() + self.fading, z[..., L:]], dim=-1)
+        added = self.own.get("attention.core.bias.offset")
+        of_bias = z[..., L:] if added is None else z[..., L:] + added[self.head]
+        z = torch.cat([z[..., :L] + self._position_term() + self.fading, of_bias], dim=-1)
         if self.logit is not None:
             z = torch.cat([z, self.logit.expand(*z.shape[:2], 1)], dim=-1)
         return z

@@ -30,6 +30,9 @@ BIASES = [
     {"kind": "v"},
     {"kind": "v", "shared": True},
     {"kind": "sink_logit"},
+    {"kind": "sink_logit", "start": -0.7},
+    {"kind": "k", "start": 0.4},
+    {"kind": "kv", "start": 0.4},
     {"kind": "off_by_one"},
 ]
 OPERATIONS = [
@@ -129,7 +132,9 @@ def cell_is_legal(cell: Cell) -> bool:
     without_value = logit or (bias["kind"] == "k" and "value" not in bias)
     if operation["kind"] == "stick_breaking":  # the rest is in the place of a key or a logit
         return bias["kind"] in ("none", "sink_token", "v")
-    return not (logit and operation in KERNELS) and not (without_value and not operation.get("normalised", True))
+    return not ((logit or "start" in bias) and operation in KERNELS) and not (
+        without_value and not operation.get("normalised", True)
+    )
 
 
 def covering_recipe(name: str) -> Recipe | None:
