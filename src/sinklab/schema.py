@@ -1,10 +1,11 @@
 """The bases of what is validated, config parts and files that are read, and the walk through their nested values."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, field_validator
 
 LARGEST = 10**7
 """Of a size: beyond any model, and the bytes of a matrix of such sizes are a 64-bit number."""
@@ -81,6 +82,21 @@ class ReadDocument(BaseModel):
     """A file of ours as a later command reads it. Keys it does not know are another version's, and left alone."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+def finite_or_none(value: float | None) -> float | None:
+    """The number where it is finite: JSON has no word for others."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+Ratio = Annotated[
+    float,
+    AllowInfNan(True),
+    Field(ge=0),
+    BeforeValidator(lambda value: math.inf if value is None else value),
+    PlainSerializer(finite_or_none, return_type=float | None, when_used="json"),
+]
+"""Something over something that may be 0: infinite there, which is null in JSON. NaN is refused."""
 
 
 def leaves(values: Mapping[str, object], path: str = "") -> dict[str, object]:

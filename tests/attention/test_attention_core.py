@@ -33,6 +33,8 @@ from torch import Tensor
 
 from sinklab.attention import reference
 from sinklab.attention.chunked import chunked_attend
+from sinklab.attention.config import AttentionConfig
+from sinklab.attention.core import AttentionCore
 from sinklab.attention.operations.base import LogSimilarity, Weighing
 from sinklab.attention.operations.call import Call
 
@@ -180,6 +182,18 @@ def test_a_proxy_is_announced_where_scores_do_not_sum_to_one(operation: str) -> 
     core = core_of(config_of(operation, "none", "causal"))
     sums_BHT = core.reference(*qkv(), *arguments(core))[1].sum(-1)
     assert core.proxy == bool((sums_BHT - 1).abs().max() > 1e-9)
+
+
+@pytest.mark.parametrize(("operation", "total"), [("sigmoid", 1), ("elu1", 1), ("relu", 0), ("softpick", 0)])
+def test_proxy_scores_of_a_row_that_is_zero_in_float32_are_those_of_its_logarithms(operation: str, total: int) -> None:
+    q, k = torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4)
+    q[..., 0], k[..., 0] = 1.0, torch.tensor([-400.0, -800.0, -1200.0])
+    core = AttentionCore(AttentionConfig.model_validate({"operation": {"kind": operation}}), 1, 4)
+    importance = core.importance(q, k)
+    assert importance.row_sums_BH is not None
+    assert importance.row_sums_BH.item() == 0
+    assert not core(q, k, torch.ones(1, 1, 3, 4)).any()
+    assert all((rows.weights_BHQS.sum(-1) == total).all() for rows in core.rows(q, k))
 
 
 def test_a_strong_key_bias_takes_the_attention() -> None:

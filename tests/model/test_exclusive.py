@@ -77,11 +77,102 @@ def test_half_precision_is_computed_in_single_and_comes_back_as_it_was() -> None
     torch.testing.assert_close(left.double(), without_own_value(out, v), rtol=0.05, atol=0.05)
 
 
+ROUNDED: dict[str, dict[str, Any]] = {
+    "sink logit": {"bias": "sink_logit"},
+    "off by one": {"bias": "off_by_one"},
+    "k bias": {"bias": "k"},
+    "k bias of norm 0": {"bias": {"kind": "k", "value": {"direction": "first", "norm": 0.0}}},
+    "forgetting, sink logit": {"operation": "forgetting", "bias": "sink_logit"},
+    "sigmoid": {"operation": {"kind": "sigmoid", "normalised": False}},
+    "normalised elu1": {"operation": {"kind": "elu1", "normalised": True}},
+    "relu": {"operation": "relu"},
+    "softpick behind a sink token": {"operation": "softpick", "bias": "sink_token"},
+    "kernel": {"operation": {"kind": "elu_kernel", "normalised": True}},
+    "stick-breaking": {"operation": "stick_breaking"},
+}
+"""Attention whose row of one token gives a multiple of its value, and not the value itself to the last bit."""
+
+
+def normed(**attention: Any) -> Transformer:
+    """Of exclusive attention with a norm of heads behind it, every weight moved from where it starts."""
+    parts = {**SMALL, "exclusive": True, "norm": {"head_norm": True}, "attention": attention}
+    model, source = Transformer(build_recipe({"model": parts, "metric": {"length": 8}}).model), torch.Generator()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=source.manual_seed(3))
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ROUNDED)
+@torch.no_grad()
+def test_of_a_token_that_sees_itself_alone_nothing_is_left_also_where_its_share_is_not_one(
+    name: str, dtype: torch.dtype
+) -> None:
+    model, tokens = normed(**ROUNDED[name]).to(dtype), torch.arange(16).view(2, 8)
+    outputs = head_outputs(model, tokens)
+    assert not outputs[:, 0].any()
+    assert outputs[:, 1:].any(-1).all()
+
+
+@pytest.mark.parametrize("backend", ["eager", "chunked", "auto"])
+@torch.no_grad()
+def test_such_tokens_are_those_of_the_mask(backend: str) -> None:
+    tokens, given = torch.tensor([[5, 3, 6, 7, 3, 8, 9, 10]]), {"bias": "sink_logit", "backend": backend}
+    alone = {
+        "window": ({"kind": "window", "width": 1}, range(8)),
+        "documents": ({"kind": "document", "eos_id": 3}, [0, 2, 5]),
+        "prefix": ({"kind": "prefix", "length": 1}, [0]),
+        "longer prefix": ({"kind": "prefix", "length": 2}, []),
+    }
+    for name, (mask, expected) in alone.items():
+        left = head_outputs(normed(**given, mask=mask), tokens)[0].any(-1)
+        assert (~left).nonzero().flatten().tolist() == list(expected), name
+
+
+@torch.no_grad()
+def test_a_sequence_that_is_continued_has_them_where_it_has_them_as_a_whole() -> None:
+    model, tokens = (
+        normed(bias="sink_logit", mask={"kind": "document", "eos_id": 3}),
+        torch.tensor([[5, 3, 6, 7, 3, 8]]),
+    )
+    whole, past, seen = head_outputs(model, tokens), model.new_past(), []
+    out = model.get_submodule("blocks.1.attention.out")
+    with out.register_forward_pre_hook(lambda _, args: seen.append(args[0])):
+        for piece in tokens.split((1, 1, 3, 1), 1):
+            model.hidden(piece, past)
+    pieces = torch.cat(seen, 1)
+    assert_close(pieces, whole, 1e-4)
+    assert torch.equal(pieces.any(-1), whole.any(-1))
+
+
+def test_nothing_is_learned_of_what_is_left_of_a_token_that_sees_itself_alone() -> None:
+    model = normed(bias="sink_logit", mask={"kind": "window", "width": 1})
+    model.loss(torch.arange(18).view(2, 9)).backward()
+    for name in ("qkv.weight", "core.bias.logit"):
+        gradient = model.get_parameter(f"blocks.1.attention.{name}").grad
+        assert gradient is not None
+        assert not gradient.any()
+
+
+def test_where_the_output_is_the_own_value_the_mark_changes_no_bit_of_the_gradient() -> None:
+    v = torch.randn(2, 3, 5, 16, generator=torch.Generator().manual_seed(2))
+    weight = torch.randn(2, 6, 5, 16, generator=torch.Generator().manual_seed(4))
+    found = []
+    for alone in (None, torch.ones(1, 5, dtype=torch.bool)):
+        given = v.clone().requires_grad_()
+        (without_own_value(given.repeat_interleave(2, dim=1), given, alone) * weight).sum().backward()
+        found.append(given.grad)
+    assert found[0] is not None
+    assert found[1] is not None
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("bias", ["none", "sink_token"])
 @torch.no_grad()
 def test_a_token_that_sees_itself_alone_adds_nothing(bias: str) -> None:
     recipe = build_recipe({"model": {**SMALL, "exclusive": True, "attention": {"bias": bias}}, "metric": {"length": 8}})
-    model, tokens = Transformer(recipe.model, seed=1).double(), torch.randint(97, (2, 8))
+    model, tokens = Transformer(recipe.model, seed=1).double(), torch.arange(16).view(2, 8)
     outputs = head_outputs(model, tokens)
     assert outputs[:, 0].abs().max() < 1e-12 * outputs.abs().max()
     assert (outputs[:, 1:].abs().amax(-1) > 1e-3 * outputs.abs().max()).all()
@@ -90,7 +181,7 @@ def test_a_token_that_sees_itself_alone_adds_nothing(bias: str) -> None:
 @torch.no_grad()
 def test_a_value_bias_is_part_of_what_is_made_exclusive() -> None:
     recipe = build_recipe({"model": {**SMALL, "exclusive": True, "attention": {"bias": "v"}}, "metric": {"length": 8}})
-    model, tokens = Transformer(recipe.model, seed=1).double(), torch.randint(97, (2, 8))
+    model, tokens = Transformer(recipe.model, seed=1).double(), torch.arange(16).view(2, 8)
     core, seen = model.get_submodule("blocks.1.attention.core"), []
     with core.register_forward_hook(lambda _, given, out: seen.append((given[2], out))):
         outputs = head_outputs(model, tokens)

@@ -88,7 +88,10 @@ def test_a_bias_that_would_change_nothing_or_has_no_score_to_join_is_refused(nam
 
 
 def compare(recipe: Recipe) -> None:
-    """Logits, loss, gradient, attention of every query and key, importance, and what a measurement makes of it."""
+    """Logits, loss, gradient, attention of every query and key, importance, and what a measurement makes of it.
+
+    And the logits once more, of the same sequences read step by step, and under a prefix mask with padding behind them.
+    """
     config: Any = recipe.model.model_dump(mode="json")
     ours, tokens = _far_from_its_start(recipe)
     weights = {name: weight.detach().clone().requires_grad_() for name, weight in ours.named_parameters()}
@@ -106,9 +109,38 @@ def compare(recipe: Recipe) -> None:
         _close(f"gradient of {name}", _gradient(parameter), _gradient(weights[name]), floor=floor)
 
     _check_attention(ours, read, theirs)
+    _check_continued(ours, read, theirs.logits, recipe.seed)
     mask = recipe.model.attention.mask
+    if mask.kind == "prefix":
+        _check_padded(ours, config, weights, read, recipe.seed)
     predicted = read.shape[1] > (mask.length if mask.kind == "prefix" else 1)
     _check_measurement(ours, read, theirs, loss_of(config, weights, read) if predicted else None)
+
+
+def _check_continued(model: Transformer, tokens: Tensor, logits: Tensor, seed: int) -> None:
+    """Read a piece, then token by token from what was kept; tokens that a prefix shows see each other once all are."""
+    first, past = 1 + seed % (tokens.shape[1] - 1), model.new_past()
+    pieces = (tokens[:, :first], *tokens[:, first:].split(1, dim=1))
+    with torch.no_grad():
+        ours = torch.cat([model.head(model.hidden(piece, past)) for piece in pieces], dim=1)
+    seen = max(first, model.config.shared_tokens) - 1
+    if seen < tokens.shape[1]:
+        _close("logits, continued", ours[:, seen:], logits[:, seen:])
+
+
+def _check_padded(model: Transformer, config: Any, weights: dict[str, Tensor], tokens: Tensor, seed: int) -> None:
+    """Rows of several lengths, what is behind their end being other tokens; none ends within its prefix."""
+    B, T = tokens.shape
+    shortest = min(model.config.shared_tokens, T)
+    lengths = [shortest + (seed + 5 * b) % (T - shortest + 1) for b in range(B)]
+    padded = tokens.clone()
+    for b, length in enumerate(lengths):
+        padded[b, length:] = (tokens[b, length:] + 1 + seed) % config["vocab_size"]
+    with torch.no_grad():
+        ours = model(padded)
+        for b, length in enumerate(lengths):
+            alone = run(config, weights, tokens[b : b + 1, :length]).logits
+            _close("logits before padding", ours[b : b + 1, :length], alone)
 
 
 def _far_from_its_start(recipe: Recipe) -> tuple[Transformer, Tensor]:

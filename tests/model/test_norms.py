@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from closeness import assert_close
 from torch import Tensor, nn
 
-from sinklab.model.block import Attention
+from sinklab.model.block import Attention, Places
 from sinklab.model.exclusive import without_own_value
 from sinklab.model.norm import LowRankGate, NormConfig, build_norm
 from sinklab.model.transformer import Transformer
@@ -52,6 +52,38 @@ def test_heads_of_any_size_leave_a_fresh_head_norm_with_unit_mean_square() -> No
     assert isinstance(attention, Attention)
     normed = attention.head_norm(1e3 * random(2, 4, 5, 8))
     torch.testing.assert_close(normed.square().mean(-1), torch.ones(2, 4, 5, dtype=torch.float64))
+
+
+def test_weights_of_every_head_start_as_one_weight_for_all_and_are_then_its_own() -> None:
+    x = random(2, 5, 32, seed=2)
+    shared, own = (
+        transformer(norm={"qk_norm": norm, "head_norm": norm}).blocks[1].attention for norm in (True, "per_head")
+    )
+    assert isinstance(shared, Attention)
+    assert isinstance(own, Attention)
+    for mine, other in zip(own.inputs(x, Places()), shared.inputs(x, Places()), strict=True):
+        assert_close(mine, other)
+    out = random(2, 4, 5, 8)
+    assert_close(own.head_norm(out), shared.head_norm(out))
+    sizes = {name: len(own.get_parameter(f"{name}.weight")) for name in ("q_norm", "k_norm", "head_norm")}
+    assert sizes == {"q_norm": 4 * 8, "k_norm": 2 * 8, "head_norm": 4 * 8}
+    with torch.no_grad():
+        own.get_parameter("head_norm.weight")[8:16] *= 3
+    factor = torch.tensor([1.0, 3.0, 1.0, 1.0]).view(4, 1, 1)
+    assert_close(own.head_norm(out), factor * shared.head_norm(out))
+
+
+def test_halves_of_a_head_have_weights_of_their_own() -> None:
+    attention = transformer(norm={"qk_norm": "per_head"}, attention={"operation": "differential"}).blocks[1].attention
+    assert isinstance(attention, Attention)
+    x = random(2, 5, 32, seed=2)
+    before = attention.inputs(x, Places())[0]
+    with torch.no_grad():
+        attention.get_parameter("q_norm.weight")[12:16] *= 3  # the second half of the second head
+    after = attention.inputs(x, Places())[0]
+    factor = torch.ones(4, 1, 8, dtype=torch.float64)
+    factor[1, :, 4:] = 3
+    assert_close(after, factor * before)
 
 
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm", "dynamic_tanh"])

@@ -89,31 +89,39 @@ def assert_same(module: nn.Module, x: Tensor, ours: Tensor, theirs: Tensor) -> N
         assert_close(mine, other, CLOSE)
 
 
-@pytest.mark.parametrize("pro", [False, True], ids=["plain", "with norms and output gate"])
-def test_forgetting_is_that_of_its_authors(pro: bool) -> None:
+@pytest.mark.parametrize("weights", [None, True, "per_head"], ids=["plain", "pro, shared weights", "pro"])
+def test_forgetting_is_that_of_its_authors(weights: bool | str | None) -> None:
     """github.com/zhixuan-lin/forgetting-transformer, ops/forgetting_attention.py (the reference of its own test).
 
     The layer around it is `ForgettingAttentionLayer` of modeling_forgetting_transformer.py with the gate `full`, and
-    for the "pro" block `qk_norm`, `qk_norm_share_param_across_head`, `use_output_norm` and `use_output_gate`; its
-    shifted keys and values are not built here.
+    for the "pro" block `qk_norm`, `use_output_norm` and `use_output_gate`, whose norms are `GroupNorm` with a group for
+    each head and a weight for each channel; its shifted keys and values are not built here. Shared weights of queries
+    and keys are its `qk_norm_share_param_across_head`; it has no such option for outputs. Its key heads are as many as
+    its query heads: with fewer, each has a vector of its own here.
     """
-    parts: dict[str, Any] = {"norm": {"qk_norm": True, "head_norm": True}, "gate": "element"} if pro else {}
+    parts: dict[str, Any] = {"norm": {"qk_norm": weights, "head_norm": weights}, "gate": "element"} if weights else {}
     attention, x = attention_of(attention={"operation": "forgetting"}, **parts), read()
     q, k, v = heads(attention, x)
     gate = attention.forget_gate
     assert gate is not None
-    if pro:
-        q = rms_norm(q, attention.get_parameter("q_norm.weight"))
-        k = rms_norm(k, attention.get_parameter("k_norm.weight"))
+    if weights:
+        q = group_norm(q, attention.get_parameter("q_norm.weight"))
+        k = group_norm(k, attention.get_parameter("k_norm.weight"))
     log_gate = F.logsigmoid(x @ gate.weight.T + gate.bias).transpose(1, 2)
     summed = log_gate.cumsum(-1)
     scores = q @ k.mT / math.sqrt(D) + (summed[..., :, None] - summed[..., None, :])
     out = torch.softmax(scores.masked_fill(~seen(), -torch.inf), -1) @ v
-    if pro:
-        out = rms_norm(out, attention.get_parameter("head_norm.weight"))
+    if weights:
+        out = group_norm(out, attention.get_parameter("head_norm.weight"))
         output_gate = x @ attention.get_parameter("output_gate.linear.weight").T
         out = out * torch.sigmoid(output_gate.unflatten(-1, (H, D)).transpose(1, 2))
     assert_same(attention, x, attended(attention, x), joined(attention, out))
+
+
+def group_norm(x_BHTD: Tensor, weight: Tensor) -> Tensor:
+    """Of channels side by side, a group for each head: as many weights as channels, or one head's for all."""
+    per_head = weight.view(-1, D).repeat_interleave(H * D // len(weight), 0)
+    return rms_norm(x_BHTD.transpose(1, 2), per_head).transpose(1, 2)
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:

@@ -83,6 +83,26 @@ def test_the_share_of_the_bias_is_that_of_all_registers_together() -> None:
     np.testing.assert_allclose(taken + found.importance_bias, np.ones((2, 4)), rtol=1e-5)
 
 
+@torch.no_grad()
+def test_each_register_is_a_term_of_the_entropy_of_its_own() -> None:
+    led, seen = model(3), []
+    cores = [led.get_submodule(f"blocks.{layer}.attention.core") for layer in (0, 1)]
+    hooks = [core.register_forward_pre_hook(lambda core, given: seen.append((core, given))) for core in cores]
+    led(tokens())
+    for hook in hooks:
+        hook.remove()
+    expected = []
+    for core, given in seen:
+        shares = torch.zeros(len(tokens()), 4, 23, 23)
+        for rows in core.rows(*given[:2]):
+            shares[:, :, rows.block.start : rows.block.stop, rows.block.low : rows.block.high] = rows.weights_BHQS
+        terms = -torch.where(shares > 0, shares * shares.clamp(min=1e-30).log(), 0)
+        expected.append(terms[:, :, 3:].sum(-1).mean((0, 2)))  # of real queries, over registers and tokens
+    found = sinklab.measure(led, tokens(), details=True).details
+    assert found is not None
+    np.testing.assert_allclose(found.entropy, torch.stack(expected), rtol=1e-5)
+
+
 def test_a_register_can_be_zeroed_by_its_position_from_the_first_token_backwards() -> None:
     led, seen = model(3), []
     with torch.no_grad(), zeroed(led, 2, 0, 7), zeroed(led, 2, -2, 5), zeroed(led, 2, 2, 4):

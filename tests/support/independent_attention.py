@@ -45,7 +45,7 @@ def attention(
         keys = k[:, :, g] if key is None else torch.cat([k[:, :, g], key.expand(len(x), 1, width)], dim=1)
         values = v[:, :, g] if value is None else torch.cat([v[:, :, g], value.expand(len(x), 1, d)], dim=1)
         fading = faded(own, h, x) if operation["kind"] == "forgetting" else torch.zeros(1, L, L, dtype=x.dtype)
-        row = Row(model, own, h, times, visible, fading, has_key=key is not None, logit=logit)
+        row = Row(model, own, h, g, times, visible, fading, has_key=key is not None, logit=logit)
         A = row.differential(q[:, :, h], keys, layer) if operation["kind"] == "differential" else row(q[:, :, h], keys)
         if operation["kind"] == "stick_breaking":
             carried = {"dropped": 0.0, "own": values}.get(operation["rest"])
@@ -60,8 +60,11 @@ def attention(
         if model["exclusive"]:
             own_v = v[:, :, g]
             out = out - (out * own_v).sum(-1, keepdim=True) / (own_v**2).sum(-1, keepdim=True) * own_v
+            if own_value_alone(operation, bias):
+                out = torch.where((visible.sum(-1) == 1).unsqueeze(-1), 0.0, out)
         if model["norm"]["head_norm"]:
-            out = rms_norm(out, own["attention.head_norm.weight"], model["norm"]["eps"])
+            w = of_head(own["attention.head_norm.weight"], model["norm"]["head_norm"], h, H)
+            out = rms_norm(out, w, model["norm"]["eps"])
         if gate == "head":
             out = out * torch.sigmoid(x @ own["attention.output_gate.linear.weight"][h]).unsqueeze(-1)
         if gate == "element":
@@ -70,6 +73,13 @@ def attention(
         scores.append(A)
     joined = sum(outs[1:], outs[0]) if model["head_outputs"] == "sum" else torch.cat(outs, dim=-1)
     return joined @ own["attention.out.weight"].T, torch.stack(scores, dim=1)
+
+
+def own_value_alone(operation: Config, bias: Config) -> bool:
+    """Whether the output of a token that sees itself alone is a multiple of its value: the page says what is not."""
+    valued = bias["kind"] in ("kv", "v") or (bias["kind"] == "k" and bias["value"] not in ("zero", None))
+    valued = valued and not (bias["kind"] == "k" and bias["value"]["norm"] == 0)
+    return not valued and operation["kind"] != "differential" and operation.get("rest") != "learned"
 
 
 def latent(model: Config, own: Weights, x: Tensor, times: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,6 +136,7 @@ class Row(NamedTuple):
     model: Config
     own: Weights
     head: int
+    key_head: int
     times: Tensor
     visible: Tensor
     fading: Tensor
@@ -150,17 +161,22 @@ class Row(NamedTuple):
         )
         half, seen = q.shape[-1] // 2, self._seen()
         first = self._scores(*self._prepared(q[..., :half], k[..., :half]))
-        second = self._scores(*self._prepared(q[..., half:], k[..., half:]))
+        second = self._scores(*self._prepared(q[..., half:], k[..., half:], second=True))
         return softmax(first, seen) - weight * softmax(second, seen)
 
-    def _prepared(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """qk_norm, then rotary; a bias key is left as it is."""
+    def _prepared(self, q: Tensor, k: Tensor, second: bool = False) -> tuple[Tensor, Tensor]:
+        """qk_norm, then rotary; a bias key is left as it is. Halves of a head are heads of their own."""
         L = len(self.times)
         own_keys = k[:, :L]
-        if self.model["norm"]["qk_norm"]:
-            eps = self.model["norm"]["eps"]
-            q = rms_norm(q, self.own["attention.q_norm.weight"], eps)
-            own_keys = rms_norm(own_keys, self.own["attention.k_norm.weight"], eps)
+        if how := self.model["norm"]["qk_norm"]:
+            eps, halves = (
+                self.model["norm"]["eps"],
+                1 + (self.model["attention"]["operation"]["kind"] == "differential"),
+            )
+            H, G = self.model["heads"], self.model["kv_heads"] or self.model["heads"]
+            w_q = of_head(self.own["attention.q_norm.weight"], how, halves * self.head + second, halves * H)
+            w_k = of_head(self.own["attention.k_norm.weight"], how, halves * self.key_head + second, halves * G)
+            q, own_keys = rms_norm(q, w_q, eps), rms_norm(own_keys, w_k, eps)
         if self.model["position"]["kind"] == "rotary" and self.model["projection"]["kind"] == "full":
             theta = self.model["position"]["theta"]
             q, own_keys = (turned(x, self.times, theta) for x in (q, own_keys))
@@ -172,13 +188,15 @@ class Row(NamedTuple):
         return F.pad(self.visible, (0, 1), value=True)
 
     def _scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """z (B, L, S): scaled, capped, then the term of the position for the keys of the sequence."""
+        """z (B, L, S): scaled, capped, then what is added: to the sequence's keys by position, to a bias key b."""
         z = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
         cap = self.model["attention"]["softcap"]
         if cap is not None:
             z = cap * torch.tanh(z / cap)
         L = len(self.times)
-        z = torch.cat([z[..., :L] + self._position_term() + self.fading, z[..., L:]], dim=-1)
+        added = self.own.get("attention.core.bias.offset")
+        of_bias = z[..., L:] if added is None else z[..., L:] + added[self.head]
+        z = torch.cat([z[..., :L] + self._position_term() + self.fading, of_bias], dim=-1)
         if self.logit is not None:
             z = torch.cat([z, self.logit.expand(*z.shape[:2], 1)], dim=-1)
         return z
@@ -196,6 +214,11 @@ class Row(NamedTuple):
             buckets = torch.tensor([bucket(max(t - s, 0), position) for s in self.times.tolist()])
             rows.append(buckets if position["kind"] == "relative" else self.own["distance.weight"][buckets, self.head])
         return term + torch.stack(rows)
+
+
+def of_head(weight: Tensor, how: bool | str, head: int, heads: int) -> Tensor:
+    """The weight of a norm of heads for one of them, from 0."""
+    return weight.chunk(heads)[head] if how == "per_head" else weight
 
 
 def faded(own: Weights, head: int, x: Tensor) -> Tensor:

@@ -30,6 +30,9 @@ BIASES = [
     {"kind": "v"},
     {"kind": "v", "shared": True},
     {"kind": "sink_logit"},
+    {"kind": "sink_logit", "start": -0.7},
+    {"kind": "k", "start": 0.4},
+    {"kind": "kv", "start": 0.4},
     {"kind": "off_by_one"},
 ]
 OPERATIONS = [
@@ -74,6 +77,7 @@ POSITIONS = [
 ]
 FULL = {"kind": "full"}
 DELTA = {"kind": "gated_delta", "every": 2}
+SPARSE_DELTA = {"kind": "gated_delta", "every": 3}
 GROUPED_DELTA = {**DELTA, "heads": 4, "key_heads": 2, "key_width": 5, "value_width": 3, "conv": 3}
 LATENT = {"kind": "latent", "kv_rank": 5, "q_rank": 7, "nope_width": 3, "rope_width": 4, "value_width": 6}
 RANGES = {
@@ -81,6 +85,7 @@ RANGES = {
     "offset": (-0.5, 1.5), "lambda_init": (0.1, 0.9), "theta": (2.0, 1e4),
 }  # fmt: skip
 MASKS = ["causal", "window", "prefix", "document"]
+VALUE_RESIDUALS = ["none", {"kind": "fixed", "first": 0.7, "own": -0.4}, "fixed", "learned"]
 
 
 def random_recipe(seed: int) -> Recipe:
@@ -111,6 +116,11 @@ def covering_cells() -> dict[str, Cell]:
         *({"mixer": DELTA, "bias": b} for b in BIASES),
         *({"mixer": m, "mask": mask} for m in (DELTA, GROUPED_DELTA) for mask in ("causal", "window", "prefix")),
         *({"mixer": GROUPED_DELTA, "projection": p} for p in (FULL, LATENT)),
+        *({"mixer": m, "layers": n, "value_residual": v}
+          for m, n in ((DELTA, 3), (GROUPED_DELTA, 3), (SPARSE_DELTA, 4)) for v in VALUE_RESIDUALS[1:]),
+        *({"exclusive": True, "head_norm": True, "bias": b, "mask": m} for b in BIASES for m in ("alone", "document")),
+        *({"exclusive": True, "head_norm": True, "operation": o, "bias": {"kind": "none"}, "mask": "alone"}
+          for o in OPERATIONS + KERNELS),
     ]  # fmt: skip
     return {" ".join(_words(cell)): cell for cell in cells}
 
@@ -122,7 +132,9 @@ def cell_is_legal(cell: Cell) -> bool:
     without_value = logit or (bias["kind"] == "k" and "value" not in bias)
     if operation["kind"] == "stick_breaking":  # the rest is in the place of a key or a logit
         return bias["kind"] in ("none", "sink_token", "v")
-    return not (logit and operation in KERNELS) and not (without_value and not operation.get("normalised", True))
+    return not ((logit or "start" in bias) and operation in KERNELS) and not (
+        without_value and not operation.get("normalised", True)
+    )
 
 
 def covering_recipe(name: str) -> Recipe | None:
@@ -154,14 +166,12 @@ def _drawn(rng: random.Random, cell: Cell) -> dict[str, Any]:
     context = rng.randint(12, 20)
     operation = cell.get("operation") or _varied(rng, rng.choice(OPERATIONS + KERNELS))
     mask = _mask(rng, cell.get("mask") or rng.choice(MASKS), context)
-    head_norm = rng.random() < 0.3
-    # Where every query sees itself alone, its output less its own value is rounding, which a norm would blow up.
-    exclusive = rng.random() < 0.3 and not (head_norm and mask.get("width") == 1)
+    head_norm = cell.get("head_norm", rng.choice([*[False] * 7, *[True] * 2, "per_head"]))
     drawn = {
         "seed": rng.randint(0, 999),
         "metric": {"length": context},
         "model": {
-            "layers": 2,
+            "layers": cell.get("layers") or rng.choice([2, 2, 3]),
             "width": heads * rng.choice([w for w in (2, 4, 6, 8, 10, 12, 16, 24, 32) if 16 <= w * heads <= 32]),
             "heads": heads,
             "kv_heads": rng.choice([None, *(g for g in range(1, heads + 1) if heads % g == 0)]),
@@ -175,7 +185,7 @@ def _drawn(rng: random.Random, cell: Cell) -> dict[str, Any]:
                 # Behind a norm of heads, what scales a head alone has a gradient by eps only: not one of rounding.
                 "eps": 1e-2 if head_norm else rng.choice([1e-5, 1e-2]),
                 "alpha": rng.uniform(0.2, 1.5),
-                "qk_norm": rng.random() < 0.4,
+                "qk_norm": rng.choice([False, False, False, True, "per_head"]),
                 "head_norm": head_norm,
                 "gate_rank": rng.choice([None, None, 1, 3]),
             },
@@ -190,10 +200,11 @@ def _drawn(rng: random.Random, cell: Cell) -> dict[str, Any]:
             "gate": rng.choice(["none", "none", "head", "element", "value"]),
             "head_outputs": rng.choice(["concat", "concat", "sum"]),
             "init": rng.choice(["declared", "torch"]),
-            "exclusive": exclusive,
+            "exclusive": cell.get("exclusive", rng.random() < 0.3),
             "projection": cell.get("projection") or rng.choice([FULL, FULL, FULL, {"kind": "latent"}, LATENT]),
-            "mixer": cell.get("mixer") or rng.choice([*[{"kind": "attention"}] * 4, DELTA, GROUPED_DELTA]),
-            "value_residual": rng.choice(["none", {"kind": "fixed", "first": 0.7, "own": -0.4}, "fixed", "learned"]),
+            "mixer": cell.get("mixer")
+            or rng.choice([*[{"kind": "attention"}] * 4, DELTA, GROUPED_DELTA, SPARSE_DELTA]),
+            "value_residual": cell.get("value_residual") or rng.choice(VALUE_RESIDUALS),
         },
     }
     if "projection" in cell:  # which does not go with either
@@ -202,6 +213,8 @@ def _drawn(rng: random.Random, cell: Cell) -> dict[str, Any]:
 
 
 def _mask(rng: random.Random, kind: str, context: int) -> dict[str, Any]:
+    if kind == "alone":
+        return {"kind": "window", "width": 1}
     if kind == "window":
         return {"kind": kind, "width": rng.choice([1, rng.randint(2, 8), context, context + 3])}
     if kind == "prefix":

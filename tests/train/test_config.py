@@ -111,6 +111,7 @@ def test_numbers_of_a_recipe_are_finite(key: str, number: str) -> None:
 
 
 LATER = ["model.exclusive=true", "model.value_residual=fixed", "model.norm.head_norm=true", "model.norm.gate_rank=1"]
+LATER += ["model.norm.head_norm=per_head", "model.norm.qk_norm=per_head"]
 
 
 @pytest.mark.parametrize("changed", LATER)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from independent_recipes import random_recipe
 from torch.utils.flop_counter import FlopCounterMode
 
 from sinklab.model.transformer import Transformer
@@ -164,6 +165,25 @@ def test_the_estimate_is_near_the_measured_peak(precision: str, changes: dict[st
     run = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(values)], capture_output=True, text=True, check=True)
     estimate, measured = json.loads(run.stdout)
     assert measured / 1.6 < estimate < measured * 1.6
+
+
+@pytest.mark.parametrize(("layers", "every"), [(3, 2), (4, 3), (3, 1)])
+@pytest.mark.parametrize("value_residual", ["fixed", "learned"])
+def test_memory_is_estimated_where_linear_layers_stand_between_mixed_values(
+    layers: int, every: int, value_residual: str
+) -> None:
+    parts: dict[str, object] = {"layers": layers, "mixer": {"kind": "gated_delta", "every": every}}
+    plain, mixed = (memory_estimate(recipe(**parts, value_residual=kind), CPU) for kind in ("none", value_residual))
+    assert mixed.activations >= plain.activations
+    assert mixed.total == pytest.approx(plain.total, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_memory_and_operations_of_any_recipe_are_estimated(seed: int) -> None:
+    wanted = random_recipe(seed)
+    estimate = memory_estimate(wanted, CPU)
+    assert min(estimate.weights, estimate.activations, estimate.loss, estimate.working) > 0
+    assert model_flops(wanted.model).total > 0
 
 
 def test_sharing_lowers_what_a_process_holds() -> None:

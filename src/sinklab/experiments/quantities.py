@@ -13,7 +13,7 @@ sink_1_or_bias    Sink_1 and that together, percent; Sink_1 where nothing was ad
 sink_growth       Sink_1 at the end above Sink_1 at half of the steps, points
 sink_window_start first key of a window, percent, of its mean over the queries that no longer see position 1
 valid_loss        nats per token, and train_loss likewise
-norm_ratio        |h_1| over the mean of the others, in the block where it is largest
+norm_ratio        |h_1| over the mean of the others, in the block where it is largest; none where it is infinite
 norm_untrained    the same of the untrained model (step 0); norm_lowest is the lowest of all evaluations since
 norm_growth       norm_ratio over norm_untrained
 norm_ratio_before_norm   of a post-norm model: norm_ratio of what enters its norms, where it is largest

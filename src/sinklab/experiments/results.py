@@ -11,6 +11,7 @@ from sinklab.assessing.numbers import assessed_numbers
 from sinklab.errors import SinklabError
 from sinklab.experiments.documents import CellRun, read_record
 from sinklab.experiments.quantities import Reading, RunNumbers
+from sinklab.schema import finite_or_none
 from sinklab.train.directory.history import Evaluation, read_history, seconds_spent
 from sinklab.train.recipe import load_recipe
 
@@ -93,7 +94,7 @@ def _reading(one: Evaluation) -> Reading:
         sink_bias=one.sink_rate_bias,
         valid_loss=one.valid_loss,
         train_loss=one.train_loss,
-        norm_ratio=one.largest_norm_ratio,
+        norm_ratio=finite_or_none(one.largest_norm_ratio),
         sink_layers=one.rate_layers,
         importance_first=_mean_percent(one.importance_first_heads),
         window_start=one.sink_rate_window_start,

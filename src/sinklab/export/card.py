@@ -41,7 +41,6 @@ def _numbers(recipe: Recipe, history: list[Evaluation]) -> str:
     if not history:
         return ""
     last, metric = history[-1], recipe.metric
-    ratios = [ratio for ratio in last.hidden_norm_ratio if ratio is not None]
     rows = {
         "validation loss, nats per token": (last.valid_loss, ".4f"),
         f"Sink_1, percent of heads (eps {metric.eps:g}, {metric.sequences} sequences of {metric.length} tokens)": (
@@ -49,7 +48,7 @@ def _numbers(recipe: Recipe, history: list[Evaluation]) -> str:
             ".2f",
         ),
         "on the bias, percent of heads": (last.sink_rate_bias, ".2f"),
-        "norm of the first hidden state over the others', largest block": (max(ratios, default=None), ".2f"),
+        "norm of the first hidden state over the others', largest block": (last.largest_norm_ratio, ".2f"),
         "tokens trained on": (last.tokens, ",.0f"),
     }
     lines = [f"| {name} | {value:{form}} |" for name, (value, form) in rows.items() if value is not None]

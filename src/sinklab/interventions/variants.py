@@ -71,6 +71,7 @@ VARIANTS: dict[str, Variant] = {
     "norm_dynamic_tanh": _model(norm={"kind": "dynamic_tanh"}),
     "qk_norm": _model(norm={"qk_norm": True}),
     "head_norm": _model(norm={"head_norm": True}),
+    "norms_per_head": _model(norm={"qk_norm": "per_head", "head_norm": "per_head"}),
     "gated_norm": _model(norm={"gate_rank": 16}),
     **{f"ffn_{kind}": _model(ffn=kind) for kind in ("relu", "gelu", "swish", "reglu", "geglu")},
     "heads_1": _model(heads=1),

@@ -22,6 +22,7 @@ from sinklab.measuring.options import Inputs
 from sinklab.measuring.statistics.arrays import Array, ArrayOrNone, Axes, WithArrays
 from sinklab.measuring.statistics.details import Details
 from sinklab.measuring.statistics.secondary import Percent
+from sinklab.schema import Ratio
 
 ColumnValues = np.ndarray | Sequence[float] | None
 LEFT_OUT = (
@@ -53,8 +54,7 @@ class Measurement(WithArrays):
         eps: threshold of the sink rate.
         bos: whether position 1 is a special token put there by the tokenizer or the loader.
         proxy: whether importance is that of proxy scores, |sim| / sum |sim| (the model's own do not sum to one).
-        layers: L.
-        heads: H.
+        layers, heads: L, H.
         sink_rate: percent of (sequence, layer, head) triples with alpha_k > eps, position 1 first.
         sink_rates: the same for every threshold asked for, keyed by it ("0.3"); None where there was only one.
         sink_rate_visible, sink_rates_visible: as sink_rate and sink_rates, of the mean over the queries that may see a
@@ -68,6 +68,7 @@ class Measurement(WithArrays):
             position 1 first: 1 is no sink, at any T.
         loss: nats per token over targets 2..T, those after the prefix under a prefix mask; None where there are none.
         hidden_norm_ratio: |h_1| / mean over t > 1 of |h_t| before the first block and after every block (M + 1).
+            inf, which is null in measurement.json, where the others are 0 and the first is not; 1 where all are 0.
         norm_ratio_before_norm: of a post-norm model the same of what enters each norm, two per block; None elsewhere.
         norm_ratio_sink_token: |h| of the first learned position over the mean of the tokens'; None where none leads.
         key_norm_ratio, value_norm_ratio: the same for keys and values, per attention layer (L).
@@ -118,11 +119,11 @@ class Measurement(WithArrays):
     sink_rate_window_start: Percent | None = None
     uniform_ratio: list[Annotated[FiniteFloat, Field(ge=0)]]
     loss: FiniteFloat | None
-    hidden_norm_ratio: list[FiniteFloat] | None
-    norm_ratio_before_norm: list[FiniteFloat] | None = None
-    norm_ratio_sink_token: list[FiniteFloat] | None = None
-    key_norm_ratio: list[FiniteFloat] | None
-    value_norm_ratio: list[FiniteFloat] | None
+    hidden_norm_ratio: list[Ratio] | None
+    norm_ratio_before_norm: list[Ratio] | None = None
+    norm_ratio_sink_token: list[Ratio] | None = None
+    key_norm_ratio: list[Ratio] | None
+    value_norm_ratio: list[Ratio] | None
     backend: str
     dtype: str
     seconds: float = Field(ge=0)
@@ -159,8 +160,8 @@ class Measurement(WithArrays):
 
     def of_step(self, step: int, planned_steps: int) -> Self:
         """The same as the measurement of a run after so many of its steps; the notes say where it is unfinished."""
-        unfinished = [f"measured at step {step:,} of {planned_steps:,}: the run is not finished"]
-        notes = [*self.notes, *(unfinished if step < planned_steps else [])]
+        unfinished = f"measured at step {step:,} of {planned_steps:,}: the run is not finished"
+        notes = [*self.notes, *([unfinished] if step < planned_steps else [])]
         return self.model_copy(update={"step": step, "planned_steps": planned_steps, "notes": notes})
 
     def document(self) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def first_to_rest(norm_LT: Tensor) -> Tensor:
 
     Returns:
         ratio_L; 1 where all are zero, as weight decay makes the keys of a layer that nothing is learned in: none is
-        larger than another.
+        larger than another. Infinite where the others alone are zero, as closed value gates make them.
     """
     first_L, rest_L = norm_LT[..., 0], norm_LT[..., 1:].mean(-1)
     return torch.where((first_L == 0) & (rest_L == 0), 1.0, first_L / rest_L)

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from sinklab.attention.core import AttentionCore
 from sinklab.model.config import ModelConfig
-from sinklab.model.exclusive import without_own_value
+from sinklab.model.exclusive import may_be_rounding, sees_itself_alone, without_own_value
 from sinklab.model.ffn import FeedForward
 from sinklab.model.forget import ForgetGating
 from sinklab.model.gate import OutputGating, ValueGating
 from sinklab.model.latent import LatentHeads, LatentProjection
 from sinklab.model.mixer import GatedDelta, LinearAttention, RuleInputs
-from sinklab.model.norm import HeadNorm, build_norm
+from sinklab.model.norm import build_norm, norm_of_heads
 from sinklab.model.past import LayerPast, StatePast
 from sinklab.model.position import DistanceTerm, SharedTerm
 from sinklab.model.rotary import rotate
@@ -48,15 +48,17 @@ class Attention(nn.Module):
         self.heads, self.key_heads, self.head_width = config.heads, config.key_heads, config.head_width
         self.key_width = config.key_width
         self.summed, self.exclusive = config.head_outputs == "sum", config.exclusive
+        self.marks_alone = config.exclusive and may_be_rounding(config.attention)
         projection, value_width = config.projection, config.value_width
         self.qkv = self.latent = None
         if isinstance(projection, LatentProjection):
             self.latent = LatentHeads(projection, config.width, self.heads, self.head_width, config.norm.eps)
         else:
             self.qkv = nn.Linear(config.width, (self.heads + 2 * self.key_heads) * self.head_width, bias=False)
-        self.q_norm = HeadNorm(self.key_width, eps=config.norm.eps) if config.norm.qk_norm else nn.Identity()
-        self.k_norm = HeadNorm(self.key_width, eps=config.norm.eps) if config.norm.qk_norm else nn.Identity()
-        self.head_norm = HeadNorm(value_width, eps=config.norm.eps) if config.norm.head_norm else nn.Identity()
+        norm, parts = config.norm, config.attention.operation.keys_per_head
+        self.q_norm = norm_of_heads(norm.qk_norm, self.heads, self.key_width, norm.eps, parts)
+        self.k_norm = norm_of_heads(norm.qk_norm, self.key_heads, self.key_width, norm.eps, parts)
+        self.head_norm = norm_of_heads(norm.head_norm, self.heads, value_width, norm.eps)
         gate = config.gate.kind
         self.value_gate = ValueGating(self.key_heads, value_width) if gate == "value" else None
         mixed, self.value_residual = config.value_residual, None
@@ -114,10 +116,16 @@ class Attention(nn.Module):
             x_BHLPK = rotate(x_BHLPK, cos_LC[:, None], sin_LC[:, None])
         return x_BHLPK.flatten(-2)
 
-    def output(self, out_BHLD: Tensor, x_BLE: Tensor, v_BGLD: Tensor) -> Tensor:
+    def alone(self, k_BGSD: Tensor, queries: int, places: Places) -> Tensor | None:
+        """Which queries see themselves alone (B or 1, L), where `output` has to know; None elsewhere."""
+        if not self.marks_alone:
+            return None
+        return sees_itself_alone(self.core.visible(places.documents_BL), queries, k_BGSD.shape[2], k_BGSD.device)
+
+    def output(self, out_BHLD: Tensor, x_BLE: Tensor, v_BGLD: Tensor, alone_BL: Tensor | None = None) -> Tensor:
         """What attention adds to the stream, from the core's output, what the layer has read, and its values."""
         if self.exclusive:
-            out_BHLD = without_own_value(out_BHLD, v_BGLD)
+            out_BHLD = without_own_value(out_BHLD, v_BGLD, alone_BL)
         out_BHLD = self.head_norm(out_BHLD)
         if self.output_gate is not None:
             out_BHLD = self.output_gate(out_BHLD, x_BLE)
@@ -182,16 +190,19 @@ class DecoderBlock(ResidualBlock):
         k_BGSD, v_BGSD = (k_BGLD, v_BGLD) if past is None else past.extend(k_BGLD, v_BGLD)
         beside = self.attention.beside(read_BLE, places, past)
         out_BHLD = self.attention.core(q_BHLD, k_BGSD, v_BGSD, *beside)
-        return self.after_core(x_BLE, read_BLE, out_BHLD, v_BGLD)
+        alone_BL = self.attention.alone(k_BGSD, q_BHLD.shape[2], places)
+        return self.after_core(x_BLE, read_BLE, out_BHLD, v_BGLD, alone_BL)
 
     def before_core(self, x_BLE: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What attention reads of the stream, and queries, keys and values."""
         read_BLE = self.read(x_BLE)
         return read_BLE, *self.attention.inputs(read_BLE, places)
 
-    def after_core(self, x_BLE: Tensor, read_BLE: Tensor, out_BHLD: Tensor, v_BGLD: Tensor) -> Tensor:
+    def after_core(
+        self, x_BLE: Tensor, read_BLE: Tensor, out_BHLD: Tensor, v_BGLD: Tensor, alone_BL: Tensor | None = None
+    ) -> Tensor:
         """The stream after attention and feed-forward."""
-        return self.joined(x_BLE, self.attention.output(out_BHLD, read_BLE, v_BGLD))
+        return self.joined(x_BLE, self.attention.output(out_BHLD, read_BLE, v_BGLD, alone_BL))
 
 
 class LinearBlock(ResidualBlock):

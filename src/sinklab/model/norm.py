@@ -2,8 +2,9 @@
 
 Head-wise RMSNorm of the attention output (2605.06611) is known from the abstract and what others say of the paper: the
 output of each head is normed before the heads are joined. Whether it has a weight is not; here it has one vector for
-all heads of a layer, as qk_norm has. What follows is linear, so that a vector for each head would add nothing but
-another start of training, unless a gate stands in between.
+all heads of a layer, as qk_norm has, or one for each (`per_head`), as in the code of forgetting attention (2503.02130),
+whose norms of queries, keys and outputs are a GroupNorm over heads. What follows the head norm is linear, so that a
+vector for each head adds nothing there but another start of training, unless a gate stands in between.
 """
 
 from typing import Any, Literal
@@ -14,6 +15,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from sinklab.schema import Part
+
+OfHeads = bool | Literal["per_head"]
+"""Whether heads are normed, and with weights of whose: true has one vector for all of them."""
 
 
 class NormConfig(Part):
@@ -29,8 +33,16 @@ class NormConfig(Part):
     )
     eps: float = Field(default=1e-5, gt=0, description="under the root of rmsnorm and layernorm")
     alpha: float = Field(default=0.5, gt=0, description="slope that dynamic_tanh starts with")
-    qk_norm: bool = Field(default=False, description="RMSNorm of every query and key over its width, before rotary")
-    head_norm: bool = Field(default=False, description="RMSNorm of every head's output over its width")
+    qk_norm: OfHeads = Field(
+        default=False,
+        description="RMSNorm of every query and key over its width, before rotary; per_head: a weight vector for each "
+        "query head and each key head, otherwise one for all queries and one for all keys",
+    )
+    head_norm: OfHeads = Field(
+        default=False,
+        description="RMSNorm of every head's output over its width; per_head: a weight vector for each head, otherwise "
+        "one for all",
+    )
     gate_rank: int | None = Field(
         default=None, ge=1, description="gated norm: y sigmoid(W_up swish(W_down y)) of this rank behind every norm"
     )
@@ -88,6 +100,32 @@ class HeadNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
+class OwnHeadNorm(nn.Module):
+    """RMSNorm over the width of a head, each head with a weight vector of its own; precisions as in `HeadNorm`.
+
+    Args:
+        heads: H, the second axis of the input (B, H, L, .., D).
+        parts: vectors of width D in each head, each with a weight of its own; they are the axis before the last.
+        width: D.
+    """
+
+    def __init__(self, heads: int, parts: int, width: int, eps: float) -> None:
+        super().__init__()
+        self.heads, self.eps = heads, eps
+        self.weight = nn.Parameter(torch.empty(heads * parts * width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        unit = F.rms_norm(x.to(self.weight.dtype), x.shape[-1:], eps=self.eps)
+        return (unit * self.weight.view(self.heads, 1, *x.shape[3:])).to(x.dtype)
+
+
+def norm_of_heads(wanted: OfHeads, heads: int, width: int, eps: float, parts: int = 1) -> nn.Module:
+    """The norm of heads of so many parts each, over the width of a part; nothing where none is wanted."""
+    if wanted == "per_head":
+        return OwnHeadNorm(heads, parts, width, eps)
+    return HeadNorm(width, eps=eps) if wanted else nn.Identity()
 
 
 class LowRankGate(nn.Module):

@@ -26,7 +26,7 @@ from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.figure import ColourScale, DataTable, Figure
 from sinklab.report.heatmaps import Named, side_by_side
 from sinklab.report.importance_figures import SHOWN_POSITIONS
-from sinklab.report.summary import by_key
+from sinklab.report.summary import Spread, by_key
 
 MAP_CELLS = 64  # larger maps are thinned: every cell is an element of the page
 FIRST = ("angles-cosine", "angles-norms", "angles-heads", "value-ratio")  # why a sink has large logits, what it gives
@@ -221,7 +221,7 @@ def _layer_table(data: ReportData) -> DataTable:
                     f"{measured.importance[layer, :, 0].mean():.3f}",
                     *("–" if values is None else f"{values[layer]:.3g}" for values in means),
                     f"{entropy[layer]:.2f}",
-                    "–" if ratio is None else f"{ratio[layer].mean():.2f}",
+                    "–" if ratio is None else Spread((float(ratio[layer].mean()),)).text(2),
                 ]
             )
     columns = ["Layer", "Importance of 1", "cos with key 1", "with the others", "|q||k| with key 1", "with the others"]

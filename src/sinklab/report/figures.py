@@ -1,5 +1,6 @@
 """Which charts the data at hand allows, each with its title and a caption that says how it was computed."""
 
+import math
 from collections.abc import Sequence
 
 from sinklab.report import charts
@@ -68,15 +69,18 @@ def _norm_ratio(data: ReportData, width: int | str) -> Figure | None:
         ((run.cell, layer), ratio)
         for run in data.runs
         for layer, ratio in enumerate(run.latest.hidden_norm_ratio)
-        if ratio is not None
+        if math.isfinite(ratio)
     )
     if not found:
         return None
+    infinite = any(run.latest.largest_norm_ratio == math.inf for run in data.runs)
     rows = [{"cell": cell, "layer": layer, **over_seeds(numbers)} for (cell, layer), numbers in found.items()]
     caption = (
         "Norm of the hidden state at the first position over the mean norm at the others, after each block (the last "
         "one before the final normalisation). A ratio of 1, the dotted line, means that the first token is like any "
-        "other; large ratios are the massive activations that come with a sink. " + _band(data)
+        "other; large ratios are the massive activations that come with a sink. "
+        + ("Where the others are all zero the ratio is infinite, and left out. " if infinite else "")
+        + _band(data)
     )
     chart = charts.norm_ratio_by_layer(rows, data.cells, width)
     return Figure("norm-ratio", "Size of the first token's hidden state", caption, [chart])

@@ -41,7 +41,7 @@ QUERIES = Side("Position of the query")
 def scale_over(what: str, matrices: Iterable[np.ndarray], diverging: bool = False) -> ColourScale:
     """A scale that holds all values, from zero where none is negative; symmetric where it is diverging."""
     values = np.concatenate([matrix[np.isfinite(matrix)] for matrix in matrices])
-    low, high = min(0.0, float(values.min())), max(0.0, float(values.max()))
+    low, high = float(values.min(initial=0.0)), float(values.max(initial=0.0))
     if diverging:
         high = max(high, -low)
         low = -_rounded_up(high)
@@ -77,7 +77,7 @@ def heatmap(
     legend: bool = True,
     lowest: np.ndarray | None = None,
 ) -> Drawing:
-    """A matrix as coloured cells; what is NaN is left out.
+    """A matrix as coloured cells; what is NaN or infinite is left out.
 
     Args:
         values_YX: one row of cells for each row of the matrix.

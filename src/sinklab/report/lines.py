@@ -1,5 +1,6 @@
 """Lines over layers, distances and queries, one colour for each cell; conventions as in charts.py."""
 
+import math
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
@@ -61,14 +62,17 @@ def first_and_rest(arrays: Iterable[tuple[str, np.ndarray]], first_layer: int = 
 
 
 def means(arrays: Iterable[tuple[str, np.ndarray]], first_layer: int = 0) -> ChartRows:
-    """Rows for `by_layer`: one value for each layer, mean over the runs of a cell.
+    """Rows for `by_layer`: one value for each layer, mean over the runs of a cell; what is not finite is left out.
 
     Args:
         arrays: (layers,) of each run, with its cell.
         first_layer: number of the first layer.
     """
     collected = by_key(
-        ((cell, layer), float(value)) for cell, array_L in arrays for layer, value in enumerate(array_L, first_layer)
+        ((cell, layer), float(value))
+        for cell, array_L in arrays
+        for layer, value in enumerate(array_L, first_layer)
+        if math.isfinite(value)
     )
     return [
         {"cell": cell, "where": "mean", "layer": layer, "value": fmean(values)}

@@ -1,5 +1,6 @@
 """From runs to the numbers of a report: cells with their spread over seeds, curves, and the headline in words."""
 
+import math
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from sinklab.train.directory.history import Evaluation, seconds_spent
 
 K = TypeVar("K", bound=Hashable)
 
+INFINITE = "∞"
 
 @dataclass(frozen=True)
 class Spread:
@@ -28,11 +30,13 @@ class Spread:
 
     @property
     def deviation(self) -> float | None:
-        """The sample standard deviation over seeds, None for a single one."""
-        return statistics.stdev(self.values) if len(self.values) > 1 else None
+        """The sample standard deviation over seeds, None for a single one and where one is infinite."""
+        return statistics.stdev(self.values) if len(self.values) > 1 and math.isfinite(self.mean) else None
 
     def text(self, decimals: int) -> str:
-        """`8.6` or, with several seeds, `8.6 ± 0.4`."""
+        """`8.6` or, with several seeds, `8.6 ± 0.4`; `∞` where one of them is infinite."""
+        if not math.isfinite(self.mean):
+            return INFINITE
         mean = f"{self.mean:.{decimals}f}"
         return mean if self.deviation is None else f"{mean} ± {self.deviation:.{decimals}f}"
 
@@ -95,7 +99,7 @@ def _of_summary(cell: CellSummary) -> Evaluation:
         sink_rate=cell.sink_rate,
         sink_rate_bias=cell.sink_rate_bias,
         valid_loss=cell.valid_loss,
-        hidden_norm_ratio=[cell.hidden_norm_ratio_max],
+        hidden_norm_ratio=[] if cell.hidden_norm_ratio_max is None else [cell.hidden_norm_ratio_max],
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sinklab.report.data import ReportData
-from sinklab.report.summary import CellRow, Spread, cell_rows
+from sinklab.report.summary import INFINITE, CellRow, Spread, cell_rows
 from sinklab.survey.documents import (
     CheckpointsDocument,
     ComparedQuantity,
@@ -139,9 +139,10 @@ def _comparison(document: ComparisonDocument, number: int) -> Table:
 
 
 def _line(row: ComparedQuantity, first: str, others: list[str]) -> list[str]:
-    cells = [f"{row.quantity} ({row.unit})", _number(row.values.get(first))]
+    shown = {model: INFINITE if model in row.infinite else _number(row.values.get(model)) for model in (first, *others)}
+    cells = [f"{row.quantity} ({row.unit})", shown[first]]
     for model in others:
-        cells += [_number(row.values.get(model)), _number(row.differences.get(model), signed=True)]
+        cells += [shown[model], _number(row.differences.get(model), signed=True)]
     return cells
 
 

@@ -18,6 +18,7 @@ from sinklab.errors import InputError
 from sinklab.measuring.hooks import Progress
 from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision
 from sinklab.measuring.measurement import Measurement
+from sinklab.schema import finite_or_none
 from sinklab.survey.documents import MeasuredCheckpoint
 from sinklab.survey.items import Item, Listener, Outcome, measure_all, what_decides
 from sinklab.survey.loaded import is_run, load_model
@@ -184,7 +185,7 @@ def _row(saved: SavedModel, measured: Measurement) -> MeasuredCheckpoint:
         uniform_ratio=measured.uniform_ratio[0],
         sink_bias=measured.sink_rate_bias,
         loss=measured.loss,
-        norm_ratio=max(measured.hidden_norm_ratio or [], default=None),
+        norm_ratio=finite_or_none(max(measured.hidden_norm_ratio or [], default=None)),
         by_layer=[
             float(100 * (first_NH > measured.eps).mean()) for first_NH in measured.importance_first.swapaxes(0, 1)
         ],

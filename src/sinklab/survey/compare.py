@@ -4,6 +4,7 @@ Each model reads the text through its own tokenizer, and conversations through i
 differ, so the sequences of two models are alike in text and not in tokens, and losses are per token of each.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from sinklab.errors import InputError
 from sinklab.measuring.hooks import Progress
 from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision
 from sinklab.measuring.measurement import Measurement
+from sinklab.schema import finite_or_none
 from sinklab.survey.documents import ComparedQuantity
 from sinklab.survey.items import Item, Listener, Outcome, measure_all, what_decides
 from sinklab.survey.loaded import check_loadable, load_model
@@ -37,7 +39,7 @@ class Comparison:
     def rows(self) -> list[ComparedQuantity]:
         """The quantities that at least one of the models has."""
         rows = [_row(quantity, self.measured) for quantity in _quantities(next(iter(self.measured.values())))]
-        return [row for row in rows if any(value is not None for value in row.values.values())]
+        return [row for row in rows if row.infinite or any(value is not None for value in row.values.values())]
 
     def document(self) -> dict[str, Any]:
         """What `comparison.json` holds."""
@@ -127,10 +129,12 @@ def _parts(model: str) -> tuple[str, ...]:
 
 def _row(quantity: ComparedNumber, measured: Mapping[str, Measurement]) -> ComparedQuantity:
     name, unit, value = quantity
-    values = {model: value(measurement) for model, measurement in measured.items()}
+    found = {model: value(measurement) for model, measurement in measured.items()}
+    values = {model: finite_or_none(number) for model, number in found.items()}
     first, *others = values
     differences = {other: _difference(values[other], values[first]) for other in others}
-    return ComparedQuantity(quantity=name, unit=unit, values=values, differences=differences)
+    infinite = [model for model, number in found.items() if number == math.inf]
+    return ComparedQuantity(quantity=name, unit=unit, values=values, differences=differences, infinite=infinite)
 
 
 def _difference(value: float | None, reference: float | None) -> float | None:

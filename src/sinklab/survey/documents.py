@@ -27,14 +27,16 @@ class ComparedQuantity(ReadDocument):
 
     Attributes:
         quantity, unit: what is compared.
-        values: by model; None where a model has no such thing.
+        values: by model; None where a model has no such thing, or it is infinite.
         differences: from the first model, by model; None where one of the two is.
+        infinite: the models in which it is.
     """
 
     quantity: str
     unit: str
     values: dict[str, float | None]
     differences: dict[str, float | None]
+    infinite: list[str] = Field(default_factory=list)
 
 
 class ComparisonDocument(ReadDocument):
@@ -80,7 +82,7 @@ class MeasuredCheckpoint(ReadDocument):
         sink_1, sink_bias: percent of (sequence, layer, head) triples; None without a bias.
         uniform_ratio: importance of the first token over that of uniform attention.
         loss: nats per token; None where there is none.
-        norm_ratio: |h_1| over the mean of the others, in the block where it is largest; None where unknown.
+        norm_ratio: |h_1| over the mean of the others, in the block where it is largest; None where unknown or infinite.
         by_layer: Sink_1 of each attention layer, percent.
     """
 

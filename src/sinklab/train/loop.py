@@ -17,7 +17,7 @@ from sinklab.files import write_json
 from sinklab.train.compile import compile_blocks
 from sinklab.train.directory.checkpoint import find_checkpoint, load_checkpoint, remove_leftovers, save_checkpoint
 from sinklab.train.directory.defects import TrainState, step_of
-from sinklab.train.directory.history import History, read_metrics
+from sinklab.train.directory.history import History, finite, read_metrics
 from sinklab.train.directory.lock import holder, leave, lock_run, sees
 from sinklab.train.directory.run import Run, establish
 from sinklab.train.evaluate import OTHER_EPS, Evaluator, first_position
@@ -221,9 +221,9 @@ class Trainer:
             "sink_rate_visible_eps": first_position(measurement.sink_rates_visible),
             "sink_rate_bias_eps": measurement.sink_rates_bias,
             "importance_first_heads": measurement.importance[..., 0].tolist(),
-            "hidden_norm_ratio": measurement.hidden_norm_ratio,
-            "norm_ratio_before_norm": measurement.norm_ratio_before_norm,
-            "norm_ratio_sink_token": measurement.norm_ratio_sink_token,
+            "hidden_norm_ratio": finite(measurement.hidden_norm_ratio),
+            "norm_ratio_before_norm": finite(measurement.norm_ratio_before_norm),
+            "norm_ratio_sink_token": finite(measurement.norm_ratio_sink_token),
             "sink_rate_window_start": measurement.sink_rate_window_start,
             "lr": self.updater.rate,
             "grad_norm": state.grad_norm if state.step else None,

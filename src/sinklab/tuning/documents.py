@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sinklab.errors import InputError
 from sinklab.files import parse_json, write_text
-from sinklab.schema import ReadDocument
+from sinklab.schema import Ratio, ReadDocument
 
 SFT, METRICS, UPDATES = "sft.json", "metrics.jsonl", "updates.jsonl"
 
@@ -43,7 +43,8 @@ class TuneEvaluation(ReadDocument):
         train_loss: mean over the updates since the evaluation before; None where there were none.
         valid_loss: of the conversations held out.
         sink_rate, sink_rate_bias: percent of (sequence, layer, head) triples; of a bias where the model has one.
-        hidden_norm_ratio: |h_1| over the mean of the others, before the first block and after every block.
+        hidden_norm_ratio: |h_1| over the mean of the others, before the first block and after every block; infinite,
+            and null in the file, where the others are 0.
         lr, grad_norm: of the last update; the norm is that before clipping.
         grad_norm_max: largest since the evaluation before.
     """
@@ -53,7 +54,7 @@ class TuneEvaluation(ReadDocument):
     valid_loss: float
     sink_rate: list[float]
     sink_rate_bias: float | None = None
-    hidden_norm_ratio: list[float] | None = None
+    hidden_norm_ratio: list[Ratio] | None = None
     lr: float | None = None
     grad_norm: float | None = None
     grad_norm_max: float | None = None

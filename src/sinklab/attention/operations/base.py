@@ -36,6 +36,11 @@ class OperationPart(Kind, ABC):
         return False
 
     @property
+    def only_values(self) -> bool:
+        """Whether the output of a row is made of its values alone, each times a number of its own."""
+        return True
+
+    @property
     def divides(self) -> bool:
         """Whether the row sum enters the scores, so that a key without a value has an effect."""
         return True

@@ -48,10 +48,15 @@ class Differential(OperationPart):
     kind: Literal["differential"] = "differential"
     lambda_init: Literal["depth"] | Annotated[float, Field(gt=0, lt=1)] = Field(
         default="depth",
-        description="weight of the second softmax at the start; depth: 0.8 - 0.6 exp(-0.3 (layer - 1)), layer from 1",
+        description="weight of the second softmax at the start; depth: 0.8 - 0.6 exp(-0.3 (layer - 1)), layer from 1, "
+        "those without attention included",
     )
     keys_per_head: ClassVar[int] = 2
     examples: ClassVar = {"differential": Example(), "differential_constant": Example({"lambda_init": 0.8})}
+
+    @property
+    def only_values(self) -> bool:
+        return False  # its norm has a weight
 
     @property
     def passes(self) -> int:

@@ -52,6 +52,10 @@ class StickBreaking(OperationPart):
     def sums_to_one(self) -> bool:
         return True
 
+    @property
+    def only_values(self) -> bool:
+        return self.rest != "learned"
+
     def parameters(
         self, heads: int, head_width: int, value_width: int, layer: int, context: int | None
     ) -> nn.Module | None:

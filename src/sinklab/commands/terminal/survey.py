@@ -1,5 +1,6 @@
 """Domains, comparisons, families and checkpoints as tables in the terminal, and the sizes of `--dry-run`."""
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -59,9 +60,10 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     for model in models[1:]:
         _add_columns(table, model, "difference")
     for row in comparison.rows():
-        cells = [_number(row.values[models[0]], 3)]
+        values = row.values | dict.fromkeys(row.infinite, math.inf)
+        cells = [_number(values[models[0]], 3)]
         for model in models[1:]:
-            cells += [_number(row.values[model], 3), _number(row.differences[model], 3, sign=True)]
+            cells += [_number(values[model], 3), _number(row.differences[model], 3, sign=True)]
         _add_row(table, f"{row.quantity} ({row.unit})", *cells)
     print_table(table, console)
     for model, measurement in comparison.measured.items():
@@ -94,10 +96,11 @@ def print_checkpoints(checkpoints: Checkpoints, console: Console) -> None:
     biased = any(row.sink_bias is not None for row in rows.values())
     bias = ["bias\n%"] if biased else []
     _add_columns(table, "step", "Sink_1\n%", *bias, "times\nuniform", "loss\nnats", "|h_1| over\nthe rest")
-    for row in rows.values():
+    for name, row in rows.items():
+        ratio = _largest_norm_ratio(measured[name])  # which the row does not have where it is infinite
         on_the_bias = [_number(row.sink_bias, 2)] if biased else []
         rates = [f"{row.sink_1:.2f}", *on_the_bias, f"{row.uniform_ratio:.2f}"]
-        _add_row(table, row.checkpoint, f"{row.step:,}", *rates, _number(row.loss, 4), _number(row.norm_ratio, 2))
+        _add_row(table, row.checkpoint, f"{row.step:,}", *rates, _number(row.loss, 4), _number(ratio, 2))
     print_table(table, console)
     for name, measurement in measured.items():
         _print_notes(name, measurement.notes, console)

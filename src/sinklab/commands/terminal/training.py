@@ -36,13 +36,12 @@ def print_end(directory: Path, recipe: Recipe, console: Console) -> None:
 def _end_table(last: Evaluation, recipe: Recipe) -> Table:
     title = Text(f"{recipe.name}, step {last.step:,} of {recipe.train.steps:,}", "table.title")
     table = Table(show_header=False, title=title)
-    ratios = [ratio for ratio in last.hidden_norm_ratio if ratio is not None]
     shown = {
         "tokens": (last.tokens, ",", ""),
         "validation loss": (last.valid_loss, ".3f", " nats / token"),
         "Sink_1": (next(iter(last.sink_rate), None), ".1f", " % of heads"),
         "on the bias": (last.sink_rate_bias, ".1f", " % of heads"),
-        "norm ratio": (max(ratios, default=None), ".1f", ", largest block"),
+        "norm ratio": (last.largest_norm_ratio, ".1f", ", largest block"),
     }
     for name, (value, form, unit) in shown.items():
         if value is not None:

@@ -1,5 +1,6 @@
 """From a measurement to the numbers that claims are about (`experiments/quantities.py`)."""
 
+import math
 from statistics import fmean
 
 import numpy as np
@@ -8,6 +9,7 @@ from sinklab.experiments.measured.definition import MeasuredCell
 from sinklab.experiments.quantities import Reading, RunNumbers
 from sinklab.measuring.findings import Propositions
 from sinklab.measuring.measurement import Measurement
+from sinklab.schema import finite_or_none
 
 
 def numbers_of(cell: MeasuredCell, measured: Measurement, draw: int) -> RunNumbers:
@@ -26,7 +28,7 @@ def numbers_of(cell: MeasuredCell, measured: Measurement, draw: int) -> RunNumbe
         sink_bias=measured.sink_rate_bias if whole and cell.eps == measured.eps else None,
         valid_loss=measured.loss if whole else None,
         train_loss=None,
-        norm_ratio=max(measured.hidden_norm_ratio) if whole and measured.hidden_norm_ratio else None,
+        norm_ratio=finite_or_none(max(measured.hidden_norm_ratio or (), default=None)) if whole else None,
     )
     kurtosis = measured.details.by_layer.get("kurtosis_by_block") if whole and measured.details else None
     return RunNumbers(
@@ -55,8 +57,8 @@ def _others(cell: MeasuredCell, measured: Measurement) -> dict[str, float]:
     if measured.propositions:
         found["proposition_excess"] = _excess(measured.propositions)
     for name, ratios in (("key_norm_ratio", measured.key_norm_ratio), ("value_norm_ratio", measured.value_norm_ratio)):
-        if ratios:
-            found[name] = fmean(ratios)
+        if ratios and math.isfinite(mean := fmean(ratios)):
+            found[name] = mean
     if measured.massive_activations:
         found["largest_activation"] = max(abs(one.value) for one in measured.massive_activations)
         found["activation_ratio"] = max(one.ratio_to_median for one in measured.massive_activations)
@@ -86,6 +88,8 @@ def _angles(measured: Measurement, eps: float) -> dict[str, float]:
         return {}
     first, rest = _first_and_rest(cosine_LHT[heads_LH])
     product_first, product_rest = _first_and_rest(product_LHT[heads_LH])
+    if product_rest == 0:
+        return {}
     return {
         "cosine_first": first,
         "cosine_rest": rest,

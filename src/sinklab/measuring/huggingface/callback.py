@@ -12,6 +12,7 @@ from sinklab.errors import InputError
 from sinklab.measuring.api import measure
 from sinklab.measuring.given import token_matrix
 from sinklab.measuring.measurement import Measurement
+from sinklab.schema import finite_or_none
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -27,7 +28,8 @@ class SinkCallback(TrainerCallback):
 
         eval_sink_1       Sink_1, percent of (sequence, layer, head) triples
         eval_sink_bias    the same for an added bias, sink logit or sink token, where the model has one
-        eval_norm_ratio   norm of the first hidden state over the mean of the others', in the block where it is largest
+        eval_norm_ratio   norm of the first hidden state over the mean of the others', in the block where it is largest;
+                          left out where it is infinite
 
     Any Trainer takes it: `Trainer(.., callbacks=[SinkCallback(tokens)])`. W&B and TensorBoard, which the Trainer asks
     before the callbacks of its user, see these numbers too after `callback.goes_first(trainer)`.
@@ -91,6 +93,6 @@ def sink_numbers(measurement: Measurement) -> Mapping[str, float]:
     numbers = {
         "sink_1": measurement.sink_rate[0],
         "sink_bias": measurement.sink_rate_bias,
-        "norm_ratio": max(measurement.hidden_norm_ratio or (), default=None),
+        "norm_ratio": finite_or_none(max(measurement.hidden_norm_ratio or (), default=None)),
     }
     return {f"{EVALUATION}{name}": float(number) for name, number in numbers.items() if number is not None}

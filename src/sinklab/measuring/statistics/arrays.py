@@ -13,9 +13,14 @@ ArrayOrNone = Annotated[np.ndarray | None, Field(exclude=True, repr=False)]
 
 
 class Axes:
-    """What the axes of an array are, a letter for each: `Annotated[Array, Axes("LHT")]`."""
+    """What the axes of an array are, a letter for each: `Annotated[Array, Axes("LHT")]`.
+
+    Attributes:
+        infinite: whether its numbers may be infinite; NaN they never are.
+    """
 
     axes: str
+    infinite: ClassVar[bool] = False
 
     def __init__(self, axes: str) -> None:
         self.axes = axes
@@ -54,7 +59,7 @@ class WithArrays(Part):
             sizes: of axes, by letter; those of the others are what the first array has.
 
         Raises:
-            ValueError: an array of another shape, or with NaN or infinity.
+            ValueError: an array of another shape, with NaN, or with infinity where it is not declared.
         """
         arrays = self.arrays()
         for name, one in self.declared():
@@ -65,5 +70,5 @@ class WithArrays(Part):
             expected = tuple(sizes.get(axis, "any") for axis in one.axes)
             if array.shape != expected:
                 raise ValueError(f"{self.prefix}{name} has shape {array.shape}, expected {expected}")
-            if not np.isfinite(array).all():
+            if np.isnan(array).any() or not (one.infinite or np.isfinite(array).all()):
                 raise ValueError(f"{self.prefix}{name} contains NaN or infinity")

@@ -1,8 +1,9 @@
 """Tokens other than the first that heads attend to, or that are like the first token: where, and in which layers.
 
 2512.22213 calls sinks secondary that come in middle layers, live for a number of them, and have a hidden state along
-the first token's. Here every token counts that any head attends to; whether its state is the first token's, and from
-which block to which, is said beside it.
+the first token's; its code (JeffreyWong20/Secondary-Attention-Sinks, `src/hidden_state_base.py`) finds them by that
+cosine alone, above 0.9 after more than 4 and fewer than L - 15 of L blocks. Here every token counts that any head
+attends to; whether its state is the first token's, and from which block to which, is said beside it.
 
 Two reaches: tokens are listed from position 2 to where a mean over queries still says something (`_listed`); the
 percentage, which is to be compared between models, is of positions 5 .. T / 2 (`_counted`).
@@ -20,7 +21,7 @@ from sinklab.measuring.statistics.declared import Statistic
 from sinklab.schema import Part
 
 FIRST_FEW = 4  # positions that are not secondary: sinks of a first token often cover its neighbours
-ALIGNED = 0.9  # a hidden state this close to the first token's is like it
+ALIGNED = 0.9  # a hidden state this close to the first token's is like it, in the code of 2512.22213 as well
 STANDS_OUT = 3.0  # and that says something where the first token's norm is so many times that of the others
 STRONGEST = 8  # listed of the first few positions, and of those past them
 ENOUGH = 16

@@ -18,6 +18,7 @@ from sinklab.report.experiments.ordering import Ordered, ordered
 from sinklab.report.experiments.scatter import against
 from sinklab.report.experiments.sweeps import Sweep
 from sinklab.report.figure import Figure
+from sinklab.schema import finite_or_none
 from sinklab.train.directory.history import Evaluation
 
 LAYERS = ("sink_layer_", "layer_step_")
@@ -191,7 +192,7 @@ _CURVES = (
         {"emergence_step", "norm_step", "loss_change"},
         _Curve("Sink₁ (percent of heads)", lambda one: one.sink_rate[0] if one.sink_rate else None),
     ),
-    ({"norm_step"}, _Curve("Norm ratio of the first token", lambda one: one.largest_norm_ratio)),
+    ({"norm_step"}, _Curve("Norm ratio of the first token", lambda one: finite_or_none(one.largest_norm_ratio))),
     ({"loss_change"}, _Curve("Validation loss (nats)", lambda one: one.valid_loss if one.step else None, False)),
 )
 """By the numbers whose experiments show them; the loss of an untrained model is left out."""

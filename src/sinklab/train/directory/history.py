@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field
 
 from sinklab.errors import InputError, SinklabError
 from sinklab.files import append_line, parse_json, write_text
-from sinklab.schema import ReadDocument
+from sinklab.schema import Ratio, ReadDocument
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,8 @@ class Evaluation(ReadDocument):
         norm_ratio_before_norm, norm_ratio_sink_token: as hidden_norm_ratio, of what enters the norms of a post-norm
             model, and of the first learned position in front; None elsewhere.
         importance_first_heads: alpha of the first position, mean over sequences, by attention layer and head (0..1).
-        hidden_norm_ratio: |h_1| over the mean of the others, before the first block and after every block.
+        hidden_norm_ratio: |h_1| over the mean of the others, before the first block and after every block; infinite,
+            and null in the file, where the others are 0.
         lr: of the last update.
         grad_norm: of the last update, before clipping.
         tokens_per_second: of the updates since the evaluation before; None where another process made them.
@@ -61,10 +62,10 @@ class Evaluation(ReadDocument):
     sink_rate_visible_eps: dict[str, float | None] | None = None
     sink_rate_bias_eps: dict[str, float | None] | None = None
     sink_rate_window_start: float | None = None
-    norm_ratio_before_norm: list[float | None] | None = None
-    norm_ratio_sink_token: list[float | None] | None = None
+    norm_ratio_before_norm: list[Ratio] | None = None
+    norm_ratio_sink_token: list[Ratio] | None = None
     importance_first_heads: list[list[float | None]] | None = None
-    hidden_norm_ratio: list[float | None] = Field(default_factory=list)
+    hidden_norm_ratio: list[Ratio] = Field(default_factory=list)
     lr: float | None = None
     grad_norm: float | None = None
     tokens_per_second: float | None = None
@@ -79,7 +80,7 @@ class Evaluation(ReadDocument):
     @property
     def largest_norm_ratio(self) -> float | None:
         """Of all blocks; None where none is known."""
-        return max((ratio for ratio in self.hidden_norm_ratio if ratio is not None), default=None)
+        return max(self.hidden_norm_ratio, default=None)
 
 
 class History:

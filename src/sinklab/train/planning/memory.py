@@ -4,8 +4,8 @@ weights       4 bytes per parameter (float32, also under bf16 autocast); one sha
 gradients     4 bytes per parameter, as weights; all of them where FSDP adds up several micro-batches before it shares
 optimizer     AdamW 8, Muon 4 for hidden matrices and 8 for the rest, SGD 4 (without momentum 0), as weights
 activations   what autograd keeps between forward and backward of a micro-batch. It is counted, not guessed: a model of
-              the recipe's sizes but one layer (two where some are linear: the first one of them is) runs forward on
-              the CPU at two short lengths; no operation here keeps
+              the recipe's sizes but one layer (two where some are linear: the first one of them is, and no values
+              are mixed) runs forward on the CPU at two short lengths; no operation here keeps
               more than linearly many bytes per position, so that the two give the bytes per position and the bytes
               that do not depend on it (copies of the weights in bfloat16)
 loss          logits and their gradients as far as they exist at a time, the gradient of the head in float32
@@ -26,6 +26,7 @@ from sinklab.attention.linear import CHUNK
 from sinklab.model.config import ModelConfig
 from sinklab.model.loss import WHOLE, rows_per_chunk
 from sinklab.model.transformer import Transformer
+from sinklab.model.value_residual import NoValueResidual
 from sinklab.train.config import Muon, OptimConfig, Sgd
 from sinklab.train.optim import hidden_matrices
 from sinklab.train.planning.flops import shape_of
@@ -100,7 +101,9 @@ def _kept(config: ModelConfig, bf16: bool, layers: int) -> tuple[_Kept, _Kept]:
     """Bytes of the first of so many layers and of the rest that do not depend on the positions, and per position."""
     lengths = LENGTHS if layers == 1 else (CHUNK, 2 * CHUNK)  # a linear layer keeps chunks
     lengths = lengths if config.context >= max(lengths) else (config.context // 2, config.context)
-    model = Transformer(config.model_copy(update={"layers": layers, "vocab_size": 2}))
+    # A linear first layer, which such a recipe need not have, has no values for the second to mix with its own.
+    short = {"layers": layers, "vocab_size": 2} | ({} if layers == 1 else {"value_residual": NoValueResidual()})
+    model = Transformer(config.model_copy(update=short))
     first, second = (_kept_at(model, length, bf16) for length in lengths)
     between = lengths[1] - lengths[0]
     slope = _Kept((second.inside - first.inside) / between, (second.outside - first.outside) / between)
