@@ -160,10 +160,13 @@ def _ablations(data: ReportData) -> Table:
             f"{one.loss_change:+.3f}",
             f"{one.sink_rate_before:.1f}",
             f"{one.sink_rate_after:.1f}",
+            one.highest_after,
         ]
         for label, one in found
     ]
-    said = [f"{label}, {one.name}: {one.what}; targets from {one.first_target} on." for label, one in found]
+    said = [
+        f"{label}, {one.name}: {'; '.join(one.sentences)}; targets from {one.first_target} on." for label, one in found
+    ]
     columns = [
         ("Model", "as measured"),
         ("Without", "ablation"),
@@ -172,8 +175,10 @@ def _ablations(data: ReportData) -> Table:
         ("Change", "nats / token"),
         ("Sink₁", "% of heads"),
         ("Ablated", "% of heads"),
+        ("Highest sink, ablated", "% at position"),
     ]
-    notes = ["Both losses of an ablation are over the same targets.", *said]
+    highest = "The highest sink is of positions 1 to T / 2: it may have moved from the first token to another."
+    notes = ["Both losses of an ablation are over the same targets.", highest, *said]
     return Table("ablations", "Ablations: what the loss becomes", columns, rows, notes)
 
 

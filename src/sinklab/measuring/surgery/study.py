@@ -116,7 +116,7 @@ def measure_with_study(
             raise InputError("an ablation shows the change in loss: measure with the loss, on two tokens or more")
         found: dict[str, Any] = {}
         if plans:
-            found["ablations"] = measure_ablations(tokens_NT, plans, measurement, remeasure)
+            found["ablations"] = measure_ablations(model, tokens_NT, plans, measurement, remeasure)
         if study.perturb is not None:
             found["mixing"] = measure_mixing(model, tokens_NT, study.perturb, options.batch_size)
         if study.perturb is not None or any(plan.hidden for plan in plans):
