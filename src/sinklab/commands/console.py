@@ -17,6 +17,7 @@ from rich.progress import (
 
 from sinklab.commands.timing import Forecast, RunLength, duration
 from sinklab.experiments.sweep.planned import Event
+from sinklab.measuring.statistics.highest import elsewhere_text, in_brackets
 
 
 class RunBoard:
@@ -113,7 +114,10 @@ STALLED = 0.02  # share of the time from which on waiting for data is worth a wo
 
 def describe(row: dict[str, Any]) -> str:
     """One evaluation in a few words."""
-    parts = [f"loss {row['valid_loss']:.3f}", f"Sink_1 {row['sink_rate'][0]:.1f} %"]
+    parts = [
+        f"loss {row['valid_loss']:.3f}",
+        f"Sink_1 {row['sink_rate'][0]:.1f} %" + in_brackets(elsewhere_text(row["sink_rate"])),
+    ]
     if row.get("sink_rate_visible"):
         parts.append(f"over visible queries {row['sink_rate_visible'][0]:.1f} %")
     if row["sink_rate_bias"] is not None:

@@ -8,6 +8,7 @@ from rich.markup import escape
 from sinklab.commands.terminal.bars import bars
 from sinklab.commands.terminal.text import printable
 from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.statistics.highest import elsewhere_text, in_brackets
 from sinklab.survey.items import Listener
 
 
@@ -59,7 +60,7 @@ class SurveyProgress(Listener):
 
 
 def _in_a_line(measurement: Measurement) -> str:
-    parts = [f"Sink_1 {measurement.sink_rate[0]:.2f} %"]
+    parts = [f"Sink_1 {measurement.sink_rate[0]:.2f} %" + in_brackets(elsewhere_text(measurement.sink_rate))]
     if measurement.loss is not None:
         parts.append(f"loss {measurement.loss:.4f}")
     parts.append(f"{measurement.sequences} sequences")

@@ -12,7 +12,9 @@ from sinklab.commands.terminal.text import printable
 from sinklab.experiments.documents import CellSummary, ExperimentSummary, Summary
 from sinklab.experiments.measured.planning import Pass
 from sinklab.experiments.quantities import Quantity, quantity
+from sinklab.measuring.statistics.highest import in_brackets
 from sinklab.report.experiments.models import paper_models
+from sinklab.report.experiments.numbers import sink_elsewhere_text
 from sinklab.report.figure import DataTable
 
 
@@ -64,6 +66,7 @@ def _number(one: Quantity, cell: CellSummary, printed: float | None) -> str:
     text = f"{found.mean:,.{one.decimals}f}"
     if found.low is not None and found.high is not None:
         text += f" ({found.low:,.{one.decimals}f} to {found.high:,.{one.decimals}f})"
+    text += in_brackets(sink_elsewhere_text(cell, one.name))
     return text if printed is None else f"{text}, paper {printed:,.{one.decimals}f}"
 
 

@@ -3,6 +3,9 @@
 import math
 from collections.abc import Sequence
 
+NOISE = 1.0
+"""Percent below which a rate at a later position is no sink."""
+
 
 def highest_rate(rates: Sequence[float | None]) -> tuple[int, float] | None:
     """Position (1-based) and sink rate of the highest of positions 1 to T / 2; None where none is known.
@@ -19,3 +22,20 @@ def highest_rate(rates: Sequence[float | None]) -> tuple[int, float] | None:
     }
     best = max(known, key=known.__getitem__, default=None)
     return None if best is None else (best, known[best])
+
+
+def sink_elsewhere(rates: Sequence[float | None]) -> tuple[int, float] | None:
+    """The highest of `highest_rate` where that is not position 1 and at least 1 percent; None elsewhere."""
+    found = highest_rate(rates)
+    return found if found and found[0] > 1 and found[1] >= NOISE else None
+
+
+def elsewhere_text(rates: Sequence[float | None]) -> str:
+    """`76.8 % at position 2`, to be shown beside Sink_1; empty where there is no higher sink elsewhere."""
+    found = sink_elsewhere(rates)
+    return f"{found[1]:.1f} % at position {found[0]}" if found else ""
+
+
+def in_brackets(text: str) -> str:
+    """` (text)` behind a number; nothing for nothing."""
+    return f" ({text})" if text else ""

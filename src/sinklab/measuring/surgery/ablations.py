@@ -7,9 +7,9 @@
     zero_massive:LAYER   the same after this block alone
 
 The loss before and after is over the same targets: those predicted by a query that lost something (mask_first), those
-that both kinds of sequence have (no_bos), or all. Zeroed once, as Sun et al. do (2402.17762, section 3), a channel may be
-written anew by a later block: layer 12 of SmolLM2-135M-Instruct writes what was zeroed after layer 2. The result says
-what the largest activation is afterwards.
+that both kinds of sequence have (no_bos), or all. Zeroed once, as Sun et al. do (2402.17762, section 3), a channel
+may be written anew by a later block: layer 12 of SmolLM2-135M-Instruct writes what was zeroed after layer 2. The result
+says what the largest activation is afterwards.
 """
 
 from collections.abc import Callable, Sequence

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from sinklab.experiments.documents import CellRun, CellSummary
 from sinklab.report.assessing.prices import PRICES, Price, comparable
-from sinklab.report.experiments.numbers import by_seed, estimate_of
+from sinklab.report.experiments.numbers import by_seed, estimate_of, sink_elsewhere_text
 from sinklab.report.experiments.sweeps import Sweep
 
 MITIGATIONS, RETUNED = "mitigations", "mitigations_retuned"
@@ -20,7 +20,7 @@ class SeedScore:
     Attributes:
         mean: over the seeds, as the experiment's table has it.
         seeds: the number of each seed.
-        note: what it was reached with.
+        note: what it was reached with, or where the sink is otherwise.
     """
 
     mean: float
@@ -111,7 +111,8 @@ def _by_loss(standing: Standing) -> tuple[bool, float]:
 def _quantity(quantity: str) -> ScoreOf:
     def score(name: str, cell: CellSummary) -> SeedScore | None:
         estimate = estimate_of(cell, quantity)
-        return SeedScore(estimate.mean, tuple(value for _, value in by_seed(cell, quantity))) if estimate else None
+        seeds = tuple(value for _, value in by_seed(cell, quantity))
+        return SeedScore(estimate.mean, seeds, sink_elsewhere_text(cell, quantity)) if estimate else None
 
     return score
 

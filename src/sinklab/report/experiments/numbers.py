@@ -4,6 +4,7 @@ import statistics
 
 from sinklab.experiments.documents import CellEstimate, CellRun, CellSummary
 from sinklab.experiments.quantities import Quantity, quantity
+from sinklab.measuring.statistics.highest import elsewhere_text
 
 NOTHING = "–"
 
@@ -49,6 +50,11 @@ def interval_text(estimate: CellEstimate | None, decimals: int) -> str:
 def estimate_text(estimate: CellEstimate | None, decimals: int) -> str:
     """Mean and interval in one line."""
     return f"{mean_text(estimate, decimals)} {interval_text(estimate, decimals)}".strip()
+
+
+def sink_elsewhere_text(cell: CellSummary, name: str) -> str:
+    """Beside Sink_1: `76.8 % at position 2` where the highest sink of the cell is at another position; else empty."""
+    return elsewhere_text(cell.sink_rate) if name == "sink_1" else ""
 
 
 def change_text(cell: CellSummary) -> list[str]:
