@@ -58,6 +58,7 @@ class CellRow:
     sink_bias: Spread | None
     uniform_ratio: Spread | None
     loss: Spread | None
+    bits_per_byte: Spread | None
     norm_ratio: Spread | None
     row_sum: Spread | None
     seconds: Spread | None
@@ -82,6 +83,7 @@ def _cell_row(data: ReportData, cell: str) -> CellRow:
         sink_bias=_spread([one.sink_rate_bias for one in numbers]),
         uniform_ratio=_spread([run.measurement.uniform_ratio[0] for run in runs if run.measurement]),
         loss=_spread([one.valid_loss for one in numbers]),
+        bits_per_byte=_spread([run.measurement.bits_per_byte for run in runs if run.measurement]),
         norm_ratio=_spread([one.largest_norm_ratio for one in numbers]),
         row_sum=_spread([_row_sum(run) for run in runs]),
         seconds=_spread([_seconds(run) for run in runs] or [summary.seconds]),

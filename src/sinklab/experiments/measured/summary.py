@@ -21,12 +21,14 @@ def summarise_measured(
     subjects: Sequence[Subject],
     results: Mapping[str, CellResults],
     positions_added: bool | None,
+    sequences: Mapping[str, Sequence[int]],
 ) -> Summary:
     """The cells with the intervals over draws, and a verdict on each claim that is made of these models.
 
     Args:
         results: by cell, those that wait for their measurements included.
         positions_added: whether the model adds positions to its embedding; None where that is not known (yet).
+        sequences: that the measurements of each cell have read.
     """
     evidence, whose = Evidence(results), _whose(subjects)
     claims = list(claims_about(experiment, subjects, positions_added))
@@ -43,7 +45,7 @@ def summarise_measured(
         claims=[
             _undecided(one, experiment.id, whose)
             if isinstance(one, Undecidable)
-            else _of_draws(judged[one.id], results, experiment)
+            else _of_draws(judged[one.id], results, sequences)
             for one in claims
         ],
     )
@@ -81,13 +83,16 @@ def _described(
     )
 
 
-def _of_draws(claim: JudgedClaim, results: Mapping[str, CellResults], experiment: MeasuredExperiment) -> JudgedClaim:
+def _of_draws(
+    claim: JudgedClaim, results: Mapping[str, CellResults], sequences: Mapping[str, Sequence[int]]
+) -> JudgedClaim:
     """The claim with its evidence in the words of draws: what the rule calls a seed is a set of sequences here."""
     if claim.verdict == "not run":
         return claim
     draws = len({run.seed for cell in claim.cells for run in results[cell].numbers})
-    sequences = max(cell.sequences for cell in experiment.cells.values())
-    several = f"{draws} draw{'' if draws == 1 else 's'} of {'up to ' if experiment.each == 'domain' else ''}{sequences}"
+    read = [count for cell in claim.cells for count in sequences[cell]]
+    each = str(max(read)) if min(read) == max(read) else f"{min(read)} to {max(read)}"
+    several = f"{draws} draw{'' if draws == 1 else 's'} of {each}"
     said = re.sub(r"\bseed(s?)\b", r"draw\1", claim.evidence)
     return claim.model_copy(update={"evidence": f"{said}; of {claim.scale} alone, {several} sequences"})
 
