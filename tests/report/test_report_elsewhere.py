@@ -23,7 +23,7 @@ from sinklab.report.experiments.leaderboard import leaderboard
 from sinklab.report.experiments.sections import shown_experiments
 from sinklab.report.runs import ListedRun
 
-MOVED = [0.4, 76.8, 3.0, 0.0, 0.0, 100.0]
+MOVED: list[float | None] = [0.4, 76.8, 3.0, 0.0, 0.0, 100.0]
 SAID = "76.8 % at position 2"
 
 

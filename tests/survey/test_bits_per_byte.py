@@ -12,6 +12,7 @@ from rich.console import Console
 from tiny_models import WORDS, text_file, tiny_model
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from trained_run import trained_run
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import sinklab
 from sinklab.commands.terminal.measurement import print_measurement
@@ -35,7 +36,7 @@ def jsonl(path: Path, *texts: str) -> Path:
 def bits_by_hand(folder: Path, texts: list[str], *, bos: bool) -> float:
     """-log2 p of every predicted token over the bytes that it stands for; token by token, from its own string."""
     model, tokenizer = hf.AutoModelForCausalLM.from_pretrained(folder), hf.AutoTokenizer.from_pretrained(folder)
-    alphabet = {v: k for k, v in hf.convert_slow_tokenizer.bytes_to_unicode().items()}
+    alphabet = {v: k for k, v in bytes_to_unicode().items()}
     bits, size = 0.0, 0
     for text in texts:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"][: SMALL.length - bos]
