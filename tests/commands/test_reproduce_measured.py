@@ -122,6 +122,33 @@ def test_what_cannot_be_measured_is_refused_with_what_would_be_right(
     assert not list(Path().rglob("measurement.json"))
 
 
+def test_a_text_with_fewer_pieces_than_are_wanted_gives_draws_of_as_many_as_it_has(run: Run) -> None:
+    text_file(Path("short.jsonl"), documents=3)
+    Path("mine.yaml").write_text(OWN.replace("sequences: 4", "sequences: 60"))
+    asked = ("mine.yaml", "--model", "gpt2", "--text", "short.jsonl", "--seeds", 2, "--out", "out", "--json")
+    status, out, err = run("reproduce", *asked)
+    assert status == 0, err
+    drawn = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path("out").rglob("measurement.json"))]
+    natural = [one for one in drawn if one["inputs"] == "natural"]
+    pieces = natural[0]["sequences"]
+    assert len(natural) == 2
+    assert 0 < pieces < 60
+    for one in natural:
+        assert one["sequences"] == pieces
+        assert f"{pieces} of 60 sequences: the text has no more that are long enough" in one["notes"]
+    evidence = next(claim["evidence"] for claim in json.loads(out)["claims"] if claim["cells"] == ["natural"])
+    assert f"2 draws of {pieces} sequences" in evidence
+
+
+def test_a_text_without_one_piece_is_refused_without_options_that_reproduce_has_not(run: Run) -> None:
+    Path("none.jsonl").write_text('{"text": "red"}\n', encoding="utf-8")
+    status, _, err = on_one_line(run)("reproduce", "mine.yaml", "--model", "gpt2", "--text", "none.jsonl", "--out", "o")
+    assert status == 1
+    assert "none.jsonl gives no sequence: none of its 1 documents has 16 tokens of text; give a longer text" in err
+    assert "--length" not in err
+    assert "--sequences" not in err
+
+
 def test_a_domain_that_cannot_be_measured_is_shown_and_the_rest_goes_on(run: Run) -> None:
     text_file(Path("texts/long.jsonl"))
     text_file(Path("texts/other.jsonl"), seed=9)
@@ -132,7 +159,7 @@ def test_a_domain_that_cannot_be_measured_is_shown_and_the_rest_goes_on(run: Run
     args = ("reproduce", "mine.yaml", "--model", "gpt2", "--text", "texts", "--seeds", 2, "--out", "out")
     status, _, err = on_one_line(run)(*args)
     assert status == 1
-    assert "short/natural/seed_0: texts/short.jsonl gives 0 usable sequences" in err
+    assert "short/natural/seed_0: texts/short.jsonl gives no sequence: none of its 12 documents has 16" in err
     summary = json.loads(Path("out/summary.json").read_text())
     assert {name: cell["seeds"] for name, cell in summary["cells"].items()} == {
         "long/natural": 2,

@@ -92,7 +92,7 @@ def test_the_board_says_after_some_steps_when_all_will_be_done_and_keeps_saying_
     assert said[-1] in ("11", "12")
     if not terminal:
         lines = printed.getvalue().splitlines()
-        assert len(lines) == 9  # every 30 s
+        assert len(lines) == 29  # every 10 s
         assert re.fullmatch(r"[ab]: step \d+/1000  about \d+ min left for all", lines[-1])
 
 

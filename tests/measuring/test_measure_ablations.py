@@ -110,9 +110,63 @@ def test_the_massive_activation_is_zeroed_where_it_first_stands_out() -> None:
     assert (found.layer, found.dimension) == (1, 7)
     assert divmod(int(size.argmax()), 32) == (found.position - 1, 7)
     [ablation] = sinklab.measure(model, tokens, ablate=["zero_massive"]).ablations or []
-    with zeroed(model, found.layer, found.position, found.dimension):
+    with zeroed(model, found.layer, found.position, found.dimension, last_layer=2):
         assert ablation.loss_after == sinklab.measure(model, tokens).loss
+    [alone] = sinklab.measure(model, tokens, ablate=["zero_massive:1"]).ablations or []
+    with zeroed(model, 1, found.position, found.dimension):
+        assert alone.loss_after == sinklab.measure(model, tokens).loss != ablation.loss_after
     assert ablation.loss_before == sinklab.measure(model, tokens).loss != ablation.loss_after
+
+
+def test_a_massive_activation_that_a_later_block_writes_anew_is_zeroed_there_too() -> None:
+    model, tokens = _massive_twice(), family_tokens()
+    removed, once = sinklab.measure(model, tokens, ablate=["zero_massive", "zero_massive:1"]).ablations or []
+    assert removed.what.startswith("dimension 7 at position 1 is zeroed after layers 1 to 2")
+    assert once.what.startswith("dimension 7 at position 1 is zeroed after layer 1 alone")
+    for one in (removed, once):
+        assert one.largest_before is not None
+        assert one.largest_before.is_massive
+    assert (removed.still_massive, once.still_massive) == (False, True)
+    assert "no activation is massive any more" in removed.sentences[1]
+    assert once.largest_after is not None
+    assert (once.largest_after.layer, once.largest_after.position, once.largest_after.dimension) == (2, 1, 7)
+    assert f"the largest activation is then {once.largest_after.value:,.1f} (dimension 7" in once.sentences[1]
+    assert "there is still a massive activation" in once.sentences[1]
+
+
+def _massive_twice() -> Any:
+    """Both blocks write into channel 7 where channel 3 is large in the normed state, which is so of token 5 alone.
+
+    The first one's writing makes the norm large, so that the second writes nothing unless the first's is taken away.
+    """
+    model = pair_of("llama")[0]
+    with torch.no_grad():
+        model.model.embed_tokens.weight.normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
+        model.model.embed_tokens.weight[:, 3] = 0
+        model.model.embed_tokens.weight[family_tokens()[:, 0], 3] = 1
+        for block in model.model.layers:
+            block.self_attn.o_proj.weight.zero_()
+            for part, row, column, weight in (("gate", 0, 3, 1), ("up", 0, 3, 1), ("down", 7, 0, 1000)):
+                matrix = getattr(block.mlp, f"{part}_proj").weight
+                matrix.zero_()
+                matrix[row, column] = weight
+    return model
+
+
+def test_an_ablation_says_where_the_sink_is_afterwards(stories: Measurement) -> None:
+    half = stories.length // 2
+    for one in stories.ablations or []:
+        rates = one.sink_rate[: len(one.sink_rate) // 2]
+        assert one.sink_max_after == max(rates)
+        assert one.sink_max_position_after == rates.index(max(rates)) + 1
+        assert one.sink_max_before == max(stories.sink_rate[:half])
+        assert one.sink_max_position_before == 1
+    hidden = next(one for one in stories.ablations or [] if one.name == "mask_first:1")
+    assert hidden.sink_rate_after == 0
+    assert hidden.sink_max_position_after != 1
+    text = io.StringIO()
+    print_measurement(stories, Console(file=text, width=160))
+    assert f"{hidden.sink_max_after:.1f} at {hidden.sink_max_position_after}" in text.getvalue()
 
 
 def test_a_massive_activation_on_a_learned_sink_token_is_called_that() -> None:
@@ -134,7 +188,9 @@ def test_an_ablation_that_had_no_effect_is_an_error(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mask_first", "unknown: give mask_first:N, no_bos or zero_massive"),
+        ("mask_first", "unknown: give mask_first:N, no_bos, zero_massive or zero_massive:LAYER"),
+        ("zero_massive:x", "unknown"),
+        ("zero_massive:3", "zero_massive:3: the model has layers 1 to 2"),
         ("mask_first:x", "unknown"),
         ("mask_first:0", "give 1 to 12"),
         ("mask_first:13", "give 1 to 12"),

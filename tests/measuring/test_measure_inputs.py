@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sinklab.errors import InputError
-from sinklab.measuring.inputs import drawn_tokens, natural_tokens, random_tokens, repeated_tokens
+from sinklab.measuring.inputs import drawn_text, natural_tokens, random_tokens, repeated_tokens
 
 
 def _letters(text: str) -> list[int]:
@@ -47,18 +47,18 @@ def test_drawn_text_is_from_all_pieces_of_every_document_and_the_seed_decides(tm
     pieces = {"abc", "def", "ghi", "klm", "nop"}
     found: set[str] = set()
     for seed in range(20):
-        tokens = drawn_tokens(text, _letters, sequences=2, length=4, seed=seed, prefix=[7])
-        assert tokens[:, 0].tolist() == [7, 7]
-        found |= {"".join(map(chr, row)) for row in tokens[:, 1:].tolist()}
-        assert torch.equal(tokens, drawn_tokens(text, _letters, sequences=2, length=4, seed=seed, prefix=[7]))
+        drawn = drawn_text(text, _letters, sequences=2, length=4, seed=seed, prefix=[7])
+        found |= {"".join(map(chr, row)) for row in drawn}
+        assert drawn == drawn_text(text, _letters, sequences=2, length=4, seed=seed, prefix=[7])
     assert found == pieces
 
 
 def test_of_little_text_as_many_are_drawn_as_it_has(tmp_path: Path) -> None:
     text = _jsonl(tmp_path / "a.jsonl", "abcdef", "no", "ghijk")
-    assert drawn_tokens(text, _letters, sequences=9, length=3, seed=0, fewer=True).shape == (3, 3)
-    with pytest.raises(InputError, match=r"3 pieces have 3 tokens.*lower --sequences to 3"):
-        drawn_tokens(text, _letters, sequences=9, length=3, seed=0)
+    drawn = drawn_text(text, _letters, sequences=9, length=3, seed=0)
+    assert [len(body) for body in drawn] == [3, 3, 3]
+    with pytest.raises(InputError, match=r"gives no sequence: none of its 3 documents has 7 tokens of text"):
+        drawn_text(text, _letters, sequences=9, length=7, seed=0)
 
 
 @pytest.mark.parametrize("content", [None, "", "\n\n"])

@@ -20,7 +20,7 @@ def test_the_files_hold_the_documented_fields(tmp_path: Path) -> None:
     assert " ".join(document) == (
         "schema model revision commit inputs sequences length eps bos proxy layers heads sink_rate sink_rates "
         "sink_rate_visible sink_rates_visible sink_rate_by_length sink_rate_bias uniform_ratio loss "
-        "hidden_norm_ratio key_norm_ratio value_norm_ratio backend dtype seconds peak_memory_mb "
+        "bits_per_byte hidden_norm_ratio key_norm_ratio value_norm_ratio backend dtype seconds peak_memory_mb "
         "massive_activations notes"
     )
     assert document["schema"] == 1

@@ -21,6 +21,7 @@ from transformers.masking_utils import eager_mask
 import sinklab
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
+from sinklab.measuring.surgery.study import Study
 from sinklab.survey.request import Request
 from sinklab.survey.single import measure_model
 
@@ -164,6 +165,21 @@ def test_the_massive_activation_is_in_channel_507_of_the_first_token(
     assert (top.position, top.dimension) == (1, 507)
     assert abs(top.value) == pytest.approx(float(first_sequence.max()), rel=1e-4)
     assert top.ratio_to_median == pytest.approx(float(first_sequence.max() / first_sequence.median()), rel=1e-3)
+
+
+def test_its_massive_activation_can_be_taken_away_and_the_sink_moves_where_the_first_key_is_hidden(
+    file: Path, text: Path
+) -> None:
+    names = ["mask_first:1", "zero_massive", "zero_massive:2"]
+    measured = measure_model(str(file), text, Request(sequences=10, length=LENGTH, study=Study(names)))
+    hidden, removed, once = measured.ablations or []
+    assert hidden.sink_rate_after == 0
+    assert hidden.sink_max_position_after == 2
+    assert hidden.sink_max_after == pytest.approx(hidden.sink_rate_before, rel=0.1)
+    assert removed.what.startswith("dimension 507 at position 1 is zeroed after layers 2 to 30")
+    assert (removed.still_massive, once.still_massive) == (False, True)
+    assert once.largest_after is not None
+    assert (once.largest_after.layer, once.largest_after.dimension) == (12, 507)  # which layer 12 writes anew
 
 
 @pytest.mark.parametrize(("inputs", "low", "high"), [("random", 70, 83), ("repeat", 0, 0)])

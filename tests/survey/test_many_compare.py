@@ -53,11 +53,13 @@ def test_a_real_model_beside_a_random_one_gives_what_each_gives_by_itself(
         (("Sink_1", "% of heads"), lambda m: m["sink_rate"][0]),
         (("Sink_1 at eps 0.2", "% of heads"), lambda m: m["sink_rates"]["0.2"][0]),
         (("loss", "nats/token"), lambda m: m["loss"]),
+        (("bits per byte", "bits/byte"), lambda m: m["bits_per_byte"]),
         (("|h_1| over the rest", "largest block"), lambda m: max(m["hidden_norm_ratio"])),
     ):
         values = {name: value(measured) for name, measured in document["models"].items()}
         assert rows[quantity]["values"] == values
-        assert rows[quantity]["differences"] == {"chat": values["chat"] - values["TinyStories-656K"]}
+        difference = None if quantity[0] == "loss" else values["chat"] - values["TinyStories-656K"]
+        assert rows[quantity]["differences"] == {"chat": difference}  # losses are per token of other tokens
     assert ("sink on the bias", "% of heads") not in rows
 
 

@@ -65,7 +65,8 @@ def test_a_table_of_domains_holds_what_measuring_each_by_itself_gives(data_dir: 
     for name, measured in domains.outcome.measured.items():
         alone = measure_model(model, folder / f"{name}.jsonl", Request(sequences=measured.sequences, length=16))
         assert measured.sequences == (5 if name == "github_code" else 6)
-        assert {**result(measured), "notes": []} == result(alone)
+        notes = [note for note in measured.notes if "the text has no more" not in note]
+        assert {**result(measured), "notes": notes} == result(alone)
         np.testing.assert_array_equal(measured.importance_first, alone.importance_first)
         assert Measurement.load(tmp_path / "out" / name).document() == measured.document()
 

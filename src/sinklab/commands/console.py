@@ -15,8 +15,10 @@ from rich.progress import (
     TextColumn,
 )
 
+from sinklab.commands.terminal.bars import SPEAKS_EVERY, Clock, Lines
 from sinklab.commands.timing import Forecast, RunLength, duration
 from sinklab.experiments.sweep.planned import Event
+from sinklab.measuring.statistics.highest import elsewhere_text, in_brackets
 
 
 class RunBoard:
@@ -107,13 +109,15 @@ class RunBoard:
 MANY = 8  # runs: of more, only those under way have a line
 PLAIN: Any = {"highlight": False, "markup": False, "soft_wrap": True}
 LOOKS_EVERY = 1.0  # seconds: how often the time that is left is counted anew
-SPEAKS_EVERY = 30.0  # seconds: where there is no terminal, something is said at least so often
 STALLED = 0.02  # share of the time from which on waiting for data is worth a word
 
 
 def describe(row: dict[str, Any]) -> str:
     """One evaluation in a few words."""
-    parts = [f"loss {row['valid_loss']:.3f}", f"Sink_1 {row['sink_rate'][0]:.1f} %"]
+    parts = [
+        f"loss {row['valid_loss']:.3f}",
+        f"Sink_1 {row['sink_rate'][0]:.1f} %" + in_brackets(elsewhere_text(row["sink_rate"])),
+    ]
     if row.get("sink_rate_visible"):
         parts.append(f"over visible queries {row['sink_rate_visible'][0]:.1f} %")
     if row["sink_rate_bias"] is not None:
@@ -130,8 +134,8 @@ def describe(row: dict[str, Any]) -> str:
 class DataBoard:
     """A bar over the bytes of text while data is prepared, and how fast tokens are written."""
 
-    def __init__(self, console: Console, progress: Progress) -> None:
-        self._console, self._progress = console, progress
+    def __init__(self, console: Console, progress: Progress, clock: Clock = time.monotonic) -> None:
+        self._console, self._progress, self._lines = console, progress, Lines(console, clock)
         self._tasks: dict[str, Any] = {}
         self._start: tuple[float, int] | None = None
         self._rate = ""
@@ -142,8 +146,9 @@ class DataBoard:
         if stage not in self._tasks:
             self._tasks[stage] = self._progress.add_task(name, total=total, rate="")
             if not self._console.is_terminal:
-                self._console.print(f"{name} ...", highlight=False)
+                self._lines.say(f"{name} ...")
         self._progress.update(self._tasks[stage], completed=done, total=total, rate=self._rate)
+        self._lines.reached(name, done / 1e6, total and total / 1e6, self._rate, unit="MB")
 
     def counted(self, tokens: int) -> None:
         """Take in how many tokens there are by now; what `prepare` takes as `counted`."""

@@ -60,7 +60,9 @@ def measure(
     ] = False,
     ablate: Annotated[
         list[str] | None,
-        typer.Option(help="Also without something: mask_first:N, no_bos or zero_massive; may be repeated."),
+        typer.Option(
+            help="Also without something: mask_first:N, no_bos, zero_massive or zero_massive:LAYER; repeatable."
+        ),
     ] = None,
     perturb: Annotated[
         int | None,

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 
 from sinklab.commands.survey_progress import SurveyProgress
 from sinklab.commands.terminal.bars import StepProgress
@@ -129,16 +128,15 @@ def model_command(model: str, given: Invocation, tables: Sequence[str] = ()) -> 
     Raises:
         InputError, SinklabError: as `measure_model`.
     """
-    bar = Progress(console=given.console, transient=True, disable=not given.console.is_terminal)
-    with given.printed_anyway(print_measurement), bar:
-        task = bar.add_task("measuring", total=given.request.sequences)
+    with given.printed_anyway(print_measurement), StepProgress(given.console) as bar:
+        bar.begin("measuring", given.request.sequences)
         measurement = measure_model(
             model,
             given.text,
             given.request,
             loading=given.loading,
             out=given.out,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=bar.reach,
         )
         if given.out is not None:
             try:

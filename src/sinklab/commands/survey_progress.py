@@ -1,13 +1,15 @@
 """How many measurements go on, in a terminal: a bar over all and one over the present; plain lines elsewhere."""
 
+import time
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
-from sinklab.commands.terminal.bars import bars
+from sinklab.commands.terminal.bars import Clock, Lines, bars
 from sinklab.commands.terminal.text import printable
 from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.statistics.highest import elsewhere_text, in_brackets
 from sinklab.survey.items import Listener
 
 
@@ -18,10 +20,11 @@ class SurveyProgress(Listener):
         console: where to print.
         what: what there are many of, such as "domains".
         total: how many.
+        clock: seconds.
     """
 
-    def __init__(self, console: Console, what: str, total: int) -> None:
-        self._console = console
+    def __init__(self, console: Console, what: str, total: int, clock: Clock = time.monotonic) -> None:
+        self._lines, self._present_name = Lines(console, clock), what
         self._progress = bars(console)
         self._all = self._progress.add_task(what, total=total)
         self._present = self._progress.add_task("", total=None)
@@ -35,11 +38,13 @@ class SurveyProgress(Listener):
 
     def starts(self, name: str) -> None:
         """Show the bar of `name`."""
+        self._present_name = name
         self._progress.reset(self._present, description=escape(printable(name)), total=None)
 
     def advances(self, done: float, total: int) -> None:
         """Move the bar."""
         self._progress.update(self._present, completed=done, total=total)
+        self._lines.reached(self._present_name, done, total)
 
     def ends(self, name: str, measurement: Measurement) -> None:
         """Print the result in a line."""
@@ -55,11 +60,11 @@ class SurveyProgress(Listener):
 
     def _say(self, name: str, what: str) -> None:
         self._progress.advance(self._all)
-        self._console.print(printable(f"{name}: {what}"), markup=False, highlight=False, soft_wrap=True)
+        self._lines.say(f"{name}: {what}")
 
 
 def _in_a_line(measurement: Measurement) -> str:
-    parts = [f"Sink_1 {measurement.sink_rate[0]:.2f} %"]
+    parts = [f"Sink_1 {measurement.sink_rate[0]:.2f} %" + in_brackets(elsewhere_text(measurement.sink_rate))]
     if measurement.loss is not None:
         parts.append(f"loss {measurement.loss:.4f}")
     parts.append(f"{measurement.sequences} sequences")

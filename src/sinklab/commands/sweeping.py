@@ -17,7 +17,6 @@ from sinklab.data.shards import TokenDataset
 from sinklab.data.text_tokenizer import StageProgress
 from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.documents import SUMMARY, Summary
-from sinklab.experiments.summary import summarise
 from sinklab.experiments.sweep.asked import AskedExperiment, asked_for, joined, read_asked
 from sinklab.experiments.sweep.assessed import assess_run, unassessed
 from sinklab.experiments.sweep.driving import train_all
@@ -36,7 +35,7 @@ from sinklab.experiments.sweep.plan import (
 )
 from sinklab.experiments.sweep.planned import Event, PlannedRun
 from sinklab.experiments.sweep.preview import Preview, preview
-from sinklab.experiments.sweep.store import found_runs, record_of, results_of
+from sinklab.experiments.sweep.store import found_runs, record_of, summary_of
 from sinklab.files import parse_json
 from sinklab.outputs import REPORT, check_results
 from sinklab.report import write_report
@@ -206,10 +205,7 @@ def _assess(asked: Sequence[AskedExperiment], out: Path, console: Console) -> di
 
 def _summarised(asked: Mapping[str, AskedExperiment], out: Path) -> Summary:
     """The summary, written."""
-    own_seeds = {one.experiment.id: one.seeds for one in asked.values()}
-    altered = any(one.overlay for one in asked.values())
-    experiments = [(one.experiment, one.scale) for one in asked.values()]
-    summary = summarise(experiments, results_of(asked, out), own_seeds, altered)
+    summary = summary_of(asked, out)
     summary.save(out)
     return summary
 

@@ -6,10 +6,11 @@ from pathlib import Path
 from statistics import median
 from typing import Literal, get_args
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError, computed_field
 
 from sinklab.errors import InputError
 from sinklab.files import parse_json, write_json
+from sinklab.measuring.statistics.highest import highest_rate
 from sinklab.schema import ReadDocument
 
 SUMMARY, RECORD = "summary.json", "record.json"
@@ -126,6 +127,7 @@ class CellSummary(ReadDocument):
         change: dotted keys of the recipe and their values, where they are not the base's.
         values: by quantity, over all its seeds.
         runs: each of its seeds.
+        sink_max, sink_max_position: the highest of `sink_rate` at positions 1 to T / 2, percent, and where it is.
     """
 
     sink_rate: list[float | None] = Field(default_factory=list)
@@ -137,6 +139,18 @@ class CellSummary(ReadDocument):
     change: dict[str, object] = Field(default_factory=dict)
     values: dict[str, CellEstimate] = Field(default_factory=dict)
     runs: list[CellRun] = Field(default_factory=list)
+
+    @computed_field
+    @property
+    def sink_max(self) -> float | None:
+        found = highest_rate(self.sink_rate)
+        return found[1] if found else None
+
+    @computed_field
+    @property
+    def sink_max_position(self) -> int | None:
+        found = highest_rate(self.sink_rate)
+        return found[0] if found else None
 
     def of_seeds(self, seeds: Collection[int]) -> "CellSummary":
         """The same of these seeds alone: an experiment's table shows no others."""

@@ -19,6 +19,7 @@ from sinklab.measuring.padding import RealTokens
 from sinklab.schema import Part
 
 STRONGEST = 8  # blocks reported
+MASSIVE, MASSIVE_RATIO = 100, 1000  # the value, and its multiple of the median, from which on it is massive
 
 
 class MassiveActivation(Part):
@@ -37,6 +38,11 @@ class MassiveActivation(Part):
     dimension: int = Field(ge=0)
     value: FiniteFloat
     ratio_to_median: FiniteFloat
+
+    @property
+    def is_massive(self) -> bool:
+        """Whether it is above 100 and at least 1,000 times the median (Sun et al., 2402.17762, section 2)."""
+        return abs(self.value) > MASSIVE and self.ratio_to_median >= MASSIVE_RATIO
 
 
 @contextmanager

@@ -4,6 +4,8 @@ from typing import Literal
 
 from pydantic import Field, FiniteFloat
 
+from sinklab.measuring.activations import MassiveActivation
+from sinklab.measuring.statistics.highest import highest_rate
 from sinklab.schema import Part
 
 PositionKind = Literal["none", "relative", "t5", "alibi", "rotary", "absolute", "learnable"]
@@ -20,6 +22,12 @@ class Ablation(Part):
         sink_rate_before: Sink_1 without the ablation, percent.
         sink_rate_after: Sink_1 with it. Without BOS, position 1 is the first token of the text.
         sink_rate: of every position with it, percent, position 1 first.
+        sink_max_before, sink_max_after: the highest sink rate of positions 1 to T / 2 (highest.py), percent; None in
+            older files, as the others from here on.
+        sink_max_position_before, sink_max_position_after: where that is, 1-based.
+        largest_before, largest_after: of zero_massive, the activation of the first sequence that is the largest
+            multiple of the median of its block; positions count learned tokens in front of the sequence.
+        still_massive: of zero_massive, whether `largest_after` is massive (above 100, and 1,000 times the median).
     """
 
     name: str
@@ -31,6 +39,37 @@ class Ablation(Part):
     sink_rate_before: float = Field(ge=0, le=100)
     sink_rate_after: float = Field(ge=0, le=100)
     sink_rate: list[float]
+    sink_max_before: float | None = Field(default=None, ge=0, le=100)
+    sink_max_position_before: int | None = Field(default=None, ge=1)
+    sink_max_after: float | None = Field(default=None, ge=0, le=100)
+    sink_max_position_after: int | None = Field(default=None, ge=1)
+    largest_before: MassiveActivation | None = None
+    largest_after: MassiveActivation | None = None
+    still_massive: bool | None = None
+
+    @property
+    def highest_after(self) -> str:
+        """The highest sink rate with the ablation and where it is: `76.8 at 2`; empty where it is not known."""
+        found = highest_rate(self.sink_rate)
+        return "" if found is None else f"{found[1]:.1f} at {found[0]}"
+
+    @property
+    def sentences(self) -> list[str]:
+        """What was done, and what of the massive activation is left where that was zeroed."""
+        before, after = self.largest_before, self.largest_after
+        if before is None or after is None:
+            return [self.what]
+        if after.is_massive:
+            verdict = "there is still a massive activation"
+        elif before.is_massive:
+            verdict = "no activation is massive any more"
+        else:
+            verdict = "no activation was massive before (above 100 and 1,000 times the median)"
+        return [
+            self.what,
+            f"the largest activation is then {after.value:,.1f} (dimension {after.dimension} at position "
+            f"{after.position} after layer {after.layer}, {after.ratio_to_median:,.0f} times the median): {verdict}",
+        ]
 
 
 class Mixing(Part):

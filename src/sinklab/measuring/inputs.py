@@ -4,7 +4,7 @@ natural   the first T tokens of each document that is long enough, documents in 
           of plain text files, which do not say where documents begin, consecutive pieces of T tokens;
           the files of a folder take turns, a sequence each time
 drawn     the same, but of every document all pieces of T tokens, from which a seed draws with replacement: several
-          such draws say how well what is measured is known of the text
+          such draws say how well what is measured is known of the text; of a short text as many as it has
 random    every token drawn uniformly from the vocabulary
 repeat    one random token per sequence, T times
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from sinklab.data.sources.corpora import documents
 from sinklab.data.sources.textfiles import Render, plain_conversation, read_documents, read_pieces, text_files
+from sinklab.data.spelling import Spelled
 from sinklab.errors import InputError
 
 if TYPE_CHECKING:
@@ -60,15 +61,32 @@ def natural_tokens(
     Raises:
         InputError: the file is missing, empty or malformed, or too little of it is long enough; says how much is.
     """
+    return with_prefix(
+        natural_text(text, encode, sequences=sequences, length=length, prefix=prefix, fewer=fewer, render=render),
+        prefix,
+    )
+
+
+def natural_text(
+    text: Path,
+    encode: Encode,
+    *,
+    sequences: int,
+    length: int,
+    prefix: Sequence[int] = (),
+    fewer: bool = False,
+    render: Render = plain_conversation,
+) -> list[Sequence[int]]:
+    """The sequences of `natural_tokens` without their prefix, each as `encode` gives them; the same arguments."""
     _check_shape(sequences, length, len(prefix))
     cutter = _Cutter(encode, length - len(prefix), render)
-    rows = [[*prefix, *ids] for ids in islice(cutter.sequences(text), sequences)]
+    rows = list(islice(cutter.sequences(text), sequences))
     if len(rows) < sequences and not (fewer and rows):
         raise cutter.too_few(text, len(rows), sequences)
-    return torch.tensor(rows)
+    return rows
 
 
-def drawn_tokens(
+def drawn_text(
     text: Path,
     encode: Encode,
     *,
@@ -76,24 +94,41 @@ def drawn_tokens(
     length: int,
     seed: int,
     prefix: Sequence[int] = (),
-    fewer: bool = False,
     render: Render = plain_conversation,
-) -> Tensor:
+) -> list[Sequence[int]]:
     """Sequences of real text from anywhere in it, drawn with replacement; the same seed gives the same.
 
-    Args:
-        fewer: of a text that has fewer sequences, as many as it has are drawn.
+    Of a text that has fewer sequences than are wanted, as many as it has are drawn.
 
-    Other arguments, the result and errors are those of `natural_tokens`.
+    Raises:
+        InputError: the file is missing, empty or malformed, or it has no sequence.
+
+    Other arguments and the result are those of `natural_text`.
     """
     _check_shape(sequences, length, len(prefix))
     cutter = _Cutter(encode, length - len(prefix), render, everything=True)
     pool = list(islice(cutter.sequences(text), POOL * sequences))
-    if len(pool) < sequences and not (fewer and pool):
-        raise cutter.too_few(text, len(pool), sequences)
+    if not pool:
+        raise cutter.none_long_enough(text)
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randint(len(pool), (min(sequences, len(pool)),), generator=generator)
-    return torch.tensor([[*prefix, *pool[index]] for index in chosen.tolist()])
+    return [pool[index] for index in chosen.tolist()]
+
+
+def with_prefix(bodies: Sequence[Sequence[int]], prefix: Sequence[int]) -> Tensor:
+    """tokens_NT, int64: each row the prefix and then a body; bodies are equally long."""
+    return torch.tensor([[*prefix, *ids] for ids in bodies])
+
+
+def sizes_of(bodies: Sequence[Sequence[int]], prefix: Sequence[int]) -> Tensor | None:
+    """sizes_NT: bytes of text that each token of `with_prefix` stands for, 0 for the prefix; None where not known.
+
+    UNKNOWN (data/spelling.py) where a token does not spell the text.
+    """
+    known = [body for body in bodies if isinstance(body, Spelled)]
+    if len(known) < len(bodies):
+        return None
+    return torch.tensor([[*(0 for _ in prefix), *body.sizes] for body in known])
 
 
 @dataclass
@@ -113,12 +148,17 @@ class _Cutter:
 
     def too_few(self, text: Path, found: int, sequences: int) -> InputError:
         """What to say of a text that gives less than is needed."""
-        usable = f"of its {self.documents} documents" if self.documents and not self.everything else "pieces"
+        usable = f"of its {self.documents} documents" if self.documents else "pieces"
         less = f"lower --sequences to {found}, " if found else ""
         return InputError(
             f"{text} gives {found} usable sequences, and {sequences} are needed: {found} {usable} have "
             f"{self.body} tokens of text; {less}lower --length, or give more text"
         )
+
+    def none_long_enough(self, text: Path) -> InputError:
+        """What to say of a text of which not even one sequence can be cut."""
+        of = f"none of its {self.documents} documents" if self.documents else "it"
+        return InputError(f"{text} gives no sequence: {of} has {self.body} tokens of text; give a longer text")
 
     def sequences(self, text: Path) -> Iterator[Sequence[int]]:
         """Of a file, of the files of a folder in turn, or of another corpus."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-import torch
 from pydantic import ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
 from sinklab.errors import InputError
@@ -17,7 +16,7 @@ from sinklab.files import parse_json, write_json, written_aside
 from sinklab.measuring.activations import MassiveActivation
 from sinklab.measuring.findings import Ablation, Mixing, Propositions
 from sinklab.measuring.frames import TABLES, Columns, TableName, data_frame, write_csv, write_parquet
-from sinklab.measuring.metrics import uniform_importance
+from sinklab.measuring.metrics import uniform_ratio_of_means
 from sinklab.measuring.options import Inputs
 from sinklab.measuring.statistics.arrays import Array, ArrayOrNone, Axes, WithArrays
 from sinklab.measuring.statistics.details import Details
@@ -28,6 +27,7 @@ ColumnValues = np.ndarray | Sequence[float] | None
 LEFT_OUT = (
     "step",
     "planned_steps",
+    "vocabulary",
     "sink_rates_bias",
     "sink_rate_window_start",
     "norm_ratio_before_norm",
@@ -37,7 +37,8 @@ LEFT_OUT = (
     "mixing",
     "propositions",
     "scores",
-)  # where there are none
+)
+"""Of measurement.json, where they are None."""
 
 
 class Measurement(WithArrays):
@@ -48,6 +49,7 @@ class Measurement(WithArrays):
         revision: branch, tag or commit that was asked for, of a model of the hub; None for its main branch, and here.
         commit: of the hub, that this was; None for a model that does not come from there.
         step, planned_steps: of a run of ours, the step it was measured at and its last one; None for other models.
+        vocabulary: digest of the tokenizer's vocabulary (spelling.py); None where tokens were given, or in older files.
         inputs: what the sequences are made of.
         sequences: N.
         length: T, the positions of the longest sequence, BOS included.
@@ -67,6 +69,8 @@ class Measurement(WithArrays):
         uniform_ratio: alpha_k over that of uniform causal attention (metrics.py), mean over (sequence, layer, head),
             position 1 first: 1 is no sink, at any T.
         loss: nats per token over targets 2..T, those after the prefix under a prefix mask; None where there are none.
+        bits_per_byte: the loss over the bytes of the text that the targets stand for (bits.py); None where it is of no
+            text, or the notes say why.
         hidden_norm_ratio: |h_1| / mean over t > 1 of |h_t| before the first block and after every block (M + 1).
             inf, which is null in measurement.json, where the others are 0 and the first is not; 1 where all are 0.
         norm_ratio_before_norm: of a post-norm model the same of what enters each norm, two per block; None elsewhere.
@@ -79,7 +83,7 @@ class Measurement(WithArrays):
         massive_activations: the largest |activation| of each of the strongest blocks (activations.py); None if unknown.
         details: what was asked for beyond (details.py); None, and left out of the files, where nothing was.
         notes: what the reader must know, such as a batch that had to be halved.
-        ablations: what became of the loss and of Sink_1 without something (ablations.py); None unless asked for.
+        ablations: what became of the loss and of the sinks without something (ablations.py); None unless asked for.
         mixing: how far a change of one token spreads (mixing.py); None unless asked for.
         propositions: what the paper proves of repeated tokens, checked (propositions.py); None for other inputs.
         scores: on downstream tasks, percent, where the model was asked any (evaluating/asked.py); None elsewhere.
@@ -101,6 +105,7 @@ class Measurement(WithArrays):
     commit: str | None = None
     step: int | None = None
     planned_steps: int | None = None
+    vocabulary: str | None = None
     inputs: Inputs
     sequences: int = Field(ge=1)
     length: int = Field(ge=1)
@@ -119,6 +124,7 @@ class Measurement(WithArrays):
     sink_rate_window_start: Percent | None = None
     uniform_ratio: list[Annotated[FiniteFloat, Field(ge=0)]]
     loss: FiniteFloat | None
+    bits_per_byte: FiniteFloat | None = None
     hidden_norm_ratio: list[Ratio] | None
     norm_ratio_before_norm: list[Ratio] | None = None
     norm_ratio_sink_token: list[Ratio] | None = None
@@ -301,7 +307,7 @@ class Measurement(WithArrays):
             if document.get("details"):
                 document["details"] = {**document["details"], **Details.found_in(arrays)}
             if "uniform_ratio" not in document and "importance" in arrays:  # older files
-                document["uniform_ratio"] = _uniform_ratio(arrays["importance"])
+                document["uniform_ratio"] = uniform_ratio_of_means(arrays["importance"])
             return cls.model_validate({**document, **cls.found_in(arrays)})
         except FileNotFoundError as error:
             raise InputError(f"{advice}: {Path(error.filename).name} is missing") from error
@@ -311,10 +317,3 @@ class Measurement(WithArrays):
             raise InputError(f"{advice}: {where}: {first['msg']}") from error
         except Exception as error:  # damaged archives raise whatever their reader stumbles over
             raise InputError(f"{advice}: {error}") from error
-
-
-def _uniform_ratio(importance_LHT: np.ndarray) -> list[float]:
-    """From the mean over sequences that are all as long as the longest."""
-    length = importance_LHT.shape[-1]
-    uniform_T = uniform_importance(torch.tensor([length]), length)[0].numpy()
-    return (importance_LHT.mean((0, 1), dtype=np.float64) / uniform_T).tolist()

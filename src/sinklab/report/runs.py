@@ -7,6 +7,7 @@ from typing import Literal
 
 from sinklab.errors import InputError, SinklabError
 from sinklab.files import parse_json
+from sinklab.measuring.statistics.highest import elsewhere_text
 from sinklab.report.collect import folders_with, read_mapping
 from sinklab.report.data import WrittenRecipe
 from sinklab.report.grouping import changes
@@ -28,6 +29,7 @@ class ListedRun:
         step, steps: reached (evaluated or saved) and in the recipe.
         sink_rate, sink_rate_bias: of the first position and of the bias at the last evaluation, percent.
         valid_loss: then, nats per token.
+        sink_elsewhere: then, where the highest sink is at another position than the first.
         differs: settings as `--set` takes them, against the recipe of its name that comes with sinklab, or where there
             is none against the other runs listed.
     """
@@ -43,6 +45,7 @@ class ListedRun:
     valid_loss: float | None = None
     differs: tuple[str, ...] = ()
     why: str = ""
+    sink_elsewhere: str = ""
 
 
 def list_runs(folders: Sequence[Path]) -> list[ListedRun]:
@@ -106,6 +109,7 @@ def _listed(path: Path, recipes: dict[Path, WrittenRecipe]) -> ListedRun:
         last.valid_loss,
         _differences(path, recipes),
         why,
+        elsewhere_text(last.sink_rate),
     )
 
 

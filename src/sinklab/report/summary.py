@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypedDict, TypeVar
 
 from sinklab.experiments.documents import CellSummary
+from sinklab.measuring.statistics.highest import sink_elsewhere
 from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.experiments.sweeps import Sweep
 from sinklab.survey.documents import CheckpointsDocument, ComparisonDocument, DomainsDocument
@@ -16,6 +17,7 @@ from sinklab.train.directory.history import Evaluation, seconds_spent
 K = TypeVar("K", bound=Hashable)
 
 INFINITE = "∞"
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -45,7 +47,8 @@ class Spread:
 class CellRow:
     """One line of the table of cells. Rates are percent, loss is nats per token; None where not recorded.
 
-    The ratio to uniform attention is that of the first token's importance.
+    The ratio to uniform attention is that of the first token's importance. `sink_elsewhere` is position (1-based) and
+    mean rate of the highest sink where that is not the first token (highest.py).
     """
 
     cell: str
@@ -53,19 +56,14 @@ class CellRow:
     progress: str
     sink_first: Spread | None
     sink_visible: Spread | None
-    sink_highest: tuple[int, float] | None
+    sink_elsewhere: tuple[int, float] | None
     sink_bias: Spread | None
     uniform_ratio: Spread | None
     loss: Spread | None
+    bits_per_byte: Spread | None
     norm_ratio: Spread | None
     row_sum: Spread | None
     seconds: Spread | None
-
-    @property
-    def sink_elsewhere(self) -> tuple[int, float] | None:
-        """Position (1-based) and rate of the highest sink where that is not the first token; below 1 % is none."""
-        peak = self.sink_highest
-        return peak if peak and peak[0] > 1 and peak[1] >= 1 else None
 
 
 def cell_rows(data: ReportData) -> list[CellRow]:
@@ -83,10 +81,11 @@ def _cell_row(data: ReportData, cell: str) -> CellRow:
         progress=f" ({', '.join(unfinished)})" if unfinished else "",
         sink_first=_spread([_first(one.sink_rate) for one in numbers]),
         sink_visible=_spread([_first(one.sink_rate_visible) for one in numbers]),
-        sink_highest=_highest([one.sink_rate for one in numbers if one.sink_rate]),
+        sink_elsewhere=sink_elsewhere(_mean_rates([one.sink_rate for one in numbers if one.sink_rate])),
         sink_bias=_spread([one.sink_rate_bias for one in numbers]),
         uniform_ratio=_spread([run.measurement.uniform_ratio[0] for run in runs if run.measurement]),
         loss=_spread([one.valid_loss for one in numbers]),
+        bits_per_byte=_spread([run.measurement.bits_per_byte for run in runs if run.measurement]),
         norm_ratio=_spread([one.largest_norm_ratio for one in numbers]),
         row_sum=_spread([_row_sum(run) for run in runs]),
         seconds=_spread([_seconds(run) for run in runs] or [summary.seconds]),
@@ -130,15 +129,9 @@ def _first(values: Sequence[float | None] | None) -> float | None:
     return values[0] if values else None
 
 
-def _highest(rates: Sequence[Sequence[float | None]]) -> tuple[int, float] | None:
-    """The position (1-based) with the highest mean rate, and the rate, in the first half of the sequence: later
-    positions are seen by few queries, their own among them, and pass any threshold without being sinks."""
-    if not rates:
-        return None
-    length = min(len(rate) for rate in rates)
-    means = [statistics.fmean(rate[k] or 0.0 for rate in rates) for k in range(max(1, length // 2))]
-    best = max(range(len(means)), key=means.__getitem__)
-    return best + 1, means[best]
+def _mean_rates(rates: Sequence[Sequence[float | None]]) -> list[float]:
+    """By position, over runs; as long as the shortest."""
+    return [statistics.fmean(rate or 0.0 for rate in at_position) for at_position in zip(*rates, strict=False)]
 
 
 class OverSeeds(TypedDict):

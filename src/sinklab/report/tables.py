@@ -59,6 +59,7 @@ def table_of_cells(data: ReportData) -> tuple[list[tuple[str, str]], list[list[s
         (("Parameters", "millions"), lambda row: _millions(members.get(row.cell))),
         (("On the bias", "% of heads"), lambda row: _text(row.sink_bias, 1)),
         (("Valid. loss" if trained else "Loss", "nats / token"), lambda row: _text(row.loss, 3)),
+        (("Bits per byte", "of the text"), lambda row: _text(row.bits_per_byte, 3)),
         (("Norm ratio", "largest block"), lambda row: _text(row.norm_ratio, 1)),
         (("Row sum", "of raw scores"), lambda row: _text(row.row_sum, 2)),
         (("Time", "seconds"), lambda row: _text(row.seconds, 0)),
@@ -132,8 +133,8 @@ def _comparison(document: ComparisonDocument, number: int) -> Table:
     rows = [_line(row, first, others) for row in document.rows]
     note = (
         "Sink rates are percent of (sequence, layer, head) triples. Ratios compare position 1 with the mean of the "
-        "others. Each model reads the text through its own tokenizer: losses are per token of each, and comparable "
-        "where the tokenizers are the same."
+        "others. Each model reads the text through its own tokenizer. Losses are per token: where the vocabularies "
+        "differ they have no difference; bits per byte of the text are comparable."
     )
     return Table(f"comparison-{number}", "Side by side", columns, rows, [note])
 
@@ -161,10 +162,13 @@ def _ablations(data: ReportData) -> Table:
             f"{one.loss_change:+.3f}",
             f"{one.sink_rate_before:.1f}",
             f"{one.sink_rate_after:.1f}",
+            one.highest_after,
         ]
         for label, one in found
     ]
-    said = [f"{label}, {one.name}: {one.what}; targets from {one.first_target} on." for label, one in found]
+    said = [
+        f"{label}, {one.name}: {'; '.join(one.sentences)}; targets from {one.first_target} on." for label, one in found
+    ]
     columns = [
         ("Model", "as measured"),
         ("Without", "ablation"),
@@ -173,8 +177,10 @@ def _ablations(data: ReportData) -> Table:
         ("Change", "nats / token"),
         ("Sink₁", "% of heads"),
         ("Ablated", "% of heads"),
+        ("Highest sink, ablated", "% at position"),
     ]
-    notes = ["Both losses of an ablation are over the same targets.", *said]
+    highest = "The highest sink is of positions 1 to T / 2: it may have moved from the first token to another."
+    notes = ["Both losses of an ablation are over the same targets.", highest, *said]
     return Table("ablations", "Ablations: what the loss becomes", columns, rows, notes)
 
 

@@ -105,7 +105,7 @@ def compare_backends(
     if unknown := [name for name in backends or () if name not in BACKENDS]:
         raise InputError(f"--backend {unknown[0]} is unknown: choose from {', '.join(BACKENDS)}")
     pretrained = load_pretrained(model, loading)
-    tokens_NT, _, _ = LoadedPretrained(model, loading.revision, pretrained).tokens(text, request)
+    tokens_NT = LoadedPretrained(model, loading.revision, pretrained).tokens(text, request).tokens_NT
     loaded = pretrained.model
     found = backend_parity(loaded, tokens_NT.to(loaded.device), backends or BACKENDS, starts)
     return Parity(

@@ -1,7 +1,8 @@
 """Several models on the same text, side by side: base against chat, small against large.
 
-Each model reads the text through its own tokenizer, and conversations through its own chat template. Tokenizers
-differ, so the sequences of two models are alike in text and not in tokens, and losses are per token of each.
+Each model reads the text through its own tokenizer, and conversations through its own chat template. Where tokenizers
+differ the sequences of two models are alike in text and not in tokens: their losses per token are not subtracted. Bits
+per byte (bits.py) can be compared.
 """
 
 import math
@@ -25,6 +26,7 @@ from sinklab.survey.request import Request
 
 DOCUMENT = "comparison.json"
 POSITIONS = 4
+PER_TOKEN = "nats/token"
 
 ComparedNumber = tuple[str, str, Callable[[Measurement], float | None]]
 
@@ -132,7 +134,13 @@ def _row(quantity: ComparedNumber, measured: Mapping[str, Measurement]) -> Compa
     found = {model: value(measurement) for model, measurement in measured.items()}
     values = {model: finite_or_none(number) for model, number in found.items()}
     first, *others = values
-    differences = {other: _difference(values[other], values[first]) for other in others}
+    vocabulary = {model: measurement.vocabulary for model, measurement in measured.items()}
+    differences = {
+        other: _difference(values[other], values[first])
+        if unit != PER_TOKEN or vocabulary[other] == vocabulary[first] is not None
+        else None
+        for other in others
+    }
     infinite = [model for model, number in found.items() if number == math.inf]
     return ComparedQuantity(quantity=name, unit=unit, values=values, differences=differences, infinite=infinite)
 
@@ -156,7 +164,8 @@ def _quantities(first: Measurement) -> list[ComparedNumber]:
         ("sink on the bias", "% of heads", lambda m: m.sink_rate_bias),
         ("importance of position 1", "mean", lambda m: float(m.importance[:, :, 0].mean())),
         ("importance of position 1", "times uniform", lambda m: m.uniform_ratio[0]),
-        ("loss", "nats/token", lambda m: m.loss),
+        ("loss", PER_TOKEN, lambda m: m.loss),
+        ("bits per byte", "bits/byte", lambda m: m.bits_per_byte),
         ("|h_1| over the rest", "largest block", lambda m: max(m.hidden_norm_ratio or [], default=None)),
         ("|k_1| over the rest", "mean layer", lambda m: fmean(m.key_norm_ratio) if m.key_norm_ratio else None),
         ("|v_1| over the rest", "mean layer", lambda m: fmean(m.value_norm_ratio) if m.value_norm_ratio else None),

@@ -28,7 +28,8 @@ class ComparedQuantity(ReadDocument):
     Attributes:
         quantity, unit: what is compared.
         values: by model; None where a model has no such thing, or it is infinite.
-        differences: from the first model, by model; None where one of the two is.
+        differences: from the first model, by model; None where one of the two is, and of a loss per token where the
+            vocabularies of the two differ.
         infinite: the models in which it is.
     """
 

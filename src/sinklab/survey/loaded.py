@@ -1,13 +1,16 @@
 """What is measured: a Hugging Face model or a run directory, loaded once and asked as often as wanted."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sinklab.data.sources.textfiles import text_files
+from sinklab.data.spelling import UNKNOWN, spelling, vocabulary_digest
 from sinklab.device import pick_device
 from sinklab.errors import InputError
 from sinklab.measuring.api import watched_model
@@ -18,9 +21,12 @@ from sinklab.measuring.inputs import default_prefix, pretrained_encode
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.native import WatchedTransformer
 from sinklab.measuring.surgery.study import measure_with_study
+from sinklab.survey.bits import with_bits_per_byte
 from sinklab.survey.request import Request
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
     from sinklab.data.config import DataConfig
     from sinklab.data.tokenizers import Tokenizer
 
@@ -80,6 +86,23 @@ def is_run(name: str) -> bool:
     return (Path(name) / "recipe.yaml").is_file()
 
 
+@dataclass(frozen=True)
+class ReadTokens:
+    """What a model is measured on.
+
+    Attributes:
+        tokens_NT: the sequences.
+        sizes_NT: bytes of text that each token stands for (`inputs.sizes_of`); None where they are of no text.
+        bos_tokens: special tokens that each sequence begins with.
+        conversations: how chats were written.
+    """
+
+    tokens_NT: Tensor
+    sizes_NT: Tensor | None
+    bos_tokens: int
+    conversations: Conversations
+
+
 class LoadedPretrained:
     """A Hugging Face model with its tokenizer.
 
@@ -99,8 +122,8 @@ class LoadedPretrained:
         with request.study.changed_positions(self._model, request.length):
             pass
 
-    def tokens(self, text: Path | None, request: Request) -> tuple[Tensor, int, Conversations]:
-        """The sequences that are asked for, the special tokens that each begins with, and how chats were written.
+    def tokens(self, text: Path | None, request: Request) -> ReadTokens:
+        """The sequences that are asked for.
 
         Raises:
             InputError: sequences beyond its context, or a text that cannot be used.
@@ -111,26 +134,37 @@ class LoadedPretrained:
         special = default_prefix(self._tokenizer)
         conversations = Conversations(self._tokenizer, keep_bos=not (special or request.no_bos or request.drawn_text))
         tokens_NT, prefix = request.drawn(min(len(self._tokenizer), vocabulary_size(self._model))), []
+        sizes_NT = None
         if tokens_NT is None:
             prefix = [] if request.no_bos else special
-            encode = pretrained_encode(self._tokenizer)
-            tokens_NT = request.text_tokens(
+            encode = spelling(
+                pretrained_encode(self._tokenizer),
+                self._tokenizer.convert_ids_to_tokens,  # type: ignore[arg-type]
+                set(self._tokenizer.added_tokens_decoder),
+            )
+            tokens_NT, sizes_NT = request.text_tokens(
                 request.needed(text), encode, length=request.length, prefix=prefix, render=conversations.render
             )
-        return tokens_NT, len(prefix) or int(conversations.bos), conversations
+        return ReadTokens(tokens_NT, sizes_NT, len(prefix) or int(conversations.bos), conversations)
 
     def measure(self, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
-        tokens_NT, bos_tokens, conversations = self.tokens(text, request)
+        read = self.tokens(text, request)
         measurement = measure_with_study(
             watched_model(self._model),
-            tokens_NT,
-            request.options_for(self._name, bos=bos_tokens > 0),
+            read.tokens_NT,
+            request.options_for(self._name, bos=read.bos_tokens > 0),
             request.study,
-            bos_tokens=bos_tokens,
+            bos_tokens=read.bos_tokens,
             progress=progress,
         )
-        found = {"revision": self._revision, "commit": self._loaded.commit}
-        return _annotated(measurement.model_copy(update=found), request, text, conversations, self._loaded.notes)
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        found = {
+            "revision": self._revision,
+            "commit": self._loaded.commit,
+            "vocabulary": _digest(backend) if backend else vocabulary_digest(self._tokenizer.get_vocab()),
+        }
+        measurement = with_bits_per_byte(measurement.model_copy(update=found), read.sizes_NT, first_target=2)
+        return _annotated(measurement, request, text, read.conversations, self._loaded.notes)
 
 
 class _LoadedRun:
@@ -162,11 +196,12 @@ class _LoadedRun:
     def measure(self, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
         self._check_length(request)
         tokens_NT, bos, conversations = request.drawn(self._tokenizer.vocab_size), False, Conversations()
+        sizes_NT = None
         if tokens_NT is None:
             text = request.needed(text)
             bos = self._recipe.data.bos and not request.no_bos
             data = self._recipe.data.model_copy(update={"bos": bos})
-            tokens_NT = _as_trained(text, request, data, self._tokenizer, conversations)
+            tokens_NT, sizes_NT = _as_trained(text, request, data, self._tokenizer, conversations)
         measurement = measure_with_study(
             WatchedTransformer(self._model),
             tokens_NT,
@@ -176,18 +211,29 @@ class _LoadedRun:
             progress=progress,
         )
         at_step = measurement.of_step(self._step, self._recipe.train.steps)
+        at_step = at_step.model_copy(update={"vocabulary": _digest(self._tokenizer.backend)})
+        at_step = with_bits_per_byte(at_step, sizes_NT, self._model.config.first_target)
         return _annotated(at_step, request, text, conversations)
+
+
+def _digest(backend: "Backend") -> str:
+    """Of the vocabulary without what was added to it: a chat model has its base model's."""
+    return vocabulary_digest(backend.get_vocab(with_added_tokens=False))
 
 
 def _as_trained(
     text: Path, request: Request, data: "DataConfig", tokenizer: "Tokenizer", conversations: Conversations
-) -> Tensor:
-    """Text as the run saw its own: its tokenizer, and its loader for BOS, fixed and random tokens."""
+) -> tuple[Tensor, Tensor | None]:
+    """Text as the run saw its own: its tokenizer, and its loader for BOS, fixed and random tokens.
+
+    With the bytes that each token stands for, 0 for BOS; UNKNOWN for a token that stands in the place of the text's.
+    """
     from sinklab.data.loader import Loader
 
-    bare_NS = request.text_tokens(
+    added = set(tokenizer.backend.get_added_tokens_decoder())
+    bare_NS, sizes_NS = request.text_tokens(
         text,
-        lambda document: tokenizer.encode_batch([document])[0],
+        spelling(lambda document: tokenizer.encode_batch([document])[0], tokenizer.token, added),
         length=request.length - int(data.bos),
         render=conversations.render,
     )
@@ -201,7 +247,11 @@ def _as_trained(
         bos_id=tokenizer.bos_id,
         shuffle=False,
     )
-    return loader.batch(0)
+    tokens_NT = loader.batch(0)
+    if sizes_NS is None:
+        return tokens_NT, None
+    sizes_NS = sizes_NS.masked_fill(tokens_NT[:, int(data.bos) :] != bare_NS, UNKNOWN)
+    return tokens_NT, F.pad(sizes_NS, (int(data.bos), 0))
 
 
 def _annotated(

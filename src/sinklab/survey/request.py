@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,15 @@ from torch import Tensor
 from sinklab.data.sources.corpora import documents
 from sinklab.data.sources.textfiles import Render
 from sinklab.errors import InputError
-from sinklab.measuring.inputs import Encode, drawn_tokens, natural_tokens, random_tokens, repeated_tokens
+from sinklab.measuring.inputs import (
+    Encode,
+    drawn_text,
+    natural_text,
+    random_tokens,
+    repeated_tokens,
+    sizes_of,
+    with_prefix,
+)
 from sinklab.measuring.options import Options
 from sinklab.measuring.surgery.study import Study
 
@@ -26,7 +33,7 @@ class Request:
         no_bos: leave out the special tokens that the tokenizer, or the run's recipe, puts first.
         seed: of random and repeated tokens, and of drawn text.
         drawn_text: natural sequences are drawn by the seed from all pieces of the text, not the first of it.
-        fewer: be content with fewer sequences where a text has no more, and say so in the notes.
+        fewer: be content with fewer sequences where a text has no more, and say so in the notes; drawn text always is.
         study: ablations and changed positions.
     """
 
@@ -73,19 +80,21 @@ class Request:
 
     def text_tokens(
         self, text: Path, encode: Encode, *, length: int, prefix: Sequence[int] = (), render: Render
-    ) -> Tensor:
-        """Sequences of the text.
+    ) -> tuple[Tensor, Tensor | None]:
+        """Sequences of the text, and the bytes of it that each token stands for (`inputs.sizes_of`), both N x T.
 
         Args:
             length: of them, `prefix` included.
 
         Raises:
-            InputError: as `natural_tokens`.
+            InputError: as `natural_text` and `drawn_text`.
         """
-        draw = partial(drawn_tokens, seed=self.seed) if self.drawn_text else natural_tokens
-        return draw(
-            text, encode, sequences=self.sequences, length=length, prefix=prefix, fewer=self.fewer, render=render
-        )
+        wanted: dict[str, Any] = {"sequences": self.sequences, "length": length, "prefix": prefix, "render": render}
+        if self.drawn_text:
+            bodies = drawn_text(text, encode, seed=self.seed, **wanted)
+        else:
+            bodies = natural_text(text, encode, fewer=self.fewer, **wanted)
+        return with_prefix(bodies, prefix), sizes_of(bodies, prefix)
 
     def drawn(self, vocabulary: int) -> Tensor | None:
         """Random or repeated tokens; None where text is wanted."""

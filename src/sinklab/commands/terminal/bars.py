@@ -1,6 +1,7 @@
-"""How far work has come: bars in a terminal, and elsewhere lines, one each half minute."""
+"""How far work has come: bars in a terminal, and elsewhere lines, one each ten seconds."""
 
 import time
+from collections.abc import Callable
 from typing import Any, Self
 
 from rich.console import Console
@@ -9,7 +10,31 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sinklab.commands.terminal.text import printable
 
-SPEAKS_EVERY = 30.0  # seconds, where there is no terminal
+SPEAKS_EVERY = 10.0  # seconds, where there is no terminal
+
+Clock = Callable[[], float]
+
+
+class Lines:
+    """Lines where there is no terminal: whatever else is printed, none for SPEAKS_EVERY seconds makes one due.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, console: Console, clock: Clock = time.monotonic) -> None:
+        self._console, self._clock, self._said = console, clock, clock()
+
+    def say(self, what: str) -> None:
+        """A line, in a terminal as well."""
+        self._said = self._clock()
+        self._console.print(printable(what), markup=False, highlight=False, soft_wrap=True)
+
+    def reached(self, name: str, done: float, total: float | None, shown: str = "", unit: str = "") -> None:
+        """A line on how far it is, if one is due."""
+        if not self._console.is_terminal and self._clock() - self._said >= SPEAKS_EVERY:
+            of = "" if total is None else f" of {total:,.0f}"
+            self.say(f"{name}: {done:,.0f}{of}{unit and ' '}{unit}" + (f", {shown}" if shown else ""))
 
 
 def bars(console: Console) -> Progress:
@@ -28,10 +53,10 @@ def bars(console: Console) -> Progress:
 class StepProgress:
     """One bar, of one thing after the other."""
 
-    def __init__(self, console: Console) -> None:
-        self._console, self._bar = console, bars(console)
+    def __init__(self, console: Console, clock: Clock = time.monotonic) -> None:
+        self._console, self._bar, self._lines = console, bars(console), Lines(console, clock)
         self._task = self._bar.add_task("", total=None)
-        self._name, self._done, self._total, self._said = "", 0, 0, time.monotonic()
+        self._name, self._done, self._total = "", 0.0, 0
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -42,21 +67,23 @@ class StepProgress:
 
     def begin(self, name: str, total: int, done: int = 0) -> None:
         """A bar of so many steps."""
-        self._name, self._total, self._done, self._said = name, total, done, time.monotonic()
+        self._name, self._total, self._done = name, total, float(done)
         self._bar.reset(self._task, description=escape(printable(name)), total=total, completed=done)
 
     def move(self, steps: int, shown: str = "") -> None:
         """So many more; `shown` stands beside the bar."""
-        self._done += steps
+        self.reach(self._done + steps, self._total, shown)
+
+    def reach(self, done: float, total: int, shown: str = "") -> None:
+        """So many of so many; `shown` stands beside the bar."""
+        self._done, self._total = done, total
         description = escape(printable(shown or self._name))
-        self._bar.update(self._task, completed=self._done, description=description)
-        if not self._console.is_terminal and time.monotonic() - self._said >= SPEAKS_EVERY:
-            self.say(f"{self._name}: {self._done:,} of {self._total:,}" + (f", {shown}" if shown else ""))
+        self._bar.update(self._task, completed=done, total=total, description=description)
+        self._lines.reached(self._name, done, total, shown)
 
     def say(self, what: str) -> None:
         """A line."""
-        self._said = time.monotonic()
-        self._console.print(printable(what), markup=False, highlight=False, soft_wrap=True)
+        self._lines.say(what)
 
     def say_without_terminal(self, what: str) -> None:
         """A line where no bar says it."""

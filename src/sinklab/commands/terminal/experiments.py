@@ -17,7 +17,8 @@ from sinklab.experiments.documents import CellSummary, ExperimentSummary, Judged
 from sinklab.experiments.listing import ListedExperiment, jobs_here
 from sinklab.experiments.quantities import quantity
 from sinklab.experiments.sweep.preview import CellPreview, Preview
-from sinklab.report.experiments.numbers import NOTHING, estimate_text
+from sinklab.measuring.statistics.highest import in_brackets
+from sinklab.report.experiments.numbers import NOTHING, estimate_text, sink_elsewhere_text
 
 
 def print_experiments(found: Sequence[ListedExperiment], console: Console) -> None:
@@ -131,7 +132,8 @@ def _row(one: ExperimentSummary, name: str, cell: CellSummary) -> Iterable[str]:
     failed = sum(run.status == "failed" for run in cell.runs)
     yield f"{cell.seeds}" + (f", {failed} failed" if failed else "")
     for column in one.columns:
-        yield estimate_text(cell.values.get(column), quantity(column).decimals)
+        text = estimate_text(cell.values.get(column), quantity(column).decimals)
+        yield text + in_brackets(sink_elsewhere_text(cell, column))
         if _is_published(one, column):
             value = one.published.get(name, {}).get(column)
             yield NOTHING if value is None else f"{value:.{quantity(column).decimals}f}"

@@ -13,7 +13,10 @@ def print_findings(m: Measurement, console: Console) -> None:
     """Print what a measurement holds beside its numbers; nothing where nothing was asked for."""
     if m.ablations:
         print_table(_ablations(m), console)
-        said = [f"{one.name}: {one.what}; targets from position {one.first_target} on" for one in m.ablations]
+        said = [
+            f"{one.name}: {'; '.join(one.sentences)}; targets from position {one.first_target} on"
+            for one in m.ablations
+        ]
         console.print(escape("\n".join(said)), style="dim", highlight=False)
     if m.mixing:
         print_table(_mixing(m.mixing), console)
@@ -24,7 +27,14 @@ def print_findings(m: Measurement, console: Console) -> None:
 def _ablations(m: Measurement) -> Table:
     table = Table(title="Ablations", title_justify="left")
     table.add_column("without")
-    for name in ("loss before", "after", "change (nats)", "Sink_1 before (%)", "after"):
+    for name in (
+        "loss before",
+        "after",
+        "change (nats)",
+        "Sink_1 before (%)",
+        "after",
+        "highest after,\n% at position",
+    ):
         table.add_column(name, justify="right")
     for one in m.ablations or []:
         table.add_row(
@@ -34,6 +44,7 @@ def _ablations(m: Measurement) -> Table:
             f"{one.loss_change:+.4f}",
             f"{one.sink_rate_before:.2f}",
             f"{one.sink_rate_after:.2f}",
+            one.highest_after,
         )
     return table
 

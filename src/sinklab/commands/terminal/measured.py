@@ -12,8 +12,9 @@ from sinklab.commands.terminal.text import printable
 from sinklab.experiments.documents import CellSummary, ExperimentSummary, Summary
 from sinklab.experiments.measured.planning import Pass
 from sinklab.experiments.quantities import Quantity, quantity
+from sinklab.measuring.statistics.highest import in_brackets
 from sinklab.report.experiments.models import paper_models
-from sinklab.report.experiments.numbers import estimate_text
+from sinklab.report.experiments.numbers import estimate_text, sink_elsewhere_text
 from sinklab.report.figure import DataTable
 
 
@@ -62,7 +63,7 @@ def _number(one: Quantity, cell: CellSummary, printed: float | None) -> str:
     found = cell.values.get(one.name)
     if found is None:
         return ""
-    text = estimate_text(found, one.decimals)
+    text = estimate_text(found, one.decimals) + in_brackets(sink_elsewhere_text(cell, one.name))
     return text if printed is None else f"{text}, paper {printed:,.{one.decimals}f}"
 
 

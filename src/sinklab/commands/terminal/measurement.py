@@ -22,6 +22,7 @@ def print_measurement(measurement: Measurement, console: Console) -> None:
         None if m.step is None else f"step {m.step:,} of {m.planned_steps:,}",
         "position 1 is BOS" if m.bos else "no BOS",
         f"loss {m.loss:.4f} nats/token" if m.loss is not None else None,
+        f"{m.bits_per_byte:.4f} bits/byte" if m.bits_per_byte is not None else None,
         "proxy scores" if m.proxy else None,
         f"{m.backend}, {m.dtype}, {m.seconds:.1f} s",
     ]

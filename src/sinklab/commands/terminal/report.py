@@ -10,6 +10,7 @@ from rich.text import Text
 from sinklab.commands.terminal.text import printable
 from sinklab.experiments.definition import SCALES
 from sinklab.experiments.documents import JudgedClaim, verdict_counts
+from sinklab.measuring.statistics.highest import in_brackets
 from sinklab.report.data import ReportData
 from sinklab.report.experiments.comparison import compared
 from sinklab.report.experiments.numbers import estimate_text, number_text
@@ -72,7 +73,7 @@ def compared_table(sweep: Sweep, name: str) -> Table:
         texts = [cell.seeds + (f", {cell.failed} failed" if cell.failed else "")]
         for one in found.columns:
             estimate = cell.ours[one.name]
-            texts.append(estimate_text(estimate, one.decimals))
+            texts.append(estimate_text(estimate, one.decimals) + in_brackets(cell.elsewhere[one.name]))
             if one.name in found.in_paper:
                 paper = cell.paper.get(one.name)
                 failed = paper is None and not cell.trained_there

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
+from sinklab.measuring.statistics.highest import in_brackets
 from sinklab.report.runs import ListedRun
 
 
@@ -21,7 +22,8 @@ def runs_table(runs: Sequence[ListedRun]) -> Table:
             Text(run.directory),
             run.state,
             f"{run.step:,}/{run.steps:,}" if run.steps is not None else "–",
-            *(_fixed(value, digits) for value, digits in ((run.sink_rate, 1), (run.sink_rate_bias, 1))),
+            _fixed(run.sink_rate, 1) + in_brackets(run.sink_elsewhere),
+            _fixed(run.sink_rate_bias, 1),
             _fixed(run.valid_loss, 3),
             "–" if run.seed is None else str(run.seed),
             Text(run.why or ", ".join(run.differs)),

@@ -5,6 +5,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from sinklab.commands.tables import print_table
+from sinklab.measuring.statistics.highest import elsewhere_text, in_brackets
 from sinklab.tuning.card import sides
 from sinklab.tuning.documents import Tuning
 
@@ -23,7 +24,7 @@ def print_tuning(tuning: Tuning, console: Console) -> None:
     for head in heads:
         table.add_column(head, justify="right")
     for name, side in sides(tuning):
-        numbers = [f"{side.sink_rate[0]:.2f}"]
+        numbers = [f"{side.sink_rate[0]:.2f}" + in_brackets(elsewhere_text(side.sink_rate))]
         if has_bias:
             numbers.append("–" if side.sink_rate_bias is None else f"{side.sink_rate_bias:.2f}")
         numbers.append(f"{max(side.hidden_norm_ratio):.2f}" if side.hidden_norm_ratio else "–")

@@ -9,6 +9,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from sinklab.commands.tables import print_table
+from sinklab.measuring.statistics.highest import elsewhere_text
 from sinklab.train.directory.history import Evaluation, read_history
 from sinklab.train.planning.plan import TrainingPlan, megabytes
 from sinklab.train.recipe import Recipe
@@ -40,6 +41,7 @@ def _end_table(last: Evaluation, recipe: Recipe) -> Table:
         "tokens": (last.tokens, ",", ""),
         "validation loss": (last.valid_loss, ".3f", " nats / token"),
         "Sink_1": (next(iter(last.sink_rate), None), ".1f", " % of heads"),
+        "highest elsewhere": (elsewhere_text(last.sink_rate) or None, "", ""),
         "on the bias": (last.sink_rate_bias, ".1f", " % of heads"),
         "norm ratio": (last.largest_norm_ratio, ".1f", ", largest block"),
     }

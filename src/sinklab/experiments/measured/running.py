@@ -52,7 +52,17 @@ class MeasuredResults:
     def summary(self) -> Summary:
         """Cells with their numbers, and the claims judged."""
         cells = {name: self._cell(one, option) for one in self.passes for name, option in one.cells.items()}
-        return summarise_measured(self.experiment, self.subjects, cells, self._propositions())
+        return summarise_measured(self.experiment, self.subjects, cells, self._propositions(), self._sequences())
+
+    def _sequences(self) -> dict[str, list[int]]:
+        """How many each measurement of a cell has read: a text may have fewer than were asked for."""
+        return {
+            name: [
+                found.sequences for draw in range(self.draws) if (found := self.outcome.measured.get(one.folder(draw)))
+            ]
+            for one in self.passes
+            for name in one.cells
+        }
 
     def _propositions(self) -> Propositions | None:
         """What repeated tokens have shown of the model; None before they are read."""

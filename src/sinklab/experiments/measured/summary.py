@@ -21,16 +21,18 @@ def summarise_measured(
     subjects: Sequence[Subject],
     results: Mapping[str, CellResults],
     found: Propositions | None,
+    sequences: Mapping[str, Sequence[int]],
 ) -> Summary:
     """The cells with the numbers of every draw, and a verdict on each claim that is made of these models.
 
     Args:
         results: by cell, those that wait for their measurements included.
         found: what repeated tokens have shown of the model; None where that is not known (yet).
+        sequences: that the measurements of each cell have read.
     """
     whose = _whose(subjects)
     claims = [
-        stated(_judged(one, results, experiment), one.claim if isinstance(one, Undecidable) else one, experiment)
+        stated(_judged(one, results, sequences), one.claim if isinstance(one, Undecidable) else one, experiment)
         for one in claims_about(experiment, subjects, found)
     ]
     claims = [claim.model_copy(update={"scale": whose, "replicate": "draw"}) for claim in claims]
@@ -78,7 +80,7 @@ def _described(
 
 
 def _judged(
-    one: Claim | Undecidable, results: Mapping[str, CellResults], experiment: MeasuredExperiment
+    one: Claim | Undecidable, results: Mapping[str, CellResults], sequences: Mapping[str, Sequence[int]]
 ) -> JudgedClaim:
     """The claim with its evidence in the words of draws: each is a set of sequences that the model reads."""
     if isinstance(one, Undecidable):
@@ -87,8 +89,8 @@ def _judged(
     if claim.verdict == "not run":
         return claim
     draws = len({run.seed for cell in claim.cells for run in results[cell].numbers})
-    sequences = max(cell.sequences for cell in experiment.cells.values())
+    read = [count for cell in claim.cells for count in sequences[cell]]
+    each = str(max(read)) if min(read) == max(read) else f"{min(read)} to {max(read)}"
     said = re.sub(r"\bseed(s?)\b", r"draw\1", claim.evidence)
-    up_to = "up to " if experiment.each == "domain" else ""
-    each = f"{draws} draw{'' if draws == 1 else 's'} of {up_to}{sequences} sequences"
-    return claim.model_copy(update={"evidence": f"{said}; {each}"})
+    several = f"{draws} draw{'' if draws == 1 else 's'} of {each} sequences"
+    return claim.model_copy(update={"evidence": f"{said}; {several}"})

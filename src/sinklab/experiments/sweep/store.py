@@ -5,9 +5,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from sinklab.experiments.claims import quantities_of
-from sinklab.experiments.documents import CellRun, RunRecord, read_record
+from sinklab.experiments.claims import Scale
+from sinklab.experiments.definition import Experiment
+from sinklab.experiments.documents import CellRun, RunRecord, Summary, read_record
 from sinklab.experiments.quantities import RunNumbers
 from sinklab.experiments.results import CellResults, named_values, read_numbers
+from sinklab.experiments.summary import summarise
 from sinklab.experiments.sweep.asked import AskedExperiment
 from sinklab.experiments.sweep.recording import edited
 from sinklab.train.directory.environment import ENVIRONMENT, recorded_hash
@@ -79,6 +82,18 @@ def results_of(asked: Mapping[str, AskedExperiment], out: Path) -> dict[str, Cel
         failed = sum(run.status == "failed" for run in runs)
         results[name] = CellResults(changes[name], runs, numbers, failed)
     return results
+
+
+def summary_of(asked: Mapping[str, AskedExperiment], out: Path) -> Summary:
+    """The summary of these experiments by the runs below a directory.
+
+    Raises:
+        InputError: a file of a run is damaged.
+    """
+    own_seeds = {one.experiment.id: one.seeds for one in asked.values()}
+    altered = any(one.overlay for one in asked.values())
+    experiments: list[tuple[Experiment, Scale]] = [(one.experiment, one.scale) for one in asked.values()]
+    return summarise(experiments, results_of(asked, out), own_seeds, altered)
 
 
 def _quantities(asked: Iterable[AskedExperiment]) -> Iterator[str]:

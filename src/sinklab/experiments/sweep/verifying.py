@@ -12,12 +12,11 @@ import torch
 from sinklab.data.prepare import prepared
 from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.documents import SUMMARY, RunRecord, Summary, read_record
-from sinklab.experiments.summary import summarise
 from sinklab.experiments.sweep.asked import read_asked
 from sinklab.experiments.sweep.packed import CHECKSUMS, read_checksums, unpack
 from sinklab.experiments.sweep.planned import Event, PlannedRun
 from sinklab.experiments.sweep.recording import edited
-from sinklab.experiments.sweep.store import found_runs, results_of
+from sinklab.experiments.sweep.store import found_runs, summary_of
 from sinklab.experiments.sweep.worker import train_cell
 from sinklab.files import parse_json, sha256_of
 from sinklab.train.directory.environment import environment, read_environment
@@ -117,7 +116,7 @@ def _check_runs(runs: dict[str, Path]) -> Check:
 def _check_verdicts(top: Path, files: Path) -> Check:
     """Every cell and claim of summary.json, from the metrics and the definitions in asked/."""
     asked = read_asked(top)
-    now = summarise([(one.experiment, one.scale) for one in asked.values()], results_of(asked, files))
+    now = summary_of(asked, files)
     before = Summary.model_validate(parse_json((top / SUMMARY).read_text(encoding="utf-8")))
     check = Check("verdicts judged anew", len(before.claims))
     judged = {(one.experiment, one.id): one for one in now.claims}

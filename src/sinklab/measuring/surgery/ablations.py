@@ -2,11 +2,14 @@
 
     mask_first:N   no query after the N-th sees the first N keys                      (surgery.masked_first_keys)
     no_bos         the sequences without the special tokens that stand first
-    zero_massive   the largest activation is set to zero after the block where it appears      (surgery.zeroed)
+    zero_massive   the channel of the largest activation is set to zero at its position, after the block where it
+                   appears and after every later block                                         (surgery.zeroed)
+    zero_massive:LAYER   the same after this block alone
 
 The loss before and after is over the same targets: those predicted by a query that lost something (mask_first), those
-that both kinds of sequence have (no_bos), or all. What a channel carried flows on, so zeroing it where it appears
-removes it from the later blocks too, unless they make it anew (Sun et al., 2402.17762, section 3, zero it so).
+that both kinds of sequence have (no_bos), or all. Zeroed once, as Sun et al. do (2402.17762, section 3), a channel
+may be written anew by a later block: layer 12 of SmolLM2-135M-Instruct writes what was zeroed after layer 2. The result
+says what the largest activation is afterwards.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,6 +26,7 @@ from sinklab.measuring.findings import Ablation
 from sinklab.measuring.hooks import evaluating
 from sinklab.measuring.huggingface.anatomy import input_device
 from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.statistics.highest import highest_rate
 from sinklab.measuring.surgery.changes import zeroed
 from sinklab.measuring.surgery.keys import masked_first_keys
 from sinklab.measuring.surgery.places import residual_blocks
@@ -31,7 +35,7 @@ from sinklab.model.transformer import Transformer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ABLATIONS = "mask_first:N, no_bos or zero_massive"
+ABLATIONS = "mask_first:N, no_bos, zero_massive or zero_massive:LAYER"
 DIGITS = 9  # of a number that is worth reading
 Remeasure = Callable[[Tensor, int], Measurement]  # tokens_NT, the first target that counts
 
@@ -47,6 +51,7 @@ class Plan:
         first_target: position of the first target that counts, in the whole sequences.
         dropped: tokens left out in front.
         hidden: keys that no later query may see.
+        largest: the largest activation, where that is zeroed.
     """
 
     name: str
@@ -55,10 +60,15 @@ class Plan:
     first_target: int = 2
     dropped: int = 0
     hidden: int = 0
+    largest: MassiveActivation | None = None
 
 
 def measure_ablations(
-    tokens_NT: Tensor, plans: Sequence[Plan], baseline: Measurement, remeasure: Remeasure
+    model: "PreTrainedModel | Transformer",
+    tokens_NT: Tensor,
+    plans: Sequence[Plan],
+    baseline: Measurement,
+    remeasure: Remeasure,
 ) -> list[Ablation]:
     """What the loss and the sinks become under each ablation; the model is left as it was found.
 
@@ -71,16 +81,19 @@ def measure_ablations(
         SinklabError: an ablation that could not be carried out.
     """
     losses = {2: baseline.loss}  # or from the model's own first target on, before which no plan begins
-    found = []
+    found: list[Ablation] = []
+    position_before, highest_before = highest_rate(baseline.sink_rate) or (None, None)
     for plan in plans:
         if plan.first_target not in losses:
             losses[plan.first_target] = remeasure(tokens_NT, plan.first_target).loss
         with plan.surgery:
             ablated = remeasure(tokens_NT[:, plan.dropped :], plan.first_target - plan.dropped)
+            largest = strongest(_largest_by_block(model, tokens_NT[0]))[0] if plan.largest else None
         _check_hidden(ablated, plan.hidden)
         before = losses[plan.first_target]
         assert before is not None
         assert ablated.loss is not None
+        position, highest = highest_rate(ablated.sink_rate) or (None, None)
         found.append(
             Ablation(
                 name=plan.name,
@@ -92,6 +105,13 @@ def measure_ablations(
                 sink_rate_before=baseline.sink_rate[0],
                 sink_rate_after=ablated.sink_rate[0],
                 sink_rate=ablated.sink_rate,
+                sink_max_before=highest_before,
+                sink_max_position_before=position_before,
+                sink_max_after=highest,
+                sink_max_position_after=position,
+                largest_before=plan.largest,
+                largest_after=largest,
+                still_massive=largest.is_massive if largest else None,
             )
         )
     return found
@@ -105,6 +125,15 @@ def emerging_activation(model: "PreTrainedModel | Transformer", tokens_T: Tensor
     Raises:
         SinklabError: the blocks of the model could not be found.
     """
+    return _emerging(_largest_by_block(model, tokens_T))
+
+
+def _emerging(found: Sequence[MassiveActivation]) -> MassiveActivation:
+    top = strongest(found)[0]
+    return next(one for one in found if (one.position, one.dimension) == (top.position, top.dimension))
+
+
+def _largest_by_block(model: "PreTrainedModel | Transformer", tokens_T: Tensor) -> list[MassiveActivation]:
     blocks = residual_blocks(model)
     tokens_1T = tokens_T[None].to(input_device(model))
     with evaluating(model), largest_activations(blocks) as found:
@@ -114,8 +143,7 @@ def emerging_activation(model: "PreTrainedModel | Transformer", tokens_T: Tensor
             from sinklab.measuring.huggingface.loss import forward_only
 
             forward_only(model, tokens_1T, {"use_cache": False})
-    top = strongest(found)[0]
-    return next(one for one in found if (one.position, one.dimension) == (top.position, top.dimension))
+    return found
 
 
 def plan_ablation(name: str, model: "PreTrainedModel | Transformer", tokens_NT: Tensor, bos_tokens: int = 0) -> Plan:
@@ -126,7 +154,7 @@ def plan_ablation(name: str, model: "PreTrainedModel | Transformer", tokens_NT: 
         bos_tokens: how many special tokens stand first.
 
     Raises:
-        InputError: an unknown name, more keys to hide than the sequences have, no BOS to leave out.
+        InputError: an unknown name, more keys to hide than the sequences have, no BOS to leave out, no such layer.
         SinklabError: the blocks of the model could not be found.
     """
     hidden = check_ablation(name, tokens_NT.shape[1])
@@ -135,7 +163,7 @@ def plan_ablation(name: str, model: "PreTrainedModel | Transformer", tokens_NT: 
         return _mask_first(model, hidden, first_target)
     if name == "no_bos":
         return _no_bos(bos_tokens, tokens_NT.shape[1], first_target)
-    return _zero_massive(model, tokens_NT[0], first_target)
+    return _zero_massive(name, model, tokens_NT[0], first_target)
 
 
 def check_ablation(name: str, length: int) -> int:
@@ -146,7 +174,7 @@ def check_ablation(name: str, length: int) -> int:
     """
     kind, _, number = name.partition(":")
     if kind != "mask_first" or not number.isdecimal():
-        if name in ("no_bos", "zero_massive"):
+        if name in ("no_bos", "zero_massive") or (kind == "zero_massive" and _is_layer(number)):
             return 0
         raise InputError(f"the ablation {name!r} is unknown: give {ABLATIONS}")
     if length < 3:
@@ -156,6 +184,10 @@ def check_ablation(name: str, length: int) -> int:
             f"{name} on sequences of {length} tokens: give 1 to {length - 2}, so that a later query predicts"
         )
     return int(number)
+
+
+def _is_layer(number: str) -> bool:
+    return number.isdecimal() and len(number) <= DIGITS
 
 
 def _mask_first(model: "PreTrainedModel | Transformer", n: int, first_target: int) -> Plan:
@@ -178,18 +210,25 @@ def _no_bos(bos_tokens: int, length: int, first_target: int) -> Plan:
     return Plan("no_bos", "the sequences without BOS", nullcontext(), first_target=first_target, dropped=bos_tokens)
 
 
-def _zero_massive(model: "PreTrainedModel | Transformer", tokens_T: Tensor, first_target: int) -> Plan:
-    one = emerging_activation(model, tokens_T)
+def _zero_massive(name: str, model: "PreTrainedModel | Transformer", tokens_T: Tensor, first_target: int) -> Plan:
+    found = _largest_by_block(model, tokens_T)
+    one, top, layers = _emerging(found), strongest(found)[0], len(found)
+    _, alone, number = name.partition(":")
+    first, last = (int(number), int(number)) if alone else (one.layer, layers)
+    if not 1 <= first <= layers:
+        raise InputError(f"{name}: the model has layers 1 to {layers}")
     leading = model.leading if isinstance(model, Transformer) else 0
     position = one.position - leading
     learned = "the learned sink token" if leading == 1 else f"register {one.position} of {leading}"
     where = f"position {position}" if position > 0 else learned
+    after = f"layer {first} alone" if alone else f"layers {first} to {last}" if first < last else f"layer {first}"
     return Plan(
-        "zero_massive",
-        f"dimension {one.dimension} at {where} is zeroed after layer {one.layer} "
-        f"(it was {one.value:.1f}, {one.ratio_to_median:.0f} times the median)",
-        zeroed(model, one.layer, position, one.dimension),
+        name,
+        f"dimension {one.dimension} at {where} is zeroed after {after} "
+        f"(it was {top.value:,.1f} after layer {top.layer}, {top.ratio_to_median:,.0f} times the median)",
+        zeroed(model, first, position, one.dimension, last),
         first_target=first_target,
+        largest=top,
     )
 
 

@@ -17,13 +17,16 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def zeroed(model: "PreTrainedModel | Transformer", layer: int, position: int, dimension: int) -> Iterator[None]:
-    """One channel of the residual stream is set to zero after block `layer`, at one position of every sequence.
+def zeroed(
+    model: "PreTrainedModel | Transformer", layer: int, position: int, dimension: int, last_layer: int | None = None
+) -> Iterator[None]:
+    """One channel of the residual stream is set to zero after a block or several, at one position of every sequence.
 
     Sequences that end before it are read as ever.
 
     Args:
         layer: 1-based.
+        last_layer: it is zeroed after each block from `layer` to this one; after `layer` alone unless given.
         position: 1-based; 0 is a learned sink token, 0, -1, .. are registers, the last first.
         dimension: 0-based, as in `massive_activations`.
 
@@ -32,8 +35,12 @@ def zeroed(model: "PreTrainedModel | Transformer", layer: int, position: int, di
         SinklabError: the blocks of the model could not be found; in a forward pass, a cache.
     """
     blocks = residual_blocks(model)
-    if not 1 <= layer <= len(blocks):
-        raise InputError(f"layer {layer} does not exist: give one of 1 to {len(blocks)}")
+    last_layer = layer if last_layer is None else last_layer
+    for number in (layer, last_layer):
+        if not 1 <= number <= len(blocks):
+            raise InputError(f"layer {number} does not exist: give one of 1 to {len(blocks)}")
+    if last_layer < layer:
+        raise InputError(f"layers {layer} to {last_layer} are none: give a last layer from {layer} on")
     first = 1 - model.leading if isinstance(model, Transformer) else 1
     if position < first:
         raise InputError(f"position {position} does not exist: they are counted from {first}")
@@ -47,7 +54,8 @@ def zeroed(model: "PreTrainedModel | Transformer", layer: int, position: int, di
         hidden_BTC[..., dimension].masked_fill_(here_BT, 0)
         return (hidden_BTC, *output[1:]) if isinstance(output, tuple) else hidden_BTC
 
-    with first_tokens(model) as start, hooked([blocks[layer - 1].register_forward_hook(leaving)]):
+    chosen = blocks[layer - 1 : last_layer]
+    with first_tokens(model) as start, hooked(block.register_forward_hook(leaving) for block in chosen):
         yield
 
 

@@ -97,7 +97,7 @@ def measure_with_study(
         tokens_NT: whole sequences, without padding.
         options: of the measurement; the ablations are measured without lengths, details and maps.
         bos_tokens: how many special tokens stand first.
-        progress: of the measurement, not of the ablations.
+        progress: called with (sequences done, sequences in all), those of the ablations counted as well.
 
     Raises:
         InputError: an ablation or a position that the model or the sequences do not have.
@@ -106,17 +106,26 @@ def measure_with_study(
     model = watched.model
     bare = replace(options, lengths=(), details=False, maps=())
 
+    passes, before = 1, 0
+
+    def reached(done: float, sequences: int) -> None:
+        if progress is not None:
+            progress(before * sequences + done, passes * sequences)
+
     def remeasure(tokens_NT: Tensor, first_target: int) -> Measurement:
-        return measure(watched, tokens_NT, replace(bare, first_target=first_target))
+        nonlocal before
+        before += 1
+        return measure(watched, tokens_NT, replace(bare, first_target=first_target), progress=reached)
 
     with study.changed_positions(model, tokens_NT.shape[-1]) as notes:
         plans = [plan_ablation(name, model, tokens_NT, bos_tokens) for name in study.ablate]
-        measurement = measure(watched, tokens_NT, options, progress=progress)
+        passes += len(plans) + len({plan.first_target for plan in plans} - {2})  # which need the loss before, too
+        measurement = measure(watched, tokens_NT, options, progress=reached)
         if plans and measurement.loss is None:
             raise InputError("an ablation shows the change in loss: measure with the loss, on two tokens or more")
         found: dict[str, Any] = {}
         if plans:
-            found["ablations"] = measure_ablations(tokens_NT, plans, measurement, remeasure)
+            found["ablations"] = measure_ablations(model, tokens_NT, plans, measurement, remeasure)
         if study.perturb is not None:
             found["mixing"] = measure_mixing(model, tokens_NT, study.perturb, options.batch_size)
         if study.perturb is not None or any(plan.hidden for plan in plans):

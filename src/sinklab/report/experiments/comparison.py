@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from sinklab.experiments.documents import CellEstimate, CellSummary, ExperimentSummary
 from sinklab.experiments.quantities import Quantity
-from sinklab.report.experiments.numbers import estimate_of, quantity_of
+from sinklab.report.experiments.numbers import estimate_of, quantity_of, sink_elsewhere_text
 from sinklab.report.experiments.sweeps import Sweep
 
 
@@ -19,6 +19,7 @@ class ComparedCell:
         ours: by quantity.
         paper: by quantity.
         trained_there: False where the paper says that it did not train.
+        elsewhere: where the highest sink is at another position than the first, by quantity, beside which it is shown.
     """
 
     name: str
@@ -27,6 +28,7 @@ class ComparedCell:
     ours: Mapping[str, CellEstimate | None]
     paper: Mapping[str, float]
     trained_there: bool
+    elsewhere: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -63,4 +65,5 @@ def _compared(name: str, cell: CellSummary, experiment: ExperimentSummary) -> Co
         ours={column: estimate_of(cell, column) for column in experiment.columns},
         paper=published,
         trained_there=published.get("trains") != 0.0,
+        elsewhere={column: sink_elsewhere_text(cell, column) for column in experiment.columns},
     )

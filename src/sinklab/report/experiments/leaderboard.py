@@ -6,7 +6,7 @@ from statistics import median
 
 from sinklab.experiments.documents import CellRun, CellSummary
 from sinklab.report.assessing.prices import PRICES, Price, comparable
-from sinklab.report.experiments.numbers import by_seed, estimate_of
+from sinklab.report.experiments.numbers import by_seed, estimate_of, sink_elsewhere_text
 from sinklab.report.experiments.sweeps import Sweep
 
 MITIGATIONS, RETUNED = "mitigations", "mitigations_retuned"
@@ -21,7 +21,7 @@ class SeedScore:
     Attributes:
         median: over the seeds, as the experiment's table has it.
         seeds: the number of each seed.
-        note: what it was reached with.
+        note: what it was reached with, or where the sink is otherwise.
     """
 
     median: float
@@ -114,7 +114,8 @@ def _quantity(quantity: str) -> ScoreOf:
         estimate = estimate_of(cell, quantity)
         if estimate is None or estimate.median is None:
             return None
-        return SeedScore(estimate.median, tuple(value for _, value in by_seed(cell, quantity)))
+        seeds = tuple(value for _, value in by_seed(cell, quantity))
+        return SeedScore(estimate.median, seeds, sink_elsewhere_text(cell, quantity))
 
     return score
 

@@ -2,6 +2,7 @@
 
 from sinklab.experiments.documents import CellEstimate, CellRun, CellSummary, estimated
 from sinklab.experiments.quantities import Quantity, quantity
+from sinklab.measuring.statistics.highest import elsewhere_text
 
 NOTHING = "–"
 
@@ -55,6 +56,11 @@ def estimate_text(estimate: CellEstimate | None, decimals: int) -> str:
     """Median, smallest and largest in one line; of a norm ratio also before training and at its lowest."""
     texts = (median_text(estimate, decimals), ends_text(estimate, decimals), untrained_text(estimate, decimals))
     return " ".join(filter(None, texts))
+
+
+def sink_elsewhere_text(cell: CellSummary, name: str) -> str:
+    """Beside Sink_1: `76.8 % at position 2` where the highest sink of the cell is at another position; else empty."""
+    return elsewhere_text(cell.sink_rate) if name == "sink_1" else ""
 
 
 def change_text(cell: CellSummary) -> list[str]:

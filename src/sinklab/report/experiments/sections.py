@@ -170,7 +170,8 @@ def _numbers(table: ComparedCells, cell: ComparedCell) -> list[ShownNumber]:
     numbers = [ShownNumber(cell.seeds, counted(cell.failed, "run") + " failed" if cell.failed else "")]
     for one in table.columns:
         estimate = cell.ours[one.name]
-        numbers.append(ShownNumber(median_text(estimate, one.decimals), _beside(estimate, one.decimals)))
+        beside = f"{_beside(estimate, one.decimals)} {cell.elsewhere[one.name]}".strip()
+        numbers.append(ShownNumber(median_text(estimate, one.decimals), beside))
         if one.name in table.in_paper:
             there = FAILED_THERE if not cell.trained_there else NOTHING
             paper = cell.paper.get(one.name)

@@ -1,0 +1,117 @@
+"""How many bytes of a text each of its tokens stands for, and what tells vocabularies apart.
+
+The bytes of a token come from its string in the vocabulary, and are held against the text, byte by byte: from where on
+they are not the text's, nothing is claimed. Three ways to write strings in a vocabulary are known:
+
+    byte-level     a character for every byte (`Ġ` is a space), as GPT-2 and its successors
+    sentencepiece  `▁` for a space and `<0x0A>` for a byte; one space in front that is not the text's is taken off
+    added tokens   as they are written
+
+Decoding a token instead would not do: of a character that is spread over several tokens it gives U+FFFD, three bytes.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import overload
+
+import numpy as np
+
+UNKNOWN = -1
+"""In the place of a size: this token, or one before it, does not spell the text."""
+
+
+@dataclass(frozen=True)
+class Spelled(Sequence[int]):
+    """Token ids of a text, or of a part of it, with what each stands for.
+
+    Attributes:
+        ids: of the tokens.
+        sizes: bytes of UTF-8 text that each stands for, as many as there are ids; UNKNOWN where it cannot be said.
+    """
+
+    ids: Sequence[int]
+    sizes: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> "Spelled": ...
+    def __getitem__(self, at: int | slice) -> "int | Spelled":
+        return Spelled(self.ids[at], self.sizes[at]) if isinstance(at, slice) else self.ids[at]
+
+
+def spelling(
+    encode: Callable[[str], Sequence[int]], token: Callable[[int], str | None], added: Collection[int]
+) -> Callable[[str], Spelled]:
+    """The same tokens as `encode`, each with the bytes of the text that it stands for.
+
+    Args:
+        encode: text to token ids, without special tokens.
+        token: the string of an id in the vocabulary; None for none.
+        added: ids of tokens that are written as they are.
+    """
+    pieces = any("▁" in (token(one) or "") for one in encode("a a") if one not in added)
+
+    @cache
+    def bytes_of(one: int) -> bytes:
+        written = token(one) or ""
+        if one in added:
+            return written.encode()
+        return _of_piece(written) if pieces else _of_byte_level(written)
+
+    def spelled(text: str) -> Spelled:
+        ids = encode(text)
+        return Spelled(ids, _sizes(text.encode("utf-8", "replace"), [bytes_of(one) for one in ids]))
+
+    return spelled
+
+
+def vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
+    """The first 16 digits of a SHA-256 of the tokens and their ids."""
+    return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()[:16]
+
+
+def _sizes(text: bytes, tokens: Sequence[bytes]) -> list[int]:
+    """Bytes of each token as far as they are the text's, UNKNOWN from there on."""
+    sizes, joined = [len(one) for one in tokens], b"".join(tokens)
+    if joined[:1] == b" " and _common(joined[1:], text) > _common(joined, text):
+        joined, sizes[0] = joined[1:], sizes[0] - 1
+    known = _common(joined, text)
+    if known < len(joined):
+        ends = np.cumsum(sizes)
+        sizes = [size if end <= known else UNKNOWN for size, end in zip(sizes, ends.tolist(), strict=True)]
+    return sizes
+
+
+def _common(one: bytes, other: bytes) -> int:
+    """The length of the longest common beginning."""
+    length = min(len(one), len(other))
+    if one[:length] == other[:length]:
+        return length
+    differ = np.frombuffer(one[:length], np.uint8) != np.frombuffer(other[:length], np.uint8)
+    return int(differ.argmax())
+
+
+def _of_piece(written: str) -> bytes:
+    if len(written) == 6 and written.startswith("<0x") and written.endswith(">"):
+        return bytes([int(written[3:5], 16)])
+    return written.replace("▁", " ").encode()
+
+
+def _of_byte_level(written: str) -> bytes:
+    table = _byte_level()
+    return bytes(table[one] for one in written) if all(one in table for one in written) else written.encode()
+
+
+@cache
+def _byte_level() -> dict[str, int]:
+    """Which byte each character of a byte-level vocabulary is: printable Latin-1 itself, the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}

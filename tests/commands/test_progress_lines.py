@@ -1,0 +1,102 @@
+"""Without a terminal long work prints a line every ten seconds, on every command's progress."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.progress import Progress
+from tiny_models import text_file, tiny_model
+
+from sinklab.commands.console import DataBoard, RunBoard
+from sinklab.commands.survey_progress import SurveyProgress
+from sinklab.commands.terminal.bars import StepProgress
+from sinklab.commands.timing import RunLength
+from sinklab.experiments.sweep.planned import Event
+from sinklab.measuring.surgery.study import Study
+from sinklab.survey.request import Request
+from sinklab.survey.single import measure_model
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def steps(console: Console, clock: Clock) -> Callable[[int], Any]:
+    bar = StepProgress(console, clock)
+    bar.begin("measuring", 100)
+    return lambda second: bar.reach(second, 100)
+
+
+def requests(console: Console, clock: Clock) -> Callable[[int], Any]:
+    bar = StepProgress(console, clock)
+    bar.begin("arc_easy", 100)
+    return lambda second: bar.move(1)
+
+
+def survey(console: Console, clock: Clock) -> Callable[[int], Any]:
+    bars = SurveyProgress(console, "models", 2, clock)
+    bars.starts("gpt2")
+    return lambda second: bars.advances(second, 100)
+
+
+def data(console: Console, clock: Clock) -> Callable[[int], Any]:
+    board = DataBoard(console, Progress(console=console, disable=True), clock)
+    board("tokens", 0, 100 * 10**6)
+    return lambda second: board("tokens", second * 10**6, 100 * 10**6)
+
+
+def run(console: Console, clock: Clock) -> Callable[[int], Any]:
+    board = RunBoard(console, {"tiny-0": RunLength(100, 1000)}, 1, clock)
+    return lambda second: board.watch(Event("tiny-0", "step", second))
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (steps, "measuring: 10 of 100"),
+        (requests, "arc_easy: 10 of 100"),
+        (survey, "gpt2: 10 of 100"),
+        (data, "preparing tokens: 10 of 100 MB"),
+        (run, "tiny-0: step 10/100"),
+    ],
+)
+def test_a_line_is_printed_every_ten_seconds_and_no_more(
+    made: Callable[[Console, Clock], Callable[[int], Any]], said: str
+) -> None:
+    printed, clock = io.StringIO(), Clock()
+    move = made(Console(file=printed, width=200), clock)
+    for second in range(1, 36):
+        clock.now = float(second)
+        move(second)
+    lines = [line for line in printed.getvalue().splitlines() if not line.endswith("...")]
+    assert len(lines) == 3
+    assert lines[0].startswith(said)
+
+
+def test_a_terminal_has_bars_in_their_place() -> None:
+    printed, clock = io.StringIO(), Clock()
+    move = steps(Console(file=printed, width=200, force_terminal=True), clock)
+    clock.now = 60.0
+    move(50)
+    assert printed.getvalue() == ""
+
+
+def test_ablations_are_a_part_of_the_progress(tmp_path: Path) -> None:
+    seen: list[tuple[float, int]] = []
+    measure_model(
+        str(tiny_model(tmp_path / "gpt2")),
+        text_file(tmp_path / "text.jsonl"),
+        Request(sequences=4, length=16, study=Study(["mask_first:1", "zero_massive", "mask_first:2"])),
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert {total for _, total in seen} == {4 * 6}  # itself, three ablations, two losses over later targets
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1][0] == 24

@@ -1,0 +1,99 @@
+"""A sink that has moved from the first token to another: every table that shows Sink_1 of a change says where it is."""
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_fixtures import evaluation
+from rich.console import Console
+from sweep_fixtures import make_sweep
+
+from sinklab.commands.console import describe
+from sinklab.commands.terminal.experiments import print_summary
+from sinklab.commands.terminal.measured import print_measured
+from sinklab.commands.terminal.report import compared_table
+from sinklab.commands.terminal.runs import runs_table
+from sinklab.experiments.documents import CellSummary, Summary
+from sinklab.measuring.statistics.highest import highest_rate, sink_elsewhere
+from sinklab.report.collect import collect
+from sinklab.report.experiments.leaderboard import leaderboard
+from sinklab.report.experiments.sections import shown_experiments
+from sinklab.report.runs import ListedRun
+
+MOVED: list[float | None] = [0.4, 76.8, 3.0, 0.0, 0.0, 100.0]
+SAID = "76.8 % at position 2"
+
+
+@pytest.fixture(scope="module")
+def sweep_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep whose cell sink_token has its sink at position 2."""
+    folder = make_sweep(tmp_path_factory.mktemp("moved") / "tiny")
+    document = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    document["cells"]["sink_token"]["sink_rate"] = MOVED
+    (folder / "summary.json").write_text(json.dumps(document), encoding="utf-8")
+    return folder
+
+
+def printed(print_it: Callable[[Console], Any]) -> str:
+    text = io.StringIO()
+    print_it(Console(file=text, width=300))
+    return text.getvalue()
+
+
+def line_of(text: str, name: str) -> str:
+    return next(line for line in text.splitlines() if line.strip(" │").startswith(name))
+
+
+def test_the_highest_is_of_the_positions_that_many_queries_see() -> None:
+    assert highest_rate(MOVED) == (2, 76.8)
+    assert highest_rate([5.0]) == (1, 5.0)
+    assert highest_rate([]) is None
+    assert highest_rate([None, None, 3.0, 0.0]) is None
+    assert sink_elsewhere([80.0, 76.8, 0.0, 0.0]) is None
+    assert sink_elsewhere([0.1, 0.9, 0.0, 0.0]) is None  # noise is no sink
+
+
+def test_the_tables_of_experiments_say_where_the_sink_is_beside_the_first_tokens(sweep_folder: Path) -> None:
+    [sweep] = collect([sweep_folder]).sweeps
+    summary: Summary = sweep.summary
+    texts = [
+        printed(lambda console: console.print(compared_table(sweep, "table_4"))),
+        printed(lambda console: print_summary(summary, ["table_4"], console)),
+        printed(lambda console: print_measured(summary, console)),
+    ]
+    for text in texts:
+        assert SAID in line_of(text, "sink_token")
+        assert "at position" not in line_of(text, "softmax")
+
+
+def test_so_do_the_page_and_the_leaderboard(sweep_folder: Path) -> None:
+    [sweep] = collect([sweep_folder]).sweeps
+    section = next(one for one in shown_experiments([sweep], sweep_folder) if one.name == "table_4")
+    rows = {name: [number.spread for number in numbers] for name, numbers in section.rows}
+    assert [spread.endswith(SAID) for spread in rows["sink_token"]].count(True) == 1
+    assert not any("at position" in spread for spread in rows["softmax"])
+    board = leaderboard(sweep)
+    assert board is not None
+    column = [one.title for one in board.columns].index("Sink₁")
+    notes = {one.cell: one.scores[column].note for one in board.standings if one.scores[column]}  # type: ignore[union-attr]
+    assert notes["sink_token"] == SAID
+    assert notes["softmax"] == ""
+
+
+def test_summary_json_has_the_highest_rate_and_its_position() -> None:
+    document = CellSummary(sink_rate=MOVED).model_dump()
+    assert (document["sink_max"], document["sink_max_position"]) == (76.8, 2)
+    assert CellSummary.model_validate(document).model_dump() == document
+    assert CellSummary().model_dump()["sink_max"] is None
+
+
+def test_so_do_the_lines_of_a_run_and_the_list_of_runs(tmp_path: Path) -> None:
+    import numpy as np
+
+    row = evaluation(100, 100, (18.0, None, 2.0, 3.0), np.random.default_rng(0)) | {"sink_rate": MOVED}
+    assert f"Sink_1 0.4 % ({SAID})" in describe(row)
+    listed = ListedRun("runs/a", "done", steps=100, sink_rate=0.4, sink_elsewhere=SAID)
+    assert f"0.4 ({SAID})" in printed(lambda console: console.print(runs_table([listed])))
