@@ -56,7 +56,7 @@ def test_an_experiment_of_ones_own_is_run_by_its_file_and_once(run: Run) -> None
     assert status == 0, err
     summary = json.loads(out)
     assert list(summary["cells"]) == ["softmax", "sigmoid", "decayed"]
-    assert [claim["verdict"] for claim in summary["claims"]] == ["reproduced"]
+    assert [(claim["verdict"], claim["seeds"]) for claim in summary["claims"]] == [("no verdict", 2)]
     assert summary_of(Path("runs/tiny")) == summary
     assert Path("runs/tiny/report.html").is_file()
     made = records(Path("runs/tiny"))
@@ -151,7 +151,8 @@ def test_a_cell_that_is_claimed_to_diverge_is_a_result(run: Run) -> None:
     Path("diverging.yaml").write_text(DIVERGING + claims)
     status, out, err = run("reproduce", "diverging.yaml", *OPTIONS, "--json")
     assert status == 0, err
-    assert [claim["verdict"] for claim in json.loads(out)["claims"]] == ["reproduced"]
+    (claim,) = json.loads(out)["claims"]
+    assert (claim["verdict"], claim["evidence"]) == ("no verdict", "huge did not train at 1 of 1 seed so far")
 
 
 def test_a_run_that_was_edited_is_named_and_not_trained_again(run: Run) -> None:
@@ -182,7 +183,7 @@ def not_ours(out: Path) -> None:
 
 
 def newer(out: Path) -> None:
-    (out / SUMMARY).write_text('{"schema": 3, "cells": {}, "claims": []}')
+    (out / SUMMARY).write_text('{"schema": 4, "cells": {}, "claims": []}')
 
 
 def damaged_question(out: Path) -> None:
@@ -199,11 +200,11 @@ def nothing(out: Path) -> None:
     [
         (["tabel_4"], nothing, "did you mean table_4"),
         (["emergence", "--scale", "60m"], nothing, "emergence has no scale '60m'; it has: tiny"),
-        (["all", "--scale", "huge"], nothing, "no experiment has scale 'huge'; there are: tiny, small, 60m, 1b"),
+        (["all", "--scale", "huge"], nothing, "no experiment has scale 'huge'; there are: tiny, mini, small, 60m, 1b"),
         (["mine.yaml", "--engine", "cloud"], nothing, "Invalid value for '--engine'"),
         (["mine.yaml", "--text", "nowhere.txt"], nothing, "--text nowhere.txt: there is no such file"),
         (["mine.yaml"], not_ours, "was not written by sinklab"),
-        (["mine.yaml"], newer, "has schema 3"),
+        (["mine.yaml"], newer, "has schema 4"),
         (["mine.yaml"], damaged_question, "asked/mine.json cannot be read"),
     ],
 )
@@ -236,4 +237,4 @@ def test_a_name_that_meant_another_recipe_in_an_earlier_call_is_refused(run: Run
 def test_the_help_says_how_many_seeds_there_are_unless_told(run: Run) -> None:
     assert EXPERIMENT.count("seeds: 2") == 1
     _, out, _ = run("reproduce", "--help")
-    assert "as the experiment says" in " ".join(out.split())
+    assert "the first so many of the experiment's seeds" in " ".join(out.split())

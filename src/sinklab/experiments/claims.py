@@ -69,7 +69,7 @@ class Within(_Bounds):
         return (self.cell,)
 
 
-class Absent(Reach):
+class SinkAbsent(Reach):
     """A cell has no sink: the rate is below 1 % at each of the last three evaluations."""
 
     kind: Literal["absent"] = Field(default="absent", alias="is")
@@ -204,7 +204,7 @@ class Diverges(Part):
 
 
 SingleCheck = Annotated[
-    Within | Absent | Differs | Equal | Alike | Monotone | StandsAt | Appears | Precedes | Diverges,
+    Within | SinkAbsent | Differs | Equal | Alike | Monotone | StandsAt | Appears | Precedes | Diverges,
     Field(discriminator="kind"),
 ]
 
@@ -221,7 +221,7 @@ class All(Part):
 
 
 Check = Annotated[
-    Within | Absent | Differs | Equal | Alike | Monotone | StandsAt | Appears | Precedes | Diverges | All,
+    Within | SinkAbsent | Differs | Equal | Alike | Monotone | StandsAt | Appears | Precedes | Diverges | All,
     Field(discriminator="kind"),
 ]
 

@@ -7,7 +7,6 @@ from statistics import fmean, stdev
 from scipy.special import stdtrit
 
 from sinklab.experiments.claims import (
-    Absent,
     Alike,
     All,
     Check,
@@ -16,6 +15,7 @@ from sinklab.experiments.claims import (
     Diverges,
     Equal,
     Monotone,
+    SinkAbsent,
     StandsAt,
     Statement,
     Within,
@@ -182,7 +182,7 @@ def _beside_published(found: Finding, check: Check, published: Published, runs: 
 
     Of five seeds within mean +- 3.04 standard deviations. A published number is one draw, of the end of a run.
     """
-    if not isinstance(check, Within | Absent | Differs | Equal | Alike | Monotone | StandsAt):
+    if not isinstance(check, Within | SinkAbsent | Differs | Equal | Alike | Monotone | StandsAt):
         return found
     if not isinstance(check, StandsAt) and check.at_step:
         return found
@@ -192,7 +192,8 @@ def _beside_published(found: Finding, check: Check, published: Published, runs: 
         value, ours = published.numbers_of(cell).get(name), list(runs.by_seed(cell, name).values())
         if value is None or len(ours) < FEWEST:
             continue
-        reach = float(stdtrit(len(ours) - 1, 0.975)) * (1 + 1 / len(ours)) ** 0.5 * stdev(ours)
+        rounding = 0.5 * 10.0**-of.decimals  # seeds that are all at 0 % do not exclude a printed 0.04 %
+        reach = float(stdtrit(len(ours) - 1, 0.975)) * (1 + 1 / len(ours)) ** 0.5 * stdev(ours) + rounding
         low, high = fmean(ours) - reach, fmean(ours) + reach
         lies = low <= value <= high
         size = size and lies

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from sinklab.experiments.claims import (
-    Absent,
     Alike,
     Appears,
     Differs,
@@ -14,6 +13,7 @@ from sinklab.experiments.claims import (
     Monotone,
     Precedes,
     SingleCheck,
+    SinkAbsent,
     StandsAt,
     Within,
 )
@@ -88,7 +88,7 @@ def put_to(check: SingleCheck, runs: Runs) -> Finding:
     match check:
         case Within():
             return _within(check, runs)
-        case Absent():
+        case SinkAbsent():
             return _absent(check, runs)
         case Differs():
             return _differs(check, runs)
@@ -127,7 +127,7 @@ def _within(check: Within, runs: Runs) -> Finding:
     return Finding(seed_by_seed(held), said, len(held))
 
 
-def _absent(check: Absent, runs: Runs) -> Finding:
+def _absent(check: SinkAbsent, runs: Runs) -> Finding:
     values = runs.by_seed(check.cell, check.value, check.at_step)
     if not values:
         return _missing(check.value, check.at_step, [check.cell])
@@ -136,7 +136,7 @@ def _absent(check: Absent, runs: Runs) -> Finding:
     return Finding(seed_by_seed(held), f"{shown}: {said}", len(held))
 
 
-def _no_sink(check: Absent | Differs, runs: Runs) -> tuple[list[bool], str]:
+def _no_sink(check: SinkAbsent | Differs, runs: Runs) -> tuple[list[bool], str]:
     """Whether every seed is below 1 % at each of its last evaluations, and the same in words."""
     last = runs.last(check.cell, check.value, check.at_step)
     held = [max(values) < NO_SINK for values in last.values()]
