@@ -197,8 +197,8 @@ def _summarised(asked: Mapping[str, AskedExperiment], out: Path) -> Summary:
     """The summary, written."""
     own_seeds = {one.experiment.id: one.seeds for one in asked.values()}
     altered = any(one.overlay for one in asked.values())
-    experiments = [(one.experiment, one.scale) for one in asked.values()]
-    summary = summarise(experiments, results_of(asked, out), own_seeds, altered)
+    results = results_of(asked, out)
+    summary = summarise([(one.experiment, one.scale) for one in asked.values()], results, own_seeds, altered)
     summary.save(out)
     return summary
 
