@@ -33,11 +33,16 @@ def run_of(seed: int, *readings: Reading) -> RunNumbers:
 
 def cell_of(*runs: RunNumbers, failed: int = 0) -> CellResults:
     """A cell with these finished runs, and others that did not train."""
-    shown = [CellRun(seed=run.seed, hash=f"{run.seed:016}", directory=f"run-{run.seed}", status="done",
-                     **dict(zip(("values", "never"), named_values(run, NAMES), strict=True)))
-             for run in runs]  # fmt: skip
+    shown = [_shown(run) for run in runs]
     shown += [CellRun(seed=900 + at, hash=f"{at:016}", directory="", status="failed") for at in range(failed)]
     return CellResults(change={}, runs=shown, numbers=runs, failed=failed)
+
+
+def _shown(run: RunNumbers) -> CellRun:
+    values, never = named_values(run, NAMES)
+    return CellRun(
+        seed=run.seed, hash=f"{run.seed:016}", directory=f"run-{run.seed}", status="done", values=values, never=never
+    )
 
 
 def cells_of(name: str, values: Mapping[str, Sequence[float]]) -> dict[str, CellResults]:

@@ -4,8 +4,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from sinklab.experiments.claims import quantities_of
-from sinklab.experiments.claims import Scale
+from sinklab.experiments.claims import Scale, quantities_of
 from sinklab.experiments.definition import Experiment
 from sinklab.experiments.documents import CellRun, RunRecord, Summary, read_record
 from sinklab.experiments.quantities import RunNumbers
