@@ -77,8 +77,8 @@ def attention(
 
 def own_value_alone(operation: Config, bias: Config) -> bool:
     """Whether the output of a token that sees itself alone is a multiple of its value: the page says what is not."""
-    valued = bias["kind"] in ("kv", "v") or (bias["kind"] == "k" and bias["value"] not in ("zero", None))
-    valued = valued and not (bias["kind"] == "k" and bias["value"]["norm"] == 0)
+    value = bias.get("value") if bias["kind"] == "k" else None
+    valued = bias["kind"] in ("kv", "v") or (isinstance(value, dict) and value["norm"] != 0)
     return not valued and operation["kind"] != "differential" and operation.get("rest") != "learned"
 
 
