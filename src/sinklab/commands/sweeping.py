@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 
+from sinklab.assessing.documents import ASSESSMENT
 from sinklab.commands.assess import AssessProgress
 from sinklab.commands.console import PLAIN, RunBoard, data_progress
 from sinklab.commands.timing import RunLength
@@ -38,12 +39,16 @@ from sinklab.experiments.sweep.store import found_runs, record_of, results_of
 from sinklab.files import parse_json
 from sinklab.outputs import REPORT, check_results
 from sinklab.report import write_report
+from sinklab.train.directory.lock import HeldError, is_written
 
 if TYPE_CHECKING:
     from sinklab.assessing.running import AssessListener
 
 SUMMARISED_EVERY_S = 60.0
 """Meanwhile, so that a night that ends in a power cut has a summary, too."""
+
+LOOKS_EVERY_S = 2.0
+"""For the end of what other processes assess."""
 
 SCHEMA = Summary.model_fields["schema_version"].default
 
@@ -182,14 +187,21 @@ def _check_version(path: Path) -> None:
 def _assess(asked: Sequence[AskedExperiment], out: Path, console: Console) -> dict[str, str]:
     """Assess what the experiments want of their runs; returns by run why that could not be."""
     left: dict[str, str] = {}
-    runs = unassessed(asked, out)
+    done = set[str]()
     with AssessProgress(console) as listener:
-        for number, run in enumerate(runs, 1):
-            listener.say(f"assessing {run.name}, {number} of {len(runs)}")
-            try:
-                assess_run(run, cast("AssessListener", listener))
-            except SinklabError as error:
-                left[run.name] = str(error)
+        while runs := [run for run in unassessed(asked, out) if run.name not in done | left.keys()]:
+            free = [run for run in runs if not is_written(run.directory / ASSESSMENT)]
+            if not free:  # other processes of this sweep are at them
+                time.sleep(LOOKS_EVERY_S)
+            for number, run in enumerate(free, 1):
+                listener.say(f"assessing {run.name}, {number} of {len(free)}")
+                try:
+                    assess_run(run, cast("AssessListener", listener))
+                    done.add(run.name)
+                except HeldError:
+                    pass
+                except SinklabError as error:
+                    left[run.name] = str(error)
     return left
 
 
