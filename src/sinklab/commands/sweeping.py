@@ -23,7 +23,7 @@ from sinklab.experiments.sweep.assessed import assess_run, unassessed
 from sinklab.experiments.sweep.driving import train_all
 from sinklab.experiments.sweep.engines.choice import EngineName, open_engine
 from sinklab.experiments.sweep.engines.local import cards_here, cores_here, jobs_for, shares
-from sinklab.experiments.sweep.estimate import pace_here
+from sinklab.experiments.sweep.estimate import pace_here, pace_of_runs
 from sinklab.experiments.sweep.plan import (
     PlannedSweep,
     Question,
@@ -92,16 +92,19 @@ class SweepEnding:
 
 
 def look_ahead(request: SweepRequest) -> Preview:
-    """What the sweep will take here; nothing is written.
+    """What the sweep will take; nothing is written. Of a cluster only its finished runs say how fast it is.
 
     Raises:
         InputError: as `sweep`.
     """
     check_results(request.out, (SUMMARY, REPORT))
     plan = plan_sweep(request.questions, request.overlay)
+    if request.engine != EngineName.local:
+        return preview(plan, request.out, request.engine, pace_of_runs(request.out), None)
     jobs = _jobs(request, len(plan.order))
     base = next(iter(cells_of(request.questions[0], request.overlay).values())).recipe
-    return preview(plan, request.out, pace_here(base, shares(jobs)[0].threads, request.out), jobs)
+    pace = pace_here(base, shares(jobs)[0].threads, request.out)
+    return preview(plan, request.out, request.engine, pace, jobs)
 
 
 def sweep(request: SweepRequest, console: Console) -> SweepEnding:
