@@ -14,6 +14,7 @@ from trained_run import trained_run
 from sinklab.evaluating.answers import Answers
 from sinklab.evaluating.documents import DownstreamScores, load_scores, read_records
 from sinklab.evaluating.running import TaskListener, TaskRequest, evaluate_model
+from sinklab.extras import install_command
 from sinklab.train.directory.lock import HeldError, lock_run, one_writer
 
 Made = tuple[Path, Path]
@@ -21,7 +22,7 @@ Made = tuple[Path, Path]
 
 @pytest.fixture(scope="module")
 def needs_lm_eval() -> None:
-    pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'sinklab[eval]'")
+    pytest.importorskip("lm_eval", reason="needs lm-eval (extra eval)")
 
 
 @pytest.fixture
@@ -199,7 +200,7 @@ def test_an_absent_extra_is_named_with_the_command_that_installs_it(
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     status, _, err = on_one_line(run)("eval", tmp_path, "--tasks", "hellaswag")
     assert status == 2
-    assert "lm-eval, and it is not installed: pip install 'sinklab[eval]'" in err
+    assert f"lm-eval, and it is not installed: {install_command('eval')}" in err
 
 
 def test_a_torn_line_is_asked_for_again_and_answers_of_others_are_refused(tmp_path: Path) -> None:
