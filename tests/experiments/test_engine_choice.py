@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from sinklab.errors import InputError
-from sinklab.extras import install_command
 from sinklab.experiments.sweep.engines.choice import EngineName, open_engine, read_options
 from sinklab.experiments.sweep.engines.on_ray import RayOptions
 from sinklab.experiments.sweep.engines.on_slurm import SlurmOptions
+from sinklab.extras import install_command
 
 
 def test_options_are_read_from_keys_and_values_the_last_of_which_counts() -> None:

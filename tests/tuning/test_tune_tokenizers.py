@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers as hf
@@ -69,7 +70,7 @@ def test_a_word_that_the_tokenizer_joins_with_the_line_feed_before_it_is_trained
     spoken = ChatTemplate(tokenizer).speak(talk, "here")
     tokens = tokenizer.convert_ids_to_tokens(spoken.ids)
     assert next(token for token, is_trained in zip(tokens, spoken.is_trained, strict=True) if is_trained) == "T"
-    prompt = tokenizer.apply_chat_template(talk[:1], add_generation_prompt=True, return_dict=True)["input_ids"]
+    prompt: Any = tokenizer.apply_chat_template(talk[:1], add_generation_prompt=True, return_dict=False)
     assert spoken.ids[: len(prompt)] == prompt
 
 

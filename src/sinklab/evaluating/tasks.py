@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from sinklab.errors import InputError, cause
-from sinklab.extras import install_command
 from sinklab.evaluating.hellaswag import METRICS, NAME, local_file, read_items
+from sinklab.extras import install_command
 from sinklab.files import sha256_of
 
 PACKAGES = ("lm_eval", "accelerate")

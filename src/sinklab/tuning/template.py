@@ -127,7 +127,7 @@ class ChatTemplate:
         """The tokens that a piece adds to a text with the tokens `before`; those of both together are `until`."""
         if until[: len(before)] == before:
             return until[len(before) :]
-        end = self._tokenizer.eos_token or ""  # behind which no space is put in front of a word
+        end = str(self._tokenizer.eos_token or "")  # behind which no space is put in front of a word
         for found in (self._encode(piece), self._encode(end + piece)[len(self._encode(end)) :]):
             if self._decode(before + found) == self._decode(until):
                 return found

@@ -106,10 +106,11 @@ class _Process:
                     process.stdin.write(line + "\n")
                     process.stdin.flush()
                     answer = process.stdout.readline()
-            finally:
-                if not answer.endswith("\n"):  # also after Ctrl-C, so that no answer is taken for that to the next
-                    ended = self._end(process)
-            return json.loads(answer) if answer.endswith("\n") else {"error": _what_ended(*ended)}
+            except BaseException:  # Ctrl-C: the answer that is still to come is not one to the next line
+                process.kill()
+                self._forget(process)
+                raise
+            return json.loads(answer) if answer.endswith("\n") else {"error": _what_ended(*self._forget(process))}
 
     def _start(self) -> "subprocess.Popen[str]":
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  # open for as long as the process
@@ -128,16 +129,12 @@ class _Process:
             raise SinklabError(f"no process could be started to render chat templates: {error}") from error
         return self._process
 
-    def _end(self, process: "subprocess.Popen[str]") -> tuple[int, str]:
-        """Its exit status, and its last words."""
+    def _forget(self, process: "subprocess.Popen[str]") -> tuple[int, str]:
+        """The exit status of one that has ended, and its last words."""
         assert self._complaints is not None
-        self._process = None
-        with contextlib.suppress(BrokenPipeError), process:  # closes its pipes
-            try:
-                status = process.wait(timeout=1)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                status = process.wait()
+        self._process, status = None, process.wait()
+        with contextlib.suppress(BrokenPipeError), process:
+            pass  # closes its pipes
         with self._complaints as file:
             file.seek(0)
             return status, file.read().decode(errors="replace").strip()

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from sinklab.errors import InputError
-from sinklab.extras import install_command
 from sinklab.experiments.sweep.engines.elsewhere import StopFile, new_rows, train_elsewhere
 from sinklab.experiments.sweep.following import Follower
 from sinklab.experiments.sweep.planned import Event, PlannedRun
+from sinklab.extras import install_command
 from sinklab.schema import Part
 from sinklab.signals import CALL_AGAIN, PreemptedError
 
