@@ -56,6 +56,18 @@ def check_results(folder: Path, names: Sequence[str]) -> None:
     _check_writable(folder)
     if (folder / RUN).exists() and set(names) & set(MEASUREMENT):
         raise InputError(f"{folder} is a run directory, which keeps the measurement of its own: choose another --out")
+    check_files(folder, names)
+
+
+def check_files(folder: Path, names: Sequence[str]) -> None:
+    """Refuse files of these names that sinklab did not write.
+
+    Args:
+        names: as `check_results` takes them.
+
+    Raises:
+        InputError: with the file, and what would be right.
+    """
     for name in names:
         _check_ours(folder / name, _recognition(name))
 
@@ -73,6 +85,15 @@ def check_report(path: Path) -> None:
         InputError: another file, or no file at all, is there.
     """
     _check_ours(path, _is_page)
+
+
+def check_table(path: Path) -> None:
+    """Refuse to write a table over anything but a table of ours.
+
+    Raises:
+        InputError: another file, or no file at all, is there.
+    """
+    _check_ours(path, _is_table)
 
 
 def check_chart(path: Path) -> None:
@@ -157,13 +178,13 @@ def _is_arrays(path: Path) -> bool:
 
 
 def _is_table(path: Path) -> bool:
-    names = [name.encode() for name in TABLES[path.stem]]
+    tables = [[name.encode() for name in names] for names in TABLES.values()]
     with path.open("rb") as file:
-        if path.suffix == ".csv":
-            return file.readline(MIB).startswith(b",".join(names))
+        if file.readline(MIB).startswith(tuple(b",".join(names) for names in tables)):
+            return True
         file.seek(max(0, path.stat().st_size - MIB))
         end = file.read()  # where a Parquet file names its columns
-    return end.endswith(b"PAR1") and all(name in end for name in names)
+    return end.endswith(b"PAR1") and any(all(name in end for name in names) for names in tables)
 
 
 def _has_keys(keys: set[str], path: Path) -> bool:

@@ -1,6 +1,7 @@
 """`sinklab assess`: what it prints and keeps, how it goes on, and what it refuses."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,9 +12,10 @@ from tiny_gguf import needed
 from tiny_models import text_file, tiny_model
 from trained_run import trained_run
 
-from sinklab.assessing.documents import Assessment
-from sinklab.assessing.plan import PARTS
-from sinklab.assessing.running import load_assessment
+from sinklab.assessing.documents import Assessment, AssessPart
+from sinklab.assessing.plan import PARTS, Wanted
+from sinklab.assessing.running import AssessListener, assess, load_assessment
+from sinklab.train.directory.lock import HeldError
 
 SMALL = ("--sequences", 2, "--stream-length", 24, "--cache", 8, "--length", 16, "--budget", 6)
 
@@ -68,6 +70,34 @@ def test_the_same_call_goes_on_with_the_parts_that_are_missing(
     both = load_assessment(tmp_path / "a" / "assessment.json")
     assert both.heads == first.heads
     assert both.streaming is not None
+
+
+class Meanwhile(AssessListener):
+    """Calls the same command once a part has begun."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call, self.refused = call, ""
+
+    def starts(self, part: AssessPart, passes: int) -> None:
+        with pytest.raises(HeldError) as refused:
+            self._call()
+        self.refused = str(refused.value)
+
+
+def test_of_two_calls_at_a_time_one_is_refused_and_no_result_is_lost(made: tuple[Path, Path], tmp_path: Path) -> None:
+    directory, text = made
+    out, small = tmp_path / "a", {"sequences": 2, "stream_length": 24, "caches": (8,), "length": 16, "budgets": (6,)}
+
+    def call(part: AssessPart, listener: AssessListener | None = None) -> Assessment:
+        return assess(str(directory), text, Wanted(parts=(part,), **small), out=out, listener=listener)
+
+    meanwhile = Meanwhile(lambda: call("streaming"))
+    call("heads", meanwhile)
+    assert re.search(r"/a is being written to by process \d+ on .*: wait until it has ended, or", meanwhile.refused)
+    both = call("streaming")
+    assert both.heads is not None
+    assert both.streaming is not None
+    assert [path.name for path in out.iterdir()] == ["assessment.json"]
 
 
 def test_other_settings_are_refused(made: tuple[Path, Path], run: Run, tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ def test_train_measure_and_report_from_text_to_page(run: Run, text: Path, tmp_pa
     status, out, err = run("train", "tiny", *settings(text), "--out", "one", "--json")
     assert status == 0, err
     assert json.loads(out)["schema"] == 1
+    assert out == (tmp_path / "one" / "measurement.json").read_text()
     assert "step 8/8" in err
     for name in ("recipe.yaml", "env.json", "metrics.jsonl", "measurement.json", "measurement.npz", "tokenizer.json"):
         assert (tmp_path / "one" / name).stat().st_size > 0

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from itertools import islice
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from sinklab.data.sources.corpora import documents, fingerprint, identity, total_bytes
 from sinklab.data.sources.installed import entries
 from sinklab.errors import InputError
+from sinklab.extras import install_command
 
 
 def write_rows(path: Path, rows: list[dict]) -> Path:
@@ -144,7 +146,7 @@ def test_missing_and_unreadable_sources_say_what_would_be_right(tmp_path: Path):
 
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is not None, reason="the data extra is installed")
 def test_a_dataset_without_the_extra_says_how_to_get_it():
-    with pytest.raises(InputError, match=r"sinklab\[data\]"):
+    with pytest.raises(InputError, match=re.escape(install_command("data"))):
         next(documents("hf:some/dataset"))
 
 

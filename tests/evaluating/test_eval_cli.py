@@ -1,7 +1,9 @@
 """`sinklab eval`: what it prints and keeps, how it goes on, and what it refuses."""
 
 import json
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,13 +14,15 @@ from trained_run import trained_run
 from sinklab.evaluating.answers import Answers
 from sinklab.evaluating.documents import DownstreamScores, load_scores, read_records
 from sinklab.evaluating.running import TaskListener, TaskRequest, evaluate_model
+from sinklab.extras import install_command
+from sinklab.train.directory.lock import HeldError, lock_run, one_writer
 
 Made = tuple[Path, Path]
 
 
 @pytest.fixture(scope="module")
 def needs_lm_eval() -> None:
-    pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'sinklab[eval]'")
+    pytest.importorskip("lm_eval", reason="needs lm-eval (extra eval)")
 
 
 @pytest.fixture
@@ -87,6 +91,36 @@ def test_an_interrupted_call_goes_on_and_ends_as_an_undisturbed_one(made: Made, 
     assert without_cost(went_on) == without_cost(whole)
     records = [(tmp_path / name / "items_hellaswag.jsonl.gz").read_bytes() for name in ("cut", "whole")]
     assert records[0] == records[1]
+
+
+class Meanwhile(TaskListener):
+    """Evaluates into the same directory once a task has begun."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call, self.refused = call, ""
+
+    def starts(self, task: str, requests: int) -> None:
+        with pytest.raises(HeldError) as refused:
+            self._call()
+        self.refused = str(refused.value)
+
+
+def test_of_two_calls_at_a_time_one_is_refused(made: Made, tmp_path: Path) -> None:
+    directory, file = made
+    request, out = TaskRequest(["hellaswag"], limit=4, data=file), tmp_path / "e"
+    meanwhile = Meanwhile(lambda: evaluate_model(str(directory), request, out=out))
+    evaluate_model(str(directory), request, out=out, listener=meanwhile)
+    assert re.search(r"/e is being written to by process \d+ on .*: wait until it has ended, or", meanwhile.refused)
+    assert sorted(path.name for path in out.iterdir()) == ["evaluation.json", "items_hellaswag.jsonl.gz"]
+
+
+def test_a_run_may_be_trained_while_it_is_evaluated_and_asked_while_it_is_trained(made: Made, run: Run) -> None:
+    directory, file = made
+    with lock_run(directory):
+        status, _, err = run("eval", directory, "--tasks", "hellaswag", "--data", file, "--limit", 4)
+        assert status == 0, err
+    with one_writer(directory / "evaluation.json"):
+        lock_run(directory).close()
 
 
 def test_what_is_scored_is_kept_and_other_settings_are_refused(made: Made, run: Run) -> None:
@@ -166,7 +200,7 @@ def test_an_absent_extra_is_named_with_the_command_that_installs_it(
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     status, _, err = on_one_line(run)("eval", tmp_path, "--tasks", "hellaswag")
     assert status == 2
-    assert "lm-eval, and it is not installed: pip install 'sinklab[eval]'" in err
+    assert f"lm-eval, and it is not installed: {install_command('eval')}" in err
 
 
 def test_a_torn_line_is_asked_for_again_and_answers_of_others_are_refused(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ against: [sink_1, accuracy_norm]
 @pytest.fixture
 def folder(run: Run) -> Run:
     """`sinklab ARGS` in a folder with two models, a text, items and an experiment."""
-    pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'sinklab[eval]'")
+    pytest.importorskip("lm_eval", reason="needs lm-eval (extra eval)")
     tiny_model(Path("gpt2"))
     tiny_model(Path("neox"), "gptneox")
     text_file(Path("text.jsonl"))

@@ -30,7 +30,7 @@ def test_the_published_form_is_cleaned_as_lm_eval_does(tmp_path: Path) -> None:
     assert item.query == "Removing ice from car: Then, the man writes over the snow. Then"
     assert item.endings[1:] == ["a person pushes.", "he runs.", "they go."]
     assert item.label == 3
-    pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'sinklab[eval]'")
+    pytest.importorskip("lm_eval", reason="needs lm-eval (extra eval)")
     from datasets import Dataset  # pyright: ignore[reportMissingImports]  # comes with lm-eval
     from lm_eval.tasks.hellaswag.utils import process_docs  # pyright: ignore[reportMissingImports]
 

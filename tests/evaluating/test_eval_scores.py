@@ -19,7 +19,7 @@ from sinklab.survey.request import Request
 from sinklab.survey.single import measure_model
 from sinklab.train.directory.run import load_run
 
-pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'sinklab[eval]'")
+pytest.importorskip("lm_eval", reason="needs lm-eval (extra eval)")
 LONG = {"context": 64}
 
 

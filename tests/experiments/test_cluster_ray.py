@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.skipif(not find_spec("ray"), reason="ray is not installed: pip install 'sinklab[cluster]'"),
+    pytest.mark.skipif(not find_spec("ray"), reason="ray is not installed (extra cluster)"),
 ]
 MEMORY = 80 * 2**20  # of Ray's store of objects, in bytes: nearly nothing goes through it
 

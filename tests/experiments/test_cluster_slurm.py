@@ -28,7 +28,7 @@ def missing() -> str:
     if commands:
         return f"{commands[0]} is not installed: apt-get install slurm-wlm munge"
     if not find_spec("submitit"):
-        return "submitit is not installed: pip install 'sinklab[cluster]'"
+        return "submitit is not installed (extra cluster)"
     return "" if os.geteuid() == 0 else "Slurm's daemons want to be started by root"
 
 

@@ -1,5 +1,6 @@
 """An engine that cannot be had is refused in a sentence, before anything is submitted."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from sinklab.errors import InputError
 from sinklab.experiments.sweep.engines.choice import EngineName, open_engine, read_options
 from sinklab.experiments.sweep.engines.on_ray import RayOptions
 from sinklab.experiments.sweep.engines.on_slurm import SlurmOptions
+from sinklab.extras import install_command
 
 
 def test_options_are_read_from_keys_and_values_the_last_of_which_counts() -> None:
@@ -43,7 +45,7 @@ def test_an_engine_that_is_not_installed_names_the_extra(
     engine: EngineName, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(InputError, match=r"pip install 'sinklab\[cluster\]'"):
+    with pytest.raises(InputError, match=re.escape(install_command("cluster"))):
         open_engine(engine, 1, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -51,7 +53,7 @@ def test_an_engine_that_is_not_installed_names_the_extra(
 def test_a_machine_without_slurm_is_told_which_command_it_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("submitit", reason="needs submitit: pip install 'sinklab[cluster]'")
+    pytest.importorskip("submitit", reason="needs submitit (extra cluster)")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(InputError, match="--engine slurm: sbatch is not on the PATH"):
         open_engine(EngineName.slurm, 1, tmp_path)
@@ -60,7 +62,7 @@ def test_a_machine_without_slurm_is_told_which_command_it_lacks(
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "nonsense"])
 def test_an_address_without_a_ray_cluster_is_named(address: str, tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="needs ray: pip install 'sinklab[cluster]'")
+    pytest.importorskip("ray", reason="needs ray (extra cluster)")
     with pytest.raises(InputError, match=f"--engine ray: no cluster answers at {address}"):
         open_engine(EngineName.ray, 1, tmp_path, [f"address={address}"])
     assert list(tmp_path.iterdir()) == []

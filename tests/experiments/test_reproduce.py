@@ -132,6 +132,21 @@ def test_a_dry_run_says_what_is_to_be_done_and_writes_nothing(run: Run) -> None:
     assert ahead["estimated"] == "by the finished runs of that directory"
 
 
+@pytest.mark.parametrize("engine", ["slurm", "ray"])
+def test_a_dry_run_for_a_cluster_tells_no_time_of_this_machine(run: Run, engine: str) -> None:
+    status, out, _ = run("reproduce", "mine.yaml", *OPTIONS, "--engine", engine, "--dry-run")
+    assert status == 0
+    assert f"6 of 6 runs are to be trained by {engine}, as many at a time as it takes; how long one takes" in out
+    assert "2 at a time" not in out
+    status, out, _ = run("reproduce", "mine.yaml", *OPTIONS, "--engine", engine, "--dry-run", "--json")
+    ahead = json.loads(out)
+    assert (ahead["engine"], ahead["jobs"], ahead["hours"], ahead["estimated"]) == (engine, None, None, "")
+    assert [cell["hours"] for cell in ahead["cells"]] == [None, None, None]
+    assert run("reproduce", "mine.yaml", *OPTIONS, "--seeds", 1)[0] == 0
+    status, out, _ = run("reproduce", "mine.yaml", *OPTIONS, "--engine", engine, "--dry-run", "--json")
+    assert all(cell["hours"] > 0 for cell in json.loads(out)["cells"])
+
+
 def test_a_cell_that_fails_is_shown_the_others_go_on_and_the_status_is_1(run: Run) -> None:
     status, out, err = run("reproduce", "diverging.yaml", *OPTIONS)
     assert status == 1

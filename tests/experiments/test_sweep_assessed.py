@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from sweeps import write_experiment
 
 from sinklab.assessing.documents import load_assessment
 from sinklab.assessing.numbers import assessed_numbers
+from sinklab.commands import sweeping
+from sinklab.train.directory.lock import one_writer
 
 STREAMED = """
 id: streamed
@@ -72,6 +75,26 @@ def test_a_run_that_was_assessed_on_another_text_is_left_as_it_is(run: Run) -> N
     assert path.read_bytes() == before
     named = path.parent.name.split("-")[0]
     assert "streamed_gap_0" not in json.loads(out)["cells"][named]["runs"][0]["values"]
+
+
+def test_what_another_process_assesses_is_waited_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("reproduce", "streamed.yaml", *OPTIONS, "--seeds", 1)[0] == 0
+    path = next(iter(assessments()))
+    path.unlink()
+    waited: list[float] = []
+    with ExitStack() as other:
+        other.enter_context(one_writer(path))
+
+        def wait(seconds: float) -> None:
+            waited.append(seconds)
+            other.close()
+
+        monkeypatch.setattr(sweeping.time, "sleep", wait)
+        status, _, err = run("reproduce", "streamed.yaml", *OPTIONS, "--seeds", 1)
+    assert status == 0
+    assert "was not assessed" not in err
+    assert waited == [sweeping.LOOKS_EVERY_S]
+    assert load_assessment(path).streaming is not None
 
 
 def test_of_a_run_whose_text_has_changed_nothing_is_assessed(run: Run) -> None:

@@ -90,6 +90,35 @@ def test_a_parquet_file_holds_the_same(tmp_path: Path) -> None:
     np.testing.assert_array_equal(table["importance"].to_numpy(), measured.importance.ravel())
 
 
+KINDS = ["csv", pytest.param("parquet", marks=pytest.mark.skipif(not find_spec("pyarrow"), reason="needs pyarrow"))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("theirs", [b"layer,loss\n1,2.5\n", b"PAR1 of others PAR1", b"\xff\xfe no text"])
+def test_a_table_replaces_a_table_and_no_other_file(kind: str, theirs: bytes, tmp_path: Path) -> None:
+    measured, path, notes = made_measurement(), tmp_path / "mine", tmp_path / "notes"
+    write = {"csv": measured.to_csv, "parquet": measured.to_parquet}[kind]
+    for table in ("importance", "positions", "layers", "layers"):
+        write(path, table)
+    notes.write_bytes(theirs)
+    with pytest.raises(InputError, match=r"notes is there already and was not written by sinklab"):
+        write(notes)
+    assert notes.read_bytes() == theirs
+
+
+@pytest.mark.parametrize("name", ["measurement.json", "measurement.npz"])
+def test_a_measurement_is_saved_over_a_measurement_and_no_other_file(name: str, tmp_path: Path) -> None:
+    measured = made_measurement()
+    for _ in range(2):
+        measured.save(tmp_path / "m")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / name).write_text('{"schema": "mine"}')
+    with pytest.raises(InputError, match=rf"{name} is there already and was not written by sinklab"):
+        measured.save(tmp_path / "other")
+    assert (tmp_path / "other" / name).read_text() == '{"schema": "mine"}'
+    assert [path.name for path in (tmp_path / "other").iterdir()] == [name]
+
+
 @pytest.mark.parametrize("what", ["heads", "layers", "positions", "norms"])
 def test_a_measurement_draws_itself(what: str) -> None:
     import vl_convert as vlc

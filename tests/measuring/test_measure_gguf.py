@@ -18,6 +18,7 @@ from tiny_models import TEMPLATE, chat_file, text_file
 
 import sinklab
 from sinklab.errors import InputError
+from sinklab.extras import install_command
 from sinklab.measuring.huggingface import gguf as gguf_files
 from sinklab.measuring.huggingface.loading import Loading, load_pretrained
 from sinklab.measuring.options import Options
@@ -208,4 +209,4 @@ def test_the_command_that_installs_an_absent_package_is_named(exact: Path, packa
     )
     assert ran.returncode == 2
     assert f"needs the packages gguf and accelerate, and {package} is not installed" in ran.stderr
-    assert "pip install 'sinklab[gguf]'" in ran.stderr
+    assert install_command("gguf") in ran.stderr

@@ -56,8 +56,8 @@ def test_a_model_quantised_to_int8_is_measured(family: str) -> None:
 def test_a_checkpoint_that_is_quantised_is_loaded_as_it_is_and_the_result_says_so(
     data_dir: Path, tmp_path: Path
 ) -> None:
-    configs = pytest.importorskip("torchao.quantization", reason="needs torchao: pip install 'sinklab[quantised]'")
-    pytest.importorskip("accelerate", reason="needs accelerate: pip install 'sinklab[quantised]'")
+    configs = pytest.importorskip("torchao.quantization", reason="needs torchao (extra quantised)")
+    pytest.importorskip("accelerate", reason="needs accelerate (extra quantised)")
     folder = str(data_dir / "models" / "TinyStories-656K")
     config = hf.TorchAoConfig(configs.Int8WeightOnlyConfig())
     hf.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config).save_pretrained(tmp_path)
@@ -72,7 +72,7 @@ def test_a_checkpoint_that_is_quantised_is_loaded_as_it_is_and_the_result_says_s
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_whose_weights_lie_on_disk_is_measured(family: str, tmp_path: Path) -> None:
-    accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install 'sinklab[quantised]'")
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate (extra quantised)")
     model = _model(family)
     expected = sinklab.measure(model, TOKENS)
     offloaded = accelerate.disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))

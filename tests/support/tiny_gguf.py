@@ -26,8 +26,8 @@ NAMES = {
 
 def needed() -> Any:
     """The package gguf; the test is skipped where it, or accelerate, is not installed."""
-    pytest.importorskip("accelerate", reason="needs accelerate: pip install 'sinklab[gguf]'")
-    return pytest.importorskip("gguf", reason="needs gguf: pip install 'sinklab[gguf]'")
+    pytest.importorskip("accelerate", reason="needs accelerate (extra gguf)")
+    return pytest.importorskip("gguf", reason="needs gguf (extra gguf)")
 
 
 def llama(folder: Path, *, bos: bool = False, template: str = "") -> Path:

@@ -7,6 +7,8 @@ import pytest
 from chats import sheep_chats
 from conftest import Run
 
+from sinklab.extras import install_command
+
 
 def test_the_command_that_installs_trl_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
@@ -14,5 +16,5 @@ def test_the_command_that_installs_trl_is_named(run: Run, tmp_path: Path, monkey
     chats = sheep_chats(tmp_path / "chats.jsonl")
     status, out, err = run("sft", tmp_path, "--data", chats, "--out", "tuned")
     assert (status, out) == (2, "")
-    assert "pip install 'sinklab[sft]'" in err
+    assert f"trl, which is not installed: {install_command('sft')}\n" in err
     assert not (tmp_path / "tuned").exists()

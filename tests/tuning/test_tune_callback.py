@@ -12,7 +12,7 @@ from tiny_models import tiny_model
 import sinklab
 from sinklab.errors import InputError
 
-pytest.importorskip("accelerate", reason="the Trainer needs accelerate: pip install 'sinklab[sft]'")
+pytest.importorskip("accelerate", reason="the Trainer needs accelerate (extra sft)")
 
 TOKENS = torch.randint(3, 300, (6, 20), generator=torch.Generator().manual_seed(1))
 

@@ -24,7 +24,7 @@ from sinklab.tuning.settings import TuneWanted
 from sinklab.tuning.template import ChatTemplate
 
 if importlib.util.find_spec("trl") is None:
-    pytest.skip("trl is not installed: pip install 'sinklab[sft]'", allow_module_level=True)
+    pytest.skip("trl is not installed (extra sft)", allow_module_level=True)
 
 SHORT = TuneWanted(lr=0.01, steps=6, batch_size=8, eval_every=4, save_every=2, sink_length=12)
 QUICK = ("--steps", 6, "--lr", 0.01, "--batch-size", 8, "--eval-every", 3, "--save-every", 2, "--sink-length", 12)

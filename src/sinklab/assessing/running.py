@@ -30,6 +30,7 @@ from sinklab.files import parse_json, write_json
 from sinklab.measuring.hooks import evaluating
 from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading
 from sinklab.outputs import check_results
+from sinklab.train.directory.lock import one_writer
 
 CALIBRATED = 4  # sequences at most
 
@@ -85,14 +86,21 @@ def assess(
     Raises:
         InputError: a model, text or option that cannot be used, a part that was asked for by name and that the model
             cannot be given, or an assessment with other settings in `out`; nothing has been written then.
+        HeldError: another process writes an assessment to `out`.
         UnsavedError: a part could not be saved; it holds the assessment so far.
         SinklabError: a change makes the model compute NaN.
     """
-    listener = listener or AssessListener()
     if out is not None:
         check_results(out, (ASSESSMENT,))
     if text is not None:
         identity(str(text))
+    with one_writer(None if out is None else out / ASSESSMENT):
+        return _assessed(model, text, wanted, loading, out, listener or AssessListener())
+
+
+def _assessed(
+    model: str, text: Path | None, wanted: Wanted, loading: Loading, out: Path | None, listener: AssessListener
+) -> Assessment:
     admitted = admit(model, loading)
     settings = settings_for(admitted.patient, wanted)
     jobs, skipped = _jobs(admitted, text, settings, wanted)

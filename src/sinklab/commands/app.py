@@ -105,7 +105,7 @@ def train(
         if ended.exit_status:
             raise typer.Exit(ended.exit_status)
     if as_json and ended.speaks:
-        print((ended.directory / "measurement.json").read_text(encoding="utf-8"))
+        print((ended.directory / "measurement.json").read_text(encoding="utf-8"), end="")
     elif ended.speaks:
         from sinklab.commands.terminal.training import print_end
 

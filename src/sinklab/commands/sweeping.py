@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 
+from sinklab.assessing.documents import ASSESSMENT
 from sinklab.commands.assess import AssessProgress
 from sinklab.commands.console import PLAIN, RunBoard, data_progress
 from sinklab.commands.timing import RunLength
@@ -22,7 +23,7 @@ from sinklab.experiments.sweep.assessed import assess_run, unassessed
 from sinklab.experiments.sweep.driving import train_all
 from sinklab.experiments.sweep.engines.choice import EngineName, open_engine
 from sinklab.experiments.sweep.engines.local import cards_here, cores_here, jobs_for, shares
-from sinklab.experiments.sweep.estimate import pace_here
+from sinklab.experiments.sweep.estimate import pace_here, pace_of_runs
 from sinklab.experiments.sweep.packed import take_up, unpack
 from sinklab.experiments.sweep.plan import (
     PlannedSweep,
@@ -39,12 +40,16 @@ from sinklab.experiments.sweep.store import found_runs, record_of, summary_of
 from sinklab.files import parse_json
 from sinklab.outputs import REPORT, check_results
 from sinklab.report import write_report
+from sinklab.train.directory.lock import HeldError, is_written
 
 if TYPE_CHECKING:
     from sinklab.assessing.running import AssessListener
 
 SUMMARISED_EVERY_S = 60.0
 """Meanwhile, so that a night that ends in a power cut has a summary, too."""
+
+LOOKS_EVERY_S = 2.0
+"""For the end of what other processes assess."""
 
 SCHEMA = Summary.model_fields["schema_version"].default
 
@@ -90,21 +95,23 @@ class SweepEnding:
 
 
 def look_ahead(request: SweepRequest) -> Preview:
-    """What the sweep will take here; nothing is written.
+    """What the sweep will take; nothing is written. Of a cluster only its finished runs say how fast it is.
 
     Raises:
         InputError: as `sweep`.
     """
     check_results(request.out, (SUMMARY, REPORT))
     plan = plan_sweep(request.questions, request.overlay)
-    jobs = _jobs(request, len(plan.order))
-    base = next(iter(cells_of(request.questions[0], request.overlay).values())).recipe
-    pace = pace_here(base, shares(jobs)[0].threads, request.out)
     with TemporaryDirectory() as folder:
         if request.packed is not None:
             unpack(request.packed, Path(folder))
         found = found_runs(Path(folder)) | found_runs(request.out)
-        return preview(plan, request.out, found, pace, jobs)
+        if request.engine != EngineName.local:
+            return preview(plan, request.out, found, request.engine, pace_of_runs(request.out), None)
+        jobs = _jobs(request, len(plan.order))
+        base = next(iter(cells_of(request.questions[0], request.overlay).values())).recipe
+        pace = pace_here(base, shares(jobs)[0].threads, request.out)
+        return preview(plan, request.out, found, request.engine, pace, jobs)
 
 
 def sweep(request: SweepRequest, console: Console) -> SweepEnding:
@@ -192,14 +199,21 @@ def _check_version(path: Path) -> None:
 def _assess(asked: Sequence[AskedExperiment], out: Path, console: Console) -> dict[str, str]:
     """Assess what the experiments want of their runs; returns by run why that could not be."""
     left: dict[str, str] = {}
-    runs = unassessed(asked, out)
+    done = set[str]()
     with AssessProgress(console) as listener:
-        for number, run in enumerate(runs, 1):
-            listener.say(f"assessing {run.name}, {number} of {len(runs)}")
-            try:
-                assess_run(run, cast("AssessListener", listener))
-            except SinklabError as error:
-                left[run.name] = str(error)
+        while runs := [run for run in unassessed(asked, out) if run.name not in done | left.keys()]:
+            free = [run for run in runs if not is_written(run.directory / ASSESSMENT)]
+            if not free:  # other processes of this sweep are at them
+                time.sleep(LOOKS_EVERY_S)
+            for number, run in enumerate(free, 1):
+                listener.say(f"assessing {run.name}, {number} of {len(free)}")
+                try:
+                    assess_run(run, cast("AssessListener", listener))
+                    done.add(run.name)
+                except HeldError:
+                    pass
+                except SinklabError as error:
+                    left[run.name] = str(error)
     return left
 
 

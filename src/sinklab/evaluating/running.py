@@ -16,6 +16,7 @@ from sinklab.files import write_json
 from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading, check_name
 from sinklab.outputs import check_results
 from sinklab.survey.request import Request
+from sinklab.train.directory.lock import one_writer
 
 BATCH = 4
 
@@ -80,6 +81,7 @@ def evaluate_model(
     Raises:
         InputError: lm-eval is not installed, a model, task or file that cannot be used, or an evaluation of another
             model or with other settings in `out`; nothing has been written then.
+        HeldError: another process writes an evaluation to `out`.
         UnsavedError: a result could not be saved; it holds the scores so far.
         SinklabError: lm-eval cannot ask a task of this model, or answers cannot be kept.
     """
@@ -87,8 +89,9 @@ def evaluate_model(
     lm_eval_version()
     if out is not None:
         check_results(out, (EVALUATION,))
-    chosen = chosen_tasks(request.tasks, request.data)
-    return evaluate_candidate(load_candidate(name, loading), chosen, request, out=out, listener=listener)
+    with one_writer(_file(out, EVALUATION)):
+        chosen = chosen_tasks(request.tasks, request.data)
+        return _evaluated(load_candidate(name, loading), chosen, request, out, listener or TaskListener())
 
 
 def evaluate_candidate(
@@ -102,9 +105,19 @@ def evaluate_candidate(
     """The same of a model that is loaded, and tasks that have their items.
 
     Raises:
-        InputError, UnsavedError, SinklabError: as `evaluate_model`.
+        InputError, HeldError, UnsavedError, SinklabError: as `evaluate_model`.
     """
-    listener = listener or TaskListener()
+    with one_writer(_file(out, EVALUATION)):
+        return _evaluated(candidate, chosen, request, out, listener or TaskListener())
+
+
+def _evaluated(
+    candidate: Candidate,
+    chosen: Sequence[ChosenTask],
+    request: TaskRequest,
+    out: Path | None,
+    listener: TaskListener,
+) -> DownstreamScores:
     new = DownstreamScores(
         model=candidate.name, asked=candidate.asked, lm_eval=lm_eval_version(), notes=candidate.pretrained.notes
     )

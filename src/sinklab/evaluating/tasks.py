@@ -12,6 +12,7 @@ from typing import Any
 
 from sinklab.errors import InputError, cause
 from sinklab.evaluating.hellaswag import METRICS, NAME, local_file, read_items
+from sinklab.extras import install_command
 from sinklab.files import sha256_of
 
 PACKAGES = ("lm_eval", "accelerate")
@@ -57,7 +58,7 @@ def lm_eval_version() -> str:
         except ImportError as error:
             name = package.replace("_", "-")
             raise InputError(
-                f"downstream tasks need the package {name}, and it is not installed: pip install 'sinklab[eval]'"
+                f"downstream tasks need the package {name}, and it is not installed: {install_command('eval')}"
             ) from error
     from importlib.metadata import version
 

@@ -1,11 +1,9 @@
 """Conversations (`messages` of a .jsonl file) as a model reads them: through its own chat template, if it has one."""
 
-from typing import TYPE_CHECKING, Any
-
-from jinja2 import TemplateError
+from typing import TYPE_CHECKING
 
 from sinklab.data.sources.textfiles import Message, plain_conversation
-from sinklab.errors import InputError
+from sinklab.measuring.huggingface.rendering import render_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,18 +27,13 @@ class Conversations:
         """One conversation as text.
 
         Raises:
-            InputError: the chat template refuses it; `where` names the row.
+            InputError: the chat template refuses it, or does not end; `where` names the row.
         """
         self._seen = True
         if not self._templated:
             return plain_conversation(messages, where)
         assert self._tokenizer is not None
-        try:
-            rendered: Any = self._tokenizer.apply_chat_template(messages, tokenize=False)  # type: ignore[arg-type]
-        except (TemplateError, TypeError, ValueError) as error:
-            raise InputError(
-                f"{where}: the model's chat template refuses this conversation ({error}): take it out of the text"
-            ) from error
+        rendered = render_chat(self._tokenizer, messages, where).text
         first = self._tokenizer.bos_token
         if isinstance(first, str) and rendered.startswith(first):
             if not self._keep_bos:

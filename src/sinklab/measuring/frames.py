@@ -11,7 +11,7 @@ import numpy as np
 
 from sinklab.errors import InputError
 from sinklab.files import written_aside
-from sinklab.outputs import check_results
+from sinklab.outputs import check_results, check_table
 
 Columns = dict[str, np.ndarray]
 TableName = Literal["importance", "positions", "layers"]
@@ -35,8 +35,10 @@ def write_csv(columns: Columns, path: Path) -> None:
     """Columns as comma-separated values under a line of names, whole or not at all.
 
     Raises:
+        InputError: a file is there that is no table of ours.
         SinklabError: the file cannot be written.
     """
+    check_table(path)
     with written_aside(path) as aside, aside.open("w", encoding="utf-8", newline="") as file:
         lines = csv.writer(file)
         lines.writerow(columns)
@@ -47,9 +49,11 @@ def write_parquet(columns: Columns, path: Path) -> None:
     """Columns as a Parquet file, whole or not at all.
 
     Raises:
-        InputError: pyarrow is not installed.
+        InputError: pyarrow is not installed, or a file is there that is no table of ours.
+        SinklabError: the file cannot be written.
     """
     check_parquet()
+    check_table(path)
     arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     made = arrow.table(columns)
     with written_aside(path) as aside:

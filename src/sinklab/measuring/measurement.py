@@ -21,6 +21,7 @@ from sinklab.measuring.options import Inputs
 from sinklab.measuring.statistics.arrays import Array, ArrayOrNone, Axes, WithArrays
 from sinklab.measuring.statistics.details import Details
 from sinklab.measuring.statistics.secondary import Percent
+from sinklab.outputs import MEASUREMENT, check_files
 from sinklab.schema import Ratio
 
 ColumnValues = np.ndarray | Sequence[float] | None
@@ -179,12 +180,13 @@ class Measurement(WithArrays):
         """Write `measurement.npz`, then `measurement.json`, each whole or not at all.
 
         Raises:
-            InputError: `folder` is a file.
+            InputError: `folder` is a file, or has files of these names that sinklab did not write.
             SinklabError: the disk is full or the folder cannot be written.
         """
         folder = Path(folder)
         if folder.exists() and not folder.is_dir():
             raise InputError(f"{folder} is a file: give the folder of the measurement")
+        check_files(folder, MEASUREMENT)
         arrays: dict[str, Any] = self.arrays() | (self.details.arrays() if self.details else {})
         with written_aside(folder / "measurement.npz") as aside, aside.open("wb") as file:
             np.savez(file, **arrays)

@@ -21,7 +21,7 @@ from sinklab.measuring.measurement import Measurement
 from sinklab.schema import finite_or_none
 from sinklab.survey.documents import ComparedQuantity
 from sinklab.survey.items import Item, Listener, Outcome, measure_all, what_decides
-from sinklab.survey.loaded import check_loadable, load_model
+from sinklab.survey.loaded import check_loadable, check_readable, load_model
 from sinklab.survey.request import Request
 
 DOCUMENT = "comparison.json"
@@ -69,7 +69,8 @@ def compare_models(
         out: keeps each model's measurement in a folder of its name, and `comparison.json`; continues what it finds.
 
     Raises:
-        InputError: fewer than two models, one given twice, no text, or results of other settings in `out`.
+        InputError: fewer than two models, one given twice, no text, a chat template that fails on it, or results of
+            other settings in `out`; nothing has been measured then.
         UnsavedError: a result could not be saved; it holds the comparison so far.
         SinklabError: a model could not be measured; what is finished stays.
     """
@@ -100,6 +101,7 @@ def compare_models(
     def prepare(unfinished: Sequence[str]) -> None:
         for name in unfinished:
             check_loadable(named[name], loading)
+            check_readable(named[name], loading, text, request)
 
     return measure_all(items, comparison_of, out, DOCUMENT, listener, prepare=prepare, others_go_on=False)
 

@@ -16,7 +16,14 @@ from sinklab.errors import InputError
 from sinklab.measuring.api import watched_model
 from sinklab.measuring.conversations import Conversations
 from sinklab.measuring.hooks import Progress
-from sinklab.measuring.huggingface.loading import Loading, Pretrained, check_config, check_revision, load_pretrained
+from sinklab.measuring.huggingface.loading import (
+    Loading,
+    Pretrained,
+    check_config,
+    check_revision,
+    load_pretrained,
+    load_pretrained_tokenizer,
+)
 from sinklab.measuring.inputs import default_prefix, pretrained_encode
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.native import WatchedTransformer
@@ -26,6 +33,7 @@ from sinklab.survey.request import Request
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
+    from transformers import PreTrainedTokenizerBase
 
     from sinklab.data.config import DataConfig
     from sinklab.data.tokenizers import Tokenizer
@@ -81,6 +89,22 @@ def check_loadable(name: str, loading: Loading) -> None:
         check_config(name, loading)
 
 
+def check_readable(name: str, loading: Loading, text: Path | None, request: Request) -> None:
+    """Refuse a model whose chat template fails on the text, before others are measured; its weights are not loaded.
+
+    Raises:
+        InputError: it has no tokenizer, or that makes too few sequences of the text.
+    """
+    if is_run(name) or request.options.inputs != "natural":
+        return
+    tokenizer = load_pretrained_tokenizer(name, loading)
+    if tokenizer.chat_template:
+        try:
+            _as_read(tokenizer, request.needed(text), request)
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from error
+
+
 def is_run(name: str) -> bool:
     """Whether it is a run directory."""
     return (Path(name) / "recipe.yaml").is_file()
@@ -131,21 +155,10 @@ class LoadedPretrained:
         from sinklab.measuring.huggingface.anatomy import check_length, vocabulary_size
 
         check_length(self._model.config, request.length)
-        special = default_prefix(self._tokenizer)
-        conversations = Conversations(self._tokenizer, keep_bos=not (special or request.no_bos or request.drawn_text))
-        tokens_NT, prefix = request.drawn(min(len(self._tokenizer), vocabulary_size(self._model))), []
-        sizes_NT = None
-        if tokens_NT is None:
-            prefix = [] if request.no_bos else special
-            encode = spelling(
-                pretrained_encode(self._tokenizer),
-                self._tokenizer.convert_ids_to_tokens,  # type: ignore[arg-type]
-                set(self._tokenizer.added_tokens_decoder),
-            )
-            tokens_NT, sizes_NT = request.text_tokens(
-                request.needed(text), encode, length=request.length, prefix=prefix, render=conversations.render
-            )
-        return ReadTokens(tokens_NT, sizes_NT, len(prefix) or int(conversations.bos), conversations)
+        drawn_NT = request.drawn(min(len(self._tokenizer), vocabulary_size(self._model)))
+        if drawn_NT is not None:
+            return ReadTokens(drawn_NT, None, 0, Conversations(self._tokenizer))
+        return _as_read(self._tokenizer, request.needed(text), request)
 
     def measure(self, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
         read = self.tokens(text, request)
@@ -165,6 +178,22 @@ class LoadedPretrained:
         }
         measurement = with_bits_per_byte(measurement.model_copy(update=found), read.sizes_NT, first_target=2)
         return _annotated(measurement, request, text, read.conversations, self._loaded.notes)
+
+
+def _as_read(tokenizer: "PreTrainedTokenizerBase", text: Path, request: Request) -> ReadTokens:
+    """Text as a Hugging Face model reads it."""
+    special = default_prefix(tokenizer)
+    conversations = Conversations(tokenizer, keep_bos=not (special or request.no_bos or request.drawn_text))
+    prefix = [] if request.no_bos else special
+    encode = spelling(
+        pretrained_encode(tokenizer),
+        tokenizer.convert_ids_to_tokens,  # type: ignore[arg-type]
+        set(tokenizer.added_tokens_decoder),
+    )
+    tokens_NT, sizes_NT = request.text_tokens(
+        text, encode, length=request.length, prefix=prefix, render=conversations.render
+    )
+    return ReadTokens(tokens_NT, sizes_NT, len(prefix) or int(conversations.bos), conversations)
 
 
 class _LoadedRun:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from sinklab.errors import InputError
+from sinklab.extras import install_command
 from sinklab.files import write_json
 from sinklab.train.directory.history import read_metrics
 from sinklab.train.directory.run import Run
@@ -73,7 +74,7 @@ def require(names: Sequence[TrackerName]) -> None:
     """
     for name in names:
         if importlib.util.find_spec(name) is None:
-            raise InputError(f"--track {name}: the package is not installed; pip install 'sinklab[track]'")
+            raise InputError(f"--track {name}: the package is not installed: {install_command('track')}")
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:

@@ -24,17 +24,24 @@ class Chats:
         usable: those in which the assistant says something before the cut.
         read: how many the file has.
         cut: how many of the usable ones were longer.
+        inexact: in how many the tokenizer has no token for some of what the assistant says.
     """
 
     usable: list[Spoken]
     read: int
     cut: int
+    inexact: int = 0
 
     def note(self, length: int) -> str:
         """What was done to them, in a sentence."""
         silent = self.read - len(self.usable)
         left_out = f", {silent:,} left out, as the assistant says nothing in them before that" if silent else ""
-        return f"{self.read:,} conversations, {self.cut:,} of them cut after {length:,} tokens{left_out}"
+        otherwise = (
+            f"; in {self.inexact:,} the tokenizer leaves out or changes characters of what the assistant says"
+            if self.inexact
+            else ""
+        )
+        return f"{self.read:,} conversations, {self.cut:,} of them cut after {length:,} tokens{left_out}{otherwise}"
 
 
 def read_chats(path: Path, template: ChatTemplate, length: int, seed: int) -> Chats:
@@ -46,7 +53,7 @@ def read_chats(path: Path, template: ChatTemplate, length: int, seed: int) -> Ch
 
     Raises:
         InputError: a file that is none of conversations, or a conversation without a word of the assistant, or one that
-            the template refuses; the message names the line.
+            the template or the tokenizer cannot write; the message names the line.
     """
     spoken = list(_spoken(path, template))
     if not spoken:
@@ -54,7 +61,7 @@ def read_chats(path: Path, template: ChatTemplate, length: int, seed: int) -> Ch
     usable = [Spoken(one.ids[:length], one.is_trained[:length]) for one in spoken if any(one.is_trained[1:length])]
     cut = sum(len(one.ids) > length and any(one.is_trained[1:length]) for one in spoken)
     order = torch.randperm(len(usable), generator=torch.Generator().manual_seed(seed)).tolist()
-    return Chats([usable[i] for i in order], len(spoken), cut)
+    return Chats([usable[i] for i in order], len(spoken), cut, sum(not one.is_exact for one in spoken))
 
 
 def _spoken(path: Path, template: ChatTemplate) -> Iterator[Spoken]:
@@ -63,13 +70,7 @@ def _spoken(path: Path, template: ChatTemplate) -> Iterator[Spoken]:
             raise InputError(
                 f'{where}: nothing is said by the role "{ASSISTANT}", so there is nothing to learn from it: take it out'
             )
-        found = template.speak(messages, where)
-        if not any(found.is_trained):
-            raise InputError(
-                f"{where}: the chat template writes nothing of what the assistant says within its "
-                "{% generation %} marks: give another as --chat-template FILE"
-            )
-        yield found
+        yield template.speak(messages, where)
 
 
 def beginnings(chats: Sequence[Spoken], sequences: int, length: int) -> Tensor:

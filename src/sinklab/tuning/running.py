@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from sinklab.errors import InputError, SinklabError
+from sinklab.extras import install_command
 from sinklab.files import is_full, write_json
 from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading
 from sinklab.measuring.huggingface.quiet import without_bars
@@ -107,7 +108,7 @@ def check_extra() -> None:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise InputError("a model is tuned in one process: start it without torchrun")
     if importlib.util.find_spec("trl") is None or importlib.util.find_spec("accelerate") is None:
-        raise InputError("instruction tuning needs trl, which is not installed: pip install 'sinklab[sft]'")
+        raise InputError(f"instruction tuning needs trl, which is not installed: {install_command('sft')}")
 
 
 def _tune(

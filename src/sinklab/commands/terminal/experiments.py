@@ -58,8 +58,11 @@ def hours_line(ahead: Preview) -> str:
     """How long it will take, in a sentence."""
     if not ahead.missing:
         return f"all {ahead.runs} runs are done"
-    left = duration(ahead.hours * 3600)
-    return f"{ahead.missing} of {ahead.runs} runs are to be trained, {ahead.jobs} at a time: {left} ({ahead.estimated})"
+    trained = f"{ahead.missing} of {ahead.runs} runs are to be trained"
+    if ahead.hours is None:
+        how_long = "" if ahead.estimated else "; how long one takes there is not known before one has finished"
+        return f"{trained} by {ahead.engine}, as many at a time as it takes{how_long}"
+    return f"{trained}, {ahead.jobs} at a time: {duration(ahead.hours * 3600)} ({ahead.estimated})"
 
 
 def print_preview(ahead: Preview, console: Console) -> None:
@@ -71,7 +74,8 @@ def print_preview(ahead: Preview, console: Console) -> None:
     table.add_column("a run takes", justify="right")
     for cell in ahead.cells:
         done = f"{cell.done} of {cell.seeds}"
-        table.add_row(Text(printable(cell.name)), Text(printable(_change(cell))), done, duration(cell.hours * 3600))
+        takes = NOTHING if cell.hours is None else duration(cell.hours * 3600)
+        table.add_row(Text(printable(cell.name)), Text(printable(_change(cell))), done, takes)
     console.print(table)
     console.print(hours_line(ahead), highlight=False, soft_wrap=True)
 

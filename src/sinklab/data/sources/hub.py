@@ -7,6 +7,7 @@ from typing import Any
 
 from sinklab.data.sources.textfiles import Render, plain_conversation, row_text
 from sinklab.errors import InputError
+from sinklab.extras import install_command
 
 PREFIX = "hf:"
 _TEXTS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")  # what datasets reads as text or rows by its name
@@ -29,8 +30,8 @@ def hub_documents(source: str, render: Render = plain_conversation, files: list[
         datasets: Any = importlib.import_module("datasets")
     except ImportError as error:
         raise InputError(
-            f"source {source} needs the package datasets: install sinklab with its data extra "
-            '(pip install "sinklab[data]"), or give a .txt or .jsonl file'
+            f"source {source} needs the package datasets, which is not installed: give a .txt or .jsonl file, or "
+            f"{install_command('data')}"
         ) from error
     what: dict[str, Any] = {"split": split} if files is None else {"split": "train", "data_files": files}
     try:

@@ -83,15 +83,20 @@ def pace_here(base: Recipe, threads: int, out: Path | None = None) -> Pace:
         threads: of PyTorch on a CPU.
         out: of a sweep; its finished runs are the best estimate.
     """
-    recorded = _recorded(out) if out is not None else []
-    if recorded:
-        return Pace(median(recorded), "runs")
+    if out is not None and (found := pace_of_runs(out)):
+        return found
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         return _timed(base)
     finally:
         torch.set_num_threads(before)
+
+
+def pace_of_runs(out: Path) -> Pace | None:
+    """The pace of the finished runs of a sweep, wherever they were trained; None where there are none."""
+    recorded = _recorded(out)
+    return Pace(median(recorded), "runs") if recorded else None
 
 
 def _timed(base: Recipe) -> Pace:

@@ -1,4 +1,4 @@
-"""What a sweep will take: which of its runs are done, and how many hours the others need here. Nothing is written."""
+"""What a sweep will take: which of its runs are done, and how many hours the others need. Nothing is written."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +21,7 @@ class CellPreview:
         change: dotted keys of the recipe and their values, where they are not the base's.
         seeds: asked for.
         done: of these.
-        hours: of one run, on one share of the machine.
+        hours: of one run, on one share of the machine; None where that is another machine, and none has finished.
         same_as: the cell before it whose runs are also its own, "" where there is none.
     """
 
@@ -29,7 +29,7 @@ class CellPreview:
     change: Mapping[str, object]
     seeds: int
     done: int
-    hours: float
+    hours: float | None
     same_as: str
 
 
@@ -40,15 +40,18 @@ class Preview:
     Attributes:
         runs: that are different.
         missing: of these.
-        hours: until the missing ones are done, `jobs` at a time.
-        estimated: how the hours are known.
+        engine: where they are trained.
+        jobs: at a time; None where the engine's cluster decides.
+        hours: until the missing ones are done, `jobs` at a time; None where that is not known.
+        estimated: how the hours are known; "" where no hours are.
     """
 
     cells: Sequence[CellPreview]
     runs: int
     missing: int
-    jobs: int
-    hours: float
+    engine: str
+    jobs: int | None
+    hours: float | None
     estimated: str
 
     def document(self) -> dict[str, Any]:
@@ -56,11 +59,15 @@ class Preview:
         return asdict(self)
 
 
-def preview(plan: SweepPlan, out: Path, found: Mapping[str, Path], pace: Pace, jobs: int) -> Preview:
+def preview(
+    plan: SweepPlan, out: Path, found: Mapping[str, Path], engine: str, pace: Pace | None, jobs: int | None
+) -> Preview:
     """What is done and what is to come, as far as the data is prepared: the runs of other data cannot have begun.
 
     Args:
         found: directories of runs that are there already, by hash.
+        pace: of a run where it is trained; None where that is not known.
+        jobs: at a time; None where that is not known.
     """
     data = _prepared_data(plan)
     known = {name: cell for name, cell in plan.cells.items() if data_key(cell.recipe) in data}
@@ -73,13 +80,14 @@ def preview(plan: SweepPlan, out: Path, found: Mapping[str, Path], pace: Pace, j
     for name, cell in plan.cells.items():
         ended = [seed for seed in cell.seeds if placed.hashes.get((name, seed)) in done]
         own = sum(runs[_identity(plan, name), seed] == name for seed in cell.seeds if seed not in ended)
-        hours = pace.seconds(cell.recipe) / 3600
-        missing, left = missing + own, left + own * hours
+        hours = None if pace is None else pace.seconds(cell.recipe) / 3600
+        missing, left = missing + own, left + own * (hours or 0.0)
         same_as = first.setdefault(_identity(plan, name), name)
         cells.append(
             CellPreview(name, cell.change, len(cell.seeds), len(ended), hours, "" if same_as == name else same_as)
         )
-    return Preview(cells, len(runs), missing, jobs, left / max(1, min(jobs, missing)), pace.said)
+    whole = None if pace is None or jobs is None else left / max(1, min(jobs, missing))
+    return Preview(cells, len(runs), missing, engine, jobs, whole, "" if pace is None else pace.said)
 
 
 def _identity(plan: SweepPlan, name: str) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sinklab.errors import InputError, cause
+from sinklab.extras import install_command
 from sinklab.measuring.memory import free_bytes
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def read_header(path: Path) -> Gguf:
         except ImportError as error:
             raise InputError(
                 f"reading {path.name} needs the packages {' and '.join(PACKAGES)}, and {package} is not installed: "
-                "pip install 'sinklab[gguf]'"
+                f"{install_command('gguf')}"
             ) from error
     try:
         reader = import_module("gguf").GGUFReader(path)

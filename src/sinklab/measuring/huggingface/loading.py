@@ -240,6 +240,17 @@ def check_config(name: str, loading: Loading = AS_IT_IS) -> None:
         _find(name, loading).read("config", AutoConfig.from_pretrained)
 
 
+def load_pretrained_tokenizer(name: str, loading: Loading = AS_IT_IS) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a model, without its weights.
+
+    Raises:
+        InputError: no such directory, file or name, or no tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    return _find(name, loading).read("tokenizer", AutoTokenizer.from_pretrained)
+
+
 def check_name(name_or_dir: str) -> None:
     """Refuse what is neither there nor could be a name on the hub, which is then not asked.
 

@@ -1,9 +1,11 @@
-"""One trainer per run directory. The lock goes with the process, however it ends; reading needs none."""
+"""One trainer per run directory, and one writer of a document. A lock goes with the process, however it ends; reading
+needs none."""
 
 import contextlib
 import os
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -16,7 +18,7 @@ SHOWS_WITHIN_S = 60  # a network file system remembers for so long that a file w
 
 
 class HeldError(SinklabError):
-    """Another process holds the run directory."""
+    """Another process holds the run directory, or writes the document."""
 
 
 def lock_run(directory: Path) -> IO[str]:
@@ -26,9 +28,51 @@ def lock_run(directory: Path) -> IO[str]:
         HeldError: another process is training there.
         SinklabError: the directory cannot be written or locked.
     """
+    return _lock(directory, LOCK, "trained", "stop it with kill (it saves first), ")
+
+
+@contextlib.contextmanager
+def one_writer(path: Path | None) -> Iterator[None]:
+    """Within it no other process writes the document at `path`, which several steps of work go into.
+
+    The lock beside it is removed at the end, and so is a directory that was made for it and is empty. It is not that of
+    a run: what is written beside a run keeps nobody from training it.
+
+    Args:
+        path: None where nothing is written.
+
+    Raises:
+        HeldError: another process writes it.
+        SinklabError: the directory cannot be written or locked.
+    """
+    if path is None:
+        yield
+        return
+    is_new = not path.parent.exists()
+    with _lock(path.parent, _beside(path), "written to", ""):
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # also where the directory has gone meanwhile
+                (path.parent / _beside(path)).unlink()
+                if is_new:
+                    path.parent.rmdir()
+
+
+def is_written(path: Path) -> bool:
+    """Whether another process writes the document, as far as that can be seen from here."""
+    return _is_locked(path.parent / _beside(path))
+
+
+def _beside(path: Path) -> str:
+    return f"{path.stem}.{LOCK}"
+
+
+def _lock(directory: Path, name: str, use: str, remedy: str) -> IO[str]:
+    """Hold a file of a directory, and say in it who does."""
     while True:
-        file = _locked(directory)
-        if is_at(file, directory / LOCK):  # and was not removed by `leave` before it was locked
+        file = _locked(directory, name, use, remedy)
+        if is_at(file, directory / name):  # and was not removed before it was locked
             break
         file.close()
     with contextlib.suppress(OSError):  # on a full disk: held all the same, by nobody in particular
@@ -38,10 +82,10 @@ def lock_run(directory: Path) -> IO[str]:
     return file
 
 
-def holder(directory: Path) -> str:
+def holder(directory: Path, name: str = LOCK) -> str:
     """Who holds the run directory or held it last, nothing where that cannot be told."""
     try:
-        with (directory / LOCK).open(encoding="utf-8") as file:
+        with (directory / name).open(encoding="utf-8") as file:
             return file.readline(200).strip()
     except OSError:
         return ""
@@ -57,10 +101,14 @@ def sees(directory: Path, said: str) -> bool:
 
 def is_held(directory: Path) -> bool:
     """Whether a process trains in the run directory, as far as that can be seen from here."""
+    return _is_locked(directory / LOCK)
+
+
+def _is_locked(path: Path) -> bool:
     import fcntl
 
     try:
-        with (directory / LOCK).open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -78,10 +126,10 @@ def leave(directory: Path, is_new: bool) -> None:
                 directory.rmdir()
 
 
-def _locked(directory: Path) -> IO[str]:
+def _locked(directory: Path, name: str, use: str, remedy: str) -> IO[str]:
     import fcntl
 
-    path = directory / LOCK
+    path = directory / name
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file = path.open("a+", encoding="utf-8")
@@ -97,8 +145,8 @@ def _locked(directory: Path) -> IO[str]:
     except BlockingIOError as error:
         file.close()
         raise HeldError(
-            f"{directory} is being trained by {holder(directory) or 'another process'}: wait until it has ended, "
-            "stop it with kill (it saves first), or choose another --out"
+            f"{directory} is being {use} by {holder(directory, name) or 'another process'}: wait until it has ended, "
+            f"{remedy}or choose another --out"
         ) from error
     except OSError as error:
         file.close()

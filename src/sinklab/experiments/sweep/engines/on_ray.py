@@ -23,6 +23,7 @@ from sinklab.errors import InputError
 from sinklab.experiments.sweep.engines.elsewhere import StopFile, new_rows, train_elsewhere
 from sinklab.experiments.sweep.following import Follower
 from sinklab.experiments.sweep.planned import Event, PlannedRun
+from sinklab.extras import install_command
 from sinklab.schema import Part
 from sinklab.signals import CALL_AGAIN, PreemptedError
 
@@ -167,7 +168,7 @@ def _connect(address: str) -> None:
     try:
         import ray
     except ImportError as error:
-        raise InputError("--engine ray: Ray is not installed; pip install 'sinklab[cluster]'") from error
+        raise InputError(f"--engine ray: Ray is not installed: {install_command('cluster')}") from error
     where = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
     try:
         _require_answer(where)

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 from sinklab.errors import InputError, SinklabError
+from sinklab.extras import install_command
 
 ENDED = ("", "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED")
 ENDED += ("REVOKED", "TIMEOUT")
@@ -26,7 +27,7 @@ def require_cluster() -> None:
     try:
         import submitit  # noqa: F401
     except ImportError as error:
-        raise InputError("--engine slurm: submitit is not installed; pip install 'sinklab[cluster]'") from error
+        raise InputError(f"--engine slurm: submitit is not installed: {install_command('cluster')}") from error
     for command in ("sbatch", "srun", "squeue", "scancel"):
         if shutil.which(command) is None:
             raise InputError(

@@ -1,0 +1,44 @@
+"""The command that installs an extra beside this installation of sinklab, which no package index has.
+
+Of a checkout it names the checkout; of an installed wheel or archive, which may be gone, the packages of the extra.
+"""
+
+import re
+import shlex
+import sys
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+from sinklab.files import parse_json
+
+
+def install_command(extra: str, installed: Distribution | None = None) -> str:
+    """What to type into a shell, with the Python in use.
+
+    Args:
+        extra: of pyproject.toml, such as "sft".
+        installed: sinklab as it is installed; found unless given.
+    """
+    try:
+        installed = installed or distribution("sinklab")
+    except PackageNotFoundError:  # its source is on the path, and nothing else
+        return _pip("-e", f".[{extra}]") + " in the checkout of sinklab"
+    if (checkout := _checkout(installed)) is not None:
+        return _pip("-e", f"{checkout}[{extra}]")
+    needed = [one.partition(";") for one in installed.requires or ()]
+    return _pip(*(name.strip() for name, _, when in needed if re.search(rf"extra == (['\"]){extra}\1", when)))
+
+
+def _checkout(installed: Distribution) -> Path | None:
+    """The folder that an editable installation leads to."""
+    try:
+        document = parse_json(installed.read_text("direct_url.json") or "{}")
+        folder = Path(unquote(urlparse(document["url"]).path))
+        return folder if document["dir_info"]["editable"] and folder.is_dir() else None
+    except (ValueError, KeyError):
+        return None
+
+
+def _pip(*what: str) -> str:
+    return shlex.join([sys.executable, "-m", "pip", "install", *what])

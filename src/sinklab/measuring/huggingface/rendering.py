@@ -1,0 +1,196 @@
+"""Chat templates, rendered in a process of their own, which may be ended.
+
+A chat template is a program that comes with a model. Jinja's sandbox keeps it from files and network, not from running
+for ever or asking for all memory there is, and nothing stops one of our own threads. So a second process renders, which
+has transformers' sandbox and neither torch nor the model. The system ends it after SECONDS of processor time for one
+conversation and refuses it more than MEMORY (macOS does not hold a process to that; there the time ends it). It is
+started once, renders everything that this process wants rendered, and ends with it.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any
+
+from sinklab.data.sources.textfiles import Message
+from sinklab.errors import InputError, SinklabError, cause
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SECONDS = 10
+MEMORY = 2 * 2**30  # bytes
+CHARACTERS = 2**24  # that may be written beyond REPEATED times those of the conversation
+REPEATED = 4
+MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # numpy's threads would count as memory
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as its template writes it.
+
+    Attributes:
+        text: all of it.
+        marked: characters [start, end) of `text` within `{% generation %}` marks, in order.
+    """
+
+    text: str
+    marked: list[tuple[int, int]]
+
+
+def render_chat(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: list[Message],
+    where: str,
+    *,
+    generation_prompt: bool = False,
+    remedy: str = "take it out of the text",
+) -> Rendered:
+    """Write a conversation with the chat template of a tokenizer.
+
+    Args:
+        where: names the conversation in errors.
+        generation_prompt: end with what the assistant's next message begins with.
+        remedy: what to do about a refusal.
+
+    Raises:
+        InputError: the template fails on it, does not end, or takes or writes too much; or there are several templates
+            and none is the default.
+        SinklabError: no process could be started.
+    """
+    conversation = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    try:
+        template = tokenizer.get_chat_template()
+        asked = {
+            "template": template,
+            "messages": conversation,
+            "generation_prompt": generation_prompt,
+            "special": tokenizer.special_tokens_map,
+            "seconds": SECONDS,
+            "characters": CHARACTERS,
+        }
+        answer = _PROCESS.ask(json.dumps(asked, default=str))
+        why = answer.get("error")
+    except ValueError as error:
+        answer, why = {}, cause(error)
+    if why is not None:
+        raise InputError(f"{where}: the model's chat template refuses this conversation ({why}): {remedy}")
+    return Rendered(answer["text"], [(start, end) for start, end in answer["marked"]])
+
+
+class _Process:
+    """The process that renders; any thread may ask it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._complaints: IO[bytes] | None = None
+
+    def ask(self, line: str) -> dict[str, Any]:
+        """Its answer to a line, or what ended it as the `error` of one."""
+        with self._lock:
+            process = self._process or self._start()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            answer = ""
+            try:
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.write(line + "\n")
+                    process.stdin.flush()
+                    answer = process.stdout.readline()
+            except BaseException:  # Ctrl-C: the answer that is still to come is not one to the next line
+                process.kill()
+                self._forget(process)
+                raise
+            return json.loads(answer) if answer.endswith("\n") else {"error": _what_ended(*self._forget(process))}
+
+    def _start(self) -> "subprocess.Popen[str]":
+        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  # open for as long as the process
+        code = f"from {__name__} import serve; serve()"
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._complaints,
+                env={**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+                start_new_session=True,  # Ctrl-C is for us
+                encoding="ascii",
+            )
+        except OSError as error:
+            raise SinklabError(f"no process could be started to render chat templates: {error}") from error
+        return self._process
+
+    def _forget(self, process: "subprocess.Popen[str]") -> tuple[int, str]:
+        """The exit status of one that has ended, and its last words."""
+        assert self._complaints is not None
+        self._process, status = None, process.wait()
+        with contextlib.suppress(BrokenPipeError), process:
+            pass  # closes its pipes
+        with self._complaints as file:
+            file.seek(0)
+            return status, file.read().decode(errors="replace").strip()
+
+
+def _what_ended(status: int, said: str) -> str:
+    if status == -signal.SIGPROF:
+        return f"it has not ended after {SECONDS} seconds of processor time"
+    if status < 0:
+        return f"the process that renders it was ended by {signal.Signals(-status).name}"
+    raise SinklabError(f"the process that renders chat templates ended with status {status}: {said[-400:]}")
+
+
+_PROCESS = _Process()
+
+
+def serve() -> None:
+    """Render what standard input asks for, a line of JSON for each conversation, until it ends."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    _limit_memory()
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
+    for line in sys.stdin:
+        asked = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, asked["seconds"])
+        try:
+            (text,), marked = render_jinja_template(
+                conversations=[asked["messages"]],
+                chat_template=asked["template"],
+                add_generation_prompt=asked["generation_prompt"],
+                return_assistant_tokens_mask=MARK.search(asked["template"]) is not None,
+                **asked["special"],
+            )
+            if len(text) > (most := asked["characters"] + REPEATED * len(line)):
+                answer = json.dumps({"error": f"it writes {len(text):,} characters, more than {most:,}"})
+            else:
+                answer = json.dumps({"text": text, "marked": marked[0] if marked else []})
+        except MemoryError:
+            answer = json.dumps({"error": f"it asks for more than {MEMORY / 2**30:.0f} GiB of memory"})
+        except Exception as error:  # a template can raise anything
+            answer = json.dumps({"error": _sentence(error)})
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(answer, flush=True)
+
+
+def _sentence(error: Exception) -> str:
+    """A template's own complaint as it is, another error with its name."""
+    from jinja2 import TemplateError
+
+    said = cause(error)[:400]
+    return said if type(error) is TemplateError else f"{type(error).__name__}: {said}"
+
+
+def _limit_memory() -> None:
+    import resource
+
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    with contextlib.suppress(ValueError, OSError):  # macOS
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY if hard < 0 else min(MEMORY, hard), hard))
