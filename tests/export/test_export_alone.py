@@ -36,7 +36,13 @@ for path in sorted(path for path in folder.iterdir() if path.is_dir()):
         logits[path.name] = model(tokens).logits
         new = [model.generate(tokens, max_new_tokens=5, do_sample=False, use_cache=cache) for cache in (True, False)]
     assert torch.equal(*new), path.name
-    assert tokenizer("the sheep").input_ids
+    tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, "left"
+    batch = tokenizer(["the sheep", "a cat sat on the fence"], padding=True, return_tensors="pt")
+    together = tokenizer.batch_decode(model.generate(**batch, max_new_tokens=5, do_sample=False))
+    alone = [model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=5, do_sample=False)
+             for text in ("the sheep", "a cat sat on the fence")]
+    assert [text.replace(tokenizer.eos_token, "") for text in together] == [
+        tokenizer.decode(ids[0]).replace(tokenizer.eos_token, "") for ids in alone], path.name
 save_file(logits, folder / "logits.safetensors")
 """
 
