@@ -118,11 +118,20 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 import sinklab
 assert not type(model).__module__.startswith("sinklab")
-print(sinklab.measure(model, json.loads(sys.argv[2])).loss)
+measured = sinklab.measure(model, json.loads(sys.argv[2]))
+tokens = torch.tensor(json.loads(sys.argv[2]))
+with torch.no_grad(), sinklab.probe(model) as watch:
+    model(tokens)
+layers = [[x.importance_BHT.mean(0).tolist(), x.bias_BH.mean(0).tolist()] for x in watch.layers]
+print(json.dumps([measured.loss, layers]))
 """
     tokens_BT = some_tokens(length=9)
-    loss = float(python(code, str(tmp_path / "model"), json.dumps(tokens_BT.tolist()), home=tmp_path / "home"))
-    assert loss == pytest.approx(sinklab.measure(run.model, tokens_BT).loss, rel=1e-6)
+    said = python(code, str(tmp_path / "model"), json.dumps(tokens_BT.tolist()), home=tmp_path / "home")
+    loss, layers = json.loads(said.splitlines()[-1])
+    ours = sinklab.measure(run.model, tokens_BT)
+    assert loss == pytest.approx(ours.loss, rel=1e-6)
+    assert_close([importance for importance, _ in layers], ours.importance)
+    assert_close([bias for _, bias in layers], ours.importance_bias)
 
 
 def test_the_code_in_one_file_imports_nothing_of_ours_and_says_from_which_module_each_part_is() -> None:

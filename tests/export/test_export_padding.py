@@ -18,6 +18,7 @@ from sinklab.model.huggingface.modeling import SinklabForCausalLM
 
 LENGTHS, LONGEST = (9, 3, 6), 9
 COMBINED: dict[str, dict[str, Any]] = {
+    **{f"backend {name}": {"attention": {"backend": name}} for name in ("eager", "sdpa", "chunked", "flex")},
     "registers in documents": {"attention": {"bias": {"kind": "sink_token", "count": 2}, "mask": "document"}},
     "a sink token behind a prefix": {"attention": {"bias": "sink_token", "mask": {"kind": "prefix", "length": 5}}},
     "alibi in a window behind a sink token": {

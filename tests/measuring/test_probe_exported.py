@@ -21,7 +21,7 @@ from sinklab.model.huggingface.modeling import SinklabForCausalLM
 HOW: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 TOGETHER = {
     "a sink token behind a prefix": {"attention": {"bias": "sink_token", "mask": {"kind": "prefix", "length": 5}}},
-    "key biases in documents behind registers": {
+    "documents behind registers": {
         "attention": {"bias": {"kind": "sink_token", "count": 2}, "mask": "document"},
     },
     "stick-breaking with a rest behind a sink token": {

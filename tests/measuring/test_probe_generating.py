@@ -14,7 +14,13 @@ import sinklab
 from sinklab.errors import SinklabError
 
 END = 5
-SMALL = {"vocab_size": 24, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL: dict[str, Any] = {
+    "vocab_size": 24,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 PROMPTS = torch.randint(6, 24, (2, 5), generator=torch.Generator().manual_seed(1))
 HOW: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": END, "pad_token_id": 3}
 
@@ -119,7 +125,7 @@ def test_a_cache_that_was_changed_between_passes_is_refused(family: str, model: 
         (lambda cache: cache.batch_repeat_interleave(2), "other sequences"),
         (lambda cache: cache.batch_select_indices(torch.tensor([1])), "other sequences"),
     ):
-        cache = hf.DynamicCache(config=model.config)
+        cache: Any = hf.DynamicCache(config=model.config)
         with sinklab.probe(model):
             model(PROMPTS, past_key_values=cache)
             change(cache)
@@ -130,7 +136,7 @@ def test_a_cache_that_was_changed_between_passes_is_refused(family: str, model: 
 
 @torch.no_grad()
 def test_a_cache_that_was_cut_or_is_an_earlier_one_is_refused(model: Any) -> None:
-    cache = hf.DynamicCache(config=model.config)
+    cache: Any = hf.DynamicCache(config=model.config)
     with sinklab.probe(model):
         model(PROMPTS, past_key_values=cache)
         earlier = copy.deepcopy(cache)
@@ -142,7 +148,7 @@ def test_a_cache_that_was_cut_or_is_an_earlier_one_is_refused(model: Any) -> Non
 @torch.no_grad()
 def test_rows_that_are_the_same_may_be_exchanged(model: Any) -> None:
     """As by a cache whose rows are copies of one prompt, which several continuations begin with."""
-    cache = hf.DynamicCache(config=model.config)
+    cache: Any = hf.DynamicCache(config=model.config)
     same_BT = PROMPTS[:1].expand(2, -1)
     with sinklab.probe(model) as watch:
         model(same_BT, past_key_values=cache)

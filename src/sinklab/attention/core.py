@@ -142,7 +142,6 @@ class AttentionCore(nn.Module):
         v_BGTD: Tensor,
         documents_BL: Tensor | None = None,
         log_kept_BLH: Tensor | None = None,
-        padding_B: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(out_BHTD, A_BHTS) by the papers' formulas on explicit matrices: what tests hold all the rest against.
 
@@ -150,7 +149,7 @@ class AttentionCore(nn.Module):
         numbers, all in float64.
         """
         position = None if self.position is None else self.position.score()
-        mask = self.visible(documents_BL, padding_B)
+        mask = self.visible(documents_BL)
         sequential = self.operation.sequential
         given = explicit(
             q_BHTD, k_BGTD, v_BGTD, mask, self.bias, self.softcap, position, log_kept_BLH, sequential, self.learned
