@@ -130,6 +130,7 @@ print(json.dumps([measured.loss, layers]))
     loss, layers = json.loads(said.splitlines()[-1])
     ours = sinklab.measure(run.model, tokens_BT)
     assert loss == pytest.approx(ours.loss, rel=1e-6)
+    assert ours.importance_bias is not None
     assert_close([importance for importance, _ in layers], ours.importance)
     assert_close([bias for _, bias in layers], ours.importance_bias)
 

@@ -112,7 +112,8 @@ def test_what_is_kept_behind_padding_can_be_read_in_pieces_exchanged_and_cut(nam
     model, rows = case(name, tokenizer), prompts()
     tokens_BT, mask_BT = padded(rows, [0, 6, 3])
     whole = model(tokens_BT, attention_mask=mask_BT).logits
-    past, logits = None, []
+    past: Any = None
+    last_BTV = whole
     for start in range(0, LONGEST, 3):  # the first pieces of a row are nothing but padding
         output = model(
             tokens_BT[:, start : start + 3],
@@ -120,8 +121,8 @@ def test_what_is_kept_behind_padding_can_be_read_in_pieces_exchanged_and_cut(nam
             past_key_values=past,
             use_cache=True,
         )
-        past = output.past_key_values
-    assert_close(output.logits[:, -1], whole[:, -1])
+        past, last_BTV = output.past_key_values, output.logits
+    assert_close(last_BTV[:, -1], whole[:, -1])
     past.crop(LONGEST - 1)
     past.reorder_cache(torch.tensor([2, 0, 1]))
     logits = model(tokens_BT[[2, 0, 1], -1:], past_key_values=past, use_cache=True).logits  # the padding is known

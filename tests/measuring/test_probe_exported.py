@@ -124,8 +124,10 @@ def test_batches_add_up_and_registers_are_told_apart(tokenizer: Path) -> None:
         model(tokens_BT[2:])
     check(model, watch, list(tokens_BT))
     measured = sinklab.measure(model, tokens_BT)
+    assert measured.importance_registers is not None
     for number, layer in enumerate(watch.layers):
         assert layer.registers_BHN is not None
+        assert layer.bias_BH is not None
         assert_close(layer.registers_BHN.mean(0), measured.importance_registers[number])
         assert_close(layer.importance_BHT.mean(0), measured.importance[number])
         assert_close(layer.registers_BHN.sum(-1), layer.bias_BH)

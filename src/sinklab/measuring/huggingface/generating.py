@@ -23,10 +23,11 @@ def generating(model: PreTrainedModel, watch: Recorder) -> Iterator[None]:
 
     Beam search orders sequences anew after the last pass as well, which no later pass shows.
     """
-    if not hasattr(model, "generate"):
+    generate: Any = getattr(model, "generate", None)
+    before = vars(model).get("generate")
+    if generate is None:
         yield
         return
-    generate, before = model.generate, vars(model).get("generate")
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(generate).bind_partial(*args, **kwargs).arguments
