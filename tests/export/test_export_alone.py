@@ -36,7 +36,13 @@ for path in sorted(path for path in folder.iterdir() if path.is_dir()):
         logits[path.name] = model(tokens).logits
         new = [model.generate(tokens, max_new_tokens=5, do_sample=False, use_cache=cache) for cache in (True, False)]
     assert torch.equal(*new), path.name
-    assert tokenizer("the sheep").input_ids
+    tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, "left"
+    batch = tokenizer(["the sheep", "a cat sat on the fence"], padding=True, return_tensors="pt")
+    together = tokenizer.batch_decode(model.generate(**batch, max_new_tokens=5, do_sample=False))
+    alone = [model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=5, do_sample=False)
+             for text in ("the sheep", "a cat sat on the fence")]
+    assert [text.replace(tokenizer.eos_token, "") for text in together] == [
+        tokenizer.decode(ids[0]).replace(tokenizer.eos_token, "") for ids in alone], path.name
 save_file(logits, folder / "logits.safetensors")
 """
 
@@ -112,11 +118,21 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 import sinklab
 assert not type(model).__module__.startswith("sinklab")
-print(sinklab.measure(model, json.loads(sys.argv[2])).loss)
+measured = sinklab.measure(model, json.loads(sys.argv[2]))
+tokens = torch.tensor(json.loads(sys.argv[2]))
+with torch.no_grad(), sinklab.probe(model) as watch:
+    model(tokens)
+layers = [[x.importance_BHT.mean(0).tolist(), x.bias_BH.mean(0).tolist()] for x in watch.layers]
+print(json.dumps([measured.loss, layers]))
 """
     tokens_BT = some_tokens(length=9)
-    loss = float(python(code, str(tmp_path / "model"), json.dumps(tokens_BT.tolist()), home=tmp_path / "home"))
-    assert loss == pytest.approx(sinklab.measure(run.model, tokens_BT).loss, rel=1e-6)
+    said = python(code, str(tmp_path / "model"), json.dumps(tokens_BT.tolist()), home=tmp_path / "home")
+    loss, layers = json.loads(said.splitlines()[-1])
+    ours = sinklab.measure(run.model, tokens_BT)
+    assert loss == pytest.approx(ours.loss, rel=1e-6)
+    assert ours.importance_bias is not None
+    assert_close([importance for importance, _ in layers], ours.importance)
+    assert_close([bias for _, bias in layers], ours.importance_bias)
 
 
 def test_the_code_in_one_file_imports_nothing_of_ours_and_says_from_which_module_each_part_is() -> None:

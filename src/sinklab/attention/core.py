@@ -91,17 +91,19 @@ class AttentionCore(nn.Module):
         v_BGTD: Tensor,
         documents_BL: Tensor | None = None,
         log_kept_BLH: Tensor | None = None,
+        padding_B: Tensor | None = None,
     ) -> Tensor:
         """The attention output, (B, H, T, V).
 
         Args:
             documents_BL: integer document number of every position, leading token included (its number is ignored);
-                needed under the document mask.
+                needed under the document mask. Behind padding, number 0 is that of the first position after it.
             log_kept_BLH: running sums of the logarithms of the forget gates up to every position, leading token
                 included; needed by operations that forget.
+            padding_B: how many positions at the start of each row, before a leading token, are padding.
         """
         with torch.autocast(q_BHTD.device.type, enabled=False):  # the primitive chooses its own precision
-            call = self.call(q_BHTD, k_BGTD, documents_BL, log_kept_BLH)
+            call = self.call(q_BHTD, k_BGTD, documents_BL, log_kept_BLH, padding_B)
             out = self.operation.output(call, v_BGTD)
             if self.bias.key is None and call.value_HV is not None:
                 out = out + call.value_HV[:, None].to(out.dtype)
@@ -162,18 +164,19 @@ class AttentionCore(nn.Module):
         k_BGTD: Tensor,
         documents_BL: Tensor | None = None,
         log_kept_BLH: Tensor | None = None,
+        padding_B: Tensor | None = None,
     ) -> Iterator[Rows]:
         """The rows that `importance` sums up, leading token included, a block of queries at a time."""
-        return self.operation.rows(self.call(q_BHTD, k_BGTD, documents_BL, log_kept_BLH))
+        return self.operation.rows(self.call(q_BHTD, k_BGTD, documents_BL, log_kept_BLH, padding_B))
 
-    def visible(self, documents_BL: Tensor | None = None) -> masks.Mask:
+    def visible(self, documents_BL: Tensor | None = None, padding_B: Tensor | None = None) -> masks.Mask:
         """Who sees whom, leading token included.
 
         Raises:
             ValueError: the document mask without documents.
         """
         if not self.by_document:
-            return self._in_place(self.mask)
+            return self._in_place(self.mask, padding_B)
         if documents_BL is None:
             raise ValueError(
                 "attention.mask document needs to know the documents: pass documents_BL, the document number of every "
@@ -181,7 +184,7 @@ class AttentionCore(nn.Module):
             )
         # One tensor for all layers where nothing leads: flex then finds the blocks of this mask made.
         documents = documents_BL[:, self.leading :] if self.leading else documents_BL
-        return self._in_place(masks.Document(documents))
+        return self._in_place(masks.Document(documents), padding_B)
 
     def call(
         self,
@@ -189,13 +192,14 @@ class AttentionCore(nn.Module):
         k_BGTD: Tensor,
         documents_BL: Tensor | None = None,
         log_kept_BLH: Tensor | None = None,
+        padding_B: Tensor | None = None,
     ) -> Call:
         """What the operation is called with.
 
         Raises:
             ValueError: the document mask without documents, or an operation that forgets without its gates.
         """
-        mask = self.visible(documents_BL)
+        mask = self.visible(documents_BL, padding_B)
         if self.operation.forgets and log_kept_BLH is None:
             raise ValueError(
                 f"{self.operation.kind} attention needs its forget gates: pass log_kept_BLH, the running sums of their "
@@ -216,8 +220,9 @@ class AttentionCore(nn.Module):
             learned=self.learned,
         )
 
-    def _in_place(self, mask: masks.Mask) -> masks.Mask:
-        """Without the keys that an ablation hides, and behind the leading token."""
+    def _in_place(self, mask: masks.Mask, padding_B: Tensor | None) -> masks.Mask:
+        """Without the keys that an ablation hides, and behind the leading token and padding."""
         for count in self.hidden_first:
             mask = masks.HiddenFirst(mask, count)
-        return masks.Leading(mask, self.leading) if self.leading else mask
+        mask = masks.Leading(mask, self.leading) if self.leading else mask
+        return mask if padding_B is None else masks.Padded(mask, padding_B)

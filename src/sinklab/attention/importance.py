@@ -131,22 +131,29 @@ def score_rows(
         yield Rows(part, weights, share)
 
 
-def sum_rows(rows: Iterable[Rows], q_BHTD: Tensor, keys: int, mask: Mask) -> ColumnSums:
-    """For every key, the sum over the queries t >= k in `rows`; of an added bias, over all of them.
+def sum_rows(
+    rows: Iterable[Rows], q_BHTD: Tensor, keys: int, mask: Mask, counted_BT: Tensor | None = None
+) -> ColumnSums:
+    """For every key, the sum over the counted queries t >= k in `rows`; of an added bias, over all counted ones.
 
     Args:
         rows: may be changed in place.
         q_BHTD: the queries they came from, the last T of `keys` positions.
         mask: who sees whom.
+        counted_BT: bool, which queries count; None counts all.
     """
     B, H, T, _ = q_BHTD.shape
     keys_BHS = q_BHTD.new_zeros(B, H, keys, dtype=bl.accumulate_dtype(q_BHTD.dtype))
     bias_BH: Tensor | None = None
     earlier_BHS = None if mask.causal else torch.zeros_like(keys_BHS)
     for one in rows:
-        if one.bias_BHQ is not None:
-            bias_BH = one.bias_BHQ.sum(-1) if bias_BH is None else bias_BH + one.bias_BHQ.sum(-1)
-        weights = one.weights_BHQS
+        weights, bias_BHQ = one.weights_BHQS, one.bias_BHQ
+        if counted_BT is not None:
+            counted_B1Q = counted_BT[:, None, one.block.start : one.block.stop]
+            weights = weights.mul_(counted_B1Q[..., None])
+            bias_BHQ = None if bias_BHQ is None else bias_BHQ * counted_B1Q
+        if bias_BHQ is not None:
+            bias_BH = bias_BHQ.sum(-1) if bias_BH is None else bias_BH + bias_BHQ.sum(-1)
         if earlier_BHS is not None:
             diagonal = one.block.start + keys - T - one.block.low
             earlier_BHS[:, :, one.block.low : one.block.high] += weights.triu(diagonal + 1).sum(-2)

@@ -146,6 +146,37 @@ class HiddenFirst(Around):
 
 
 @dataclass(frozen=True, eq=False)
+class Padded(Around):
+    """Another mask behind padding, of which every row has its own number: the rest begins after it.
+
+    No query sees padding, and a query at padding sees itself alone, so that no row is empty.
+
+    Args:
+        padding_B: how many positions at the start of each row are padding.
+    """
+
+    padding_B: Tensor
+
+    @property
+    def rows(self) -> int:
+        return len(self.padding_B)
+
+    def of(self, row: int, heads: slice) -> Mask:
+        return Padded(self.rest.of(row, heads), self.padding_B[row : row + 1])
+
+    def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        before = self.padding_B[b]
+        seen = (k >= before) & (q >= before) & self.rest.allowed(b, h, q - before, k - before)
+        return seen | ((k == q) & (q < before))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Padded) and other.padding_B is self.padding_B and other.rest == self.rest
+
+    def __hash__(self) -> int:
+        return hash((id(self.padding_B), self.rest))
+
+
+@dataclass(frozen=True, eq=False)
 class Document(Mask):
     """Causal within documents: query t sees those keys s <= t that carry its own document number.
 

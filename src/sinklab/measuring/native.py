@@ -114,7 +114,7 @@ class _CoreReader:
         q_BHTD, k_BGSD, v_BGSD = (x.to(accumulation(x.dtype)) for x in args[:3])
         alpha = core.importance(q_BHTD, k_BGSD, *args[3:])
         key_BT, value_BT = (token_norms(x[:, :, self._leading :]).mean(1) for x in (k_BGSD, v_BGSD))
-        cut = (_cut_importance(core, q_BHTD, k_BGSD, args[3:], self._leading + length) for length in self._lengths)
+        cut = (cut_importance(core, q_BHTD, k_BGSD, args[3:], self._leading + length) for length in self._lengths)
         view = None
         if alpha.visible_BHT is not None:
             later_T = torch.arange(alpha.positions_BHT.shape[-1], 0, -1, device=q_BHTD.device)
@@ -160,7 +160,7 @@ def _window_start(
     return sums_BH / (T - width)
 
 
-def _cut_importance(
+def cut_importance(
     core: AttentionCore, q_BHTD: Tensor, k_BGSD: Tensor, beside: tuple[Tensor | None, ...], positions: int
 ) -> Tensor:
     """alpha of the sequences cut after so many positions; nothing before the cut depends on what comes after."""

@@ -29,15 +29,20 @@ class Places:
     """Where the positions of a batch stand, the same for every layer.
 
     Attributes:
-        rotary: cos and sin, each (L, half of what is turned); None without rotary positions.
+        rotary: cos and sin, each (L, half of what is turned), or (B, 1, L, ..) behind padding; None without rotary
+            positions.
         documents_BL: the document of every position, earlier ones included where a sequence is continued; None unless
             the mask keeps documents apart.
         first: takes the first layer's values to the later ones; None unless they are mixed.
+        padding_B: how many positions at the start of each row are padding, earlier ones included; None without padding.
+        padded_BL: which of the positions that are read now these are; None where there are none.
     """
 
     rotary: tuple[Tensor, Tensor] | None = None
     documents_BL: Tensor | None = None
     first: FirstValues | None = None
+    padding_B: Tensor | None = None
+    padded_BL: Tensor | None = None
 
 
 class Attention(nn.Module):
@@ -103,17 +108,20 @@ class Attention(nn.Module):
 
     def beside(self, x_BLE: Tensor, places: Places, past: LayerPast | None) -> tuple[Tensor | None, ...]:
         """What the core takes beside queries, keys and values; positions that were kept are included."""
-        if self.forget_gate is None:
-            return () if places.documents_BL is None else (places.documents_BL,)
-        log_kept_BLH = self.forget_gate(x_BLE)
-        return places.documents_BL, log_kept_BLH if past is None else past.extend_kept(log_kept_BLH)
+        log_kept_BLH = None
+        if self.forget_gate is not None:
+            log_kept_BLH = self.forget_gate(x_BLE)
+            log_kept_BLH = log_kept_BLH if past is None else past.extend_kept(log_kept_BLH)
+        beside = (places.documents_BL, log_kept_BLH, places.padding_B)
+        given = max((number for number, one in enumerate(beside, start=1) if one is not None), default=0)
+        return beside[:given]
 
     def _placed(self, x_BHLD: Tensor, norm: nn.Module, places: Places) -> Tensor:
         """Queries or keys normed and turned, those of an operation that holds several in a head each by itself."""
         x_BHLPK = norm(x_BHLD.unflatten(-1, (-1, self.key_width)))
         if places.rotary is not None:
             cos_LC, sin_LC = places.rotary
-            x_BHLPK = rotate(x_BHLPK, cos_LC[:, None], sin_LC[:, None])
+            x_BHLPK = rotate(x_BHLPK, cos_LC[..., None, :], sin_LC[..., None, :])
         return x_BHLPK.flatten(-2)
 
     def alone(self, k_BGSD: Tensor, queries: int, places: Places) -> Tensor | None:
@@ -216,15 +224,17 @@ class LinearBlock(ResidualBlock):
 
     def forward(self, x_BLE: Tensor, places: Places, past: StatePast | None = None) -> Tensor:
         past = StatePast() if past is None else past
-        read_BLE, inputs, recent_BCW = self.before_rule(x_BLE, past.recent_BCW)
+        read_BLE, inputs, recent_BCW = self.before_rule(x_BLE, past.recent_BCW, places.padded_BL)
         out_BHLV, state_BHDV = self.attention.rule(inputs, past.state_BHDV)
         past.recent_BCW, past.state_BHDV = recent_BCW, state_BHDV
         return self.after_rule(x_BLE, read_BLE, out_BHLV)
 
-    def before_rule(self, x_BLE: Tensor, recent_BCW: Tensor | None) -> tuple[Tensor, RuleInputs, Tensor]:
+    def before_rule(
+        self, x_BLE: Tensor, recent_BCW: Tensor | None, padded_BL: Tensor | None = None
+    ) -> tuple[Tensor, RuleInputs, Tensor]:
         """What the layer reads of the stream, and the inputs of the rule and of what follows."""
         read_BLE = self.read(x_BLE)
-        return read_BLE, *self.attention.inputs(read_BLE, recent_BCW)
+        return read_BLE, *self.attention.inputs(read_BLE, recent_BCW, padded_BL)
 
     def after_rule(self, x_BLE: Tensor, read_BLE: Tensor, out_BHLV: Tensor) -> Tensor:
         """The stream after linear attention and feed-forward."""

@@ -98,13 +98,18 @@ class LinearAttention(nn.Module):
         self.out = nn.Linear(self.rows[2], width, bias=False)
         self.starts = {"log_rate": log_uniform_rate, "step": step_of_log_uniform}
 
-    def inputs(self, x_BLE: Tensor, recent_BCW: Tensor | None) -> tuple[RuleInputs, Tensor]:
+    def inputs(
+        self, x_BLE: Tensor, recent_BCW: Tensor | None, padded_BL: Tensor | None = None
+    ) -> tuple[RuleInputs, Tensor]:
         """What the rule is called with, and what the convolution must know of these positions later.
 
         Args:
             recent_BCW: channels of the last W - 1 positions before; None at the beginning, where they are 0.
+            padded_BL: bool, padding before the beginning: its channels are 0 as well, and it writes nothing.
         """
         channels_BCL, before = self.qkv(x_BLE).transpose(1, 2), self.conv.kernel_size[0] - 1
+        if padded_BL is not None:
+            channels_BCL = channels_BCL.masked_fill(padded_BL[:, None], 0)
         if recent_BCW is None:
             channels_BCL = F.pad(channels_BCL, (before, 0))
         else:
@@ -115,7 +120,10 @@ class LinearAttention(nn.Module):
         rate_BHL, step_BHL = self.rates(x_BLE).transpose(1, 2).to(dtype).chunk(2, dim=1)
         log_decay_BHL = -self.log_rate.to(dtype).exp()[:, None] * F.softplus(step_BHL + self.step.to(dtype)[:, None])
         v_BHLV = v.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        inputs = RuleInputs(q_BHLD / math.sqrt(self.key_width), k_BHLD, v_BHLV, log_decay_BHL, rate_BHL.sigmoid())
+        rate_BHL = rate_BHL.sigmoid()
+        if padded_BL is not None:
+            rate_BHL = rate_BHL.masked_fill(padded_BL[:, None], 0)
+        inputs = RuleInputs(q_BHLD / math.sqrt(self.key_width), k_BHLD, v_BHLV, log_decay_BHL, rate_BHL)
         return inputs, channels_BCL[:, :, channels_BCL.shape[2] - before :]
 
     def rule(self, inputs: RuleInputs, state_BHDV: Tensor | None) -> tuple[Tensor, Tensor]:

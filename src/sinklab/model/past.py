@@ -91,6 +91,8 @@ class Past:
 
     Attributes:
         tokens_BT: read so far; None before the first call.
+        padding_B: how many of them at the start of each row are padding; None where none is. A leading token comes
+            after the padding.
         layers: what each layer has kept.
         forgotten: whether the layers have kept nothing of the tokens, which must be read again.
     """
@@ -100,6 +102,7 @@ class Past:
     def __init__(self, layers: int, leading: int, linear: Collection[int] = ()) -> None:
         self.leading, self.linear = leading, frozenset(linear)
         self.tokens_BT: Tensor | None = None
+        self.padding_B: Tensor | None = None
         self.layers = self._empty(layers)
         self.forgotten = False
 
@@ -109,7 +112,7 @@ class Past:
         return 0 if self.tokens_BT is None else self.leading + self.tokens_BT.shape[1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens read so far."""
+        """Tokens read so far, padding included."""
         return 0 if self.tokens_BT is None else self.tokens_BT.shape[1]
 
     def extend(self, tokens_BT: Tensor) -> Tensor:
@@ -119,7 +122,7 @@ class Past:
 
     def restart(self) -> Tensor | None:
         """Forget what the layers have kept; returns the tokens read so far."""
-        tokens_BT, self.tokens_BT = self.tokens_BT, None
+        tokens_BT, self.tokens_BT, self.padding_B = self.tokens_BT, None, None
         self.layers, self.forgotten = self._empty(len(self.layers)), False
         return tokens_BT
 
@@ -156,5 +159,7 @@ class Past:
     def _select(self, rows: Tensor) -> None:
         if self.tokens_BT is not None:
             self.tokens_BT = self.tokens_BT.index_select(0, rows.to(self.tokens_BT.device))
+            if self.padding_B is not None:
+                self.padding_B = self.padding_B.index_select(0, rows.to(self.padding_B.device))
             for layer in self.layers:
                 layer.select(rows)

@@ -13,10 +13,19 @@ def rotary_tables(
     device: torch.device,
     first: int = 0,
     dtype: torch.dtype = torch.float32,
+    padding_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * theta^(-2i / D) for `length` positions from `first` on, each (T, D / 2), in `dtype`."""
+    """cos and sin of position * theta^(-2i / D) for `length` positions from `first` on, each (T, D / 2), in `dtype`.
+
+    Args:
+        padding_B: counted back by so many in each row, so that what is behind padding is where it would be without;
+            the tables are then (B, 1, T, D / 2).
+    """
     frequency = theta ** (-torch.arange(0, width, 2, device=device, dtype=dtype) / width)
-    angle = torch.arange(first, first + length, device=device, dtype=dtype)[:, None] * frequency
+    position = torch.arange(first, first + length, device=device, dtype=dtype)
+    if padding_B is not None:
+        position = (position - padding_B[:, None])[:, None]
+    angle = position[..., None] * frequency
     return angle.cos(), angle.sin()
 
 

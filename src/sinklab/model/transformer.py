@@ -57,34 +57,42 @@ class Transformer(nn.Module):
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         initialise(self, config, seed)
 
-    def hidden(self, tokens_BT: Tensor, past: Past | None = None) -> Tensor:
+    def hidden(self, tokens_BT: Tensor, past: Past | None = None, padding_B: Tensor | None = None) -> Tensor:
         """The stream after the final norm, leading tokens dropped: (B, T, E).
 
         Args:
             past: the beginning of the same sequences, which these tokens continue; they are added to it.
+            padding_B: how many tokens at the start of each sequence, those of the past included, are padding, which
+                takes no part; None where there is none, or as many as in the past. What is returned at padding has
+                no meaning.
 
         Raises:
             InputError: more tokens than a learned table of positions has rows.
         """
-        seen = 0 if past is None else past.get_seq_length()
-        if past is not None and (past.forgotten or 0 < seen < self.config.shared_tokens):
-            # Those that all queries see have not seen each other yet: nothing that was kept of them holds.
-            earlier_BT = past.restart()
-            assert earlier_BT is not None
-            return self.hidden(torch.cat((earlier_BT, tokens_BT), dim=1), past)[:, earlier_BT.shape[1] :]
+        if past is not None:
+            padding_B = past.padding_B if padding_B is None else padding_B
+            if self._holds_no_more(past, padding_B):
+                earlier_BT = past.restart()
+                assert earlier_BT is not None
+                return self.hidden(torch.cat((earlier_BT, tokens_BT), dim=1), past, padding_B)[:, earlier_BT.shape[1] :]
+            past.padding_B = padding_B
         first = 0 if past is None else past.positions
         leading = 0 if first else self.leading
-        x_BLE = self._placed(self.embedding(tokens_BT), first - self.leading if first else 0)
-        if self.sink_token is not None and leading:
-            x_BLE = torch.cat((self.sink_token.expand(len(x_BLE), -1, -1), x_BLE), dim=1)
+        x_BLE = self._placed(self.embedding(tokens_BT), first - self.leading if first else 0, padding_B)
+        if leading:
+            x_BLE = self._led(x_BLE, padding_B)
         position, rotary = self.config.position, None
         if isinstance(position, Rotary):
             length, width = x_BLE.shape[1], self.config.rotary_width
             dtype = accumulate_dtype(x_BLE.dtype)
-            rotary = rotary_tables(length, width, position.theta, x_BLE.device, first - self.leading, dtype=dtype)
-        documents_BL = self._documents(tokens_BT if past is None else past.extend(tokens_BT))
+            start, device = first - self.leading, x_BLE.device
+            rotary = rotary_tables(length, width, position.theta, device, start, dtype=dtype, padding_B=padding_B)
+        documents_BL = self._documents(tokens_BT if past is None else past.extend(tokens_BT), padding_B)
+        padded_BL = None
+        if padding_B is not None and not first:
+            padded_BL = torch.arange(x_BLE.shape[1], device=x_BLE.device) < padding_B[:, None]
         mixes = self.config.value_residual.kind != "none"
-        places = Places(rotary, documents_BL, FirstValues() if mixes else None)
+        places = Places(rotary, documents_BL, FirstValues() if mixes else None, padding_B, padded_BL)
         for index, block in enumerate(self.blocks):
             x_BLE = block(x_BLE, places) if past is None else block(x_BLE, places, past.layers[index])
         return self.final_norm(x_BLE[:, leading:])
@@ -99,27 +107,66 @@ class Transformer(nn.Module):
             return LinearBlock(self.config, self.config.mixer)
         return DecoderBlock(self.config, self.distance, layer)
 
-    def _placed(self, x_BTE: Tensor, first: int) -> Tensor:
-        """The embeddings with those positions that are added to them, from position `first` on."""
+    def _holds_no_more(self, past: Past, padding_B: Tensor | None) -> bool:
+        """Whether the tokens of the past must be read again.
+
+        So it is where the layers have kept nothing of them, where other tokens are padding than then, and where those
+        that all queries see have not seen each other yet.
+        """
+        seen, shared = past.get_seq_length(), self.config.shared_tokens
+        if not seen or past.forgotten:
+            return past.forgotten
+        if padding_B is None:
+            return seen < shared
+        before_B = torch.zeros_like(padding_B) if past.padding_B is None else past.padding_B
+        if padding_B is not before_B and not torch.equal(padding_B, before_B):
+            return True
+        return shared > 1 and seen - int(padding_B.max()) < shared
+
+    def _led(self, x_BTE: Tensor, padding_B: Tensor | None) -> Tensor:
+        """The embeddings behind the leading tokens, which come after padding: (B, L, E)."""
+        assert self.sink_token is not None
+        x_BLE = torch.cat((self.sink_token.expand(len(x_BTE), -1, -1), x_BTE), dim=1)
+        if padding_B is None:
+            return x_BLE
+        at_L, before_B1 = torch.arange(x_BLE.shape[1], device=x_BLE.device), padding_B[:, None]
+        behind_BL = torch.where(at_L < before_B1 + self.leading, at_L - before_B1, at_L)
+        from_BL = torch.where(at_L < before_B1, at_L + self.leading, behind_BL)
+        return x_BLE.gather(1, from_BL[..., None].expand_as(x_BLE))
+
+    def _placed(self, x_BTE: Tensor, first: int, padding_B: Tensor | None) -> Tensor:
+        """The embeddings with those positions that are added to them, from position `first` on, counted from the first
+        token that is no padding."""
         _, T, E = x_BTE.shape
         end = first + T
         if isinstance(self.config.position, Absolute):
             theta, dtype = self.config.position.theta, accumulate_dtype(x_BTE.dtype)
-            return x_BTE + sinusoid(end, E, theta, x_BTE.device, dtype)[first:].to(x_BTE.dtype)
-        if self.position_table is None:
+            table = sinusoid(end, E, theta, x_BTE.device, dtype).to(x_BTE.dtype)
+        elif self.position_table is None:
             return x_BTE
-        if len(self.position_table) < end:
-            raise InputError(
-                f"{end} tokens, but the learned positions end at model.context {len(self.position_table)}: "
-                "use shorter sequences, or train with a longer context"
-            )
-        return x_BTE + self.position_table[first:end]
+        else:
+            table, longest = self.position_table, end if padding_B is None else end - int(padding_B.min())
+            if len(table) < longest:
+                raise InputError(
+                    f"{longest} tokens, but the learned positions end at model.context {len(table)}: "
+                    "use shorter sequences, or train with a longer context"
+                )
+        if padding_B is None:
+            return x_BTE + table[first:end]
+        at_T = torch.arange(first, end, device=x_BTE.device)
+        return x_BTE + table[(at_T - padding_B[:, None]).clamp(min=0)]
 
-    def _documents(self, tokens_BT: Tensor) -> Tensor | None:
-        """Document numbers for a document mask; an EOS belongs to the document that it ends."""
+    def _documents(self, tokens_BT: Tensor, padding_B: Tensor | None) -> Tensor | None:
+        """Document numbers for a document mask, from the first token that is no padding on.
+
+        An EOS belongs to the document that it ends.
+        """
         mask = self.config.attention.mask
         if mask.kind != "document":
             return None
+        if padding_B is not None:
+            at_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+            tokens_BT = tokens_BT.gather(1, (at_T + padding_B[:, None]).clamp(max=len(at_T) - 1))
         ends_BT = (tokens_BT == mask.eos_id).long()
         return F.pad(ends_BT.cumsum(1) - ends_BT, (self.leading, 0))
 

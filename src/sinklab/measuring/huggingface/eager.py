@@ -22,7 +22,8 @@ from sinklab.errors import SinklabError
 from sinklab.measuring import metrics
 from sinklab.measuring.hooks import hooked
 from sinklab.measuring.huggingface.anatomy import attention_implementation, decoder_blocks
-from sinklab.measuring.huggingface.recorder import Recorder, prefix_importance
+from sinklab.measuring.huggingface.recorder import Recorder
+from sinklab.measuring.huggingface.totals import prefix_importance
 from sinklab.measuring.padding import RealTokens, real_tokens
 from sinklab.measuring.records import LayerRecord
 from sinklab.measuring.statistics.watch import DetailsWatch

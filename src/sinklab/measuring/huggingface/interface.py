@@ -25,8 +25,8 @@ from sinklab.errors import SinklabError
 from sinklab.measuring.hooks import hooked
 from sinklab.measuring.huggingface.anatomy import attention_implementation
 from sinklab.measuring.huggingface.call import read_call
-from sinklab.measuring.huggingface.recorder import LayerTotals, Recorder
-from sinklab.measuring.padding import real_tokens
+from sinklab.measuring.huggingface.recorder import Recorder
+from sinklab.measuring.huggingface.totals import LayerTotals
 from sinklab.measuring.records import LayerRecord
 from sinklab.measuring.statistics.block import Angles
 from sinklab.measuring.statistics.watch import DetailsWatch
@@ -47,8 +47,8 @@ class InterfaceProbe(Recorder):
     ) -> None:
         super().__init__(model, lengths, details)
         self._totals: list[LayerTotals] = []
-        self._calls = self._seen = 0
-        self._running = self._whole = False
+        self._calls = 0
+        self._running = False
         self._mask_BT: Tensor | None = None
         self._pass_on = "sdpa"
 
@@ -56,7 +56,7 @@ class InterfaceProbe(Recorder):
         return [] if self._real is None else [totals.record(self._real) for totals in self._totals]
 
     def _forget_latest(self) -> None:
-        self._totals, self._seen = [], 0
+        self._totals = []
 
     def attention(
         self,
@@ -76,7 +76,7 @@ class InterfaceProbe(Recorder):
         if not self._calls:
             self._seen += T
             mask_BT = self._mask_BT
-            self._real = real_tokens(query.new_ones(query.shape[0], self._seen) if mask_BT is None else mask_BT)
+            self._real = self._real_tokens(query.new_ones(len(query), self._seen) if mask_BT is None else mask_BT)
         assert self._real is not None
         counted_BT = self._real.mask_BT[:, -T:].to(query.device) if self._real.padded else None
         if self._calls == len(self._totals):
@@ -107,10 +107,8 @@ class InterfaceProbe(Recorder):
         if self._paused:
             return
         given = self._signature.bind_partial(*args, **kwargs).arguments
-        cache = given.get("past_key_values")
-        if cache is None or not cache.get_seq_length():
-            self._begin(given.get("input_ids"), self._latest() if self._whole else [])
-        self._calls, self._running, self._whole = 0, True, False
+        self._entering_sequences(given)
+        self._calls, self._running = 0, True
         self._mask_BT = given.get("attention_mask")
 
     def _leaving(self, _: nn.Module, __: tuple[Any, ...], ___: Any) -> None:

@@ -9,7 +9,9 @@ from transformers import PreTrainedModel
 from sinklab.measuring.given import check_causal_lm
 from sinklab.measuring.hooks import evaluating
 from sinklab.measuring.huggingface.anatomy import input_device
+from sinklab.measuring.huggingface.cores import core_probe, cores_of
 from sinklab.measuring.huggingface.eager import eager_probe
+from sinklab.measuring.huggingface.generating import generating
 from sinklab.measuring.huggingface.interface import UnrecordedError, interface_probe
 from sinklab.measuring.huggingface.recorder import Recorder
 from sinklab.measuring.huggingface.turns import probed_alone
@@ -29,24 +31,24 @@ def probe(
     The model, its configs and its hooks are left as they were found, also after an exception. Padding given as
     `attention_mask` of shape (sequences, positions) never counts.
 
+    Inside `model.generate` what follows the end of a sequence is padding.
+
     Args:
         lengths: increasing; the records also hold the importance that the sequences cut at each would have. For
             forward passes of whole sequences of at least the last length, without padding and gradients.
         details: is shown every layer of forward passes of whole sequences as well.
 
     Raises:
-        SinklabError: in a forward pass, where the attention of some layer could not be recorded; never a zero. Another
-            thread has a probe on the model.
+        SinklabError: in a forward pass, where the attention of some layer could not be recorded; never a zero; or a
+            cache that was cut, or whose sequences were exchanged. In `generate`, a way of generating that does so.
+            Another thread has a probe on the model.
         InputError: no Hugging Face model; in a forward pass, where the attention mask is not a padding mask.
     """
     check_causal_lm(model)
     with probed_alone(model):
-        if dispatches(model):
-            with interface_probe(model, lengths, details) as watch:
-                yield watch
-        else:
-            with eager_probe(model, lengths, details) as watch:
-                yield watch
+        watching = core_probe if cores_of(model) else interface_probe if dispatches(model) else eager_probe
+        with watching(model, lengths, details) as watch, generating(model, watch):
+            yield watch
 
 
 def dispatches(model: PreTrainedModel) -> bool:

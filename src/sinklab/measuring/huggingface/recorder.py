@@ -1,26 +1,56 @@
-"""What a probe keeps, however it watches: the records of all sequences, and one layer's sums while it is decoding."""
+"""What a probe keeps, however it watches: the records of all sequences, those watched now being the last."""
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinklab.attention.importance import ColumnSums
 from sinklab.errors import SinklabError
-from sinklab.measuring import metrics
 from sinklab.measuring.huggingface.anatomy import attention_layers
+from sinklab.measuring.huggingface.totals import READ_AFTERWARDS
 from sinklab.measuring.padding import RealTokens, real_tokens
 from sinklab.measuring.records import LayerRecord
 from sinklab.measuring.statistics.watch import DetailsWatch
-from sinklab.measuring.visible import View, seen_over
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+class Generated:
+    """The tokens of a batch that is being generated. What follows the end of a sequence there is padding.
+
+    `generate` marks it as text: its attention mask goes on with ones until the last sequence has ended.
+
+    Args:
+        ends: ids that end a sequence.
+    """
+
+    def __init__(self, ends: Collection[int] = ()) -> None:
+        self._ends, self._prompt = ends, 0
+        self._read_BT: Tensor | None = None
+
+    def read(self, tokens_BT: Tensor | None, goes_on: bool) -> None:
+        """Take in the tokens of a pass: those that go on from a cache, or all of them."""
+        if not self._ends or tokens_BT is None:
+            return
+        before_BT, self._read_BT = self._read_BT, tokens_BT
+        if before_BT is None:
+            self._prompt = tokens_BT.shape[1]
+        elif goes_on:
+            self._read_BT = torch.cat((before_BT, tokens_BT), dim=1)
+
+    def ended(self) -> Tensor | None:
+        """Which tokens come after the end of their sequence: bool (B, T); None where none was generated."""
+        if self._read_BT is None:
+            return None
+        ends_BT = torch.isin(self._read_BT, self._read_BT.new_tensor(list(self._ends)))
+        ends_BT[:, : self._prompt] = False
+        return ends_BT.cumsum(1) - ends_BT.int() > 0
 
 
 class Recorder(ABC):
@@ -42,7 +72,9 @@ class Recorder(ABC):
         self._done: list[tuple[RealTokens, list[LayerRecord]]] = []  # of sequences before those watched now
         self._tokens_BT: Tensor | None = None
         self._real: RealTokens | None = None
-        self._paused = False
+        self._paused = self._whole = False
+        self._seen = 0  # tokens of the sequences watched now, padding included
+        self._generated = Generated()
 
     @property
     def layers(self) -> list[LayerRecord]:
@@ -79,6 +111,51 @@ class Recorder(ABC):
         self._tokens_BT, self._real = tokens_BT, None
         self._forget_latest()
 
+    def _entering_sequences(self, given: dict[str, Any]) -> None:
+        """A forward pass begins: of other sequences, or from a cache that goes on with those watched.
+
+        Args:
+            given: the arguments of the model's `forward` by name.
+
+        Raises:
+            SinklabError: a cache that does not hold the tokens that were watched, and only those.
+        """
+        cache, tokens_BT = given.get("past_key_values"), given.get("input_ids")
+        kept = 0 if cache is None else int(cache.get_seq_length())
+        if not kept:
+            self._begin(tokens_BT, self._latest() if self._whole else [])
+            self._seen = 0
+        elif kept > self._seen:
+            raise SinklabError(
+                f"the cache holds {kept} tokens and the probe has seen {self._seen} of these sequences: put the probe "
+                "around the whole sequence, the first call included, with a dynamic cache (the default) or "
+                "use_cache=False"
+            )
+        elif kept < self._seen:
+            raise SinklabError(
+                f"the cache was cut to {kept} of the {self._seen} tokens that the probe has seen, as assisted decoding "
+                f"does: what the others gave to earlier ones is in its sums. {READ_AFTERWARDS}"
+            )
+        self._generated.read(tokens_BT, goes_on=bool(kept))
+        self._whole = False
+
+    def _real_tokens(self, mask_BT: Tensor) -> RealTokens:
+        """Where real tokens are, of what the model takes for such: not behind the end of a generated sequence."""
+        ended_BT = self._generated.ended()
+        if ended_BT is None:
+            return real_tokens(mask_BT)
+        ended_BT = F.pad(ended_BT, (mask_BT.shape[-1] - ended_BT.shape[1], 0))  # where a cache was given to begin with
+        return real_tokens((mask_BT != 0) & ~ended_BT.to(mask_BT.device))
+
+    @contextmanager
+    def generating(self, ends: Collection[int]) -> Iterator[None]:
+        """Inside the block new tokens are generated, where a sequence ends with one of `ends`."""
+        before, self._generated = self._generated, Generated(tuple(ends))
+        try:
+            yield
+        finally:
+            self._generated = before
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Calls of the model inside the block record nothing; none of them may reach an attention layer."""
@@ -109,7 +186,10 @@ def _joined(parts: Sequence[LayerRecord]) -> LayerRecord:
     def lengthened(x: Tensor) -> Tensor:
         return F.pad(x, (0, longest - x.shape[-1]))
 
-    bias = [part.bias_BH for part in parts if part.bias_BH is not None]
+    bias, row_sums, registers = (
+        [getattr(part, name) for part in parts if getattr(part, name) is not None]
+        for name in ("bias_BH", "row_sums_BH", "registers_BHN")
+    )
     visible = [(part, part.visible_BHT) for part in parts]  # short sequences may fit into a window
     view = next((part.view for part in parts if part.view is not None), None)
     return LayerRecord(
@@ -120,92 +200,6 @@ def _joined(parts: Sequence[LayerRecord]) -> LayerRecord:
         tuple(torch.cat(prefixes) for prefixes in zip(*(part.prefixes for part in parts), strict=True)),
         torch.cat([lengthened(part.importance_BHT if x is None else x) for part, x in visible]) if view else None,
         view,
+        torch.cat(row_sums) if row_sums else None,
+        torch.cat(registers) if registers else None,
     )
-
-
-class LayerTotals:
-    """Column sums and norms of one layer, over the passes of one sequence. T new queries meet S keys in each."""
-
-    def __init__(self, lengths: Sequence[int] = ()) -> None:
-        self._lengths = lengths
-        self._prefixes_BHES: Tensor | None = None
-        self._sums_BHT: Tensor | None = None
-        self._earlier_BHT: Tensor | None = None
-        self._seen_by_BGT: Tensor | None = None
-        self._bias_BH: Tensor | None = None
-        self._key_norms: list[Tensor] = []
-        self._value_norms: list[Tensor] = []
-
-    @torch.no_grad()
-    def add(self, sums: ColumnSums, seen_by_BGS: Tensor, key_BGSD: Tensor, value_BGSV: Tensor, queries: int) -> None:
-        """Take in a pass. A cache that drops keys behind a sliding window hands over the last S of them.
-
-        Args:
-            seen_by_BGS: how many of the pass's counted queries may see each key; batch and head may be 1.
-
-        Raises:
-            SinklabError: more keys than tokens have been seen: a cache filled outside of the probe, or a static one.
-        """
-        before = 0 if self._sums_BHT is None else self._sums_BHT.shape[-1]
-        seen, keys = before + queries, key_BGSD.shape[2]
-        if keys > seen:
-            raise SinklabError(
-                f"{keys} keys met {seen} tokens that the probe has seen: put the probe around the whole sequence, the "
-                "first call included, with a dynamic cache (the default) or use_cache=False"
-            )
-        self._sums_BHT = _grown(self._sums_BHT, sums.keys_BHS, seen)
-        self._seen_by_BGT = _grown(self._seen_by_BGT, seen_by_BGS, seen)
-        if sums.earlier_BHS is not None:
-            self._earlier_BHT = _grown(self._earlier_BHT, sums.earlier_BHS, seen)
-        if sums.bias_BH is not None:
-            self._bias_BH = sums.bias_BH if self._bias_BH is None else self._bias_BH + sums.bias_BH
-        self._key_norms.append(metrics.token_norms(key_BGSD[:, :, -queries:]).mean(1))
-        self._value_norms.append(metrics.token_norms(value_BGSV[:, :, -queries:]).mean(1))
-
-    def add_prefixes(self, prefixes_BHES: Tensor) -> None:
-        """Take in the sums over the queries before each length."""
-        self._prefixes_BHES = prefixes_BHES
-
-    @torch.no_grad()
-    def record(self, real: RealTokens) -> LayerRecord:
-        """Means over the real tokens so far."""
-        assert self._sums_BHT is not None
-        assert self._seen_by_BGT is not None
-        count_B = real.count_B.to(self._sums_BHT.device)
-        importance_BHT = metrics.importance_from_sums(real.align(self._sums_BHT), count_B)
-        visible_BHT, view = self._visible(real, count_B)
-        return LayerRecord(
-            importance_BHT,
-            None if self._bias_BH is None else self._bias_BH / count_B[:, None],
-            real.align(torch.cat(self._key_norms, -1)),
-            real.align(torch.cat(self._value_norms, -1)),
-            self._cut(),
-            visible_BHT,
-            view,
-        )
-
-    def _visible(self, real: RealTokens, count_B: Tensor) -> tuple[Tensor | None, View | None]:
-        assert self._sums_BHT is not None
-        assert self._seen_by_BGT is not None
-        sums_BHT = self._sums_BHT
-        if self._earlier_BHT is not None:
-            sums_BHT = sums_BHT + F.pad(self._earlier_BHT, (0, sums_BHT.shape[-1] - self._earlier_BHT.shape[-1]))
-        seen_by_BGT = real.align(self._seen_by_BGT.expand(len(sums_BHT), -1, -1))
-        return seen_over(real.align(sums_BHT), seen_by_BGT, count_B)
-
-    def _cut(self) -> tuple[Tensor, ...]:
-        if self._prefixes_BHES is None:
-            return ()
-        sums = zip(self._lengths, self._prefixes_BHES.unbind(2), strict=True)
-        return tuple(prefix_importance(sums_BHS, length) for length, sums_BHS in sums)
-
-
-def _grown(total_BHT: Tensor | None, part_BHS: Tensor, positions: int) -> Tensor:
-    """Sums over the passes so far, at all positions, with those of another pass added to the last S of them."""
-    part_BHT = F.pad(part_BHS, (positions - part_BHS.shape[-1], 0))
-    return part_BHT if total_BHT is None else F.pad(total_BHT, (0, positions - total_BHT.shape[-1])) + part_BHT
-
-
-def prefix_importance(sums_BHS: Tensor, length: int) -> Tensor:
-    """alpha (B, H, length) from sums over the first `length` queries, of sequences without padding."""
-    return metrics.importance_from_sums(sums_BHS[..., :length], torch.full((len(sums_BHS),), length))

@@ -14,6 +14,7 @@ from transformers.modeling_utils import PreTrainedModel
 from sinklab.errors import InputError
 from sinklab.model.config import ModelConfig
 from sinklab.model.huggingface.configuration import SinklabConfig
+from sinklab.model.huggingface.padding import Padding, padding_of
 from sinklab.model.loss import IGNORED
 from sinklab.model.past import Past
 from sinklab.model.position import DistanceTerm
@@ -52,21 +53,21 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
 
         Args:
             input_ids: (B, T), those that continue `past_key_values` where it is given.
-            attention_mask: 1 at tokens and 0 at padding, which must be on the right.
+            attention_mask: 1 at tokens and 0 at padding, on the left, the right or both; (B, S), the tokens of
+                `past_key_values` included. Padding counts nowhere, and the logits there have no meaning.
             past_key_values: of an earlier call with `use_cache`; the tokens are added to it.
-            labels: (B, T), the tokens to be predicted (transformers shifts them); IGNORED ones do not count, nor do
-                those that a prefix mask shows to every query.
+            labels: (B, T), the tokens to be predicted (transformers shifts them); IGNORED ones do not count, nor does
+                padding, nor do those that a prefix mask shows to every query.
             use_cache: return a past that can be continued; the default is not to.
             logits_to_keep: so many of the last positions, or these; 0 for all.
-            others: what transformers hands to every model. `position_ids` are not looked at: a token stands where it is
-                in its sequence.
+            others: what transformers hands to every model. `position_ids` are not looked at: a token's position is its
+                place in its sequence, padding left out.
 
         Raises:
-            InputError: padding on the left or within a sequence, embeddings in the place of tokens, attention matrices
-                or hidden states as a result, or a cache that is not of this model.
+            InputError: padding within a sequence, a mask of another shape, embeddings in the place of tokens, attention
+                matrices or hidden states as a result, or a cache that is not of this model.
         """
         _check_supported(others)
-        _check_padding(attention_mask)
         if past_key_values is not None and not isinstance(past_key_values, Past):
             if past_key_values.get_seq_length():
                 raise InputError(
@@ -76,28 +77,64 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
             past_key_values = None
         past = self.transformer.new_past() if use_cache and past_key_values is None else past_key_values
         first = 0 if past is None else past.get_seq_length()
-        hidden_BTE = self.transformer.hidden(input_ids, past)
+        padding = padding_of(attention_mask, input_ids, past)
+        hidden_BTE = self._hidden(input_ids, past, padding)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else slice(None)
         logits_BTV = self.transformer.head(
             hidden_BTE[:, logits_to_keep if isinstance(logits_to_keep, Tensor) else kept]
         )
         loss = None
         if labels is not None:
-            shown = max(self.transformer.config.first_target - 1 - first, 0)
-            labels = torch.cat(
-                (labels.new_full((len(labels), shown), IGNORED)[:, : labels.shape[1]], labels[:, shown:]), 1
-            )
+            labels = self._counted(labels, first, padding)
             counted = {name: others[name] for name in ("num_items_in_batch",) if name in others}
             loss = self.loss_function(logits_BTV, labels, vocab_size=logits_BTV.shape[-1], **counted)
         output = CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=past)  # type: ignore[arg-type]
         return output.to_tuple() if return_dict is False else output
 
+    def _hidden(self, tokens_BT: Tensor, past: Past | None, padding: Padding | None) -> Tensor:
+        """`Transformer.hidden`, which knows padding on the left: that on the right is put there, where it matters.
+
+        It does where it is kept in a cache, and where a mask lets earlier queries see it.
+        """
+        if padding is None:
+            return self.transformer.hidden(tokens_BT, past)
+        before_B, behind_B1 = padding.before_B, padding.behind_B[:, None]
+        if not bool(behind_B1.any()) or (past is None and self.transformer.config.shared_tokens == 1):
+            padded = past is not None or bool(before_B.any())
+            return self.transformer.hidden(tokens_BT, past, before_B if padded else None)
+        T = tokens_BT.shape[1]
+        at_T = torch.arange(T, device=tokens_BT.device)
+        turned_BT = tokens_BT.gather(1, (at_T - behind_B1) % T)
+        hidden_BTE = self.transformer.hidden(turned_BT, past, before_B + padding.behind_B)
+        return hidden_BTE.gather(1, ((at_T + behind_B1) % T)[..., None].expand_as(hidden_BTE))
+
+    def _counted(self, labels_BT: Tensor, first: int, padding: Padding | None) -> Tensor:
+        """The labels without padding and those tokens that are not predicted; `first` tokens are before them."""
+        at_T = torch.arange(first, first + labels_BT.shape[1], device=labels_BT.device)
+        first_counted = self.transformer.config.first_target - 1
+        if padding is None:
+            return labels_BT.masked_fill(at_T < first_counted, IGNORED)
+        before_B1, end_B1 = padding.before_B[:, None], (first + labels_BT.shape[1] - padding.behind_B)[:, None]
+        return labels_BT.masked_fill((at_T < before_B1 + first_counted) | (at_T >= end_B1), IGNORED)
+
     def prepare_inputs_for_generation(  # type: ignore[override]
-        self, input_ids: Tensor, past_key_values: Past | None = None, **others: Any
+        self, input_ids: Tensor, past_key_values: Past | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """The tokens that the cache does not have yet, and what `forward` takes."""
+        """The tokens that the cache does not have yet, and what `forward` takes.
+
+        Only with a parameter of the name `kwargs` does `generate` take what `forward` does (transformers 5.17 to 5.23).
+
+        Raises:
+            InputError: sequences that end with padding, which cannot be continued.
+        """
+        mask = kwargs.get("attention_mask")
+        if mask is not None and not bool(mask[:, -1].all()):
+            raise InputError(
+                "the prompts are padded on the right, where new tokens come: pad them on the left, with "
+                "tokenizer.padding_side = 'left'"
+            )
         read = 0 if past_key_values is None else past_key_values.get_seq_length()
-        wanted = {name: others[name] for name in ("attention_mask", "use_cache", "logits_to_keep") if name in others}
+        wanted = {name: kwargs[name] for name in ("attention_mask", "use_cache", "logits_to_keep") if name in kwargs}
         return {"input_ids": input_ids[:, read:], "past_key_values": past_key_values, **wanted}
 
     @classmethod
@@ -124,16 +161,3 @@ def _check_supported(others: dict[str, Any]) -> None:
     for name in ("output_attentions", "output_hidden_states"):
         if others.get(name):
             raise InputError(f"{name}: a sinklab model returns logits only; sinklab.measure watches what is inside it")
-
-
-def _check_padding(attention_mask: Tensor | None) -> None:
-    """Padding on the right changes nothing before it; elsewhere it would be read as text."""
-    if attention_mask is None:
-        return
-    if attention_mask.dim() != 2:
-        raise InputError(f"attention_mask is {tuple(attention_mask.shape)}: give one of (sequences, tokens)")
-    if bool((attention_mask[:, 1:] > attention_mask[:, :-1]).any()):
-        raise InputError(
-            "there is padding before a token, and a sinklab model has no mask for it: pad on the right, or generate "
-            "for prompts of one length at a time"
-        )

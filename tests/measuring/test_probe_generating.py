@@ -1,0 +1,157 @@
+"""`sinklab.probe` around `generate`: what it returns is what is recorded, or it is refused with what to do."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from closeness import assert_close
+from measure_reference import importance_by_loops
+from torch import Tensor
+
+import sinklab
+from sinklab.errors import SinklabError
+
+END = 5
+SMALL: dict[str, Any] = {
+    "vocab_size": 24,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+PROMPTS = torch.randint(6, 24, (2, 5), generator=torch.Generator().manual_seed(1))
+HOW: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": END, "pad_token_id": 3}
+
+
+@pytest.fixture
+def model() -> Any:
+    torch.manual_seed(0)
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, initializer_range=0.2)).eval()
+
+
+@pytest.fixture
+def other() -> Any:
+    torch.manual_seed(1)
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, initializer_range=0.2)).eval()
+
+
+@torch.no_grad()
+def check(model: Any, watch: Any, sequences: list[Tensor]) -> None:
+    """Every row is that of its sequence in a full forward pass of the model's own eager attention."""
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+    assert len(watch.layers[0].importance_BHT) == len(sequences)
+    for number, row in enumerate(sequences):
+        attentions = eager(row[None], output_attentions=True, use_cache=False).attentions
+        alpha_LHT = importance_by_loops(torch.cat(attentions))
+        for layer, alpha_HT in zip(watch.layers, alpha_LHT, strict=True):
+            assert_close(layer.importance_BHT[number, :, : len(row)], alpha_HT, what=f"sequence {number}")
+            assert not layer.importance_BHT[number, :, len(row) :].any()
+
+
+def read_of(text_BT: Tensor, prompt: int) -> list[Tensor]:
+    """What `generate` has read of each sequence: up to its end where it has one, and not its last token otherwise."""
+    rows = []
+    for row in text_BT:
+        ends = (row[prompt:-1] == END).nonzero()
+        rows.append(row[: prompt + int(ends[0]) + 1] if len(ends) else row[:-1])
+    return rows
+
+
+@pytest.mark.parametrize(
+    "how", [{"do_sample": True, "num_return_sequences": 8, "top_k": 0}, {"do_sample": False}, {"use_cache": False}]
+)
+@torch.no_grad()
+def test_each_returned_sequence_has_its_own_record_up_to_its_end(model: Any, how: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    with sinklab.probe(model) as watch:
+        text_BT = model.generate(PROMPTS, attention_mask=torch.ones_like(PROMPTS), **HOW, **how)
+    rows = read_of(text_BT, PROMPTS.shape[1])
+    if how.get("do_sample"):
+        assert len({len(row) for row in rows}) > 1  # some have ended before the others
+    check(model, watch, rows)
+
+
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [
+        ({"num_beams": 3}, "beam search"),
+        ({"num_beams": 3, "use_cache": False}, "beam search"),
+        ({"num_beams": 2, "do_sample": True}, "beam sample"),
+        ({"generation_config": hf.GenerationConfig(num_beams=2)}, "beam search"),
+        ({"prompt_lookup_num_tokens": 2}, "assisted generation"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive search"),
+    ],
+    ids=str,
+)
+def test_ways_of_generating_that_read_other_sequences_are_refused_before_anything_is_read(
+    model: Any, how: dict[str, Any], named: str
+) -> None:
+    with sinklab.probe(model) as watch:
+        with pytest.raises(SinklabError, match=rf"^{named} .* Generate outside of the probe, then call model"):
+            model.generate(PROMPTS, max_new_tokens=3, **how)
+        assert watch.layers == []
+        model.generate(PROMPTS, max_new_tokens=3, do_sample=False)
+    assert "generate" not in vars(model)
+    model.generate(PROMPTS, max_new_tokens=3, num_beams=2)
+
+
+def test_an_assistant_and_beams_that_the_model_asks_for_are_refused_too(model: Any, other: Any) -> None:
+    with sinklab.probe(model), pytest.raises(SinklabError, match=r"^assisted generation"):
+        model.generate(PROMPTS[:1], max_new_tokens=3, assistant_model=other)
+    model.generation_config.num_beams = 4
+    with sinklab.probe(model), pytest.raises(SinklabError, match=r"^beam search"):
+        model.generate(PROMPTS, max_new_tokens=3)
+
+
+@torch.no_grad()
+def test_beams_are_measured_by_reading_what_was_returned(model: Any) -> None:
+    text_BT = model.generate(PROMPTS, max_new_tokens=6, num_beams=3, do_sample=False, eos_token_id=None)
+    with sinklab.probe(model) as watch:
+        model(text_BT)
+    check(model, watch, list(text_BT))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@torch.no_grad()
+def test_a_cache_that_was_changed_between_passes_is_refused(family: str, model: Any) -> None:
+    if family == "mistral":  # which keeps the last few tokens only
+        model = hf.MistralForCausalLM(hf.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=4)).eval()
+    for change, says in (
+        (lambda cache: cache.reorder_cache(torch.tensor([1, 0])), "in another order"),
+        (lambda cache: cache.reorder_cache(torch.tensor([1, 1])), "in another order"),
+        (lambda cache: cache.batch_repeat_interleave(2), "other sequences"),
+        (lambda cache: cache.batch_select_indices(torch.tensor([1])), "other sequences"),
+    ):
+        cache: Any = hf.DynamicCache(config=model.config)
+        with sinklab.probe(model):
+            model(PROMPTS, past_key_values=cache)
+            change(cache)
+            rows = len(cache.layers[0].keys)
+            with pytest.raises(SinklabError, match=f"{says}.* as in beam search"):
+                model(PROMPTS[:1, :1].expand(rows, 1), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_cache_that_was_cut_or_is_an_earlier_one_is_refused(model: Any) -> None:
+    cache: Any = hf.DynamicCache(config=model.config)
+    with sinklab.probe(model):
+        model(PROMPTS, past_key_values=cache)
+        earlier = copy.deepcopy(cache)
+        model(PROMPTS[:, :2], past_key_values=cache)
+        with pytest.raises(SinklabError, match="cut to 5 of the 7 tokens"):
+            model(PROMPTS[:, :1], past_key_values=earlier)
+
+
+@torch.no_grad()
+def test_rows_that_are_the_same_may_be_exchanged(model: Any) -> None:
+    """As by a cache whose rows are copies of one prompt, which several continuations begin with."""
+    cache: Any = hf.DynamicCache(config=model.config)
+    same_BT = PROMPTS[:1].expand(2, -1)
+    with sinklab.probe(model) as watch:
+        model(same_BT, past_key_values=cache)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        model(PROMPTS[:, :2], past_key_values=cache)
+    check(model, watch, list(torch.cat((same_BT, PROMPTS[:, :2]), 1)))
