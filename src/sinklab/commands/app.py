@@ -52,7 +52,12 @@ app.command()(reproduce.lab)
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="A recipe file, or one of tiny, tiny-128, small, 60m, 1b, backcopy.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            help="A recipe file, or one of tiny, tiny-128, small, 60m, 1b, backcopy, trigger_average, continued."
+        ),
+    ],
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; may be repeated.")
     ] = None,

@@ -25,6 +25,7 @@ DRAWS = 3
 """Sets of sequences that an existing model is measured on unless told."""
 
 Updates = Annotated[int | None, typer.Option(min=1, help="Updates per model; the recipe's unless given.")]
+LabText = Annotated[Path | None, typer.Option(help="Train on this .txt or .jsonl file or folder instead.")]
 TrainingText = Annotated[
     Path | None, typer.Option(help="Train on this .txt or .jsonl file or folder instead; or measure a --model on it.")
 ]
@@ -33,7 +34,7 @@ TrainingText = Annotated[
 def lab(
     out: Annotated[Path, typer.Option(help="Directory of the runs, summary.json and report.html.")] = RUNS / "lab",
     steps: Updates = None,
-    text: TrainingText = None,
+    text: LabText = None,
     seeds: Annotated[int, typer.Option(min=1, help="Models per cell, with seeds 0, 1, ...")] = 1,
     as_json: Json = False,
 ) -> None:
@@ -51,14 +52,25 @@ def lab(
         _run(SweepRequest(questions, out, _changes(steps, text)), as_json)
 
 
-def experiments(as_json: Json = False) -> None:
-    """List the experiments that `sinklab reproduce` runs: questions, cells, claims, and hours on this machine."""
-    from sinklab.commands.terminal.experiments import print_experiments
+def experiments(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[EXPERIMENT...]", help="Ids or .yaml files to be shown in full; all are listed without."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List the experiments that `sinklab reproduce` runs: question, cells, and the time they take on this machine."""
+    from sinklab.commands.terminal.experiments import print_experiment, print_experiments
     from sinklab.experiments.listing import list_experiments
 
-    found = list_experiments()
+    found = list_experiments(names or ())
     if as_json:
         print(json.dumps([one.document() for one in found], indent=2))
+    elif names:
+        for one in found:
+            print_experiment(one, Console())
     else:
         print_experiments(found, Console())
 
