@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-
 SECONDS_OF_A_YEAR = 365.25 * 86400
 DAYS_WITH_HOURS = 10  # from here on hours are not said
 
