@@ -105,7 +105,7 @@ def measure_checkpoints(
 
     def measure(one: SavedModel, how: Loading, progress: Progress) -> Measurement:
         step = one.step if is_run(one.model) else None
-        return load_model(one.model, how, step).measure(text, request, progress)
+        return load_model(one.model, how, step, request=request, text=text).measure(text, request, progress)
 
     items = []
     for name, one in saved.items():

@@ -79,7 +79,7 @@ def compare_models(
     source, named = None if text is None else identity(str(text)), labels(models)
 
     def measure(model: str, progress: Progress) -> Measurement:
-        return load_model(model, loading).measure(text, request, progress)
+        return load_model(model, loading, request=request, text=text).measure(text, request, progress)
 
     items = [
         Item(

@@ -72,7 +72,7 @@ def measure_domains(
     loaded: list[LoadedModel] = []
 
     def prepare(_: Sequence[str]) -> None:
-        loaded.append(load_model(model, loading))
+        loaded.append(load_model(model, loading, request=request, text=folder))
 
     def measure(file: Path, progress: Progress) -> Measurement:
         return loaded[0].measure(file, request, progress)

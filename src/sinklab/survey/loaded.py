@@ -1,12 +1,14 @@
 """What is measured: a Hugging Face model or a run directory, loaded once and asked as often as wanted."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
+from sinklab.data.sources.corpora import documents
 from sinklab.data.sources.textfiles import text_files
 from sinklab.device import pick_device
 from sinklab.errors import InputError
@@ -21,6 +23,8 @@ from sinklab.measuring.surgery.study import measure_with_study
 from sinklab.survey.request import Request
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from sinklab.data.config import DataConfig
     from sinklab.data.tokenizers import Tokenizer
 
@@ -50,19 +54,23 @@ class LoadedModel(Protocol):
         ...
 
 
-def load_model(name: str, loading: Loading, step: int | None = None) -> LoadedModel:
+def load_model(
+    name: str, loading: Loading, step: int | None = None, *, request: Request | None = None, text: Path | None = None
+) -> LoadedModel:
     """Load a run directory (it has a recipe.yaml), a model directory or .gguf file, or a model of the hub by its name.
 
     Args:
         step: of the checkpoint, of a run directory; the newest unless given.
+        request, text: what it will be asked; what its tokenizer rules out is refused before the weights are read.
 
     Raises:
-        InputError: it cannot be loaded.
+        InputError: it cannot be loaded, or it could not be asked that.
     """
     check_revision(name, loading.revision)
     if is_run(name):
         return _LoadedRun(name, loading, step)
-    return LoadedPretrained(name, loading.revision, load_pretrained(name, loading))
+    check = None if request is None else partial(_check_bos, name, request, text)
+    return LoadedPretrained(name, loading.revision, load_pretrained(name, loading, check))
 
 
 def check_loadable(name: str, loading: Loading) -> None:
@@ -73,6 +81,24 @@ def check_loadable(name: str, loading: Loading) -> None:
     """
     if not is_run(name):
         check_config(name, loading)
+
+
+def _check_bos(name: str, request: Request, text: Path | None, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Refuse to leave out a BOS that no sequence has: neither the tokenizer nor its chat template writes one."""
+    if "no_bos" not in request.study.ablate or default_prefix(tokenizer):
+        return
+    conversations = Conversations(tokenizer, keep_bos=not request.drawn_text)
+    if text is not None:
+        next(documents(str(text), render=conversations.render))
+    if not conversations.bos:
+        raise _no_bos_to_leave_out(f"the tokenizer of {name} puts no BOS first")
+
+
+def _no_bos_to_leave_out(why: str) -> InputError:
+    return InputError(
+        f"--ablate no_bos: {why}, so there is none to leave out; --ablate mask_first:1 hides the first token, "
+        "whatever it is"
+    )
 
 
 def is_run(name: str) -> bool:
@@ -165,6 +191,8 @@ class _LoadedRun:
         if tokens_NT is None:
             text = request.needed(text)
             bos = self._recipe.data.bos and not request.no_bos
+            if "no_bos" in request.study.ablate and not bos:
+                raise _no_bos_to_leave_out(f"{self._name} was trained without BOS (data.bos: false)")
             data = self._recipe.data.model_copy(update={"bos": bos})
             tokens_NT = _as_trained(text, request, data, self._tokenizer, conversations)
         measurement = measure_with_study(

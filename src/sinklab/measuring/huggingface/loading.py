@@ -65,11 +65,14 @@ class Pretrained:
     commit: str | None = None
 
 
-def load_pretrained(name: str, loading: Loading = AS_IT_IS) -> Pretrained:
+def load_pretrained(
+    name: str, loading: Loading = AS_IT_IS, check: "Callable[[PreTrainedTokenizerBase], None] | None" = None
+) -> Pretrained:
     """Load a model and its tokenizer.
 
     Args:
         name: a directory, a .gguf file or a directory that holds one, or a name on the Hugging Face hub.
+        check: is given the tokenizer before the weights are read, which may take minutes; what it raises is raised.
 
     Raises:
         InputError: no such directory, file or name, no config, no weights, only pickled weights, weights that do not
@@ -84,6 +87,8 @@ def load_pretrained(name: str, loading: Loading = AS_IT_IS) -> Pretrained:
     if config.is_encoder_decoder:
         raise InputError(f"{name} is an encoder-decoder ({config.model_type}): give a decoder-only language model")
     tokenizer = source.read("tokenizer", AutoTokenizer.from_pretrained)
+    if check is not None:
+        check(tokenizer)
     notes, declared = [], config.get_text_config(decoder=True).dtype or config.dtype
     if source.gguf is not None:
         wanted = torch.float32 if wanted == "auto" else wanted
