@@ -16,6 +16,7 @@ from sinklab.measuring.api import watched_model
 from sinklab.measuring.conversations import Conversations
 from sinklab.measuring.hooks import Progress
 from sinklab.measuring.huggingface.loading import Loading, Pretrained, check_config, check_revision, load_pretrained
+from sinklab.measuring.huggingface.subfolder import name_in_results
 from sinklab.measuring.inputs import default_prefix, pretrained_encode
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.native import WatchedTransformer
@@ -70,7 +71,8 @@ def load_model(
     if is_run(name):
         return _LoadedRun(name, loading, step)
     check = None if request is None else partial(_check_bos, name, request, text)
-    return LoadedPretrained(name, loading.revision, load_pretrained(name, loading, check))
+    named = name_in_results(name, loading.subfolder)
+    return LoadedPretrained(named, loading.revision, load_pretrained(name, loading, check))
 
 
 def check_loadable(name: str, loading: Loading) -> None:

@@ -93,7 +93,8 @@ def print_checkpoints(checkpoints: Checkpoints, console: Console) -> None:
     table = _table(f"{Path(checkpoints.model).name} while it was trained: {what}", "checkpoint")
     biased = any(row.sink_bias is not None for row in rows.values())
     bias = ["bias\n%"] if biased else []
-    _add_columns(table, "step", "Sink_1\n%", *bias, "times\nuniform", "loss\nnats", "|h_1| over\nthe rest")
+    unit = next(iter(rows.values())).unit
+    _add_columns(table, unit, "Sink_1\n%", *bias, "times\nuniform", "loss\nnats", "|h_1| over\nthe rest")
     for row in rows.values():
         on_the_bias = [_number(row.sink_bias, 2)] if biased else []
         rates = [f"{row.sink_1:.2f}", *on_the_bias, f"{row.uniform_ratio:.2f}"]

@@ -6,7 +6,7 @@ that a model brings along runs only with `trust_remote_code`.
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from sinklab.device import float32_if_emulated, pick_device
 from sinklab.errors import InputError, cause
 from sinklab.measuring.huggingface.anatomy import quantisation, vocabulary_size
 from sinklab.measuring.huggingface.gguf import Gguf, as_ordinary, check_memory, find_gguf, read_header
+from sinklab.measuring.huggingface.subfolder import commit_of, tokenizer_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -37,6 +38,7 @@ class Loading:
             cards, memory and disk (accelerate's `device_map="auto"`).
         trust_remote_code: run the code that comes with it.
         revision: branch, tag or commit of a model of the hub; None for its main branch.
+        subfolder: in which the model lies (subfolder.py); of a directory, what its path ends with.
         say: is told of what takes a while.
     """
 
@@ -44,6 +46,7 @@ class Loading:
     device: str = "auto"
     trust_remote_code: bool = False
     revision: str | None = None
+    subfolder: str | None = None
     say: Callable[[str], None] = field(default=lambda message: None, compare=False)
 
 
@@ -81,12 +84,12 @@ def load_pretrained(
     """
     wanted, target = pick_dtype(loading.dtype), None if loading.device == DEVICE_MAP else pick_device(loading.device)
     source = _find(name, loading)
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     config = source.read("config", AutoConfig.from_pretrained)
     if config.is_encoder_decoder:
         raise InputError(f"{name} is an encoder-decoder ({config.model_type}): give a decoder-only language model")
-    tokenizer = source.read("tokenizer", AutoTokenizer.from_pretrained)
+    tokenizer = _tokenizer(source, config, loading.subfolder)
     if check is not None:
         check(tokenizer)
     notes, declared = [], config.get_text_config(decoder=True).dtype or config.dtype
@@ -118,7 +121,7 @@ def load_pretrained(
         model = model.to(target, wanted if isinstance(wanted, torch.dtype) else None)
     if source.gguf is not None:
         model = as_ordinary(model)
-    return Pretrained(model.eval(), tokenizer, [*notes, *ignored], _commit(name, loading.revision))
+    return Pretrained(model.eval(), tokenizer, [*notes, *ignored], commit_of(name, loading.revision, loading.subfolder))
 
 
 @dataclass(frozen=True)
@@ -168,19 +171,22 @@ def _find(name: str, loading: Loading) -> _Source:
     path = find_gguf(name)
     if path is None:
         _check_directory(name)
+        if loading.subfolder is not None and not Path(name).expanduser().is_dir():
+            options["subfolder"] = loading.subfolder
         return _Source(name, name, options, None)
     header = read_header(path)
     return _Source(name, str(path.parent), options | header.options(), header)
 
 
-def _commit(name: str, revision: str | None) -> str | None:
-    """Which commit of the hub has been read, from where it was put; None for a model that lies here."""
-    from huggingface_hub import try_to_load_from_cache
+def _tokenizer(source: _Source, config: Any, subfolder: str | None) -> "PreTrainedTokenizerBase":
+    from transformers import AutoTokenizer
 
-    if Path(name).expanduser().exists():
-        return None
-    config = try_to_load_from_cache(name, "config.json", revision=revision)
-    return Path(config).parent.name if isinstance(config, str) else None
+    if source.gguf is not None:
+        return source.read("tokenizer", AutoTokenizer.from_pretrained)
+    where = tokenizer_options(source.name, source.place, source.options, subfolder)
+    return replace(source, place=where.pop("pretrained_model_name_or_path"), options=where).read(
+        "tokenizer", AutoTokenizer.from_pretrained, {"config": config}
+    )
 
 
 def check_revision(name: str, revision: str | None) -> None:
