@@ -48,7 +48,7 @@ class InterfaceProbe(Recorder):
         super().__init__(model, lengths, details)
         self._totals: list[LayerTotals] = []
         self._calls = self._seen = 0
-        self._running = self._whole = False
+        self._running = self._whole = self._cached = False
         self._mask_BT: Tensor | None = None
         self._pass_on = "sdpa"
 
@@ -78,6 +78,12 @@ class InterfaceProbe(Recorder):
             mask_BT = self._mask_BT
             self._real = real_tokens(query.new_ones(query.shape[0], self._seen) if mask_BT is None else mask_BT)
         assert self._real is not None
+        if key.shape[2] > self._seen and not self._cached:
+            raise SinklabError(
+                f"attention layer {self._calls + 1} of this {self._model.config.model_type!r} model has {key.shape[2]} "
+                f"keys for {self._seen} tokens: it appends keys that each stand for several tokens (compressed "
+                "attention, as in DeepSeek-V4), so how much single tokens are attended to cannot be measured"
+            )
         counted_BT = self._real.mask_BT[:, -T:].to(query.device) if self._real.padded else None
         if self._calls == len(self._totals):
             self._totals.append(LayerTotals(self._lengths))
@@ -110,7 +116,7 @@ class InterfaceProbe(Recorder):
         cache = given.get("past_key_values")
         if cache is None or not cache.get_seq_length():
             self._begin(given.get("input_ids"), self._latest() if self._whole else [])
-        self._calls, self._running, self._whole = 0, True, False
+        self._calls, self._running, self._whole, self._cached = 0, True, False, cache is not None
         self._mask_BT = given.get("attention_mask")
 
     def _leaving(self, _: nn.Module, __: tuple[Any, ...], ___: Any) -> None:
