@@ -70,9 +70,9 @@ def residual_stream(blocks: Sequence[nn.Module], read: Callable[[Tensor], Seen])
         hidden = (args[0] if args else kwargs["hidden_states"]).detach()
         if hidden.ndim > 3:
             raise SinklabError(
-                f"the blocks of this model pass on hidden states of shape {tuple(hidden.shape)}, several residual streams "
-                "(hyper-connections of DeepSeek-V4, AltUp of Gemma 3n), and what is measured of hidden states is of one: "
-                "a model of this type cannot be measured"
+                f"the blocks of this model pass on hidden states of shape {tuple(hidden.shape)}, several residual "
+                "streams (hyper-connections of DeepSeek-V4, AltUp of Gemma 3n), and what is measured of hidden states "
+                "is of one: a model of this type cannot be measured"
             )
         found[:] = [read(hidden)]
 
