@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sinklab.device import float32_if_emulated, pick_device
-from sinklab.errors import InputError, cause
+from sinklab.errors import InputError
+from sinklab.measuring.huggingface.advice import advice
 from sinklab.measuring.huggingface.anatomy import quantisation, vocabulary_size
 from sinklab.measuring.huggingface.gguf import Gguf, as_ordinary, check_memory, find_gguf, read_header
 from sinklab.measuring.huggingface.subfolder import commit_of, tokenizer_options
@@ -145,25 +146,13 @@ class _Source:
         try:
             return from_pretrained(self.place, **self.options, **(more or {}))
         except Exception as error:  # transformers raises OSError, ValueError, KeyError, RuntimeError and its parts' own
-            why = f"{self._advice(error)} ({cause(error)})"
+            why = advice(error, self.place, self.options["revision"], self.gguf and self.gguf.architecture)
             revision = f" at revision {self.options['revision']}" if self.options["revision"] else ""
             raise InputError(f"the {part} of {self.name}{revision} could not be loaded: {why}") from error
 
     def weight_options(self) -> dict[str, Any]:
         """What only the weights are read with."""
         return {} if self.gguf is None else self.gguf.weight_options()
-
-    def _advice(self, error: Exception) -> str:
-        if "trust_remote_code" in str(error):
-            return "it brings code of its own; --trust-remote-code runs it, if you trust its author"
-        if isinstance(error, ImportError) or "pip install" in str(error):
-            return "install the package that it needs"
-        if self.gguf is not None:
-            return f"transformers does not read this gguf file of architecture {self.gguf.architecture!r}"
-        if Path(self.place).expanduser().is_dir():
-            return "check that the directory is complete"
-        revision = ", the revision" if self.options["revision"] else ""
-        return f"check the name{revision} and the connection to the hub, or give the directory of a downloaded model"
 
 
 def _find(name: str, loading: Loading) -> _Source:
