@@ -53,6 +53,18 @@ def test_every_command_has_help(run: Run, command: list[str]) -> None:
     assert "Usage" in out
 
 
+def test_the_help_of_train_names_every_recipe_that_comes_along(run: Run) -> None:
+    _, out, _ = run("train", "--help")
+    recipes = {path.stem for path in (Path(sinklab.__file__).parent / "recipes").glob("*.yaml")}
+    assert recipes <= set(re.findall(r"[\w-]+", out))
+
+
+def test_the_help_of_lab_speaks_of_no_model_to_measure(run: Run) -> None:
+    _, out, _ = run("lab", "--help")
+    assert "--text" in out
+    assert "--model" not in out
+
+
 def test_the_version_is_printed_and_nothing_else(run: Run) -> None:
     assert run("--version") == (0, f"sinklab {sinklab.__version__}\n", "")
 

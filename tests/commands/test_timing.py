@@ -119,7 +119,18 @@ def test_a_line_that_is_piped_is_not_broken_at_the_width_of_a_terminal() -> None
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
-    [(0.2, "1 s"), (59, "59 s"), (60, "1 min"), (3570, "1 h"), (3600 * 3.34, "3 h 20 min"), (200000, "2 d 8 h")],
+    [
+        (0.2, "1 s"),
+        (59, "59 s"),
+        (60, "1 min"),
+        (3570, "1 h"),
+        (3600 * 3.34, "3 h 20 min"),
+        (200000, "2 d 8 h"),
+        (86400 * 135.8, "136 d"),
+        (86400 * 511, "1.4 years"),
+        (86400 * 9875, "27 years"),
+        (86400 * 475529, "1,302 years"),
+    ],
 )
 def test_durations_are_said_as_people_say_them(seconds: float, said: str) -> None:
     assert duration(seconds) == said

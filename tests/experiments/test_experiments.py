@@ -1,6 +1,7 @@
 """Experiments: files of cells and claims, those that come along and one's own, and the commands that run them."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,38 @@ def test_all_experiments_that_come_along_are_listed_with_what_they_cost(run: Run
             assert cost["cells"] == len(experiment.cells_at(scale))
             assert cost["claims"] == len(experiment.claims_at(scale))
             assert cost["hours"] > 0
+
+
+def test_the_list_fits_eighty_columns_with_two_lines_for_each_experiment(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    status, out, _ = run("experiments")
+    lines = out.splitlines()
+    assert status == 0
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 2 * len(experiment_ids()) + 8
+    at = lines.index(next(line for line in lines if line.startswith("table_2 ")))
+    assert lines[at + 1] == "  How much weight decay does a sink want?"
+    assert not re.search(r"\d{4,} d", out)
+
+
+def test_an_experiment_that_is_named_is_listed_in_full(run: Run, tmp_path: Path) -> None:
+    status, out, _ = run("experiments", "table_2", "table_1")
+    assert status == 0
+    for name in ("table_2", "table_1"):
+        experiment = load_experiment(name)
+        assert f"{name}: {experiment.title}" in out
+        assert experiment.question in out
+        assert ", ".join(experiment.cells) in out
+        assert all(f"- {claim.text}" in out for claim in experiment.claims)
+    assert "table_4" not in out
+    status, document, _ = run("experiments", "table_2", "--json")
+    (listed,) = json.loads(document)
+    assert listed["cell_names"] == list(load_experiment("table_2").cells)
+    status, out, err = run("experiments", "tabel_2")
+    assert (status, out) == (2, "")
+    assert "did you mean table_2" in err
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_weights_without_a_place_in_the_model_are_ignored_and_the_notes_say_so(f
 def test_a_missing_tokenizer_is_refused(folder: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         (folder / name).unlink()
-    with pytest.raises(InputError, match=r"the tokenizer of .* could not be loaded"):
+    with pytest.raises(InputError, match=r"has no tokenizer: put the files of its tokenizer"):
         load_pretrained(str(folder))
 
 

@@ -99,6 +99,8 @@ def test_a_point_says_its_seed_and_value_and_leads_to_its_recipe(tab: BrowserTab
     tab.until("document.querySelector('#vg-tooltip-element.visible')")
     said = tab.evaluate("document.querySelector('#vg-tooltip-element').innerText")
     assert re.search(r"cell\W+softmax\W+seed\W+0\W+value\W+\d+\.\d\d", said)
+    names = "[...document.querySelectorAll('#vg-tooltip-element td.key')].map((one) => getComputedStyle(one).display)"
+    assert set(tab.evaluate(names)) == {"table-cell"}  # names and values are two columns
     tab.click(point)
     tab.until_asked_for("/recipe.yaml")
     recipe = Path(unquote(urlsplit(tab.requests[-1]).path))

@@ -90,7 +90,46 @@ class Stops(Listener):
     ],
 )
 def test_the_step_is_read_from_the_names_that_public_runs_have(name: str, step: int | None) -> None:
-    assert step_in(name) == step
+    assert step_in(name) == (None if step is None else (step, "step"))
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        ("chck_100M", 100_000_000),
+        ("chck_1M", 1_000_000),
+        ("chck-2B", 2_000_000_000),
+        ("ckpt_1.5B", 1_500_000_000),
+        ("tokens3T", 3_000_000_000_000),
+        ("model-7B", None),
+        ("chck_100Mb", None),
+    ],
+)
+def test_the_tokens_are_read_from_names_that_say_no_step(name: str, tokens: int | None) -> None:
+    assert step_in(name) == (None if tokens is None else (tokens, "tokens"))
+
+
+def test_a_curve_over_tokens_is_drawn_over_tokens(training: Path, text: Path, tmp_path: Path, run: Run) -> None:
+    for new, old in (("chck_1M", 20), ("chck_100M", 3000)):
+        shutil.copytree(training / f"checkpoint-{old}", tmp_path / "babylm" / new)
+    few = ("--sequences", 2, "--length", 8, "--out", "out")
+    status, out, err = run("measure", "babylm", "--by-checkpoint", "--text", text, *few)
+    assert status == 0, err
+    assert "tokens" in out
+    assert "100,000,000" in out
+    document = json.loads((tmp_path / "out" / "checkpoints.json").read_text())["checkpoints"]
+    assert [(key, row["step"], row["unit"]) for key, row in document.items()] == [
+        ("tokens_1000000", 1_000_000, "tokens"),
+        ("tokens_100000000", 100_000_000, "tokens"),
+    ]
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "Tokens read" in page
+    assert "Training step" not in page
+
+    shutil.copytree(training / "checkpoint-20", tmp_path / "babylm" / "checkpoint-20")
+    status, _, err = run("measure", "babylm", "--by-checkpoint", "--text", text, *few)
+    assert status == 2
+    assert "make no curve together" in " ".join(err.split())
 
 
 def test_a_curve_holds_what_measuring_each_checkpoint_by_itself_gives(

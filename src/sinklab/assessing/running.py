@@ -24,12 +24,13 @@ from sinklab.assessing.plan import KEPT, PARTS, STREAMED, AssessSettings, Wanted
 from sinklab.assessing.quantisation import SETTINGS, assess_quantisation
 from sinklab.assessing.reading import Step
 from sinklab.assessing.streaming import assess_streaming
-from sinklab.data.sources.corpora import identity
+from sinklab.data.sources.corpora import documents
 from sinklab.errors import InputError, SinklabError, UnsavedError
 from sinklab.files import parse_json, write_json
 from sinklab.measuring.hooks import evaluating
 from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading
 from sinklab.outputs import check_results
+from sinklab.survey.loaded import is_run
 from sinklab.train.directory.lock import one_writer
 
 CALIBRATED = 4  # sequences at most
@@ -93,7 +94,9 @@ def assess(
     if out is not None:
         check_results(out, (ASSESSMENT,))
     if text is not None:
-        identity(str(text))
+        next(documents(str(text)))
+    elif not is_run(model):
+        raise InputError(f"--text is needed: {model} is no run, whose validation text could be read")
     with one_writer(None if out is None else out / ASSESSMENT):
         return _assessed(model, text, wanted, loading, out, listener or AssessListener())
 

@@ -53,7 +53,10 @@ app.command()(reproduce.lab)
 @app.command()
 def train(
     recipe: Annotated[
-        str, typer.Argument(help="A recipe file, or one of tiny, tiny-128, mini, small, 60m, 1b, backcopy.")
+        str,
+        typer.Argument(
+            help="A recipe file, or one of tiny, mini, tiny-128, small, 60m, 1b, backcopy, trigger_average, continued."
+        ),
     ],
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; may be repeated.")

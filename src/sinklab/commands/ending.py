@@ -1,5 +1,6 @@
 """How a command ends: its exit status and, where there is something to say, a sentence on stderr, said once."""
 
+import errno
 import os
 import sys
 from typing import NoReturn
@@ -18,6 +19,7 @@ from sinklab.signals import (
     was_kept,
 )
 
+SHOWN = 80  # characters of a name that is too long
 _KEPT = "interrupted; what was finished is kept. Run the same command again to continue."
 _NOT_KEPT = "interrupted; nothing was written. Run the same command again to begin anew."
 _OUT_OF_MEMORY = (
@@ -58,6 +60,9 @@ def _status(app: typer.Typer) -> int:
     except typer.Exit as leaving:
         return leaving.exit_code
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # of whatever was given as a path
+            _say_error(f"{str(error.filename)[:SHOWN]}...: {error.strerror}; give a shorter one")
+            return 2
         if error.errno not in FULL or error.filename is not None:
             raise
         _say_error(f"the result could not be printed ({error.strerror}): free some space, or print it elsewhere")
@@ -69,8 +74,9 @@ def _status(app: typer.Typer) -> int:
             return 2
         if not hasattr(error, "exit_code") or not hasattr(error, "format_message"):
             raise
-        if _is_first():  # all read the same command line
-            _say_error(f"{error.format_message()} See --help.")  # type: ignore[attr-defined]
+        message = error.format_message()  # type: ignore[attr-defined]  # none beside a help text
+        if message and _is_first():  # all read the same command line
+            _say_error(f"{message} See --help.")
         return 2
     return status if isinstance(status, int) else 0
 

@@ -20,12 +20,14 @@ from sinklab.commands.options import (
     Revisions,
     Seed,
     Sequences,
+    Subfolder,
     TableFormat,
     Text,
     TrustRemoteCode,
     parse_eps,
     parse_maps,
 )
+from sinklab.errors import InputError
 from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:
@@ -79,6 +81,7 @@ def measure(
     device: Device = "auto",
     seed: Seed = 0,
     revision: Revisions = None,
+    subfolder: Subfolder = None,
     trust_remote_code: TrustRemoteCode = False,
     by_domain: Annotated[
         bool, typer.Option("--by-domain", help="Each file of the folder --text by itself: one table and chart.")
@@ -122,6 +125,7 @@ def measure(
         sizes_command,
     )
     from sinklab.measuring.frames import check_formats
+    from sinklab.measuring.huggingface.subfolder import in_subfolder
     from sinklab.measuring.options import Options
     from sinklab.measuring.surgery.study import Study
     from sinklab.survey.request import Request
@@ -147,9 +151,13 @@ def measure(
         study=Study(ablate or (), swap_position, replace_position, perturb),
     )
     console = stderr()
-    loading = _loading(dtype, device, trust_remote_code, None if over_steps else next(iter(revisions), None), console)
+    one_revision = None if over_steps else next(iter(revisions), None)
+    loading = _loading(dtype, device, trust_remote_code, one_revision, console, subfolder)
     given = Invocation(text, request, loading, out, as_json, console)
     name = one_model(model, family, by_domain, models_dir, dry_run, next(iter(revisions), None), over_steps)
+    if name is None and subfolder is not None:
+        raise InputError(f"--subfolder {subfolder} is of one MODEL: leave it out, or give the MODEL without --family")
+    name = name and in_subfolder(name, subfolder)
     goes_on = (name is None and not dry_run) or ((by_domain or over_steps) and out is not None)
     with keeping_what_is_finished() if goes_on else nullcontext():
         if name is None and dry_run:
@@ -179,6 +187,7 @@ def compare(
     device: Device = "auto",
     seed: Seed = 0,
     revision: Revision = None,
+    subfolder: Subfolder = None,
     trust_remote_code: TrustRemoteCode = False,
     out: Annotated[
         Path | None, typer.Option(help="Directory for a measurement per model, comparison.json and report.html.")
@@ -191,16 +200,17 @@ def compare(
     Differences are from the first model.
     """
     from sinklab.commands.measurements import Invocation, compare_command
+    from sinklab.measuring.huggingface.subfolder import in_subfolder
     from sinklab.measuring.options import Options
     from sinklab.survey.request import Request
 
     options = Options(eps=parse_eps(eps or ["0.3"]), batch_size=batch_size, inputs=inputs)
     request = Request(options, sequences, length, no_bos, seed)
     console = stderr()
-    loading = _loading(dtype, device, trust_remote_code, revision, console)
+    loading = _loading(dtype, device, trust_remote_code, revision, console, subfolder)
     given = Invocation(text, request, loading, out, as_json, console)
     with keeping_what_is_finished() if out is not None else nullcontext():
-        compare_command(models, given)
+        compare_command([in_subfolder(model, subfolder) for model in models], given)
 
 
 def parity(
@@ -233,7 +243,14 @@ def parity(
     parity_command(model, backend or [], Invocation(text, request, loading, None, as_json, console))
 
 
-def _loading(dtype: str, device: str, trust_remote_code: bool, revision: str | None, console: "Console") -> "Loading":
+def _loading(
+    dtype: str,
+    device: str,
+    trust_remote_code: bool,
+    revision: str | None,
+    console: "Console",
+    subfolder: str | None = None,
+) -> "Loading":
     """How models are loaded; what takes a while is said on the console."""
     from sinklab.commands.terminal.text import printable
     from sinklab.measuring.huggingface.loading import Loading
@@ -241,4 +258,4 @@ def _loading(dtype: str, device: str, trust_remote_code: bool, revision: str | N
     def say(message: str) -> None:
         console.print(printable(message), markup=False, highlight=False, soft_wrap=True)
 
-    return Loading(dtype, device, trust_remote_code, revision, say=say)
+    return Loading(dtype, device, trust_remote_code, revision, subfolder, say)

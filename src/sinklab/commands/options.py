@@ -66,6 +66,9 @@ Revisions = Annotated[
         help="Branch, tag or commit of a model of the hub; several, such as step1000, give the curve of its training.",
     ),
 ]
+Subfolder = Annotated[
+    str | None, typer.Option(metavar="FOLDER", help="The model lies in this folder of the directory or repository.")
+]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 Track = Annotated[
     list[TrackerChoice] | None,

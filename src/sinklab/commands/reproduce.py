@@ -25,6 +25,7 @@ DRAWS = 5
 """Sets of sequences that an existing model is measured on unless told."""
 
 Updates = Annotated[int | None, typer.Option(min=1, help="Updates per model; the recipe's unless given.")]
+LabText = Annotated[Path | None, typer.Option(help="Train on this .txt or .jsonl file or folder instead.")]
 TrainingText = Annotated[
     Path | None, typer.Option(help="Train on this .txt or .jsonl file or folder instead; or measure a --model on it.")
 ]
@@ -33,7 +34,7 @@ TrainingText = Annotated[
 def lab(
     out: Annotated[Path, typer.Option(help="Directory of the runs, summary.json and report.html.")] = RUNS / "lab",
     steps: Updates = None,
-    text: TrainingText = None,
+    text: LabText = None,
     seeds: Annotated[int, typer.Option(min=1, help="Models per cell; it takes five for verdicts.")] = 1,
     as_json: Json = False,
 ) -> None:
@@ -53,13 +54,19 @@ def lab(
 
 
 def experiments(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[EXPERIMENT...]", help="Ids or .yaml files to be shown in full; all are listed without."
+        ),
+    ] = None,
     coverage: Annotated[
         bool, typer.Option("--coverage", help="List the parts of the paper instead, with the claims that encode them.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """List the experiments that `sinklab reproduce` runs: questions, cells, claims, and hours on this machine."""
-    from sinklab.commands.terminal.experiments import print_coverage, print_experiments
+    """List the experiments that `sinklab reproduce` runs: question, cells, and the time they take on this machine."""
+    from sinklab.commands.terminal.experiments import print_coverage, print_experiment, print_experiments
     from sinklab.experiments.coverage import paper_coverage
     from sinklab.experiments.listing import list_experiments
 
@@ -69,9 +76,12 @@ def experiments(
         else:
             print_coverage(paper_coverage(), Console())
         return
-    found = list_experiments()
+    found = list_experiments(names or ())
     if as_json:
         print(json.dumps([one.document() for one in found], indent=2))
+    elif names:
+        for one in found:
+            print_experiment(one, Console())
     else:
         print_experiments(found, Console())
 

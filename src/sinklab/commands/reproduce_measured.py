@@ -9,6 +9,7 @@ from rich.console import Console
 from sinklab.commands.ending import stderr
 from sinklab.commands.survey_progress import SurveyProgress
 from sinklab.commands.terminal.measured import print_measured, print_passes
+from sinklab.data.sources.corpora import documents
 from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.measured.definition import MeasuredExperiment
 from sinklab.experiments.measured.planning import passes_of, subjects_of
@@ -132,6 +133,8 @@ def preview_measured(
         InputError: no model or text, or one that cannot be used.
     """
     planned = {one.id: passes_of(one, subjects_of(one, models, text)) for one in experiments}
+    if text is not None:
+        next(documents(str(text)))
     if as_json:
         asked = {name: {one.name: one.request(0).document() for one in passes} for name, passes in planned.items()}
         print(json.dumps({"schema": 1, "draws": draws, "experiments": asked}, indent=2))

@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+SECONDS_OF_A_YEAR = 365.25 * 86400
+DAYS_WITH_HOURS = 10  # from here on hours are not said
+
 
 @dataclass(frozen=True)
 class RunLength:
@@ -83,7 +86,7 @@ class Forecast:
 
 
 def duration(seconds: float) -> str:
-    """A duration for people: `40 s`, `5 min`, `3 h 20 min`, `2 d 4 h`."""
+    """A duration for people: `40 s`, `5 min`, `3 h 20 min`, `2 d 4 h`, `136 d`, `1.4 years`, `27 years`."""
     minutes = round(seconds / 60)
     if seconds < 59.5:
         return f"{max(1, round(seconds))} s"
@@ -93,4 +96,10 @@ def duration(seconds: float) -> str:
     if hours < 24:
         return f"{hours} h {minutes} min" if minutes else f"{hours} h"
     days, hours = divmod(round(seconds / 3600), 24)
+    years = seconds / SECONDS_OF_A_YEAR
+    if days >= DAYS_WITH_HOURS:
+        whole_days = round(seconds / 86400)
+        return (
+            f"{whole_days} d" if whole_days < 365 else f"{years:.1f} years" if years < 9.95 else f"{years:,.0f} years"
+        )
     return f"{days} d {hours} h" if hours else f"{days} d"

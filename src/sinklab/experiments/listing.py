@@ -1,6 +1,6 @@
 """The experiments that come with sinklab, with what each would cost on this machine."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ class ListedExperiment:
         cells, claims: how many, of all scales.
         seeds: that its verdicts are meant to rest on; 0 where nothing is trained.
         scales: those it has; none where models are given to it.
+        cell_names, claim_texts: of these cells and claims.
     """
 
     id: str
@@ -47,16 +48,22 @@ class ListedExperiment:
     claims: int
     seeds: int
     scales: Mapping[Scale, ScaleCost]
+    cell_names: Sequence[str]
+    claim_texts: Sequence[str]
 
     def document(self) -> dict[str, Any]:
         """As JSON has it."""
         return asdict(self)
 
 
-def list_experiments() -> list[ListedExperiment]:
-    """All of them, most informative first."""
+def list_experiments(names: Sequence[str] = ()) -> list[ListedExperiment]:
+    """Those of these ids or files; all that come with sinklab, most informative first, unless some are named.
+
+    Raises:
+        InputError: there is no such experiment, or the file is no valid one.
+    """
     paces: dict[str, Pace] = {}
-    return [_listed(load_experiment(name), paces) for name in experiment_ids()]
+    return [_listed(one, paces) for one in [load_experiment(name) for name in names or experiment_ids()]]
 
 
 def jobs_here() -> int:
@@ -79,6 +86,8 @@ def _listed(experiment: AnyExperiment, paces: dict[str, Pace]) -> ListedExperime
         claims=len(experiment.claims),
         seeds=seeds,
         scales=scales,
+        cell_names=list(experiment.cells),
+        claim_texts=[claim.text for claim in experiment.claims],
     )
 
 

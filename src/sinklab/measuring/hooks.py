@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from sinklab.errors import SinklabError
 from sinklab.measuring.metrics import token_norms
 
 Progress = Callable[[float, int], None]  # sequences done (parts of them count), sequences in all
@@ -73,11 +74,21 @@ def residual_stream(blocks: Sequence[nn.Module], read: Callable[[Tensor], Seen])
     """A list that after every forward pass holds read(h) before the first block and after each block, h (B, T, C).
 
     The last entry is the residual stream before the final norm (as figure 2 of 2410.10781 has it).
+
+    Raises:
+        SinklabError: in a forward pass, where the blocks have several residual streams.
     """
     found: list[Seen] = []
 
     def entering(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found[:] = [read((args[0] if args else kwargs["hidden_states"]).detach())]
+        hidden = (args[0] if args else kwargs["hidden_states"]).detach()
+        if hidden.ndim > 3:
+            raise SinklabError(
+                f"the blocks of this model pass on hidden states of shape {tuple(hidden.shape)}, several residual "
+                "streams (hyper-connections of DeepSeek-V4, AltUp of Gemma 3n), and what is measured of hidden states "
+                "is of one: a model of this type cannot be measured"
+            )
+        found[:] = [read(hidden)]
 
     def leaving(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         found.append(read(hidden_states(output).detach()))

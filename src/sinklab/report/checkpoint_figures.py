@@ -11,7 +11,7 @@ import numpy as np
 from sinklab.report.charts import HEIGHT, ChartRows, Drawing, Width
 from sinklab.report.figure import Figure
 from sinklab.report.heatmaps import Side, scale_over, side_by_side
-from sinklab.survey.documents import MeasuredCheckpoint
+from sinklab.survey.documents import MeasuredCheckpoint, StepUnit
 
 WIDE = 100
 """The last step over the first one after 0: from here on the axis is logarithmic, as public runs save their first
@@ -39,7 +39,9 @@ def checkpoint_figures(
     if not found:
         return []
     small = width if width == "container" else 300
-    drawn = [_by_step(rows, title, small) for title, value in CURVES if (rows := _rows(found, value))]
+    unit = found[0].unit
+    counted = "tokens" if unit == "tokens" else "steps"
+    drawn = [_by_step(rows, title, unit, small) for title, value in CURVES if (rows := _rows(found, value))]
     caption = (
         f"The same sequences read by every checkpoint: the share of (sequence, layer, head) triples in which the "
         f"importance of the first token is above ε = {eps:g}, that importance over the one of uniform attention, the "
@@ -52,7 +54,7 @@ def checkpoint_figures(
         f"checkpoint-layers-{number}",
         "Which layers have the sink when",
         f"Share of the (sequence, head) pairs of a layer in which the importance of the first token is above ε = "
-        f"{eps:g}; checkpoints in the order of their steps, from {found[0].step:,} to {found[-1].step:,}.",
+        f"{eps:g}; checkpoints in the order of their {counted}, from {found[0].step:,} to {found[-1].step:,}.",
         [("first token", layers_LS)],
         scale_over("percent of heads", [layers_LS]),
         width,
@@ -69,7 +71,7 @@ def _rows(found: Sequence[MeasuredCheckpoint], value: Callable[[MeasuredCheckpoi
     ]
 
 
-def _by_step(rows: ChartRows, title: str, width: Width) -> Drawing:
+def _by_step(rows: ChartRows, title: str, unit: StepUnit, width: Width) -> Drawing:
     """A curve over the steps; rows: `step, checkpoint, value`."""
     steps = [row["step"] for row in rows]
     later = [step for step in steps if step > 0]
@@ -78,7 +80,7 @@ def _by_step(rows: ChartRows, title: str, width: Width) -> Drawing:
     base = alt.Chart(alt.Data(values=list(rows))).encode(
         x=alt.X(
             "step:Q",
-            title="Training step" + (" (log scale)" if wide else ""),
+            title=("Tokens read" if unit == "tokens" else "Training step") + (" (log scale)" if wide else ""),
             scale=alt.Scale(type="symlog", constant=1) if wide else alt.Scale(zero=False),
             axis=alt.Axis(format=",d", grid=False, values=[0, *powers] if wide else alt.Undefined),
         ),
@@ -86,7 +88,7 @@ def _by_step(rows: ChartRows, title: str, width: Width) -> Drawing:
     )
     tooltip = [
         alt.Tooltip("checkpoint:N", title="checkpoint"),
-        alt.Tooltip("step:Q", title="step", format=",d"),
+        alt.Tooltip("step:Q", title=unit, format=",d"),
         alt.Tooltip("value:Q", title="value", format=".3f"),
     ]
     points = base.mark_point(size=34, opacity=1, filled=True).encode(tooltip=tooltip)

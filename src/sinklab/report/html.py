@@ -24,6 +24,7 @@ from markupsafe import Markup
 
 import sinklab
 from sinklab.errors import InputError, SinklabError
+from sinklab.experiments.definition import SCALES
 from sinklab.experiments.documents import VERDICTS, verdict_counts
 from sinklab.files import cache_folder, write_text
 from sinklab.outputs import REPORT, REPORT_MARK, check_report
@@ -33,6 +34,7 @@ from sinklab.report.collect import collect
 from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.experiments import dots
 from sinklab.report.experiments.sections import shown_board, shown_experiments
+from sinklab.report.experiments.sweeps import Sweep
 from sinklab.report.export import export_charts
 from sinklab.report.figures import Figure, figures
 from sinklab.report.summary import headline
@@ -174,8 +176,16 @@ def _charts_document(drawn: list[Figure]) -> dict[str, object]:
 
 
 def _title(data: ReportData) -> str:
-    names = [path.resolve().name or str(path) for path in data.dirs]
-    return ", ".join(dict.fromkeys(names))
+    """Sweeps by what is in them, so that a copied or renamed folder keeps its title; others by their directory."""
+    swept = {sweep.top: _sweep_title(sweep) for sweep in data.sweeps}
+    titles = [swept.get(path) or path.resolve().name or str(path) for path in data.dirs]
+    return ", ".join(dict.fromkeys(titles))
+
+
+def _sweep_title(sweep: Sweep) -> str:
+    if len(sweep.experiments) == 1:
+        return next(iter(sweep.experiments))
+    return f"experiments at scale {sweep.summary.scale}" if sweep.summary.scale in SCALES else ""
 
 
 def _verdict_counts(data: ReportData) -> list[tuple[str, dict[str, dict[str, int]]]]:

@@ -19,6 +19,10 @@ K = TypeVar("K", bound=Hashable)
 INFINITE = "∞"
 
 
+SHOWN = 0.05
+"""Percent from which a rate is not written as 0.0."""
+
+
 @dataclass(frozen=True)
 class Spread:
     """A quantity over the seeds of a cell: mean, and sample standard deviation where there are several seeds."""
@@ -241,12 +245,12 @@ def _what_came_out(rows: list[CellRow]) -> str:
     rate, strongest = max(sinks, key=lambda one: one[0].mean)
     if len(sinks) == 1:
         return f"The first token is a sink for {rate.text(1)} % of its heads."
-    if rate.mean < 0.05:
+    if rate.mean < SHOWN:
         text = "None has a sink on the first token"
     else:
         text = f"The sink on the first token is strongest in “{strongest}” ({rate.text(1)} % of heads)"
-    if biases:
-        rate, top = max(biases, key=lambda one: one[0].mean)
+    rate, top = max(biases, key=lambda one: one[0].mean, default=(Spread((0.0,)), ""))
+    if rate.mean >= SHOWN:
         text += f"; the largest sink on a bias is in “{top}” ({rate.text(1)} % of heads)"
     return text + "."
 

@@ -2,7 +2,7 @@
 
 Checkpoints are revisions of a model of the hub, the folders below a directory, or what a run of ours has kept. Their
 steps are read from their names, as Pythia (step1000), OLMo (stage1-step1000-tokens5B) and the Trainer of transformers
-(checkpoint-1000) write them.
+(checkpoint-1000) write them; of names that say only how many tokens were read, as BabyLM's (chck_100M), these are.
 """
 
 import re
@@ -17,9 +17,10 @@ from sinklab.data.sources.corpora import identity
 from sinklab.errors import InputError
 from sinklab.measuring.hooks import Progress
 from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision
+from sinklab.measuring.huggingface.subfolder import name_in_results
 from sinklab.measuring.measurement import Measurement
 from sinklab.schema import finite_or_none
-from sinklab.survey.documents import MeasuredCheckpoint
+from sinklab.survey.documents import MeasuredCheckpoint, StepUnit
 from sinklab.survey.items import Item, Listener, Outcome, measure_all, what_decides
 from sinklab.survey.loaded import is_run, load_model
 from sinklab.survey.request import Request
@@ -27,8 +28,11 @@ from sinklab.train.directory.checkpoint import steps_saved
 
 DOCUMENT = "checkpoints.json"
 STEP = re.compile(
-    r"(?:(?:^|[^a-z])(?:global[-_]?)?(?:step|checkpoint|ckpt|iter)[-_]?|^(?=\d+k?$))(\d+)(k?)(?![a-z\d])", re.I
+    r"(?:(?:^|[^a-z])(?:global[-_]?)?(?:step|checkpoint|ckpt|chck|iter)[-_]?|^(?=\d+k?$))(\d+)(k?)(?![a-z\d]|\.\d)",
+    re.I,
 )
+TOKENS = re.compile(r"(?:^|[^a-z])(?:checkpoint|ckpt|chck|tokens?)[-_]?(\d+(?:\.\d+)?)([MBT])(?![a-z\d])", re.I)
+MAGNITUDES = {"m": 10**6, "b": 10**9, "t": 10**12}
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class SavedModel:
     """One checkpoint.
 
     Attributes:
-        step: after which it was saved.
+        step: after which it was saved, or the tokens that had been read.
         name: as the user knows it: the revision, or the folder.
         model: what is loaded: a name on the hub, a directory of a model, or the run directory.
         revision: of the hub; None for what lies here.
@@ -48,11 +52,17 @@ class SavedModel:
     model: str
     revision: str | None = None
     place: Path | None = None
+    unit: StepUnit = "step"
+
+    @property
+    def key(self) -> str:
+        """Its name in the results, and of the folder where it is kept: step_100, tokens_100000000."""
+        return f"{self.unit}_{self.step}"
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The result: the measurement of every checkpoint, by `step_N`.
+    """The result: the measurement of every checkpoint, by `step_N` or `tokens_N`.
 
     Attributes:
         saved: the checkpoints by the same names, in the order of their steps.
@@ -100,20 +110,22 @@ def measure_checkpoints(
             none of them could be measured. One that could not be is among the failed ones else.
         UnsavedError: a result could not be saved; it holds the checkpoints so far.
     """
-    saved = {f"step_{one.step}": one for one in saved_models(model, revisions)}
+    saved = {one.key: one for one in saved_models(model, revisions)}
     request.check(text)
     source = None if text is None else identity(str(text))
 
     def measure(one: SavedModel, how: Loading, progress: Progress) -> Measurement:
         step = one.step if is_run(one.model) else None
-        return load_model(one.model, how, step).measure(text, request, progress)
+        return load_model(one.model, how, step, request=request, text=text).measure(text, request, progress)
 
     items = []
     for name, one in saved.items():
         how = replace(loading, revision=one.revision)
         decides = what_decides(one.model, one.place, source, how, request) | {"step": one.step}
         items.append(Item(name, decides, partial(measure, one, how)))
-    result_of = partial(Checkpoints, model, None if text is None else str(text), saved)
+    result_of = partial(
+        Checkpoints, name_in_results(model, loading.subfolder), None if text is None else str(text), saved
+    )
     found = measure_all(items, result_of, out, DOCUMENT, listener)
     if not found.outcome.measured:
         name, failure = next(iter(found.outcome.failed.items()))
@@ -132,7 +144,7 @@ def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
     folder = Path(model).expanduser()
     if revisions:
         check_revision(model, revisions[0])
-        found = [SavedModel(_known_step(name), name, model, revision=name) for name in revisions]
+        found = [_revision(model, name) for name in revisions]
     elif is_run(model):
         kept = folder / "checkpoints"
         found = [SavedModel(step, f"step_{step}", model, place=kept / f"step_{step:08d}") for step in steps_saved(kept)]
@@ -145,41 +157,51 @@ def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
         )
     if not found:
         raise InputError(
-            f"{model} holds no checkpoints: expected folders such as checkpoint-100 or step1000 with a config.json "
-            "each, or a run directory that has been trained for a while"
+            f"{model} holds no checkpoints: expected folders such as checkpoint-100, step1000 or chck_100M with a "
+            "config.json each, or a run directory that has been trained for a while"
         )
     found.sort(key=lambda one: one.step)
     for one, other in pairwise(found):
+        if one.unit != other.unit:
+            steps, tokens = (one, other) if one.unit == "step" else (other, one)
+            raise InputError(
+                f"{steps.name} says its step and {tokens.name} how many tokens it has read, which make no curve "
+                "together: give one kind of them"
+            )
         if one.step == other.step:
-            raise InputError(f"{one.name} and {other.name} are of the same step, {one.step}: give one of them")
+            raise InputError(f"{one.name} and {other.name} are of the same {one.unit}, {one.step}: give one of them")
     return found
 
 
-def step_in(name: str) -> int | None:
-    """The step in the name of a checkpoint, 50K being 50,000; None where there is none."""
-    found = STEP.search(name)
-    return None if found is None else int(found[1]) * (1000 if found[2] else 1)
+def step_in(name: str) -> tuple[int, StepUnit] | None:
+    """What the name of a checkpoint says of its time, 50K being 50,000 and 100M 100,000,000; None where nothing."""
+    if found := STEP.search(name):
+        return int(found[1]) * (1000 if found[2] else 1), "step"
+    if found := TOKENS.search(name):
+        return round(float(found[1]) * MAGNITUDES[found[2].lower()]), "tokens"
+    return None
 
 
-def _known_step(name: str) -> int:
-    if (step := step_in(name)) is None:
+def _revision(model: str, name: str) -> SavedModel:
+    if (known := step_in(name)) is None:
         raise InputError(
             f"--revision {name} does not say its step: several revisions make a curve over steps, from names such as "
-            "step1000 or stage1-step1000-tokens5B"
+            "step1000, stage1-step1000-tokens5B or chck_100M"
         )
-    return step
+    return SavedModel(known[0], name, model, revision=name, unit=known[1])
 
 
 def _folders(folder: Path) -> Iterator[SavedModel]:
     for path in sorted(folder.iterdir()):
-        step = step_in(path.name)
-        if step is not None and (path / "config.json").is_file():
-            yield SavedModel(step, path.name, str(path), place=path)
+        known = step_in(path.name)
+        if known is not None and (path / "config.json").is_file():
+            yield SavedModel(known[0], path.name, str(path), place=path, unit=known[1])
 
 
 def _row(saved: SavedModel, measured: Measurement) -> MeasuredCheckpoint:
     return MeasuredCheckpoint(
         step=saved.step,
+        unit=saved.unit,
         checkpoint=saved.name,
         sink_1=measured.sink_rate[0],
         uniform_ratio=measured.uniform_ratio[0],

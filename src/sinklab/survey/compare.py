@@ -17,6 +17,7 @@ from sinklab.data.sources.corpora import identity
 from sinklab.errors import InputError
 from sinklab.measuring.hooks import Progress
 from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision
+from sinklab.measuring.huggingface.subfolder import name_in_results
 from sinklab.measuring.measurement import Measurement
 from sinklab.schema import finite_or_none
 from sinklab.survey.documents import ComparedQuantity
@@ -81,10 +82,14 @@ def compare_models(
     request.check(text)
     for model in models:
         check_revision(model, loading.revision)
-    source, named = None if text is None else identity(str(text)), labels(models)
+    source = None if text is None else identity(str(text))
+    named = {
+        label if label != model else name_in_results(model, loading.subfolder): model
+        for label, model in labels(models).items()
+    }
 
     def measure(model: str, progress: Progress) -> Measurement:
-        return load_model(model, loading).measure(text, request, progress)
+        return load_model(model, loading, request=request, text=text).measure(text, request, progress)
 
     items = [
         Item(

@@ -3,6 +3,8 @@
 Each stands beside a folder for every measurement that it names, which holds the same and more.
 """
 
+from typing import Literal
+
 from pydantic import Field
 
 from sinklab.schema import ReadDocument
@@ -74,11 +76,16 @@ class FamiliesDocument(ReadDocument):
     failed: dict[str, str] = Field(default_factory=dict)
 
 
+StepUnit = Literal["step", "tokens"]
+"""What the names of checkpoints count."""
+
+
 class MeasuredCheckpoint(ReadDocument):
     """One checkpoint of a training run.
 
     Attributes:
-        step: after which it was saved.
+        step: after which it was saved, or the tokens that it had read then.
+        unit: which of these.
         checkpoint: the revision or the folder.
         sink_1, sink_bias: percent of (sequence, layer, head) triples; None without a bias.
         uniform_ratio: importance of the first token over that of uniform attention.
@@ -88,6 +95,7 @@ class MeasuredCheckpoint(ReadDocument):
     """
 
     step: int
+    unit: StepUnit = "step"
     checkpoint: str
     sink_1: float
     sink_bias: float | None

@@ -15,6 +15,7 @@ from sinklab.data.sources.textfiles import text_files
 from sinklab.errors import InputError
 from sinklab.measuring.hooks import Progress
 from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading, check_name
+from sinklab.measuring.huggingface.subfolder import name_in_results
 from sinklab.measuring.measurement import Measurement
 from sinklab.survey.items import Item, Listener, Outcome, measure_all, what_decides
 from sinklab.survey.loaded import LoadedModel, load_model
@@ -72,7 +73,7 @@ def measure_domains(
     loaded: list[LoadedModel] = []
 
     def prepare(_: Sequence[str]) -> None:
-        loaded.append(load_model(model, loading))
+        loaded.append(load_model(model, loading, request=request, text=folder))
 
     def measure(file: Path, progress: Progress) -> Measurement:
         return loaded[0].measure(file, request, progress)
@@ -85,7 +86,7 @@ def measure_domains(
         )
         for name, file in domain_files(folder).items()
     ]
-    result_of = partial(Domains, model, str(folder))
+    result_of = partial(Domains, name_in_results(model, loading.subfolder), str(folder))
     domains = measure_all(items, result_of, out, DOCUMENT, listener, prepare=prepare)
     if not domains.outcome.measured:
         name, failure = next(iter(domains.outcome.failed.items()))

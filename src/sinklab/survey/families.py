@@ -86,7 +86,9 @@ def measure_families(
     source = None if text is None else identity(str(text))
 
     def measure(model: OpenModel, progress: Progress) -> Measurement:
-        return load_model(place_of(model, models_dir), loading).measure(text, request, progress)
+        return load_model(place_of(model, models_dir), loading, request=request, text=text).measure(
+            text, request, progress
+        )
 
     items = [
         Item(

@@ -19,6 +19,7 @@ from sinklab.errors import InputError, SinklabError, UnsavedError
 from sinklab.files import parse_json, write_json
 from sinklab.measuring.hooks import Progress
 from sinklab.measuring.huggingface.loading import Loading
+from sinklab.measuring.huggingface.subfolder import TOKENIZER_FILES, name_in_results
 from sinklab.measuring.measurement import Measurement
 from sinklab.outputs import MEASUREMENT, REPORT, check_results
 from sinklab.survey.request import Request
@@ -26,7 +27,7 @@ from sinklab.survey.request import Request
 REQUEST = "request.json"
 FILES = "files"
 WEIGHTS = ("*.safetensors", "*.gguf", "config.json", "recipe.yaml", "*.py")
-TOKENIZER = ("tokenizer*", "*.model", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json")
+TOKENIZER = (*TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json")
 MODEL_FILES = (*WEIGHTS, *TOKENIZER, "chat_template*", "additional_chat_templates/*")
 
 
@@ -205,7 +206,8 @@ def what_decides(
     """
     files = None if place is None else model_files(place)
     loaded = {"revision": loading.revision, "dtype": loading.dtype}
-    return json.loads(json.dumps({"model": model, FILES: files, "text": text, **loaded, **request.document()}))
+    named = name_in_results(model, loading.subfolder)
+    return json.loads(json.dumps({"model": named, FILES: files, "text": text, **loaded, **request.document()}))
 
 
 def model_files(place: Path) -> str | None:

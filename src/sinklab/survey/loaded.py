@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sinklab.data.sources.corpora import documents
 from sinklab.data.sources.textfiles import text_files
 from sinklab.data.spelling import UNKNOWN, spelling, vocabulary_digest
 from sinklab.device import pick_device
@@ -24,6 +26,7 @@ from sinklab.measuring.huggingface.loading import (
     load_pretrained,
     load_pretrained_tokenizer,
 )
+from sinklab.measuring.huggingface.subfolder import name_in_results
 from sinklab.measuring.inputs import default_prefix, pretrained_encode
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.native import WatchedTransformer
@@ -64,19 +67,24 @@ class LoadedModel(Protocol):
         ...
 
 
-def load_model(name: str, loading: Loading, step: int | None = None) -> LoadedModel:
+def load_model(
+    name: str, loading: Loading, step: int | None = None, *, request: Request | None = None, text: Path | None = None
+) -> LoadedModel:
     """Load a run directory (it has a recipe.yaml), a model directory or .gguf file, or a model of the hub by its name.
 
     Args:
         step: of the checkpoint, of a run directory; the newest unless given.
+        request, text: what it will be asked; what its tokenizer rules out is refused before the weights are read.
 
     Raises:
-        InputError: it cannot be loaded.
+        InputError: it cannot be loaded, or it could not be asked that.
     """
     check_revision(name, loading.revision)
     if is_run(name):
         return _LoadedRun(name, loading, step)
-    return LoadedPretrained(name, loading.revision, load_pretrained(name, loading))
+    check = None if request is None else partial(_check_bos, name, request, text)
+    named = name_in_results(name, loading.subfolder)
+    return LoadedPretrained(named, loading.revision, load_pretrained(name, loading, check))
 
 
 def check_loadable(name: str, loading: Loading) -> None:
@@ -103,6 +111,24 @@ def check_readable(name: str, loading: Loading, text: Path | None, request: Requ
             _as_read(tokenizer, request.needed(text), request)
         except InputError as error:
             raise InputError(f"{name}: {error}") from error
+
+
+def _check_bos(name: str, request: Request, text: Path | None, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Refuse to leave out a BOS that no sequence has: neither the tokenizer nor its chat template writes one."""
+    if "no_bos" not in request.study.ablate or default_prefix(tokenizer):
+        return
+    conversations = Conversations(tokenizer, keep_bos=not request.drawn_text)
+    if text is not None:
+        next(documents(str(text), render=conversations.render))
+    if not conversations.bos:
+        raise _no_bos_to_leave_out(f"the tokenizer of {name} puts no BOS first")
+
+
+def _no_bos_to_leave_out(why: str) -> InputError:
+    return InputError(
+        f"--ablate no_bos: {why}, so there is none to leave out; --ablate mask_first:1 hides the first token, "
+        "whatever it is"
+    )
 
 
 def is_run(name: str) -> bool:
@@ -229,6 +255,8 @@ class _LoadedRun:
         if tokens_NT is None:
             text = request.needed(text)
             bos = self._recipe.data.bos and not request.no_bos
+            if "no_bos" in request.study.ablate and not bos:
+                raise _no_bos_to_leave_out(f"{self._name} was trained without BOS (data.bos: false)")
             data = self._recipe.data.model_copy(update={"bos": bos})
             tokens_NT, sizes_NT = _as_trained(text, request, data, self._tokenizer, conversations)
         measurement = measure_with_study(

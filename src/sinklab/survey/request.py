@@ -67,6 +67,9 @@ class Request:
         if self.study.ablate and not (self.options.loss and self.length > 1):
             raise InputError("an ablation shows the change in loss: measure with the loss, on two tokens or more")
         self.study.check(self.length)
+        if "no_bos" in self.study.ablate and (self.no_bos or self.options.inputs != "natural"):
+            why = "--no-bos leaves it out already" if self.no_bos else f"--inputs {self.options.inputs} has none"
+            raise InputError(f"--ablate no_bos leaves the BOS out, and {why}: give one of the two")
 
     def needed(self, text: Path | None) -> Path:
         """The text of natural inputs.

@@ -37,7 +37,7 @@ def measure_model(
     request.check(text)
     if out is not None:
         check_results(out, (*MEASUREMENT, REPORT))
-    measurement = load_model(model, loading).measure(text, request, progress)
+    measurement = load_model(model, loading, request=request, text=text).measure(text, request, progress)
     if out is not None:
         try:
             measurement.save(out)

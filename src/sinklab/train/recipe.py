@@ -112,11 +112,12 @@ def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
     """
     text = recipe_text(name)
     try:
-        values = parse_yaml(text) or {}
+        values = parse_yaml(text)
     except ValueError as error:
         raise InputError(f"{name} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
-        raise InputError(f"{name} must hold a mapping of recipe keys, not a {type(values).__name__}")
+        found = "nothing" if values is None else f"a {type(values).__name__}"
+        raise InputError(f"{name} must hold a mapping of recipe keys, and holds {found}")
     return build_recipe(values, *(parse_override(text) for text in sorted(overrides, key=_depth)), origin=name)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -22,24 +23,61 @@ from sinklab.report.experiments.numbers import NOTHING, estimate_text, sink_else
 
 
 def print_experiments(found: Sequence[ListedExperiment], console: Console) -> None:
-    """A line per experiment: its question, cells and claims, and the time that each scale takes here."""
-    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    table.add_column("id", no_wrap=True)
-    table.add_column("question", min_width=24)
+    """Two lines per experiment: cells and the time that each scale takes here, and its question, cut to the width."""
     scales: list[Scale] = [scale for scale in SCALES if any(scale in one.scales for one in found)]
-    for name in ("cells", "claims", "seeds", *scales):
-        table.add_column(name, justify="right")
     jobs = jobs_here()
-    for one in found:
-        costs = [one.scales.get(scale) for scale in scales]
-        shown = [duration(cost.hours * 3600 / jobs) if cost else NOTHING for cost in costs]
-        question = Text(printable(one.question or one.title))
-        seeds = str(one.seeds) if one.scales else "of --model"
-        table.add_row(Text(printable(one.id), style="bold"), question, str(one.cells), str(one.claims), seeds, *shown)
-    print_table(table, console, names=2)
-    for scale in scales:
-        cost = next(one.scales[scale] for one in found if scale in one.scales)
-        console.print(f"{scale}: {jobs} at a time, {cost.estimated}", highlight=False, soft_wrap=True)
+    rows = [("", "cells", *scales)]
+    rows += [(one.id, str(one.cells), *(_time_here(one, scale, jobs) for scale in scales)) for one in found]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    console.print(Text(lines[0], style="dim"), soft_wrap=True)
+    for one, line in zip(found, lines[1:], strict=True):
+        name, numbers = line[: widths[0]], line[widths[0] :]
+        console.print(Text.assemble((printable(name), "bold"), printable(numbers)), soft_wrap=True)
+        question = Text(f"  {printable(one.question or one.title)}", style="dim")
+        question.truncate(console.width, overflow="ellipsis")
+        console.print(question, soft_wrap=True)
+    console.print()
+    _print_estimates(found, jobs, console)
+    said = "Without times are those that measure a --model. One in full: sinklab experiments ID"
+    console.print(said, highlight=False)
+
+
+def print_experiment(one: ListedExperiment, console: Console) -> None:
+    """One experiment in full: what it asks and claims, its cells, and the time that each scale takes here."""
+    console.print(Text(printable(f"{one.id}: {one.title}"), style="bold"))
+    for text in filter(None, (one.question, one.source and f"After {one.source}")):
+        console.print(Text(printable(text)))
+    console.print()
+    console.print(Text(printable(f"{len(one.cell_names)} cells: {', '.join(one.cell_names)}")))
+    console.print()
+    console.print(f"{len(one.claim_texts)} claims{':' * bool(one.claim_texts)}", highlight=False)
+    for text in one.claim_texts:
+        console.print(Padding(Text(printable(f"- {text}")), (0, 0, 0, 2), expand=False))
+    console.print()
+    jobs = jobs_here()
+    for scale, cost in one.scales.items():
+        runs = f"{cost.cells} cells of {one.seeds} seed{'s' * (one.seeds != 1)}, {cost.claims} claims"
+        console.print(f"{scale}: {_time_here(one, scale, jobs)} ({runs})", highlight=False)
+    _print_estimates([one], jobs, console)
+    given = "--dry-run" if one.scales else "--model MODEL --text FILE --dry-run"
+    console.print(Text(printable(f"What each cell changes: sinklab reproduce {one.id} {given}")), soft_wrap=True)
+    console.print()
+
+
+def _time_here(one: ListedExperiment, scale: Scale, jobs: int) -> str:
+    cost = one.scales.get(scale)
+    return duration(cost.hours * 3600 / jobs) if cost else NOTHING
+
+
+def _print_estimates(found: Sequence[ListedExperiment], jobs: int, console: Console) -> None:
+    """How the times are known, once for the scales of which it is the same."""
+    ways: dict[str, list[str]] = {}
+    for scale in SCALES:
+        for cost in [one.scales[scale] for one in found if scale in one.scales][:1]:
+            ways.setdefault(cost.estimated, []).append(scale)
+    for estimated, scales in ways.items():
+        console.print(f"{', '.join(scales)}: {jobs} at a time, {estimated}", highlight=False)
 
 
 def print_coverage(parts: Mapping[str, Covered], console: Console) -> None:

@@ -95,7 +95,8 @@ def print_checkpoints(checkpoints: Checkpoints, console: Console) -> None:
     table = _table(f"{Path(checkpoints.model).name} while it was trained: {what}", "checkpoint")
     biased = any(row.sink_bias is not None for row in rows.values())
     bias = ["bias\n%"] if biased else []
-    _add_columns(table, "step", "Sink_1\n%", *bias, "times\nuniform", "loss\nnats", "|h_1| over\nthe rest")
+    unit = next(iter(rows.values())).unit
+    _add_columns(table, unit, "Sink_1\n%", *bias, "times\nuniform", "loss\nnats", "|h_1| over\nthe rest")
     for name, row in rows.items():
         ratio = _largest_norm_ratio(measured[name])  # which the row does not have where it is infinite
         on_the_bias = [_number(row.sink_bias, 2)] if biased else []

@@ -48,7 +48,7 @@ class InterfaceProbe(Recorder):
         super().__init__(model, lengths, details)
         self._totals: list[LayerTotals] = []
         self._calls = 0
-        self._running = False
+        self._running = self._cached = False
         self._mask_BT: Tensor | None = None
         self._pass_on = "sdpa"
 
@@ -78,6 +78,12 @@ class InterfaceProbe(Recorder):
             mask_BT = self._mask_BT
             self._real = self._real_tokens(query.new_ones(len(query), self._seen) if mask_BT is None else mask_BT)
         assert self._real is not None
+        if key.shape[2] > self._seen and not self._cached:
+            raise SinklabError(
+                f"attention layer {self._calls + 1} of this {self._model.config.model_type!r} model has {key.shape[2]} "
+                f"keys for {self._seen} tokens: it appends keys that each stand for several tokens (compressed "
+                "attention, as in DeepSeek-V4), so how much single tokens are attended to cannot be measured"
+            )
         counted_BT = self._real.mask_BT[:, -T:].to(query.device) if self._real.padded else None
         if self._calls == len(self._totals):
             self._totals.append(LayerTotals(self._lengths))
@@ -108,7 +114,7 @@ class InterfaceProbe(Recorder):
             return
         given = self._signature.bind_partial(*args, **kwargs).arguments
         self._entering_sequences(given)
-        self._calls, self._running = 0, True
+        self._calls, self._running, self._cached = 0, True, given.get("past_key_values") is not None
         self._mask_BT = given.get("attention_mask")
 
     def _leaving(self, _: nn.Module, __: tuple[Any, ...], ___: Any) -> None:

@@ -6,16 +6,18 @@ that a model brings along runs only with `trust_remote_code`.
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sinklab.device import float32_if_emulated, pick_device
-from sinklab.errors import InputError, cause
+from sinklab.errors import InputError
+from sinklab.measuring.huggingface.advice import advice
 from sinklab.measuring.huggingface.anatomy import quantisation, vocabulary_size
 from sinklab.measuring.huggingface.gguf import Gguf, as_ordinary, check_memory, find_gguf, read_header
+from sinklab.measuring.huggingface.subfolder import commit_of, tokenizer_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -37,6 +39,7 @@ class Loading:
             cards, memory and disk (accelerate's `device_map="auto"`).
         trust_remote_code: run the code that comes with it.
         revision: branch, tag or commit of a model of the hub; None for its main branch.
+        subfolder: in which the model lies (subfolder.py); of a directory, what its path ends with.
         say: is told of what takes a while.
     """
 
@@ -44,6 +47,7 @@ class Loading:
     device: str = "auto"
     trust_remote_code: bool = False
     revision: str | None = None
+    subfolder: str | None = None
     say: Callable[[str], None] = field(default=lambda message: None, compare=False)
 
 
@@ -65,11 +69,14 @@ class Pretrained:
     commit: str | None = None
 
 
-def load_pretrained(name: str, loading: Loading = AS_IT_IS) -> Pretrained:
+def load_pretrained(
+    name: str, loading: Loading = AS_IT_IS, check: "Callable[[PreTrainedTokenizerBase], None] | None" = None
+) -> Pretrained:
     """Load a model and its tokenizer.
 
     Args:
         name: a directory, a .gguf file or a directory that holds one, or a name on the Hugging Face hub.
+        check: is given the tokenizer before the weights are read, which may take minutes; what it raises is raised.
 
     Raises:
         InputError: no such directory, file or name, no config, no weights, only pickled weights, weights that do not
@@ -78,12 +85,14 @@ def load_pretrained(name: str, loading: Loading = AS_IT_IS) -> Pretrained:
     """
     wanted, target = pick_dtype(loading.dtype), None if loading.device == DEVICE_MAP else pick_device(loading.device)
     source = _find(name, loading)
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     config = source.read("config", AutoConfig.from_pretrained)
     if config.is_encoder_decoder:
         raise InputError(f"{name} is an encoder-decoder ({config.model_type}): give a decoder-only language model")
-    tokenizer = source.read("tokenizer", AutoTokenizer.from_pretrained)
+    tokenizer = _tokenizer(source, config, loading.subfolder)
+    if check is not None:
+        check(tokenizer)
     notes, declared = [], config.get_text_config(decoder=True).dtype or config.dtype
     if source.gguf is not None:
         wanted = torch.float32 if wanted == "auto" else wanted
@@ -113,7 +122,7 @@ def load_pretrained(name: str, loading: Loading = AS_IT_IS) -> Pretrained:
         model = model.to(target, wanted if isinstance(wanted, torch.dtype) else None)
     if source.gguf is not None:
         model = as_ordinary(model)
-    return Pretrained(model.eval(), tokenizer, [*notes, *ignored], _commit(name, loading.revision))
+    return Pretrained(model.eval(), tokenizer, [*notes, *ignored], commit_of(name, loading.revision, loading.subfolder))
 
 
 @dataclass(frozen=True)
@@ -137,7 +146,7 @@ class _Source:
         try:
             return from_pretrained(self.place, **self.options, **(more or {}))
         except Exception as error:  # transformers raises OSError, ValueError, KeyError, RuntimeError and its parts' own
-            why = f"{self._advice(error)} ({cause(error)})"
+            why = advice(error, self.place, self.options["revision"], self.gguf and self.gguf.architecture)
             revision = f" at revision {self.options['revision']}" if self.options["revision"] else ""
             raise InputError(f"the {part} of {self.name}{revision} could not be loaded: {why}") from error
 
@@ -145,37 +154,28 @@ class _Source:
         """What only the weights are read with."""
         return {} if self.gguf is None else self.gguf.weight_options()
 
-    def _advice(self, error: Exception) -> str:
-        if "trust_remote_code" in str(error):
-            return "it brings code of its own; --trust-remote-code runs it, if you trust its author"
-        if isinstance(error, ImportError) or "pip install" in str(error):
-            return "install the package that it needs"
-        if self.gguf is not None:
-            return f"transformers does not read this gguf file of architecture {self.gguf.architecture!r}"
-        if Path(self.place).expanduser().is_dir():
-            return "check that the directory is complete"
-        revision = ", the revision" if self.options["revision"] else ""
-        return f"check the name{revision} and the connection to the hub, or give the directory of a downloaded model"
-
 
 def _find(name: str, loading: Loading) -> _Source:
     options: dict[str, Any] = {"trust_remote_code": loading.trust_remote_code, "revision": loading.revision}
     path = find_gguf(name)
     if path is None:
         _check_directory(name)
+        if loading.subfolder is not None and not Path(name).expanduser().is_dir():
+            options["subfolder"] = loading.subfolder
         return _Source(name, name, options, None)
     header = read_header(path)
     return _Source(name, str(path.parent), options | header.options(), header)
 
 
-def _commit(name: str, revision: str | None) -> str | None:
-    """Which commit of the hub has been read, from where it was put; None for a model that lies here."""
-    from huggingface_hub import try_to_load_from_cache
+def _tokenizer(source: _Source, config: Any, subfolder: str | None) -> "PreTrainedTokenizerBase":
+    from transformers import AutoTokenizer
 
-    if Path(name).expanduser().exists():
-        return None
-    config = try_to_load_from_cache(name, "config.json", revision=revision)
-    return Path(config).parent.name if isinstance(config, str) else None
+    if source.gguf is not None:
+        return source.read("tokenizer", AutoTokenizer.from_pretrained)
+    where = tokenizer_options(source.name, source.place, source.options, subfolder)
+    return replace(source, place=where.pop("pretrained_model_name_or_path"), options=where).read(
+        "tokenizer", AutoTokenizer.from_pretrained, {"config": config}
+    )
 
 
 def check_revision(name: str, revision: str | None) -> None:

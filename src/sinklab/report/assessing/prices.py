@@ -17,11 +17,13 @@ class Price:
 
     Attributes:
         name: as `assessed_numbers` has it.
+        explained: where it comes from.
     """
 
     title: str
     unit: str
     name: str
+    explained: str
 
     def of(self, assessment: Assessment) -> float | None:
         """The number, None where the part was not done."""
@@ -40,12 +42,17 @@ def _asked(one: Assessment) -> str:
 
 
 PRICES = (
-    Price("Streaming", "nats added, none kept", "streaming_added"),
-    Price("First kept", "nats added", "streaming_kept_added"),
-    Price("Int8", "static, nats added", "int8_added"),
-    Price("of the sink", "of these", "int8_due_to_sink"),
-    Price("Recent keys", "nats added", "recent_keys_added"),
-    Price("Twice as long", "nats added", "beyond_context_added"),
-    Price("Sink hidden", "nats added", "sink_hidden_added"),
+    Price(
+        "Streaming",
+        "nats added, none kept",
+        "streaming_added",
+        "a rolling cache, the smaller of those tried, that keeps none of the first tokens",
+    ),
+    Price("First kept", "nats added", "streaming_kept_added", "that cache, with some of the first tokens kept"),
+    Price("Int8", "static, nats added", "int8_added", "weights and activations in 8 bits, with fixed scales"),
+    Price("of the sink", "of these", "int8_due_to_sink", "how much of what Int8 adds is due to the sink"),
+    Price("Recent keys", "nats added", "recent_keys_added", "as few keys as in the smallest budget, the most recent"),
+    Price("Twice as long", "nats added", "beyond_context_added", "reading beyond the context"),
+    Price("Sink hidden", "nats added", "sink_hidden_added", "hiding the sink, or the bias that is one"),
 )
 """Above the unchanged model, at the smallest cache and budget that were asked for."""

@@ -10,6 +10,7 @@ from sinklab.report.experiments.numbers import by_seed, estimate_of, sink_elsewh
 from sinklab.report.experiments.sweeps import Sweep
 
 MITIGATIONS, RETUNED = "mitigations", "mitigations_retuned"
+RETUNED_IS = "the lowest of the losses at several learning rates, since one rate for all is unfair"
 AT_RATE = "_lr_"
 LOSS = "valid_loss"
 
@@ -39,12 +40,14 @@ class BoardColumn:
     Attributes:
         decimals: that are shown.
         score: of a cell, by its name; None where it has none.
+        explained: what its title and unit do not say, for the note below the board.
     """
 
     title: str
     unit: str
     decimals: int
     score: ScoreOf
+    explained: str = ""
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ def leaderboard(sweep: Sweep) -> Leaderboard | None:
         return None
     columns = (
         BoardColumn("Valid. loss", "nats / token", 3, _quantity(LOSS)),
-        BoardColumn("Retuned", "loss at the best rate", 3, lambda name, cell: _retuned(sweep, name)),
+        BoardColumn("Retuned", "loss at the best rate", 3, lambda name, cell: _retuned(sweep, name), RETUNED_IS),
         BoardColumn("Sink₁", "% of heads", 1, _quantity("sink_1")),
         BoardColumn("On the bias", "% of heads", 1, _quantity("sink_bias")),
         BoardColumn("Norm ratio", "largest block", 1, _quantity("norm_ratio")),
@@ -140,9 +143,8 @@ def _prices(sweep: Sweep, names: Sequence[str]) -> list[BoardColumn]:
     found = comparable({run.hash: one for run in runs if (one := sweep.assessment(run)) is not None})
 
     def column(price: Price) -> BoardColumn:
-        return BoardColumn(
-            price.title, price.unit, 3, _of_runs(lambda run: price.of(found[run.hash]) if run.hash in found else None)
-        )
+        score = _of_runs(lambda run: price.of(found[run.hash]) if run.hash in found else None)
+        return BoardColumn(price.title, price.unit, 3, score, price.explained)
 
     return [column(price) for price in PRICES] if found else []
 

@@ -110,10 +110,15 @@ class ShownExperiment:
 
 @dataclass(frozen=True)
 class ShownBoard:
-    """The leaderboard as texts, ready to be sorted."""
+    """The leaderboard as texts, ready to be sorted.
+
+    Attributes:
+        explained: of the columns that are shown, title and explanation of those that have one.
+    """
 
     scale: str
     assessed: bool
+    explained: Sequence[tuple[str, str]]
     columns: Sequence[tuple[str, str]]
     rows: Sequence[tuple[str, Sequence[ShownNumber]]]
 
@@ -225,9 +230,13 @@ def _board(board: Leaderboard) -> ShownBoard:
         for standing in board.standings
     ]
     kept = [index for index in range(len(board.columns)) if any(row[index].value is not None for _, row in rows)]
-    columns = [(board.columns[index].title, board.columns[index].unit) for index in kept]
+    shown = [board.columns[index] for index in kept]
     return ShownBoard(
-        board.scale, board.assessed, columns, [(name, [row[index] for index in kept]) for name, row in rows]
+        board.scale,
+        board.assessed,
+        [(one.title, one.explained) for one in shown if one.explained],
+        [(one.title, one.unit) for one in shown],
+        [(name, [row[index] for index in kept]) for name, row in rows],
     )
 
 

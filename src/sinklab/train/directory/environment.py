@@ -55,7 +55,10 @@ def read_environment(directory: Path) -> dict[str, Any]:
 def _recorded(directory: Path, read: Callable[[dict[str, Any]], T]) -> T | None:
     path = directory / ENVIRONMENT
     try:
-        return read(json.loads(path.read_text(encoding="utf-8")))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise TypeError(f"a {type(found).__name__} in the place of a mapping of keys to values")
+        return read(found)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -218,6 +218,10 @@ def load_run(directory: Path, step: int | None = None) -> TrainedRun:
     if not (directory / RECIPE).is_file():
         raise InputError(f"{directory} is not a run directory: it has no {RECIPE}")
     recipe = load_recipe(str(directory / RECIPE))
+    if recipe.model.vocab_size is None:
+        raise InputError(
+            f"{directory} is not a run directory: its {RECIPE} is one to train from, and no run has been begun there"
+        )
     model = Transformer(recipe.model)
     recorded = recorded_hash(directory)
     hashes = None if recorded is None else (recorded, *earlier_hashes(directory))

@@ -1,0 +1,104 @@
+"""Command lines that a hurried user gives by mistake: a sentence on what is wrong, and no work done before it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import Run, on_one_line
+from tiny_models import tiny_model
+from trained_run import trained_run
+
+FEW = ("--sequences", 2, "--length", 8)
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize("command", [[], ["data"]])
+def test_a_command_without_arguments_shows_its_help_and_complains_of_nothing(run: Run, command: list[str]) -> None:
+    status, out, err = run(*command)
+    assert "Usage" in out
+    assert (status, err) == (2, "")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["measure", LONG, "--inputs", "random"],
+        ["measure", "model", "--text", LONG],
+        ["compare", LONG, "model", "--inputs", "random"],
+        ["train", LONG],
+        ["runs", LONG],
+        ["report", LONG],
+        ["export", LONG, "out"],
+        ["assess", LONG],
+        ["reproduce", f"{LONG}.yaml"],
+    ],
+)
+def test_a_name_that_is_too_long_is_refused(run: Run, tmp_path: Path, command: list[str]) -> None:
+    tiny_model(tmp_path / "model")
+    status, out, err = run(*command)
+    assert (status, out) == (2, "")
+    assert "error: " in err
+    assert len(err) < 1000
+
+
+def test_a_file_without_a_recipe_is_no_recipe(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("\n# nothing\n")
+    status, _, err = on_one_line(run)("train", "empty.yaml", "--dry-run")
+    assert status == 2
+    assert "empty.yaml must hold a mapping of recipe keys, and holds nothing" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [((), "--text is needed"), (("--text", "blank.txt"), "blank.txt holds no text")]
+)
+def test_a_model_is_not_loaded_to_be_assessed_without_text(
+    run: Run, tmp_path: Path, text: tuple[str, ...], said: str
+) -> None:
+    model = tiny_model(tmp_path / "model")
+    (model / "model.safetensors").write_bytes(b"no weights")
+    (tmp_path / "blank.txt").write_text("\n\n")
+    status, out, err = on_one_line(run)("assess", model, *text)
+    assert (status, out) == (2, "")
+    assert said in err
+    assert "weights" not in err
+
+
+def test_a_text_that_is_not_there_is_missed_by_a_dry_run_as_well(run: Run, tmp_path: Path) -> None:
+    status, out, err = run("reproduce", "table_1", "--model", tmp_path, "--text", "nowhere.txt", "--dry-run")
+    assert (status, out) == (2, "")
+    assert "no text at nowhere.txt" in err
+
+
+def test_a_type_that_transformers_does_not_know_is_not_a_missing_package(run: Run, tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    (model / "config.json").write_text('{"model_type": "martian"}')
+    status, _, err = on_one_line(run)("measure", model, "--inputs", "random")
+    assert status == 2
+    assert "does not know this type of model; try a newer version" in err
+    assert "install" not in err
+
+
+def test_weights_of_another_size_are_not_an_incomplete_directory(run: Run, tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "n_embd": 32}))
+    status, _, err = on_one_line(run)("measure", model, "--inputs", "random", *FEW)
+    assert status == 2
+    assert "they have other shapes than its config.json says" in err
+    assert "report above" not in err
+
+
+def test_a_folder_with_a_recipe_is_not_taken_for_a_run(run: Run, tmp_path: Path) -> None:
+    shutil.copy(Path(__file__).parents[2] / "recipes" / "tiny.yaml", tmp_path / "recipe.yaml")
+    for command in (("measure", tmp_path, "--inputs", "random"), ("export", tmp_path, tmp_path / "out")):
+        status, out, err = on_one_line(run)(*command)
+        assert (status, out) == (2, "")
+        assert "is not a run directory: its recipe.yaml is one to train from" in err
+
+
+def test_an_environment_of_another_form_is_named(run: Run, tmp_path: Path) -> None:
+    trained, text = trained_run(tmp_path, {})
+    (trained / "env.json").write_text("[1]")
+    _, _, err = on_one_line(run)("measure", trained, "--text", text, *FEW)
+    assert "env.json cannot be read (a list in the place of a mapping of keys to values)" in err

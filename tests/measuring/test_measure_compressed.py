@@ -1,0 +1,91 @@
+"""DeepSeek-V4: keys that stand for several tokens, and several residual streams, are named where they are refused."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+import sinklab
+from sinklab.errors import SinklabError
+
+SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+TOKENS = torch.arange(72).view(3, 24)
+
+
+def deepseek_v4(*layers: str) -> Any:
+    """A random model with these layers, which compress 4 tokens (sparse) or 128 (heavy) into a key."""
+    if not hasattr(hf, "DeepseekV4Config"):
+        pytest.skip("this version of transformers has no DeepSeek-V4")
+    config = hf.DeepseekV4Config(
+        vocab_size=128,
+        hidden_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=len(layers),
+        num_attention_heads=4,
+        head_dim=16,
+        q_lora_rank=16,
+        num_experts_per_tok=2,
+        n_routed_experts=4,
+        layer_types=list(layers),
+        mlp_layer_types=["moe"] * len(layers),
+        o_groups=2,
+        o_lora_rank=8,
+        index_n_heads=2,
+        index_head_dim=16,
+        index_topk=4,
+        sliding_window=16,
+        max_position_embeddings=512,
+        hc_mult=2,
+        partial_rotary_factor=0.5,
+    )
+    torch.manual_seed(0)
+    return hf.AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("layers", [(SLIDING, SLIDING), (SLIDING, SPARSE), (SPARSE, HEAVY)])
+def test_several_residual_streams_are_named(layers: tuple[str, ...]) -> None:
+    with pytest.raises(SinklabError, match=r"shape \(3, 24, 2, 32\), several residual streams .*DeepSeek-V4"):
+        sinklab.measure(deepseek_v4(*layers), TOKENS)
+
+
+def test_the_streams_of_gemma_3n_are_named() -> None:
+    config = hf.Gemma3nTextConfig(
+        vocab_size=128,
+        vocab_size_per_layer_input=128,
+        hidden_size=32,
+        hidden_size_per_layer_input=8,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_kv_shared_layers=0,
+        laurel_rank=4,
+        layer_types=["sliding_attention", "full_attention"],
+        activation_sparsity_pattern=[0.0, 0.0],
+    )
+    with pytest.raises(SinklabError, match=r"shape \(4, 3, 24, 32\), several residual streams .*Gemma 3n"):
+        sinklab.measure(hf.AutoModelForCausalLM.from_config(config).eval(), TOKENS)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_keys_that_stand_for_several_tokens_are_named(use_cache: bool) -> None:
+    model = deepseek_v4(SLIDING, SPARSE)
+    with (
+        pytest.raises(
+            SinklabError, match=r"layer 2 of this 'deepseek_v4' model has 30 keys for 24 tokens: .*compressed"
+        ),
+        sinklab.probe(model),
+    ):
+        model(TOKENS, use_cache=use_cache)
+
+
+def test_a_cache_that_was_filled_outside_is_still_called_one() -> None:
+    config = hf.LlamaConfig(
+        vocab_size=128, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    model = hf.AutoModelForCausalLM.from_config(config).eval()
+    cache = model(TOKENS[:, :8], use_cache=True).past_key_values
+    with pytest.raises(SinklabError, match="put the probe around the whole sequence"), sinklab.probe(model):
+        model(TOKENS[:, 8:], past_key_values=cache)

@@ -1,0 +1,104 @@
+"""`--subfolder`: a model in a folder of a directory or of a repository, its tokenizer there or above."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import Run, on_one_line
+from test_measure_revision import NAME, OPTIONS, sinklab
+from tiny_models import text_file, tiny_model
+
+INNER = "inner/deep"
+COMMIT = "a" * 40
+FEW = ("--sequences", 2, "--length", 8, "--json")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`beside/` has a model with its tokenizer in a folder below, `above/` the same with the tokenizer above it."""
+    folder = tmp_path_factory.mktemp("models")
+    tiny_model(folder / "beside" / INNER, "gptneox", bos=True)
+    shutil.copytree(folder / "beside", folder / "above")
+    for file in (folder / "above" / INNER).glob("tokenizer*"):
+        shutil.move(file, folder / "above")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hub(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of the hub with both as repositories."""
+    root = tmp_path_factory.mktemp("hub")
+    for name, place in (("tiny", "beside"), ("other", "above")):
+        shutil.copytree(models / place, root / f"models--nobody--{name}" / "snapshots" / COMMIT)
+        (root / f"models--nobody--{name}" / "refs").mkdir()
+        (root / f"models--nobody--{name}" / "refs" / "main").write_text(COMMIT)
+    return root
+
+
+@pytest.mark.parametrize("name", ["beside", "above"])
+def test_a_model_in_a_folder_of_a_directory_is_the_model_of_that_folder(
+    run: Run, models: Path, tmp_path: Path, name: str
+) -> None:
+    text = text_file(tmp_path / "text.jsonl")
+    status, out, err = run("measure", models / name, "--subfolder", INNER, "--text", text, *FEW)
+    assert status == 0, err
+    found = json.loads(out)
+    assert found["model"] == str(models / name / INNER)
+    assert found["bos"] is True
+    status, out, _ = run("measure", models / "beside" / INNER, "--text", text, *FEW)
+    assert found["loss"] == json.loads(out)["loss"]
+
+
+def test_models_in_folders_of_the_same_name_are_compared(run: Run, models: Path, tmp_path: Path) -> None:
+    text, out = text_file(tmp_path / "text.jsonl"), tmp_path / "out"
+    both = (models / "beside", models / "above")
+    status, printed, err = run("compare", *both, "--subfolder", INNER, "--text", text, "--out", out, *FEW)
+    assert status == 0, err
+    assert set(json.loads(printed)["models"]) == {f"beside/{INNER}", f"above/{INNER}"}
+    assert (out / "above" / INNER / "measurement.json").is_file()
+
+
+def test_a_model_in_a_folder_of_a_repository_is_named_with_it(hub: Path, models: Path, tmp_path: Path) -> None:
+    ran = sinklab(hub, "measure", NAME, "--subfolder", INNER, *OPTIONS)
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    here = json.loads(sinklab(hub, "measure", str(models / "beside" / INNER), *OPTIONS).stdout)
+    assert (found["model"], found["commit"]) == (f"{NAME}/{INNER}", COMMIT)
+    assert found["loss"] == here["loss"]
+
+    text = str(text_file(tmp_path / "text.jsonl"))
+    ran = sinklab(hub, "compare", NAME, "nobody/other", "--subfolder", INNER, "--text", text, *map(str, FEW))
+    assert ran.returncode == 0, ran.stderr
+    compared = json.loads(ran.stdout)["models"]
+    assert list(compared) == [f"{NAME}/{INNER}", f"nobody/other/{INNER}"]
+    assert [one["bos"] for one in compared.values()] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("model", "subfolder", "said"),
+    [
+        ("beside", "outer", "beside/outer is not a directory"),
+        ("beside", "../above", "give a folder below"),
+        ("beside", "/inner", "give a folder below"),
+        ("beside", "", "give a folder below"),
+        (f"beside/{INNER}/config.json", "inner", "config.json is a file"),
+    ],
+)
+def test_a_subfolder_that_cannot_be_is_refused(run: Run, models: Path, model: str, subfolder: str, said: str) -> None:
+    status, out, err = on_one_line(run)("measure", models / model, "--subfolder", subfolder, "--inputs", "random")
+    assert (status, out) == (2, "")
+    assert said in err
+
+
+def test_families_have_no_subfolder(run: Run) -> None:
+    status, _, err = run("measure", "--family", "gpt2", "--subfolder", "inner", "--dry-run")
+    assert status == 2
+    assert "--subfolder inner is of one MODEL" in err
+
+
+def test_a_model_without_a_tokenizer_is_refused(run: Run, models: Path) -> None:
+    """transformers makes one of two tokens of its own, which would be measured without a word."""
+    status, out, err = on_one_line(run)("measure", models / "above" / INNER, "--inputs", "random", *FEW)
+    assert (status, out) == (2, "")
+    assert "has no tokenizer: put the files of its tokenizer" in err

@@ -1,0 +1,56 @@
+"""What a page says of itself in words: its title, its lead, and the note below the leaderboard."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from made_assessment import make_assessment
+from sweep_fixtures import CELLS, EXPERIMENTS, MadeCell, make_sweep
+from test_report_html import Page
+
+from sinklab.report import write_report
+from sinklab.report.experiments.packing import pack_sweep
+
+ONE = {"table_4": EXPERIMENTS["table_4"]}
+BOARD = {"mitigations": EXPERIMENTS["mitigations"]}
+
+
+def page_of(folder: Path) -> Page:
+    return Page(write_report([folder]).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("experiments", "title"), [(ONE, "table_4"), (EXPERIMENTS, "experiments at scale tiny")], ids=["one", "several"]
+)
+def test_a_sweep_is_called_by_what_is_in_it_wherever_it_was_packed(
+    tmp_path: Path, experiments: dict, title: str
+) -> None:
+    packed = pack_sweep([make_sweep(tmp_path / "sweep", experiments)], tmp_path / "contpack")
+    shutil.copytree(packed, tmp_path / "continued")
+    for page in (packed / "report.html", write_report([tmp_path / "continued"])):
+        assert f"<h1>Attention sinks: {title}</h1>" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("on_the_bias", "said"), [(34.0, True), (0.0, False), (0.02, False)])
+def test_the_lead_names_the_largest_sink_on_a_bias_only_where_there_is_one(
+    tmp_path: Path, on_the_bias: float, said: bool
+) -> None:
+    cell = MadeCell((0.2, on_the_bias, 1.4, 2.85), {"model.attention.bias": "k"})
+    page = page_of(make_sweep(tmp_path / "sweep", ONE, {**CELLS, "k_biases": cell, "sink_token": cell}))
+    assert "The sink on the first token is strongest in “softmax”" in page.text
+    assert ("the largest sink on a bias" in page.text) == said
+
+
+def test_the_note_of_the_leaderboard_explains_the_columns_that_it_has_and_no_others(tmp_path: Path) -> None:
+    alone = page_of(make_sweep(tmp_path / "alone", BOARD)).text
+    assert "Retuned" not in alone
+    assert "sinklab assess" not in alone
+
+    tuned = make_sweep(tmp_path / "tuned")
+    assert "Retuned: the lowest of the losses at several learning rates" in page_of(tuned).text
+    for run in tuned.glob("softmax-*"):
+        make_assessment(run, str(run), 0.5, streaming=None, skipped={"streaming": "no such positions"})
+    assessed = page_of(tuned).text
+    assert "nats per token, above the unchanged model (sinklab assess)" in assessed
+    assert "Sink hidden: hiding the sink" in assessed
+    assert "a rolling cache" not in assessed
