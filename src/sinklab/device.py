@@ -3,8 +3,10 @@
 import ctypes
 import os
 import platform
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from sinklab.errors import InputError, cause
 
@@ -42,6 +44,14 @@ def float32_if_emulated(dtype: torch.dtype, device: torch.device) -> torch.dtype
     """A dtype of weights, or float32 in its place on a CPU that emulates its products (bfloat16: five times slower)."""
     emulated = device.type == "cpu" and dtype in INSTRUCTIONS and not multiplies_natively(dtype, device)
     return torch.float32 if emulated else dtype
+
+
+def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors in the machine's own memory, after one wait for each card that they are on."""
+    copies = [tensor.to("cpu", non_blocking=tensor.is_cuda) for tensor in tensors]
+    for card in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.synchronize(card)
+    return copies
 
 
 def keep_freed_memory() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._higher_order_ops.flex_attention import create_fw_bw_graph
 from torch._inductor.kernel.flex.flex_attention import validate_joint_graph
+from torch.fx import GraphModule
 
 from sinklab.attention import primitive
 from sinklab.attention.chunked import chunked_attend
@@ -69,10 +70,11 @@ def scattered(score: Score) -> list[tuple[int, ...]]:
     def mod(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *tensors: Tensor) -> Tensor:
         return score_mod(replace(score, tensors=tensors), 0)(z, b, h, q, k)
 
-    places = [torch.zeros((), dtype=torch.int32) for _ in range(4)]
+    z, places = torch.zeros((), requires_grad=True), torch.zeros(4, dtype=torch.int32)
     tensors = tuple(x.detach().requires_grad_(x.requires_grad) for x in score.tensors)
     with TransformGetItemToIndex():
-        _, joint = create_fw_bw_graph(mod, (torch.zeros((), requires_grad=True), *places), tensors)
+        _, joint = create_fw_bw_graph(mod, (z, places[0], places[1], places[2], places[3]), tensors)
+    assert isinstance(joint, GraphModule)
     validate_joint_graph(joint.graph)
     found = [tuple(x.shape) for x in tensors if x.requires_grad]
     assert sum("zeros_and_scatter" in str(node.target) for node in joint.graph.nodes) == len(found)

@@ -42,7 +42,7 @@ def batch_of(
     layers: Sequence[LayerRecord],
     hidden: Sequence[Tensor],
     real: RealTokens,
-    loss: tuple[float, int],
+    loss: tuple[Tensor, int],
     details: BatchDetails | None,
 ) -> Batch:
     """One forward pass for the accumulator.
