@@ -3,7 +3,9 @@
 import ctypes
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -52,6 +54,23 @@ def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     for card in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.synchronize(card)
     return copies
+
+
+@contextmanager
+def float32_matmul(precision: Literal["highest", "high"], device: torch.device) -> Iterator[None]:
+    """Within it, products of float32 matrices on a card are made in float32 ("highest") or TF32 ("high").
+
+    On other devices nothing changes.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def keep_freed_memory() -> None:
