@@ -45,6 +45,11 @@ SIZES: dict[str, Any] = {
     "metric": {"sequences": 17, "length": CONTEXT},  # two batches
     "optim": {"lr": 3e-3, "weight_decay": 0.1},
 }
+OVERLAYS: dict[str, Any] = {
+    **{name: variant.overlay for name, variant in VARIANTS.items()},
+    "recomputed": {"train": {"recompute": "blocks"}},
+    "recomputed_hybrid": {"train": {"recompute": "blocks", "float32_matmul": "high"}, "model": {"mixer": "gated_delta"}},
+}
 
 
 def flex_attend(
@@ -119,8 +124,8 @@ def main(names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         text = f"synthetic:bigram_backcopy:length={CONTEXT + 1},documents=200"
         data = prepare(text, "words", Path(folder) / "data", valid_fraction=0.2)
-        for name in names or VARIANTS:
-            found = phases(VARIANTS[name].overlay, data, Path(folder) / name)
+        for name in names or OVERLAYS:
+            found = phases(OVERLAYS[name], data, Path(folder) / name)
             print(json.dumps({"name": name, **found}), flush=True)
 
 
