@@ -48,7 +48,10 @@ SIZES: dict[str, Any] = {
 OVERLAYS: dict[str, Any] = {
     **{name: variant.overlay for name, variant in VARIANTS.items()},
     "recomputed": {"train": {"recompute": "blocks"}},
-    "recomputed_hybrid": {"train": {"recompute": "blocks", "float32_matmul": "high"}, "model": {"mixer": "gated_delta"}},
+    "recomputed_hybrid": {
+        "train": {"recompute": "blocks", "float32_matmul": "high"},
+        "model": {"mixer": "gated_delta"},
+    },
 }
 
 
