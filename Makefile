@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := .venv-extras
 OLDEST := .venv-oldest
 
-.PHONY: setup lab test test-slow test-browser test-extras test-real test-cluster test-portable test-oldest bench check clean
+.PHONY: setup lab test test-slow test-browser test-extras test-real test-cluster test-cuda-dry test-portable test-oldest bench check clean
 
 setup: $(STAMP)
 
@@ -42,6 +42,9 @@ test-real: $(EXTRAS)/.installed
 
 test-cluster: $(EXTRAS)/.installed
 	$(EXTRAS)/bin/pytest -m cluster -rs tests/experiments/test_cluster_slurm.py tests/experiments/test_cluster_ray.py
+
+test-cuda-dry: $(STAMP)
+	$(BIN)/pytest -m cuda_dry -rs tests/cuda_dry
 
 $(EXTRAS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(EXTRAS)

@@ -3,9 +3,13 @@
 import ctypes
 import os
 import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import torch
+from torch import Tensor
 
 from sinklab.errors import InputError, cause
 
@@ -51,6 +55,31 @@ def processor_name() -> str:
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors in the machine's own memory, after one wait for each card that they are on."""
+    copies = [tensor.to("cpu", non_blocking=tensor.is_cuda) for tensor in tensors]
+    for card in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.synchronize(card)
+    return copies
+
+
+@contextmanager
+def float32_matmul(precision: Literal["highest", "high"], device: torch.device) -> Iterator[None]:
+    """Within it, products of float32 matrices on a card are made in float32 ("highest") or TF32 ("high").
+
+    On other devices nothing changes.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def keep_freed_memory() -> None:

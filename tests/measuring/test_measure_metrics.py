@@ -25,7 +25,7 @@ def _causal_attention(*shape: int, seed: int) -> torch.Tensor:
 def _batch(importance_NLHT: torch.Tensor, valid_NT: torch.Tensor | None = None, loss: float = 0.0) -> Batch:
     N, L, _, T = importance_NLHT.shape
     norms = torch.ones(L, N, T)
-    return Batch(importance_NLHT.transpose(0, 1), None, None, norms, norms, loss, N * (T - 1), valid_NT)
+    return Batch(importance_NLHT.transpose(0, 1), None, None, norms, norms, torch.tensor(loss), N * (T - 1), valid_NT)
 
 
 @settings(deadline=None, max_examples=40)
@@ -119,13 +119,13 @@ def test_where_all_norms_are_zero_none_is_larger_than_another() -> None:
 def test_a_batch_that_a_full_card_cannot_hand_over_is_not_half_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     totals, batch = Accumulator((0.3,), 4), _batch(torch.full((2, 3, 1, 4), 0.5))
 
-    def full(tensor: torch.Tensor) -> torch.Tensor:
+    def full(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         if tensor is batch.value_ABT:
             raise torch.OutOfMemoryError("out of memory")
         return tensor
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "cpu", full)
+        patch.setattr(torch.Tensor, "to", full)
         with pytest.raises(torch.OutOfMemoryError):
             totals.add(batch)
     totals.add(batch)

@@ -110,8 +110,15 @@ def test_numbers_of_a_recipe_are_finite(key: str, number: str) -> None:
         load_recipe("tiny", [f"{key}={number}"])
 
 
-LATER = ["model.exclusive=true", "model.value_residual=fixed", "model.norm.head_norm=true", "model.norm.gate_rank=1"]
-LATER += ["model.norm.head_norm=per_head", "model.norm.qk_norm=per_head"]
+LATER = [
+    "model.exclusive=true",
+    "model.value_residual=fixed",
+    "model.norm.head_norm=true",
+    "model.norm.head_norm=per_head",
+    "model.norm.qk_norm=per_head",
+    "model.norm.gate_rank=1",
+    "train.float32_matmul=high",
+]
 
 
 @pytest.mark.parametrize("changed", LATER)

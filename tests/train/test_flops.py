@@ -131,6 +131,7 @@ from sinklab.train.recipe import build_recipe
 from sinklab.model.transformer import Transformer
 from sinklab.train.planning.memory import memory_estimate
 from sinklab.train.optim import build_optimizer
+from sinklab.train.recompute import recompute_blocks
 
 def status(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
@@ -141,6 +142,7 @@ estimate = memory_estimate(recipe, torch.device("cpu")).total
 open("/proc/self/clear_refs", "w").write("5")  # the high-water mark starts again from here
 before = status("VmRSS")
 model = Transformer(recipe.model)
+recompute_blocks(model, recipe.train.recompute)
 optimizer = build_optimizer(model, recipe.optim)
 for _ in range(2):
     with torch.autocast("cpu", torch.bfloat16, enabled=recipe.train.precision == "bf16"):
@@ -155,13 +157,20 @@ print(json.dumps([estimate / 2**20, (status("VmHWM") - before) / 1024]))
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
 @pytest.mark.parametrize(
-    ("precision", "changes"),
-    [("fp32", {"attention": {"bias": "k"}}), ("bf16", {}), ("fp32", {"mixer": "gated_delta"})],
+    ("precision", "changes", "recompute"),
+    [
+        ("fp32", {"attention": {"bias": "k"}}, "none"),
+        ("bf16", {}, "none"),
+        ("fp32", {"mixer": "gated_delta"}, "none"),
+        ("fp32", {"layers": 12}, "blocks"),
+        ("bf16", {"layers": 12}, "blocks"),
+    ],
     ids=str,
 )
-def test_the_estimate_is_near_the_measured_peak(precision: str, changes: dict[str, object]) -> None:
+def test_the_estimate_is_near_the_measured_peak(precision: str, changes: dict[str, object], recompute: str) -> None:
     model = {"layers": 4, "width": 128, "heads": 4, "ffn_width": 256, "vocab_size": 4096, "context": 256}
-    values = {"model": {**model, **changes}, "train": {"batch_size": 24, "precision": precision}}
+    train = {"batch_size": 24, "precision": precision, "recompute": recompute}
+    values = {"model": {**model, **changes}, "train": train}
     run = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(values)], capture_output=True, text=True, check=True)
     estimate, measured = json.loads(run.stdout)
     assert measured / 1.6 < estimate < measured * 1.6
@@ -184,6 +193,15 @@ def test_memory_and_operations_of_any_recipe_are_estimated(seed: int) -> None:
     estimate = memory_estimate(wanted, CPU)
     assert min(estimate.weights, estimate.activations, estimate.loss, estimate.working) > 0
     assert model_flops(wanted.model).total > 0
+
+
+def test_what_is_computed_again_is_not_kept() -> None:
+    plain = recipe(layers=8)
+    again = memory_estimate(build_recipe(plain.model_dump(), {"train": {"recompute": "blocks"}}), CPU)
+    kept = memory_estimate(plain, CPU)
+    assert again.activations < kept.activations / 4
+    assert kept.working < again.working < kept.activations
+    assert (again.weights, again.optimizer, again.loss) == (kept.weights, kept.optimizer, kept.loss)
 
 
 def test_sharing_lowers_what_a_process_holds() -> None:

@@ -78,6 +78,8 @@ PREFIX = "model.attention.mask={kind: prefix, length: 4}"
         ("ddp", 4, [PREFIX]),
         ("ddp", 2, ["train.micro_batch=1"]),
         ("fsdp", 2, ["train.micro_batch=2", PREFIX]),
+        ("ddp", 2, ["train.recompute=blocks"]),
+        ("fsdp", 2, ["train.recompute=blocks", "train.micro_batch=2"]),
     ],
 )
 def test_the_loss_curve_does_not_depend_on_the_number_of_processes(

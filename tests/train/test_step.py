@@ -147,7 +147,7 @@ def test_the_progress_line_says_how_fast_it_is() -> None:
 
 def test_how_the_work_is_done_does_not_name_another_run() -> None:
     plain = recipe().content_hash("data")
-    manner = {"compile": "on", "peak_flops": 1e12, "device": "cpu", "keep": 7, "save_every": 3}
+    manner = {"compile": "on", "peak_flops": 1e12, "device": "cpu", "keep": 7, "save_every": 3, "recompute": "blocks"}
     assert recipe(train=manner, data={"valid_fraction": 0.1}).content_hash("data") == plain
     assert recipe(train={"steps": 9}).content_hash("data") != plain
 

@@ -1,7 +1,8 @@
 """The primitive on FlexAttention: fused, in the dtype of the inputs, for CUDA.
 
-Score functions and masks are the same closures that the blocks use; here they are compiled into the kernel. On a CPU
-PyTorch has its forward pass only, uncompiled: enough to test the closures, not to train.
+Score functions and masks are closures like those that the blocks use; here they are compiled into the kernel, score
+functions in their form without what a row has in common (`scores.Apart`). On a CPU PyTorch has its forward pass only,
+uncompiled: enough to test the closures, not to train.
 """
 
 import functools
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from sinklab.attention.scores import Score
+from sinklab.attention.scores import Score, apart
 from sinklab.attention.visible import Mask
 from sinklab.compiling import compiled
 
@@ -39,28 +40,29 @@ def flex_attend(
     if not q_BHTD.is_cuda and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise ValueError("the flex backend trains on CUDA only; use backend auto, chunked or eager on a CPU")
     run = _compiled_flex() if q_BHTD.is_cuda else flex.flex_attention
-    offset = S - T
+    kernel = apart(score)
     out, lse = run(
-        q_BHTD,
+        kernel.query(q_BHTD),
         k_BGSD,
         v_BGSV if v_BGSV.shape[-1] else k_BGSD[..., :NARROWEST],  # not k itself: two inputs must not be one tensor
-        score_mod=None if score is None else _score_mod(score, offset),
+        score_mod=None if kernel.score is None else score_mod(kernel.score, S - T),
         block_mask=_block_mask(mask, T, S, str(q_BHTD.device)),
         scale=scale,
         enable_gqa=k_BGSD.shape[1] != H,
         **_lse_argument(),
     )
     lse = lse if isinstance(lse, Tensor) else lse.lse
-    return (out if v_BGSV.shape[-1] else out[..., :0]), lse
+    return (out if v_BGSV.shape[-1] else out[..., :0]), kernel.normaliser(lse)
 
 
-def _score_mod(score: Score, offset: int) -> Any:
+def score_mod(score: Score, offset: int) -> Any:
+    """FlexAttention's form of a score function: `offset` is the position of the first query."""
     function, tensors = score.function, score.tensors
 
-    def score_mod(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def modified(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return function(z, b, h, q + offset, k, *tensors)
 
-    return score_mod
+    return modified
 
 
 @functools.lru_cache(maxsize=16)

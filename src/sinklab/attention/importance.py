@@ -9,6 +9,7 @@ Under a mask other than the causal one not every query from k on sees k, and ear
 queries that may see k is a second number, from the same sums: `over_visible`.
 """
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +52,7 @@ class Importance:
         bias_BH: alpha of the added bias or sink token, of all registers together, or the rest of the row; None where
             there is none.
         row_sums_BH: mean over the real queries of the sum of raw scores, None where every row sums to one.
-        seen_by_BGT: how many queries may see each position (batch and head may be 1).
+        seen_by_BGT: how many queries may see each position (batch and head may be 1), on the CPU.
         visible_BHT: mean over these queries; None where they are those that alpha counts.
         registers_BHN: alpha of each of N registers; None where there are not several.
     """
@@ -189,10 +190,19 @@ def importance_of(
     if leading:
         to_leading_BH = registers_BHN.sum(-1)
         bias_BH = to_leading_BH if sums.bias_BH is None else to_leading_BH + sums.bias_BH / (S - leading)
-    seen_by_BGT = visible_queries(mask, S, S, queries.device)[..., leading:]
-    visible_BHT = over_visible(sums.all_queries()[..., leading:], seen_by_BGT, queries[leading:])
+    seen_by_BGS, seen_by_BGT = _seen_by(mask, S, queries.device)
+    seen_by_BGT, visible_BHT = seen_by_BGT[..., leading:], None
+    if not torch.equal(seen_by_BGT, torch.arange(S - leading, 0, -1).expand_as(seen_by_BGT)):
+        visible_BHT = sums.all_queries()[..., leading:] / seen_by_BGS[..., leading:].clamp(min=1)
     several = registers_BHN if leading > 1 else None
     return Importance(alpha_BHT, bias_BH, row_sums_BH, seen_by_BGT, visible_BHT, several)
+
+
+@functools.lru_cache(maxsize=4)
+def _seen_by(mask: Mask, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """`visible_queries` on the device and on the CPU: a card is waited for once for all layers under one mask."""
+    counts_BGS = visible_queries(mask, positions, positions, device)
+    return counts_BGS, counts_BGS.cpu()
 
 
 def over_visible(sums_BHT: Tensor, seen_by_BGT: Tensor, later: Tensor) -> Tensor | None:

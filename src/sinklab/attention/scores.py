@@ -7,6 +7,10 @@ gradient, or that live on a device, are passed explicitly so that the chunked ba
 An operation with a non-negative similarity sim(z) is the score z -> log sim(z): the exponential gives sim back,
 `lse` becomes log of the row sum, and every operation is algebra on (out, lse). Such a score also says what sim(z) is,
 so that the blocks need not take a logarithm (slow on a CPU, and of zero slowest) where numbers are in range.
+
+FlexAttention adds the gradient of a tensor that a score function reads score by score, atomically, and takes one read
+of each tensor. A score may therefore have a second form for it (`Apart`), without what a whole row has in common. The
+other backends use the first form, in which a row's gradient is a sum.
 """
 
 from collections.abc import Callable
@@ -27,6 +31,7 @@ class Score:
         similarity: exp of `function`, computed directly, where that is as exact as long as nothing overflows.
         vanishes: whether a similarity of exactly zero is meant, and not a number too small to be held.
         deep: whether most logits of a row may lie so far below its largest that their shares cannot be held.
+        apart: the same logits for a kernel that adds gradients score by score; None where that is `function`.
     """
 
     function: Callable[..., Tensor]
@@ -34,6 +39,7 @@ class Score:
     similarity: Callable[..., Tensor] | None = None
     vanishes: bool = False
     deep: bool = False
+    apart: "Apart | None" = None
 
     def __call__(self, z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return self.function(z, b, h, q, k, *self.tensors)
@@ -52,8 +58,50 @@ class Score:
 
         similarity = None if after.similarity is None else chained(after.similarity)
         return Score(
-            chained(after.function), self.tensors + after.tensors, similarity, after.vanishes, self.deep or after.deep
+            chained(after.function),
+            self.tensors + after.tensors,
+            similarity,
+            after.vanishes,
+            self.deep or after.deep,
+            _both_apart(self, after),
         )
+
+
+@dataclass(frozen=True)
+class Apart:
+    """A score function without what is common to a row: logit = score(factor z) + term.
+
+    Attributes:
+        score: what is left; None is the identity. It reads no tensor twice that needs a gradient.
+        factor_BHT: a multiple of the row's raw scores, which the query can take; None is 1.
+        term_BHS: what the log-normaliser takes, by position, those of the queries last; None is 0.
+    """
+
+    score: Score | None
+    factor_BHT: Tensor | None = None
+    term_BHS: Tensor | None = None
+
+    def query(self, q_BHTD: Tensor) -> Tensor:
+        """The queries times their factors, in their dtype."""
+        return q_BHTD if self.factor_BHT is None else (q_BHTD * self.factor_BHT[..., None]).to(q_BHTD.dtype)
+
+    def normaliser(self, lse_BHT: Tensor) -> Tensor:
+        """The log-normaliser of the logits, from that of `score`."""
+        return lse_BHT if self.term_BHS is None else lse_BHT + self.term_BHS[..., -lse_BHT.shape[-1] :]
+
+
+def apart(score: Score | None) -> Apart:
+    """The form of a score for a kernel that adds gradients score by score."""
+    return Apart(score) if score is None or score.apart is None else score.apart
+
+
+def _both_apart(first: Score, after: Score) -> Apart | None:
+    """Of two in turn: a factor can be taken out in front of the first only, a term behind the last only."""
+    before = apart(first) if apart(first).term_BHS is None else Apart(first)
+    behind = apart(after) if apart(after).factor_BHT is None else Apart(after)
+    if before.score is first and behind.score is after:
+        return None
+    return Apart(compose(before.score, behind.score), before.factor_BHT, behind.term_BHS)
 
 
 def broadcast_index(index: Tensor, length: int) -> Tensor:
@@ -88,7 +136,17 @@ def fading(log_kept_BSH: Tensor, causal: bool) -> Score:
     def earlier(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, log_kept_BSH: Tensor) -> Tensor:
         return torch.where(k <= q, between(z, b, h, q, k, log_kept_BSH), z)
 
-    return Score(between if causal else earlier, (log_kept_BSH,), deep=True)
+    def at_key(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, log_kept_BSH: Tensor, own_BSH: Tensor) -> Tensor:
+        key = k if causal else torch.minimum(k, q)
+        return z + (own_BSH[b, q, h] - log_kept_BSH[b, key, h]).to(z.dtype)
+
+    # The query's own sum adds the same to a whole row: in the kernel it is a number, so that logits stay small, and its
+    # gradient is that of the row's normaliser.
+    own_BSH = log_kept_BSH.detach()
+    kernel = Apart(
+        Score(at_key, (log_kept_BSH, own_BSH.clone()), deep=True), term_BHS=(log_kept_BSH - own_BSH).transpose(1, 2)
+    )
+    return Score(between if causal else earlier, (log_kept_BSH,), deep=True, apart=kernel)
 
 
 def times(factor: float) -> Score:

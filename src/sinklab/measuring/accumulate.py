@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sinklab.device import on_host
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring import metrics
 from sinklab.measuring.activations import MassiveActivation
@@ -38,7 +39,7 @@ class Batch:
         hidden_MBT: l2 norm of the residual stream before the first block and after every block; None if unknown.
         key_ABT: l2 norm of the keys, mean over heads.
         value_ABT: l2 norm of the values, mean over heads.
-        loss: summed over the batch's targets, nats.
+        loss: summed over the batch's targets, nats (float64 scalar).
         targets: how many tokens were predicted.
         valid_BT: bool, False past the end of a sequence; None where all sequences are whole.
         row_sums_ABH: mean raw row sum of scores that do not sum to one; None where they do.
@@ -57,7 +58,7 @@ class Batch:
     hidden_MBT: Tensor | None
     key_ABT: Tensor
     value_ABT: Tensor
-    loss: float
+    loss: Tensor
     targets: int
     valid_BT: Tensor | None = None
     row_sums_ABH: Tensor | None = None
@@ -71,9 +72,10 @@ class Batch:
     before_MBT: Tensor | None = None
 
     def on_cpu(self) -> "Batch":
-        """The same in the machine's own memory."""
-        tensors = {one.name: x.cpu() for one in fields(self) if isinstance(x := getattr(self, one.name), Tensor)}
-        return replace(self, **tensors, prefixes=[prefix_ABHP.cpu() for prefix_ABHP in self.prefixes])
+        """The same in the machine's own memory, after one wait; the details are read where they are."""
+        tensors = {one.name: x for one in fields(self) if isinstance(x := getattr(self, one.name), Tensor)}
+        copies = on_host([*tensors.values(), *self.prefixes])
+        return replace(self, **dict(zip(tensors, copies, strict=False)), prefixes=copies[len(tensors) :])
 
 
 class Accumulator:
@@ -162,7 +164,7 @@ class Accumulator:
         if batch.details is not None:
             self.details = self.details or DetailTotals(self.eps, self.length)
             self.details.add(batch.details, importance, batch.hidden_MBT, valid_BT)
-        self.loss += batch.loss
+        self.loss += batch.loss.item()
         self.targets += batch.targets
 
     def _hits(self, importance_ABHT: Tensor, valid_BT: Tensor | None = None) -> Tensor:

@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 from pydantic import Field, FiniteFloat
 from torch import Tensor, nn
 
+from sinklab.device import on_host
 from sinklab.measuring.hooks import hidden_states, hooked
 from sinklab.measuring.padding import RealTokens
 from sinklab.schema import Part
@@ -49,24 +51,26 @@ class MassiveActivation(Part):
 def largest_activations(
     blocks: Sequence[nn.Module], real: RealTokens | None = None
 ) -> Iterator[list[MassiveActivation]]:
-    """A list that after the first forward pass holds the largest activation of its first sequence after each block.
+    """A list that afterwards holds the largest activation of the first forward pass's first sequence after each block.
 
     Args:
         real: of the first sequence: others of its positions are not looked at, and positions are counted from its
             first real token. None looks at every column of the batch.
     """
     found: list[MassiveActivation] = []
+    seen: list[_Largest] = []
 
     def leaving(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        if len(found) < len(blocks):
+        if len(seen) < len(blocks):
             hidden_TC = hidden_states(output)[0].detach()
             if real is not None and real.padded:
-                hidden_TC = hidden_TC[real.mask_BT[0].to(hidden_TC.device)]
-            found.append(_largest(hidden_TC, len(found) + 1))
+                first = int(real.index_BR[0, 0])
+                hidden_TC = hidden_TC[first : first + int(real.count_B[0])]
+            seen.append(_Largest(hidden_TC))
 
     def entering(_: nn.Module, __: tuple[Any, ...]) -> None:
-        if len(found) < len(blocks):  # the first pass, or one after a pass that ended halfway
-            found.clear()
+        if len(seen) < len(blocks):  # the first pass, or one after a pass that ended halfway
+            seen.clear()
 
     with hooked(
         [
@@ -75,6 +79,8 @@ def largest_activations(
         ]
     ):
         yield found
+        numbers = on_host([one.numbers for one in seen])
+        found.extend(one.found(layer, *numbers[layer - 1].tolist()) for layer, one in enumerate(seen, start=1))
 
 
 def strongest(found: Sequence[MassiveActivation]) -> list[MassiveActivation]:
@@ -82,24 +88,35 @@ def strongest(found: Sequence[MassiveActivation]) -> list[MassiveActivation]:
     return sorted(found, key=lambda one: -one.ratio_to_median)[:STRONGEST]
 
 
-def _largest(hidden_TC: Tensor, layer: int) -> MassiveActivation:
-    size = hidden_TC.abs()
-    position, dimension = divmod(int(size.argmax()), size.shape[1])
-    value = float(hidden_TC[position, dimension])
-    value = value if math.isfinite(value) else 0.0  # NaN is reported by layer where sums are taken
-    median = _median(size.float())
-    return MassiveActivation(
-        layer=layer,
-        position=position + 1,
-        dimension=dimension,
-        value=value,
-        ratio_to_median=abs(value) / median if median > 0 else 0.0,
-    )
+class _Largest:
+    """Of one sequence after one block.
+
+    Attributes:
+        numbers: place among all activations, value, and median size (float64), where the model is.
+    """
+
+    def __init__(self, hidden_TC: Tensor) -> None:
+        self._width, size = hidden_TC.shape[1], hidden_TC.abs()
+        place = size.argmax()
+        value = hidden_TC.flatten().gather(0, place[None])[0]
+        self.numbers = torch.stack([place.double(), value.double(), _median(size.float()).double()])
+
+    def found(self, layer: int, place: float, value: float, median: float) -> MassiveActivation:
+        """What is reported of it."""
+        position, dimension = divmod(int(place), self._width)
+        value = value if math.isfinite(value) else 0.0  # NaN is reported by layer where sums are taken
+        return MassiveActivation(
+            layer=layer,
+            position=position + 1,
+            dimension=dimension,
+            value=value,
+            ratio_to_median=abs(value) / median if median > 0 else 0.0,
+        )
 
 
-def _median(x: Tensor) -> float:
+def _median(x: Tensor) -> Tensor:
     """The lower one where there are two, as torch has it; NumPy's partition takes half the time on a CPU."""
     if x.device.type != "cpu":
-        return float(x.median())
+        return x.median()
     values, half = x.flatten().numpy(), (x.numel() - 1) // 2
-    return float(np.partition(values, half)[half])
+    return torch.tensor(np.partition(values, half)[half])

@@ -43,8 +43,10 @@ class Reader(Protocol):
         """What computed the attention."""
         ...
 
-    def read(self, tokens_BT: Tensor, real: RealTokens, first_target: int | None) -> tuple[float, int]:
+    def read(self, tokens_BT: Tensor, real: RealTokens, first_target: int | None) -> tuple[Tensor, int]:
         """One forward pass: the loss summed over the targets from this position on, in nats, and their number.
+
+        The loss is a float64 scalar, where the model is: nobody need wait for it yet.
 
         Args:
             first_target: 1-based; None leaves the loss out, and with it the logits.
@@ -127,6 +129,7 @@ def measure(
         SinklabError: attention that could not be recorded, or NaN or infinity in the activations (the layer is named).
     """
     check_shape(tokens_NT)
+    tokens_NT = tokens_NT.cpu()  # what is looked at before a batch is looked at here, without waiting for a card
     mask_NT = _padding_mask(tokens_NT, attention_mask_NT)
     padded = not bool(mask_NT.all())
     longest = int(real_tokens(mask_NT).count_B.max())
@@ -150,8 +153,8 @@ def measure(
         steps = stack.enter_context(reporting(watched.blocks, progress, len(tokens_NT)))
 
         def step(start: int, stop: int) -> None:
-            tokens_BT, mask_BT = (x[start:stop].to(watched.device) for x in (tokens_NT, mask_NT))
-            real = _behind(watched.leading, mask_BT)
+            tokens_BT = tokens_NT[start:stop].to(watched.device, non_blocking=True)
+            real = _behind(watched.leading, mask_NT[start:stop]).to(watched.device)
             if details is not None:
                 details.begin(real)
             steps.begin(start, stop)
@@ -195,7 +198,7 @@ def _padding_mask(tokens_NT: Tensor, attention_mask_NT: Tensor | None) -> Tensor
             f"the attention mask has shape {tuple(attention_mask_NT.shape)} and the tokens {tuple(tokens_NT.shape)}; "
             "they must be equal"
         )
-    return attention_mask_NT
+    return attention_mask_NT.cpu()
 
 
 def _behind(leading: int, mask_BT: Tensor) -> RealTokens:

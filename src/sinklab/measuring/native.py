@@ -92,18 +92,19 @@ class _CoreReader:
         self.layers: list[LayerRecord] = []
         self.backend = str(watched.cores[0].backend)
 
-    def read(self, tokens_BT: Tensor, real: RealTokens, first_target: int | None) -> tuple[float, int]:
+    def read(self, tokens_BT: Tensor, real: RealTokens, first_target: int | None) -> tuple[Tensor, int]:
         """One forward pass, and the loss over the targets that training counts as well."""
         self.layers.clear()
         hidden_BTE = self._model.hidden(tokens_BT)
+        nothing = hidden_BTE.new_zeros((), dtype=torch.float64), 0
         if first_target is None:
-            return 0.0, 0
+            return nothing
         first = max(first_target, self._model.config.first_target) - 1
         hidden_BTE, targets_BT = hidden_BTE[:, first - 1 : -1], tokens_BT[:, first:]
         if not targets_BT.numel():
-            return 0.0, 0
+            return nothing
         mean = next_token_loss(hidden_BTE.flatten(0, 1), self._model.head.weight, targets_BT.flatten())
-        return float(mean) * targets_BT.numel(), targets_BT.numel()
+        return mean.double() * targets_BT.numel(), targets_BT.numel()
 
     def sizes(self, padded: bool) -> Sizes:
         """Of the model's config."""
@@ -117,8 +118,7 @@ class _CoreReader:
         cut = (cut_importance(core, q_BHTD, k_BGSD, args[3:], self._leading + length) for length in self._lengths)
         view = None
         if alpha.visible_BHT is not None:
-            later_T = torch.arange(alpha.positions_BHT.shape[-1], 0, -1, device=q_BHTD.device)
-            view = view_of(alpha.seen_by_BGT, later_T)
+            view = view_of(alpha.seen_by_BGT, torch.arange(alpha.positions_BHT.shape[-1], 0, -1))
         self.layers.append(
             LayerRecord(
                 importance_BHT=alpha.positions_BHT,

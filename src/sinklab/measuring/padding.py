@@ -1,7 +1,6 @@
 """Real tokens among padding: position 1 is the first real token of each sequence, padding never counts."""
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,17 +17,20 @@ class RealTokens:
         count_B: how many real tokens each row has.
         index_BR: for the R = max(count_B) aligned positions, the column each comes from.
         valid_BR: bool, False past the end of a row.
+        padded: whether any position is padding.
     """
 
     mask_BT: Tensor
     count_B: Tensor
     index_BR: Tensor
     valid_BR: Tensor
+    padded: bool
 
-    @cached_property
-    def padded(self) -> bool:
-        """Whether any position is padding."""
-        return self.index_BR.shape[1] < self.mask_BT.shape[1] or not bool(self.valid_BR.all())
+    def to(self, device: torch.device) -> "RealTokens":
+        """The same on another device, which is not waited for."""
+        if self.mask_BT.device == device:
+            return self
+        return _aligned(self.mask_BT.to(device, non_blocking=True), self.index_BR.shape[1], self.padded)
 
     def from_position(self, position: int) -> Tensor:
         """Where the real tokens from this position on stand, 1-based: bool (B, T)."""
@@ -62,6 +64,11 @@ def real_tokens(mask_BT: Tensor) -> RealTokens:
     if not torch.equal(block_BT, mask_BT):
         row = int((block_BT != mask_BT).any(1).nonzero()[0])
         raise InputError(f"sequence {row} of the batch has padding between its tokens: pad on the left or the right")
-    steps_R = columns_T[: int(count_B.max())]
+    return _aligned(mask_BT, int(count_B.max()), not bool(mask_BT.all()))
+
+
+def _aligned(mask_BT: Tensor, longest: int, padded: bool) -> RealTokens:
+    count_B, first_B = mask_BT.sum(1), mask_BT.int().argmax(1)
+    steps_R = torch.arange(longest, device=mask_BT.device)
     index_BR = (first_B[:, None] + steps_R).clamp(max=mask_BT.shape[1] - 1)
-    return RealTokens(mask_BT, count_B, index_BR, steps_R < count_B[:, None])
+    return RealTokens(mask_BT, count_B, index_BR, steps_R < count_B[:, None], padded)

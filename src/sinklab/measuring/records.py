@@ -45,7 +45,7 @@ def batch_of(
     layers: Sequence[LayerRecord],
     hidden: Sequence[Tensor],
     real: RealTokens,
-    loss: tuple[float, int],
+    loss: tuple[Tensor, int],
     details: BatchDetails | None,
     leading: int = 0,
     before: Sequence[Tensor] = (),

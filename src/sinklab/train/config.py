@@ -8,6 +8,7 @@ from sinklab.schema import LARGEST, Part
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Parallel = Literal["ddp", "fsdp"]
+Recompute = Literal["none", "blocks"]
 
 Betas = Annotated[tuple[Fraction, Fraction], Field(description="decay of AdamW's two moments")]
 Clip = Annotated[float | None, Field(gt=0, description="largest global gradient norm; null: no clipping")]
@@ -87,6 +88,11 @@ class TrainConfig(Part):
         default="fp32",
         description="bf16: autocast, weights stay float32; auto: bf16 where the device multiplies it natively",
     )
+    float32_matmul: Literal["highest", "high"] = Field(
+        default="highest",
+        description="products of float32 matrices in an update on CUDA: in float32, or (high) in TF32. Under bf16 "
+        "those of the delta rule and of linear kernels",
+    )
     device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N")
     parallel: Parallel = Field(
         default="ddp",
@@ -95,6 +101,10 @@ class TrainConfig(Part):
     )
     compile: Literal["auto", "on", "off"] = Field(
         default="auto", description="torch.compile around the attention cores; auto: on CUDA"
+    )
+    recompute: Recompute = Field(
+        default="none",
+        description="blocks: activations are not kept but computed again in the backward pass, block by block",
     )
     peak_flops: float | None = Field(
         default=None, gt=0, description="of one card, for the utilisation; default: from a table"

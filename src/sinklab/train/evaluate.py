@@ -50,7 +50,7 @@ class Evaluator:
             for batch in self.batches:
                 self.look()
                 with self.updater.autocast():
-                    losses.append(model.loss(batch.to(device)).double() * len(batch))
+                    losses.append(model.loss(batch.to(device, non_blocking=True)).double() * len(batch))
         finally:
             model.train()
         return (torch.stack(losses).sum() / sum(map(len, self.batches))).item()
@@ -76,7 +76,7 @@ class Evaluator:
         with self.updater.autocast(), gathered(self.updater.model):
             return measure(
                 WatchedTransformer(self.updater.model),
-                tokens_NT.to(self.updater.device),
+                tokens_NT,
                 options,
                 progress=(lambda done, total: self.look()) if alone else None,
             )

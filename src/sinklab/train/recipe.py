@@ -32,7 +32,7 @@ KINDS = ("kind", "name")
 DATA_ORIGIN = {"source", "tokenizer", "valid_fraction", "text_limit_bytes", *Selection.model_fields}
 """What the fingerprint of prepared data stands for."""
 
-MANNER = {"save_every", "keep", "device", "parallel", "compile", "peak_flops"}
+MANNER = {"save_every", "keep", "device", "parallel", "compile", "recompute", "peak_flops"}
 """What may change from one call to the next that continues the run."""
 
 
@@ -74,7 +74,7 @@ class Recipe(Part):
         they change nothing (identity.py). Of a checkpoint the weights count, and not where they lie.
         """
         recipe = self.model_dump(mode="json", exclude={"name": True, "data": DATA_ORIGIN, "train": MANNER})
-        without_later(recipe["model"])
+        without_later(recipe)
         del recipe["model"]["init_from"]
         truth = {"recipe": recipe, "data": data_fingerprint}
         return hashlib.sha256(json.dumps(truth, sort_keys=True).encode()).hexdigest()[:16]

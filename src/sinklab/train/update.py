@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from sinklab.device import float32_matmul
 from sinklab.model.transformer import Transformer
 from sinklab.train.directory.defects import TrainState
 from sinklab.train.directory.run import Run
@@ -19,6 +20,7 @@ from sinklab.train.finite import FiniteCheck, NotFiniteError
 from sinklab.train.optim import build_optimizer, learning_rate
 from sinklab.train.parallel import local, share, whole
 from sinklab.train.prefetch import Prefetcher
+from sinklab.train.recompute import recompute_blocks
 from sinklab.train.start import begin, load_start
 from sinklab.train.world import ALONE, World
 
@@ -53,6 +55,7 @@ class Updater:
         if self.recipe.model.init_from is not None:
             begin(model, load_start(self.recipe.model.init_from), run.dataset.tokenizer_path)
         self.model = model.to(self.device)
+        recompute_blocks(self.model, self.recipe.train.recompute)
         with self.autocast():  # FSDP needs a forward pass
             self._shared = share(self.model, self.recipe.train.parallel, world)
         self.optimizer = build_optimizer(self.model, self.recipe.optim)
@@ -127,7 +130,8 @@ class Updater:
         parts = tokens_BT.split(self.recipe.train.micro_batch or len(tokens_BT))
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, part in enumerate(parts, 1):
-            with contextlib.nullcontext() if number == len(parts) else self._shared.apart():
+            apart = contextlib.nullcontext() if number == len(parts) else self._shared.apart()
+            with apart, float32_matmul(self.recipe.train.float32_matmul, self.device):
                 with self.autocast():
                     loss = self._shared.loss(part) * (len(part) / len(tokens_BT))
                 loss.backward()

@@ -5,12 +5,14 @@ NCCL what is on CUDA. Every method that asks the others is a collective: all pro
 none does.
 """
 
+import functools
 import os
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -152,13 +154,18 @@ class World:
 
 
 ALONE = World()
+PATIENCE = timedelta(hours=2)
+"""How long processes wait for one that prepares text or compiles. PyTorch has 30 minutes for gloo and 10 for NCCL. That
+a process has ended is noticed as before: by gloo at once, else by torchrun."""
 
 
 @contextmanager
 def joined_world() -> Iterator[World]:
     """The world that torchrun started this process in; alone without torchrun.
 
-    Where there is CUDA, NCCL is made ready, whether it will be used or not.
+    Where there is CUDA, NCCL is made ready, whether it will be used or not, each process with its own card from the
+    start: otherwise NCCL guesses, and every process takes memory of the first one. Who waits longer than `PATIENCE` for
+    the others gives up.
 
     The connection stays until the process ends, which must be with `os._exit`: a DDP model that outlives its process
     group takes gloo down with it, and then main thread and gloo's thread may wait for each other for ever.
@@ -174,8 +181,9 @@ def joined_world() -> Iterator[World]:
     cuda = torch.cuda.is_available() and dist.is_nccl_available()
     try:
         # In a thread: signals are handled while the main one waits in Python, and not while it waits for others in C++.
-        joining = ThreadPoolExecutor(1).submit(dist.init_process_group, "cpu:gloo,cuda:nccl" if cuda else "gloo")
-        joining.result()
+        backend, card = ("cpu:gloo,cuda:nccl", own_card(world)) if cuda else ("gloo", None)
+        join = functools.partial(dist.init_process_group, backend, timeout=PATIENCE, device_id=card)
+        ThreadPoolExecutor(1).submit(join).result()
     except ValueError as error:
         raise InputError(
             f"WORLD_SIZE is {world.size} but the environment does not say where the processes meet ({error}): start "
@@ -193,6 +201,13 @@ def joined_world() -> Iterator[World]:
             f"process {world.rank} of {world.size} failed or lost another one ({error}). "
             "Run the same command again to continue from the newest checkpoint."
         ) from error
+
+
+def own_card(world: World) -> torch.device | None:
+    """The card of this process's local rank; None on all processes of a machine with fewer cards than processes."""
+    here = os.environ.get("LOCAL_WORLD_SIZE", "")
+    processes = int(here) if here.isdecimal() else world.size
+    return torch.device("cuda", world.local_rank) if processes <= torch.cuda.device_count() else None
 
 
 def _placed() -> World:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from sinklab.attention.operations.base import LogSimilarity, Weighing
 from sinklab.attention.operations.call import Call
 from sinklab.attention.reference import Explicit
-from sinklab.attention.scores import Score
+from sinklab.attention.scores import Apart, Score
 from sinklab.schema import Example
 
 
@@ -62,7 +62,8 @@ class ScalableSoftmax(LogSimilarity):
         def scaled(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, factor_BHT: Tensor) -> Tensor:
             return z * factor_BHT[b, h, q - first]
 
-        return Weighing(Score(scaled, (call.learned(call.keys_per_row()),)))
+        factor_BHT = call.learned(call.keys_per_row())
+        return Weighing(Score(scaled, (factor_BHT,), apart=Apart(None, factor_BHT)))
 
     def reference(self, given: Explicit) -> Tensor:
         assert isinstance(given.learned, Temperature)

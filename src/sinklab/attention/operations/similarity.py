@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sinklab.attention.operations.base import LogSimilarity, Weighing
 from sinklab.attention.operations.call import Call
 from sinklab.attention.reference import Explicit, over_norm
-from sinklab.attention.scores import Score, compose, log_elu_plus_one, log_relu, log_sigmoid, times
+from sinklab.attention.scores import Apart, Score, compose, log_elu_plus_one, log_relu, log_sigmoid, times
 from sinklab.schema import Example
 
 NORM = "p: divide by (sum_s sim_ts ** p) ** (1 / p); 1 is the plain row sum"
@@ -117,12 +117,19 @@ class SigmoidShift(nn.Module):
         self.shift = None if learned_heads is None else nn.Parameter(torch.zeros(learned_heads))
         self.initial = {"shift": (0.0, 0.0)}
 
-    def score(self) -> Score:
-        """z -> z + b."""
+    def score(self, first: int, queries: int) -> Score:
+        """z -> z + b, of so many queries from position `first` on."""
         start = self.start
         if self.shift is None:
             return Score(lambda z, b, h, q, k: z + start)
-        return Score(_plus_of_head, (start + self.shift,))
+        shift_H = start + self.shift
+
+        def by_query(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, shift_HT: Tensor) -> Tensor:
+            return z + shift_HT[h, q - first].to(z.dtype)
+
+        # All scores of a head would meet at one address: a copy for every query, and their gradients are summed after.
+        spread = Score(by_query, (shift_H[:, None].repeat(1, queries),))
+        return Score(_plus_of_head, (shift_H,), apart=Apart(spread))
 
 
 def _plus_of_head(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, shift_H: Tensor) -> Tensor:
@@ -178,7 +185,7 @@ class Sigmoid(Similarity):
             shift = Score(shifted, (call.keys_per_row().log(),))
         elif self.shift != "none":
             assert isinstance(call.learned, SigmoidShift)
-            shift = call.learned.score()
+            shift = call.learned.score(call.first, call.q_BHTD.shape[2])
         return log_sigmoid() if shift is None else shift.then(log_sigmoid())
 
     def similarity(self, given: Explicit) -> Tensor:

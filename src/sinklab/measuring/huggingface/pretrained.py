@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -88,14 +89,14 @@ class _ProbeReader:
         """Of all passes so far: "one pass+sdpa" where there were two."""
         return "+".join(sorted(self._watch.backends))
 
-    def read(self, tokens_BT: Tensor, real: RealTokens, first_target: int | None) -> tuple[float, int]:
+    def read(self, tokens_BT: Tensor, real: RealTokens, first_target: int | None) -> tuple[Tensor, int]:
         """One forward pass, and the loss over the real targets."""
         self._watch.clear()
         arguments = _arguments(self._model, real)
         if first_target is None:
             forward_only(self._model, tokens_BT, arguments)
-            return 0.0, 0
-        return forward_loss(
+            return torch.zeros((), dtype=torch.float64), 0
+        loss, targets = forward_loss(
             self._model,
             tokens_BT,
             real.from_position(first_target - 1),
@@ -103,6 +104,7 @@ class _ProbeReader:
             vocabulary=anatomy.vocabulary_size(self._model),
             paused=self._watch.paused(),
         )
+        return torch.tensor(loss, dtype=torch.float64), targets
 
     def sizes(self, padded: bool) -> Sizes:
         """Of the model's config, and of what this probe makes it compute."""

@@ -48,6 +48,7 @@ def check_fits(recipe: Recipe, world: World) -> None:
 def _refusal(needs: str, have: int, device: torch.device, largest: str) -> InputError:
     of_the_model = largest in ("weights", "gradients", "optimizer")
     smaller = "model.width, model.layers or model.vocab_size" if of_the_model else "train.micro_batch or model.context"
+    smaller += ", or train.recompute to blocks" if largest == "activations" else ""
     return InputError(
         f"a process needs {needs} and has {have / MB:,.0f} MB ({device}): set a smaller {smaller} "
         "(--dry-run says what each part takes), or try all the same with --anyway"

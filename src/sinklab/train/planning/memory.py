@@ -8,8 +8,9 @@ activations   what autograd keeps between forward and backward of a micro-batch.
               are mixed) runs forward on the CPU at two short lengths; no operation here keeps
               more than linearly many bytes per position, so that the two give the bytes per position and the bytes
               that do not depend on it (copies of the weights in bfloat16)
+              With `train.recompute: blocks` every block keeps the residual stream before it only
 loss          logits and their gradients as far as they exist at a time, the gradient of the head in float32
-working       gradients inside one block, taken as large as what the block keeps
+working       gradients inside one block, taken as large as what the block keeps; where it is computed again, that too
 
 Not in it: the libraries themselves (CUDA: about 0.5 GB), what the allocator loses to fragments, a layer's own values
 where learned value residuals keep them beside the mixed ones, and what `torch.compile` saves by not keeping everything;
@@ -79,21 +80,24 @@ def memory_estimate(recipe: Recipe, device: torch.device, processes: int = 1) ->
     positions = sequences * (config.context + model.leading)
     block = fixed.inside + per_position.inside * positions
     with_attention = len(config.attention_layers)
-    activations = with_attention * block + fixed.outside + per_position.outside * positions
+    outside, inside = fixed.outside + per_position.outside * positions, with_attention * block
     if with_attention < config.layers:
         fixed, per_position = _kept(config, bf16, layers=2)
         linear = fixed.inside + per_position.inside * positions
-        activations += (config.layers - with_attention) * linear
+        inside += (config.layers - with_attention) * linear
         block = max(block, linear)
+    recomputed = 0.0
+    if train.recompute == "blocks":
+        inside, recomputed = FLOAT32 * config.layers * config.width * positions, block
     others = sum(p.numel() for part in model.blocks[1:] for p in part.parameters())
     gathered = FLOAT32 * (parameters - others) if sharded else 0
     return MemoryEstimate(
         weights=FLOAT32 * parameters // share,
         gradients=FLOAT32 * parameters // (share if sequences == mine else 1),
         optimizer=_optimizer_bytes(model, recipe.optim) // share,
-        activations=round(activations),
+        activations=round(inside + outside),
         loss=_loss_bytes(config, sequences * config.context, device, bf16),
-        working=round(block) + gathered,
+        working=round(block + recomputed) + gathered,
     )
 
 

@@ -1,0 +1,136 @@
+"""Two updates, an evaluation and a measurement of variants of the catalogue on a fake card; run by test_cuda_dry.py.
+
+    LD_PRELOAD=GUARD python tests/cuda_dry/steps.py [NAME...]
+
+Prints a line of JSON per variant: the events of each phase, or the error and where it came from. What a kernel computes
+is not run: FlexAttention and the compiled loss are replaced by plain operations with the same inputs and outputs.
+"""
+
+import json
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fake_card import EVENTS, SOURCE, card, pretend  # first: it loads what PyTorch must find
+
+pretend()
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from sinklab.attention import blocks, importance, primitive  # noqa: E402
+from sinklab.attention.flex import score_mod  # noqa: E402
+from sinklab.attention.masks import Mask  # noqa: E402
+from sinklab.attention.scores import Score, apart  # noqa: E402
+from sinklab.data.prepare import prepare  # noqa: E402
+from sinklab.files import parse_yaml  # noqa: E402
+from sinklab.interventions.variants import VARIANTS  # noqa: E402
+from sinklab.measuring import driver  # noqa: E402
+from sinklab.model import loss  # noqa: E402
+from sinklab.train import world  # noqa: E402
+from sinklab.train.directory.run import open_run  # noqa: E402
+from sinklab.train.evaluate import Evaluator  # noqa: E402
+from sinklab.train.recipe import build_recipe, recipe_text  # noqa: E402
+from sinklab.train.update import Updater  # noqa: E402
+
+CONTEXT = 64
+SIZES: dict[str, Any] = {
+    "model": {"context": CONTEXT, "layers": 2, "width": 256, "heads": 8, "ffn_width": 512, "vocab_size": 50432},
+    "train": {"batch_size": 16, "micro_batch": 8, "precision": "bf16", "device": "cuda", "eval_sequences": 4},
+    "metric": {"sequences": 17, "length": CONTEXT},  # two batches
+    "optim": {"lr": 3e-3, "weight_decay": 0.1},
+}
+OVERLAYS: dict[str, Any] = {
+    **{name: variant.overlay for name, variant in VARIANTS.items()},
+    "recomputed": {"train": {"recompute": "blocks"}},
+    "recomputed_hybrid": {
+        "train": {"recompute": "blocks", "float32_matmul": "high"},
+        "model": {"mixer": "gated_delta"},
+    },
+}
+
+
+def flex_attend(
+    q: Tensor, k: Tensor, v: Tensor, score: Score | None, mask: Mask, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`flex.flex_attend`, its kernel as plain operations."""
+    (_, H, T, _), S = q.shape, k.shape[2]
+    kernel = apart(score)
+    k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
+    logits = (kernel.query(q) @ k.mT).float() * scale
+    places = blocks.indices(logits, blocks.Block(0, T, 0, S), 0)
+    if kernel.score is not None:
+        logits = score_mod(kernel.score, S - T)(logits, *places)
+    b, h, row, column = places
+    logits = logits.masked_fill(~mask.allowed(b, h, row + S - T, column), -torch.inf)
+    lse = logits.logsumexp(-1)
+    return (logits - lse[..., None]).exp().to(v.dtype) @ v, kernel.normaliser(lse)
+
+
+def without_kernels() -> None:
+    """Put plain operations in the place of what only a card runs, and leave out what needs numbers."""
+    primitive.flex_attend = flex_attend
+    loss._compiled_loss = lambda: loss._loss_and_slope  # type: ignore[assignment]
+    world.pick_device = lambda name: torch.device("cuda:0")
+    driver.Accumulator.add = lambda totals, batch: batch.on_cpu()  # type: ignore[method-assign]
+    driver.measurement_from = lambda *_, **__: None  # type: ignore[assignment]
+
+
+@contextmanager
+def noted(found: dict[str, Any], phase: str) -> Iterator[None]:
+    """Keep the events of a phase; where it fails, why."""
+    EVENTS.clear()
+    try:
+        yield
+    except Exception as error:
+        ours = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(SOURCE)]
+        lines = [f"{Path(f.filename).relative_to(SOURCE)}:{f.lineno} {f.name}" for f in ours[-4:]]
+        found["error"] = f"{phase}: {type(error).__name__}: {str(error)[:400]} ({' > '.join(lines)})"
+        raise
+    found[phase] = [asdict(event) for event in EVENTS]
+
+
+def phases(overlay: Any, data: Any, out: Path) -> dict[str, Any]:
+    """The events of a variant by phase."""
+    found: dict[str, Any] = {}
+    values = parse_yaml(recipe_text("60m"))
+    importance._seen_by.cache_clear()
+    try:
+        with card():
+            with noted(found, "build"):
+                run = open_run(build_recipe(values, SIZES, overlay), data, out)
+                updater = Updater(run)
+                evaluator = Evaluator(run, updater)
+            with noted(found, "first step"):
+                updater.update()
+            with noted(found, "step"):
+                updater.update()
+            with noted(found, "settle"):
+                updater.settle()
+            with noted(found, "loss"):
+                evaluator.loss()
+            with noted(found, "measure"):
+                evaluator.measure()
+    except Exception:
+        assert "error" in found
+    return found
+
+
+def main(names: list[str]) -> None:
+    """Print the phases of the named variants, or of all."""
+    without_kernels()
+    with tempfile.TemporaryDirectory() as folder:
+        text = f"synthetic:bigram_backcopy:length={CONTEXT + 1},documents=200"
+        data = prepare(text, "words", Path(folder) / "data", valid_fraction=0.2)
+        for name in names or OVERLAYS:
+            found = phases(OVERLAYS[name], data, Path(folder) / name)
+            print(json.dumps({"name": name, **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

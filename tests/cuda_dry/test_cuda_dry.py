@@ -1,0 +1,95 @@
+"""The CUDA path without a card: every variant trains and is measured on fake tensors, and waits only where it is meant.
+
+A step copies its tokens to the card and two numbers back, and waits for those of the step before. A measurement waits
+once for each batch, and not for each layer. What is not seen here: kernels, their speed, and numbers.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.cpp_extension import include_paths
+
+from sinklab.interventions.variants import VARIANTS
+
+pytestmark = [
+    pytest.mark.cuda_dry,
+    pytest.mark.skipif(sys.platform != "linux", reason="a library is preloaded, which is Linux's way"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is needed to build tests/cuda_dry/guard.cpp"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card: nothing need be pretended"),
+]
+
+HERE = Path(__file__).parent
+BATCHES_OF_LOSS, BATCHES_OF_METRIC = 3, 2  # of the recipe in steps.py
+IN_STEP = {
+    "copy to the card, train/prefetch.py batch": 1,
+    "copy from the card, train/finite.py _begin_copy": 1,
+    "event, train/finite.py read": 1,
+}
+WITHOUT_FUSED_CHECK = {  # checked before the optimiser's step
+    "copy to the card, train/prefetch.py batch": 1,
+    "tolist, train/finite.py add": 1,
+    "tolist, train/finite.py read": 1,
+}
+IN_LOSS = {"copy to the card, train/evaluate.py loss": BATCHES_OF_LOSS, "item, train/evaluate.py loss": 1}
+IN_MEASUREMENT = {
+    "copy to the card, measuring/driver.py step": BATCHES_OF_METRIC,
+    "copy to the card, measuring/padding.py to": BATCHES_OF_METRIC,
+    "copy from the card, attention/importance.py _seen_by": 1,  # once for a mask
+    "synchronize, device.py on_host": BATCHES_OF_METRIC + 1,  # and the largest activations
+    "synchronize, measuring/batches.py costing": 1,
+}
+OF_DOCUMENTS = {**IN_MEASUREMENT, "copy from the card, attention/importance.py _seen_by": BATCHES_OF_METRIC}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """By variant: the events of each phase, or an error."""
+    guard, libraries = tmp_path_factory.mktemp("guard") / "guard.so", Path(torch.__file__).parent / "lib"
+    includes = [f"-I{path}" for path in include_paths()]
+    linked = [f"-L{libraries}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{libraries}"]
+    build = ["g++", "-shared", "-fPIC", "-O1", "-std=c++20", str(HERE / "guard.cpp"), "-o", str(guard)]
+    subprocess.run([*build, *includes, *linked], check=True)
+    run = [sys.executable, "-W", "ignore", str(HERE / "steps.py")]
+    done = subprocess.run(
+        run, env={**os.environ, "LD_PRELOAD": str(guard)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
+
+
+def assert_events(events: Iterable[dict[str, Any]], expected: dict[str, int]) -> None:
+    """Copies and waits are as many as expected, by the function that causes them; the message says at which lines.
+
+    Copies from the card that nobody waits for, of `device.on_host`, may be any number.
+    """
+    counted: Counter[str] = Counter()
+    lines: dict[str, set[int]] = {}
+    for event in events:
+        if event["place"] == "device.py on_host" and not event["waits"]:
+            continue
+        key = f"{event['what']}, {event['place']}"
+        counted[key] += 1
+        lines.setdefault(key, set()).add(event["line"])
+    wrong = [
+        f"{key}, lines {sorted(lines.get(key, ()))}: {counted[key]} times, expected {expected.get(key, 0)}"
+        for key in sorted(counted.keys() | expected.keys())
+        if counted[key] != expected.get(key, 0)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, "recomputed", "recomputed_hybrid"])
+def test_a_variant_trains_and_is_measured_and_waits_where_it_is_meant(name: str, found: dict[str, Any]) -> None:
+    assert "error" not in found[name], found[name]["error"]
+    assert_events(found[name]["step"], WITHOUT_FUSED_CHECK if name in ("sgd", "muon") else IN_STEP)
+    assert_events(found[name]["loss"], IN_LOSS)
+    assert_events(found[name]["measure"], OF_DOCUMENTS if name == "document" else IN_MEASUREMENT)
