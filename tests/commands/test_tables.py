@@ -34,7 +34,9 @@ def large(length: int = 64) -> Measurement:
     norms = torch.ones(4, 2, length)
     norms[..., 0] = 12345.678
     prefixes = [alpha[..., :16], alpha[..., :32]]
-    batch = Batch(alpha, alpha[..., 0], norms, norms[1:], norms[1:], 12.0, 99, prefixes=prefixes, visible_ABHT=alpha)
+    batch = Batch(
+        alpha, alpha[..., 0], norms, norms[1:], norms[1:], torch.tensor(12.0), 99, prefixes=prefixes, visible_ABHT=alpha
+    )
     totals.add(batch)
     return measurement_from(
         totals, Cost(0.5, 1.0), Options(model_name="m", bos=True), proxy=False, backend="sdpa", dtype="float32"

@@ -90,9 +90,11 @@ def test_items_are_refused_where_nothing_is_asked(experiment: str, said: str, ru
 
 
 def cell(sink: float, accuracy: float | None) -> CellSummary:
-    values = {"sink_1": CellEstimate(mean=sink, low=sink - 1, high=sink + 1)}
+    values = {
+        "sink_1": CellEstimate(seeds=[sink - 1, sink, sink + 1], median=sink, smallest=sink - 1, largest=sink + 1)
+    }
     if accuracy is not None:
-        values["accuracy_norm"] = CellEstimate(mean=accuracy)
+        values["accuracy_norm"] = CellEstimate(seeds=[accuracy], median=accuracy, smallest=accuracy, largest=accuracy)
     run = CellRun(seed=0, hash="0", directory="", status="done")
     return CellSummary(values=values, runs=[run])
 

@@ -15,7 +15,9 @@ def made_measurement(bias: bool = False, name: str = "a model", length: int = T)
     totals = Accumulator((0.3,), length)
     alpha = torch.rand(L, N, H, length, generator=generator)
     norms = torch.rand(L + 1, N, length, generator=generator) + 1
-    totals.add(Batch(alpha, alpha[..., 0] if bias else None, norms, norms[1:], norms[1:], 12.0, N * (length - 1)))
+    totals.add(
+        Batch(alpha, alpha[..., 0] if bias else None, norms, norms[1:], norms[1:], torch.tensor(12.0), N * (length - 1))
+    )
     return measurement_from(
         totals, Cost(0.5, 100.0), Options(model_name=name, bos=True), proxy=False, backend="sdpa", dtype="float32"
     )
