@@ -1,19 +1,21 @@
 """Figure 30 from tuned runs: loss, sink and gradient norms of softmax and sigmoid, and their differences by seed.
 
-    python -m benchmarks.figure_30 results/tiny/sft --runs results/tiny
+    python -m benchmarks.figure_30 results/sft --runs results/exploratory
 
 Each folder holds what `sinklab sft runs/tiny/CELL-HASH` wrote, under the run's name. Intervals are those of Student's t
 for the mean over seeds, at 95 %.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
 from scipy.stats import t
 
+from sinklab.experiments.sweep.packed import RUNS, is_packed, read_packed
+from sinklab.files import parse_yaml
 from sinklab.train.recipe import load_recipe
 from sinklab.tuning.documents import UPDATES, TuneEvaluation, TuneUpdate, load_tuning, read_rows
 
@@ -52,12 +54,20 @@ MEASURES: dict[str, Callable[[Tuned], float]] = {
 }
 
 
-def read_tuned(folder: Path, runs: Path) -> Tuned:
+def seeds_of(runs: Path) -> dict[str, int]:
+    """By the name of each run below a folder, packed or not, its seed."""
+    if is_packed(runs):
+        packed = [run for path in runs.glob(f"*/{RUNS}") for run in read_packed(path.parent)]
+        return {run.directory: parse_yaml(run.recipe)["seed"] for run in packed}
+    return {path.parent.name: load_recipe(str(path)).seed for path in runs.glob("*/recipe.yaml")}
+
+
+def read_tuned(folder: Path, seeds: Mapping[str, int]) -> Tuned:
     """What lies in a folder that is called like its run."""
     tuning = load_tuning(folder)
     if tuning is None or tuning.base is None or tuning.chat is None:
         raise SystemExit(f"{folder} holds no tuning that has ended")
-    seed = load_recipe(str(runs / folder.name / "recipe.yaml")).seed
+    seed = seeds[folder.name]
     norms = [row.grad_norm for row in read_rows(folder / UPDATES, TuneUpdate)]
     return Tuned(folder.name.rpartition("-")[0], seed, tuning.base, tuning.chat, norms)
 
@@ -75,7 +85,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--runs", type=Path, required=True, help="the runs, or a packed sweep of them")
     given = parser.parse_args()
-    tuned = [read_tuned(path.parent, given.runs) for path in sorted(given.folder.glob("*/sft.json"))]
+    seeds = seeds_of(given.runs)
+    tuned = [read_tuned(path.parent, seeds) for path in sorted(given.folder.glob("*/sft.json"))]
     tuned.sort(key=lambda one: (one.cell != "softmax", one.seed))
     print("| attention | seed | Sink_1 before, % | after | loss before, nats | after | largest norm | mean norm |")
     print("|---|---|---|---|---|---|---|---|")
