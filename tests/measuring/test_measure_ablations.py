@@ -194,7 +194,7 @@ def test_an_ablation_that_had_no_effect_is_an_error(monkeypatch: pytest.MonkeyPa
         ("mask_first:x", "unknown"),
         ("mask_first:0", "give 1 to 12"),
         ("mask_first:13", "give 1 to 12"),
-        ("no_bos", "no BOS that could be left out"),
+        ("no_bos", "and --no-bos leaves it out already"),
     ],
 )
 def test_what_cannot_be_ablated_is_refused_before_anything_is_measured(name: str, message: str) -> None:
@@ -268,7 +268,7 @@ def test_a_run_directory_is_ablated_as_it_was_trained(tmp_path: Path) -> None:
     assert dropped.loss_after == pytest.approx(bare.loss, rel=1e-5)
     assert dropped.sink_rate == bare.sink_rate
     assert hidden.first_target == 4
-    with pytest.raises(InputError, match="no BOS that could be left out"):
+    with pytest.raises(InputError, match="and --no-bos leaves it out already"):
         measure_model(str(run), text, Request(sequences=5, length=12, no_bos=True, study=Study(["no_bos"])))
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from sinklab.tuning.documents import METRICS, UPDATES, TuneEvaluation, TuneUpdate, load_tuning, read_rows
 
-FOLDER = Path(__file__).parents[2] / "results" / "tiny" / "sft"
+FOLDER = Path(__file__).parents[2] / "results" / "sft"
 TUNED = sorted(path.parent for path in FOLDER.glob("*/sft.json"))
 
 
