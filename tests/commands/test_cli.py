@@ -59,6 +59,11 @@ def test_the_help_of_train_names_every_recipe_that_comes_along(run: Run) -> None
     assert recipes <= set(re.findall(r"[\w-]+", out))
 
 
+def test_the_help_of_reproduce_names_every_scale(run: Run) -> None:
+    _, out, _ = run("reproduce", "--help")
+    assert set(SCALES) <= set(re.findall(r"\w+", out))
+
+
 def test_the_help_of_lab_speaks_of_no_model_to_measure(run: Run) -> None:
     _, out, _ = run("lab", "--help")
     assert "--text" in out
