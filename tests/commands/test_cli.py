@@ -12,6 +12,7 @@ import pytest
 from conftest import Run
 
 import sinklab
+from sinklab.experiments.definition import SCALES
 
 QUICK = ["model.layers=1", "model.width=32", "model.heads=2", "model.ffn_width=32", "model.context=32"]
 QUICK += ["metric.length=32", "metric.sequences=10", "train.batch_size=4", "train.eval_every=4", "train.save_every=4"]
