@@ -12,6 +12,7 @@ import pytest
 from conftest import Run
 
 import sinklab
+from sinklab.experiments.definition import SCALES
 
 QUICK = ["model.layers=1", "model.width=32", "model.heads=2", "model.ffn_width=32", "model.context=32"]
 QUICK += ["metric.length=32", "metric.sequences=10", "train.batch_size=4", "train.eval_every=4", "train.save_every=4"]
@@ -57,6 +58,11 @@ def test_the_help_of_train_names_every_recipe_that_comes_along(run: Run) -> None
     _, out, _ = run("train", "--help")
     recipes = {path.stem for path in (Path(sinklab.__file__).parent / "recipes").glob("*.yaml")}
     assert recipes <= set(re.findall(r"[\w-]+", out))
+
+
+def test_the_help_of_reproduce_names_every_scale(run: Run) -> None:
+    _, out, _ = run("reproduce", "--help")
+    assert set(SCALES) <= set(re.findall(r"\w+", out))
 
 
 def test_the_help_of_lab_speaks_of_no_model_to_measure(run: Run) -> None:

@@ -122,8 +122,8 @@ def test_what_cannot_be_measured_is_refused_with_what_would_be_right(
     assert not list(Path().rglob("measurement.json"))
 
 
-def test_a_text_with_fewer_pieces_than_are_wanted_gives_draws_of_as_many_as_it_has(run: Run) -> None:
-    text_file(Path("short.jsonl"), documents=3)
+def test_a_text_with_fewer_pieces_than_five_draws_take_is_shared_out_over_five(run: Run) -> None:
+    text_file(Path("short.jsonl"), documents=6)
     Path("mine.yaml").write_text(OWN.replace("sequences: 4", "sequences: 60"))
     asked = ("mine.yaml", "--model", "gpt2", "--text", "short.jsonl", "--seeds", 2, "--out", "out", "--json")
     status, out, err = run("reproduce", *asked)
@@ -135,7 +135,7 @@ def test_a_text_with_fewer_pieces_than_are_wanted_gives_draws_of_as_many_as_it_h
     assert 0 < pieces < 60
     for one in natural:
         assert one["sequences"] == pieces
-        assert f"{pieces} of 60 sequences: the text has no more that are long enough" in one["notes"]
+        assert f"{pieces} of 60 sequences: the pieces of the text are shared out over 5 draws" in one["notes"]
     evidence = next(claim["evidence"] for claim in json.loads(out)["claims"] if claim["cells"] == ["natural"])
     assert f"2 draws of {pieces} sequences" in evidence
 

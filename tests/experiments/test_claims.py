@@ -13,7 +13,7 @@ from sinklab.errors import InputError
 from sinklab.experiments.dates import begun_on, late_claims
 from sinklab.experiments.definition import Experiment
 from sinklab.experiments.quantities import RunNumbers
-from sinklab.experiments.shipped import load_experiment
+from sinklab.experiments.shipped import experiment_ids, load_experiment
 from sinklab.experiments.sweep.asked import AskedCell, AskedExperiment, joined
 from sinklab.experiments.sweep.plan import Question, plan_sweep
 
@@ -128,6 +128,21 @@ def test_claims_that_were_stated_after_their_runs_began_are_listed(tmp_path: Pat
     assert (late.claim, late.runs) == ("mine.none", {"sigmoid0": date(2026, 11, 22)})
     assert late.said == "mine.none was stated on 2026-11-23, and one run began before, the first on 2026-11-22"
     assert late_claims([asked(made(), 0)], begun) == []  # which says no day
+
+
+@pytest.mark.parametrize("name", experiment_ids())
+def test_a_shipped_experiment_says_when_its_claims_were_stated_and_asks_enough_seeds_of_its_own(name: str) -> None:
+    experiment = load_experiment(name)
+    assert {"evidence", "stated"} <= experiment.model_fields_set
+    analyses = {claim.evidence or experiment.evidence for claim in experiment.claims} | {experiment.evidence}
+    if isinstance(experiment, Experiment) and "confirmatory" in analyses:
+        assert experiment.first_seed == 100
+        assert experiment.seeds >= 5
+    for claim in experiment.claims:
+        stated = claim.stated or experiment.stated
+        assert stated is not None
+        if claim.changed is not None:
+            assert date.fromisoformat(claim.changed.partition(":")[0]) >= stated
 
 
 def test_pilots_say_how_seeds_vary_within_cells_and_between_two() -> None:

@@ -1,5 +1,6 @@
 """Experiments on existing models: what is measured, drawn, kept, refused, and how far a verdict speaks."""
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -336,3 +337,14 @@ def test_measurements_of_other_settings_are_not_mixed(gpt2: str, text: Path, tmp
     measure_experiment(made({"natural": {}}), [gpt2], text, 1, out=tmp_path)
     with pytest.raises(InputError, match="holds a measurement with other settings"):
         measure_experiment(made({"natural": {"loss": True}}), [gpt2], text, 1, out=tmp_path)
+
+
+def test_draws_that_may_share_pieces_of_the_text_are_not_taken_for_disjoint_ones(
+    gpt2: str, text: Path, tmp_path: Path
+) -> None:
+    measure_experiment(made({"natural": {}}), [gpt2], text, 1, out=tmp_path)
+    request = tmp_path / "natural" / "seed_0" / "request.json"
+    asked = json.loads(request.read_text(encoding="utf-8"))
+    request.write_text(json.dumps({**asked, "drawn_text": True}), encoding="utf-8")  # as it was kept earlier
+    with pytest.raises(InputError, match=r"other settings \(drawn_text is True there and disjoint now\)"):
+        measure_experiment(made({"natural": {}}), [gpt2], text, 2, out=tmp_path)

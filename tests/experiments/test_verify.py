@@ -13,7 +13,7 @@ from sweeps import write_experiment
 
 from sinklab.commands.app import app
 from sinklab.experiments.sweep.packed import read_packed, write_checksums
-from sinklab.experiments.sweep.verifying import Check, verify_packed
+from sinklab.experiments.sweep.verifying import Verified, verify_packed
 
 OPTIONS = ("--text", "text.jsonl", "--jobs", "2")
 
@@ -47,7 +47,7 @@ def packed(results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return Path(shutil.copytree(results / "packed", tmp_path / "packed"))
 
 
-def problems(checks: list[Check]) -> str:
+def problems(checks: list[Verified]) -> str:
     return " | ".join(problem for check in checks for problem in check.problems)
 
 
@@ -64,7 +64,7 @@ def edit_lines(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 def test_sound_results_pass_and_runs_trained_again_have_the_same_bits(packed: Path, run: Run) -> None:
     status, out, err = run("verify", packed, "--retrain", 2, "--json")
-    checks = [Check(**one) for one in json.loads(out)]
+    checks = [Verified(**one) for one in json.loads(out)]
     assert status == 0, problems(checks) + err
     assert [(one.name, one.checked > 0) for one in checks] == [
         ("checksums of files", True),

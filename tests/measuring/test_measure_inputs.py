@@ -42,23 +42,32 @@ def test_too_little_text_says_how_much_is_usable_and_what_to_do(tmp_path: Path) 
         natural_tokens(text, _letters, sequences=9, length=4)
 
 
-def test_drawn_text_is_from_all_pieces_of_every_document_and_the_seed_decides(tmp_path: Path) -> None:
-    text = _jsonl(tmp_path / "a.jsonl", "abcdefghij", "no", "klmnopq")
-    pieces = {"abc", "def", "ghi", "klm", "nop"}
-    found: set[str] = set()
-    for seed in range(20):
-        drawn = drawn_text(text, _letters, sequences=2, length=4, seed=seed, prefix=[7])
-        found |= {"".join(map(chr, row)) for row in drawn}
-        assert drawn == drawn_text(text, _letters, sequences=2, length=4, seed=seed, prefix=[7])
-    assert found == pieces
+def test_draws_of_text_are_disjoint_and_from_all_pieces_of_every_document(tmp_path: Path) -> None:
+    pieces = [f"{number:03}" for number in range(65)]
+    text = _jsonl(tmp_path / "a.jsonl", "".join(pieces[:30]), "no", "".join(pieces[30:]) + "xx")
+
+    def draw_of(draw: int) -> list[str]:
+        rows = drawn_text(text, _letters, sequences=13, length=4, draw=draw, prefix=[7])
+        return ["".join(map(chr, row)) for row in rows]
+
+    draws = [draw_of(draw) for draw in range(5)]
+    assert [len(draw) for draw in draws] == [13] * 5
+    assert sorted(piece for draw in draws for piece in draw) == pieces
+    assert draw_of(2) == draws[2]
+    assert draws[0] != pieces[:13]  # not the beginning of the text
 
 
-def test_of_little_text_as_many_are_drawn_as_it_has(tmp_path: Path) -> None:
-    text = _jsonl(tmp_path / "a.jsonl", "abcdef", "no", "ghijk")
-    drawn = drawn_text(text, _letters, sequences=9, length=3, seed=0)
-    assert [len(body) for body in drawn] == [3, 3, 3]
-    with pytest.raises(InputError, match=r"gives no sequence: none of its 3 documents has 7 tokens of text"):
-        drawn_text(text, _letters, sequences=9, length=7, seed=0)
+def test_a_text_with_few_pieces_is_shared_out_over_five_draws(tmp_path: Path) -> None:
+    text = _jsonl(tmp_path / "a.jsonl", "abcdefghijklmnopqrstuvwxyz", "no", "0123456789")  # 8 + 3 pieces
+    draws = [drawn_text(text, _letters, sequences=9, length=3, draw=draw) for draw in range(5)]
+    assert [len(draw) for draw in draws] == [2] * 5
+    assert len({"".join(map(chr, row)) for draw in draws for row in draw}) == 10
+    with pytest.raises(InputError, match=r"11 pieces .* make 5 draws of 2 sequences, .*: give --seeds 5 at most"):
+        drawn_text(text, _letters, sequences=9, length=3, draw=5)
+    two = _jsonl(tmp_path / "two.jsonl", "abc", "def")
+    assert sorted(drawn_text(two, _letters, sequences=9, length=3, draw=draw)[0][0] for draw in (0, 1)) == [97, 100]
+    with pytest.raises(InputError, match=r"gives no sequence: none of its 3 documents has 70 tokens of text"):
+        drawn_text(text, _letters, sequences=9, length=70, draw=0)
 
 
 @pytest.mark.parametrize("content", [None, "", "\n\n"])

@@ -9,6 +9,7 @@ from sweep_fixtures import make_sweep
 from test_report_html import Page
 
 from sinklab.errors import InputError
+from sinklab.experiments.sweep.packed import read_packed
 from sinklab.report import write_report
 from sinklab.report.collect import collect
 from sinklab.report.experiments.leaderboard import Leaderboard, leaderboard
@@ -102,10 +103,12 @@ def test_a_packed_sweep_keeps_what_was_assessed_and_no_path_of_this_machine(tmp_
     assess_runs(folder, "softmax", [0.5, 0.5, 0.5])
     packed = pack_sweep([folder], tmp_path / "packed")
     assert numbers(board_of(packed), "softmax") == numbers(board_of(folder), "softmax")
-    kept = sorted(packed.glob("softmax-*/assessment.json"))
+    runs = [run for file in packed.glob("*/runs.jsonl") for run in read_packed(file.parent)]
+    kept = {run.directory: run.assessment for run in runs if run.assessment}
     assert len(kept) == 3
-    assert all(str(tmp_path) not in path.read_text(encoding="utf-8") for path in kept)
-    assert json.loads(kept[0].read_text(encoding="utf-8"))["model"] == kept[0].parent.name
+    assert all(name.startswith("softmax-") for name in kept)
+    assert str(tmp_path) not in json.dumps(kept)
+    assert all(found["model"] == name for name, found in kept.items())
     page = (packed / "report.html").read_text(encoding="utf-8")
     assert "Sink hidden" in page
     assert "sinklab assess" in page

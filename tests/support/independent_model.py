@@ -33,11 +33,14 @@ class Result(NamedTuple):
     """Mean over all T queries of the raw sum of a row, where rows do not sum to one: (M, B, H)."""
 
 
-def loss_of(model: Config, weights: Weights, tokens: Tensor) -> Tensor:
-    """Mean cross-entropy in nats of tokens 2 .. T, under a prefix mask of length p of tokens p + 1 .. T."""
+def loss_of(model: Config, logits: Tensor, tokens: Tensor) -> Tensor:
+    """Mean cross-entropy in nats of tokens 2 .. T, under a prefix mask of length p of tokens p + 1 .. T.
+
+    `logits` are those of tokens 1 .. T - 1.
+    """
     mask = model["attention"]["mask"]
     seen = mask["length"] if mask["kind"] == "prefix" else 1
-    log_p = torch.log_softmax(run(model, weights, tokens[:, :-1]).logits, dim=-1)
+    log_p = torch.log_softmax(logits, dim=-1)
     of_target = [log_p[:, t - 1].gather(1, tokens[:, t : t + 1]) for t in range(seen, tokens.shape[1])]
     return -torch.cat(of_target, dim=1).mean()
 
@@ -169,7 +172,9 @@ def who_sees_whom(mask: Config, tokens: Tensor, N: int) -> Tensor:
     B, T = tokens.shape
     real = torch.zeros(B, T, T, dtype=torch.bool)
     for b in range(B):
-        document = [sum(int(token == mask.get("eos_id")) for token in tokens[b, :t]) for t in range(T)]
+        document = [0] * T
+        if mask["kind"] == "document":
+            document = [sum(int(token == mask["eos_id"]) for token in tokens[b, :t]) for t in range(T)]
         for t in range(T):
             for s in range(T):
                 sees = s <= t

@@ -31,7 +31,17 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda p: p.stem)
 def test_the_recipes_that_come_along_are_valid(path: Path) -> None:
-    assert load_recipe(str(path)) == load_recipe(path.stem)
+    needed = ["model.init_from=MODEL"] if path.stem == "continued" else []
+    assert load_recipe(str(path), needed) == load_recipe(path.stem, needed)
+
+
+def test_a_recipe_that_continues_a_model_needs_one_unless_told_otherwise() -> None:
+    with pytest.raises(
+        InputError, match=r"continued needs model\.init_from: add --set model\.init_from=VALUE, or null"
+    ):
+        load_recipe("continued", ["data.source=text.jsonl"])
+    assert load_recipe("continued", ["model.init_from=null"]).model.init_from is None
+    assert load_recipe("continued", ["model.init_from=MODEL"]).model.init_from == "MODEL"
 
 
 def test_the_60m_recipe_is_the_papers() -> None:

@@ -94,7 +94,7 @@ def reproduce(
             help="Ids (see sinklab experiments), .yaml files of your own, or: all of the scale.",
         ),
     ],
-    scale: Annotated[str, typer.Option(help="tiny, mini, small, 60m or 1b.")] = TINY,
+    scale: Annotated[str, typer.Option(help="tiny, mini, small, 60m or 1b, of those that the experiment has.")] = TINY,
     seeds: Annotated[
         int | None,
         typer.Option(min=1, help="Models per cell, the first so many of the experiment's seeds; all, mostly 5."),
@@ -133,9 +133,10 @@ def reproduce(
 ) -> None:
     """Train every cell of experiments, compare them, and judge their claims.
 
-    Example: sinklab reproduce table_4 table_2 --scale tiny --seeds 3 --jobs 2
+    Example: sinklab reproduce table_4 table_2 --scale tiny --seeds 5 --jobs 2
 
-    Experiments on existing models (tables 1, 7 and 8, figures 2, 3, 9 and 10) train nothing and measure a --model.
+    Experiments on existing models (tables 1, 7 and 8, figures 2, 3, 9, 10 and 19, propositions) train nothing and
+    measure a --model.
 
     Example: sinklab reproduce table_1 figure_2 --model MODEL --text FILE
 

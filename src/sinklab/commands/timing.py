@@ -103,3 +103,16 @@ def duration(seconds: float) -> str:
             f"{whole_days} d" if whole_days < 365 else f"{years:.1f} years" if years < 9.95 else f"{years:,.0f} years"
         )
     return f"{days} d {hours} h" if hours else f"{days} d"
+
+
+def short_duration(seconds: float) -> str:
+    """A duration in one unit, for tables: `40 s`, `5 min`, `3.3 h`, `2.3 d`, `136 d`, `1.4 y`, `1,302 y`."""
+    if seconds < 3570:
+        return duration(seconds)
+    if seconds < 23.95 * 3600:
+        value, unit = seconds / 3600, "h"
+    elif seconds < 364.5 * 86400:
+        value, unit = seconds / 86400, "d"
+    else:
+        value, unit = seconds / SECONDS_OF_A_YEAR, "y"
+    return f"{value:.1f} {unit}" if value < 9.95 else f"{value:,.0f} {unit}"

@@ -3,8 +3,8 @@
 natural   the first T tokens of each document that is long enough, documents in order;
           of plain text files, which do not say where documents begin, consecutive pieces of T tokens;
           the files of a folder take turns, a sequence each time
-drawn     the same, but of every document all pieces of T tokens, from which a seed draws with replacement: several
-          such draws say how well what is measured is known of the text; of a short text as many as it has
+drawn     the same, but of every document all pieces of T tokens, in an order of chance that is cut into draws: no two
+          draws share a piece, so that they say how well what is measured is known of the text
 random    every token drawn uniformly from the vocabulary
 repeat    one random token per sequence, T times
 
@@ -33,6 +33,7 @@ Encode = Callable[[str], Sequence[int]]
 CHARACTERS = 2**16  # of a document that are tokenised at once, at least; a document may have a hundred million
 PER_TOKEN = 16  # characters that are tokenised for each token that is wanted, at least
 POOL = 64  # times the sequences that are wanted: so many of a text, from its beginning, are drawn from
+SHARES = 5  # draws that a text too short for full ones is shared out over: it takes five for a verdict
 
 
 def natural_tokens(
@@ -92,16 +93,19 @@ def drawn_text(
     *,
     sequences: int,
     length: int,
-    seed: int,
+    draw: int,
     prefix: Sequence[int] = (),
     render: Render = plain_conversation,
 ) -> list[Sequence[int]]:
-    """Sequences of real text from anywhere in it, drawn with replacement; the same seed gives the same.
+    """Sequences of real text from anywhere in it, without replacement across draws: no two draws share a piece.
 
-    Of a text that has fewer sequences than are wanted, as many as it has are drawn.
+    A text that has fewer pieces than five draws take is shared out over five, of at least one sequence.
+
+    Args:
+        draw: its number, from 0 on; the same number gives the same sequences, however many draws there are.
 
     Raises:
-        InputError: the file is missing, empty or malformed, or it has no sequence.
+        InputError: the file is missing, empty or malformed, or it has no sequence, or none is left for this draw.
 
     Other arguments and the result are those of `natural_text`.
     """
@@ -110,9 +114,15 @@ def drawn_text(
     pool = list(islice(cutter.sequences(text), POOL * sequences))
     if not pool:
         raise cutter.none_long_enough(text)
-    generator = torch.Generator().manual_seed(seed)
-    chosen = torch.randint(len(pool), (min(sequences, len(pool)),), generator=generator)
-    return [pool[index] for index in chosen.tolist()]
+    each = max(1, min(sequences, len(pool) // SHARES))
+    draws = len(pool) // each
+    if draw >= draws:
+        raise InputError(
+            f"{text}: the {len(pool)} pieces that are drawn from make {draws} draws of {each} sequences, "
+            f"{cutter.body} tokens each: give --seeds {draws} at most, or a longer text"
+        )
+    order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(0)).tolist()
+    return [pool[index] for index in order[draw * each : (draw + 1) * each]]
 
 
 def with_prefix(bodies: Sequence[Sequence[int]], prefix: Sequence[int]) -> Tensor:

@@ -27,7 +27,7 @@ from sinklab.measuring.huggingface.loading import (
     load_pretrained_tokenizer,
 )
 from sinklab.measuring.huggingface.subfolder import name_in_results
-from sinklab.measuring.inputs import default_prefix, pretrained_encode
+from sinklab.measuring.inputs import SHARES, default_prefix, pretrained_encode
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.native import WatchedTransformer
 from sinklab.measuring.surgery.study import measure_with_study
@@ -324,7 +324,7 @@ def _annotated(
     if folder is not None and len(files := text_files(folder)) > 1:
         notes.append(f"the {len(files)} files of {text} gave their sequences in turn, one each time")
     if measurement.sequences < request.sequences:
-        notes.append(
-            f"{measurement.sequences} of {request.sequences} sequences: the text has no more that are long enough"
-        )
+        shared = f"the pieces of the text are shared out over {SHARES} draws"
+        why = shared if request.drawn_text else "the text has no more that are long enough"
+        notes.append(f"{measurement.sequences} of {request.sequences} sequences: {why}")
     return measurement.model_copy(update={"notes": [*measurement.notes, *notes]}) if notes else measurement

@@ -31,8 +31,8 @@ class Request:
         options: what is measured; its `inputs` say what the sequences are made of. Its lengths may come in any order.
         sequences, length: N and T.
         no_bos: leave out the special tokens that the tokenizer, or the run's recipe, puts first.
-        seed: of random and repeated tokens, and of drawn text.
-        drawn_text: natural sequences are drawn by the seed from all pieces of the text, not the first of it.
+        seed: of random and repeated tokens; of drawn text the number of the draw.
+        drawn_text: natural sequences are a draw of all pieces of the text, not the first of it.
         fewer: be content with fewer sequences where a text has no more, and say so in the notes; drawn text always is.
         study: ablations and changed positions.
     """
@@ -94,7 +94,7 @@ class Request:
         """
         wanted: dict[str, Any] = {"sequences": self.sequences, "length": length, "prefix": prefix, "render": render}
         if self.drawn_text:
-            bodies = drawn_text(text, encode, seed=self.seed, **wanted)
+            bodies = drawn_text(text, encode, draw=self.seed, **wanted)
         else:
             bodies = natural_text(text, encode, fewer=self.fewer, **wanted)
         return with_prefix(bodies, prefix), sizes_of(bodies, prefix)
@@ -126,7 +126,7 @@ class Request:
             "study": {name: value for name, value in asdict(self.study).items() if name != "perturb" or value},
             "details": asked.details,
             "maps": [list(one) for one in asked.maps],
-            **({"drawn_text": True} if self.drawn_text else {}),  # absent from what was kept before there were draws
+            **({"drawn_text": "disjoint"} if self.drawn_text else {}),  # True where two draws may share pieces: earlier
         }
 
     def _in_order(self) -> Options:

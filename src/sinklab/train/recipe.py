@@ -22,12 +22,15 @@ from sinklab.data.selection import Selection
 from sinklab.errors import InputError
 from sinklab.files import parse_yaml
 from sinklab.model.config import ModelConfig
-from sinklab.schema import Part
+from sinklab.schema import Part, leaves
 from sinklab.train.config import AdamW, MetricConfig, OptimConfig, ScheduleConfig, TrainConfig
 from sinklab.train.identity import without_later
 
 KINDS = ("kind", "name")
 """The keys that say which of several kinds a part is."""
+
+MUST_BE_SET = "???"
+"""The value of a key that a recipe leaves to `--set`, as in OmegaConf."""
 
 DATA_ORIGIN = {"source", "tokenizer", "valid_fraction", "text_limit_bytes", *Selection.model_fields}
 """What the fingerprint of prepared data stands for."""
@@ -125,7 +128,8 @@ def build_recipe(values: Mapping[str, Any], *overlays: Mapping[str, Any], origin
     """A validated recipe from nested values and overlays on them.
 
     Raises:
-        InputError: a key, type or combination that is not allowed; the message names the field.
+        InputError: a key, type or combination that is not allowed, or a key that must be set and is not; the message
+            names the field.
     """
     merged: dict[str, Any] = {}
     try:
@@ -133,6 +137,9 @@ def build_recipe(values: Mapping[str, Any], *overlays: Mapping[str, Any], origin
             merged = merge(merged, overlay)
     except _NoSectionError as error:
         raise InputError(f"{origin} is not a valid recipe:\n  {error}") from error
+    missing = [key for key, value in leaves(merged).items() if value == MUST_BE_SET]
+    if missing:
+        raise InputError(f"{origin} needs {missing[0]}: add --set {missing[0]}=VALUE, or null to do without")
     try:
         return Recipe.model_validate(merged)
     except ValidationError as error:

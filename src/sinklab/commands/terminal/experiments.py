@@ -1,6 +1,6 @@
 """Experiments in a terminal: what there is, what a sweep will take, and what has come of one."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -11,7 +11,7 @@ from rich.text import Text
 from sinklab.commands.tables import print_table
 from sinklab.commands.terminal.report import VERDICT_STYLES, counts_line
 from sinklab.commands.terminal.text import printable
-from sinklab.commands.timing import duration
+from sinklab.commands.timing import duration, short_duration
 from sinklab.experiments.coverage import Covered
 from sinklab.experiments.definition import SCALES, Scale
 from sinklab.experiments.documents import CellSummary, ExperimentSummary, JudgedClaim, Summary
@@ -27,7 +27,9 @@ def print_experiments(found: Sequence[ListedExperiment], console: Console) -> No
     scales: list[Scale] = [scale for scale in SCALES if any(scale in one.scales for one in found)]
     jobs = jobs_here()
     rows = [("", "cells", *scales)]
-    rows += [(one.id, str(one.cells), *(_time_here(one, scale, jobs) for scale in scales)) for one in found]
+    rows += [
+        (one.id, str(one.cells), *(_time_here(one, scale, jobs, short_duration) for scale in scales)) for one in found
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
     console.print(Text(lines[0], style="dim"), soft_wrap=True)
@@ -65,9 +67,9 @@ def print_experiment(one: ListedExperiment, console: Console) -> None:
     console.print()
 
 
-def _time_here(one: ListedExperiment, scale: Scale, jobs: int) -> str:
+def _time_here(one: ListedExperiment, scale: Scale, jobs: int, said: Callable[[float], str] = duration) -> str:
     cost = one.scales.get(scale)
-    return duration(cost.hours * 3600 / jobs) if cost else NOTHING
+    return said(cost.hours * 3600 / jobs) if cost else NOTHING
 
 
 def _print_estimates(found: Sequence[ListedExperiment], jobs: int, console: Console) -> None:

@@ -32,7 +32,7 @@ rounding differs, and training magnifies it."""
 
 
 @dataclass
-class Check:
+class Verified:
     """One thing that was verified.
 
     Attributes:
@@ -54,7 +54,7 @@ def verify_packed(
     seed: int = 0,
     say: Callable[[str], None] = lambda text: None,
     watch: Callable[[Event], None] = lambda event: None,
-) -> list[Check]:
+) -> list[Verified]:
     """Check every file, recipe and verdict of a packed sweep, and train some of its runs again.
 
     Args:
@@ -80,10 +80,10 @@ def verify_packed(
     return checks
 
 
-def _check_files(top: Path) -> Check:
+def _check_files(top: Path) -> Verified:
     expected = read_checksums(top)
     there = {path.relative_to(top).as_posix() for path in top.rglob("*") if path.is_file()} - {CHECKSUMS}
-    check = Check("checksums of files", len(expected))
+    check = Verified("checksums of files", len(expected))
     check.problems += [f"{name} is missing" for name in sorted(expected.keys() - there)]
     check.problems += [f"{name} is not in {CHECKSUMS}" for name in sorted(there - expected.keys())]
     check.problems += [
@@ -94,9 +94,9 @@ def _check_files(top: Path) -> Check:
     return check
 
 
-def _check_runs(runs: dict[str, Path]) -> Check:
+def _check_runs(runs: dict[str, Path]) -> Verified:
     """The hash of every recipe, and the checksums that its record has of recipe and metrics."""
-    check = Check("recipes and metrics of runs", len(runs))
+    check = Verified("recipes and metrics of runs", len(runs))
     for run_hash, directory in sorted(runs.items(), key=lambda item: item[1].name):
         record = read_record(directory)
         if record is None or record.hash != run_hash:
@@ -113,12 +113,12 @@ def _check_runs(runs: dict[str, Path]) -> Check:
     return check
 
 
-def _check_verdicts(top: Path, files: Path) -> Check:
+def _check_verdicts(top: Path, files: Path) -> Verified:
     """Every cell and claim of summary.json, from the metrics and the definitions in asked/."""
     asked = read_asked(top)
     now = summary_of(asked, files)
     before = Summary.model_validate(parse_json((top / SUMMARY).read_text(encoding="utf-8")))
-    check = Check("verdicts judged anew", len(before.claims))
+    check = Verified("verdicts judged anew", len(before.claims))
     judged = {(one.experiment, one.id): one for one in now.claims}
     for claim in before.claims:
         again = judged.pop((claim.experiment, claim.id), None)
@@ -139,10 +139,10 @@ def _check_verdicts(top: Path, files: Path) -> Check:
 
 def _retrained(
     runs: dict[str, Path], count: int, seed: int, say: Callable[[str], None], watch: Callable[[Event], None]
-) -> Check:
+) -> Verified:
     done = sorted(path for path in runs.values() if (record := read_record(path)) and record.status == "done")
     chosen = random.Random(seed).sample(done, min(count, len(done)))
-    check = Check("runs trained again", len(chosen))
+    check = Verified("runs trained again", len(chosen))
     for directory in chosen:
         say(f"training {directory.name} again")
         with TemporaryDirectory(prefix="sinklab-") as folder:
