@@ -1,11 +1,13 @@
 """The paper at a glance: its twenty statements with the verdicts and seeds of a sweep, and ours drawn beside its own."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sinklab.experiments.documents import CellSummary, JudgedClaim, Summary, estimated
 from sinklab.experiments.glance import Statement, statements
+from sinklab.experiments.quantities import Quantity
 from sinklab.experiments.verdicts.wording import number, unit
 from sinklab.report.charts import Width
 from sinklab.report.experiments.dots import Dots, by_cell
@@ -24,7 +26,8 @@ class GlancePart:
 
     Attributes:
         claim: with its verdict.
-        ours: the claim's cells, each with its number at every seed as text.
+        ours: the claim's cells, each with its number at every seed as text; where the verdict rests on other numbers,
+            such as those at a step, none: the evidence has them.
         key: of the anchor of its experiment.
     """
 
@@ -70,23 +73,18 @@ def _claims(summary: Summary, statement: Statement) -> list[JudgedClaim]:
 
 
 def _by_seed(summary: Summary, claim: JudgedClaim) -> list[tuple[str, str]]:
-    """Every cell with its seeds: `k_biases`, `0.0, 0.2, 0.0 %`."""
+    """Every cell with its seeds: `k_biases`, `0.0, 0.2, 0.0 %`; none where the evidence rests on other numbers."""
     if not claim.quantity:
         return []
     shown = quantity_of(claim.quantity)
-    cells = ((name, _cell(summary, claim.experiment, name)) for name in claim.cells)
-    texts = (
-        (
-            name,
-            ", ".join(
-                number(run.values[shown.name], shown) if shown.name in run.values else "never"
-                for run in cell.runs
-                if shown.name in run.values or shown.name in run.never
-            ),
-        )
-        for name, cell in cells
-    )
-    return [(name, f"{text}{unit(shown)}" if text else "no finished run") for name, text in texts]
+    cells = {name: _cell(summary, claim.experiment, name) for name in claim.cells}
+    texts = [(name, f"{_seeds_text(cell, shown)}{unit(shown)}") for name, cell in cells.items()]
+    return texts if all(f"{name} {text}" in claim.evidence for name, text in texts) else []
+
+
+def _seeds_text(cell: CellSummary, shown: Quantity) -> str:
+    has = [run for run in cell.runs if shown.name in run.values or shown.name in run.never]
+    return ", ".join(number(run.values.get(shown.name, math.inf), shown) for run in has)
 
 
 def _cell(summary: Summary, experiment: str, name: str) -> CellSummary:
@@ -127,7 +125,7 @@ def _forest(sweep: Sweep, key: str, page: Path, width: Width) -> Figure | None:
         labels=[row[0] for row in rows],
         seeds=seeds,
         middles=middles,
-        paper=[{"cell": row[0], "at": row[0], "value": shown.paper} for row, (_, _, shown) in zip(rows, drawn)],
+        paper=[{"cell": row[0], "at": row[0], "value": shown.paper} for row, (_, _, shown) in zip(rows, drawn, strict=True)],
         decimals=1,
         from_zero=True,
     )

@@ -83,7 +83,7 @@ def board_figure(board: Leaderboard, key: str, width: Width) -> Figure | None:
     chart = _layered(base, rows, x, y, tooltip, size, width, "named:N")
     caption = (
         f"Medians over seeds, the lines from the smallest to the largest; {board.baseline} is the large point. Named are "
-        "it and the cells to which no other is better in both. Its sink may stand elsewhere (the board says where)."
+        "it and the cells to which no other is better in both. A sink may stand elsewhere: the board says where."
     )
     return Figure(key, f"Sink₁ against the loss at scale {board.scale}", caption, [chart])
 

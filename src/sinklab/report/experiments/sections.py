@@ -1,6 +1,6 @@
 """What the page shows of a sweep, as texts: a section per experiment, the leaderboard, the counts of verdicts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,7 +92,7 @@ class ShownExperiment:
         columns: title and unit of the numbers' columns, the paper's beside ours.
         rows: the cell's name and its numbers.
         verdicts: how often there is each, confirmatory and exploratory claims apart.
-        run: whether any of its cells has a finished run.
+        run: whether any of its claims, or without claims of its cells, has the runs it needs.
         in_paper: whether the paper has numbers for it.
         replicate: what its numbers are over: a seed, or a draw of sequences that an existing model is measured on.
         elsewhere: what the paper prints of other models than the one that is measured; None where nothing.
@@ -177,7 +177,7 @@ def _shown(sweep: Sweep, name: str, key: str, page: Path) -> ShownExperiment:
         scale=experiment.scale,
         adapted=experiment.adapted,
         verdicts=verdict_counts(claims),
-        run=any(_has_run(cell) for cell in sweep.cells_of(experiment).values()),
+        run=_is_run(claims, sweep.cells_of(experiment).values()),
         figures=experiment_figures(sweep, name, key, page, "container"),
         columns=_columns(table, replicate),
         rows=[(cell.name, _numbers(table, cell)) for cell in table.cells],
@@ -249,19 +249,21 @@ def _run(sweep: Sweep, run: CellRun, columns: Sequence[str], page: Path) -> Show
 def grouped(experiments: Sequence[ShownExperiment]) -> list[ShownGroup]:
     """Those with confirmatory claims, the others, and last, folded, those that are not run."""
     run = [one for one in experiments if one.run]
-    confirmatory = [one for one in run if ANALYSES[0] in one.verdicts]
+    confirmatory = [one for one in run if any(claim.analysis == ANALYSES[0] for claim in one.claims)]
     others = [one for one in run if one not in confirmatory]
     waiting = [one for one in experiments if not one.run]
     groups = [
         ShownGroup("confirmatory", "The paper’s experiments: confirmatory claims", False, confirmatory),
-        ShownGroup("exploratory", "Experiments with exploratory claims", False, others),
+        ShownGroup("exploratory", "Exploratory experiments", False, others),
         ShownGroup("not-run", f"Not run: {counted(len(waiting), 'experiment')}", len(experiments) > 1, waiting),
     ]
     return [group for group in groups if group.experiments]
 
 
-def _has_run(cell: CellSummary) -> bool:
-    return any(run.status != "unfinished" for run in cell.runs) or (not cell.runs and bool(cell.values))
+def _is_run(claims: Sequence[JudgedClaim], cells: Iterable[CellSummary]) -> bool:
+    if claims:
+        return any(claim.verdict != "not run" for claim in claims)
+    return any(cell.seeds or any(run.status == "failed" for run in cell.runs) for cell in cells)
 
 
 def shown_boards(sweeps: Sequence[Sweep], width: Width) -> list[ShownBoard]:
