@@ -36,7 +36,7 @@ class DrawnNumber(Part):
         return published_tables()[table].rows[row].values[self.value]
 
 
-class Statement(Part):
+class PaperStatement(Part):
     """One of the twenty.
 
     Attributes:
@@ -60,7 +60,7 @@ class Statement(Part):
 
 
 @cache
-def statements() -> Sequence[Statement]:
+def statements() -> Sequence[PaperStatement]:
     """The twenty, in the order of the paper."""
     text = (resources.files("sinklab") / "experiments" / "glance.yaml").read_text(encoding="utf-8")
-    return tuple(Statement.model_validate(one) for one in parse_yaml(text))
+    return tuple(PaperStatement.model_validate(one) for one in parse_yaml(text))

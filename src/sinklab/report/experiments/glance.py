@@ -1,4 +1,4 @@
-"""The paper at a glance: its twenty statements with the verdicts and seeds of a sweep, and ours drawn beside its own."""
+"""The paper at a glance: twenty statements with the verdicts and seeds of a sweep; our numbers drawn beside its own."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sinklab.experiments.documents import CellSummary, JudgedClaim, Summary, estimated
-from sinklab.experiments.glance import Statement, statements
+from sinklab.experiments.glance import PaperStatement, statements
 from sinklab.experiments.quantities import Quantity
 from sinklab.experiments.verdicts.wording import number, unit
 from sinklab.report.charts import Width
@@ -40,7 +40,7 @@ class GlancePart:
 class GlanceLine:
     """A statement with its claims of all sweeps that ask them; without any it is not run."""
 
-    statement: Statement
+    statement: PaperStatement
     parts: Sequence[GlancePart]
 
 
@@ -67,7 +67,7 @@ def lines_of(summaries: Sequence[tuple[Summary, dict[str, str]]]) -> list[Glance
     return lines if any(line.parts for line in lines) else []
 
 
-def _claims(summary: Summary, statement: Statement) -> list[JudgedClaim]:
+def _claims(summary: Summary, statement: PaperStatement) -> list[JudgedClaim]:
     found = {f"{claim.experiment}.{claim.id}": claim for claim in summary.claims}
     return [found[name] for name in statement.claims if name in found]
 
@@ -125,18 +125,20 @@ def _forest(sweep: Sweep, key: str, page: Path, width: Width) -> Figure | None:
         labels=[row[0] for row in rows],
         seeds=seeds,
         middles=middles,
-        paper=[{"cell": row[0], "at": row[0], "value": shown.paper} for row, (_, _, shown) in zip(rows, drawn, strict=True)],
+        paper=[
+            {"cell": row[0], "at": row[0], "value": shown.paper} for row, (_, _, shown) in zip(rows, drawn, strict=True)
+        ],
         decimals=1,
         from_zero=True,
     )
     exploratory = [str(place) for place, found in claims.items() if found and found[0].analysis == "exploratory"]
     caption = (
-        "Every point is a run of one seed, and leads to its recipe; the bar is the median over seeds, the line from the "
-        "smallest to the largest. The open diamond is the paper's number, a single run at its own scale: where it "
+        "Every point is a run of one seed, and leads to its recipe; the bar is the median over seeds, the line from "
+        "the smallest to the largest. The open diamond is the paper's number, a single run at its own scale: where it "
         "stands is not what a verdict rests on. Statements for which it prints no percentage are left out."
         + (f" Exploratory: {', '.join(exploratory)}." if exploratory else "")
     )
-    table = DataTable(["Statement", "Cell", "Number", "Ours, every seed (%)", "The paper's (%)"], rows)
+    table = DataTable(["PaperStatement", "Cell", "Number", "Ours, every seed (%)", "The paper's (%)"], rows)
     scale = f" at {sweep.summary.scale}" if sweep.summary.scale else ""
     chart = by_cell(dots, width, LABELS)
     return Figure(key, f"Ours{scale} beside the paper's", caption, [chart], small=True, table=table)

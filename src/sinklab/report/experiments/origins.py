@@ -1,4 +1,4 @@
-"""With what the runs of sweeps were trained: commits, versions, processors, hours and dates, of all of them together."""
+"""With what the runs of sweeps were trained: commits, versions, processors, hours and dates of all of them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,4 +74,3 @@ def _each(values: Iterable[object]) -> str:
 
 def _on_card(said: Mapping[str, Any]) -> bool:
     return not str(said.get("device", "cpu")).startswith("cpu")
-

@@ -82,8 +82,8 @@ def board_figure(board: Leaderboard, key: str, width: Width) -> Figure | None:
     size = alt.Size("kind:N", scale=alt.Scale(domain=kinds, range=[190, 55]), legend=None)
     chart = _layered(base, rows, x, y, tooltip, size, width, "named:N")
     caption = (
-        f"Medians over seeds, the lines from the smallest to the largest; {board.baseline} is the large point. Named are "
-        "it and the cells to which no other is better in both. A sink may stand elsewhere: the board says where."
+        f"Medians over seeds, the lines from the smallest to the largest; {board.baseline} is the large point. Named "
+        "are it and the cells to which no other is better in both. A sink may stand elsewhere: the board says where."
     )
     return Figure(key, f"Sink₁ against the loss at scale {board.scale}", caption, [chart])
 
