@@ -8,7 +8,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from browser import BrowserTab, browser_tab
-from sweep_fixtures import CELLS, EXPERIMENTS, MadeCell, make_sweep, many_experiments
+from sweep_fixtures import CELLS, EXPERIMENTS, MadeCell, judge_the_paper, make_sweep, many_experiments
 from test_browser import browser  # noqa: F401
 
 from sinklab.report import write_report
@@ -19,11 +19,16 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 MB = 2**20
 OPENS_IN = 2.0  # seconds, on a machine that does nothing else
 SLOWER = 10  # times as long on a busy one
+BRING_NEAR = (
+    "(async () => { for (const one of document.querySelectorAll('.chart')) {"
+    " one.scrollIntoView(); await new Promise(requestAnimationFrame); } })()"
+)
+UNFOLD = "document.querySelectorAll('details').forEach((one) => (one.open = true))"
 
 
 @pytest.fixture(scope="module")
 def sweep_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_report([make_sweep(tmp_path_factory.mktemp("sweep") / "tiny")])
+    return write_report([judge_the_paper(make_sweep(tmp_path_factory.mktemp("sweep") / "tiny"))])
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +57,57 @@ def sorted_by(tab: BrowserTab) -> list[str | None]:
 
 def test_nothing_is_requested_and_nothing_complained_of(tab: BrowserTab, sweep_page: Path) -> None:
     tab.open(sweep_page)
-    tab.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
+    tab.evaluate(UNFOLD)
+    tab.evaluate(BRING_NEAR)
+    tab.until("document.querySelectorAll('.chart').length === document.querySelectorAll('.chart svg.marks').length")
     assert tab.complaints == []
     assert tab.requests == [sweep_page.as_uri()]
-    assert tab.evaluate("document.querySelectorAll('.chart').length") == tab.evaluate(
-        "document.querySelectorAll('.chart svg.marks').length"
+
+
+def test_experiments_are_folded_and_a_link_unfolds_the_one_it_leads_to(tab: BrowserTab, sweep_page: Path) -> None:
+    tab.open(sweep_page)
+    opened = "[...document.querySelectorAll('details[open]')].map((one) => one.querySelector('h2, h3').id)"
+    assert tab.evaluate(opened) == []
+    height = tab.evaluate("document.documentElement.scrollHeight")
+    tab.evaluate("location.hash = 'table_6'")  # folded within what is not run
+    tab.until("document.querySelector('#table_6').closest('details').open")
+    assert tab.evaluate(opened) == ["not-run", "table_6"]
+    tab.click("a[href='#table_4']")
+    tab.until("document.querySelector('#chart-table_4-numbers-0 svg.marks')")
+    assert tab.evaluate(opened) == ["table_4", "not-run", "table_6"]
+    drawn = "document.querySelector('#chart-table_4-numbers-0 svg.marks').getBoundingClientRect().width"
+    assert tab.evaluate(drawn) > 200  # it had no width while it was folded away
+    assert tab.evaluate("document.documentElement.scrollHeight") > height
+
+
+def test_the_leaderboard_shows_cells_by_their_names_and_keeps_its_heading(tab: BrowserTab, sweep_page: Path) -> None:
+    tab.open(sweep_page)
+    shown = "[...document.querySelectorAll('.board tbody tr')].filter((one) => !one.hidden).map((one) => one.cells[0].innerText)"
+    everything = tab.evaluate(shown)
+    typed = (
+        "const one = document.querySelector('.filter input'); one.value = 'SIG'; one.dispatchEvent(new Event('input'))"
     )
+    tab.evaluate(typed)
+    assert tab.evaluate(shown) == ["sigmoid"]
+    tab.evaluate(typed.replace("SIG", "").replace("const one", "var two").replace("one.", "two."))
+    assert tab.evaluate(shown) == everything
+    tab.evaluate("document.querySelector('.leaderboard .scroll').style.maxHeight = '10rem'")
+    top = "document.querySelector('.board thead th').getBoundingClientRect().top"
+    within = "document.querySelector('.leaderboard .scroll')"
+    tab.evaluate(f"{within}.scrollTop = 100")
+    assert tab.evaluate(f"{within}.scrollTop") > 50
+    assert abs(tab.evaluate(f"{top} - {within}.getBoundingClientRect().top")) < 2
+
+
+def test_at_a_glance_a_statement_is_a_row_or_on_a_telephone_a_block(tab: BrowserTab, sweep_page: Path) -> None:
+    across = (
+        "[...document.querySelectorAll('.glance tbody:nth-of-type(15) tr:first-child > *')]"
+        ".map((one) => Math.round(one.getBoundingClientRect().left))"
+    )
+    tab.open(sweep_page)
+    assert len(set(tab.evaluate(across))) == 5
+    tab.open(sweep_page, width=390)
+    assert len(set(tab.evaluate(across))) == 1
 
 
 def test_the_leaderboard_is_sorted_by_click_with_numbers_as_numbers_and_what_is_missing_last(
@@ -94,6 +144,8 @@ def test_the_leaderboard_is_sorted_by_keyboard(tab: BrowserTab, sweep_page: Path
 
 def test_a_point_says_its_seed_and_value_and_leads_to_its_recipe(tab: BrowserTab, sweep_page: Path) -> None:
     tab.open(sweep_page)
+    tab.evaluate("location.hash = 'table_4'")
+    tab.until("document.querySelector('#chart-table_4-numbers-0 svg.marks')")
     point = "#chart-table_4-numbers-0 path[aria-label*='seed: 0']"
     tab.hover(point)
     tab.until("document.querySelector('#vg-tooltip-element.visible')")
@@ -118,7 +170,7 @@ def test_every_recipe_link_of_the_page_leads_to_a_file(tab: BrowserTab, sweep_pa
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_page_is_no_wider_than_the_window(tab: BrowserTab, sweep_page: Path, width: int) -> None:
     tab.open(sweep_page, width=width)
-    tab.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
+    tab.evaluate(UNFOLD)
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
 
 
@@ -145,6 +197,7 @@ def test_a_large_page_is_small_and_opens_at_once(tab: BrowserTab, large_page: Pa
 def test_charts_of_a_large_page_are_drawn_when_the_reader_comes_near(tab: BrowserTab, large_page: Path) -> None:
     tab.open(large_page)
     last = "#chart-experiment_59-numbers-3"
+    tab.evaluate(UNFOLD)
     assert tab.evaluate(f"document.querySelector('{last}').childElementCount") == 0
     tab.show(last)
     tab.until(f"document.querySelector('{last} svg.marks')")
@@ -175,10 +228,13 @@ def test_hostile_names_do_no_harm_in_tables_charts_tooltips_and_links(tab: Brows
     policy = re.sub(r"<meta http-equiv[^>]*>", "", page.read_text(encoding="utf-8"))
     page.write_text(policy, encoding="utf-8")  # not even without the content policy
     tab.open(page)
-    tab.hover(".chart path[aria-label*='seed: 0']")
+    tab.evaluate(UNFOLD)
+    tab.show(".experiment .chart")
+    tab.until("document.querySelector('.experiment .chart path[aria-label*=\"seed: 0\"]')")
+    tab.hover(".experiment .chart path[aria-label*='seed: 0']")
     tab.until("document.querySelector('#vg-tooltip-element.visible')")
     assert HOSTILE in tab.evaluate("document.querySelector('#vg-tooltip-element').innerText")
-    assert HOSTILE[:20] in tab.evaluate("document.querySelector('.chart svg').textContent")
+    assert HOSTILE[:20] in tab.evaluate("document.querySelector('.experiment .chart svg').textContent")
     assert tab.evaluate("document.querySelectorAll('img').length") == 0
     assert tab.complaints == []
     links = tab.evaluate("[...document.querySelectorAll('.cell a')].map((one) => one.href)")

@@ -21,6 +21,8 @@ from sinklab.experiments.documents import (
     estimated,
     verdict_counts,
 )
+from sinklab.experiments.quantities import quantity as q
+from sinklab.experiments.verdicts.wording import each_seed
 from sinklab.train.recipe import recipe_text
 
 STEPS = 1500
@@ -154,6 +156,35 @@ def make_sweep(
     asked.mkdir(exist_ok=True)
     for name in experiments:
         (asked / f"{name}.json").write_text(json.dumps({"schema": 1, "id": name, "scale": "tiny"}), encoding="utf-8")
+    return top
+
+
+def judge_the_paper(top: Path) -> Path:
+    """Give the sweep of `make_sweep` claims that are among the paper's at a glance, in the place of its own."""
+    path = top / "summary.json"
+    summary = Summary.model_validate(json.loads(path.read_text(encoding="utf-8")))
+
+    def judged(claim: str, verdict: str, quantity: str, cells: list[str], analysis: str, seen: str = "") -> JudgedClaim:
+        experiment, _, name = claim.partition(".")
+        evidence = " against ".join(each_seed(cell, values(cell, quantity), q(quantity)) for cell in cells)
+        return JudgedClaim(
+            id=name, experiment=experiment, text=f"The text of {name}", verdict=verdict, scale="tiny",
+            evidence=seen or f"{evidence}: 3 of 3 seeds so far", cells=cells, quantity=quantity, analysis=analysis,
+        )  # fmt: skip
+
+    def values(cell: str, quantity: str) -> list[float]:
+        return [run.values[quantity] for run in summary.cells[cell].runs if quantity in run.values]
+
+    two = ["k_biases", "softmax"]
+    claims = [
+        judged("table_4.k_biases_take_the_sink", "reproduced", "sink_bias", ["k_biases"], "confirmatory"),
+        judged("table_4.k_biases_free_the_first_token", "contradicted", "sink_1", two, "confirmatory"),
+        judged("table_2.moderate_decay_strengthens", "reproduced", "sink_1", ["weight_decay_0.5"], "exploratory"),
+        judged("table_2.far_too_much_decay_ends_it", "not run", "sink_1", ["weight_decay_5"], "confirmatory", "no run"),
+        judged("table_6.sigmoid_has_none", "not run", "sink_1", ["sigmoid"], "confirmatory", "sigmoid has no run"),
+    ]  # fmt: skip
+    judged_summary = summary.model_copy(update={"claims": claims, "counts": verdict_counts(claims)})
+    judged_summary.save(top)
     return top
 
 

@@ -17,12 +17,14 @@ from sinklab.outputs import CHART_MARK, check_chart
 from sinklab.report import theme
 from sinklab.report.data import ReportData
 from sinklab.report.experiments.figures import all_experiment_figures
+from sinklab.report.experiments.glance import forests
+from sinklab.report.experiments.sections import shown_boards
 from sinklab.report.figures import figures
 
 # No chart refers to data elsewhere, and none may: the converter is given no address it could load from.
 OFFLINE: dict[str, Any] = {"allowed_base_urls": []}
 
-EXPERIMENT_WIDTH = 420
+EXPERIMENT_WIDTH, ALONE = 420, 640
 
 PNG_END = 12  # bytes of the last chunk
 
@@ -46,9 +48,15 @@ def export_charts(data: ReportData, out_dir: Path, formats: Sequence[str] = ("sv
     unknown = sorted(set(formats) - set(WRITERS))
     if unknown:
         raise InputError(f"unknown chart format {', '.join(unknown)}: choose from {', '.join(WRITERS)}.")
+    drawn = [
+        *forests(data.sweeps, out_dir, ALONE),
+        *(board.figure for board in shown_boards(data.sweeps, ALONE) if board.figure),
+        *all_experiment_figures(data.sweeps, out_dir, EXPERIMENT_WIDTH),
+        *figures(data, ALONE),
+    ]
     wanted = [
         (out_dir / f"{figure.key if len(figure.charts) == 1 else f'{figure.key}-{number}'}.{kind}", kind, chart)
-        for figure in [*all_experiment_figures(data.sweeps, out_dir, EXPERIMENT_WIDTH), *figures(data, width=640)]
+        for figure in drawn
         for number, chart in enumerate(figure.charts, start=1)
         for kind in formats
     ]

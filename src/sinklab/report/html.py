@@ -33,7 +33,9 @@ from sinklab.report.assessing.tables import assessment_tables
 from sinklab.report.collect import collect
 from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.experiments import dots
-from sinklab.report.experiments.sections import shown_board, shown_experiments
+from sinklab.report.experiments.glance import forests, glance
+from sinklab.report.experiments.origins import origins
+from sinklab.report.experiments.sections import grouped, shown_boards, shown_experiments
 from sinklab.report.experiments.sweeps import Sweep
 from sinklab.report.export import export_charts
 from sinklab.report.figures import Figure, figures
@@ -85,6 +87,13 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
     )
     environment.filters["verdict_class"] = verdict_class
     drawn, experiments = figures(data), shown_experiments(data.sweeps, page)
+    compared, boards = forests(data.sweeps, page, "container"), shown_boards(data.sweeps, "container")
+    charted = [
+        *compared,
+        *(board.figure for board in boards if board.figure),
+        *(one for shown in experiments for one in shown.figures),
+        *drawn,
+    ]
     columns, rows = table_of_cells(data)
     scripts = [vega_bundle(), *(_template(name) for name in ("report.js", "board.js"))]
     return environment.get_template("report.html.j2").render(
@@ -93,8 +102,12 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
         headline=headline(data),
         claims=data.claims,
         verdicts=_verdict_counts(data),
-        boards=shown_board(data.sweeps),
+        lines=glance(data.sweeps),
+        forests=compared,
+        origins=origins(data.sweeps),
+        boards=boards,
         experiments=experiments,
+        groups=grouped(experiments),
         ours=dots.OURS,
         paper=dots.PAPER,
         columns=columns,
@@ -104,9 +117,7 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
         tables=[*tables(data), *assessment_tables(data.assessed)],
         swatches=theme.colours(data.cells),
         figures=drawn,
-        charts=Markup(
-            json_for_script(_charts_document([*(one for shown in experiments for one in shown.figures), *drawn]))
-        ),
+        charts=Markup(json_for_script(_charts_document(charted))),
         scripts=[Markup(script) for script in scripts],
         style=Markup(_template("report.css") + _template("experiments.css")),
         policy=content_policy(scripts),

@@ -59,13 +59,17 @@ class Dots:
 _NUMBERS = {"value", "median", "smallest", "largest"}
 
 
-def by_cell(dots: Dots, width: Width = 420) -> Drawing:
-    """A row per cell, values from left to right."""
+def by_cell(dots: Dots, width: Width = 420, labels: int = 150) -> Drawing:
+    """A row per cell, values from left to right.
+
+    Args:
+        labels: pixels for the names of cells, of which more is cut off.
+    """
     cell = alt.Y(
         "cell:N",
         title=None,
         scale=alt.Scale(domain=list(dots.cells)),
-        axis=alt.Axis(grid=True, ticks=False, domain=False, labelLimit=150, labelPadding=8),
+        axis=alt.Axis(grid=True, ticks=False, domain=False, labelLimit=labels, labelPadding=8),
     )
     title, scale = dots.axis
 

@@ -118,12 +118,12 @@ def _chart(
         cells=list(labels),
         labels=list(labels.values()),
         seeds=[
-            {"cell": cell, "at": labels[cell], "seed": run.seed, "value": value, **_led_to(sweep, run, page)}
+            {"cell": cell, "at": labels[cell], **point_of(sweep, run, value, page)}
             for cell in labels
             for run, value in by_seed(cells[cell], shown.name)
         ],
         middles=[
-            {"cell": cell, "at": labels[cell], **_middle(one)} for cell, one in estimates.items() if one is not None
+            {"cell": cell, "at": labels[cell], **middle_of(one)} for cell, one in estimates.items() if one is not None
         ],
         paper=[
             {"cell": cell, "at": labels[cell], "value": experiment.published[cell][shown.name]}
@@ -136,7 +136,7 @@ def _chart(
     return in_order(dots, order.what, width) if order else by_cell(dots, width)
 
 
-def _middle(one: CellEstimate) -> dict[str, float]:
+def middle_of(one: CellEstimate) -> dict[str, float]:
     """Median, ends where there are several seeds, and behind which seed those lie that never got there."""
     reached = [value for value in one.seeds if value is not None]
     several = len(one.seeds) > 1
@@ -149,10 +149,10 @@ def _middle(one: CellEstimate) -> dict[str, float]:
     return {"never_reached": one.never_reached, **{name: value for name, value in found.items() if value is not None}}
 
 
-def _led_to(sweep: Sweep, run: CellRun, page: Path) -> dict[str, str]:
-    """What a point says of its run, and where it leads."""
+def point_of(sweep: Sweep, run: CellRun, value: float, page: Path) -> dict[str, str | float]:
+    """The number of a run as a point: what it says of the run, and where it leads."""
     link = link_to(sweep, run, page)
-    return {"run": run.hash, **({"link": link} if link else {})}
+    return {"seed": run.seed, "value": value, "run": run.hash, **({"link": link} if link else {})}
 
 
 def link_to(sweep: Sweep, run: CellRun, page: Path) -> str | None:

@@ -12,7 +12,7 @@ from sinklab.report.experiments.sweeps import Sweep
 MITIGATIONS, RETUNED = "mitigations", "mitigations_retuned"
 RETUNED_IS = "the lowest of the losses at several learning rates, since one rate for all is unfair"
 AT_RATE = "_lr_"
-LOSS = "valid_loss"
+LOSS, SINK = "valid_loss", "sink_1"
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class BoardColumn:
         decimals: that are shown.
         score: of a cell, by its name; None where it has none.
         explained: what its title and unit do not say, for the note below the board.
+        quantity: that it shows, where it is one.
     """
 
     title: str
@@ -48,6 +49,7 @@ class BoardColumn:
     decimals: int
     score: ScoreOf
     explained: str = ""
+    quantity: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,12 @@ class Leaderboard:
     """The board, the lowest validation loss first.
 
     Attributes:
+        baseline: the cell that the others are held against.
         assessed: whether some of its runs were.
     """
 
     scale: str
+    baseline: str
     assessed: bool
     columns: Sequence[BoardColumn]
     standings: Sequence[Standing]
@@ -84,9 +88,9 @@ def leaderboard(sweep: Sweep) -> Leaderboard | None:
     if not names:
         return None
     columns = (
-        BoardColumn("Valid. loss", "nats / token", 3, _quantity(LOSS)),
+        BoardColumn("Valid. loss", "nats / token", 3, _quantity(LOSS), quantity=LOSS),
         BoardColumn("Retuned", "loss at the best rate", 3, lambda name, cell: _retuned(sweep, name), RETUNED_IS),
-        BoardColumn("Sink₁", "% of heads", 1, _quantity("sink_1")),
+        BoardColumn("Sink₁", "% of heads", 1, _quantity(SINK), quantity=SINK),
         BoardColumn("On the bias", "% of heads", 1, _quantity("sink_bias")),
         BoardColumn("Norm ratio", "largest block", 1, _quantity("norm_ratio")),
         BoardColumn("Kurtosis", "largest block", 1, _quantity("kurtosis")),
@@ -104,7 +108,8 @@ def leaderboard(sweep: Sweep) -> Leaderboard | None:
         for name, cell in cells.items()
     ]
     standings.sort(key=_by_loss)
-    return Leaderboard(sweep.experiments[names[0]].scale, bool(prices), columns, standings)
+    first = sweep.experiments[names[0]]
+    return Leaderboard(first.scale, first.baseline or first.cells[0], bool(prices), columns, standings)
 
 
 def _by_loss(standing: Standing) -> tuple[bool, float]:

@@ -1,4 +1,6 @@
-"""One number of an experiment's cells against another: a point for each cell, with the ends of both."""
+"""One number of cells against another, a point for each cell with the ends of both: of an experiment, of the board."""
+
+from collections.abc import Sequence
 
 import altair as alt
 
@@ -6,9 +8,13 @@ from sinklab.experiments.documents import CellSummary, ExperimentSummary
 from sinklab.experiments.quantities import Quantity
 from sinklab.report import theme
 from sinklab.report.charts import HEIGHT, Drawing, Width
+from sinklab.report.experiments.leaderboard import LOSS, SINK, Leaderboard, SeedScore
 from sinklab.report.experiments.numbers import estimate_of, quantity_of
+from sinklab.report.figure import Figure
 
 OTHERS = "other models"
+FAR = 1.0
+"""Nats per token above softmax from which losses are drawn on a scale that is linear near softmax alone."""
 
 
 def against(cells: dict[str, CellSummary], experiment: ExperimentSummary, width: Width) -> Drawing | None:
@@ -39,12 +45,80 @@ def against(cells: dict[str, CellSummary], experiment: ExperimentSummary, width:
         alt.Tooltip("y:Q", title=up.label, format=f".{up.decimals}f"),
     ]
     base = alt.Chart(alt.Data(values=rows)).encode(color=colour)
-    layers = [base.mark_point(size=70, filled=True).encode(x=x, y=y, tooltip=tooltip)]
+    return _layered(base, rows, x, y, tooltip, alt.SizeValue(70), width)
+
+
+def board_figure(board: Leaderboard, key: str, width: Width) -> Figure | None:
+    """Sink_1 of every cell of a leaderboard against what its loss is above softmax's; None without softmax's loss.
+
+    Named are softmax, and the cells that no other is below in both.
+    """
+    at = {column.quantity: number for number, column in enumerate(board.columns) if column.quantity}
+    scores = {
+        one.cell: (loss, sink)
+        for one in board.standings
+        if (loss := one.scores[at[LOSS]]) is not None and (sink := one.scores[at[SINK]]) is not None
+    }
+    if board.baseline not in scores or len(scores) < 2:
+        return None
+    least = scores[board.baseline][0].median
+    rows = [_board_row(cell, loss, sink, least) for cell, (loss, sink) in scores.items()]
+    for row in rows:
+        row["kind"] = board.baseline if row["model"] == board.baseline else "mitigations"
+        beaten = any(one["x"] <= row["x"] and one["y"] <= row["y"] and one is not row for one in rows)  # type: ignore[operator]
+        row["named"] = row["model"] if row["model"] == board.baseline or not beaten else ""
+    kinds = [board.baseline, "mitigations"]
+    colour = alt.Color(
+        "kind:N", title=None, scale=alt.Scale(domain=kinds, range=[theme.PALETTE[1], theme.PALETTE[0]]), legend=None
+    )
+    x = alt.X("x:Q", title=f"Validation loss above {board.baseline} (nats / token)", scale=_loss_scale(rows))
+    y = alt.Y("y:Q", title="Sink₁ (% of heads)", scale=alt.Scale(zero=True, nice=True))
+    tooltip = [
+        alt.Tooltip("model:N", title="cell"),
+        alt.Tooltip("x:Q", title="loss above softmax", format="+.3f"),
+        alt.Tooltip("y:Q", title="Sink₁", format=".1f"),
+    ]
+    base = alt.Chart(alt.Data(values=rows)).encode(color=colour)
+    size = alt.Size("kind:N", scale=alt.Scale(domain=kinds, range=[190, 55]), legend=None)
+    chart = _layered(base, rows, x, y, tooltip, size, width, "named:N")
+    caption = (
+        f"Medians over seeds, the lines from the smallest to the largest; {board.baseline} is the large point. Named "
+        "are it and the cells to which no other is better in both. A sink may stand elsewhere: the board says where."
+    )
+    return Figure(key, f"Sink₁ against the loss at scale {board.scale}", caption, [chart])
+
+
+def _loss_scale(rows: Sequence[dict[str, float | str]]) -> alt.Scale:
+    """Linear up to a nat above softmax; beyond, a scale on which what is far away leaves room for what is near."""
+    far = max(abs(float(row["x"])) for row in rows) > FAR
+    return alt.Scale(type="symlog", constant=0.05) if far else alt.Scale(zero=False, nice=True)
+
+
+def _board_row(cell: str, loss: SeedScore, sink: SeedScore, least: float) -> dict[str, float | str]:
+    row: dict[str, float | str] = {"model": cell, "x": loss.median - least, "y": sink.median}
+    for axis, seeds in (("x", [one - least for one in loss.seeds]), ("y", sink.seeds)):
+        if len(seeds) > 1:
+            row |= {f"{axis}_low": min(seeds), f"{axis}_high": max(seeds)}
+    return row
+
+
+def _layered(
+    base: alt.Chart,
+    rows: Sequence[dict[str, float | str]],
+    x: alt.X,
+    y: alt.Y,
+    tooltip: list[alt.Tooltip],
+    size: alt.Size | alt.SizeValue,
+    width: Width,
+    named: str = "model:N",
+) -> Drawing:
+    """Points, lines from end to end where a row has ends, and names."""
+    layers = [base.mark_point(filled=True, opacity=0.9).encode(x=x, y=y, size=size, tooltip=tooltip)]
     if any("x_low" in row for row in rows):
         layers.append(base.mark_rule(opacity=0.5).encode(x=alt.X("x_low:Q"), x2="x_high:Q", y=y))
     if any("y_low" in row for row in rows):
         layers.append(base.mark_rule(opacity=0.5).encode(x=x, y=alt.Y("y_low:Q"), y2="y_high:Q"))
-    layers.append(base.mark_text(align="left", dx=8, dy=-8).encode(x=x, y=y, text="model:N"))
+    layers.append(base.mark_text(align="left", dx=8, dy=-8).encode(x=x, y=y, text=named))
     return alt.layer(*layers).properties(width=width, height=HEIGHT)
 
 

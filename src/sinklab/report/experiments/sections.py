@@ -1,10 +1,18 @@
 """What the page shows of a sweep, as texts: a section per experiment, the leaderboard, the counts of verdicts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sinklab.experiments.documents import CellEstimate, CellRun, CellSummary, JudgedClaim, verdict_counts
+from sinklab.experiments.documents import (
+    ANALYSES,
+    CellEstimate,
+    CellRun,
+    CellSummary,
+    JudgedClaim,
+    verdict_counts,
+)
+from sinklab.report.charts import Width
 from sinklab.report.experiments.comparison import ComparedCell, ComparedCells, compared
 from sinklab.report.experiments.figures import experiment_figures, keyed, link_to
 from sinklab.report.experiments.leaderboard import BoardColumn, Leaderboard, SeedScore, leaderboard
@@ -18,6 +26,7 @@ from sinklab.report.experiments.numbers import (
     quantity_of,
     untrained_text,
 )
+from sinklab.report.experiments.scatter import board_figure
 from sinklab.report.experiments.sweeps import Sweep
 from sinklab.report.figure import DataTable, Figure
 from sinklab.report.summary import counted
@@ -83,6 +92,7 @@ class ShownExperiment:
         columns: title and unit of the numbers' columns, the paper's beside ours.
         rows: the cell's name and its numbers.
         verdicts: how often there is each, confirmatory and exploratory claims apart.
+        run: whether any of its claims, or without claims of its cells, has the runs it needs.
         in_paper: whether the paper has numbers for it.
         replicate: what its numbers are over: a seed, or a draw of sequences that an existing model is measured on.
         elsewhere: what the paper prints of other models than the one that is measured; None where nothing.
@@ -97,6 +107,7 @@ class ShownExperiment:
     scale: str
     adapted: Sequence[str]
     verdicts: Mapping[str, Mapping[str, int]]
+    run: bool
     figures: Sequence[Figure]
     columns: Sequence[tuple[str, str]]
     rows: Sequence[tuple[str, Sequence[ShownNumber]]]
@@ -109,14 +120,33 @@ class ShownExperiment:
 
 
 @dataclass(frozen=True)
+class ShownGroup:
+    """Experiments under one heading.
+
+    Attributes:
+        key: of its anchor.
+        folded: whether the reader has to ask for them.
+    """
+
+    key: str
+    title: str
+    folded: bool
+    experiments: Sequence[ShownExperiment]
+
+
+@dataclass(frozen=True)
 class ShownBoard:
     """The leaderboard as texts, ready to be sorted.
 
     Attributes:
+        key: of its anchor.
+        figure: the loss of every cell against its sink; None where there is no softmax among them.
         explained: of the columns that are shown, title and explanation of those that have one.
     """
 
+    key: str
     scale: str
+    figure: Figure | None
     assessed: bool
     explained: Sequence[tuple[str, str]]
     columns: Sequence[tuple[str, str]]
@@ -147,6 +177,7 @@ def _shown(sweep: Sweep, name: str, key: str, page: Path) -> ShownExperiment:
         scale=experiment.scale,
         adapted=experiment.adapted,
         verdicts=verdict_counts(claims),
+        run=_is_run(claims, sweep.cells_of(experiment).values()),
         figures=experiment_figures(sweep, name, key, page, "container"),
         columns=_columns(table, replicate),
         rows=[(cell.name, _numbers(table, cell)) for cell in table.cells],
@@ -215,13 +246,33 @@ def _run(sweep: Sweep, run: CellRun, columns: Sequence[str], page: Path) -> Show
     )
 
 
-def shown_board(sweeps: Sequence[Sweep]) -> list[ShownBoard]:
+def grouped(experiments: Sequence[ShownExperiment]) -> list[ShownGroup]:
+    """Those with confirmatory claims, the others, and last, folded, those that are not run."""
+    run = [one for one in experiments if one.run]
+    confirmatory = [one for one in run if any(claim.analysis == ANALYSES[0] for claim in one.claims)]
+    others = [one for one in run if one not in confirmatory]
+    waiting = [one for one in experiments if not one.run]
+    groups = [
+        ShownGroup("confirmatory", "The paper’s experiments: confirmatory claims", False, confirmatory),
+        ShownGroup("exploratory", "Exploratory experiments", False, others),
+        ShownGroup("not-run", f"Not run: {counted(len(waiting), 'experiment')}", len(experiments) > 1, waiting),
+    ]
+    return [group for group in groups if group.experiments]
+
+
+def _is_run(claims: Sequence[JudgedClaim], cells: Iterable[CellSummary]) -> bool:
+    if claims:
+        return any(claim.verdict != "not run" for claim in claims)
+    return any(cell.seeds or any(run.status == "failed" for run in cell.runs) for cell in cells)
+
+
+def shown_boards(sweeps: Sequence[Sweep], width: Width) -> list[ShownBoard]:
     """The leaderboard of every sweep that has one."""
-    boards = [leaderboard(sweep) for sweep in sweeps]
-    return [_board(board) for board in boards if board is not None]
+    boards = [board for sweep in sweeps if (board := leaderboard(sweep)) is not None]
+    return [_board(board, f"leaderboard{number or ''}", width) for number, board in enumerate(boards)]
 
 
-def _board(board: Leaderboard) -> ShownBoard:
+def _board(board: Leaderboard, key: str, width: Width) -> ShownBoard:
     rows = [
         (
             standing.cell + (f" ({counted(standing.failed, 'run')} failed)" if standing.failed else ""),
@@ -232,7 +283,9 @@ def _board(board: Leaderboard) -> ShownBoard:
     kept = [index for index in range(len(board.columns)) if any(row[index].value is not None for _, row in rows)]
     shown = [board.columns[index] for index in kept]
     return ShownBoard(
+        key,
         board.scale,
+        board_figure(board, f"{key}-scatter", width),
         board.assessed,
         [(one.title, one.explained) for one in shown if one.explained],
         [(one.title, one.unit) for one in shown],

@@ -1,4 +1,5 @@
-// Sorts a leaderboard by the column whose heading is pressed, and the other way round when it is pressed again.
+// Sorts a leaderboard by the column whose heading is pressed, and the other way round when it is pressed again; shows
+// only rows whose name has what is typed above it.
 function sort(table, column, rising) {
   const value = (row) => {
     const cell = row.cells[column];
@@ -23,5 +24,11 @@ for (const table of document.querySelectorAll("table.board")) {
       head.setAttribute("aria-sort", rising ? "ascending" : "descending");
       sort(table, column, rising);
     });
+  });
+  const filter = table.closest("section").querySelector(".filter");
+  filter.hidden = false; // without scripts it would do nothing
+  filter.querySelector("input").addEventListener("input", (event) => {
+    const wanted = event.target.value.trim().toLowerCase();
+    for (const row of table.tBodies[0].rows) row.hidden = !row.cells[0].textContent.toLowerCase().includes(wanted);
   });
 }

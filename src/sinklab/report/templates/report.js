@@ -1,8 +1,9 @@
-// Draws the charts of the page: those near the window at once, the others when the reader comes near, all for print.
+// Draws the charts of the page: those near the window at once, the others when the reader comes near or unfolds them,
+// all for print. A link to what is folded away unfolds it.
 // Says on <body> when those that are near have been drawn, for tests and for printing scripts.
 const { config, specs } = JSON.parse(document.getElementById("charts").textContent);
 const NEAR = "1200px";
-const FEW = 40; // charts that are drawn at once wherever they stand
+const FEW = 40; // charts that are drawn at once wherever they stand, unless they are folded away and have no width
 
 const options = {
   renderer: "svg",
@@ -41,19 +42,28 @@ async function draw(place) {
   }
 }
 
+function unfold() {
+  const wanted = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  for (let one = wanted && wanted.closest("details"); one; one = one.parentElement.closest("details")) one.open = true;
+  if (wanted) wanted.scrollIntoView();
+}
+window.addEventListener("hashchange", unfold);
+unfold();
+
 // Printing waits for nothing but promises that need no event: drawing is made of such alone.
 const folded = () => [...document.querySelectorAll("main details:not([open])")].filter((one) => !one.closest(".chart"));
 window.addEventListener("beforeprint", () => {
-  [...waiting.keys()].forEach(draw);
   folded().forEach((one) => ((one.open = true), (one.dataset.forPrint = "")));
+  [...waiting.keys()].forEach(draw);
 });
 window.addEventListener("afterprint", () =>
   document.querySelectorAll("[data-for-print]").forEach((one) => ((one.open = false), delete one.dataset.forPrint)));
 
 const all = [...waiting.keys()];
-if (all.length <= FEW) {
-  await Promise.all(all.map(draw));
-} else {
+const atOnce = all.length <= FEW ? all.filter((place) => !place.closest("details:not([open])")) : [];
+await Promise.all(atOnce.map(draw));
+const later = all.filter((place) => waiting.has(place));
+if (later.length) {
   await new Promise((seen) => {
     const observer = new IntersectionObserver(async (entries) => {
       const near = entries.filter((one) => one.isIntersecting && waiting.has(one.target)).map((one) => one.target);
@@ -61,7 +71,7 @@ if (all.length <= FEW) {
       await Promise.all(near.map(draw));
       seen();
     }, { rootMargin: NEAR });
-    all.forEach((place) => observer.observe(place));
+    later.forEach((place) => observer.observe(place));
   });
 }
 document.body.dataset.charts = "drawn";

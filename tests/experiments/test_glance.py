@@ -1,0 +1,55 @@
+"""The paper at a glance: twenty statements, each of claims and numbers that there are."""
+
+import re
+
+import pytest
+from test_coverage import stated_claims
+
+from sinklab.experiments.definition import SCALES, Experiment
+from sinklab.experiments.glance import PaperStatement, statements
+from sinklab.experiments.quantities import quantity
+from sinklab.experiments.shipped import load_experiment
+
+
+def asked_at(scale: str, statement: PaperStatement) -> list[str]:
+    """The claims of a statement that a scale asks."""
+    found = []
+    for name in statement.claims:
+        experiment = load_experiment(name.partition(".")[0])
+        assert isinstance(experiment, Experiment)
+        known = {f"{experiment.id}.{claim.id}" for claim in experiment.claims_at(scale)}  # type: ignore[arg-type]
+        found += [name] if scale in experiment.base and name in known else []
+    return found
+
+
+def test_there_are_twenty_and_each_says_something_else() -> None:
+    assert len(statements()) == 20
+    assert len({one.says for one in statements()}) == 20
+    assert len({one.claims[0] for one in statements()}) == 20
+
+
+def test_every_claim_is_a_confirmatory_one_that_states_its_own_comparison() -> None:
+    named = {claim for one in statements() for claim in one.claims}
+    assert named - stated_claims() == set()
+
+
+@pytest.mark.parametrize("statement", statements(), ids=lambda one: one.says)
+def test_every_statement_is_asked_at_tiny_or_mini(statement: PaperStatement) -> None:
+    assert asked_at("tiny", statement) or asked_at("mini", statement)
+    assert {claim for scale in SCALES for claim in asked_at(scale, statement)} == set(statement.claims)
+
+
+@pytest.mark.parametrize("statement", [one for one in statements() if one.number], ids=lambda one: one.says)
+def test_a_number_is_that_of_a_cell_and_stands_in_what_the_paper_says(statement: PaperStatement) -> None:
+    assert statement.number is not None
+    experiment = load_experiment(statement.experiment)
+    assert isinstance(experiment, Experiment)
+    assert statement.number.cell in experiment.cells_at("tiny")
+    assert quantity(statement.number.value).unit == "%"
+    said = [float(text) for text in re.findall(r"\d+\.\d", statement.paper)]
+    assert min(said) - 0.05 <= statement.number.paper <= max(said) + 0.05
+
+
+def test_a_caveat_is_one_sentence() -> None:
+    for one in statements():
+        assert re.fullmatch(r"[^.]([^.]|\.\d)*\.", one.caveat), one.caveat

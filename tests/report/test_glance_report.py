@@ -1,0 +1,199 @@
+"""The page of a sweep begins with the paper at a glance, says where its runs come from, and folds the rest."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sweep_fixtures import EXPERIMENTS, judge_the_paper, make_sweep
+from test_report_html import Page
+from test_sweep_report import charts_of
+
+from sinklab.experiments.glance import statements
+from sinklab.report import write_report
+from sinklab.report.collect import collect
+from sinklab.report.experiments.glance import glance
+from sinklab.report.experiments.leaderboard import leaderboard
+from sinklab.report.experiments.origins import origins
+from sinklab.report.experiments.packing import pack_sweep
+from sinklab.report.experiments.scatter import board_figure
+from sinklab.report.experiments.sections import grouped, shown_experiments
+
+
+@pytest.fixture(scope="module")
+def sweep_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return judge_the_paper(make_sweep(tmp_path_factory.mktemp("glance") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def html(sweep_folder: Path) -> str:
+    return write_report([sweep_folder]).read_text(encoding="utf-8")
+
+
+def line(sweep_folder: Path, says: str) -> Any:
+    (found,) = (one for one in glance(collect([sweep_folder]).sweeps) if one.statement.says == says)
+    return found
+
+
+def test_the_twenty_statements_come_before_everything_else_with_what_the_paper_says(html: str) -> None:
+    text = Page(html).text
+    places = [text.index(f"{place} {one.says} {one.paper}") for place, one in enumerate(statements(), 1)]
+    assert places == sorted(places)
+    later = [text.rindex(said) for said in ("Ours at tiny beside the paper", "Only cells whose name", "Not run:")]
+    assert [*places, *later] == sorted([*places, *later])
+
+
+def test_a_line_has_every_seed_of_the_cells_of_its_claims_and_their_verdicts(sweep_folder: Path, html: str) -> None:
+    taken, freed = line(sweep_folder, "K biases take it").parts
+    cells = collect([sweep_folder]).sweeps[0].summary.cells
+    values = [run.values["sink_bias"] for run in cells["k_biases"].runs]
+    assert taken.ours == [("k_biases", ", ".join(f"{value:.1f}" for value in values) + " %")]
+    assert [cell for cell, _ in freed.ours] == ["k_biases", "softmax"]
+    assert (taken.claim.verdict, freed.claim.verdict) == ("reproduced", "contradicted")
+    assert f"k_biases {taken.ours[0][1]} reproduced at tiny confirmatory table_4" in Page(html).text
+
+
+def test_a_line_says_what_is_not_run_and_which_claims_are_exploratory(html: str) -> None:
+    text = Page(html).text
+    assert "3 Batch size is indifferent 16.2 to 18.2 % at 0.25 to 2 M tokens – not run Half to twice" in text
+    assert "sigmoid has no run not run at tiny confirmatory table_6" in text
+    assert "reproduced at tiny exploratory table_2" in text
+
+
+def test_numbers_on_which_the_verdict_does_not_rest_are_not_shown_as_ours(sweep_folder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(sweep_folder, tmp_path / "tiny"))
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["claims"][0]["evidence"] = "up to step 75 k_biases 0.0, 0.0, 0.0 %"
+    (folder / "summary.json").write_text(json.dumps(summary))
+    assert line(folder, "K biases take it").parts[0].ours == []
+    assert "up to step 75 k_biases" in Page(write_report([folder]).read_text(encoding="utf-8")).text
+
+
+def test_a_sweep_without_these_claims_has_no_glance(tmp_path: Path) -> None:
+    top = make_sweep(tmp_path / "tiny")
+    assert glance(collect([top]).sweeps) == []
+    html = write_report([top]).read_text(encoding="utf-8")
+    assert "at a glance" not in Page(html).text
+    assert "forest-0" not in charts_of(html)["specs"]
+
+
+def test_ours_are_drawn_beside_the_papers_percentages(html: str) -> None:
+    rows = charts_of(html)["specs"]["forest-0"]["datasets"]
+    numbers = {f"{place} {one.says}": one.number for place, one in enumerate(statements(), 1) if one.number}
+    assert {row["cell"]: row["value"] for row in rows["paper"]} == {said: one.paper for said, one in numbers.items()}
+    assert {row["cell"] for row in rows["seeds"]} == {
+        "7 Weight decay helps it",
+        "8 Too much decay ends it",
+        "15 K biases take it",
+        "19 Sigmoid has none at equal loss",
+    }
+    assert len([row for row in rows["seeds"] if row["cell"] == "15 K biases take it"]) == 3
+    assert "Exploratory: 7." in Page(html).text
+
+
+def test_the_leaderboard_is_drawn_with_softmax_at_no_change_of_loss(sweep_folder: Path) -> None:
+    board = leaderboard(collect([sweep_folder]).sweeps[0])
+    assert board is not None
+    figure = board_figure(board, "board", 640)
+    assert figure is not None
+    (chart,) = figure.charts
+    drawn = chart.to_dict()
+    rows = {row["model"]: row for row in drawn.get("data", drawn["layer"][0].get("data"))["values"]}
+    assert set(rows) == {"softmax", "k_biases", "sink_token", "sigmoid"}
+    assert (rows["softmax"]["x"], rows["softmax"]["kind"], rows["softmax"]["named"]) == (0.0, "softmax", "softmax")
+    loss = {one.cell: one.scores[0].median for one in board.standings if one.scores[0]}
+    assert rows["sigmoid"]["x"] == pytest.approx(loss["sigmoid"] - loss["softmax"])
+    best = [
+        row
+        for row in rows.values()
+        if all(one["x"] > row["x"] or one["y"] > row["y"] or one is row for one in rows.values())
+    ]
+    assert {row["model"] for row in best} | {"softmax"} == {row["named"] for row in rows.values() if row["named"]}
+
+
+def test_experiments_are_confirmatory_exploratory_or_not_run_which_comes_last(sweep_folder: Path) -> None:
+    groups = grouped(shown_experiments(collect([sweep_folder]).sweeps, sweep_folder))
+    assert [(one.key, one.folded, [e.name for e in one.experiments]) for one in groups] == [
+        ("confirmatory", False, ["table_4", "table_2"]),
+        ("exploratory", False, ["mitigations", "mitigations_retuned"]),
+        ("not-run", True, ["table_6"]),
+    ]
+
+
+def test_every_experiment_is_folded_under_its_counts_of_verdicts(html: str) -> None:
+    page = Page(html)
+    folded = [a for tag, a in page.elements if tag == "details" and a.get("class") == "experiment"]
+    assert len(folded) == len(EXPERIMENTS)
+    assert not any("open" in a for a in folded)
+    assert "table_4 confirmatory 1 reproduced 1 contradicted" in page.text
+
+
+def test_a_single_experiment_is_not_folded(tmp_path: Path) -> None:
+    html = write_report([make_sweep(tmp_path / "tiny", {"table_2": EXPERIMENTS["table_2"]})]).read_text(
+        encoding="utf-8"
+    )
+    opened = [a for tag, a in Page(html).elements if tag == "details" and a.get("class") == "experiment"]
+    assert ["open" in a for a in opened] == [True]
+
+
+def with_environments(top: Path, **changed: object) -> Path:
+    said = {
+        "begun": "2026-11-23T06:58:08+00:00", "sinklab": "0.1.0", "python": "3.11.7", "torch": "2.13.0+cpu",
+        "processor": "AMD EPYC", "device": "cpu (x86_64)", "threads": 2, "git": "af2904885c6ae20b1fd9",
+        "changed_files": False,
+    }  # fmt: skip
+    for number, path in enumerate(sorted(top.glob("*/env.json"))):
+        there = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(json.dumps({**there, **said, **(changed if number == 0 else {})}), encoding="utf-8")
+    return top
+
+
+def test_the_page_says_with_what_its_runs_were_trained(tmp_path: Path) -> None:
+    changed = {"begun": "2026-11-24T01:00:00+00:00", "git": "0123456789abcdef", "changed_files": True}
+    top = with_environments(make_sweep(tmp_path / "tiny", {"table_4": EXPERIMENTS["table_4"]}), **changed)
+    done = [run for run in collect([top]).sweeps[0].runs if run.status == "done"]
+    hours = sum(run.seconds or 0 for run in done) * 2 / 3600
+    text = Page(write_report([top]).read_text(encoding="utf-8")).text
+    for said in (
+        f"Runs {len(done)}, {hours:.1f} core-hours",
+        "Begun 2026-11-23 to 2026-11-24",
+        "Uncommitted changes in one run",
+        "sinklab 0.1.0 Python 3.11.7 PyTorch 2.13.0+cpu Processor AMD EPYC Threads 2",
+        "docs/verdicts.md",
+    ):
+        assert said in text
+    assert {"af2904885c", "0123456789"} == set(dict(origins(collect([top]).sweeps).facts)["Commit"].split(", "))  # type: ignore[union-attr]
+
+
+def test_hours_on_cards_are_counted_apart(tmp_path: Path) -> None:
+    top = with_environments(make_sweep(tmp_path / "tiny", {"table_4": EXPERIMENTS["table_4"]}), device="NVIDIA H200")
+    found = origins(collect([top]).sweeps)
+    assert found is not None
+    assert 180 <= found.card_hours * 3600 <= 184
+    assert dict(found.facts)["Device"] == "NVIDIA H200"
+
+
+def test_runs_that_do_not_say_with_what_they_were_trained_are_counted(tmp_path: Path) -> None:
+    found = origins(collect([make_sweep(tmp_path / "tiny", {"table_4": EXPERIMENTS["table_4"]})]).sweeps)
+    assert found is not None
+    assert dict(found.facts) == {"Not recorded": "date and versions of eight runs"}
+
+
+def test_packed_results_say_the_same_and_their_readme_begins_with_the_statements(tmp_path: Path) -> None:
+    top = with_environments(judge_the_paper(make_sweep(tmp_path / "runs")))
+    packed = pack_sweep([top], tmp_path / "tiny")
+    assert origins(collect([packed]).sweeps) == origins(collect([top]).sweeps)
+    text = (packed / "README.md").read_text(encoding="utf-8")
+    lines = [row for row in text.split("## Every claim")[0].splitlines() if row.startswith("| ") and row[2].isdigit()]
+    assert [row.split(" | ")[1] for row in lines] == [one.says for one in statements()]
+    assert "reproduced at tiny (table\\_4.k\\_biases\\_take\\_the\\_sink)<br>contradicted at tiny" in lines[14]
+    assert "exploratory" in lines[6]
+    assert "| – | not run |" in lines[2]
+    assert (packed / "charts" / "forest.svg").is_file()
+    assert (packed / "charts" / "leaderboard-scatter.svg").is_file()
+
+
+def test_a_readme_without_these_claims_has_the_claims_alone(tmp_path: Path) -> None:
+    packed = pack_sweep([make_sweep(tmp_path / "runs", {"table_6": EXPERIMENTS["table_6"]})], tmp_path / "tiny")
+    assert "at a glance" not in (packed / "README.md").read_text(encoding="utf-8")
