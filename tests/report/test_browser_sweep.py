@@ -82,7 +82,8 @@ def test_experiments_are_folded_and_a_link_unfolds_the_one_it_leads_to(tab: Brow
 
 def test_the_leaderboard_shows_cells_by_their_names_and_keeps_its_heading(tab: BrowserTab, sweep_page: Path) -> None:
     tab.open(sweep_page)
-    shown = "[...document.querySelectorAll('.board tbody tr')].filter((one) => !one.hidden).map((one) => one.cells[0].innerText)"
+    rows = "[...document.querySelectorAll('.board tbody tr')].filter((one) => !one.hidden)"
+    shown = f"{rows}.map((one) => one.cells[0].innerText)"
     everything = tab.evaluate(shown)
     typed = (
         "const one = document.querySelector('.filter input'); one.value = 'SIG'; one.dispatchEvent(new Event('input'))"

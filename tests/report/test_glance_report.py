@@ -121,6 +121,21 @@ def test_experiments_are_confirmatory_exploratory_or_not_run_which_comes_last(sw
     ]
 
 
+def test_a_reference_to_a_confirmatory_claim_makes_no_experiment_confirmatory(
+    sweep_folder: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(sweep_folder, tmp_path / "tiny"))
+    summary = json.loads((folder / "summary.json").read_text())
+    own, other = (
+        dict(summary["claims"][2], experiment="mitigations"),
+        dict(summary["claims"][0], experiment="mitigations"),
+    )
+    summary["claims"] += [own, {**other, "same_as": "table_4.k_biases_take_the_sink"}]
+    (folder / "summary.json").write_text(json.dumps(summary))
+    groups = {one.key: one for one in grouped(shown_experiments(collect([folder]).sweeps, folder))}
+    assert "mitigations" in [one.name for one in groups["exploratory"].experiments]
+
+
 def test_every_experiment_is_folded_under_its_counts_of_verdicts(html: str) -> None:
     page = Page(html)
     folded = [a for tag, a in page.elements if tag == "details" and a.get("class") == "experiment"]

@@ -51,7 +51,7 @@ def against(cells: dict[str, CellSummary], experiment: ExperimentSummary, width:
 def board_figure(board: Leaderboard, key: str, width: Width) -> Figure | None:
     """Sink_1 of every cell of a leaderboard against what its loss is above softmax's; None without softmax's loss.
 
-    Named are softmax, and the cells that no other is below in both.
+    Named are softmax, and the cells that no other is as good as in both and better in one.
     """
     at = {column.quantity: number for number, column in enumerate(board.columns) if column.quantity}
     scores = {
@@ -62,11 +62,21 @@ def board_figure(board: Leaderboard, key: str, width: Width) -> Figure | None:
     if board.baseline not in scores or len(scores) < 2:
         return None
     least = scores[board.baseline][0].median
-    rows = [_board_row(cell, loss, sink, least) for cell, (loss, sink) in scores.items()]
-    for row in rows:
-        row["kind"] = board.baseline if row["model"] == board.baseline else "mitigations"
-        beaten = any(one["x"] <= row["x"] and one["y"] <= row["y"] and one is not row for one in rows)  # type: ignore[operator]
-        row["named"] = row["model"] if row["model"] == board.baseline or not beaten else ""
+    points = {cell: (loss.median - least, sink.median) for cell, (loss, sink) in scores.items()}
+
+    def is_named(cell: str) -> bool:
+        x, y = points[cell]
+        return cell == board.baseline or not any(a <= x and b <= y and (a, b) != (x, y) for a, b in points.values())
+
+    rows = [
+        _board_row(cell, loss, sink, least)
+        | {
+            "kind": board.baseline if cell == board.baseline else "mitigations",
+            "size": 190 if cell == board.baseline else 55,
+            "named": cell if is_named(cell) else "",
+        }
+        for cell, (loss, sink) in scores.items()
+    ]
     kinds = [board.baseline, "mitigations"]
     colour = alt.Color(
         "kind:N", title=None, scale=alt.Scale(domain=kinds, range=[theme.PALETTE[1], theme.PALETTE[0]]), legend=None
@@ -75,11 +85,11 @@ def board_figure(board: Leaderboard, key: str, width: Width) -> Figure | None:
     y = alt.Y("y:Q", title="Sink₁ (% of heads)", scale=alt.Scale(zero=True, nice=True))
     tooltip = [
         alt.Tooltip("model:N", title="cell"),
-        alt.Tooltip("x:Q", title="loss above softmax", format="+.3f"),
+        alt.Tooltip("x:Q", title=f"loss above {board.baseline}", format="+.3f"),
         alt.Tooltip("y:Q", title="Sink₁", format=".1f"),
     ]
     base = alt.Chart(alt.Data(values=rows)).encode(color=colour)
-    size = alt.Size("kind:N", scale=alt.Scale(domain=kinds, range=[190, 55]), legend=None)
+    size = alt.Size("size:Q", scale=None)
     chart = _layered(base, rows, x, y, tooltip, size, width, "named:N")
     caption = (
         f"Medians over seeds, the lines from the smallest to the largest; {board.baseline} is the large point. Named "

@@ -92,7 +92,7 @@ class ShownExperiment:
         columns: title and unit of the numbers' columns, the paper's beside ours.
         rows: the cell's name and its numbers.
         verdicts: how often there is each, confirmatory and exploratory claims apart.
-        run: whether any of its claims, or without claims of its cells, has the runs it needs.
+        run: whether any of its own claims, or without claims any of its cells, has the runs it needs.
         in_paper: whether the paper has numbers for it.
         replicate: what its numbers are over: a seed, or a draw of sequences that an existing model is measured on.
         elsewhere: what the paper prints of other models than the one that is measured; None where nothing.
@@ -249,7 +249,7 @@ def _run(sweep: Sweep, run: CellRun, columns: Sequence[str], page: Path) -> Show
 def grouped(experiments: Sequence[ShownExperiment]) -> list[ShownGroup]:
     """Those with confirmatory claims, the others, and last, folded, those that are not run."""
     run = [one for one in experiments if one.run]
-    confirmatory = [one for one in run if any(claim.analysis == ANALYSES[0] for claim in one.claims)]
+    confirmatory = [one for one in run if any(claim.analysis == ANALYSES[0] for claim in _own(one.claims))]
     others = [one for one in run if one not in confirmatory]
     waiting = [one for one in experiments if not one.run]
     groups = [
@@ -260,9 +260,14 @@ def grouped(experiments: Sequence[ShownExperiment]) -> list[ShownGroup]:
     return [group for group in groups if group.experiments]
 
 
+def _own(claims: Sequence[JudgedClaim]) -> Sequence[JudgedClaim]:
+    """Those that state their comparison; of an experiment that only refers to others, all."""
+    return [claim for claim in claims if not claim.same_as] or claims
+
+
 def _is_run(claims: Sequence[JudgedClaim], cells: Iterable[CellSummary]) -> bool:
     if claims:
-        return any(claim.verdict != "not run" for claim in claims)
+        return any(claim.verdict != "not run" for claim in _own(claims))
     return any(cell.seeds or any(run.status == "failed" for run in cell.runs) for cell in cells)
 
 
