@@ -165,7 +165,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[str, int]]:
 
 @pytest.mark.parametrize(
     ("name", "graphs"),
-    [("k_biases", 2), ("norm_sandwich", 2), ("mla_sink_logit", 2), ("linear_hybrid", 4)],
+    [("k_biases", 2), ("norm_sandwich", 2), ("norm_post", 1), ("mla_sink_logit", 2), ("linear_hybrid", 4)],
 )
 def test_compiled_blocks_give_the_same_gradients_and_measurement(
     name: str, graphs: int, traced: Callable[[], dict[str, int]]
@@ -179,10 +179,14 @@ def test_compiled_blocks_give_the_same_gradients_and_measurement(
     expected, ours = (torch.autograd.grad(m.loss(tokens_BT), list(m.parameters())) for m in (plain, compiled))
     for gradient, other in zip(expected, ours, strict=True):
         assert_close(other, gradient)
-    assert traced() == {"graphs": graphs, "breaks": 0}  # before and after the core, the same for all layers of a kind
+    # Before and after the core, the same for all layers of a kind; norms behind a sublayer are watched, not compiled.
+    assert traced() == {"graphs": graphs, "breaks": 0}
     measured, again = (measure(m, tokens_BT[:, :16]) for m in (plain, compiled))
     assert_close(measured.importance, again.importance)
     assert measured.hidden_norm_ratio == pytest.approx(again.hidden_norm_ratio)
+    before, after = measured.norm_ratio_before_norm, again.norm_ratio_before_norm
+    assert (before is not None) == (name == "norm_post")
+    assert before == (after if after is None else pytest.approx(after))
 
 
 def test_a_function_that_is_called_in_many_forms_is_compiled_for_each(traced: Callable[[], dict[str, int]]) -> None:

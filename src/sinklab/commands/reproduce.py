@@ -71,6 +71,8 @@ def experiments(
     from sinklab.experiments.listing import list_experiments
 
     if coverage:
+        if names:
+            raise InputError(f"--coverage lists the whole paper: leave out {names[0]}")
         if as_json:
             print(json.dumps({name: part.model_dump() for name, part in paper_coverage().items()}, indent=2))
         else:

@@ -85,8 +85,8 @@ def reproduce_measured(
         check_results(place, (REPORT,))
     done = [_measured(one, models, text, places[one.id], draws, loading, console, data) for one in experiments]
     if as_json:
-        documents = [one.document() for one in done]
-        print(json.dumps(documents[0] if len(documents) == 1 else documents, indent=2))
+        written = [one.document() for one in done]
+        print(json.dumps(written[0] if len(written) == 1 else written, indent=2))
     else:
         for one in done:
             print_measured(one.summary(), Console())

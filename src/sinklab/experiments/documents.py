@@ -159,7 +159,12 @@ class CellSummary(ReadDocument):
             return self
         values = {name: one for name in self.values if (one := estimated(runs, name))}
         return self.model_copy(
-            update={"runs": runs, "values": values, "seeds": sum(run.status == "done" for run in runs)}
+            update={
+                "runs": runs,
+                "values": values,
+                "seeds": sum(run.status == "done" for run in runs),
+                "sink_rate": [],  # is of all seeds, and runs do not keep theirs
+            }
         )
 
 

@@ -109,5 +109,6 @@ def _mean_percent(by_layer: Sequence[Sequence[float | None]] | None) -> float | 
     return 100 * fmean(known) if known else None
 
 
-def _largest(ratios: Sequence[float | None] | None) -> float | None:
-    return max((ratio for ratio in ratios or () if ratio is not None), default=None)
+def _largest(ratios: Sequence[float] | None) -> float | None:
+    """Of all blocks; None where there are none, or one is infinite."""
+    return finite_or_none(max(ratios or (), default=None))

@@ -173,7 +173,8 @@ class Accumulator:
     def _sum(self, name: str, part: Tensor) -> None:
         broken = ~part.isfinite().flatten(1).all(1)
         if bool(broken.any()):
-            layer = int(broken.nonzero()[0]) + (name != "hidden states")
+            row = int(broken.nonzero()[0])
+            layer = row // 2 + 1 if name == BEFORE else row + (name != "hidden states")
             where = "before the first layer" if layer == 0 else f"in layer {layer}"
             raise SinklabError(
                 f"the {name} contain NaN or infinity {where}; the model or its dtype is at fault: "
@@ -228,7 +229,8 @@ class Accumulator:
         hidden_MT = self.mean("hidden states")
         if self.leading_M is None or hidden_MT is None:
             return None
-        return (self.leading_M / self.sequences / hidden_MT.mean(-1)).tolist()
+        leading_M, tokens_M = self.leading_M / self.sequences, hidden_MT.mean(-1)
+        return torch.where((leading_M == 0) & (tokens_M == 0), 1.0, leading_M / tokens_M).tolist()
 
     def importance_bias(self) -> Tensor | None:
         """Mean over sequences of the share on the added bias (L, H); None unless every layer has one."""

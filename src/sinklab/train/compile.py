@@ -24,4 +24,6 @@ def compile_blocks(model: Transformer, choice: Compile, device: torch.device) ->
         return
     for block in model.blocks:
         for name in block.compiled_parts:  # type: ignore[union-attr]
+            if block.placement == "post" and name.startswith("after_"):
+                continue  # every evaluation watches what enters its norms (measuring/hooks.py)
             setattr(block, name, compiled(getattr(block, name), dynamic=False))

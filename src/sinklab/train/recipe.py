@@ -88,7 +88,7 @@ class Recipe(Part):
 
 
 def recipe_text(name: str) -> str:
-    """The text of a recipe file, or of one that comes with sinklab (`tiny`, `tiny-128`, `mini`, `small`, `60m`, `1b`).
+    """The text of a recipe file, or of one that comes with sinklab (`tiny`, `mini`, `60m`, ..).
 
     Raises:
         InputError: there is neither such a file nor such a recipe, or it is not readable text.
