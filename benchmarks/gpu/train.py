@@ -25,7 +25,7 @@ from benchmarks.timing import RESULTS, environment
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.files import write_json
-from sinklab.train.compile import compile_blocks
+from sinklab.train.blocks import compile_blocks
 from sinklab.train.directory.run import open_run
 from sinklab.train.planning.flops import model_flops, peak_flops
 from sinklab.train.planning.memory import memory_estimate

@@ -30,12 +30,12 @@ pytestmark = [
 HERE = Path(__file__).parent
 BATCHES_OF_LOSS, BATCHES_OF_METRIC = 3, 2  # of the recipe in steps.py
 IN_STEP = {
-    "copy to the card, train/prefetch.py batch": 1,
+    "copy to the card, data/loader.py batch": 1,
     "copy from the card, train/finite.py _begin_copy": 1,
     "event, train/finite.py read": 1,
 }
 WITHOUT_FUSED_CHECK = {  # checked before the optimiser's step
-    "copy to the card, train/prefetch.py batch": 1,
+    "copy to the card, data/loader.py batch": 1,
     "tolist, train/finite.py add": 1,
     "tolist, train/finite.py read": 1,
 }

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 
 from sinklab.commands.app import app
 from sinklab.data import building
-from sinklab.data.config import DataConfig
+from sinklab.data.config import DataConfig, UniformMix, WeightedMix, paper_weights
 from sinklab.data.estimate import estimate
-from sinklab.data.mixing import mixed, streams
 from sinklab.data.prepare import prepare, settings_of
-from sinklab.data.selection import UniformMix, WeightedMix, paper_weights
 from sinklab.data.sources.synthetic import parse, word_tokenizer
+from sinklab.data.texts import mixed, streams
 from sinklab.data.tokenizers import load_tokenizer, train_bpe
 from sinklab.errors import InputError, SinklabError
 from sinklab.train.recipe import build_recipe
@@ -236,7 +235,7 @@ import os, signal, sys
 from pathlib import Path
 from sinklab.data import building
 from sinklab.data.prepare import prepare
-from sinklab.data.selection import WeightedMix
+from sinklab.data.config import WeightedMix
 building.PART_CHARACTERS = 4096
 calls = [0]
 def counted(tokens):

@@ -173,7 +173,7 @@ def _body(command: Command) -> None:
 
 @contextlib.contextmanager
 def _counting(command: Command) -> Iterator[None]:
-    from sinklab.data.journal import Journal
+    from sinklab.data.building import Journal
     from sinklab.data.prepare import _write_shards
     from sinklab.train.directory.checkpoint import save_checkpoint
     from sinklab.train.loop import Trainer

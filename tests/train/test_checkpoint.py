@@ -18,9 +18,9 @@ from torch import Tensor
 from sinklab.errors import SinklabError
 from sinklab.files import sha256_of
 from sinklab.model.transformer import Transformer
-from sinklab.train.directory import store
+from sinklab.train.directory import tensor_store
 from sinklab.train.directory.checkpoint import find_checkpoint, load_checkpoint, remove_leftovers, save_checkpoint
-from sinklab.train.directory.defects import SUMS, TrainState
+from sinklab.train.directory.checkpoint_state import SUMS, TrainState
 from sinklab.train.optim import build_optimizer
 from sinklab.train.recipe import build_recipe
 
@@ -160,14 +160,14 @@ def test_a_file_of_the_system_in_a_checkpoint_does_no_harm(two: Path) -> None:
 def test_a_checkpoint_that_lacks_what_others_have_written_is_not_made_valid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = store.write_tensors
+    whole = tensor_store.write_tensors
 
     def half(folder: Path, tensors: Mapping[str, Tensor], together: bool) -> None:
         whole(folder, dict(list(tensors.items())[::2]), together)  # as if the others wrote on a disk of their own
 
     model, optimizer = trained()
     save_checkpoint(tmp_path, model, optimizer, TrainState(4), "run", keep=1)
-    monkeypatch.setattr(store, "write_tensors", half)
+    monkeypatch.setattr(tensor_store, "write_tensors", half)
     with pytest.raises(SinklabError, match="lacks what other processes have written: all must see the same folder"):
         save_checkpoint(tmp_path, model, optimizer, TrainState(8), "run", keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000004"]
@@ -182,7 +182,7 @@ def test_a_checkpoint_that_lacks_the_middle_of_a_tensor_is_not_made_valid(
             places = json.dumps({"model/x": {"saved_offsets": [row, 0]}})
             save_file({"model/x": torch.zeros(1, 2)}, folder / f"{number}.safetensors", {"DCP_SHARDING_INFO": places})
 
-    monkeypatch.setattr(store, "write_tensors", outer)
+    monkeypatch.setattr(tensor_store, "write_tensors", outer)
     with pytest.raises(SinklabError, match=r"cannot save .* do not make up a tensor .*must see the same folder"):
         save_checkpoint(tmp_path, *trained(), TrainState(4), "run", keep=1)
     assert not list(tmp_path.iterdir())

@@ -10,7 +10,7 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.model.transformer import Transformer
 from sinklab.train.config import Muon, ScheduleConfig
 from sinklab.train.directory.checkpoint import load_checkpoint, save_checkpoint
-from sinklab.train.directory.defects import TrainState
+from sinklab.train.directory.checkpoint_state import TrainState
 from sinklab.train.optim import MuonAndAdamW, build_optimizer, hidden_matrices, learning_rate
 from sinklab.train.recipe import Recipe, build_recipe
 

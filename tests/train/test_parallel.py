@@ -15,7 +15,7 @@ from commands import Command, call_together, together
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError, SinklabError
-from sinklab.train.compile import compile_blocks
+from sinklab.train.blocks import compile_blocks
 from sinklab.train.directory import lock
 from sinklab.train.directory.history import read_metrics
 from sinklab.train.directory.run import load_run, open_run

@@ -13,12 +13,11 @@ from sinklab.data.prepare import prepare
 from sinklab.device import float32_matmul
 from sinklab.interventions.variants import VARIANTS
 from sinklab.model.transformer import Transformer
-from sinklab.train.compile import compile_blocks
+from sinklab.train.blocks import compile_blocks, recompute_blocks
 from sinklab.train.directory.history import read_metrics
 from sinklab.train.directory.run import open_run
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import build_recipe
-from sinklab.train.recompute import recompute_blocks
 
 CPU = torch.device("cpu")
 BASE: dict[str, Any] = {

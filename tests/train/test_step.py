@@ -13,18 +13,18 @@ from torch import Tensor
 
 from sinklab.commands.console import describe
 from sinklab.compiling import compiled
+from sinklab.data.loader import Prefetcher
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import SinklabError
 from sinklab.interventions import VARIANTS
 from sinklab.measuring.api import measure
 from sinklab.model.transformer import Transformer
-from sinklab.train.compile import compile_blocks
+from sinklab.train.blocks import compile_blocks
 from sinklab.train.directory.history import read_metrics
 from sinklab.train.directory.run import open_run
 from sinklab.train.finite import FiniteCheck
 from sinklab.train.loop import Trainer
-from sinklab.train.prefetch import Prefetcher
 from sinklab.train.recipe import Recipe, build_recipe
 from sinklab.train.world import ALONE
 

@@ -13,7 +13,7 @@ from sinklab.errors import InputError
 from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:
-    from sinklab.data.selection import Mix
+    from sinklab.data.config import Mix
     from sinklab.data.shards import Settings
 
 
@@ -72,7 +72,7 @@ def _mix_of(kind: str | None, weights: Path | None, absent: str, seed: int) -> "
     Raises:
         InputError: options that belong to another kind, or a file that holds no weights.
     """
-    from sinklab.data.selection import UniformMix, WeightedMix
+    from sinklab.data.config import UniformMix, WeightedMix
     from sinklab.files import parse_yaml
 
     if kind != "weights" and (weights is not None or absent != "refuse"):

@@ -15,7 +15,7 @@ from sinklab.commands.console import PLAIN, RunBoard, data_progress
 from sinklab.commands.timing import RunLength
 from sinklab.data.prepare import prepared
 from sinklab.data.shards import TokenDataset
-from sinklab.data.text_tokenizer import StageProgress
+from sinklab.data.texts import StageProgress
 from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.documents import SUMMARY, Summary
 from sinklab.experiments.sweep.asked import AskedExperiment, asked_for, joined, read_asked

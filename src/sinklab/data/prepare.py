@@ -6,7 +6,7 @@ Every document is followed by EOS.
 
 Files grow in a folder `partial` inside the target, are moved up when they are whole, and data.json comes last; a lock
 keeps a second process waiting, which then finds the work done. A process killed anywhere leaves no data.json, and the
-next one goes on from the last finished part (`building.py`, `journal.py`) to the same bytes.
+next one goes on from the last finished part (`building.py`) to the same bytes.
 """
 
 import hashlib
@@ -16,14 +16,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from sinklab.data.building import FILE as JOURNAL
 from sinklab.data.building import Builder
-from sinklab.data.config import DataConfig
-from sinklab.data.journal import FILE as JOURNAL
-from sinklab.data.selection import Mix
+from sinklab.data.config import DataConfig, Mix
 from sinklab.data.shards import MANIFEST, Manifest, Settings, TokenDataset, is_prepared
 from sinklab.data.sources.corpora import identity
-from sinklab.data.text_tokenizer import StageProgress, tokenizer_of
-from sinklab.data.texts import RequestedText
+from sinklab.data.texts import RequestedText, StageProgress, tokenizer_of
 from sinklab.data.tokenizers import trained_size
 from sinklab.errors import InputError, SinklabError
 from sinklab.files import cache_folder, is_at, is_full, sha256_of, write_json, write_text

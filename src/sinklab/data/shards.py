@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, ValidationError
 
-from sinklab.data.selection import Selection
+from sinklab.data.config import Selection
 from sinklab.data.tokenfile import TokenFile
 from sinklab.errors import InputError, SinklabError
 from sinklab.files import sha256_of

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from sinklab.errors import InputError, SinklabError, StoppedError
 from sinklab.files import write_json
-from sinklab.train.compile import compile_blocks
+from sinklab.train.blocks import compile_blocks
 from sinklab.train.directory.checkpoint import find_checkpoint, load_checkpoint, remove_leftovers, save_checkpoint
-from sinklab.train.directory.defects import TrainState, step_of
+from sinklab.train.directory.checkpoint_state import TrainState, step_of
 from sinklab.train.directory.history import History, finite, read_metrics
 from sinklab.train.directory.lock import holder, leave, lock_run, sees
 from sinklab.train.directory.run import Run, establish

@@ -17,8 +17,7 @@ from typing import Annotated, Any, Self
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
-from sinklab.data.config import DataConfig
-from sinklab.data.selection import Selection
+from sinklab.data.config import DataConfig, Selection
 from sinklab.errors import InputError
 from sinklab.files import parse_yaml
 from sinklab.model.config import ModelConfig

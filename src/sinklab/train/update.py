@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from sinklab.data.loader import Prefetcher
 from sinklab.device import float32_matmul
 from sinklab.model.transformer import Transformer
-from sinklab.train.directory.defects import TrainState
+from sinklab.train.blocks import recompute_blocks
+from sinklab.train.directory.checkpoint_state import TrainState
 from sinklab.train.directory.run import Run
 from sinklab.train.finite import FiniteCheck, NotFiniteError
 from sinklab.train.optim import build_optimizer, learning_rate
 from sinklab.train.parallel import local, share, whole
-from sinklab.train.prefetch import Prefetcher
-from sinklab.train.recompute import recompute_blocks
 from sinklab.train.start import begin, load_start
 from sinklab.train.world import ALONE, World
 

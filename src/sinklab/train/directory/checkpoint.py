@@ -1,11 +1,12 @@
-"""Checkpoints: a folder per step, written aside, checksummed and renamed, so that one that has its name was whole.
+"""Checkpoints: a folder per step, written aside, checksummed and renamed, so that no partial one has a valid name.
 
-    shard-*.safetensors    weights and optimiser, a file per process; readable by any number of processes (`store.py`)
-    state.json             what is no tensor
+    shard-*.safetensors    weights and optimiser, a file per process, readable by any number of processes
+                           (tensor_store.py)
+    state.json             everything else
     SHA256SUMS             checksums of the other files, as `sha256sum --check` reads them; written last
 
-What becomes of a folder afterwards (a bad disk, a half copy, a stray file; defects.py) is found by `find_checkpoint`,
-which names a damaged one and takes the one before it.
+`find_checkpoint` names a checkpoint that was damaged later (a bad disk, a half copy, a stray file; checkpoint_state.py)
+and takes the one before it.
 """
 
 import json
@@ -23,8 +24,8 @@ from torch import nn
 
 from sinklab.errors import SinklabError
 from sinklab.files import is_full, sha256_of
-from sinklab.train.directory import store
-from sinklab.train.directory.defects import STATE, SUMS, Hashes, TrainState, defect, read_state, step_of
+from sinklab.train.directory import tensor_store
+from sinklab.train.directory.checkpoint_state import STATE, SUMS, Hashes, TrainState, defect, read_state, step_of
 from sinklab.train.world import ALONE, World
 
 T = TypeVar("T")
@@ -52,7 +53,7 @@ def save_checkpoint(
     """
     target = folder / f"step_{state.step:08d}"
     aside = folder / f".{target.name}.new"
-    tensors = store.model_tensors(model) | store.optimizer_tensors(model, optimizer)
+    tensors = tensor_store.model_tensors(model) | tensor_store.optimizer_tensors(model, optimizer)
     document = {
         "schema": 2,
         "run_hash": run_hash,
@@ -61,7 +62,7 @@ def save_checkpoint(
     }
     try:
         world.from_first(lambda: _make_empty(aside))
-        store.write_tensors(aside, tensors, together=world.size > 1)
+        tensor_store.write_tensors(aside, tensors, together=world.size > 1)
         world.from_first(lambda: _make_valid(aside, target, document))
     except (OSError, SinklabError) as error:
         if world.is_first:
@@ -144,7 +145,7 @@ def load_weights(checkpoint: Path, model: nn.Module, world: World = ALONE) -> Tr
     Raises:
         SinklabError: a file cannot be read.
     """
-    store.read_tensors(checkpoint, store.model_tensors(model), together=world.size > 1)
+    tensor_store.read_tensors(checkpoint, tensor_store.model_tensors(model), together=world.size > 1)
     return TrainState(**read_state(checkpoint)["state"])
 
 
@@ -156,10 +157,10 @@ def load_checkpoint(
     Raises:
         SinklabError: a file cannot be read.
     """
-    stored = [name for name in read_state(checkpoint)["tensors"] if name.startswith(store.OPTIMIZER)]
+    stored = [name for name in read_state(checkpoint)["tensors"] if name.startswith(tensor_store.OPTIMIZER)]
     if stored:
-        store.create_optimizer_state(model, optimizer, stored)
-        store.read_tensors(checkpoint, store.optimizer_tensors(model, optimizer), together=world.size > 1)
+        tensor_store.create_optimizer_state(model, optimizer, stored)
+        tensor_store.read_tensors(checkpoint, tensor_store.optimizer_tensors(model, optimizer), together=world.size > 1)
     return load_weights(checkpoint, model, world)
 
 
@@ -170,7 +171,7 @@ def _make_empty(aside: Path) -> None:
 
 def _make_valid(aside: Path, target: Path, document: dict[str, Any]) -> None:
     try:
-        stored = store.stored_shapes(aside)
+        stored = tensor_store.stored_shapes(aside)
     except (ValueError, SafetensorError) as error:
         raise SinklabError(f"{error}: all processes must see the same folder") from error
     if stored != {name: tuple(shape) for name, shape in document["tensors"].items()}:

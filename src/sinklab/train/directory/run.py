@@ -28,7 +28,7 @@ from sinklab.files import write_json, write_text, written_aside
 from sinklab.model.transformer import Transformer
 from sinklab.train.directory.checkpoint import load_weights, take_newest
 from sinklab.train.directory.environment import ENVIRONMENT, difference, earlier_hashes, environment, recorded_hash
-from sinklab.train.directory.longer import become_longer, shorter_run
+from sinklab.train.directory.extend_run import become_longer, shorter_run
 from sinklab.train.recipe import Recipe, load_recipe
 
 DEFAULT_ROOT = Path("runs")
@@ -46,7 +46,7 @@ class Run:
         recipe: resolved, with the vocabulary size set.
         dataset: its tokens.
         hash: of recipe and data; two runs with the same hash are the same run.
-        earlier: hashes of the shorter runs that it goes on from in this directory (see `longer`).
+        earlier: hashes of the shorter runs that it goes on from in this directory (see `extend_run`).
         shorter: steps of the run that is there and is still to become this one, None where there is none.
     """
 

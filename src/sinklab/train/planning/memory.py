@@ -1,4 +1,4 @@
-"""What a process of a run will hold in memory, before it is started.
+"""Memory estimate of a process of a run, and the refusal of a recipe beyond the memory of its device.
 
 weights       4 bytes per parameter (float32, also under bf16 autocast); one share of them with FSDP
 gradients     4 bytes per parameter, as weights; all of them where FSDP adds up several micro-batches before it shares
@@ -15,8 +15,11 @@ working       gradients inside one block, taken as large as what the block keeps
 Not in it: the libraries themselves (CUDA: about 0.5 GB), what the allocator loses to fragments, a layer's own values
 where learned value residuals keep them beside the mixed ones, and what `torch.compile` saves by not keeping everything;
 with FSDP, the whole of one block and of all that is outside the blocks is added to `working`.
+
+The check comes before anything is built: Linux grants memory that it does not have and kills the process that uses it.
 """
 
+import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,6 +27,8 @@ import torch
 from torch import Tensor
 
 from sinklab.attention.linear import CHUNK
+from sinklab.errors import InputError
+from sinklab.measuring.memory import total_bytes
 from sinklab.model.config import ModelConfig
 from sinklab.model.loss import WHOLE, rows_per_chunk
 from sinklab.model.transformer import Transformer
@@ -32,8 +37,10 @@ from sinklab.train.config import Muon, OptimConfig, Sgd
 from sinklab.train.optim import hidden_matrices
 from sinklab.train.planning.flops import shape_of
 from sinklab.train.recipe import Recipe
+from sinklab.train.world import World
 
 FLOAT32 = 4
+MB = 2**20
 LENGTHS = (32, 64)  # of the forward passes in which bytes are counted
 
 
@@ -166,3 +173,53 @@ def _loss_bytes(config: ModelConfig, positions: int, device: torch.device, bf16:
     chunk = rows * words * (3 * narrow if fused else 2 * FLOAT32 + (2 * narrow if bf16 else 0))
     gradients = FLOAT32 * (head + positions * config.width)
     return gradients + max(gradients, chunk + (narrow * head if bf16 else 0))  # in the backward, or in the forward pass
+
+
+def check_fits(recipe: Recipe, world: World) -> None:
+    """Compare the estimate for a process of `world` with the memory of its card, or its share of the machine's.
+
+    Args:
+        recipe: with the model's `vocab_size` and a `precision` other than auto.
+
+    Raises:
+        InputError: it cannot fit; the message says what the largest part is and what makes it smaller.
+    """
+    device = world.device(recipe.train.device)
+    have = total_bytes(device)
+    if have is None:
+        return
+    if device.type == "cpu":
+        have //= _on_this_machine(world)
+    share = world.size if world.size > 1 and recipe.train.parallel == "fsdp" else 1
+    weights = 2 * FLOAT32 * _parameters(recipe.model) // share
+    if weights > have:  # the estimate itself builds one layer
+        raise _refusal(f"at least {weights / MB:,.0f} MB for its weights and gradients", have, device, "weights")
+    estimate = memory_estimate(recipe, device, world.size)
+    if estimate.total > have:
+        largest, size = max(asdict(estimate).items(), key=lambda part: part[1])
+        needs = f"{estimate.total / MB:,.0f} MB by estimate, {size / MB:,.0f} of them for its {largest},"
+        raise _refusal(needs, have, device, largest)
+
+
+def _refusal(needs: str, have: int, device: torch.device, largest: str) -> InputError:
+    of_the_model = largest in ("weights", "gradients", "optimizer")
+    smaller = "model.width, model.layers or model.vocab_size" if of_the_model else "train.micro_batch or model.context"
+    smaller += ", or train.recompute to blocks" if largest == "activations" else ""
+    return InputError(
+        f"a process needs {needs} and has {have / MB:,.0f} MB ({device}): set a smaller {smaller} "
+        "(--dry-run says what each part takes), or try all the same with --anyway"
+    )
+
+
+def _parameters(config: ModelConfig) -> int:
+    """Of the model, from its first layers: one of ten thousand layers takes a while to build, also without memory."""
+    one, two = (
+        sum(p.numel() for p in shape_of(config.model_copy(update={"layers": layers})).parameters()) for layers in (1, 2)
+    )
+    return one + (config.layers - 1) * (two - one)
+
+
+def _on_this_machine(world: World) -> int:
+    """How many of the processes share this machine's memory."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(told) if world.size > 1 and told.isdecimal() and int(told) else world.size

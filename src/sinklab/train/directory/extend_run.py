@@ -1,4 +1,4 @@
-"""A run with more `train.steps` goes on from a shorter one, where the two are the same up to there.
+"""Extension of a run: one with more `train.steps` continues a shorter one where the two agree so far.
 
 The number of steps is part of what a run is, and so of its hash, because the learning rate may depend on it. Where the
 rates of all steps so far are those of the longer run (a flat schedule; wsd before its decay; any during its warm-up),

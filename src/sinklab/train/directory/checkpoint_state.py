@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint on the disk, said in a few words; and what its state.json holds."""
+"""State of a checkpoint: what state.json holds, and how a checkpoint on the disk can be damaged."""
 
 import json
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from sinklab.files import sha256_of
-from sinklab.train.directory import store
+from sinklab.train.directory import tensor_store
 
 STATE, SUMS = "state.json", "SHA256SUMS"
 Hashes = str | tuple[str, ...]
@@ -55,7 +55,7 @@ def _wrong_file(checkpoint: Path) -> str | None:
         return f"has no {STATE} among its checksums"
     if missing := sorted(sums.keys() - present):
         return f"has lost {missing[0]}"
-    if strange := sorted(name for name in present - sums.keys() if name.endswith(store.SUFFIX)):
+    if strange := sorted(name for name in present - sums.keys() if name.endswith(tensor_store.SUFFIX)):
         return f"has {strange[0]}, which is not part of it"
     changed = [name for name, digest in sums.items() if sha256_of(checkpoint / name) != digest]
     return f"has a damaged {changed[0]} (its checksum is not the one recorded)" if changed else None
@@ -73,10 +73,10 @@ def _wrong_state(checkpoint: Path, run_hash: Hashes | None) -> str | None:
 
 
 def _wrong_tensor(checkpoint: Path, model: nn.Module) -> str | None:
-    found = store.stored_shapes(checkpoint)
+    found = tensor_store.stored_shapes(checkpoint)
     recorded = {name: tuple(shape) for name, shape in read_state(checkpoint)["tensors"].items()}
-    weights = {name: shape for name, shape in found.items() if name.startswith(store.MODEL)}
-    wanted = {name: tuple(tensor.shape) for name, tensor in store.model_tensors(model).items()}
+    weights = {name: shape for name, shape in found.items() if name.startswith(tensor_store.MODEL)}
+    wanted = {name: tuple(tensor.shape) for name, tensor in tensor_store.model_tensors(model).items()}
     for have, expected in ((found, recorded), (weights, wanted)):
         if missing := sorted(expected.keys() - have.keys()):
             return f"lacks the tensor {missing[0]}"
