@@ -18,18 +18,18 @@ def paper_weights() -> dict[str, float]:
 
 
 class WeightedMix(Part):
-    """Domains by weight: each domain's share of the tokens follows its weight; the mix ends where one runs out.
-
-    Attributes:
-        weights: domain -> weight, above 0; their sum does not matter. The paper's unless given.
-        seed: of the order in which domains take turns.
-        absent: what to do about domains that the source does not have: refuse, or leave them out (`renormalise`).
-    """
+    """Domains by weight: each domain's share of the tokens follows its weight; the mix ends where one runs out."""
 
     kind: Literal["weights"] = "weights"
-    weights: dict[str, float] = Field(default_factory=paper_weights, min_length=1)
-    seed: int = Field(default=0, ge=0)
-    absent: Literal["refuse", "renormalise"] = "refuse"
+    weights: dict[str, float] = Field(
+        default_factory=paper_weights,
+        min_length=1,
+        description="domain -> weight, above 0; their sum does not matter. The paper's unless given.",
+    )
+    seed: int = Field(default=0, ge=0, description="of the order in which domains take turns")
+    absent: Literal["refuse", "renormalise"] = Field(
+        default="refuse", description="domains that the source lacks are refused, or left out (renormalise)"
+    )
 
     @model_validator(mode="after")
     def _weights_are_positive(self) -> Self:
@@ -39,31 +39,28 @@ class WeightedMix(Part):
 
 
 class UniformMix(Part):
-    """All files at the same pace, as the paper's code does: a file that ends leaves the others to go on.
-
-    Attributes:
-        seed: of the order in which files take turns.
-    """
+    """All files at the same pace, as the paper's code does; when one ends, the others continue."""
 
     kind: Literal["files"] = "files"
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, description="of the order in which files take turns")
 
 
 Mix = WeightedMix | UniformMix
 
 
 class Selection(Part):
-    """Proportion and amount.
+    """Proportion and amount; keys that are not set are left out of the document, and so of hashes."""
 
-    Attributes:
-        mix: how the files of a folder or dataset take turns; one after the other unless given.
-        token_limit: prepare exactly this many tokens, training and validation together; fewer where the text ends.
-
-    Both are left out where they are not set, so that hashes from before they existed stay true.
-    """
-
-    mix: Mix | None = Field(default=None, discriminator="kind")
-    token_limit: int | None = Field(default=None, ge=2)
+    mix: Mix | None = Field(
+        default=None,
+        discriminator="kind",
+        description="how the files of a folder or dataset take turns; one after the other unless given",
+    )
+    token_limit: int | None = Field(
+        default=None,
+        ge=2,
+        description="prepare exactly this many tokens, training and validation together; fewer where the text ends",
+    )
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_set(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -71,15 +68,12 @@ class Selection(Part):
 
 
 class FixedToken(Part):
-    """One token written at the same positions of every chunk (paper, section 5: `x[p] = token`).
+    """One token written at the same positions of every chunk (paper, section 5: `x[p] = token`)."""
 
-    Attributes:
-        token_id: the token written; checked against the vocabulary by the loader.
-        positions: 0-based, counted on the context + 1 tokens of a chunk.
-    """
-
-    token_id: int = Field(default=1, ge=0)
-    positions: list[int] = Field(min_length=1)
+    token_id: int = Field(
+        default=1, ge=0, description="the token written; checked against the vocabulary by the loader."
+    )
+    positions: list[int] = Field(min_length=1, description="0-based, counted on the context + 1 tokens of a chunk.")
 
     @field_validator("positions")
     @classmethod
@@ -105,30 +99,33 @@ class RandomTokens(Part):
 
 
 class DataConfig(Selection):
-    """Text, tokenizer, split and the data interventions.
+    """Text, tokenizer, split and the data interventions."""
 
-    Attributes:
-        source: `stdlib`, `site-packages`, `stdlib+site-packages`, a .txt or .jsonl file, a folder of them,
-            a directory made by `sinklab data prepare`, `hf:NAME[:CONFIG[:SPLIT]]`, or
-            `synthetic:NAME[:length=N,documents=N,seed=N]` with NAME bigram_backcopy or trigger_average.
-        tokenizer: Hugging Face name or path, `train:SIZE` for a byte-level BPE trained on the corpus, or `words` for
-            a synthetic source.
-        valid_fraction: share of the documents kept for validation, at most a half.
-        text_limit_bytes: read no more than this much UTF-8 text of the corpus.
-        mix, token_limit: see `Selection`.
-        bos: every chunk begins with BOS.
-        fixed_token, random_tokens: interventions, applied in training and validation alike.
-        token_budget: train only on the first tokens of the training shard.
-    """
-
-    source: str = Field(default="stdlib", min_length=1)
-    tokenizer: str = Field(default="train:1024", min_length=1)
-    valid_fraction: float = Field(default=0.02, gt=0, le=0.5)
-    text_limit_bytes: int | None = Field(default=None, ge=1)
-    bos: bool = False
+    source: str = Field(
+        default="stdlib",
+        min_length=1,
+        description="`stdlib`, `site-packages`, `stdlib+site-packages`, a .txt or .jsonl file, a folder of them, a "
+        "directory made by `sinklab data prepare`, `hf:NAME[:CONFIG[:SPLIT]]`, or "
+        "`synthetic:NAME[:length=N,documents=N,seed=N]` with NAME bigram_backcopy or trigger_average.",
+    )
+    tokenizer: str = Field(
+        default="train:1024",
+        min_length=1,
+        description="Hugging Face name or path, `train:SIZE` for a byte-level BPE trained on the corpus, or `words` "
+        "for a synthetic source",
+    )
+    valid_fraction: float = Field(
+        default=0.02, gt=0, le=0.5, description="share of the documents kept for validation, at most a half"
+    )
+    text_limit_bytes: int | None = Field(
+        default=None, ge=1, description="read no more than this much UTF-8 text of the corpus"
+    )
+    bos: bool = Field(default=False, description="every chunk begins with BOS.")
     fixed_token: FixedToken | None = None
     random_tokens: RandomTokens | None = None
-    token_budget: int | None = Field(default=None, ge=1)
+    token_budget: int | None = Field(
+        default=None, ge=1, description="train only on the first tokens of the training shard."
+    )
 
     @field_validator("tokenizer")
     @classmethod
