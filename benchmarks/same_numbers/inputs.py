@@ -115,7 +115,6 @@ kind: measured
 id: ways
 title: "Ways to measure"
 question: "Which of them changes the sink?"
-each: model
 cells:
   natural: {sequences: 12, length: 24, eps: 0.1, details: true}
   short: {sequences: 12, length: 12, eps: 0.1}

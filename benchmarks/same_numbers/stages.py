@@ -166,11 +166,14 @@ def assessments() -> Commands:
     few += ["--budget", "6"]
     natural = ["--text", "text/more.jsonl", *few]
     commands = {name: ["assess", f"train/{name}", *natural] for name in ASSESSED_RUNS}
-    commands |= {f"of_{name}": ["assess", f"models/{name}", *natural] for name in FAMILIES}
+    commands["position_learnable"] += ["--stream-length", "32"]
+    commands |= {f"of_{name}": ["assess", f"models/{name}", *natural] for name in FAMILIES if name != "opt"}
+    for part in ("streaming", "eviction", "carries", "heads"):  # quantisation fails at its flat activations
+        commands[f"of_opt_{part}"] = ["assess", "models/opt", *natural, "--parts", part]
     commands |= {
         "validated": ["assess", "train/k_biases", *few, "--sink-tokens", "2", "--seed", "3"],
         "in_text": ["assess", "train/softmax", *natural, "--parts", "streaming", "--positions", "text"],
-        "bfloat16": ["assess", "models/llama", *natural, "--dtype", "bfloat16"],
+        "bfloat16": ["assess", STORIES, *natural, "--dtype", "bfloat16", "--parts", "quantisation,eviction"],
         "random_keys": ["assess", "models/gpt_oss", *natural, "--parts", "carries,heads", "--sink-tokens", "2"],
         "stories": ["assess", STORIES, *natural, "--parts", "streaming,quantisation,heads"],
     }
@@ -184,10 +187,12 @@ def experiments() -> Commands:
         out = f"reproduce/{name}"
         commands[out] = ["reproduce", f"experiments/{name}.yaml", "--jobs", "1", "--out", out, "--json"]
     text, small = ["--text", "text/more.jsonl"], ["--seeds", "2"]
-    models = ["--model", "models/gpt2", "--model", "models/llama"]
-    commands["measured/ways"] = ["reproduce", "experiments/ways.yaml", *models, *text, *small]
+    pair = ["--model", "models/llama", "--model", "models/gpt2"]
+    for name in ("gpt2", "llama"):
+        commands[f"measured/ways_{name}"] = ["reproduce", "experiments/ways.yaml", "--model", f"models/{name}", *text]
+    commands["measured/figure_19"] = ["reproduce", "figure_19", *pair, *text, *small]
     commands["measured/figure_2"] = ["reproduce", "figure_2", "--model", STORIES, *text, *small]
-    for name, model in (("propositions", "llama"), ("propositions", "gpt2"), ("figure_3", "gpt2")):
+    for name, model in (("propositions", "llama"), ("propositions", "gpt2")):
         commands[f"measured/{name}_{model}"] = ["reproduce", name, "--model", f"models/{model}", *text, *small]
     for name, rest in commands.items():
         if name.startswith("measured/"):
