@@ -25,7 +25,7 @@ FLOORS = (
     ("model",),
     ("data",),
     ("attention",),
-    ("errors", "schema", "outputs", "files", "extras", "device", "compiling", "imports", "signals", "__init__"),
+    ("errors", "schema", "outputs", "files", "extras", "device", "compiling", "signals", "__init__"),
 )
 """From the top down. Nothing imports what stands above it; files at the very bottom serve all floors."""
 

@@ -9,46 +9,39 @@
     sinklab.Measurement.load("runs/m")               # one that `sinklab measure --out runs/m` has kept
     Trainer(.., callbacks=[sinklab.SinkCallback(tokens)])     # the sink at every evaluation of transformers or trl
 
-Importing it brings in nothing heavy; the first use of a name does. help(sinklab.measure) says what it takes. From then
-on AutoModelForCausalLM and AutoConfig of transformers know the models that `sinklab export` writes.
+    sinklab.register()                               # AutoModelForCausalLM then knows what `sinklab export` wrote
+
+Importing it brings in nothing heavy; the first use of a name does. help(sinklab.measure) describes its arguments.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from sinklab.imports import once_imported
 
 if TYPE_CHECKING:
     from sinklab.measuring.api import measure
     from sinklab.measuring.huggingface.callback import SinkCallback
     from sinklab.measuring.huggingface.probe import probe
     from sinklab.measuring.measurement import Measurement
+    from sinklab.model.huggingface.registration import register
 
 __version__ = "0.1.0"
-__all__ = ["Measurement", "SinkCallback", "measure", "probe"]
+__all__ = ["Measurement", "SinkCallback", "measure", "probe", "register"]
+
+
+_MODULES = {
+    "measure": "sinklab.measuring.api",
+    "probe": "sinklab.measuring.huggingface.probe",
+    "SinkCallback": "sinklab.measuring.huggingface.callback",
+    "Measurement": "sinklab.measuring.measurement",
+    "register": "sinklab.model.huggingface.registration",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "measure":
-        return import_module("sinklab.measuring.api").measure
-    if name == "probe":
-        return import_module("sinklab.measuring.huggingface.probe").probe
-    if name == "SinkCallback":
-        return import_module("sinklab.measuring.huggingface.callback").SinkCallback
-    if name == "Measurement":
-        return import_module("sinklab.measuring.measurement").Measurement
-    raise AttributeError(f"module 'sinklab' has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'sinklab' has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
-
-
-once_imported(
-    "transformers.models.auto.configuration_auto",
-    lambda: import_module("sinklab.model.huggingface.registration").register_config(),
-)
-once_imported(
-    "transformers.models.auto.modeling_auto",
-    lambda: import_module("sinklab.model.huggingface.registration").register_model(),
-)

@@ -47,9 +47,9 @@ save_file(logits, folder / "logits.safetensors")
 """
 
 REGISTERED = {
-    "sinklab first": "import sinklab; from transformers import AutoModelForCausalLM",
-    "sinklab afterwards": "from transformers import AutoModelForCausalLM; import sinklab",
-    "in between": "from transformers import AutoConfig; import sinklab; from transformers import AutoModelForCausalLM",
+    "sinklab first": "import sinklab; sinklab.register(); from transformers import AutoModelForCausalLM",
+    "sinklab afterwards": "from transformers import AutoModelForCausalLM; import sinklab; sinklab.register()",
+    "twice": "import sinklab; sinklab.register(); sinklab.register(); from transformers import AutoModelForCausalLM",
 }
 
 
@@ -105,7 +105,8 @@ def test_in_whatever_order_things_are_imported_the_auto_classes_know_the_model(
 
 def test_the_config_alone_is_known_too(tokenizer: Path, tmp_path: Path) -> None:
     write_directory(shaken_run("k_biases", tokenizer), [], tmp_path / "model")
-    code = "import sys, sinklab, transformers; print(transformers.AutoConfig.from_pretrained(sys.argv[1]).hidden_size)"
+    code = "import sys, sinklab, transformers as hf; sinklab.register(); "
+    code += "print(hf.AutoConfig.from_pretrained(sys.argv[1]).hidden_size)"
     assert python(code, str(tmp_path / "model"), home=tmp_path) == "32"
 
 

@@ -81,7 +81,7 @@ def test_the_model_card_says_what_was_measured_and_how_it_loads(
     assert "trust_remote_code" not in card
     assert "kind: softmax" in card
     own = (export_run(natural[0], tmp_path / "own").directory / "README.md").read_text()
-    assert "import sinklab  # or, without it, trust_remote_code=True" in own
+    assert "sinklab.register()  # or, without sinklab, trust_remote_code=True" in own
 
 
 def test_a_run_in_progress_is_exported_at_its_newest_checkpoint(with_bos: tuple[Path, Path], tmp_path: Path) -> None:
@@ -132,6 +132,7 @@ def test_a_disk_that_is_full_leaves_nothing_behind(
 
 
 def test_padding_cannot_be_measured_of_an_exported_model(natural: tuple[Path, Path], tmp_path: Path) -> None:
+    sinklab.register()
     model = AutoModelForCausalLM.from_pretrained(export_run(natural[0], tmp_path / "hf").directory)
     with pytest.raises(InputError, match="leave out attention_mask"):
         sinklab.measure(model, torch.ones(2, 8, dtype=torch.long), attention_mask=torch.ones(2, 8).long())

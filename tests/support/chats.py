@@ -6,7 +6,10 @@ from typing import Any
 
 from trained_run import trained_run
 
+import sinklab
 from sinklab.export.directory import export_run
+
+sinklab.register()  # the Auto classes of transformers know exported runs
 
 MARKED = (
     "{% for m in messages %}<|{{ m['role'] + '|>\n' }}"

@@ -5,12 +5,14 @@ from typing import Any
 
 import torch
 
+import sinklab
 from sinklab.data.tokenizers import Tokenizer, train_bpe
 from sinklab.interventions import VARIANTS
 from sinklab.model.transformer import Transformer
 from sinklab.train.directory.run import TrainedRun
 from sinklab.train.recipe import build_recipe
 
+sinklab.register()  # the Auto classes of transformers know exported runs
 VOCABULARY, CONTEXT = 300, 32
 WORDS = ["the cat sat on the mat", "a sheep jumps over the fence", "the fence is high and the sheep is not"]
 

@@ -18,7 +18,7 @@ def export(
     """Write a run as a Hugging Face directory: safetensors, config, tokenizer, model card.
 
     The default variant is a plain Llama, one with a sink logit a Granite; both load with transformers alone. Others
-    load after `import sinklab`, or with trust_remote_code=True from the file of code beside them.
+    load after `sinklab.register()`, or with trust_remote_code=True from the file of code beside them.
 
     Example: sinklab export runs/k my-model
     """
@@ -29,6 +29,7 @@ def export(
         print(json.dumps(done.document(), indent=2))
         return
     console = Console()
-    how = "loads with transformers alone" if done.code is None else f"loads after `import sinklab`, or with {done.code}"
+    alone = done.code is None
+    how = "loads with transformers alone" if alone else f"loads after `sinklab.register()`, or with {done.code}"
     line = f"{done.directory}: {done.architecture}, {done.parameters:,} parameters, step {done.step:,}; {how}"
     console.print(line, highlight=False, markup=False, soft_wrap=True)

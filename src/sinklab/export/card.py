@@ -61,7 +61,8 @@ def _loading(form: Form) -> str:
     if form.is_foreign:
         return _python(f"{first}\n\nmodel = AutoModelForCausalLM.from_pretrained(DIR){last}", form)
     return _python(
-        f"{first}\nimport sinklab  # or, without it, trust_remote_code=True: {CODE}.py is then run\n\n"
+        f"{first}\nimport sinklab\n\n"
+        f"sinklab.register()  # or, without sinklab, trust_remote_code=True: {CODE}.py is then run\n"
         f"model = AutoModelForCausalLM.from_pretrained(DIR){last}",
         form,
     )

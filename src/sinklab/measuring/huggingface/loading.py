@@ -18,6 +18,7 @@ from sinklab.measuring.huggingface.advice import advice
 from sinklab.measuring.huggingface.anatomy import quantisation, vocabulary_size
 from sinklab.measuring.huggingface.gguf import Gguf, as_ordinary, check_memory, find_gguf, read_header
 from sinklab.measuring.huggingface.subfolder import commit_of, tokenizer_options
+from sinklab.model.huggingface.registration import register
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -87,6 +88,7 @@ def load_pretrained(
     source = _find(name, loading)
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    register()
     config = source.read("config", AutoConfig.from_pretrained)
     if config.is_encoder_decoder:
         raise InputError(f"{name} is an encoder-decoder ({config.model_type}): give a decoder-only language model")
@@ -237,6 +239,7 @@ def check_config(name: str, loading: Loading = AS_IT_IS) -> None:
     if find_gguf(name) is None:
         from transformers import AutoConfig
 
+        register()
         _find(name, loading).read("config", AutoConfig.from_pretrained)
 
 

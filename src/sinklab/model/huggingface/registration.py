@@ -1,20 +1,12 @@
-"""Names that transformers' Auto classes look up: `import sinklab` has these called once transformers is imported."""
+"""Registration of exported runs with transformers' Auto classes."""
 
 
-def register_config() -> None:
-    """Have AutoConfig know config.json files of exported runs."""
-    from transformers.models.auto.configuration_auto import AutoConfig
+def register() -> None:
+    """Have AutoConfig and AutoModelForCausalLM know the models that `sinklab export` writes; imports transformers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from sinklab.model.huggingface.configuration import MODEL_TYPE, SinklabConfig
-
-    AutoConfig.register(MODEL_TYPE, SinklabConfig, exist_ok=True)
-
-
-def register_model() -> None:
-    """Have AutoModelForCausalLM know exported runs."""
-    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
-
-    from sinklab.model.huggingface.configuration import SinklabConfig
     from sinklab.model.huggingface.modeling import SinklabForCausalLM
 
+    AutoConfig.register(MODEL_TYPE, SinklabConfig, exist_ok=True)
     AutoModelForCausalLM.register(SinklabConfig, SinklabForCausalLM, exist_ok=True)
