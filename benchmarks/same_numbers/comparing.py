@@ -19,6 +19,7 @@ DURATION = re.compile(
     r"waited for data \d+%|\b\d[\d,.]*\s?(s|ms|min|MB|GB|tokens/s|h|it/s)\b|\d+:\d\d(:\d\d)?( UTC)?|\d{4}-\d\d-\d\d"
 )
 LEFT_OUT = ("lock", "SHA256SUMS", "checksums.txt", "lab.err", "lab.out")  # a process, or an order that is left open
+NOT_COMPARED = ("[transformers]", "training the tokenizer", "preparing tokens")
 PRINTED = (".out", ".err", ".md", ".html", ".svg", ".txt")
 INPUTS = ("cache", "committed", "text")
 
@@ -87,9 +88,9 @@ def _differences(one: Path, other: Path, numbers: bool) -> Iterator[str]:
 
 
 def _lines(path: Path) -> list[str]:
-    """Of a text, without what the clock says and what transformers does."""
+    """Of a text, without durations, warnings of transformers, and whether this command was the one to prepare the text."""
     lines = path.read_text("utf-8").splitlines()
-    return [DURATION.sub("#", line) for line in lines if not line.startswith("[transformers]")]
+    return [DURATION.sub("#", line) for line in lines if not line.startswith(NOT_COMPARED)]
 
 
 def _same_tensor(one: Tensor | None, other: Tensor | None) -> bool:
@@ -111,4 +112,4 @@ def _unequal(one: Any, other: Any, where: str, numbers: bool) -> Iterator[str]:
     elif numbers and all(isinstance(value, str) and " " in value for value in (one, other)):
         return
     elif one != other and not (one != one and other != other):
-        yield f"{where}: {one!r} / {other!r}"
+        yield f"{where}: {repr(one)[:80]} / {repr(other)[:80]}"

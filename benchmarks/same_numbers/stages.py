@@ -43,7 +43,7 @@ EXPORTED_RUNS = (
     *("softmax", "sink_logit", "k_biases", "kv_biases", "mla", "sigmoid", "position_t5", "position_alibi", "window"),
     *("stick_breaking", "forgetting", "differential", "elu_kernel", "linear_hybrid", "registers", "sink_token"),
 )
-COPIED = ("train", "lab", "export", "reproduce", "cache", "tokens")
+COPIED = ("train", "lab", "export", "reproduce")
 """Folders that later stages read."""
 
 
