@@ -88,7 +88,7 @@ def _differences(one: Path, other: Path, numbers: bool) -> Iterator[str]:
 
 
 def _lines(path: Path) -> list[str]:
-    """Of a text, without durations, warnings of transformers, and whether this command was the one to prepare the text."""
+    """Lines of a text, without durations, warnings of transformers, and the preparation of data by the first command."""
     lines = path.read_text("utf-8").splitlines()
     return [DURATION.sub("#", line) for line in lines if not line.startswith(NOT_COMPARED)]
 
