@@ -88,7 +88,7 @@ def _differences(one: Path, other: Path, numbers: bool) -> Iterator[str]:
 
 
 def _lines(path: Path) -> list[str]:
-    """Lines of a text, without durations, warnings of transformers, and the preparation of data by the first command."""
+    """Lines of a text, without durations, warnings of transformers, and the preparation of data by the first one."""
     lines = path.read_text("utf-8").splitlines()
     return [DURATION.sub("#", line) for line in lines if not line.startswith(NOT_COMPARED)]
 

@@ -13,7 +13,6 @@ from tiny_models import text_file, tiny_model
 from sinklab.commands.console import DataBoard, RunBoard
 from sinklab.commands.survey_progress import SurveyProgress
 from sinklab.commands.terminal.bars import StepProgress
-from sinklab.commands.timing import RunLength
 from sinklab.experiments.sweep.planned import Event
 from sinklab.measuring.surgery.study import Study
 from sinklab.survey.request import Request
@@ -54,7 +53,7 @@ def data(console: Console, clock: Clock) -> Callable[[int], Any]:
 
 
 def run(console: Console, clock: Clock) -> Callable[[int], Any]:
-    board = RunBoard(console, {"tiny-0": RunLength(100, 1000)}, 1, clock)
+    board = RunBoard(console, {"tiny-0": 100}, clock)
     return lambda second: board.watch(Event("tiny-0", "step", second))
 
 

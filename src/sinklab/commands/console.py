@@ -16,7 +16,7 @@ from rich.progress import (
 )
 
 from sinklab.commands.terminal.bars import SPEAKS_EVERY, Clock, Lines
-from sinklab.commands.timing import Forecast, RunLength, duration
+from sinklab.commands.timing import duration
 from sinklab.experiments.sweep.planned import Event
 from sinklab.measuring.statistics.highest import elsewhere_text, in_brackets
 
@@ -29,20 +29,17 @@ class RunBoard:
 
     Args:
         console: where to print.
-        lengths: of the runs, by name.
-        jobs: how many go on at a time.
+        lengths: updates of the runs, by name.
         clock: seconds.
     """
 
     def __init__(
         self,
         console: Console,
-        lengths: Mapping[str, RunLength],
-        jobs: int = 1,
+        lengths: Mapping[str, int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.console, self.lengths, self.clock = console, lengths, clock
-        self.forecast = Forecast(lengths, jobs)
         self.progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
@@ -50,17 +47,18 @@ class RunBoard:
             TextColumn("{task.fields[latest]}", markup=False),
             console=console,
             disable=not console.is_terminal,
+            get_time=clock,
+            speed_estimate_period=SPEED_OVER,
         )
         self.many = len(lengths) > MANY
         self.tasks = {
-            name: self.progress.add_task(name, total=length.steps, latest="waiting", visible=not self.many)
+            name: self.progress.add_task(name, total=length, latest="waiting", visible=not self.many)
             for name, length in lengths.items()
         }
         self.steps = dict.fromkeys(lengths, 0)
         self.said = self.looked = clock()
-        total = sum(length.steps for length in lengths.values())
-        self.ended = 0
-        self.whole = self.progress.add_task("all", total=total, latest="")
+        self.ended, self.given_up = 0, 0
+        self.whole = self.progress.add_task("all", total=sum(lengths.values()), latest="")
 
     def __enter__(self) -> "RunBoard":
         self.progress.start()
@@ -73,12 +71,13 @@ class RunBoard:
         """Show an event."""
         now, latest = self.clock(), event.kind
         if event.kind in ("ready", "step", "row"):
-            self.forecast.reached(event.run, event.step, now, evaluated=event.kind == "row")
             self.steps[event.run] = event.step
+            if event.kind == "ready" and event.step:  # made earlier, and not at the speed of this call
+                self.progress.reset(self.whole, completed=sum(self.steps.values()))
         else:
-            self.forecast.ended(event.run)
             self.ended += 1
             self.steps[event.run] = event.step or self.steps[event.run]
+            self.given_up += self.lengths[event.run] - self.steps[event.run]
             if event.kind == "failed":
                 self.progress.console.print(f"{event.run} failed: {event.message}", **PLAIN)
         if event.row is not None:
@@ -92,14 +91,16 @@ class RunBoard:
             self._show(event, now, latest if event.row is not None else "")
 
     def _show(self, event: Event, now: float, latest: str) -> None:
-        seconds = self.forecast.seconds_left(now)
-        left = "" if not seconds else f"about {duration(seconds)} left"
+        total = sum(self.lengths.values()) - self.given_up
+        self.progress.update(self.whole, completed=sum(self.steps.values()), total=total)
+        seconds = self.progress.tasks[self.whole].time_remaining
+        left = f"about {duration(seconds)} left" if seconds else ""
         ended = f"{self.ended} of {len(self.lengths)} runs" if self.many else ""
         shown = "  ".join(filter(None, (ended, left)))
-        self.progress.update(self.whole, completed=sum(self.steps.values()), latest=shown)
+        self.progress.update(self.whole, latest=shown)
         if not self.console.is_terminal and (latest or now - self.said >= SPEAKS_EVERY):
             self.said = now
-            reached = f"{event.run}: step {event.step}/{self.lengths[event.run].steps}"
+            reached = f"{event.run}: step {event.step}/{self.lengths[event.run]}"
             whole = left if len(self.lengths) == 1 or not left else f"{left} for all"
             whole = f"{ended}  {whole}" if ended else whole
             said = "  ".join(filter(None, (reached, latest, whole)))
@@ -109,6 +110,7 @@ class RunBoard:
 MANY = 8  # runs: of more, only those under way have a line
 PLAIN: Any = {"highlight": False, "markup": False, "soft_wrap": True}
 LOOKS_EVERY = 1.0  # seconds: how often the time that is left is counted anew
+SPEED_OVER = 600.0  # seconds over which the speed is averaged, evaluations included
 STALLED = 0.02  # share of the time from which on waiting for data is worth a word
 
 

@@ -12,7 +12,6 @@ from rich.console import Console
 from sinklab.assessing.documents import ASSESSMENT
 from sinklab.commands.assess import AssessProgress
 from sinklab.commands.console import PLAIN, RunBoard, data_progress
-from sinklab.commands.timing import RunLength
 from sinklab.data.prepare import prepared
 from sinklab.data.shards import TokenDataset
 from sinklab.data.texts import StageProgress
@@ -34,7 +33,7 @@ from sinklab.experiments.sweep.plan import (
     place_sweep,
     plan_sweep,
 )
-from sinklab.experiments.sweep.planned import Event, PlannedRun
+from sinklab.experiments.sweep.planned import Event
 from sinklab.experiments.sweep.preview import Preview, preview
 from sinklab.experiments.sweep.store import found_runs, record_of, summary_of
 from sinklab.files import parse_json
@@ -138,12 +137,11 @@ def sweep(request: SweepRequest, console: Console) -> SweepEnding:
     asked = joined(before, now)
     if left_out := [name for name in before if name not in asked]:
         console.print(f"not in this summary, as their scale, steps or text differ: {', '.join(left_out)}", **PLAIN)
-    missing = [run for run in planned.runs if record_of(run.directory, run.hash) is None]
     for name in now:
         asked[name].save(out)
-    lengths = {run.name: _length(run) for run in planned.runs}
+    lengths = {run.name: run.read_recipe().train.steps for run in planned.runs}
     try:
-        with RunBoard(console, lengths, _jobs(request, len(missing))) as board:
+        with RunBoard(console, lengths) as board:
             written = time.monotonic()
 
             def watch(event: Event) -> None:
@@ -170,11 +168,6 @@ def _prepared(plan: SweepPlan, progress: StageProgress) -> dict[str, TokenDatase
     """The data of all cells, each kind once."""
     recipes = {data_key(cell.recipe): cell.recipe for cell in plan.cells.values()}
     return {key: prepared(recipe.data, progress=progress) for key, recipe in recipes.items()}
-
-
-def _length(run: PlannedRun) -> RunLength:
-    train = run.read_recipe().train
-    return RunLength(train.steps, train.eval_every)
 
 
 def _check_version(path: Path) -> None:

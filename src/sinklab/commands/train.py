@@ -9,7 +9,6 @@ from typing import Any
 from rich.console import Console
 
 from sinklab.commands.console import RunBoard, data_progress
-from sinklab.commands.timing import RunLength
 from sinklab.data.prepare import prepared
 from sinklab.data.shards import TokenDataset
 from sinklab.device import keep_freed_memory
@@ -95,7 +94,7 @@ def _trained(
     needs = memory_line(run.recipe, world.device(run.recipe.train.device), world.size)
     console.print(needs, **PLAIN)
     following: list[Tracker] = []
-    with RunBoard(console, {name: RunLength(run.recipe.train.steps, run.recipe.train.eval_every)}) as board:
+    with RunBoard(console, {name: run.recipe.train.steps}) as board:
 
         def watch(progress: StepReport) -> None:
             board.watch(Event(name, "step" if progress.row is None else "row", progress.step, progress.row))
