@@ -2,6 +2,7 @@
 
 import io
 import re
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -41,16 +42,15 @@ def left(board: RunBoard) -> float | None:
     return board.progress.tasks[board.whole].time_remaining
 
 
-def test_the_time_left_is_that_of_all_runs_with_their_evaluations() -> None:
+@pytest.mark.parametrize(("other", "updates"), [("ready", 145), ("failed", 45)])
+def test_the_time_left_is_that_of_all_runs_with_their_evaluations(other: Any, updates: int) -> None:
     clock = Clock()
     with RunBoard(Console(file=io.StringIO()), dict.fromkeys("ab", STEPS), clock) as board:
+        board.watch(Event("b", other, 0, message="no more memory"))
         for now, event in events("a", 55, clock):
             clock.now = now
             board.watch(event)
-        each = UPDATE + EVALUATION / EVAL_EVERY
-        assert left(board) == pytest.approx(145 * each, rel=0.05)
-        board.watch(Event("b", "failed", 0, message="no more memory"))
-        assert left(board) == pytest.approx(45 * each, rel=0.05)
+        assert left(board) == pytest.approx(updates * (UPDATE + EVALUATION / EVAL_EVERY), rel=0.05)
 
 
 def test_a_run_that_is_continued_is_not_timed_from_its_beginning() -> None:
