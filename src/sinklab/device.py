@@ -1,4 +1,4 @@
-"""Where tensors live."""
+"""Devices: choice, 16-bit support, host copies, matmul precision, memory of the C library."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""The ways a command of sinklab ends badly, each with its exit status."""
+"""Exceptions of sinklab, with the exit status of the command that raises them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there: written aside, flushed to the disk, then renamed."""
+"""Atomic file writes: into a temporary file, flushed to the disk, then renamed."""
 
 import errno
 import hashlib

@@ -1,4 +1,4 @@
-"""The bases of what is validated, config parts and files that are read, and the walk through their nested values."""
+"""Base models of config parts and of documents, and a walk through nested values."""
 
 import math
 from collections.abc import Mapping

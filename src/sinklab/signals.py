@@ -105,7 +105,7 @@ def keeping_what_is_finished() -> Iterator[None]:
 
 
 def was_kept() -> bool:
-    """Whether what this process has left last goes on where it was; asked once."""
+    """Returns and clears the flag that the interrupted work can be resumed."""
     kept = _KEPT.is_set()
     _KEPT.clear()
     return kept

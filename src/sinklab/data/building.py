@@ -7,8 +7,10 @@ difference on: neither a killed process, nor a power failure, nor changed text l
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -151,9 +153,10 @@ class Builder:
         parts = _parts(documents)
         changed, last = self._replayed(parts)
         writer = SplitWriter(self.folder, self.dtype, self.valid_fraction, last and last.train, last and last.valid)
-        source = _chained(changed, parts)
+        source = chain([changed] if changed else [], parts)
+        limit = math.inf if self.token_limit is None else self.token_limit
         try:
-            while not self._full(writer) and (part := next(source, None)):
+            while writer.tokens < limit and (part := next(source, None)):
                 self._write(writer, part)
                 progress(self.text.text_bytes, writer.tokens)
         except BaseException:
@@ -177,9 +180,6 @@ class Builder:
         last = self.journal.keep(count)
         self.shares = dict(last.shares) if last else {}
         return last
-
-    def _full(self, writer: SplitWriter) -> bool:
-        return self.token_limit is not None and writer.tokens >= self.token_limit
 
     def _write(self, writer: SplitWriter, part: NamedDocuments) -> None:
         encoded = _encoded([text for _, text in part], self.tokenizer, DTYPES[self.dtype])
@@ -231,9 +231,3 @@ def _parts(documents: Iterator[NamedDocument]) -> Iterator[NamedDocuments]:
             part, size = [], 0
     if part:
         yield part
-
-
-def _chained(first: NamedDocuments | None, rest: Iterator[NamedDocuments]) -> Iterator[NamedDocuments]:
-    if first:
-        yield first
-    yield from rest

@@ -54,7 +54,10 @@ def encoder(backend: "Backend") -> EncodeBatch:
     def exact(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         if max(map(len, texts), default=0) <= PIECE:
             return whole(texts)
-        found = [_joined(whole, list(pieces(text, PIECE, changes_nothing))) for text in texts]
+        found = []
+        for text in texts:
+            parts = list(pieces(text, PIECE, changes_nothing))
+            found.append(np.concatenate([whole(parts[i : i + AT_ONCE])[0] for i in range(0, len(parts), AT_ONCE)]))
         return np.concatenate(found), np.array([len(ids) for ids in found], np.int64)
 
     try:
@@ -75,11 +78,9 @@ def encoder(backend: "Backend") -> EncodeBatch:
     return quick if same else exact
 
 
-def _always(left: str, right: str) -> bool:
-    return True
-
-
-def pieces(text: str, size: int, changes_nothing: Callable[[str, str], bool] = _always) -> Iterator[str]:
+def pieces(
+    text: str, size: int, changes_nothing: Callable[[str, str], bool] = lambda left, right: True
+) -> Iterator[str]:
     """A text in pieces of about `size` characters, or of more where every cut would change something.
 
     Args:
@@ -104,7 +105,3 @@ def _cut(text: str, start: int, stop: int, changes_nothing: Callable[[str, str],
         if number == TRIES:
             break
     return None
-
-
-def _joined(whole: EncodeBatch, parts: list[str]) -> np.ndarray:
-    return np.concatenate([whole(parts[i : i + AT_ONCE])[0] for i in range(0, len(parts), AT_ONCE)])

@@ -1,4 +1,4 @@
-"""How much a preparation would read and write, from the sizes of files and a sample of each; nothing is written."""
+"""Estimate of what a preparation would read and write, from file sizes and a sample of each file."""
 
 from dataclasses import asdict, dataclass
 from typing import Any

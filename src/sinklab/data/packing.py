@@ -1,4 +1,4 @@
-"""Token ids appended to two growing files, each document to the side that its text decides; it can be continued."""
+"""Resumable writers of training and validation ids; the text of a document decides its split."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""From text to token shards: tokenize, pack, split, and make the result valid last.
+"""Preparation of token shards from text: tokenize, pack, split; the manifest is written last.
 
 Which documents are kept for validation is decided by the SHA-256 of each text: neither the order of the documents
 nor how many there are matters, and copies of a text fall on the same side. At least one document is on each side.
@@ -167,7 +167,7 @@ def prepare_settings(
                 _check_folder(out)
             with _locked(out):
                 if not is_prepared(out):
-                    _build(settings, out, progress or _silent, counted or _uncounted)
+                    _build(settings, out, progress or (lambda *_: None), counted or (lambda _: None))
     except OSError as error:
         raise SinklabError(
             f"cannot prepare data in {out}: {error.strerror or error}. {_remedy(error)} another folder with --out "
@@ -282,11 +282,3 @@ def _locked(folder: Path) -> Iterator[None]:
                     shutil.rmtree(folder, ignore_errors=True)  # nothing has come of it
                 raise
             return
-
-
-def _silent(stage: str, done: int, total: int | None) -> None:
-    pass
-
-
-def _uncounted(tokens: int) -> None:
-    pass

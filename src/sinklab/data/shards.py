@@ -1,4 +1,4 @@
-"""Prepared data on disk: one flat file of token ids each for training and validation, and what they are.
+"""Prepared data on disk: one flat file of token ids each for training and validation, and a manifest.
 
     train.bin, valid.bin     token ids, little-endian uint16 (uint32 above 65,536 tokens of vocabulary), no header
     data.json                counts, ids, settings, fingerprint and checksums; written last: with it the data is whole

@@ -1,4 +1,4 @@
-"""How many bytes of a text each of its tokens stands for, and what tells vocabularies apart.
+"""Bytes of text per token, and a digest of a vocabulary.
 
 The bytes of a token come from its string in the vocabulary, and are held against the text, byte by byte: from where on
 they are not the text's, nothing is claimed. Three ways to write strings in a vocabulary are known:

@@ -1,4 +1,4 @@
-"""Tokenizers, one small face for all of them: read from a folder, fetched by name, or trained on the corpus.
+"""Tokenizers behind one interface: read from a folder, fetched by name, or trained on the corpus.
 
 `tokenizer.json` is read directly with the `tokenizers` library: it is what every fast tokenizer is underneath, and
 needs no `transformers`.

@@ -1,4 +1,4 @@
-"""What can be changed: the catalogue of all keys, a registry of overlays, and the values that change nothing."""
+"""Interventions: the catalogue of all keys, named overlays, and neutral values."""
 
 from sinklab.interventions.catalogue import Intervention, catalogue
 from sinklab.interventions.variants import NEUTRAL, VARIANTS, Neutral, Variant

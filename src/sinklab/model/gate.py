@@ -1,4 +1,4 @@
-"""Gates around attention: a way to let nothing through without looking at a sink.
+"""Gates around attention, by which a head can pass nothing on without a sink.
 
 Two read the layer's input x (after its norm) and scale the attention output o_t of every head (2505.06708); one reads
 the values themselves and scales what the token at s may contribute, before attention averages (2510.09017).

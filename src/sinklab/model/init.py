@@ -1,4 +1,4 @@
-"""All initial weights, in one place: `model.init` says by which of two laws a transformer starts.
+"""Initialisation of all weights, by one of two laws (`model.init`).
 
 tensor, d_in its last dimension              declared                            torch
 linear weights                               normal, std sqrt(2 / (5 d_in))      uniform in +-1 / sqrt(d_in)

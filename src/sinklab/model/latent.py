@@ -1,4 +1,4 @@
-"""How queries, keys and values are made of the stream: by one matrix, or through a latent of low rank (2405.04434).
+"""Projections to queries, keys and values: one matrix, or a latent of low rank (2405.04434).
 
 Multi-head latent attention (DeepSeek-V2, section 2.1 and appendix C; V3, 2412.19437): keys and values of all heads are
 linear in one latent c of few numbers, which is all that a cache would have to hold. A key cannot be turned by its

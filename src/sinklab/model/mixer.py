@@ -1,4 +1,4 @@
-"""Which layers have attention, and what the others have in its place: a linear attention, the gated delta rule.
+"""Hybrids: layers with attention, and layers with the gated delta rule, a linear attention, in its place.
 
 Its layer (2412.06464, figure 1; the code is that of flash-linear-attention, fla/layers/gated_deltanet.py, and of
 transformers' Qwen3-Next, whose module gives the same numbers): q, k and v from one matrix and a short causal

@@ -1,4 +1,4 @@
-"""Normalisation: what it computes, where it stands, whether a gate follows it, and who has one of their own.
+"""Norms: their formula, their placement, a gate behind them, and norms per head.
 
 Head-wise RMSNorm of the attention output (2605.06611) is known from the abstract and what others say of the paper: the
 output of each head is normed before the heads are joined. Whether it has a weight is not; here it has one vector for

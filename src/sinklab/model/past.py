@@ -1,4 +1,4 @@
-"""Keys and values of a sequence's beginning, kept so that it can be continued without computing them again.
+"""KV cache of a transformer of ours.
 
 Nothing about attention is decided here: new queries go through the same operation, mask and bias as ever, against the
 keys that were kept and their own. Kernels keep their keys like every other operation: the running sum that they also

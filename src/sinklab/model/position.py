@@ -1,4 +1,4 @@
-"""Positional embeddings (table 3): by which door the order of the tokens enters.
+"""Positional embeddings (table 3).
 
 none                   nowhere; the causal mask alone tells
 absolute, learnable    a vector of the position is added to the token's embedding

@@ -1,4 +1,4 @@
-"""What a run is told by: validation loss and sink metric, on the same sequences at every evaluation.
+"""Evaluation of a run: validation loss and sink metric, on the same sequences every time.
 
 Every process evaluates all of them: the numbers then do not depend on how many there are, and sharded parameters are
 gathered by all alike.

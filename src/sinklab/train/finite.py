@@ -1,4 +1,4 @@
-"""What every update says of itself, its loss and gradient norm: whether they are finite, and when that is read.
+"""Check that the loss and gradient norm of every update are finite, and the time at which they are read.
 
 On a CPU it is read before the optimiser's step: where one is not finite, no step follows. On CUDA reading would make
 the processor wait for the device at every update. There the device decides: AdamW's fused kernel leaves all parameters

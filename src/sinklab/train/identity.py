@@ -1,5 +1,8 @@
-"""Keys that recipes have had only since some runs were trained, and that are left out of a run's content hash while
-they say what was so before: those runs stay the runs they were.
+"""Hash compatibility: recipe keys added after some runs were trained, and the value of each that means "as before".
+
+A key with that value is left out of the content hash, so that a recipe from before the key has the hash it had. Recipe
+hashes may not change while a study runs, because runs are found by them: this file stays until the next study, whose
+runs can be hashed without it.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Recipes: the whole truth of a run. Defaults <- YAML file <- `--set a.b.c=value`, then validated.
+"""Recipes: a recipe fully specifies a run. Defaults <- YAML file <- `--set a.b.c=value`, then validated.
 
 A choice among kinds (a discriminated union) may be given by its bare name where its own defaults do:
 `--set model.attention.operation=sigmoid` is `{kind: sigmoid}`. Setting another kind drops the old kind's values.

@@ -1,4 +1,4 @@
-"""Replaying the batch of one step: where do NaN and infinity begin? Nothing in the run directory is changed."""
+"""Replay of the batch of one step, to find the first NaN or infinity; the run directory is not changed."""
 
 import math
 from collections.abc import Iterator
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from sinklab.errors import InputError
 from sinklab.measuring.hooks import hooked
 from sinklab.train.directory.checkpoint import load_checkpoint, take_newest
-from sinklab.train.directory.checkpoint_state import TrainState
 from sinklab.train.directory.run import Run
 from sinklab.train.update import Updater
 
@@ -65,7 +64,13 @@ def replay(run: Run, step: int) -> Replay:
     if not 1 <= step <= run.recipe.train.steps:
         raise InputError(f"--replay {step}: the run has the steps 1..{run.recipe.train.steps}")
     updater = Updater(run)
-    found = take_newest(run.checkpoints, updater.model, partial(_load, updater), run.hashes, at_most=step - 1)
+    found = take_newest(
+        run.checkpoints,
+        updater.model,
+        lambda checkpoint: load_checkpoint(checkpoint, updater.model, updater.optimizer),
+        run.hashes,
+        at_most=step - 1,
+    )
     checkpoint, updater.state = found or (None, updater.state)
     begin = updater.state.step
     while updater.state.step < step - 1:
@@ -86,10 +91,6 @@ def replay(run: Run, step: int) -> Replay:
         grad_norms={name: gradient.norm().item() for name, gradient in gradients.items()},
         first_not_finite=next(iter(strange.weights + strange.forward + strange.backward), None),
     )
-
-
-def _load(updater: Updater, checkpoint: Path) -> TrainState:
-    return load_checkpoint(checkpoint, updater.model, updater.optimizer)
 
 
 @dataclass(frozen=True)

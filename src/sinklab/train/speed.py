@@ -1,4 +1,4 @@
-"""How fast a run is: tokens per second, model FLOP utilisation, and the share of time lost to waiting for data."""
+"""Speed of a run: tokens per second, model FLOP utilisation, share of time spent waiting for data."""
 
 import time
 from collections.abc import Iterator

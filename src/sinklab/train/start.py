@@ -1,4 +1,4 @@
-"""`model.init_from`: weights of a checkpoint as the start of a run, so that something is changed in trained models.
+"""`model.init_from`: weights of a checkpoint as the start of a run.
 
     a Llama        directory, .gguf file, or name on the hub: its sizes, tokenizer and weights, in float32
     a run of ours  directory: the same, of any variant, at its newest checkpoint

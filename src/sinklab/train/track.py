@@ -1,4 +1,4 @@
-"""Following a run elsewhere: Weights & Biases and TensorBoard get the recipe, every evaluation and the charts.
+"""Trackers: the recipe, every evaluation and the charts to Weights & Biases and TensorBoard.
 
 `metrics.jsonl` is written in any case and is the truth; a tracker only copies. A run that is continued continues what
 is tracked: W&B under the id that is kept in the run directory, TensorBoard without the evaluations that are repeated.

@@ -1,4 +1,4 @@
-"""The processes that train one model together: who they are, and what they must agree on.
+"""Distributed processes of one training: rank, size, collectives.
 
 Started by torchrun, each finds its place in the environment. gloo carries what is on the CPU (decisions, checkpoints),
 NCCL what is on CUDA. Every method that asks the others is a collective: all processes call it, in the same order, or

@@ -1,4 +1,4 @@
-"""Attention operations: what stands where softmax stood. Each is a value in a recipe and states its formula once.
+"""Attention operations, softmax among them. Each is a value in a recipe and states its formula once.
 
 z_ts is the score of query t and key s after softcap and position; a bias key is one more key of every row. A new
 operation is a file here, a member of the union below and a row in docs/interventions.md. In the file: a `kind`, the

@@ -1,4 +1,4 @@
-"""What every operation provides, and the family to which nearly all of them belong.
+"""Interface of attention operations, and the family to which nearly all of them belong.
 
 An operation with non-negative scores is a log-similarity l_ts and a divisor Z_t: with (out, lse) of one `attend` over
 l_ts, its output is out * exp(lse) / Z and its row sum exp(lse) / Z; where Z is the row sum itself both are free.

@@ -1,4 +1,4 @@
-"""What an operation is called with: queries, keys and everything that acts on a score before its similarity."""
+"""Arguments of an operation: queries, keys and everything that acts on a score before its similarity."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Operations that need two passes over the scores: the second one, or the divisor, knows the first one's row."""
+"""Operations that need two passes over the scores: the second pass, or the divisor, uses the row of the first."""
 
 import math
 from typing import ClassVar, Literal

@@ -1,4 +1,4 @@
-"""The embedded corpus: what a Python installation already has on its disk.
+"""The embedded corpus: source files of the Python installation.
 
 `stdlib` is the standard library's sources (its own tests included, where they are installed) and documentation:
 the language reference that `pydoc` carries, and the .rst and .txt files beside the code. `site-packages` is the

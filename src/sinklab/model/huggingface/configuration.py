@@ -1,4 +1,4 @@
-"""The config of a sinklab model as transformers knows it: the model part of a recipe, and the names others look for."""
+"""Config of an exported model for transformers: the model part of a recipe, and the names that libraries look up."""
 
 from collections.abc import Mapping
 from typing import Any

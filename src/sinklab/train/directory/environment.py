@@ -89,6 +89,7 @@ def _is_below(key: str, parts: Collection[str]) -> bool:
 
 def environment(recipe: Recipe) -> dict[str, Any]:
     """With what and when a run is begun here: versions, device, threads, commit, command, time (UTC)."""
+    device = pick_device(recipe.train.device)
     return {
         "begun": datetime.now(UTC).isoformat(timespec="seconds"),
         "sinklab": sinklab.__version__,
@@ -97,17 +98,13 @@ def environment(recipe: Recipe) -> dict[str, Any]:
         "numpy": np.__version__,
         "platform": platform.platform(),
         "processor": processor_name(),
-        "device": _device_name(pick_device(recipe.train.device)),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})",
         "backend": recipe.model.attention.backend,
         "threads": torch.get_num_threads(),
         "git": _git("rev-parse", "HEAD"),
         "changed_files": None if (changed := _git("status", "--porcelain", ".")) is None else bool(changed),
         "command": sys.argv,
     }
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
 
 
 def _git(*arguments: str) -> str | None:

@@ -1,4 +1,4 @@
-"""metrics.jsonl, a line per evaluation: written by a run, and read by whoever continues it or looks at it."""
+"""metrics.jsonl: a run appends a line per evaluation; resumed runs and readers parse it."""
 
 import gzip
 import json
@@ -173,7 +173,9 @@ def read_history(path: Path) -> list[Evaluation]:
     said = {number: line for number, line in enumerate(lines, 1) if line.strip()}
     torn = lines[-1].startswith("{")  # what follows the last end of line
     try:
-        found = _parsed(said, _evaluation, len(lines) if torn else None)
+        found = _parsed(
+            said, lambda one: Evaluation.model_validate(finite(parse_json(one))), len(lines) if torn else None
+        )
     except _DamagedLineError as error:
         raise InputError(f"{path}, line {error.number}, is damaged: expected an object with a step.") from error
     by_step = {one.step: one for one in found}
@@ -205,10 +207,6 @@ def _row(line: str) -> dict[str, Any]:
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         raise ValueError("expected an object with a whole number as its step")
     return row
-
-
-def _evaluation(line: str) -> Evaluation:
-    return Evaluation.model_validate(finite(parse_json(line)))
 
 
 def seconds_spent(history: Sequence[Evaluation]) -> float:

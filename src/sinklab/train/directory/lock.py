@@ -1,5 +1,4 @@
-"""One trainer per run directory, and one writer of a document. A lock goes with the process, however it ends; reading
-needs none."""
+"""Locks: one trainer per run directory, one writer per document. A lock ends with its process; reading needs none."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What a run will take, said before it is started: parameters, tokens, operations, memory."""
+"""Plan of a run before it is started: parameters, tokens, operations, memory."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
