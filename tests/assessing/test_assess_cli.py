@@ -13,7 +13,7 @@ from tiny_models import text_file, tiny_model
 from trained_run import trained_run
 
 from sinklab.assessing.documents import Assessment, AssessPart
-from sinklab.assessing.plan import PARTS, Wanted
+from sinklab.assessing.plan import PARTS, AssessOptions
 from sinklab.assessing.running import AssessListener, assess, load_assessment
 from sinklab.train.directory.lock import HeldError
 
@@ -89,7 +89,7 @@ def test_of_two_calls_at_a_time_one_is_refused_and_no_result_is_lost(made: tuple
     out, small = tmp_path / "a", {"sequences": 2, "stream_length": 24, "caches": (8,), "length": 16, "budgets": (6,)}
 
     def call(part: AssessPart, listener: AssessListener | None = None) -> Assessment:
-        return assess(str(directory), text, Wanted(parts=(part,), **small), out=out, listener=listener)
+        return assess(str(directory), text, AssessOptions(parts=(part,), **small), out=out, listener=listener)
 
     meanwhile = Meanwhile(lambda: call("streaming"))
     call("heads", meanwhile)

@@ -20,21 +20,20 @@ import sinklab
 from sinklab.commands.terminal.measurement import print_measurement
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.options import Options
+from sinklab.measuring.options import Options, Study
 from sinklab.measuring.surgery import zeroed
 from sinklab.measuring.surgery.ablations import emerging_activation
-from sinklab.measuring.surgery.study import Study
 from sinklab.survey.request import Request
 from sinklab.survey.single import measure_model
 
-ABLATED = ["mask_first:1", "mask_first:4", "no_bos", "zero_massive"]
+ABLATED = ("mask_first:1", "mask_first:4", "no_bos", "zero_massive")
 
 
 @pytest.fixture(scope="module")
 def stories(data_dir: Path) -> Measurement:
     """TinyStories-656K with BOS, ablated in every way."""
     text, model = data_dir / "domains" / "tinystories.jsonl", data_dir / "models" / "TinyStories-656K"
-    return measure_model(str(model), text, Request(sequences=20, study=Study(ABLATED)))
+    return measure_model(str(model), text, Request(sequences=20, study=Study(ablate=ABLATED)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -47,7 +46,7 @@ def test_the_loss_without_the_first_keys_is_that_of_eager_attention_over_the_tar
             logits = eager_reference(eager, tokens).logits
         nats = [-logits[b, t].log_softmax(-1)[tokens[b, t + 1]] for b in range(5) for t in range(2, LENGTH - 1)]
         expected.append(float(torch.stack(nats).mean()))
-    [ablation] = sinklab.measure(model, tokens, ablate=["mask_first:2"]).ablations or []
+    [ablation] = sinklab.measure(model, tokens, ablate=("mask_first:2",)).ablations or []
     assert (ablation.loss_before, ablation.loss_after) == pytest.approx(expected, rel=1e-5)
     assert ablation.loss_change == ablation.loss_after - ablation.loss_before
     assert hooks_on(model) == 0
@@ -55,7 +54,7 @@ def test_the_loss_without_the_first_keys_is_that_of_eager_attention_over_the_tar
 
 def test_without_bos_the_losses_are_over_the_targets_that_both_have() -> None:
     for model, tokens in ((pair_of("llama")[0], family_tokens()), (own_model("softmax"), own_tokens())):
-        [ablation] = sinklab.measure(model, tokens, bos=True, ablate=["no_bos"]).ablations or []
+        [ablation] = sinklab.measure(model, tokens, bos=True, ablate=("no_bos",)).ablations or []
         assert ablation.first_target == 3
         assert ablation.loss_after == pytest.approx(sinklab.measure(model, tokens[:, 1:]).loss, rel=1e-5)
         assert ablation.sink_rate == sinklab.measure(model, tokens[:, 1:]).sink_rate
@@ -79,7 +78,7 @@ def test_the_losses_of_ablations_leave_out_a_prefix() -> None:
         assert one.loss_before == pytest.approx(before.item(), rel=1e-5)
     assert ablations[-1].loss_after == pytest.approx(sinklab.measure(model, tokens[:, 1:]).loss, rel=1e-5)
     with pytest.raises(InputError, match="leaves none to predict"):
-        sinklab.measure(model, tokens[:, :4], bos=True, ablate=["no_bos"])
+        sinklab.measure(model, tokens[:, :4], bos=True, ablate=("no_bos",))
 
 
 def test_a_model_that_sees_distances_only_loses_as_much_by_hiding_bos_as_by_dropping_it(stories: Measurement) -> None:
@@ -89,7 +88,7 @@ def test_a_model_that_sees_distances_only_loses_as_much_by_hiding_bos_as_by_drop
 
 def test_a_real_model_loses_by_each_ablation_and_its_sink_goes_with_the_first_key(stories: Measurement) -> None:
     found = stories.ablations or []
-    assert [one.name for one in found] == ABLATED
+    assert [one.name for one in found] == list(ABLATED)
     assert stories.sink_rate[0] > 5
     for one in found:
         assert one.loss_change > 0.1
@@ -109,10 +108,10 @@ def test_the_massive_activation_is_zeroed_where_it_first_stands_out() -> None:
         size = model(tokens[:1], output_hidden_states=True).hidden_states[1][0].abs()
     assert (found.layer, found.dimension) == (1, 7)
     assert divmod(int(size.argmax()), 32) == (found.position - 1, 7)
-    [ablation] = sinklab.measure(model, tokens, ablate=["zero_massive"]).ablations or []
+    [ablation] = sinklab.measure(model, tokens, ablate=("zero_massive",)).ablations or []
     with zeroed(model, found.layer, found.position, found.dimension, last_layer=2):
         assert ablation.loss_after == sinklab.measure(model, tokens).loss
-    [alone] = sinklab.measure(model, tokens, ablate=["zero_massive:1"]).ablations or []
+    [alone] = sinklab.measure(model, tokens, ablate=("zero_massive:1",)).ablations or []
     with zeroed(model, 1, found.position, found.dimension):
         assert alone.loss_after == sinklab.measure(model, tokens).loss != ablation.loss_after
     assert ablation.loss_before == sinklab.measure(model, tokens).loss != ablation.loss_after
@@ -171,7 +170,7 @@ def test_an_ablation_says_where_the_sink_is_afterwards(stories: Measurement) -> 
 
 def test_a_massive_activation_on_a_learned_sink_token_is_called_that() -> None:
     model = own_model("sink token")
-    [ablation] = sinklab.measure(model, own_tokens(), ablate=["zero_massive"]).ablations or []
+    [ablation] = sinklab.measure(model, own_tokens(), ablate=("zero_massive",)).ablations or []
     assert "at the learned sink token" in ablation.what
     assert ablation.loss_change != 0
 
@@ -182,7 +181,7 @@ def test_an_ablation_that_had_no_effect_is_an_error(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("sinklab.measuring.surgery.ablations.masked_first_keys", lambda *_: nullcontext())
     for model, tokens in ((pair_of("llama")[0], family_tokens()), (own_model("softmax"), own_tokens())):
         with pytest.raises(SinklabError, match=r"still seen by later queries in layer [12]"):
-            sinklab.measure(model, tokens, ablate=["mask_first:2"])
+            sinklab.measure(model, tokens, ablate=("mask_first:2",))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +207,7 @@ def test_what_cannot_be_ablated_is_refused_before_anything_is_measured(name: str
 def test_padded_sequences_are_not_ablated() -> None:
     mask = torch.ones_like(family_tokens())
     with pytest.raises(InputError, match="without padding"):
-        sinklab.measure(pair_of("llama")[0], family_tokens(), attention_mask=mask, ablate=["zero_massive"])
+        sinklab.measure(pair_of("llama")[0], family_tokens(), attention_mask=mask, ablate=("zero_massive",))
 
 
 def test_ablations_are_kept_and_printed(stories: Measurement, tmp_path: Path) -> None:
@@ -233,15 +232,20 @@ def test_positions_are_swapped_for_the_measurement_which_says_so(tmp_path: Path,
     measured = measure_model(
         str(folder),
         None,
-        Request(Options(inputs="repeat"), sequences=4, length=12, study=Study(["mask_first:1"], swap_position=(1, 5))),
+        Request(
+            options=Options(inputs="repeat"),
+            sequences=4,
+            length=12,
+            study=Study(ablate=("mask_first:1",), swap_position=(1, 5)),
+        ),
     )
-    plain = measure_model(str(folder), None, Request(Options(inputs="repeat"), sequences=4, length=12))
+    plain = measure_model(str(folder), None, Request(options=Options(inputs="repeat"), sequences=4, length=12))
     assert measured.notes == ["the learned positions 1 and 5 swapped"]
     assert measured.loss != plain.loss
     assert len(measured.ablations or []) == 1
     with pytest.raises(InputError, match="--swap-position 20 1: the sequences have 12 tokens"):
         measure_model(
-            str(folder), None, Request(Options(inputs="random"), length=12, study=Study(swap_position=(20, 1)))
+            str(folder), None, Request(options=Options(inputs="random"), length=12, study=Study(swap_position=(20, 1)))
         )
 
 
@@ -262,16 +266,20 @@ def _gpt2_with_a_tokenizer(folder: Path, data_dir: Path) -> Path:
 
 def test_a_run_directory_is_ablated_as_it_was_trained(tmp_path: Path) -> None:
     run, text = trained_run(tmp_path, {"bos": True})
-    measured = measure_model(str(run), text, Request(sequences=5, length=12, study=Study(["no_bos", "mask_first:2"])))
+    measured = measure_model(
+        str(run), text, Request(sequences=5, length=12, study=Study(ablate=("no_bos", "mask_first:2")))
+    )
     bare = measure_model(str(run), text, Request(sequences=5, length=11, no_bos=True))
     dropped, hidden = measured.ablations or []
     assert dropped.loss_after == pytest.approx(bare.loss, rel=1e-5)
     assert dropped.sink_rate == bare.sink_rate
     assert hidden.first_target == 4
     with pytest.raises(InputError, match="and --no-bos leaves it out already"):
-        measure_model(str(run), text, Request(sequences=5, length=12, no_bos=True, study=Study(["no_bos"])))
+        measure_model(str(run), text, Request(sequences=5, length=12, no_bos=True, study=Study(ablate=("no_bos",))))
 
 
 def test_an_ablation_without_a_loss_is_refused_before_a_model_is_loaded() -> None:
     with pytest.raises(InputError, match="an ablation shows the change in loss"):
-        measure_model("nowhere", None, Request(Options(inputs="random", loss=False), study=Study(("mask_first",))))
+        measure_model(
+            "nowhere", None, Request(options=Options(inputs="random", loss=False), study=Study(ablate=("mask_first",)))
+        )

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from sinklab.attention.importance import score_rows
 from sinklab.attention.masks import CAUSAL, Window
-from sinklab.commands.options import parse_maps
 from sinklab.errors import InputError
 from sinklab.measuring.api import measure
 from sinklab.measuring.hooks import hooked
 from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.options import parse_maps
 from sinklab.measuring.padding import real_tokens
 from sinklab.measuring.statistics.block import Angles
 from sinklab.measuring.statistics.details import Details

@@ -20,7 +20,7 @@ from sinklab.assessing.heads import assess_heads
 from sinklab.assessing.layers import Change, LayerAttention, Patient
 from sinklab.assessing.length import assess_length
 from sinklab.assessing.loading import Admitted, admit
-from sinklab.assessing.plan import KEPT, PARTS, STREAMED, AssessSettings, Wanted, settings_for
+from sinklab.assessing.plan import KEPT, PARTS, STREAMED, AssessOptions, AssessSettings, settings_for
 from sinklab.assessing.quantisation import SETTINGS, assess_quantisation
 from sinklab.assessing.reading import Step
 from sinklab.assessing.streaming import assess_streaming
@@ -71,7 +71,7 @@ class Job:
 def assess(
     model: str,
     text: Path | None,
-    wanted: Wanted,
+    options: AssessOptions,
     *,
     loading: Loading = AS_IT_IS,
     out: Path | None = None,
@@ -98,16 +98,21 @@ def assess(
     elif not is_run(model):
         raise InputError(f"--text is needed: {model} is no run, whose validation text could be read")
     with one_writer(None if out is None else out / ASSESSMENT):
-        return _assessed(model, text, wanted, loading, out, listener or AssessListener())
+        return _assessed(model, text, options, loading, out, listener or AssessListener())
 
 
 def _assessed(
-    model: str, text: Path | None, wanted: Wanted, loading: Loading, out: Path | None, listener: AssessListener
+    model: str, text: Path | None, options: AssessOptions, loading: Loading, out: Path | None, listener: AssessListener
 ) -> Assessment:
     admitted = admit(model, loading)
-    settings = settings_for(admitted.patient, wanted)
-    jobs, skipped = _jobs(admitted, text, settings, wanted)
-    asked = {"model": model, "files": admitted.files, "text": _hash(admitted, text, settings), **settings.document()}
+    settings = settings_for(admitted.patient, options)
+    jobs, skipped = _jobs(admitted, text, settings, options)
+    asked = {
+        "model": model,
+        "files": admitted.files,
+        "text": _hash(admitted, text, settings),
+        **settings.model_dump(mode="json"),
+    }
     if text is None:
         asked[HELD_OUT] = True
     found = Assessment(
@@ -115,10 +120,10 @@ def _assessed(
         context=admitted.patient.context,
         layers=len(admitted.patient.blocks),
         asked={**asked, "dtype": loading.dtype},
-        notes=_notes(admitted, settings, wanted),
+        notes=_notes(admitted, settings, options),
     )
     found = _continued(found, out)
-    for part in wanted.parts or PARTS:
+    for part in options.parts or PARTS:
         if part in skipped:
             found = found.model_copy(update={"skipped": {**found.skipped, part: skipped[part]}})
             listener.skips(part, skipped[part])
@@ -142,12 +147,12 @@ def document(assessment: Assessment) -> dict[str, object]:
 
 
 def _jobs(
-    admitted: Admitted, text: Path | None, settings: AssessSettings, wanted: Wanted
+    admitted: Admitted, text: Path | None, settings: AssessSettings, options: AssessOptions
 ) -> tuple[dict[AssessPart, Job], dict[AssessPart, str]]:
     """The parts that can be done, and why the others cannot; of those asked for by name, every one can be."""
     jobs: dict[AssessPart, Job] = {}
     skipped: dict[AssessPart, str] = {}
-    for part in wanted.parts or PARTS:
+    for part in options.parts or PARTS:
         why = _why_not(part, admitted.patient, settings)
         if why is None and part == "length":
             try:
@@ -157,7 +162,7 @@ def _jobs(
         elif why is None:
             jobs[part] = _job(part, admitted, text, settings)
         if why is not None:
-            if part in wanted.parts and not wanted.where_possible:
+            if part in options.parts and not options.where_possible:
                 raise InputError(f"the part `{part}` cannot be done: {why}")
             skipped[part] = why
     return jobs, skipped
@@ -214,10 +219,10 @@ def _told_apart(layer: LayerAttention) -> Tensor:
     return layer.weighted(*layer.scores())
 
 
-def _notes(admitted: Admitted, settings: AssessSettings, wanted: Wanted) -> list[str]:
+def _notes(admitted: Admitted, settings: AssessSettings, options: AssessOptions) -> list[str]:
     kinds = admitted.patient.kinds
     notes = [*admitted.notes, *admitted.conversations.notes(), *kinds.notes(), *kinds.notes_on_hidden_keys()]
-    if settings.positions == "text" and wanted.positions is None:
+    if settings.positions == "text" and options.positions is None:
         notes.append(f"positions in the streaming part are those in the text, as {admitted.patient.fixed_positions}")
     return notes
 

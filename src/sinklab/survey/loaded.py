@@ -30,7 +30,7 @@ from sinklab.measuring.huggingface.subfolder import name_in_results
 from sinklab.measuring.inputs import SHARES, default_prefix, pretrained_encode
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.native import WatchedTransformer
-from sinklab.measuring.surgery.study import measure_with_study
+from sinklab.measuring.surgery.study import changed_positions, measure_with_study
 from sinklab.survey.bits import with_bits_per_byte
 from sinklab.survey.request import Request
 
@@ -169,7 +169,7 @@ class LoadedPretrained:
         from sinklab.measuring.huggingface.anatomy import check_length
 
         check_length(self._model.config, request.length)
-        with request.study.changed_positions(self._model, request.length):
+        with changed_positions(self._model, request.study, request.length):
             pass
 
     def tokens(self, text: Path | None, request: Request) -> ReadTokens:
@@ -238,7 +238,7 @@ class _LoadedRun:
 
     def check(self, request: Request) -> None:
         self._check_length(request)
-        with request.study.changed_positions(self._model, request.length):
+        with changed_positions(self._model, request.study, request.length):
             pass
 
     def _check_length(self, request: Request) -> None:
