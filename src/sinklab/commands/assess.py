@@ -77,7 +77,7 @@ def assess(
     from sinklab.commands.terminal.assess import print_assessment
     from sinklab.commands.terminal.text import printable
     from sinklab.errors import UnsavedError
-    from sinklab.measuring.huggingface.loading import Loading
+    from sinklab.models.huggingface.loading import Loading
 
     console = stderr()
 

@@ -64,7 +64,7 @@ def sft(
     """
     from sinklab.commands.terminal.sft import print_tuning
     from sinklab.commands.terminal.text import printable
-    from sinklab.measuring.huggingface.loading import Loading
+    from sinklab.models.huggingface.loading import Loading
     from sinklab.tuning.preparing import TuneSources
     from sinklab.tuning.running import tune
     from sinklab.tuning.settings import TuneWanted
