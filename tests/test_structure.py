@@ -22,6 +22,7 @@ FLOORS = (
     ("export",),
     ("train",),
     ("measuring",),
+    ("models",),
     ("model",),
     ("data",),
     ("attention",),

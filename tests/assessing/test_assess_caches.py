@@ -12,7 +12,7 @@ from sinklab.assessing.layers import Change, LayerAttention
 from sinklab.assessing.own import OwnPatient
 from sinklab.assessing.reading import PairedReader
 from sinklab.errors import InputError
-from sinklab.measuring.hooks import evaluating
+from sinklab.models.hooks import evaluating
 
 
 def under(one: OwnPatient, change: Change, tokens: torch.Tensor) -> torch.Tensor:

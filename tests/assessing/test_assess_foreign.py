@@ -17,7 +17,7 @@ from sinklab.assessing.foreign import ForeignPatient
 from sinklab.assessing.layers import as_it_is
 from sinklab.assessing.reading import PairedReader
 from sinklab.errors import InputError
-from sinklab.measuring.hooks import evaluating
+from sinklab.models.hooks import evaluating
 
 CONFIGS: dict[str, Any] = {
     "llama": lambda: hf.LlamaConfig(**GROUPED),

@@ -12,7 +12,7 @@ from trained_run import trained_run
 from sinklab.assessing.documents import Assessment
 from sinklab.assessing.loading import admit
 from sinklab.assessing.numbers import assessed_numbers
-from sinklab.measuring.huggingface.loading import AS_IT_IS
+from sinklab.models.huggingface.loading import AS_IT_IS
 from sinklab.train.directory.run import validation_tokens
 
 

@@ -21,7 +21,7 @@ from sinklab.assessing.layers import Change, LayerAttention
 from sinklab.assessing.own import OwnPatient
 from sinklab.assessing.selections import SelectedKeys
 from sinklab.errors import InputError
-from sinklab.measuring.hooks import evaluating
+from sinklab.models.hooks import evaluating
 
 KINDS: tuple[Keys, ...] = ("sink", "recent", "random")
 

@@ -46,7 +46,7 @@ def test_the_loss_without_the_first_keys_is_that_of_eager_attention_over_the_tar
             logits = eager_reference(eager, tokens).logits
         nats = [-logits[b, t].log_softmax(-1)[tokens[b, t + 1]] for b in range(5) for t in range(2, LENGTH - 1)]
         expected.append(float(torch.stack(nats).mean()))
-    [ablation] = sinklab.measure(model, tokens, ablate=("mask_first:2",)).ablations or []
+    [ablation] = sinklab.measure(model, tokens, ablate=["mask_first:2"]).ablations or []
     assert (ablation.loss_before, ablation.loss_after) == pytest.approx(expected, rel=1e-5)
     assert ablation.loss_change == ablation.loss_after - ablation.loss_before
     assert hooks_on(model) == 0
@@ -54,7 +54,7 @@ def test_the_loss_without_the_first_keys_is_that_of_eager_attention_over_the_tar
 
 def test_without_bos_the_losses_are_over_the_targets_that_both_have() -> None:
     for model, tokens in ((pair_of("llama")[0], family_tokens()), (own_model("softmax"), own_tokens())):
-        [ablation] = sinklab.measure(model, tokens, bos=True, ablate=("no_bos",)).ablations or []
+        [ablation] = sinklab.measure(model, tokens, bos=True, ablate=["no_bos"]).ablations or []
         assert ablation.first_target == 3
         assert ablation.loss_after == pytest.approx(sinklab.measure(model, tokens[:, 1:]).loss, rel=1e-5)
         assert ablation.sink_rate == sinklab.measure(model, tokens[:, 1:]).sink_rate
@@ -78,7 +78,7 @@ def test_the_losses_of_ablations_leave_out_a_prefix() -> None:
         assert one.loss_before == pytest.approx(before.item(), rel=1e-5)
     assert ablations[-1].loss_after == pytest.approx(sinklab.measure(model, tokens[:, 1:]).loss, rel=1e-5)
     with pytest.raises(InputError, match="leaves none to predict"):
-        sinklab.measure(model, tokens[:, :4], bos=True, ablate=("no_bos",))
+        sinklab.measure(model, tokens[:, :4], bos=True, ablate=["no_bos"])
 
 
 def test_a_model_that_sees_distances_only_loses_as_much_by_hiding_bos_as_by_dropping_it(stories: Measurement) -> None:
@@ -108,10 +108,10 @@ def test_the_massive_activation_is_zeroed_where_it_first_stands_out() -> None:
         size = model(tokens[:1], output_hidden_states=True).hidden_states[1][0].abs()
     assert (found.layer, found.dimension) == (1, 7)
     assert divmod(int(size.argmax()), 32) == (found.position - 1, 7)
-    [ablation] = sinklab.measure(model, tokens, ablate=("zero_massive",)).ablations or []
+    [ablation] = sinklab.measure(model, tokens, ablate=["zero_massive"]).ablations or []
     with zeroed(model, found.layer, found.position, found.dimension, last_layer=2):
         assert ablation.loss_after == sinklab.measure(model, tokens).loss
-    [alone] = sinklab.measure(model, tokens, ablate=("zero_massive:1",)).ablations or []
+    [alone] = sinklab.measure(model, tokens, ablate=["zero_massive:1"]).ablations or []
     with zeroed(model, 1, found.position, found.dimension):
         assert alone.loss_after == sinklab.measure(model, tokens).loss != ablation.loss_after
     assert ablation.loss_before == sinklab.measure(model, tokens).loss != ablation.loss_after
@@ -170,7 +170,7 @@ def test_an_ablation_says_where_the_sink_is_afterwards(stories: Measurement) -> 
 
 def test_a_massive_activation_on_a_learned_sink_token_is_called_that() -> None:
     model = own_model("sink token")
-    [ablation] = sinklab.measure(model, own_tokens(), ablate=("zero_massive",)).ablations or []
+    [ablation] = sinklab.measure(model, own_tokens(), ablate=["zero_massive"]).ablations or []
     assert "at the learned sink token" in ablation.what
     assert ablation.loss_change != 0
 
@@ -181,7 +181,7 @@ def test_an_ablation_that_had_no_effect_is_an_error(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("sinklab.measuring.surgery.ablations.masked_first_keys", lambda *_: nullcontext())
     for model, tokens in ((pair_of("llama")[0], family_tokens()), (own_model("softmax"), own_tokens())):
         with pytest.raises(SinklabError, match=r"still seen by later queries in layer [12]"):
-            sinklab.measure(model, tokens, ablate=("mask_first:2",))
+            sinklab.measure(model, tokens, ablate=["mask_first:2"])
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_what_cannot_be_ablated_is_refused_before_anything_is_measured(name: str
 def test_padded_sequences_are_not_ablated() -> None:
     mask = torch.ones_like(family_tokens())
     with pytest.raises(InputError, match="without padding"):
-        sinklab.measure(pair_of("llama")[0], family_tokens(), attention_mask=mask, ablate=("zero_massive",))
+        sinklab.measure(pair_of("llama")[0], family_tokens(), attention_mask=mask, ablate=["zero_massive"])
 
 
 def test_ablations_are_kept_and_printed(stories: Measurement, tmp_path: Path) -> None:

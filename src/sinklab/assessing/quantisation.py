@@ -14,9 +14,8 @@ from sinklab.assessing.documents import Outliers, Quantisation, Quantised
 from sinklab.assessing.layers import Patient, as_it_is
 from sinklab.assessing.quantiser import Activations, Weights, linear_maps, quantised, watched_maxima
 from sinklab.assessing.reading import PairedReader, Step
-from sinklab.measuring.hooks import evaluating, residual_stream
-from sinklab.measuring.metrics import token_norms
 from sinklab.measuring.statistics.stream import kurtosis
+from sinklab.models.hooks import evaluating, residual_stream, token_norms
 
 SETTINGS: tuple[tuple[str, Weights, Activations], ...] = (
     ("int8 static per tensor", "int8 per channel", "static per tensor"),

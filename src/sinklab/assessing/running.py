@@ -27,8 +27,8 @@ from sinklab.assessing.streaming import assess_streaming
 from sinklab.data.sources.corpora import documents
 from sinklab.errors import InputError, SinklabError, UnsavedError
 from sinklab.files import parse_json, write_json
-from sinklab.measuring.hooks import evaluating
-from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading
+from sinklab.models.hooks import evaluating
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading
 from sinklab.outputs import check_results
 from sinklab.survey.loaded import is_run
 from sinklab.train.directory.lock import one_writer

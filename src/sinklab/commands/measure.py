@@ -92,7 +92,7 @@ def measure(
         sizes_command,
     )
     from sinklab.measuring.frames import check_formats
-    from sinklab.measuring.huggingface.subfolder import in_subfolder
+    from sinklab.models.huggingface.subfolder import in_subfolder
 
     tables, revisions = [kind.value for kind in formats or ()], revision or []
     over_steps = by_checkpoint or len(revisions) > 1
@@ -141,7 +141,7 @@ def compare(
     Differences are from the first model.
     """
     from sinklab.commands.measurements import Invocation, compare_command
-    from sinklab.measuring.huggingface.subfolder import in_subfolder
+    from sinklab.models.huggingface.subfolder import in_subfolder
 
     console = stderr()
     given = Invocation(text, request, loading.on(console), out, as_json, console)

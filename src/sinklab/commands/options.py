@@ -12,7 +12,7 @@ from sinklab.settings import CommandSettings, Flag
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sinklab.measuring.huggingface.loading import Loading
+    from sinklab.models.huggingface.loading import Loading
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -31,7 +31,7 @@ class LoadingOptions(CommandSettings, frozen=True):
 
     def on(self, console: "Console") -> "Loading":
         """The same for the loader, which says on the console what takes a while."""
-        from sinklab.measuring.huggingface.loading import Loading
+        from sinklab.models.huggingface.loading import Loading
 
         return Loading(**dict(self), say=partial(say_on, console))
 

@@ -14,10 +14,10 @@ import torch
 
 from sinklab.device import float32_if_emulated, pick_device
 from sinklab.errors import InputError
-from sinklab.measuring.huggingface.advice import advice
-from sinklab.measuring.huggingface.anatomy import quantisation, vocabulary_size
-from sinklab.measuring.huggingface.gguf import Gguf, as_ordinary, check_memory, find_gguf, read_header
-from sinklab.measuring.huggingface.subfolder import commit_of, tokenizer_options
+from sinklab.models.huggingface.advice import advice
+from sinklab.models.huggingface.anatomy import quantisation, vocabulary_size
+from sinklab.models.huggingface.gguf import Gguf, as_ordinary, check_memory, find_gguf, read_header
+from sinklab.models.huggingface.subfolder import commit_of, tokenizer_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

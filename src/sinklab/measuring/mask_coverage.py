@@ -1,4 +1,4 @@
-"""Which layers have attention, and which queries may see a key of one where that is not every query from the key on.
+"""How many queries can see each key under windows, prefixes and other masks.
 
 alpha_k is a mean over all queries from k on (metrics.py). Under a sliding window of w tokens only w of them see k, so
 that the rest are zeros and a sink is diluted by (T - k + 1) / w. Beside alpha stands the mean over the queries that may
@@ -7,7 +7,6 @@ see the key (`over_visible`), as a number of its own.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Literal
 
 import torch
@@ -15,43 +14,7 @@ from torch import Tensor
 
 from sinklab.attention.importance import over_visible
 from sinklab.measuring.metrics import stacked
-
-
-@dataclass(frozen=True)
-class LayerKinds:
-    """Which layers of a model have attention, and which carry tokens on in another way; 1-based, increasing.
-
-    Attributes:
-        total: layers of the model.
-        attention: those whose attention matrix is measured.
-        linear: those with linear attention, a recurrence or a convolution, also beside attention.
-    """
-
-    total: int
-    attention: tuple[int, ...]
-    linear: tuple[int, ...] = ()
-
-    def notes(self) -> list[str]:
-        """Which layers are in the metric, where not all are."""
-        number = len(self.attention)
-        if number == self.total:
-            return []
-        others = set(range(1, self.total + 1)) - set(self.attention)
-        what = "linear or recurrent" if others <= set(self.linear) else "linear, recurrent or feed-forward"
-        have, numbered = ("has", "layer 1") if number == 1 else ("have", f"layers 1 to {number}")
-        return [
-            f"{number} of {self.total} layers {have} attention ({_runs(self.attention)}), here {numbered}; the others "
-            f"are {what} and in no sink rate"
-        ]
-
-    def notes_on_hidden_keys(self) -> list[str]:
-        """Where a token goes on that is hidden from attention, if anywhere."""
-        if not self.linear:
-            return []
-        return [
-            "what is hidden from attention is hidden there alone: the linear or recurrent part of "
-            f"{_where(list(self.linear), self.total)} still carries those tokens on"
-        ]
+from sinklab.models.layer_kinds import layers_text
 
 
 @dataclass(frozen=True)
@@ -126,7 +89,9 @@ def visibility_note(views: Sequence[View | None]) -> str | None:
             layers.setdefault(view, []).append(number)
     if not layers:
         return None
-    parts = [_SAID[view.kind].format(tokens=view.tokens, where=_where(at, len(views))) for view, at in layers.items()]
+    parts = [
+        _SAID[view.kind].format(tokens=view.tokens, where=layers_text(at, len(views))) for view, at in layers.items()
+    ]
     return (
         "; ".join(parts) + ": sink_rate and importance are means over all queries from a key on, sink_rate_visible and "
         "importance_visible over those that may see it"
@@ -138,16 +103,3 @@ _SAID: Mapping[str, str] = {
     "prefix": "the first {tokens} keys are seen by earlier queries in {where}",
     "part": "no key is seen by more than {tokens} queries in {where}",
 }
-
-
-def _where(layers: list[int], total: int) -> str:
-    """`all layers`, `layer 2`, `layers 1, 3..5`."""
-    if len(layers) == total:
-        return "all layers"
-    return f"layer{'s' if len(layers) > 1 else ''} {_runs(layers)}"
-
-
-def _runs(numbers: Sequence[int]) -> str:
-    """`1, 3..5`."""
-    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sinklab.measuring.huggingface.anatomy import bodies
-from sinklab.measuring.memory import LOGITS_AT_ONCE, LOGITS_AT_ONCE_CUDA
 from sinklab.model.loss import IGNORED
+from sinklab.models.huggingface.anatomy import bodies
+from sinklab.models.memory import LOGITS_AT_ONCE, LOGITS_AT_ONCE_CUDA
 
 LOGITS_IN_CACHE = 2**20  # whose log-probabilities are made at a time: 4 MB in float32
 

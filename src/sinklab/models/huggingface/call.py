@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from sinklab.attention import masks
+from sinklab.attention.blocks import accumulate_dtype
 from sinklab.attention.importance import ColumnSums, Rows, column_sums, score_rows
+from sinklab.attention.one_pass import Scores, attend_and_sum
 from sinklab.attention.primitive import attend
 from sinklab.attention.scores import Score, broadcast_index, compose, softcap
 from sinklab.attention.visible import visible_queries
 from sinklab.errors import SinklabError
-from sinklab.measuring.huggingface.one_pass import Scores, attend_and_sum
-from sinklab.measuring.metrics import accumulation
 
 NOT_UNDERSTOOD = ("sinks", "block_indices")  # extras that change the scores in ways not implemented here
 
@@ -60,7 +60,7 @@ class AttentionCall:
         return score_rows(*self._exact(), **self._scoring())
 
     def _exact(self) -> tuple[Tensor, Tensor]:
-        dtype = accumulation(self.query_BHTD.dtype)
+        dtype = accumulate_dtype(self.query_BHTD.dtype)
         return self.query_BHTD.detach().to(dtype), self.key_BGSD.detach().to(dtype)
 
     def _scoring(self) -> dict[str, Any]:

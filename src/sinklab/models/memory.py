@@ -21,7 +21,7 @@ LARGEST = 16  # sequences: more are no faster, and progress is shown after each 
 TOKENS = 2**13  # of a batch: the same for long sequences
 SHARE = 0.5  # of the free memory
 FLOAT = 4  # bytes; sums are in float32 whatever the dtype of the model
-LOGITS_AT_ONCE = 2**24  # of the head (huggingface/loss.py): 64 MB in float32; with a quarter of it the head is slower
+LOGITS_AT_ONCE = 2**24  # of the head: 64 MB in float32; with a quarter of it the head is slower
 LOGITS_AT_ONCE_CUDA = 2**26
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -64,7 +64,7 @@ def sizes_of_pretrained(config: "PretrainedConfig", *, matrices: bool, padded: b
     """Of a Hugging Face model, from its config.
 
     Args:
-        matrices: whether the model makes its attention matrices itself (huggingface/eager.py).
+        matrices: whether the model makes its attention matrices itself (measuring/huggingface/eager.py).
         padded: whether there is padding.
         logits: whether the model can only make the logits of all positions.
     """

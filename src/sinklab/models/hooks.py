@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from sinklab.attention.blocks import accumulate_dtype
 from sinklab.errors import SinklabError
-from sinklab.measuring.metrics import token_norms
 
 Progress = Callable[[float, int], None]  # sequences done (parts of them count), sequences in all
 Seen = TypeVar("Seen")
@@ -43,6 +43,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in before:
             module.training = training
+
+
+def token_norms(x: Tensor) -> Tensor:
+    """l2 norm over the last axis, in float32 (float64 for float64) whatever the dtype of `x`."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=accumulate_dtype(x.dtype))
 
 
 def hidden_states(output: Any) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sinklab.errors import InputError, SinklabError
-from sinklab.measuring.visible import LayerKinds
+from sinklab.models.layer_kinds import LayerKinds
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
