@@ -1,17 +1,16 @@
 """The settings of an assessment, and what follows from them for one model: lengths, caches and budgets that suit it."""
 
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from sinklab.assessing.documents import AssessPart, Placed
 from sinklab.errors import InputError
 from sinklab.settings import MOST, CommandSettings, DrawSeed, Flag, Several, option_name
 
 if TYPE_CHECKING:
     from sinklab.assessing.layers import Patient
 
-PARTS: tuple[AssessPart, ...] = get_args(AssessPart)
+Placed = Literal["cache", "text"]
 WITHIN = 2**10  # tokens of a sequence within the context, unless told
 TOKENS = 2**11  # of such sequences together
 STREAMED = 2**12  # tokens of the streaming part together
@@ -20,17 +19,11 @@ KEPT = (0, 1, 2, 4)
 TWO_KEYS = "a cache holds 2 keys or more, the query's own included"
 
 
-def parts_of(given: object) -> object:
-    """The parts of a list with commas; empty for all, which is every part that the model can be given."""
+def _names(given: object) -> object:
+    """The names of a list with commas; none for `all`."""
     if not isinstance(given, str):
         return given
-    names = [name.strip() for name in given.split(",")]
-    if names == ["all"]:
-        return ()
-    for name in names:
-        if name not in PARTS:
-            raise InputError(f"--parts {given}: {name!r} is none; give some of {', '.join(PARTS)}, or all")
-    return tuple(part for part in PARTS if part in names)
+    return () if given == "all" else tuple(name.strip() for name in given.split(","))
 
 
 class AssessOptions(CommandSettings, frozen=True):
@@ -40,7 +33,7 @@ class AssessOptions(CommandSettings, frozen=True):
         where_possible: parts that the model cannot be given are skipped although they are named.
     """
 
-    parts: Annotated[Several[AssessPart], BeforeValidator(parts_of), Flag(text=str, default="all")] = Field(
+    parts: Annotated[Several[str], BeforeValidator(_names), Flag(text=str, default="all")] = Field(
         default=(),
         exclude=True,
         description="Of streaming, quantisation, eviction, length, carries and heads, with commas; or all.",
@@ -135,8 +128,6 @@ def settings_for(patient: "Patient", options: AssessOptions) -> AssessSettings:
             )
     if not 1 <= options.sink_tokens <= length // 4:
         raise InputError(f"--sink-tokens {options.sink_tokens}: give 1 to {length // 4}, a quarter of the sequences")
-    if "length" in options.parts and patient.ends:
-        raise InputError(f"the part `length` reads beyond the context, and {patient.name} cannot: {patient.ends}")
     decided = {
         "sequences": options.sequences or max(1, TOKENS // length),
         "length": length,

@@ -18,7 +18,7 @@ from sinklab.errors import UnsavedError
 from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:
-    from sinklab.assessing.documents import Assessment, AssessPart
+    from sinklab.assessing.assessment import Assessment
 
 
 @with_options
@@ -43,14 +43,13 @@ def assess(
     Example: sinklab assess runs/tiny-0 --text stories.txt --parts streaming,quantisation --out runs/tiny-0/assess
     """
     from sinklab.assessing.running import assess as assess_model
-    from sinklab.assessing.running import document
     from sinklab.commands.terminal.assess import print_assessment
 
     console = stderr()
 
     def show(assessment: "Assessment") -> None:
         if as_json:
-            print(json.dumps(document(assessment), indent=2))
+            print(json.dumps(assessment.document(), indent=2))
         else:
             print_assessment(assessment, Console())
 
@@ -68,7 +67,7 @@ def assess(
 class AssessProgress(StepProgress):
     """An `AssessListener`."""
 
-    def starts(self, part: "AssessPart", passes: int) -> None:
+    def starts(self, part: str, passes: int) -> None:
         """Show the bar of the part."""
         self.begin(part, passes)
         self.say_without_terminal(f"{part}: {passes} sequences to be read")
@@ -77,14 +76,14 @@ class AssessProgress(StepProgress):
         """Move the bar."""
         self.move(1)
 
-    def ends(self, part: "AssessPart", seconds: float) -> None:
+    def ends(self, part: str, seconds: float) -> None:
         """Print how long it took."""
         self.say(f"{part}: done in {duration(seconds)}")
 
-    def keeps(self, part: "AssessPart") -> None:
+    def keeps(self, part: str) -> None:
         """Print that it is there already."""
         self.say(f"{part}: kept")
 
-    def skips(self, part: "AssessPart", why: str) -> None:
+    def skips(self, part: str, why: str) -> None:
         """Print why."""
         self.say(f"{part}: skipped: {why}")
