@@ -1,4 +1,4 @@
-"""The command line: one thin function per command. Results go to standard output, everything else to stderr."""
+"""The command line. Results go to standard output, everything else to stderr; what is heavy is imported when called."""
 
 import json
 from enum import StrEnum
@@ -11,13 +11,15 @@ from rich.console import Console
 from sinklab import __version__
 from sinklab.commands import data, reproduce
 from sinklab.commands.assess import assess
-from sinklab.commands.ending import end, stderr
+from sinklab.commands.ending import PLAIN, end, stderr
 from sinklab.commands.evaluate import evaluate
-from sinklab.commands.export import export
 from sinklab.commands.measure import compare, measure, parity
 from sinklab.commands.options import Json
 from sinklab.commands.sft import sft
+from sinklab.errors import InputError
 from sinklab.signals import keeping_what_is_finished
+
+PROBLEMS = 20  # of a check of packed results that the terminal shows
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -131,10 +133,33 @@ app.command("compare")(compare)
 app.command("parity")(parity)
 app.command("assess")(assess)
 app.command("eval")(evaluate)
-app.command("export")(export)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory with a checkpoint.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty directory.")],
+    as_json: Json = False,
+) -> None:
+    """Write a run as a Hugging Face directory: safetensors, config, tokenizer, model card.
+
+    The default variant is a plain Llama, one with a sink logit a Granite; both load with transformers alone. Others
+    load after `import sinklab`, or with trust_remote_code=True from the file of code beside them.
+
+    Example: sinklab export runs/k my-model
+    """
+    from sinklab.export.directory import export_run
+
+    done = export_run(run, directory)
+    if as_json:
+        print(json.dumps(done.document(), indent=2))
+        return
+    how = "loads with transformers alone" if done.code is None else f"loads after `import sinklab`, or with {done.code}"
+    line = f"{done.directory}: {done.architecture}, {done.parameters:,} parameters, step {done.step:,}; {how}"
+    Console().print(line, **PLAIN)
+
+
 app.command("sft")(sft)
-
-
 app.command()(reproduce.experiments)
 app.command()(reproduce.reproduce)
 
@@ -174,10 +199,10 @@ def report(
     if pack is not None:
         from sinklab.report.experiments.packing import pack_sweep
 
-        stderr().print(f"packed: {pack_sweep(directories, pack)}", highlight=False, soft_wrap=True)
+        stderr().print(f"packed: {pack_sweep(directories, pack)}", **PLAIN)
     path = write_report(directories, out, tuple(formats or ()))
     print_report(collect(directories), Console())
-    stderr().print(f"report: {path}", highlight=False, soft_wrap=True)
+    stderr().print(f"report: {path}", **PLAIN)
 
 
 @app.command()
@@ -194,9 +219,31 @@ def verify(
     A run trained again must have the same bits where processor, versions and threads are those of its record, and else
     the same validation loss within the tolerance that is printed. Exit status 1 where something is not as it should be.
     """
-    from sinklab.commands.verify import verify_command
+    from dataclasses import asdict
 
-    verify_command(directory, retrain, seed, as_json)
+    from sinklab.experiments.sweep.verifying import verify_packed
+
+    if not directory.is_dir():
+        raise InputError(f"{directory} is not a folder: expected one that report --pack has written")
+    checks = verify_packed(directory, retrain, seed, lambda text: stderr().print(text, **PLAIN))
+    if as_json:
+        print(json.dumps([asdict(check) for check in checks], indent=2))
+    else:
+        out = Console()
+        for check in checks:
+            wrong = len(check.problems)
+            out.print(
+                f"{check.name}: {check.checked} checked, {f'{wrong} problems' if wrong else 'all as it should be'}",
+                **PLAIN,
+            )
+            for line in [
+                *check.problems[:PROBLEMS],
+                *(["and more: see --json"] if wrong > PROBLEMS else []),
+                *check.notes[:PROBLEMS],
+            ]:
+                out.print(f"  {line}", **PLAIN)
+    if any(check.problems for check in checks):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from rich.console import Console
 
+from sinklab.commands.console import duration
 from sinklab.commands.ending import stderr
 from sinklab.commands.from_model import with_options
 from sinklab.commands.options import Json, LoadingOptions, ModelName
 from sinklab.commands.terminal.bars import StepProgress
-from sinklab.commands.timing import duration
 from sinklab.errors import UnsavedError
 from sinklab.evaluating.request import TaskRequest
 from sinklab.signals import keeping_what_is_finished

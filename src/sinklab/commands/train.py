@@ -4,12 +4,11 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from sinklab.commands.console import RunBoard, data_progress
-from sinklab.commands.timing import RunLength
+from sinklab.commands.console import RunBoard, RunLength, data_progress
+from sinklab.commands.ending import PLAIN
 from sinklab.data.prepare import prepared
 from sinklab.data.shards import TokenDataset
 from sinklab.device import keep_freed_memory
@@ -25,8 +24,6 @@ from sinklab.train.replay import Replay, replay
 from sinklab.train.start import started
 from sinklab.train.track import Tracker, TrackerName, require, tracked
 from sinklab.train.world import World, joined_world
-
-PLAIN: Any = {"highlight": False, "markup": False, "soft_wrap": True}
 
 
 @dataclass(frozen=True)
