@@ -95,6 +95,10 @@ class Tuning(ReadDocument):
     seconds: float = 0.0
     versions: dict[str, str] = Field(default_factory=dict)
 
+    def sides(self) -> dict[str, TuneEvaluation]:
+        """The evaluations of the base and of the chat model that were made."""
+        return {name: side for name, side in (("base", self.base), ("chat", self.chat)) if side is not None}
+
     def document(self) -> dict[str, object]:
         """As JSON has it."""
         return self.model_dump(mode="json", by_alias=True)

@@ -24,12 +24,12 @@ from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
 from sinklab.errors import SinklabError
 from sinklab.measuring.huggingface.callback import EVALUATION, SinkCallback
 from sinklab.model.loss import IGNORED
+from sinklab.tuning.chats import TokenizedChat
 from sinklab.tuning.checkpoints import mark_complete
 from sinklab.tuning.documents import METRICS, UPDATES, TuneEvaluation, TuneUpdate, write_rows
 from sinklab.tuning.loading import is_ours
-from sinklab.tuning.preparing import Lesson
+from sinklab.tuning.preparing import SftDataset
 from sinklab.tuning.settings import TuneSettings
-from sinklab.tuning.template import Spoken
 
 
 class TuneRecord(TrainerCallback):
@@ -147,22 +147,22 @@ class Tuner(SFTTrainer):
         """None at a checkpoint: that of the result is sinklab's."""
 
 
-def tuner(lesson: Lesson, folder: Path, callbacks: list[TrainerCallback], begins: bool) -> Tuner:
+def tuner(dataset: SftDataset, folder: Path, callbacks: list[TrainerCallback], begins: bool) -> Tuner:
     """The trainer.
 
     Args:
         folder: of its checkpoints.
         begins: whether it begins at step 0, with an evaluation.
     """
-    student = lesson.student
+    student = dataset.student
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of transformers, about an option that trl sets
-        config = _config(lesson.settings, folder, student.model.device, begins)
+        config = _config(dataset.settings, folder, student.model.device, begins)
     made = Tuner(
         student.model,
         config,
-        train_dataset=_dataset(lesson.trained),
-        eval_dataset=_dataset(lesson.held_out),
+        train_dataset=_rows(dataset.trained),
+        eval_dataset=_rows(dataset.held_out),
         processing_class=student.tokenizer,
         callbacks=callbacks,
     )
@@ -201,7 +201,7 @@ def _config(settings: TuneSettings, folder: Path, device: torch.device, begins: 
     )
 
 
-def _dataset(chats: Sequence[Spoken]) -> Dataset:
+def _rows(chats: Sequence[TokenizedChat]) -> Dataset:
     rows = [
         {
             "input_ids": chat.ids,
