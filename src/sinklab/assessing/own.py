@@ -12,8 +12,7 @@ from sinklab.attention.blocks import accumulate_dtype
 from sinklab.attention.core import AttentionCore
 from sinklab.errors import InputError
 from sinklab.model.config import ModelConfig
-from sinklab.model.position import Absolute, Learnable, Rotary
-from sinklab.model.rotary import rotate
+from sinklab.model.position import Absolute, Learnable, Rotary, rotate
 from sinklab.model.transformer import Transformer
 from sinklab.models.native import NativeAdapter, attention_cores
 

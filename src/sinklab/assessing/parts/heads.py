@@ -1,4 +1,4 @@
-"""What each head does with its sink: nothing ("nop"), or telling every query the same ("broadcast").
+"""Heads: no-op heads ("nop") and broadcast heads, by the value and the output of their sink.
 
 After 2606.08105, of which only the abstract could be read: "nop sinks exhibit negligible value norms; broadcast sinks
 induce low-rank outputs". The quantities and the numbers at which they are cut are therefore ours:
@@ -15,18 +15,95 @@ a register or sink token a broadcast.
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from sinklab.assessing.documents import HeadKind, HeadRole, Heads
 from sinklab.assessing.layers import LayerAttention, Patient
+from sinklab.assessing.loading import Admitted
+from sinklab.assessing.part import AssessPart, PartFigure, PartJob, PlotAxis, refused
+from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step
+from sinklab.schema import ReadDocument
+
+HeadKind = Literal["no sink", "nop", "between", "broadcast"]
 
 SHARE = 0.3
 NEGLIGIBLE = 0.25
 LARGE = 0.5
 LOW = 0.25
+
+
+class HeadRole(ReadDocument):
+    """What one head does with its sink.
+
+    Attributes:
+        share: of attention on the sink, mean over the queries after it.
+        value_norm: |v| of the sink over the mean of the other keys'.
+        output_share: mean norm of what the sink adds to the head's output over the mean norm of that output.
+        effective_rank: of the head's outputs, of at most `width`.
+    """
+
+    layer: int
+    head: int
+    share: float
+    value_norm: float
+    output_share: float
+    effective_rank: float
+    kind: HeadKind
+
+
+class Heads(AssessPart):
+    """Every head and its sink, "bias" where the model has one of its own, else the first position."""
+
+    name = "heads"
+    rank = 6
+
+    sink: Literal["bias", "first position"]
+    width: int
+    heads: list[HeadRole]
+    counts: dict[HeadKind, int]
+
+    @classmethod
+    def refusal(cls, patient: Patient, settings: AssessSettings) -> str | None:
+        return refused(patient, lambda layer: layer.weighted(*layer.scores()))
+
+    @classmethod
+    def job(cls, model: Admitted, text: Path | None, settings: AssessSettings) -> PartJob:
+        tokens_NT = model.sequences(text, settings.sequences, settings.length)
+        return PartJob(2 * len(tokens_NT), partial(assess_heads, model.patient, tokens_NT))
+
+    def remark(self) -> str:
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(self.counts.items()))
+        return f"heads ({self.sink}): {counts}"
+
+    def figure(self) -> PartFigure:
+        kinds = [kind for kind in get_args(HeadKind) if self.counts.get(kind)]
+        counts = ", ".join(f"{self.counts[kind]} {kind}" for kind in kinds)
+        logarithmic = all(head.value_norm > 0 for head in self.heads)
+        title = "|v| of the sink over that of the others" + (" (log scale)" if logarithmic else "")
+        return PartFigure(
+            "scatter",
+            "What heads do with their sink",
+            f"One point per head; the sink is the {self.sink}. A head whose sink has a negligible value does nothing "
+            "when it attends there (nop); one whose sink has a large value of low rank broadcasts it (2606.08105). "
+            f"{counts}.",
+            [{**head.model_dump(), "percent": 100 * head.share} for head in self.heads],
+            PlotAxis("Share of attention on the sink (percent)", "percent", "share, percent", domain=(0, 100)),
+            PlotAxis(title, "value_norm", "value's norm, times the others'", log=logarithmic, format="~g"),
+            reference=1.0,
+            colour="kind",
+            series=kinds,
+            tooltip=(
+                ("layer", "layer", "d"),
+                ("head", "head", "d"),
+                ("output_share", "of the head's output", ".3f"),
+                ("effective_rank", "effective rank", ".1f"),
+            ),
+        )
 
 
 @dataclass(frozen=True)

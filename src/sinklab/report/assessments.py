@@ -1,10 +1,10 @@
-"""Assessments as they lie on the disk."""
+"""Assessments on disk."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from sinklab.assessing.documents import ASSESSMENT, Assessment, load_assessment
+from sinklab.assessing.assessment import ASSESSMENT, Assessment, load_assessment
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class Assessed:
 
     Attributes:
         name: of the model, for people.
-        folder: in which it lies.
+        folder: of the file.
     """
 
     name: str
@@ -22,7 +22,7 @@ class Assessed:
 
 
 def read_assessments(top: Path, without: Collection[Path] = ()) -> list[Assessed]:
-    """Those in and below a folder, but for what lies below some others.
+    """Those in and below a folder, except below some others.
 
     Raises:
         InputError: a file is damaged.

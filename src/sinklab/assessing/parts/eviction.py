@@ -11,19 +11,92 @@ that found it in the cache, the softmax being over what the cache held, and the 
 heads that share keys share a cache, so that their sums are added up (that code predates them and has one for each).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from sinklab.assessing.caches import RollingCache
-from sinklab.assessing.documents import Evicted, Eviction
 from sinklab.assessing.layers import Change, LayerAttention, Patient
+from sinklab.assessing.loading import Admitted
+from sinklab.assessing.part import (
+    GROWTH,
+    AssessPart,
+    Effect,
+    PartFigure,
+    PartJob,
+    PartNumber,
+    PlotAxis,
+    ResultRow,
+    plot_row,
+    refused,
+)
+from sinklab.assessing.plan import KEPT, AssessSettings
 from sinklab.assessing.reading import PairedReader, Step
 from sinklab.attention.masks import Dense
 
 POLICIES = 5
+
+
+class Evicted(Effect):
+    """Under a cache of so many keys, on text within the context."""
+
+    policy: str
+    budget: int
+
+
+class Eviction(AssessPart):
+    """Loss when the cache keeps a budget of keys, by policy."""
+
+    name = "eviction"
+    rank = 3
+    numbers = (
+        PartNumber(
+            "recent_keys_added",
+            "Recent keys only, added loss",
+            ("Recent keys", "nats added"),
+            "as few keys as in the smallest budget, the most recent",
+        ),
+    )
+
+    first: int
+    policies: list[Evicted]
+
+    @classmethod
+    def refusal(cls, patient: Patient, settings: AssessSettings) -> str | None:
+        return refused(patient, HeavyHitters(2))
+
+    @classmethod
+    def job(cls, model: Admitted, text: Path | None, settings: AssessSettings) -> PartJob:
+        tokens_NT = model.sequences(text, settings.sequences, settings.length)
+        first = max(settings.kept) or max(KEPT)
+        run = partial(assess_eviction, model.patient, tokens_NT, settings.budgets, first, settings.seed)
+        return PartJob((1 + POLICIES * len(settings.budgets)) * len(tokens_NT), run)
+
+    def rows(self) -> Iterator[ResultRow]:
+        yield self.unchanged_row()
+        for one in self.policies:
+            yield ResultRow(f"{one.policy}, {one.budget} keys", one)
+
+    def values(self) -> Iterator[tuple[str, float]]:
+        """Of the smallest budget."""
+        recent = [one for one in self.policies if one.policy == "recent"]
+        if recent:
+            yield "recent_keys_added", self.added(min(recent, key=lambda one: one.budget))
+
+    def figure(self) -> PartFigure:
+        return PartFigure(
+            "lines",
+            "Evicting keys",
+            f"What evicting keys adds to the loss of {self.unchanged.loss:.3f} ({self.sequences} x {self.length:,} "
+            "tokens), by policy and budget; random keys are the control.",
+            [plot_row(one, self.added(one), one.policy, one.budget) for one in self.policies],
+            PlotAxis("Keys that are kept", "x", "keys", order=sorted({one.budget for one in self.policies})),
+            PlotAxis(GROWTH, "y", "nats added"),
+        )
 
 
 @dataclass(frozen=True)
