@@ -69,6 +69,6 @@ def option_name(settings: type[CommandSettings], field: str) -> str:
     return flag_of(settings, field).name or f"--{off}{field.replace('_', '-')}"
 
 
-SequenceCount = Annotated[int, Field(ge=1, le=MOST, description="How many sequences.")]
+SequenceCount = Annotated[int, Field(ge=1, le=MOST, description="Number of sequences.")]
 SequenceLength = Annotated[int, Field(ge=2, le=MOST, description="Tokens per sequence, BOS included.")]
-DrawSeed = Annotated[int, Field(ge=0, le=LARGEST, description="Of random and repeated tokens.")]
+Seed = Annotated[int, Field(ge=0, le=LARGEST)]

@@ -36,7 +36,7 @@ def main() -> None:
 
 
 class TrackerChoice(StrEnum):  # typer takes no lists of literals
-    """Where a run can be followed."""
+    """Trackers of training runs."""
 
     wandb = "wandb"
     tensorboard = "tensorboard"
@@ -69,26 +69,28 @@ def train(
         ),
     ],
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; may be repeated.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; repeatable.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Run directory; default runs/NAME-HASH.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run directory; default: runs/NAME-HASH.")] = None,
     replay: Annotated[
         int | None,
-        typer.Option(metavar="STEP", help="Train nothing: redo this step's batch and say where NaN begins."),
+        typer.Option(
+            metavar="STEP", help="Train nothing: recompute this step's batch and report where NaN first appears."
+        ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Train nothing: say what it would take (parameters, FLOPs, memory).")
+        bool, typer.Option("--dry-run", help="Train nothing: estimate parameters, FLOPs and memory.")
     ] = False,
     anyway: Annotated[
-        bool, typer.Option("--anyway", help="Also where the memory estimate is beyond what this machine has.")
+        bool, typer.Option("--anyway", help="Train even if the memory estimate exceeds this machine's memory.")
     ] = False,
     track: Annotated[
         list[TrackerChoice] | None,
-        typer.Option(help="Also log to W&B (also offline) or TensorBoard; may be repeated."),
+        typer.Option(help="Also log to W&B (also offline) or TensorBoard; repeatable."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train one model; continues what it finds in the run directory.
+    """Train one model; resumes from the run directory.
 
     Example: sinklab train tiny --set model.attention.bias=k --set train.steps=500
 
@@ -182,16 +184,18 @@ def interventions(as_json: Json = False) -> None:
 @app.command()
 def report(
     directories: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run, measurement or lab directories.")],
-    out: Annotated[Path | None, typer.Option(help="The HTML file; default report.html in the first directory.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The HTML file; default: report.html in the first directory.")
+    ] = None,
     formats: Annotated[
-        list[str] | None, typer.Option("--format", help="Also write every chart as svg, pdf or png; may be repeated.")
+        list[str] | None, typer.Option("--format", help="Also write every chart as svg, pdf or png; repeatable.")
     ] = None,
     pack: Annotated[
         Path | None,
         typer.Option(help="Also copy one sweep without its weights into this folder, small enough to be committed."),
     ] = None,
 ) -> None:
-    """(Re)draw report.html from what is on disk, also while runs go on."""
+    """(Re)draw report.html from the results on disk; runs may be in progress."""
     from sinklab.commands.terminal.report import print_report
     from sinklab.report import write_report
     from sinklab.report.collect import collect
@@ -208,7 +212,9 @@ def report(
 @app.command()
 def verify(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A folder written by report --pack.")],
-    retrain: Annotated[int, typer.Option(min=0, help="Train so many runs again, drawn at random, and compare.")] = 0,
+    retrain: Annotated[
+        int, typer.Option(min=0, help="Number of runs, drawn at random, to train again and compare.")
+    ] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Of the draw of runs.")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -216,8 +222,8 @@ def verify(
 
     Example: sinklab verify results/tiny --retrain 2
 
-    A run trained again must have the same bits where processor, versions and threads are those of its record, and else
-    the same validation loss within the tolerance that is printed. Exit status 1 where something is not as it should be.
+    A run trained again must be equal to the last bit on the processor, versions and threads of its record. Elsewhere it
+    must have the same validation loss within the printed tolerance. Exit status 1 if a check fails.
     """
     from dataclasses import asdict
 
@@ -253,9 +259,9 @@ def runs(
     ],
     as_json: Json = False,
 ) -> None:
-    """List training runs: state, step, sink, loss, and in what they differ.
+    """List training runs: state, step, sink, loss, and the recipe keys in which they differ.
 
-    States: running, done, stopped (the same command continues it), failed, not begun, damaged.
+    States: running, done, stopped (the same command resumes it), failed, not begun, damaged.
     """
     from dataclasses import asdict
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from sinklab.errors import InputError
 from sinklab.measuring.options import Options, Study
-from sinklab.settings import CommandSettings, DrawSeed, SequenceCount, SequenceLength
+from sinklab.settings import CommandSettings, Seed, SequenceCount, SequenceLength
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,8 +33,8 @@ class Request(CommandSettings, frozen=True):
     options: Options = Options()
     sequences: SequenceCount = 100
     length: SequenceLength = 64
-    no_bos: bool = Field(default=False, description="Without the tokens the tokenizer puts first.")
-    seed: DrawSeed = 0
+    no_bos: bool = Field(default=False, description="Without the special tokens that the tokenizer prepends.")
+    seed: Seed = Field(default=0, description="Of random and repeated tokens.")
     fewer: bool = False
     drawn_text: bool = False
     study: Study = Study()
