@@ -21,7 +21,7 @@ Several = Annotated[tuple[T, ...], Strict(False)]
 
 @dataclass(frozen=True)
 class Flag:
-    """What the command line needs beside the field.
+    """How a field is given on the command line, where its type does not tell.
 
     Attributes:
         name: of the option, where it is not that of the field.
@@ -59,7 +59,7 @@ class CommandSettings(BaseModel, frozen=True):
 
 
 def flag_of(settings: type[CommandSettings], field: str) -> Flag:
-    """What the command line needs of a field."""
+    """The command line's view of a field."""
     return next((one for one in settings.model_fields[field].metadata if isinstance(one, Flag)), Flag())
 
 

@@ -23,29 +23,29 @@ from sinklab.measuring.statistics.highest import elsewhere_text, in_brackets
 if TYPE_CHECKING:
     from sinklab.experiments.sweep.planned import Event
 
-MANY = 8  # runs: of more, only those under way have a line
-LOOKS_EVERY = 1.0  # seconds: how often the time that is left is counted anew
-STALLED = 0.02  # share of the time from which on waiting for data is worth a word
+MANY = 8  # runs: of more, only those in progress have a line
+LOOKS_EVERY = 1.0  # seconds between two estimates of the time left
+STALLED = 0.02  # share of the time spent waiting for data from which on it is shown
 SECONDS_OF_A_YEAR = 365.25 * 86400
-DAYS_WITH_HOURS = 10  # from here on hours are not said
+DAYS_WITH_HOURS = 10  # from here on without hours
 
 
 @dataclass(frozen=True)
 class RunLength:
-    """Of a run: its updates, and after how many of them it is evaluated each time."""
+    """The updates of a run, and the updates between two evaluations."""
 
     steps: int
     eval_every: int
 
     def evaluations_after(self, step: int) -> int:
-        """Those still to come after that of `step`, with the one at the end and the measurement after it."""
+        """Evaluations left after that of `step`, with the last one and the final measurement."""
         regular = self.steps // self.eval_every - step // self.eval_every
         return regular + (self.steps % self.eval_every > 0) + 1
 
 
 @dataclass
 class _Pace:
-    """Seconds that a run has spent on updates (and saves in between) and on evaluations, and how many there were."""
+    """Seconds that a run has spent on updates (and saves) and on evaluations, and their numbers."""
 
     step: int = 0
     since: float | None = None
@@ -60,8 +60,8 @@ class Forecast:
     """Seconds until all runs are done.
 
     Args:
-        lengths: of the runs, by name, in the order in which they are begun.
-        jobs: so many at a time.
+        lengths: of the runs, by name, in the order in which they start.
+        jobs: number of concurrent runs.
     """
 
     def __init__(self, lengths: Mapping[str, RunLength], jobs: int) -> None:
@@ -69,7 +69,7 @@ class Forecast:
         self._paces = {name: _Pace() for name in lengths}
 
     def reached(self, name: str, step: int, now: float, evaluated: bool = False) -> None:
-        """A run has made an update or an evaluation, or is ready to go on from `step`; `now` in seconds."""
+        """Record an update or an evaluation of a run, or its start at `step`; `now` in seconds."""
         pace = self._paces[name]
         if pace.since is not None and evaluated:
             pace.evaluating, pace.evaluations = pace.evaluating + now - pace.since, pace.evaluations + 1
@@ -78,11 +78,11 @@ class Forecast:
         pace.step, pace.since = step, now
 
     def ended(self, name: str) -> None:
-        """A run is done, or has stopped or failed."""
+        """Record that a run is done, has stopped or has failed."""
         self._paces[name].ended = True
 
     def seconds_left(self, now: float) -> float | None:
-        """Until the last run is done; None before there was an update of each of those that are under way."""
+        """Seconds until the last run is done; None before every run in progress has made an update."""
         under_way = [name for name, pace in self._paces.items() if pace.since is not None and not pace.ended]
         waiting = [name for name, pace in self._paces.items() if pace.since is None and not pace.ended]
         if any(not self._paces[name].updates for name in under_way):
@@ -142,15 +142,14 @@ def short_duration(seconds: float) -> str:
 
 
 class RunBoard:
-    """A line per run (steps, losses, the sink so far) and when all will be done; of many, only those under way.
+    """A line per run (steps, losses, sink rate) and the time left; of many runs, only those in progress.
 
-    Without a terminal: a line per evaluation, and where none comes for a while, a line all the same. What failed is
-    said at once.
+    Without a terminal: a line per evaluation, and one after each longer silence. Failures are printed at once.
 
     Args:
         console: where to print.
         lengths: of the runs, by name.
-        jobs: how many go on at a time.
+        jobs: number of concurrent runs.
         clock: seconds.
     """
 
@@ -255,7 +254,7 @@ class DataBoard:
         self._rate = ""
 
     def __call__(self, stage: str, done: int, total: int | None) -> None:
-        """Show how far a stage is; what `prepare` takes as `progress`."""
+        """Show the progress of a stage; the `progress` of `prepare`."""
         name = {"tokenizer": "training the tokenizer", "tokens": "preparing tokens"}.get(stage, stage)
         if stage not in self._tasks:
             self._tasks[stage] = self._progress.add_task(name, total=total, rate="")
@@ -265,7 +264,7 @@ class DataBoard:
         self._lines.reached(name, done / 1e6, total and total / 1e6, self._rate, unit="MB")
 
     def counted(self, tokens: int) -> None:
-        """Take in how many tokens there are by now; what `prepare` takes as `counted`."""
+        """Update the rate from the number of tokens so far; the `counted` of `prepare`."""
         now = time.monotonic()
         if self._start is None:
             self._start = now, tokens

@@ -1,4 +1,4 @@
-"""Everything that a tuning needs before its first update: model, conversations, settings, tokens for the sink."""
+"""Preparation of a tuning: model, conversations, settings, tokens for the sink metric."""
 
 import hashlib
 from dataclasses import dataclass
@@ -23,11 +23,11 @@ LIBRARIES = ("torch", "transformers", "trl", "accelerate")
 
 @dataclass(frozen=True)
 class TuneSources:
-    """Files that a tuning reads.
+    """The input files of a tuning.
 
     Attributes:
         chats: .jsonl of conversations.
-        text: on which the sink is measured; None for the conversations held out.
+        text: for the sink metric; None for the held-out conversations.
         template: a chat template in place of the model's own.
     """
 
