@@ -171,15 +171,15 @@ class Study(CommandSettings, frozen=True):
         default=(),
         description="Also measure an ablation: mask_first:N, no_bos, zero_massive or zero_massive:LAYER; repeatable.",
     )
-    perturb: Annotated[int | None, Flag(metavar="POSITION")] = Field(
-        default=None,
-        description="Also replace this token and measure how far the change spreads, with and without key 1.",
-    )
     swap_position: Annotated[tuple[int, int] | None, Flag(metavar="I J")] = Field(
         default=None, description="Measure with two learned position embeddings swapped."
     )
     replace_position: Annotated[tuple[int, int] | None, Flag(metavar="I J")] = Field(
         default=None, description="Measure with the learned embedding of position I replaced by that of J."
+    )
+    perturb: Annotated[int | None, Flag(metavar="POSITION")] = Field(
+        default=None,
+        description="Also replace this token and measure how far the change spreads, with and without key 1.",
     )
 
     @field_validator("ablate", mode="before")

@@ -16,6 +16,22 @@ if TYPE_CHECKING:
     from sinklab.data.sources.textfiles import Render
     from sinklab.measuring.inputs import Encode
 
+DECIDING = (
+    "inputs",
+    "sequences",
+    "length",
+    "eps",
+    "lengths",
+    "no_bos",
+    "seed",
+    "fewer",
+    "loss",
+    "study",
+    "details",
+    "maps",
+)
+"""The settings that decide the result, in the order of request.json, whose text is hashed."""
+
 
 class Request(CommandSettings, frozen=True):
     """One request, for one model or many.
@@ -113,13 +129,11 @@ class Request(CommandSettings, frozen=True):
 
     def document(self) -> dict[str, Any]:
         """Everything that decides the result, as plain JSON has it."""
-        document = self.model_dump(mode="json", exclude={"options", "drawn_text"})
+        found = self.options.model_dump(mode="json") | self.model_dump(mode="json", exclude={"options"})
         if self.study.perturb is None:
-            del document["study"]["perturb"]
-        if self.drawn_text:
-            document["drawn_text"] = "disjoint"
-        recorded_alone = {"batch_size", "first_target", "model_name", "bos"}
-        return self.options.model_dump(mode="json", exclude=recorded_alone) | document
+            del found["study"]["perturb"]
+        drawn = {"drawn_text": "disjoint"} if self.drawn_text else {}
+        return {key: found[key] for key in DECIDING} | drawn
 
     def _in_order(self) -> Options:
         """The options with the lengths in order, without the full one."""
