@@ -14,7 +14,7 @@ from sinklab.commands.console import DataBoard, RunBoard
 from sinklab.commands.survey_progress import SurveyProgress
 from sinklab.commands.terminal.bars import StepProgress
 from sinklab.commands.timing import RunLength
-from sinklab.experiments.sweep.planned import Event
+from sinklab.experiments.sweep.engine import Event
 from sinklab.measuring.surgery.study import Study
 from sinklab.survey.request import Request
 from sinklab.survey.single import measure_model

@@ -17,7 +17,7 @@ from rich.progress import (
 
 from sinklab.commands.terminal.bars import SPEAKS_EVERY, Clock, Lines
 from sinklab.commands.timing import Forecast, RunLength, duration
-from sinklab.experiments.sweep.planned import Event
+from sinklab.experiments.sweep.engine import Event
 from sinklab.measuring.statistics.highest import elsewhere_text, in_brackets
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from sinklab.commands.ending import stderr
 from sinklab.commands.options import Json
 from sinklab.errors import InputError
-from sinklab.experiments.sweep.engines.choice import EngineName
+from sinklab.experiments.sweep.engines import EngineName
 from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:

@@ -1,5 +1,7 @@
-"""What a sweep leaves on the disk, as it is written and read: summary.json, and record.json in every run directory."""
+"""The files of a sweep as they are written and read: summary.json, and record.json in every run directory."""
 
+import gzip
+import hashlib
 import math
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -14,6 +16,11 @@ from sinklab.measuring.statistics.highest import highest_rate
 from sinklab.schema import ReadDocument
 
 SUMMARY, RECORD = "summary.json", "record.json"
+
+CHECKED = ("recipe.yaml", "metrics.jsonl", "measurement.json")
+"""Files of a run directory whose checksums its record holds."""
+
+COMPRESSED = ".gz"
 
 Verdict = Literal["reproduced", "direction only", "contradicted", "inconclusive", "no verdict", "not asked", "not run"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -330,7 +337,7 @@ def verdict_counts(claims: Sequence[JudgedClaim]) -> dict[str, dict[str, int]]:
 
 
 def read_record(directory: Path) -> RunRecord | None:
-    """The record of a run directory, None where it has not ended yet.
+    """The record of a run directory, None if the run has not ended yet.
 
     Raises:
         InputError: it is damaged, or of another schema version.
@@ -352,3 +359,34 @@ def _first_line(error: Exception) -> str:
         first = error.errors()[0]
         return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
     return str(error).splitlines()[0]
+
+
+def record_of(directory: Path, run_hash: str) -> RunRecord | None:
+    """The record of the run with that hash, None if it has not ended: a record of the shorter run that it extends is
+    not its own.
+
+    Raises:
+        InputError: the record is damaged, or of another schema version.
+    """
+    record = read_record(directory)
+    return record if record is not None and record.hash == run_hash else None
+
+
+def checksums(directory: Path) -> dict[str, str]:
+    """SHA-256 of the result files of a run that are there, compressed or not."""
+    contents = {name: _content(directory / name) for name in CHECKED}
+    return {name: hashlib.sha256(text).hexdigest() for name, text in contents.items() if text is not None}
+
+
+def edited(directory: Path, record: RunRecord) -> list[str]:
+    """The files that have changed since the run ended."""
+    now = checksums(directory)
+    return [name for name, before in record.files.items() if now.get(name) != before]
+
+
+def _content(path: Path) -> bytes | None:
+    """Of a file, or of its compressed copy; None if neither can be read."""
+    try:
+        return path.read_bytes() if path.exists() else gzip.decompress(Path(f"{path}{COMPRESSED}").read_bytes())
+    except (OSError, EOFError):
+        return None

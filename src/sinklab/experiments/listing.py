@@ -8,8 +8,8 @@ from sinklab.experiments.definition import Experiment, Scale
 from sinklab.experiments.measured.definition import MeasuredExperiment
 from sinklab.experiments.shipped import AnyExperiment, experiment_ids, load_experiment
 from sinklab.experiments.sweep.engines.local import cards_here, cores_here
-from sinklab.experiments.sweep.estimate import Pace, operations, pace_here
 from sinklab.experiments.sweep.plan import base_values
+from sinklab.experiments.sweep.preview import Pace, operations, pace_here
 from sinklab.train.recipe import Recipe, build_recipe
 
 

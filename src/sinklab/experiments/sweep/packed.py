@@ -21,7 +21,7 @@ from typing import Any
 from sinklab.assessing.documents import ASSESSMENT
 from sinklab.errors import InputError
 from sinklab.experiments.documents import RECORD
-from sinklab.experiments.sweep.asked import FOLDER
+from sinklab.experiments.sweep.store import MANIFESTS
 from sinklab.files import parse_json, sha256_of, write_json, write_text, written_aside
 from sinklab.train.directory.environment import ENVIRONMENT
 
@@ -144,9 +144,9 @@ def take_up(top: Path, out: Path) -> list[Path]:
         SinklabError: likewise.
     """
     made = unpack(top, out)
-    for path in sorted((top / FOLDER).glob("*.json")):
-        if not (out / FOLDER / path.name).exists():
-            write_text(out / FOLDER / path.name, path.read_text(encoding="utf-8"))
+    for path in sorted((top / MANIFESTS).glob("*.json")):
+        if not (out / MANIFESTS / path.name).exists():
+            write_text(out / MANIFESTS / path.name, path.read_text(encoding="utf-8"))
     return made
 
 

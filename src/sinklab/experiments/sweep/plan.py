@@ -9,7 +9,7 @@ from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError
 from sinklab.experiments.claims import Diverges, parts_of
 from sinklab.experiments.definition import Experiment, Scale
-from sinklab.experiments.sweep.planned import PlannedRun
+from sinklab.experiments.sweep.engine import PlannedRun
 from sinklab.files import parse_yaml
 from sinklab.interventions.variants import VARIANTS
 from sinklab.schema import leaves

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
-from sinklab.experiments.sweep.planned import Event, PlannedRun
+from sinklab.experiments.sweep.engine import Event, PlannedRun
 from sinklab.signals import PREEMPTING, stop_on_signals
 
 PRELOADED = ["sinklab.experiments.sweep.worker", "torch._dynamo", "numpy.random"]
