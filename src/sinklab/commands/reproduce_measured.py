@@ -11,9 +11,14 @@ from sinklab.commands.survey_progress import SurveyProgress
 from sinklab.commands.terminal.measured import print_measured, print_passes
 from sinklab.data.sources.corpora import documents
 from sinklab.errors import InputError, SinklabError
-from sinklab.experiments.measured.definition import MeasuredExperiment
-from sinklab.experiments.measured.planning import passes_of, subjects_of
-from sinklab.experiments.measured.running import MeasuredResults, measure_experiment
+from sinklab.experiments.definition import Experiment
+from sinklab.experiments.measured import (
+    MeasuredResults,
+    downstream_tasks,
+    measure_experiment,
+    passes_of,
+    subjects_of,
+)
 from sinklab.experiments.shipped import load_experiment
 from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading
 from sinklab.outputs import REPORT, check_results
@@ -26,7 +31,7 @@ ALL = "all"
 
 
 def measured_command(
-    experiments: Sequence[MeasuredExperiment],
+    experiments: Sequence[Experiment],
     models: Sequence[str],
     text: Path | None,
     out: Path | None,
@@ -48,7 +53,7 @@ def measured_command(
 
 
 def reproduce_measured(
-    experiments: Sequence[MeasuredExperiment],
+    experiments: Sequence[Experiment],
     models: Sequence[str],
     text: Path | None,
     out: Path | None,
@@ -76,7 +81,7 @@ def reproduce_measured(
     """
     for one in experiments:
         subjects_of(one, models, text)
-    if data is not None and not any(one.tasks for one in experiments):
+    if data is not None and not any(downstream_tasks(one) for one in experiments):
         raise InputError(
             f"--data {data} is the file of a downstream task, and {experiments[0].id} asks none: leave it out"
         )
@@ -97,7 +102,7 @@ def reproduce_measured(
         raise SinklabError("\n".join(failed))
 
 
-def measured_among(names: Sequence[str], models: Sequence[str]) -> list[MeasuredExperiment]:
+def measured_among(names: Sequence[str], models: Sequence[str]) -> list[Experiment]:
     """The experiments on existing models, where the names are of such; none where they are of experiments that train.
 
     Raises:
@@ -105,7 +110,7 @@ def measured_among(names: Sequence[str], models: Sequence[str]) -> list[Measured
             for experiments that train their own.
     """
     loaded = {name: load_experiment(name) for name in dict.fromkeys(names) if name != ALL}
-    found = {name: one for name, one in loaded.items() if isinstance(one, MeasuredExperiment)}
+    found = {name: one for name, one in loaded.items() if one.requests}
     others = [name for name in names if name not in found]
     if found and others:
         raise InputError(
@@ -120,7 +125,7 @@ def measured_among(names: Sequence[str], models: Sequence[str]) -> list[Measured
 
 
 def preview_measured(
-    experiments: Sequence[MeasuredExperiment],
+    experiments: Sequence[Experiment],
     models: Sequence[str],
     text: Path | None,
     draws: int,
@@ -143,7 +148,7 @@ def preview_measured(
 
 
 def _measured(
-    experiment: MeasuredExperiment,
+    experiment: Experiment,
     models: Sequence[str],
     text: Path | None,
     place: Path,
@@ -162,7 +167,7 @@ def _measured(
             loading=loading,
             out=place,
             listener=bars,
-            data=data if experiment.tasks else None,
+            data=data if downstream_tasks(experiment) else None,
         )
 
 

@@ -32,6 +32,9 @@ ANALYSES = ("confirmatory", "exploratory")
 
 RunStatus = Literal["done", "failed"]
 
+ReplicateKind = Literal["seed", "draw"]
+"""The unit that an experiment repeats: a seed, or a draw of sequences from existing models."""
+
 
 class RunRecord(ReadDocument):
     """How one run of a sweep ended; its numbers stand in metrics.jsonl beside it.
@@ -236,7 +239,7 @@ class JudgedClaim(ReadDocument):
     changed: str = ""
     same_as: str = ""
     seeds: int = 0
-    replicate: Literal["seed", "draw"] = "seed"
+    replicate: ReplicateKind = "seed"
     at_eps: dict[str, str] = Field(default_factory=dict)
     finds: str = ""
     elsewhere: str = ""

@@ -15,17 +15,20 @@ from pydantic import ConfigDict, Field, ValidationError
 from sinklab.assessing.documents import ASSESSMENT, AssessPart, load_assessment, on_held_out
 from sinklab.errors import InputError
 from sinklab.experiments.claims import Scale, quantities_of
-from sinklab.experiments.definition import Experiment
+from sinklab.experiments.definition import ONLY_MEASURED, Experiment
 from sinklab.experiments.documents import CellRun, Summary, edited, record_of
 from sinklab.experiments.quantities import RunNumbers
 from sinklab.experiments.results import CellResults, named_values, read_numbers
-from sinklab.experiments.summary import summarise
+from sinklab.experiments.summary import at_scale, summarise
 from sinklab.experiments.sweep.plan import PlannedSweep, Question
 from sinklab.files import parse_json, write_json
 from sinklab.schema import ReadDocument
 from sinklab.train.directory.environment import ENVIRONMENT, recorded_hash
 
 MANIFESTS = "asked"
+
+OF_MEASURED: Any = {"each": True, "against": True, "published": {"model"}, "claims": {"__all__": ONLY_MEASURED}}
+"""Fields of an experiment that a manifest, which is about trained cells, leaves out."""
 
 NUMBERS = (
     "sink_1", "sink_bias", "importance_first", "valid_loss", "train_loss", "norm_ratio", "norm_untrained",
@@ -83,7 +86,8 @@ class SweepManifest(ReadDocument):
         """Write asked/ID.json."""
         path = out / MANIFESTS / f"{self.experiment.id}.json"
         document = self.model_dump(mode="json", by_alias=True, exclude={"experiment"})
-        write_json(path, {**document, "experiment": self.experiment.model_dump(mode="json", by_alias=True)})
+        experiment = self.experiment.model_dump(mode="json", by_alias=True, exclude=OF_MEASURED)
+        write_json(path, {**document, "experiment": experiment})
 
 
 def manifest_of(question: Question, sweep: PlannedSweep, overlay: Mapping[str, Any]) -> SweepManifest:
@@ -212,10 +216,9 @@ def summary_of(manifests: Mapping[str, SweepManifest], out: Path) -> Summary:
     Raises:
         InputError: a file of a run is damaged.
     """
-    own_seeds = {one.experiment.id: one.seeds for one in manifests.values()}
+    trials = [at_scale(one.experiment, one.scale, one.seeds) for one in manifests.values()]
     altered = any(one.overlay for one in manifests.values())
-    experiments: list[tuple[Experiment, Scale]] = [(one.experiment, one.scale) for one in manifests.values()]
-    return summarise(experiments, results_of(manifests, out), own_seeds, altered)
+    return summarise(trials, results_of(manifests, out), altered)
 
 
 def _quantities(one: SweepManifest) -> Iterator[str]:
