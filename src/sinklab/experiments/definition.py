@@ -130,8 +130,8 @@ class MeasuredCell(Part):
     """A request to measure a model. Cells that differ in eps and length only share their sequences and the pass.
 
     Attributes:
-        inputs: kind of the sequences.
         model: which of those given; the chat model is the second, and optional.
+        inputs: kind of the sequences. A file says it in every measured cell.
         sequences, length: N and T.
         eps: threshold of the sink rate.
         loss: whether the loss is computed, a third of the work.
@@ -140,8 +140,8 @@ class MeasuredCell(Part):
         task: a downstream task that is evaluated as well.
     """
 
-    inputs: Inputs = "natural"
     model: Literal["base", "chat"] = "base"
+    inputs: Inputs = "natural"
     sequences: int = Field(default=100, ge=1)
     length: int = Field(default=64, ge=2)
     eps: float = Field(default=0.3, gt=0, lt=1)
