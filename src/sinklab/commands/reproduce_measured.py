@@ -20,7 +20,7 @@ from sinklab.experiments.measured import (
     subjects_of,
 )
 from sinklab.experiments.shipped import load_experiment
-from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading
 from sinklab.outputs import REPORT, check_results
 from sinklab.report import write_report
 from sinklab.signals import keeping_what_is_finished

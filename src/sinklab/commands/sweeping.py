@@ -9,8 +9,8 @@ from typing import Any, cast
 
 from rich.console import Console
 
-from sinklab.assessing.documents import ASSESSMENT, load_assessment, on_held_out
-from sinklab.assessing.plan import Wanted
+from sinklab.assessing.assessment import ASSESSMENT, load_assessment
+from sinklab.assessing.plan import AssessOptions
 from sinklab.assessing.running import AssessListener, assess
 from sinklab.commands.assess import AssessProgress
 from sinklab.commands.console import PLAIN, RunBoard, data_progress
@@ -229,13 +229,13 @@ def _assess_run(run: Unassessed, listener: AssessListener) -> None:
         InputError: it was assessed on another text before, or its text or weights are no longer there.
     """
     path = run.directory / ASSESSMENT
-    if path.is_file() and not on_held_out(load_assessment(path)):
+    if path.is_file() and not load_assessment(path).on_held_out:
         raise InputError(
             f"{path} is of another text than the run's own, and is kept: move it elsewhere and call this again to have "
             "the run assessed as its experiment wants"
         )
-    wanted = Wanted(parts=run.parts, where_possible=True)
-    assess(str(run.directory), None, wanted, out=run.directory, listener=listener)
+    options = AssessOptions(parts=tuple(run.parts), where_possible=True)
+    assess(str(run.directory), None, options, out=run.directory, listener=listener)
 
 
 def _summarised(manifests: Mapping[str, SweepManifest], out: Path) -> Summary:

@@ -36,7 +36,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
-from sinklab.assessing.documents import AssessPart
+from sinklab.assessing.parts import PartName
 from sinklab.experiments.claims import (
     AlikeOverDomains,
     AlikeOverSizes,
@@ -221,7 +221,7 @@ class Experiment(Part):
     against: tuple[QuantityName, QuantityName] | None = None
     published: Published | None = None
     claims: tuple[Claim, ...] = ()
-    assess: tuple[AssessPart, ...] = ()
+    assess: tuple[PartName, ...] = ()
     evidence: Analysis = "exploratory"
     stated: date | None = None
     seeds: int = Field(default=5, ge=1)

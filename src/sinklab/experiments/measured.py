@@ -27,11 +27,10 @@ from sinklab.experiments.results import CellResults, measured_numbers, named_val
 from sinklab.experiments.summary import summarise
 from sinklab.experiments.verdicts.judging import Trial
 from sinklab.measuring.findings import Propositions
-from sinklab.measuring.hooks import Progress
-from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading, check_name
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.options import Options
-from sinklab.measuring.surgery.study import Study
+from sinklab.measuring.options import Options, Study
+from sinklab.models.hooks import Progress
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name
 from sinklab.survey.compare import labels
 from sinklab.survey.domains import domain_files
 from sinklab.survey.items import Item, Listener, Outcome, measure_all, what_decides
@@ -95,7 +94,7 @@ class Pass:
         """The sequences, and what is measured on them."""
         first, lengths = next(iter(self.cells.values())), sorted({cell.length for cell in self.cells.values()})
         return Request(
-            Options(
+            options=Options(
                 eps=tuple(dict.fromkeys(cell.eps for cell in self.cells.values())),
                 lengths=tuple(lengths[:-1]),
                 loss=first.loss,
@@ -107,7 +106,7 @@ class Pass:
             seed=draw,
             fewer=self.fewer,
             drawn_text=first.inputs == "natural",
-            study=Study((), first.swap_position, first.replace_position),
+            study=Study(swap_position=first.swap_position, replace_position=first.replace_position),
         )
 
 

@@ -1,24 +1,24 @@
 """`sinklab.measure(model, tokens)`: one function for a model in memory, ours or Hugging Face's."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from torch import Tensor
 
+from sinklab.attention.real_tokens import real_tokens
 from sinklab.errors import InputError
 from sinklab.measuring.driver import Watched, check_shape
 from sinklab.measuring.driver import measure as measure_watched
-from sinklab.measuring.given import check_causal_lm, token_matrix
-from sinklab.measuring.hooks import Progress
-from sinklab.measuring.huggingface.exported import own_transformer
-from sinklab.measuring.huggingface.turns import measured_in_turn
+from sinklab.measuring.input_checks import check_causal_lm, token_matrix
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.native import WatchedTransformer
-from sinklab.measuring.options import Inputs, Options, thresholds
-from sinklab.measuring.padding import real_tokens
-from sinklab.measuring.surgery.study import Study, measure_with_study
+from sinklab.measuring.options import Inputs, Options, Study, thresholds
+from sinklab.measuring.surgery.study import measure_with_study
 from sinklab.model.transformer import Transformer
+from sinklab.models.hooks import Progress
+from sinklab.models.huggingface.exported import own_transformer
+from sinklab.models.model_lock import measured_in_turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -82,7 +82,7 @@ def measure(
         inputs=inputs,
         bos=_begins_with_bos(model, tokens_NT, mask_NT) if bos is None else bos,
     )
-    study = Study(ablate, perturb=perturb)
+    study = Study(ablate=cast(tuple[str, ...], ablate), perturb=perturb)
     if mask_NT is not None:
         if isinstance(watched, WatchedTransformer):
             raise InputError("a sinklab transformer reads whole sequences: leave out attention_mask")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError
 
-from sinklab.assessing.documents import ASSESSMENT, AssessPart, load_assessment, on_held_out
+from sinklab.assessing.assessment import ASSESSMENT, load_assessment
 from sinklab.errors import InputError
 from sinklab.experiments.claims import Scale, quantities_of
 from sinklab.experiments.definition import ONLY_MEASURED, Experiment
@@ -264,7 +264,7 @@ class Unassessed:
 
     name: str
     directory: Path
-    parts: Sequence[AssessPart]
+    parts: Sequence[str]
 
 
 def unassessed(manifests: Iterable[SweepManifest], out: Path) -> list[Unassessed]:
@@ -273,7 +273,7 @@ def unassessed(manifests: Iterable[SweepManifest], out: Path) -> list[Unassessed
     Raises:
         InputError: a record or an assessment is damaged.
     """
-    found, wanted, names = found_runs(out), dict[str, dict[AssessPart, None]](), dict[str, str]()
+    found, wanted, names = found_runs(out), dict[str, dict[str, None]](), dict[str, str]()
     for one in manifests:
         for name, seed, run_hash in one.runs() if one.experiment.assess else ():
             names.setdefault(run_hash, f"{name} seed {seed}")
@@ -290,9 +290,9 @@ def _is_done(directory: Path, run_hash: str) -> bool:
     return record is not None and record.status == "done"
 
 
-def _lacks(directory: Path, parts: Iterable[AssessPart]) -> bool:
+def _lacks(directory: Path, parts: Iterable[str]) -> bool:
     path = directory / ASSESSMENT
     if not path.is_file():
         return True
     found = load_assessment(path)
-    return not on_held_out(found) or any(getattr(found, part) is None and part not in found.skipped for part in parts)
+    return not found.on_held_out or any(part not in found.results and part not in found.skipped for part in parts)
