@@ -40,7 +40,7 @@ def measured_command(
     as_json: bool,
     data: Path | None = None,
 ) -> None:
-    """What `sinklab reproduce` does for experiments on existing models.
+    """`sinklab reproduce` of experiments on existing models.
 
     Raises:
         InputError, SinklabError: as `reproduce_measured` and `preview_measured`.
@@ -64,7 +64,7 @@ def reproduce_measured(
     loading: Loading = AS_IT_IS,
     data: Path | None = None,
 ) -> None:
-    """Measure what is missing and judge; `console` is told how it goes, standard output the result.
+    """Measure what is missing and judge; progress goes to `console`, the result to standard output.
 
     Args:
         models: for each of the experiments.
@@ -77,7 +77,7 @@ def reproduce_measured(
     Raises:
         InputError: no model or text, or one that cannot be used.
         SinklabError: something could not be measured; the rest is kept, summarised and printed.
-        KeyboardInterrupt, PreemptedError: what is finished is kept, and the same call goes on with the rest.
+        KeyboardInterrupt, PreemptedError: finished measurements are kept, and the same call resumes.
     """
     for one in experiments:
         subjects_of(one, models, text)
@@ -103,7 +103,7 @@ def reproduce_measured(
 
 
 def measured_among(names: Sequence[str], models: Sequence[str]) -> list[Experiment]:
-    """The experiments on existing models, where the names are of such; none where they are of experiments that train.
+    """The experiments on existing models among those named; none if they train.
 
     Raises:
         InputError: some are of one kind and some of the other, two that differ have the same id, or a --model is given
@@ -132,7 +132,7 @@ def preview_measured(
     as_json: bool,
     console: Console,
 ) -> None:
-    """Say which measurements would be made; no model is loaded.
+    """Print the measurements that would be made; no model is loaded.
 
     Raises:
         InputError: no model or text, or one that cannot be used.

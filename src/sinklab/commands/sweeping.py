@@ -1,4 +1,4 @@
-"""A sweep from what was asked to its summary: data once, runs shared with whoever trains them, summary.json, a page."""
+"""A sweep from its options to its summary: data prepared once, runs shared with other processes, summary and page."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -50,7 +50,7 @@ from sinklab.report import write_report
 from sinklab.train.directory.lock import HeldError, is_written
 
 SUMMARISED_EVERY_S = 60.0
-"""Meanwhile, so that a night that ends in a power cut has a summary, too."""
+"""Interval between summaries during training, so that a power cut leaves one."""
 
 LOOKS_EVERY_S = 2.0
 """Between two looks at runs that other processes assess."""
@@ -60,16 +60,16 @@ SCHEMA = Summary.model_fields["schema_version"].default
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """What is to be run.
+    """The options of a sweep.
 
     Attributes:
         questions: experiments, of one scale.
         out: directory of the runs, summary.json and report.html.
         overlay: laid over every recipe.
-        jobs: runs at a time; as many as the machine suggests unless given.
-        engine: where they are trained.
+        jobs: runs at a time; chosen for the machine unless given.
+        engine: that trains them.
         settings: of the engine, KEY=VALUE each.
-        packed: a folder of packed runs, which count as finished ones.
+        packed: a folder of packed runs, which count as finished.
     """
 
     questions: Sequence[Question]
@@ -83,13 +83,13 @@ class SweepRequest:
 
 @dataclass(frozen=True)
 class SweepEnding:
-    """What has come of a sweep.
+    """The outcome of a sweep.
 
     Attributes:
         summary: as it was written.
-        failures: by run, why it failed; those left out that would be a result.
-        edited: by run directory, its files that were changed since.
-        unassessed: by run, why what its experiment wants assessed was not.
+        failures: the reasons by run; a divergence that is a result is left out.
+        edited: the files that have changed since their run ended, by run directory.
+        unassessed: the reasons why a run was not assessed, by run.
     """
 
     summary: Summary
@@ -99,7 +99,7 @@ class SweepEnding:
 
 
 def look_ahead(request: SweepRequest) -> Preview:
-    """What the sweep will take; nothing is written. Of a cluster only its finished runs say how fast it is.
+    """The cost of the sweep; writes nothing. The pace of a cluster is known from its finished runs only.
 
     Raises:
         InputError: as `sweep`.
@@ -120,12 +120,12 @@ def look_ahead(request: SweepRequest) -> Preview:
 
 
 def sweep(request: SweepRequest, console: Console) -> SweepEnding:
-    """Train what is missing and add up what there is; `console` is told how it goes.
+    """Train the missing runs and summarise all; progress is printed to `console`.
 
     Raises:
-        InputError: a scale that an experiment lacks, text or a directory that cannot be used, an overlay that makes an
-            invalid recipe, an engine that is not installed or does not answer.
-        KeyboardInterrupt: Ctrl-C; everything is saved and the same call continues.
+        InputError: a scale that an experiment lacks, an unusable text or directory, an overlay that makes an invalid
+            recipe, an engine that is not installed or does not answer.
+        KeyboardInterrupt: Ctrl-C; everything is saved and the same call resumes.
         PreemptedError: SIGTERM or SIGUSR1, likewise.
     """
     out, overlay = request.out, request.overlay
@@ -167,7 +167,7 @@ def sweep(request: SweepRequest, console: Console) -> SweepEnding:
 
 
 def _jobs(request: SweepRequest, runs: int) -> int:
-    """How many at a time: as asked, else one per card or as many as the cores suggest."""
+    """Runs at a time: as requested, else one per card, else by the number of cores."""
     return request.jobs or cards_here() or jobs_for(runs, cores_here())
 
 
@@ -183,7 +183,7 @@ def _length(run: PlannedRun) -> RunLength:
 
 
 def _check_version(path: Path) -> None:
-    """Refuse to replace a summary of another schema version; one from before there were versions is replaced.
+    """Refuse to replace a summary of another schema version.
 
     Raises:
         InputError: it names both.
@@ -191,7 +191,7 @@ def _check_version(path: Path) -> None:
     if not path.is_file():
         return
     try:
-        version = parse_json(path.read_text(encoding="utf-8")).get("schema", SCHEMA)
+        version = parse_json(path.read_text(encoding="utf-8")).get("schema")
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}. Remove it, or choose another --out") from error
     if version != SCHEMA:
@@ -208,7 +208,7 @@ def _assess(manifests: Sequence[SweepManifest], out: Path, console: Console) -> 
     with AssessProgress(console) as listener:
         while runs := [run for run in unassessed(manifests, out) if run.name not in done | left.keys()]:
             free = [run for run in runs if not is_written(run.directory / ASSESSMENT)]
-            if not free:  # other processes of this sweep are at them
+            if not free:  # other processes of this sweep are assessing them
                 time.sleep(LOOKS_EVERY_S)
             for number, run in enumerate(free, 1):
                 listener.say(f"assessing {run.name}, {number} of {len(free)}")
@@ -246,7 +246,7 @@ def _summarised(manifests: Mapping[str, SweepManifest], out: Path) -> Summary:
 
 
 def _failures(planned: PlannedSweep, ended: Mapping[str, Event]) -> dict[str, str]:
-    """By run, why it failed; that a cell diverged of which that may be expected is a result."""
+    """The reasons of failures by run; the divergence of a cell that may diverge is a result."""
     expected = {
         planned.hashes[name, seed]
         for name, cell in planned.plan.cells.items()

@@ -13,7 +13,7 @@ from sinklab.errors import InputError
 from sinklab.experiments.sweep.verifying import verify_packed
 
 SHOWN = 20
-"""Problems of a check that the terminal shows."""
+"""Most problems of a check in the terminal."""
 
 
 def verify_command(directory: Path, retrain: int, seed: int, as_json: bool) -> None:

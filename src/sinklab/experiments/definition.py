@@ -78,7 +78,7 @@ WHAT_SCALES_ARE: Mapping[Scale, str] = {
     "fixed first token (74 %)",
     "small": "the paper's 60M model with contexts of 256 tokens and a smaller batch",
 }
-"""The relation of a scale's base model to the paper's, where it is another model; shown with every result."""
+"""The relation of a scale's base model to the paper's, if they differ; shown with every result."""
 
 ONLY_TRAINED = {"base", "baseline", "adapted", "assess", "first_seed", "asks_massive", "same_as", "scales"}
 """Fields of experiments and claims that are about training."""
@@ -274,7 +274,7 @@ class Experiment(Part):
                 raise ValueError(f"{wrong[0]!r}, which scale {scale} is to be without, is no cell")
 
     def _check_measured(self) -> None:
-        """What claims compare is what cells are measured for: cells, domains or models."""
+        """A claim compares what the cells are measured for: cells, domains or models."""
         compared = {AlikeOverDomains: "domain", GrowsWithSize: "model", AlikeOverSizes: "model"}
         for claim in self.claims:
             wanted = compared.get(type(claim.check))

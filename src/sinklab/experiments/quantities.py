@@ -1,7 +1,7 @@
 """The numbers that claims are about and tables show, by the names that experiment files use.
 
-A run's number is the mean of its last three evaluations (docs/verdicts.md); steps and what is measured once are as they
-are.
+A run's number is the mean of its last three evaluations (docs/verdicts.md); steps, and quantities measured once, are
+single numbers.
 
 sink_K            Sink_K, percent of (sequence, layer, head) triples, K from 1
 sink_K_visible    the same of the mean over the queries that may see the key (a window); Sink_K where all may
@@ -56,16 +56,16 @@ from pydantic import AfterValidator
 from sinklab.assessing.parts import NUMBERS
 
 EMERGED = 10.0
-"""Percent of heads from which on a sink counts as having emerged."""
+"""Least percent of heads at which a sink counts as emerged."""
 
 MASSIVE = 2.0
-"""Norm ratio from which on the first token counts as a massive activation."""
+"""Least norm ratio at which the first token counts as a massive activation."""
 
 HALF = 50.0
-"""Percent of sequences from which on a head counts as one that sinks."""
+"""Least percent of sequences at which a head counts as a sink."""
 
 LAST = 3
-"""Evaluations whose mean is a run's number."""
+"""Number of evaluations whose mean is a run's number."""
 
 NO_SINK = 1.0
 """Percent of heads below which a sink is absent."""
@@ -77,18 +77,18 @@ JUMP_POINTS = 8
 """Fewest points on either side of a jump."""
 
 BESIDE = ("0.2", "0.4")
-"""Thresholds at which Sink_1 is recorded beside that of the recipe."""
+"""Thresholds at which Sink_1 is recorded in addition to the recipe's."""
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """What a number is.
+    """A number of a run.
 
     Attributes:
         name: as experiment files have it.
         label: for people.
         unit: percent, nats, x (a ratio), steps, or none.
-        decimals: that are shown.
+        decimals: in tables.
         once: whether it is measured once, at the end of a run, rather than at every evaluation.
     """
 
@@ -144,10 +144,10 @@ _NAMED = {
 
 
 def quantity(name: str) -> Quantity:
-    """What a name stands for.
+    """The quantity of a name.
 
     Raises:
-        ValueError: it stands for nothing; the message lists what does.
+        ValueError: there is none; the message lists the names.
     """
     if name in _NAMED:
         return _NAMED[name]
@@ -180,17 +180,17 @@ QuantityName = Annotated[str, AfterValidator(_known)]
 
 @dataclass(frozen=True)
 class Reading:
-    """One evaluation of one run. What was not measured or not finite is None.
+    """One evaluation of one run. Numbers that were not measured or not finite are None.
 
     Attributes:
         step: updates done.
         tokens: that the model was trained on.
-        sink_rate, sink_rate_visible: percent, position 1 first; the latter None where it is no other.
+        sink_rate, sink_rate_visible: percent, position 1 first; the latter None if it is the same.
         sink_layers: by attention layer, percent of the sequences of the head that sinks into the first position most
-            often; empty in rows of older runs.
+            often; empty if it was not recorded.
         importance_first: alpha of the first position, mean over layers and heads, percent.
         window_start: percent, of the first key of a window.
-        norm_ratio_before_norm, norm_ratio_sink_token: the largest of all blocks; None where there are none.
+        norm_ratio_before_norm, norm_ratio_sink_token: the largest of all blocks; None if there are none.
         beside: Sink_1 (`sink_1`, `sink_1_visible`) and `sink_bias` at the thresholds of `BESIDE`, by quantity.
     """
 
@@ -240,10 +240,10 @@ class RunNumbers:
         return self.readings[-1]
 
     def value(self, name: str, at_step: int | None = None, eps: str | None = None) -> float | None:
-        """The number of that name; None where the run has none, infinity for a step that it never reached.
+        """The number of that name; None if the run has none, infinity for a step that it never reached.
 
         Args:
-            at_step: the mean of the last evaluation up to this step and the two before it, None where the run ended
+            at_step: the mean of the last evaluation up to this step and the two before it, None if the run ended
                 before it; the end unless given.
             eps: the threshold of the rate, one of `BESIDE`; the recipe's unless given.
         """
@@ -276,7 +276,7 @@ class RunNumbers:
     def evaluations(
         self, name: str, at_step: int | None = None, eps: str | None = None, count: int = LAST
     ) -> list[float]:
-        """Its last evaluations, at most so many; empty where the run has none, or ended before `at_step`."""
+        """Its last evaluations, at most so many; empty if the run has none, or ended before `at_step`."""
         if at_step is not None and self.last.step < at_step:
             return []
         upto = [one for one in self.readings if at_step is None or one.step <= at_step][-count:]
@@ -302,7 +302,7 @@ class RunNumbers:
 
 
 class _Crossing(NamedTuple):
-    """A number and the bound that it reaches."""
+    """A quantity and the bound whose first crossing is a step."""
 
     number: str
     bound: float
@@ -310,7 +310,7 @@ class _Crossing(NamedTuple):
 
 
 def _crossing(name: str) -> _Crossing | None:
-    """What is reached at the step of that name; None where it is the name of no step."""
+    """The crossing at the step of that name; None if it is not the name of a step."""
     if (found := _LAYER.fullmatch(name)) and found[1] == "layer_step":
         return _Crossing(f"sink_layer_{found[2]}", HALF)
     return {
@@ -354,11 +354,11 @@ def _sum_of(rates: Sequence[float | None]) -> float | None:
 
 
 def discontinuity_at(steps: Sequence[int], values: Sequence[float], at: float) -> float | None:
-    """The size of the jump that a curve makes at one step; what sets in over several points is no jump.
+    """The size of a curve's jump at one step; a change over several points is no jump.
 
     Least squares of value = a + b x + c x^2 + e x^3 + d [x >= 0], x = ln(step / at), over the points of the window; the
-    jump is d. The powers take up the bend of a learning curve, which without the cube would count as up to 0.026 nats
-    for the exponentials of the tests and with it as 0.004, and whatever else changes gradually.
+    jump is d. The powers fit the curvature of a learning curve and other gradual changes: for the exponentials of the
+    tests the error of d is up to 0.026 nats without the cube, and 0.004 with it.
 
     Args:
         steps: above zero, rising.
@@ -366,7 +366,7 @@ def discontinuity_at(steps: Sequence[int], values: Sequence[float], at: float) -
         at: the step of the jump.
 
     Returns:
-        d in the unit of the values; None where either side has fewer points than `JUMP_POINTS`.
+        d in the unit of the values; None if either side has fewer points than `JUMP_POINTS`.
     """
     t, y = np.asarray(steps, dtype=float), np.asarray(values, dtype=float)
     near = (t >= at / JUMP_WINDOW) & (t <= at * JUMP_WINDOW)

@@ -28,22 +28,22 @@ BEGUN = "begun"
 """Key of env.json with the time at which the run began."""
 
 SAME_NUMBERS = ("processor", "torch", "python", "threads")
-"""Keys of env.json that must agree where a run trained again is to give the same bits."""
+"""Keys of env.json that must agree for a run trained again to have the same bits."""
 
 FIRST_LOSS, LAST_LOSS = 1e-3, 0.15
-"""Relative difference of the first validation loss after step 0, and of the last, that another machine may make: the
-rounding differs, and training magnifies it."""
+"""Relative tolerances on another machine, of the first validation loss after step 0 and of the last: rounding differs,
+and training magnifies it."""
 
 
 @dataclass
 class Verified:
-    """One thing that was verified.
+    """The outcome of one check.
 
     Attributes:
-        name: what.
-        checked: how many.
-        problems: a sentence for each that is not as it should be.
-        notes: what the reader must know of how it was checked.
+        name: of the check.
+        checked: number of items.
+        problems: a sentence each.
+        notes: limitations of the check.
     """
 
     name: str
@@ -62,9 +62,9 @@ def verify_packed(
     """Check every file, recipe and verdict of a packed sweep, and train some of its runs again.
 
     Args:
-        retrain: how many runs, drawn at random from those that are done.
+        retrain: number of runs, drawn at random from those that are done.
         seed: of that draw.
-        say: called with what is being done.
+        say: called with a line per stage.
         watch: called with the events of runs that are trained again.
 
     Raises:
@@ -118,7 +118,7 @@ def _check_runs(runs: dict[str, Path]) -> Verified:
 
 
 def _check_verdicts(top: Path, files: Path) -> Verified:
-    """Every cell and claim of summary.json, from the metrics and the definitions in asked/."""
+    """Every cell and claim of summary.json, from the metrics and the manifests in asked/."""
     now = summary_of(read_manifests(top), files)
     before = Summary.model_validate(parse_json((top / SUMMARY).read_text(encoding="utf-8")))
     check = Verified("verdicts judged anew", len(before.claims))
@@ -159,7 +159,7 @@ def _retrained(
 
 
 def _train_again(directory: Path, again: Path, watch: Callable[[Event], None]) -> tuple[list[str], str]:
-    """In what a run trained again differs, and how closely it was compared."""
+    """The differences of a run trained again, and the closeness of the comparison."""
     recipe, before = load_recipe(str(directory / "recipe.yaml")), read_environment(directory)
     dataset = prepared(recipe.data)
     record = read_record(directory)
@@ -217,11 +217,11 @@ def _too_far_apart(old: Sequence[Evaluation], new: Sequence[Evaluation]) -> Iter
 
 @dataclass(frozen=True)
 class LateClaim:
-    """A claim that was stated after a run that judges it had begun.
+    """A claim that was stated after a run of its cells had begun.
 
     Attributes:
         claim: EXPERIMENT.CLAIM.
-        runs: by hash, the day on which each of those earlier runs began.
+        runs: the days on which the earlier runs began, by hash.
     """
 
     claim: str
@@ -230,7 +230,7 @@ class LateClaim:
 
     @property
     def said(self) -> str:
-        """The same, a sentence."""
+        """The finding as a sentence."""
         first = min(self.runs.values())
         runs = "one run began" if len(self.runs) == 1 else f"{len(self.runs)} runs began"
         return f"{self.claim} was stated on {self.stated}, and {runs} before, the first on {first}"
@@ -239,10 +239,10 @@ class LateClaim:
 def late_claims(manifests: Iterable[SweepManifest], begun: Mapping[str, date]) -> list[LateClaim]:
     """The claims that do not precede their runs; a claim on the day of its runs does, and so does one without a date.
 
-    References are left out: they are checked where the comparison is stated.
+    References are left out: they are checked in the experiment that states the comparison.
 
     Args:
-        begun: the day on which runs began, by hash; runs that are not among them are not looked at.
+        begun: the days on which runs began, by hash; other runs are not checked.
     """
     return [late for one in manifests for late in _late(one, begun)]
 
@@ -259,7 +259,7 @@ def _late(one: SweepManifest, begun: Mapping[str, date]) -> Iterator[LateClaim]:
 
 
 def begun_on(out: Path) -> dict[str, date]:
-    """The day (UTC) on which each run in and below a folder began, by hash, where its env.json says so.
+    """The day (UTC) on which each run in and below a folder began, by hash, if its env.json has it.
 
     Raises:
         SinklabError: an env.json is damaged.
