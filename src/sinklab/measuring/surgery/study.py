@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
 from sinklab.errors import InputError
-from sinklab.measuring.driver import Watched, measure
+from sinklab.measuring.driver import measure
 from sinklab.measuring.findings import Propositions
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options, Study
@@ -16,6 +16,7 @@ from sinklab.measuring.surgery.changes import check_pair, replaced_position, swa
 from sinklab.measuring.surgery.mixing import check_perturbed, measure_mixing
 from sinklab.measuring.surgery.propositions import LENGTH, check_propositions
 from sinklab.model.transformer import Transformer
+from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import Progress
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def check_study(study: Study, length: int) -> None:
 
 
 def measure_with_study(
-    watched: Watched,
+    adapter: Adapter,
     tokens_NT: Tensor,
     options: Options,
     study: Study,
@@ -82,7 +83,7 @@ def measure_with_study(
         InputError: an ablation or a position that the model or the sequences do not have.
         SinklabError: the model cannot be measured, or an ablation not be carried out.
     """
-    model = watched.model
+    model = cast("PreTrainedModel | Transformer", adapter.module)
     bare = options.model_copy(update={"lengths": (), "details": False, "maps": ()})
 
     passes, before = 1, 0
@@ -94,12 +95,12 @@ def measure_with_study(
     def remeasure(tokens_NT: Tensor, first_target: int) -> Measurement:
         nonlocal before
         before += 1
-        return measure(watched, tokens_NT, bare.model_copy(update={"first_target": first_target}), progress=reached)
+        return measure(adapter, tokens_NT, bare.model_copy(update={"first_target": first_target}), progress=reached)
 
     with changed_positions(model, study, tokens_NT.shape[-1]) as notes:
         plans = [plan_ablation(name, model, tokens_NT, bos_tokens) for name in study.ablate]
         passes += len(plans) + len({plan.first_target for plan in plans} - {2})  # which need the loss before, too
-        measurement = measure(watched, tokens_NT, options, progress=reached)
+        measurement = measure(adapter, tokens_NT, options, progress=reached)
         if plans and measurement.loss is None:
             raise InputError("an ablation shows the change in loss: measure with the loss, on two tokens or more")
         found: dict[str, Any] = {}
@@ -108,7 +109,7 @@ def measure_with_study(
         if study.perturb is not None:
             found["mixing"] = measure_mixing(model, tokens_NT, study.perturb, options.batch_size)
         if study.perturb is not None or any(plan.hidden for plan in plans):
-            notes += watched.kinds.notes_on_hidden_keys()
+            notes += adapter.kinds.notes_on_hidden_keys()
         if measurement.inputs == "repeat":
             found["propositions"] = _propositions(model, tokens_NT, notes)
     if notes:
