@@ -21,7 +21,7 @@ from sinklab.commands.terminal.bars import SPEAKS_EVERY, Clock, Lines
 from sinklab.measuring.statistics.highest import elsewhere_text, in_brackets
 
 if TYPE_CHECKING:
-    from sinklab.experiments.sweep.planned import Event
+    from sinklab.experiments.sweep.engine import Event
 
 MANY = 8  # runs: of more, only those in progress have a line
 LOOKS_EVERY = 1.0  # seconds between two estimates of the time left

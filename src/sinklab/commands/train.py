@@ -13,7 +13,7 @@ from sinklab.data.prepare import prepared
 from sinklab.data.shards import TokenDataset
 from sinklab.device import keep_freed_memory
 from sinklab.errors import InputError, StoppedError
-from sinklab.experiments.sweep.planned import Event
+from sinklab.experiments.sweep.engine import Event
 from sinklab.signals import stop_on_signals
 from sinklab.train.directory.run import Run, existing_run, open_run
 from sinklab.train.loop import RunOutcome, StepReport, Trainer
