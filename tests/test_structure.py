@@ -22,10 +22,22 @@ FLOORS = (
     ("export",),
     ("train",),
     ("measuring",),
+    ("models",),
     ("model",),
     ("data",),
     ("attention",),
-    ("errors", "schema", "outputs", "files", "extras", "device", "compiling", "signals", "__init__"),
+    (
+        "errors",
+        "schema",
+        "settings",
+        "outputs",
+        "files",
+        "extras",
+        "device",
+        "compiling",
+        "signals",
+        "__init__",
+    ),
 )
 """From the top down. Nothing imports what stands above it; files at the very bottom serve all floors."""
 

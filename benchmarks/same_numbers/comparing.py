@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 CLOCK = re.compile(
-    r"(seconds|tokens_per_second|peak_memory|memory_mb|stall|time|mfu|speed|created|version|git|hours|host|per_second)"
+    r"(seconds|tokens_per_second|peak_memory|memory_mb|stall|time|mfu|speed|created|begun|version|git|hours|host|per_second)"
     r"|^(files|text|identity)$"  # when they were written
 )
 DURATION = re.compile(

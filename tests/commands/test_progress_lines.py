@@ -13,8 +13,8 @@ from tiny_models import text_file, tiny_model
 from sinklab.commands.console import DataBoard, RunBoard
 from sinklab.commands.survey_progress import SurveyProgress
 from sinklab.commands.terminal.bars import StepProgress
-from sinklab.experiments.sweep.planned import Event
-from sinklab.measuring.surgery.study import Study
+from sinklab.experiments.sweep.engine import Event
+from sinklab.measuring.options import Study
 from sinklab.survey.request import Request
 from sinklab.survey.single import measure_model
 
@@ -93,7 +93,7 @@ def test_ablations_are_a_part_of_the_progress(tmp_path: Path) -> None:
     measure_model(
         str(tiny_model(tmp_path / "gpt2")),
         text_file(tmp_path / "text.jsonl"),
-        Request(sequences=4, length=16, study=Study(["mask_first:1", "zero_massive", "mask_first:2"])),
+        Request(sequences=4, length=16, study=Study(ablate=("mask_first:1", "zero_massive", "mask_first:2"))),
         progress=lambda done, total: seen.append((done, total)),
     )
     assert {total for _, total in seen} == {4 * 6}  # itself, three ablations, two losses over later targets

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sinklab.commands.console import RunBoard
-from sinklab.commands.timing import duration, short_duration
-from sinklab.experiments.sweep.planned import Event
+from sinklab.commands.console import RunBoard, duration, short_duration
+from sinklab.experiments.sweep.engine import Event
 
 STEPS, EVAL_EVERY = 100, 10
 ROW = {"valid_loss": 3.0, "sink_rate": [1.0], "sink_rate_bias": None, "tokens_per_second": 100.0}

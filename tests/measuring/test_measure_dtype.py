@@ -23,13 +23,13 @@ WITHOUT_NATIVE = """
 import json, sys
 from sinklab.survey.single import measure_model
 from sinklab.survey.sizes import sizes
-from sinklab.measuring.huggingface.loading import Loading
+from sinklab.models.huggingface.loading import Loading
 from sinklab.measuring.options import Options
 from sinklab.survey.request import Request
 from sinklab.train.directory.run import resolved_precision
 import torch
 
-asked = Request(Options(inputs="random"), sequences=2, length=8)
+asked = Request(options=Options(inputs="random"), sequences=2, length=8)
 found = {}
 for line in sys.argv[1:]:
     folder, dtype = line.split(",")

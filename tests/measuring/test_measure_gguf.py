@@ -19,9 +19,9 @@ from tiny_models import TEMPLATE, chat_file, text_file
 import sinklab
 from sinklab.errors import InputError
 from sinklab.extras import install_command
-from sinklab.measuring.huggingface import gguf as gguf_files
-from sinklab.measuring.huggingface.loading import Loading, load_pretrained
 from sinklab.measuring.options import Options
+from sinklab.models.huggingface import gguf as gguf_files
+from sinklab.models.huggingface.loading import Loading, load_pretrained
 from sinklab.survey.compare import compare_models
 from sinklab.survey.domains import measure_domains
 from sinklab.survey.request import Request
@@ -50,7 +50,9 @@ def text(tmp_path: Path) -> Path:
 
 
 def test_a_file_is_measured_as_the_model_it_was_made_from(model: Path, exact: Path, text: Path) -> None:
-    there, here = (measure_model(str(place), text, Request(Options(details=True), **SHAPE)) for place in (model, exact))
+    there, here = (
+        measure_model(str(place), text, Request(options=Options(details=True), **SHAPE)) for place in (model, exact)
+    )
     assert here.bos
     assert there.bos
     assert here.sink_rate == there.sink_rate

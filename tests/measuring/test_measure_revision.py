@@ -13,15 +13,15 @@ from tiny_models import tiny_model
 
 from sinklab.commands.measurements import one_model
 from sinklab.errors import InputError
-from sinklab.measuring.huggingface.loading import Loading
 from sinklab.measuring.options import Options
+from sinklab.models.huggingface.loading import Loading
 from sinklab.survey.compare import compare_models
 from sinklab.survey.request import Request
 from sinklab.survey.single import measure_model
 
 NAME = "nobody/tiny"
 COMMITS = {"main": "a" * 40, "step3": "b" * 40, "stage1-step20-tokens1B": "c" * 40}
-ASKED = Request(Options(inputs="random"), sequences=3, length=12)
+ASKED = Request(options=Options(inputs="random"), sequences=3, length=12)
 OPTIONS = ["--inputs", "random", "--sequences", "3", "--length", "12", "--json"]
 
 

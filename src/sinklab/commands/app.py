@@ -1,6 +1,7 @@
-"""The command line: one thin function per command. Results go to standard output, everything else to stderr."""
+"""The command line. Results go to standard output, everything else to stderr; what is heavy is imported when called."""
 
 import json
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -10,13 +11,15 @@ from rich.console import Console
 from sinklab import __version__
 from sinklab.commands import data, reproduce
 from sinklab.commands.assess import assess
-from sinklab.commands.ending import end, stderr
+from sinklab.commands.ending import PLAIN, end, stderr
 from sinklab.commands.evaluate import evaluate
-from sinklab.commands.export import export
 from sinklab.commands.measure import compare, measure, parity
-from sinklab.commands.options import Json, Track
+from sinklab.commands.options import Json
 from sinklab.commands.sft import sft
+from sinklab.errors import InputError
 from sinklab.signals import keeping_what_is_finished
+
+PROBLEMS = 20  # of a check of packed results that the terminal shows
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -30,6 +33,13 @@ app.add_typer(data_app, name="data")
 def main() -> None:
     """Run the command line; our errors end in a sentence on stderr and their exit status."""
     end(app)
+
+
+class TrackerChoice(StrEnum):  # typer takes no lists of literals
+    """Trackers of training runs."""
+
+    wandb = "wandb"
+    tensorboard = "tensorboard"
 
 
 def _say_version(wanted: bool) -> None:
@@ -59,23 +69,28 @@ def train(
         ),
     ],
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; may be repeated.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; repeatable.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Run directory; default runs/NAME-HASH.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run directory; default: runs/NAME-HASH.")] = None,
     replay: Annotated[
         int | None,
-        typer.Option(metavar="STEP", help="Train nothing: redo this step's batch and say where NaN begins."),
+        typer.Option(
+            metavar="STEP", help="Train nothing: recompute this step's batch and report where NaN first appears."
+        ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Train nothing: say what it would take (parameters, FLOPs, memory).")
+        bool, typer.Option("--dry-run", help="Train nothing: estimate parameters, FLOPs and memory.")
     ] = False,
     anyway: Annotated[
-        bool, typer.Option("--anyway", help="Also where the memory estimate is beyond what this machine has.")
+        bool, typer.Option("--anyway", help="Train even if the memory estimate exceeds this machine's memory.")
     ] = False,
-    track: Track = None,
+    track: Annotated[
+        list[TrackerChoice] | None,
+        typer.Option(help="Also log to W&B (also offline) or TensorBoard; repeatable."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train one model; continues what it finds in the run directory.
+    """Train one model; resumes from the run directory.
 
     Example: sinklab train tiny --set model.attention.bias=k --set train.steps=500
 
@@ -120,10 +135,34 @@ app.command("compare")(compare)
 app.command("parity")(parity)
 app.command("assess")(assess)
 app.command("eval")(evaluate)
-app.command("export")(export)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory with a checkpoint.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty directory.")],
+    as_json: Json = False,
+) -> None:
+    """Write a run as a Hugging Face directory: safetensors, config, tokenizer, model card.
+
+    The default variant is a plain Llama, one with a sink logit a Granite; both load with transformers alone. Others
+    load after `sinklab.register()`, or with trust_remote_code=True from the file of code beside them.
+
+    Example: sinklab export runs/k my-model
+    """
+    from sinklab.export.directory import export_run
+
+    done = export_run(run, directory)
+    if as_json:
+        print(json.dumps(done.document(), indent=2))
+        return
+    alone = done.code is None
+    how = "loads with transformers alone" if alone else f"loads after `sinklab.register()`, or with {done.code}"
+    line = f"{done.directory}: {done.architecture}, {done.parameters:,} parameters, step {done.step:,}; {how}"
+    Console().print(line, **PLAIN)
+
+
 app.command("sft")(sft)
-
-
 app.command()(reproduce.experiments)
 app.command()(reproduce.reproduce)
 
@@ -146,16 +185,18 @@ def interventions(as_json: Json = False) -> None:
 @app.command()
 def report(
     directories: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run, measurement or lab directories.")],
-    out: Annotated[Path | None, typer.Option(help="The HTML file; default report.html in the first directory.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The HTML file; default: report.html in the first directory.")
+    ] = None,
     formats: Annotated[
-        list[str] | None, typer.Option("--format", help="Also write every chart as svg, pdf or png; may be repeated.")
+        list[str] | None, typer.Option("--format", help="Also write every chart as svg, pdf or png; repeatable.")
     ] = None,
     pack: Annotated[
         Path | None,
         typer.Option(help="Also copy one sweep without its weights into this folder, small enough to be committed."),
     ] = None,
 ) -> None:
-    """(Re)draw report.html from what is on disk, also while runs go on."""
+    """(Re)draw report.html from the results on disk; runs may be in progress."""
     from sinklab.commands.terminal.report import print_report
     from sinklab.report import write_report
     from sinklab.report.collect import collect
@@ -163,16 +204,18 @@ def report(
     if pack is not None:
         from sinklab.report.experiments.packing import pack_sweep
 
-        stderr().print(f"packed: {pack_sweep(directories, pack)}", highlight=False, soft_wrap=True)
+        stderr().print(f"packed: {pack_sweep(directories, pack)}", **PLAIN)
     path = write_report(directories, out, tuple(formats or ()))
     print_report(collect(directories), Console())
-    stderr().print(f"report: {path}", highlight=False, soft_wrap=True)
+    stderr().print(f"report: {path}", **PLAIN)
 
 
 @app.command()
 def verify(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A folder written by report --pack.")],
-    retrain: Annotated[int, typer.Option(min=0, help="Train so many runs again, drawn at random, and compare.")] = 0,
+    retrain: Annotated[
+        int, typer.Option(min=0, help="Number of runs, drawn at random, to train again and compare.")
+    ] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Of the draw of runs.")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -180,12 +223,34 @@ def verify(
 
     Example: sinklab verify results/tiny --retrain 2
 
-    A run trained again must have the same bits where processor, versions and threads are those of its record, and else
-    the same validation loss within the tolerance that is printed. Exit status 1 where something is not as it should be.
+    A run trained again must be equal to the last bit on the processor, versions and threads of its record. Elsewhere it
+    must have the same validation loss within the printed tolerance. Exit status 1 if a check fails.
     """
-    from sinklab.commands.verify import verify_command
+    from dataclasses import asdict
 
-    verify_command(directory, retrain, seed, as_json)
+    from sinklab.experiments.sweep.verifying import verify_packed
+
+    if not directory.is_dir():
+        raise InputError(f"{directory} is not a folder: expected one that report --pack has written")
+    checks = verify_packed(directory, retrain, seed, lambda text: stderr().print(text, **PLAIN))
+    if as_json:
+        print(json.dumps([asdict(check) for check in checks], indent=2))
+    else:
+        out = Console()
+        for check in checks:
+            wrong = len(check.problems)
+            out.print(
+                f"{check.name}: {check.checked} checked, {f'{wrong} problems' if wrong else 'all as it should be'}",
+                **PLAIN,
+            )
+            for line in [
+                *check.problems[:PROBLEMS],
+                *(["and more: see --json"] if wrong > PROBLEMS else []),
+                *check.notes[:PROBLEMS],
+            ]:
+                out.print(f"  {line}", **PLAIN)
+    if any(check.problems for check in checks):
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -195,9 +260,9 @@ def runs(
     ],
     as_json: Json = False,
 ) -> None:
-    """List training runs: state, step, sink, loss, and in what they differ.
+    """List training runs: state, step, sink, loss, and the recipe keys in which they differ.
 
-    States: running, done, stopped (the same command continues it), failed, not begun, damaged.
+    States: running, done, stopped (the same command resumes it), failed, not begun, damaged.
     """
     from dataclasses import asdict
 

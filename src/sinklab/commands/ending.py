@@ -1,13 +1,14 @@
-"""How a command ends: its exit status and, where there is something to say, a sentence on stderr, said once."""
+"""The end of a command: exit status, and errors as one sentence on stderr, from one process."""
 
 import errno
 import os
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
 
+from sinklab.commands.terminal.text import printable
 from sinklab.errors import SinklabError, is_out_of_memory
 from sinklab.files import FULL
 from sinklab.signals import (
@@ -19,6 +20,7 @@ from sinklab.signals import (
     was_kept,
 )
 
+PLAIN: Any = {"highlight": False, "markup": False, "soft_wrap": True}
 SHOWN = 80  # characters of a name that is too long
 _KEPT = "interrupted; what was finished is kept. Run the same command again to continue."
 _NOT_KEPT = "interrupted; nothing was written. Run the same command again to begin anew."
@@ -50,7 +52,7 @@ def end(app: typer.Typer) -> NoReturn:
 
 
 def _status(app: typer.Typer) -> int:
-    """The exit status of the command, which has been run."""
+    """Run the command; returns its exit status."""
     try:
         status = app(standalone_mode=False)
     except SinklabError as error:
@@ -93,9 +95,14 @@ def _is_first() -> bool:
 def _say_error(message: str) -> None:
     console = stderr()
     console.print("error:", style="bold red", end=" ")
-    console.print(message, markup=False, highlight=False, soft_wrap=True)
+    console.print(message, **PLAIN)
+
+
+def say_on(console: Console, message: str) -> None:
+    """Print a line as plain text: control characters of a name are replaced, markup is not interpreted."""
+    console.print(printable(message), **PLAIN)
 
 
 def stderr() -> Console:
-    """For everything but results."""
+    """The console of everything but results."""
     return Console(stderr=True)

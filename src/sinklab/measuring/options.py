@@ -1,86 +1,19 @@
-"""What is asked of a measurement, whatever the model: one value from the command line down to the metric."""
+"""The settings of a measurement of one model, from the command line down to the metric."""
 
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from operator import index
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator, Field, field_validator
 
 from sinklab.errors import InputError
+from sinklab.settings import CommandSettings, Flag, Several
 
 Inputs = Literal["natural", "random", "repeat"]
 EPS = (0.3,)
-
-
-@dataclass(frozen=True)
-class Options:
-    """What is measured, and what is recorded with the result.
-
-    Attributes:
-        eps: thresholds of the sink rate, shares of attention in (0, 1); the first is the headline. One number will do.
-        lengths: shorter than the sequences, increasing: the sink rate is also that of the sequences cut at each, from
-            the same pass. Without padding only.
-        batch_size: sequences per forward pass; changes memory and speed, not the result. None: as many as fit the
-            memory, at most 16 (memory.py). Halved where they do not fit, which the result's notes say.
-        first_target: the loss is over the targets from this position on, 1-based; under a prefix mask those that
-            every query sees are left out as well, as in training.
-        loss: False leaves it out, and with it the logits: a third of the work of a small model with many words.
-        details: also angles, entropy and what else details.py defines.
-        maps: (layer, head), 1-based, whose matrices are kept; implies details.
-        model_name, inputs, bos: recorded with the result.
-
-    Raises:
-        InputError: no eps or one outside (0, 1), lengths that do not increase from 1 on, a batch size below 1, or
-            inputs of no known kind.
-    """
-
-    eps: tuple[float, ...] = EPS
-    lengths: tuple[int, ...] = ()
-    batch_size: int | None = None
-    first_target: int = 2
-    loss: bool = True
-    details: bool = False
-    maps: tuple[tuple[int, int], ...] = ()
-    model_name: str = ""
-    inputs: Inputs = "natural"
-    bos: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "eps", thresholds(self.eps))
-        object.__setattr__(self, "lengths", tuple(self.lengths))
-        object.__setattr__(self, "maps", tuple(tuple(one) for one in self.maps))
-        if self.batch_size is not None and not (isinstance(self.batch_size, Integral) and self.batch_size >= 1):
-            raise InputError(f"batch size is {self.batch_size!r}; expected a whole number of at least 1")
-        if self.inputs not in get_args(Inputs):
-            raise InputError(f"inputs are {self.inputs!r}: choose from {', '.join(get_args(Inputs))}")
-
-    @property
-    def detailed(self) -> bool:
-        """Whether the details are asked for, by themselves or for a map."""
-        return self.details or bool(self.maps)
-
-    def check_lengths(self, longest: int) -> None:
-        """Refuse lengths at which sequences of `longest` tokens cannot be cut.
-
-        Raises:
-            InputError: not increasing, or not from 1 to longest - 1.
-        """
-        if any(low >= high for low, high in pairwise((0, *self.lengths, longest))):
-            raise InputError(
-                f"lengths {list(self.lengths)}: give increasing lengths from 1 to {longest - 1}, or longer sequences"
-            )
-
-    def check_maps(self, layers: int, heads: int) -> None:
-        """Refuse maps of what a model of so many attention layers and heads in each does not have.
-
-        Raises:
-            InputError: there is no such layer or head.
-        """
-        for layer, head in self.maps:
-            if not 1 <= layer <= layers:
-                raise InputError(f"--map {layer}.{head}: the model has attention layers 1 to {layers}")
-            if not 1 <= head <= heads:
-                raise InputError(f"--map {layer}.{head}: layer {layer} has heads 1 to {heads}")
 
 
 def thresholds(eps: float | Sequence[float]) -> tuple[float, ...]:
@@ -99,3 +32,159 @@ def thresholds(eps: float | Sequence[float]) -> tuple[float, ...]:
         if not 0 < float(one) < 1:
             raise InputError(f"eps is {one}; expected a share of attention between 0 and 1, such as 0.3")
     return tuple(map(float, several))
+
+
+def parse_eps(given: Any) -> tuple[float, ...]:
+    """Thresholds, of which --eps gives each or a list as text: ["0.3", "0.2,0.4"] is 0.3, 0.2, 0.4.
+
+    Raises:
+        InputError: no number, or no share of attention.
+    """
+    if not isinstance(given, list) or not all(isinstance(one, str) for one in given):
+        return thresholds(given)
+    found: dict[float, None] = {}
+    for part in ",".join(given).split(","):
+        try:
+            found[float(part)] = None
+        except ValueError:
+            raise InputError(
+                f"--eps {part}: expected a share of attention such as 0.3, or a list such as 0.2,0.3"
+            ) from None
+    return thresholds(tuple(found))
+
+
+def parse_maps(given: Iterable[str | Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """The (layer, head) of maps, which --map gives as text: "3.1" is layer 3, head 1.
+
+    Raises:
+        InputError: text that is not two numbers from 1 on.
+    """
+    maps = []
+    for one in given:
+        if isinstance(one, str):
+            if not (found := re.fullmatch(r"([1-9]\d*)\.([1-9]\d*)", one)):
+                raise InputError(f"--map {one}: expected LAYER.HEAD, both counted from 1, such as 3.1")
+            one = (int(found[1]), int(found[2]))
+        maps.append(tuple(map(index, one)))
+    return tuple(maps)
+
+
+class Options(CommandSettings, frozen=True):
+    """What is measured, and what is recorded with the result.
+
+    Attributes:
+        eps: thresholds of the sink rate, shares of attention in (0, 1); the first is the headline. One number will do.
+        lengths: shorter than the sequences, increasing: the sink rate is also that of the sequences cut at each, from
+            the same pass. Without padding only.
+        batch_size: sequences per forward pass; changes memory and speed, not the result. None: as many as fit
+            the memory, at most 16 (models/memory.py). Halved on out-of-memory, with a note in the result.
+        first_target: the loss is over the targets from this position on, 1-based; under a prefix mask those that
+            every query sees are left out as well, as in training.
+        loss: False leaves it out, and with it the logits: a third of the work of a small model with many words.
+        maps: (layer, head), 1-based, whose matrices are kept; implies details.
+        model_name, inputs, bos: recorded with the result.
+    """
+
+    inputs: Inputs = Field(default="natural", description="Text, uniform random tokens, or one token repeated.")
+    eps: Annotated[tuple[float, ...], BeforeValidator(parse_eps), Flag(text=list[str])] = Field(
+        default=EPS,
+        description="Importance above which a position is a sink; repeatable, the first is the main one.",
+    )
+    lengths: Several[Annotated[int, Field(ge=1)]] = Field(
+        default=(), description="Also the sink rate of the sequences truncated to this length; repeatable."
+    )
+    details: bool = Field(
+        default=False, description="Also angles, entropy, distances, secondary sinks and kurtosis; slower."
+    )
+    maps: Annotated[
+        tuple[tuple[int, int], ...],
+        BeforeValidator(parse_maps),
+        Flag("--map", metavar="LAYER.HEAD", text=list[str]),
+    ] = Field(default=(), description="Save the attention matrix of this head; implies --details; repeatable.")
+    loss: bool = Field(default=True, description="Skip the loss and the logits: a third faster on a small model.")
+    batch_size: int | None = Field(
+        default=None, ge=1, description="Sequences per batch; default: as many as fit, at most 16."
+    )
+    first_target: int = 2
+    model_name: str = ""
+    bos: bool = False
+
+    @field_validator("lengths", mode="before")
+    @classmethod
+    def _are_whole_numbers(cls, lengths: Iterable[Any]) -> tuple[int, ...]:
+        return tuple(map(index, lengths))
+
+    @field_validator("inputs", mode="before")
+    @classmethod
+    def _is_a_kind(cls, inputs: object) -> object:
+        if inputs not in get_args(Inputs):
+            raise InputError(f"inputs are {inputs!r}: choose from {', '.join(get_args(Inputs))}")
+        return inputs
+
+    @field_validator("batch_size", mode="before")
+    @classmethod
+    def _is_a_whole_number(cls, size: Any) -> int | None:
+        if size is not None and not (isinstance(size, Integral) and int(size) >= 1):
+            raise InputError(f"batch size is {size!r}; expected a whole number of at least 1")
+        return None if size is None else int(size)
+
+    @property
+    def detailed(self) -> bool:
+        """Whether details are measured, for themselves or for a map."""
+        return self.details or bool(self.maps)
+
+    def check_lengths(self, longest: int) -> None:
+        """Refuse lengths to which sequences of `longest` tokens cannot be truncated.
+
+        Raises:
+            InputError: not increasing, or not from 1 to longest - 1.
+        """
+        if any(low >= high for low, high in pairwise((0, *self.lengths, longest))):
+            raise InputError(
+                f"lengths {list(self.lengths)}: give increasing lengths from 1 to {longest - 1}, or longer sequences"
+            )
+
+    def check_maps(self, layers: int, heads: int) -> None:
+        """Refuse maps beyond the model's attention layers, or beyond the heads of each.
+
+        Raises:
+            InputError: there is no such layer or head.
+        """
+        for layer, head in self.maps:
+            if not 1 <= layer <= layers:
+                raise InputError(f"--map {layer}.{head}: the model has attention layers 1 to {layers}")
+            if not 1 <= head <= heads:
+                raise InputError(f"--map {layer}.{head}: layer {layer} has heads 1 to {heads}")
+
+
+class Study(CommandSettings, frozen=True):
+    """Changes of the model that are measured as well; by default none.
+
+    Attributes:
+        ablate: names of ablations (surgery/ablations.py).
+        perturb: position of a token that is replaced by another, to see how far the change spreads, 1-based.
+        swap_position: two learned positions that change places, 1-based.
+        replace_position: a learned position, and the one whose embedding it gets.
+    """
+
+    ablate: Several[str] = Field(
+        default=(),
+        description="Also measure an ablation: mask_first:N, no_bos, zero_massive or zero_massive:LAYER; repeatable.",
+    )
+    swap_position: Annotated[tuple[int, int] | None, Flag(metavar="I J")] = Field(
+        default=None, description="Measure with two learned position embeddings swapped."
+    )
+    replace_position: Annotated[tuple[int, int] | None, Flag(metavar="I J")] = Field(
+        default=None, description="Measure with the learned embedding of position I replaced by that of J."
+    )
+    perturb: Annotated[int | None, Flag(metavar="POSITION")] = Field(
+        default=None,
+        description="Also replace this token and measure how far the change spreads, with and without key 1.",
+    )
+
+    @field_validator("ablate", mode="before")
+    @classmethod
+    def _is_a_list(cls, ablate: object) -> object:
+        if isinstance(ablate, str):  # which would be read letter by letter
+            raise InputError(f"ablate is one name: give a list, ablate=[{ablate[:80]!r}]")
+        return ablate

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from sinklab.report import charts
-from sinklab.report.assessing.figures import assessment_figures
+from sinklab.report.assessment_page import assessment_figures
 from sinklab.report.data import ReportData
 from sinklab.report.details_figures import details_figures
 from sinklab.report.figure import Figure

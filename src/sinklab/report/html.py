@@ -29,7 +29,7 @@ from sinklab.experiments.documents import VERDICTS, verdict_counts
 from sinklab.files import cache_folder, write_text
 from sinklab.outputs import REPORT, REPORT_MARK, check_report
 from sinklab.report import theme
-from sinklab.report.assessing.tables import assessment_tables
+from sinklab.report.assessment_page import assessment_tables
 from sinklab.report.collect import collect
 from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.experiments import dots

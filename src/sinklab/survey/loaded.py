@@ -15,10 +15,13 @@ from sinklab.data.sources.textfiles import text_files
 from sinklab.data.spelling import UNKNOWN, spelling, vocabulary_digest
 from sinklab.device import pick_device
 from sinklab.errors import InputError
-from sinklab.measuring.api import watched_model
 from sinklab.measuring.conversations import Conversations
-from sinklab.measuring.hooks import Progress
-from sinklab.measuring.huggingface.loading import (
+from sinklab.measuring.inputs import SHARES, default_prefix, pretrained_encode
+from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.surgery.study import changed_positions, measure_with_study
+from sinklab.models.adapter import adapt
+from sinklab.models.hooks import Progress
+from sinklab.models.huggingface.loading import (
     Loading,
     Pretrained,
     check_config,
@@ -26,11 +29,8 @@ from sinklab.measuring.huggingface.loading import (
     load_pretrained,
     load_pretrained_tokenizer,
 )
-from sinklab.measuring.huggingface.subfolder import name_in_results
-from sinklab.measuring.inputs import SHARES, default_prefix, pretrained_encode
-from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.native import WatchedTransformer
-from sinklab.measuring.surgery.study import measure_with_study
+from sinklab.models.huggingface.subfolder import name_in_results
+from sinklab.models.native import NativeAdapter
 from sinklab.survey.bits import with_bits_per_byte
 from sinklab.survey.request import Request
 
@@ -166,10 +166,10 @@ class LoadedPretrained:
         self._model, self._tokenizer = loaded.model, loaded.tokenizer
 
     def check(self, request: Request) -> None:
-        from sinklab.measuring.huggingface.anatomy import check_length
+        from sinklab.models.huggingface.anatomy import check_length
 
         check_length(self._model.config, request.length)
-        with request.study.changed_positions(self._model, request.length):
+        with changed_positions(self._model, request.study, request.length):
             pass
 
     def tokens(self, text: Path | None, request: Request) -> ReadTokens:
@@ -178,7 +178,7 @@ class LoadedPretrained:
         Raises:
             InputError: sequences beyond its context, or a text that cannot be used.
         """
-        from sinklab.measuring.huggingface.anatomy import check_length, vocabulary_size
+        from sinklab.models.huggingface.anatomy import check_length, vocabulary_size
 
         check_length(self._model.config, request.length)
         drawn_NT = request.drawn(min(len(self._tokenizer), vocabulary_size(self._model)))
@@ -189,7 +189,7 @@ class LoadedPretrained:
     def measure(self, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
         read = self.tokens(text, request)
         measurement = measure_with_study(
-            watched_model(self._model),
+            adapt(self._model),
             read.tokens_NT,
             request.options_for(self._name, bos=read.bos_tokens > 0),
             request.study,
@@ -227,7 +227,7 @@ class _LoadedRun:
 
     def __init__(self, name: str, loading: Loading, step: int | None) -> None:
         from sinklab.data.tokenizers import load_tokenizer
-        from sinklab.measuring.huggingface.loading import pick_dtype
+        from sinklab.models.huggingface.loading import pick_dtype
         from sinklab.train.directory.run import load_run
 
         where, kind = pick_device(loading.device), pick_dtype(loading.dtype)
@@ -238,7 +238,7 @@ class _LoadedRun:
 
     def check(self, request: Request) -> None:
         self._check_length(request)
-        with request.study.changed_positions(self._model, request.length):
+        with changed_positions(self._model, request.study, request.length):
             pass
 
     def _check_length(self, request: Request) -> None:
@@ -260,7 +260,7 @@ class _LoadedRun:
             data = self._recipe.data.model_copy(update={"bos": bos})
             tokens_NT, sizes_NT = _as_trained(text, request, data, self._tokenizer, conversations)
         measurement = measure_with_study(
-            WatchedTransformer(self._model),
+            NativeAdapter(self._model),
             tokens_NT,
             request.options_for(self._name, bos),
             request.study,

@@ -6,17 +6,15 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 from sinklab.errors import InputError, SinklabError
 from sinklab.extras import install_command
 from sinklab.files import is_full, write_json
-from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading
-from sinklab.measuring.huggingface.quiet import without_bars
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading
+from sinklab.models.huggingface.quiet import without_bars
 from sinklab.outputs import check_results
 from sinklab.signals import stop_on_signals
 from sinklab.train.directory.lock import leave, lock_run
-from sinklab.tuning.card import tuned_card
 from sinklab.tuning.checkpoints import discard_torn, newest, write_model
 from sinklab.tuning.documents import (
     METRICS,
@@ -29,8 +27,8 @@ from sinklab.tuning.documents import (
     read_rows,
 )
 from sinklab.tuning.loading import is_ours
-from sinklab.tuning.preparing import Lesson, TuneSources, prepare_lesson
-from sinklab.tuning.settings import TuneWanted
+from sinklab.tuning.preparing import SftDataset, TuneSources, prepare_dataset
+from sinklab.tuning.settings import TuneOptions
 
 MODEL, CHECKPOINTS = "model", "checkpoints"
 
@@ -67,7 +65,7 @@ class TuneEnd:
 def tune(
     model: str,
     sources: TuneSources,
-    wanted: TuneWanted,
+    options: TuneOptions,
     out: Path,
     *,
     loading: Loading = AS_IT_IS,
@@ -94,7 +92,7 @@ def tune(
     with lock_run(out):
         try:
             with without_bars():
-                return _tune(model, sources, wanted, out, before, loading, listener or TuneListener())
+                return _tune(model, sources, options, out, before, loading, listener or TuneListener())
         finally:
             leave(out, is_new)
 
@@ -114,28 +112,28 @@ def check_extra() -> None:
 def _tune(
     model: str,
     sources: TuneSources,
-    wanted: TuneWanted,
+    options: TuneOptions,
     out: Path,
     before: Tuning | None,
     loading: Loading,
     listener: TuneListener,
 ) -> TuneEnd:
-    lesson = prepare_lesson(model, sources, wanted, loading)
-    found = _continued(lesson.tuning, before, out)
+    data = prepare_dataset(model, sources, options, loading)
+    found = _continued(data.tuning, before, out)
     if found.chat is not None:
         return TuneEnd(found)
     listener.notes(found.notes)
-    return _trained(found, lesson, out, listener)
+    return _trained(found, data, out, listener)
 
 
-def _trained(found: Tuning, lesson: Lesson, out: Path, listener: TuneListener) -> TuneEnd:
+def _trained(found: Tuning, data: SftDataset, out: Path, listener: TuneListener) -> TuneEnd:
     """Train, and write what has come of it."""
     begun, folder = time.perf_counter(), out / CHECKPOINTS
     write_json(out / SFT, found.document())
     discard_torn(folder)
-    updates, evaluations, exit_status = _updated(lesson, out, listener)
+    updates, evaluations, exit_status = _updated(data, out, listener)
     last = newest(folder)
-    done = last is not None and last[0] == lesson.settings.steps
+    done = last is not None and last[0] == data.settings.steps
     found = found.model_copy(
         update={
             "base": evaluations[0] if evaluations else None,
@@ -145,29 +143,29 @@ def _trained(found: Tuning, lesson: Lesson, out: Path, listener: TuneListener) -
         }
     )
     if last is not None and done and not (out / MODEL).exists():
-        write_model(last[1], out / MODEL, tuned_card(found), is_ours(lesson.student.model))
+        write_model(last[1], out / MODEL, found, is_ours(data.student.model))
     write_json(out / SFT, found.document())
     if done:
         shutil.rmtree(folder, ignore_errors=True)
     return TuneEnd(found, 0 if done else exit_status)
 
 
-def _updated(lesson: Lesson, out: Path, listener: TuneListener) -> tuple[list[TuneUpdate], list[TuneEvaluation], int]:
+def _updated(data: SftDataset, out: Path, listener: TuneListener) -> tuple[list[TuneUpdate], list[TuneEvaluation], int]:
     """Make the updates still to be made: all so far, all evaluations, and the exit status where a signal came."""
     from sinklab.measuring.huggingface.callback import SinkCallback
     from sinklab.tuning.trainer import TuneRecord, tuner
 
-    steps, checkpoint = lesson.settings.steps, newest(out / CHECKPOINTS)
+    steps, checkpoint = data.settings.steps, newest(out / CHECKPOINTS)
     step, place = checkpoint or (0, None)
     updates = [row for row in read_rows(out / UPDATES, TuneUpdate) if row.step <= step]
     evaluations = [row for row in read_rows(out / METRICS, TuneEvaluation) if row.step <= step and place]
     if step == steps:
         return updates, evaluations, 0
-    sink = SinkCallback(lesson.tokens_NT, eps=lesson.settings.eps)
+    sink = SinkCallback(data.tokens_NT, eps=data.settings.eps)
     with stop_on_signals() as should_stop:
         record = TuneRecord(out, updates, evaluations, sink, should_stop, listener.updated, listener.evaluated)
         listener.starts(steps, step)
-        made = tuner(lesson, out / CHECKPOINTS, [sink, record], begins=place is None)
+        made = tuner(data, out / CHECKPOINTS, [sink, record], begins=place is None)
         try:
             made.train(resume_from_checkpoint=str(place) if place else None)
         except Exception as error:
@@ -188,13 +186,12 @@ def _continued(new: Tuning, before: Tuning | None, out: Path) -> Tuning:
     """
     if before is None:
         return new
-    asked = cast(dict[str, object], {"model": new.model, **new.asked})
-    there = cast(dict[str, object], {"model": before.model, **before.asked})
-    for key in sorted({*asked, *there}):
-        if asked.get(key) != there.get(key):
+    asked, there = ({"model": one.model, **one.asked.model_dump()} for one in (new, before))
+    for key in sorted(asked):
+        if asked[key] != there[key]:
             raise InputError(
-                f"{out / SFT} is of a tuning with other settings ({key} is {there.get(key)} there and "
-                f"{asked.get(key)} now): choose another --out, or repeat the call that made it"
+                f"{out / SFT} is of a tuning with other settings ({key} is {there[key]} there and {asked[key]} now): "
+                "choose another --out, or repeat the call that made it"
             )
     return before
 

@@ -4,8 +4,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sinklab.assessing.documents import Assessment
-from sinklab.assessing.lines import assess_lines, head_counts, perplexity_text
+from sinklab.assessing.assessment import Assessment
 from sinklab.commands.tables import print_table
 
 
@@ -20,16 +19,15 @@ def print_assessment(assessment: Assessment, console: Console) -> None:
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
     before = None
-    for line in assess_lines(assessment):
-        if before not in (None, line.part):
+    for part, row in assessment.rows():
+        if before not in (None, part):
             table.add_section()
-        part, effect = line.part if line.part != before else "", line.effect
-        loss, perplexity, divergence = f"{effect.loss:.4f}", perplexity_text(effect.loss), f"{effect.kl:.4f}"
-        table.add_row(part, line.what, loss, perplexity, divergence, line.more)
-        before = line.part
+        loss, divergence = f"{row.effect.loss:.4f}", f"{row.effect.kl:.4f}"
+        table.add_row(part if part != before else "", row.what, loss, row.perplexity, divergence, row.more)
+        before = part
     print_table(table, console, names=2)
-    if assessment.heads is not None:
-        console.print(f"heads ({escape(assessment.heads.sink)}): {escape(head_counts(assessment))}", highlight=False)
+    for remark in assessment.remarks():
+        console.print(escape(remark), highlight=False)
     for part, why in assessment.skipped.items():
         console.print(f"[yellow]skipped:[/yellow] {part}: {escape(why)}", highlight=False)
     for note in assessment.notes:

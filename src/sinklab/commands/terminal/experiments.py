@@ -8,15 +8,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from sinklab.commands.console import duration, short_duration
 from sinklab.commands.tables import print_table
 from sinklab.commands.terminal.report import VERDICT_STYLES, counts_line
 from sinklab.commands.terminal.text import printable
-from sinklab.commands.timing import duration, short_duration
-from sinklab.experiments.coverage import Covered
 from sinklab.experiments.definition import SCALES, Scale
 from sinklab.experiments.documents import CellSummary, ExperimentSummary, JudgedClaim, Summary
-from sinklab.experiments.listing import ListedExperiment, jobs_here
+from sinklab.experiments.paper import Covered
 from sinklab.experiments.quantities import quantity
+from sinklab.experiments.shipped import ListedExperiment, jobs_here
 from sinklab.experiments.sweep.preview import CellPreview, Preview
 from sinklab.measuring.statistics.highest import in_brackets
 from sinklab.report.experiments.numbers import NOTHING, estimate_text, sink_elsewhere_text

@@ -10,7 +10,7 @@ from rich.text import Text
 from sinklab.commands.terminal.report import claims_table
 from sinklab.commands.terminal.text import printable
 from sinklab.experiments.documents import CellSummary, ExperimentSummary, Summary
-from sinklab.experiments.measured.planning import Pass
+from sinklab.experiments.measured import Pass
 from sinklab.experiments.quantities import Quantity, quantity
 from sinklab.measuring.statistics.highest import in_brackets
 from sinklab.report.experiments.models import paper_models

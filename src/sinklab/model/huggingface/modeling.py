@@ -1,4 +1,4 @@
-"""A sinklab transformer with the interface of transformers: `from_pretrained`, `generate` with a cache, a loss over labels.
+"""A sinklab transformer for transformers: `from_pretrained`, `generate` with a cache, a loss over labels.
 
 B batch, T tokens, V vocabulary.
 """

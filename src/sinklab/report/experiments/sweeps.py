@@ -7,10 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sinklab.assessing.documents import ASSESSMENT, Assessment, load_assessment
-from sinklab.experiments.documents import CellRun, CellSummary, ExperimentSummary, JudgedClaim, Summary, read_record
+from sinklab.assessing.assessment import ASSESSMENT, Assessment, load_assessment
+from sinklab.experiments.documents import (
+    CellRun,
+    CellSummary,
+    ExperimentSummary,
+    JudgedClaim,
+    Summary,
+    edited,
+    read_record,
+)
 from sinklab.experiments.sweep.packed import RECIPES, RUNS, is_packed, read_packed, unpack
-from sinklab.experiments.sweep.recording import edited
 from sinklab.files import parse_yaml
 from sinklab.train.directory.history import Evaluation, read_history
 

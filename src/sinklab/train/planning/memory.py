@@ -28,11 +28,11 @@ from torch import Tensor
 
 from sinklab.attention.linear import CHUNK
 from sinklab.errors import InputError
-from sinklab.measuring.memory import total_bytes
 from sinklab.model.config import ModelConfig
 from sinklab.model.loss import WHOLE, rows_per_chunk
 from sinklab.model.transformer import Transformer
 from sinklab.model.values import NoValueResidual
+from sinklab.models.memory import total_bytes
 from sinklab.train.config import Muon, OptimConfig, Sgd
 from sinklab.train.optim import hidden_matrices
 from sinklab.train.planning.flops import shape_of

@@ -1,0 +1,174 @@
+"""Attention output and column sums from the same blocks of scores: what measuring costs beside a forward pass.
+
+The fused kernels of PyTorch give the output and hide the scores, so sums taken beside them repeat q.k and exp. Here a
+block of queries against all its keys, small enough to stay in the cache, is normalised in place and used twice: times
+`v` it is the output, summed over its rows it is the importance. What that costs beside the fused kernel alone is
+measured by benchmarks/measure.py. Rejected: the kernel's own `lse` and one exp beside it, a matrix product with ones
+for the sums; neither was faster on the machine they were tried on.
+
+B batch, H query heads, G key heads, T queries, S keys, D key width, V value width; no gradients.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sinklab.attention import blocks as bl
+from sinklab.attention.importance import ColumnSums
+from sinklab.attention.operations.call import Call
+from sinklab.attention.scores import Score
+from sinklab.attention.visible import Mask
+
+BLOCK_SCORES = 2**21  # scores of a block: 8 MB in float32
+MOST_SCORES = 2**24  # where threads ask for more heads at a time, or a key head has many queries: 64 MB
+BLOCK_QUERIES = 128
+
+
+@torch.no_grad()
+def attend_and_sum(
+    call: Call,
+    v_BGSV: Tensor,
+    counted_BT: Tensor | None = None,
+    ends: Sequence[int] = (),
+) -> tuple[Tensor, ColumnSums, Tensor]:
+    """The attention output (B, H, T, V); per key the sum of its scores over the counted queries t >= k; and the same
+    over the queries before each of `ends` only (B, H, E, S), which is what a sequence cut there would give.
+
+    Args:
+        call: of softmax, without a bias key; a sink logit has no value.
+        counted_BT: bool, which queries count (padding does not); None counts all.
+        ends: increasing numbers of queries, at most T.
+
+    Raises:
+        ValueError: shapes that do not go together.
+    """
+    q_BHTD, k_BGSD, mask, score = call.q_BHTD, call.k_BGTD, call.mask, call.score()
+    scale = bl.default_scale(q_BHTD) if call.scale is None else call.scale
+    bl.check_shapes(q_BHTD, k_BGSD)
+    (B, H, T, _), (S, V) = q_BHTD.shape, v_BGSV.shape[2:]
+    dtype = bl.accumulate_dtype(q_BHTD.dtype)
+    out_BHTV = q_BHTD.new_empty(B, H, T, V)
+    segments_BHES = q_BHTD.new_zeros(B, H, len(ends) + 1, S, dtype=dtype)
+    bias_BH = None if call.logit_H is None else q_BHTD.new_zeros(B, H, dtype=dtype)
+    earlier_BHS = None if mask.causal else q_BHTD.new_zeros(B, H, S, dtype=dtype)
+    uniform = mask.plain and score is None and bias_BH is None and counted_BT is None
+    rows = 1 if uniform else B  # where all sequences are treated alike, they are one sequence with B times the heads
+    turned_BGDS = k_BGSD.mT.contiguous()  # once, and not in every product
+    q, k, v = (x.to(dtype).reshape(rows, -1, *x.shape[2:]) for x in (q_BHTD * scale, turned_BGDS, v_BGSV))
+    walk = _Walk(mask, score, call.logit_H, q.shape[1] // k.shape[1], S, (*ends, T), q.new_empty(0))
+    out, sums = out_BHTV.view(rows, -1, T, V), segments_BHES.view(rows, -1, len(ends) + 1, S)
+    for b in range(rows):
+        bias_H, earlier_HS, counted_T = (None if x is None else x[b] for x in (bias_BH, earlier_BHS, counted_BT))
+        walk.sequence(b, q[b], k[b], v[b], out[b], sums[b], bias_H, earlier_HS, counted_T)
+    prefixes_BHES = segments_BHES.cumsum(2) if ends else segments_BHES
+    return out_BHTV, ColumnSums(prefixes_BHES[:, :, -1], bias_BH, earlier_BHS), prefixes_BHES[:, :, :-1]
+
+
+@dataclass
+class _Walk:
+    """Over the blocks of one sequence at a time, in a buffer that all of them share."""
+
+    mask: Mask
+    score: Score | None
+    logit_H: Tensor | None
+    repeats: int
+    keys: int
+    ends: tuple[int, ...]
+    buffer: Tensor
+
+    def sequence(
+        self,
+        b: int,
+        q_HTD: Tensor,
+        k_GDS: Tensor,
+        v_GSV: Tensor,
+        out_HTV: Tensor,
+        sums_HES: Tensor,
+        bias_H: Tensor | None,
+        earlier_HS: Tensor | None,
+        counted_T: Tensor | None,
+    ) -> None:
+        (H, T, _), S, R = q_HTD.shape, self.keys, self.repeats
+        queries = max(1, min(T, BLOCK_QUERIES, MOST_SCORES // (R * S)))
+        groups = self._groups(R * queries * S)
+        mask = self.mask
+        for g in range(0, H // R, groups):
+            ends = slice(g, min(g + groups, H // R))
+            heads = slice(ends.start * R, ends.stop * R)
+            for start, stop, segment in self._rows(T, queries):
+                low, high = mask.key_range(start + S - T, stop + S - T, S)
+                block, rows = bl.Block(start, stop, low, high), slice(start, stop)
+                counted = None if counted_T is None else counted_T[rows, None]
+                weights = self._products(q_HTD[heads, rows], k_GDS[ends, :, low:high])
+                weights, share = self._normalise(weights, b, heads, block, S - T)
+                if share is not None and bias_H is not None:
+                    bias_H[heads] += ((1 - share) if counted is None else (1 - share) * counted).sum((1, 2))
+                flat = weights.view(ends.stop - ends.start, -1, high - low)
+                out_HTV[heads, rows] = torch.bmm(flat, v_GSV[ends, low:high]).view(-1, stop - start, v_GSV.shape[2])
+                if counted is not None:
+                    weights *= counted
+                if earlier_HS is not None:
+                    diagonal = start + S - T - low
+                    earlier_HS[heads, low:high] += weights.triu(diagonal + 1).sum(1)
+                    weights = weights.tril_(diagonal)
+                sums_HES[heads, segment, low:high] += weights.sum(1)
+
+    @staticmethod
+    def _groups(scores: int) -> int:
+        """Key heads of a block, where one has that many scores: one per thread at least, which beats sharing a product
+        between threads, as long as the memory for it is small.
+        """
+        return max(1, min(max(torch.get_num_threads(), BLOCK_SCORES // scores), MOST_SCORES // scores))
+
+    def _rows(self, T: int, queries: int) -> Iterator[tuple[int, int, int]]:
+        """Blocks of queries, none across an end: start, stop, and the number of ends before."""
+        begin = 0
+        for segment, end in enumerate(self.ends):
+            for start in range(begin, min(end, T), queries):
+                yield start, min(start + queries, end, T), segment
+            begin = end
+
+    def _products(self, q_HQD: Tensor, k_GDS: Tensor) -> Tensor:
+        """q.k of some heads: (heads, queries, keys), in the shared buffer."""
+        (H, Q, D), (G, _, S) = q_HQD.shape, k_GDS.shape
+        if self.buffer.numel() < H * Q * S:
+            self.buffer = q_HQD.new_empty(H * Q * self.keys)
+        z = self.buffer[: H * Q * S].view(G, -1, S)
+        torch.bmm(q_HQD.reshape(G, -1, D), k_GDS, out=z)
+        return z.view(H, Q, S)
+
+    def _normalise(
+        self, z_HQS: Tensor, b: int, heads: slice, block: bl.Block, offset: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The softmax, in place where it can; and what the keys got of it beside a sink logit, (heads, queries, 1)."""
+        if self.score is not None:
+            device = z_HQS.device
+            z_HQS = self.score(
+                z_HQS,
+                torch.tensor(b, device=device).view(1, 1, 1),
+                torch.arange(heads.start, heads.stop, device=device).view(-1, 1, 1),
+                torch.arange(block.start + offset, block.stop + offset, device=device).view(-1, 1),
+                torch.arange(block.low, block.high, device=device),
+            )
+        empty = self._hide(z_HQS, b, heads, block, offset)
+        share = None
+        if self.logit_H is not None:
+            lse = torch.logsumexp(z_HQS, -1, keepdim=True)
+            share = torch.sigmoid(lse - self.logit_H[heads, None, None].to(lse.dtype))
+        torch.softmax(z_HQS, -1, out=z_HQS)
+        if empty is not None:
+            z_HQS.masked_fill_(empty, 0)
+        if share is not None:
+            z_HQS *= share
+        return z_HQS, share
+
+    def _hide(self, z_HQS: Tensor, b: int, heads: slice, block: bl.Block, offset: int) -> Tensor | None:
+        """-inf where a query may not look; which rows see nothing at all, where a mask can have such."""
+        mask = self.mask.of(b, heads)
+        bl.mask_block_(z_HQS[None], block, offset, self.keys, mask)
+        if not mask.may_be_empty:
+            return None
+        seen = mask.block(block.start + offset, block.stop + offset, block.low, block.high, z_HQS.device)
+        return ~seen[0].any(-1, keepdim=True)
