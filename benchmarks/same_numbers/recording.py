@@ -22,8 +22,11 @@ def record(out: Path, before: Path | None, jobs: int, only: tuple[str, ...]) -> 
     os.environ.update(SINKLAB_CACHE="cache", OMP_NUM_THREADS="1", COLUMNS="120", TOKENIZERS_PARALLELISM="false")
     write_texts()
     for folder in COPIED if before is not None and only != ("",) else ():
-        if not f"{folder}/".startswith(only) and (earlier / folder).is_dir():
-            shutil.copytree(earlier / folder, folder)
+        for one in sorted((earlier / folder).glob("*")):
+            if f"{folder}/{one.name}".startswith(only) or folder in only:
+                continue  # made anew
+            Path(folder).mkdir(exist_ok=True)
+            (shutil.copytree if one.is_dir() else shutil.copyfile)(one, Path(folder, one.name))
     with ProcessPoolExecutor(jobs, mp_context=mp.get_context("spawn")) as pool:
         list(pool.map(write_model, FAMILIES))
         for stage in stages(earlier):
