@@ -93,7 +93,7 @@ def _differences(one: Path, other: Path, numbers: bool) -> Iterator[str]:
 def _lines(path: Path) -> list[str]:
     """Lines of a text, without durations, warnings of transformers, and the preparation of data by the first one."""
     lines = path.read_text("utf-8").splitlines()
-    lines = [DURATION.sub("#", line).replace("  about # left", "") for line in lines]
+    lines = [re.sub("(  #)+|  about # left", "", DURATION.sub("#", line)) for line in lines]
     return [line for line in lines if not line.startswith(NOT_COMPARED)]
 
 

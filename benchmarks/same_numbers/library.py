@@ -65,7 +65,7 @@ def _found(name: str) -> Any:
 def _model(place: str, dtype: torch.dtype | None = None) -> Any:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True).eval()
     return model if dtype is None else model.to(dtype)
 
 

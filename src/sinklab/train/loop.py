@@ -143,8 +143,7 @@ class Trainer:
             self._evaluate()
         while state.step < options.steps:
             self._look()
-            with self._explaining():
-                loss = self.updater.update()
+            loss = self._update()
             last = state.step == options.steps
             self.watch(StepReport(state.step, loss))
             if state.step % options.eval_every == 0 or last:
@@ -159,6 +158,11 @@ class Trainer:
         """Whether any process was asked to stop, said as a StoppedError on all of them."""
         if self.world.any(self.should_stop()):
             raise self.world.shared_error(StoppedError("training was asked to stop"))
+
+    def _update(self) -> float:
+        """One step; returns the newest training loss that is known, in nats per token."""
+        with self._explaining():
+            return self.updater.update()
 
     @contextmanager
     def _settled(self) -> Iterator[None]:
