@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from sinklab.assessing.layers import Patient
 from sinklab.errors import InputError
+from sinklab.models.adapter import Adapter
+from sinklab.opening import Model
 
 Placed = Literal["cache", "text"]
 WITHIN = 2**10  # tokens of a sequence within the context, unless told
@@ -80,25 +81,23 @@ class AssessSettings:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
 
-def settings_for(patient: Patient, wanted: Wanted) -> AssessSettings:
+def settings_for(model: Model, wanted: Wanted) -> AssessSettings:
     """Lengths, caches and budgets: what was asked for, else what suits the context.
 
     Raises:
         InputError: what this model, or this text length, cannot be given.
     """
-    context = patient.context
+    adapter, fixed = model.adapter, model.adapter.fixed_positions()
+    context = adapter.context
     length = wanted.length or min(context, WITHIN)
     if length > context:
-        raise InputError(f"--length {length} is beyond the context of {patient.name}: give at most --length {context}")
-    if wanted.positions == "cache" and patient.fixed_positions:
+        raise InputError(f"--length {length} is beyond the context of {model.name}: give at most --length {context}")
+    if wanted.positions == "cache" and fixed:
+        raise InputError(f"the positions of {model.name} cannot be those in a cache, as {fixed}: give --positions text")
+    stream_length = wanted.stream_length or _stream_length(adapter, length)
+    if adapter.ends and stream_length > context:
         raise InputError(
-            f"the positions of {patient.name} cannot be those in a cache, as {patient.fixed_positions}: "
-            "give --positions text"
-        )
-    stream_length = wanted.stream_length or _stream_length(patient, length)
-    if patient.ends and stream_length > context:
-        raise InputError(
-            f"--stream-length {stream_length}: {patient.name} cannot read beyond {context} tokens, as {patient.ends}"
+            f"--stream-length {stream_length}: {model.name} cannot read beyond {context} tokens, as {adapter.ends}"
         )
     caches = tuple(wanted.caches) or tuple(sorted({max(2, stream_length // 16), max(2, stream_length // 4)}))
     budgets = tuple(wanted.budgets) or tuple(sorted({max(2, length // 8), max(2, length // 4)}))
@@ -126,13 +125,13 @@ def settings_for(patient: Patient, wanted: Wanted) -> AssessSettings:
         stream_length=stream_length,
         caches=caches,
         kept=tuple(wanted.kept) or tuple(first for first in KEPT if first < max(caches)),
-        positions=wanted.positions or ("text" if patient.fixed_positions else "cache"),
+        positions=wanted.positions or ("text" if fixed else "cache"),
         budgets=budgets,
-        long_length=None if patient.ends else max(min(2 * context, LONGEST), context + context // 4),
+        long_length=None if adapter.ends else max(min(2 * context, LONGEST), context + context // 4),
         sink_tokens=wanted.sink_tokens,
         seed=wanted.seed,
     )
 
 
-def _stream_length(patient: Patient, length: int) -> int:
-    return min(4 * length, patient.context) if patient.ends else 4 * length
+def _stream_length(adapter: Adapter, length: int) -> int:
+    return min(4 * length, adapter.context) if adapter.ends else 4 * length

@@ -16,8 +16,7 @@ from sinklab.attention.real_tokens import RealTokens
 from sinklab.errors import InputError
 from sinklab.model.config import ModelConfig
 from sinklab.model.loss import next_token_loss
-from sinklab.model.position import Absolute, Learnable, Rotary
-from sinklab.model.rotary import rotate
+from sinklab.model.position import Absolute, Learnable, Rotary, rotate
 from sinklab.model.transformer import Transformer
 from sinklab.models.layer_kinds import LayerKinds
 from sinklab.models.memory import Sizes, sizes_of_run
@@ -112,10 +111,7 @@ class NativeAdapter:
         """Under a prefix mask a cache holds less than queries see."""
         if self.module.config.attention.mask.kind != "prefix":
             return None
-        return (
-            "it has a prefix mask, under which queries see later tokens: a cache, which holds earlier ones, cannot be "
-            "assessed with it"
-        )
+        return "under its prefix mask queries see later tokens, and a cache holds earlier ones"
 
     def fixed_positions(self) -> str | None:
         """Those that are added to the embeddings."""
