@@ -58,7 +58,7 @@ def evaluate(
     from sinklab.errors import UnsavedError
     from sinklab.evaluating.running import TaskRequest, evaluate_model
     from sinklab.models.huggingface.loading import Loading
-    from sinklab.survey.loaded import is_run
+    from sinklab.opening import is_run
 
     console = stderr()
 

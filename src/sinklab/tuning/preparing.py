@@ -1,23 +1,29 @@
 """Everything that a tuning needs before its first update: model, conversations, settings, tokens for the sink."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
+from sinklab.device import pick_device
 from sinklab.errors import InputError
 from sinklab.files import sha256_of
-from sinklab.measuring.conversations import Conversations
-from sinklab.measuring.inputs import default_prefix, natural_tokens, pretrained_encode
-from sinklab.models.huggingface.loading import Loading
+from sinklab.measuring.inputs import natural_tokens
+from sinklab.models.huggingface.anatomy import quantisation
+from sinklab.models.huggingface.loading import DEVICE_MAP, Loading
+from sinklab.opening import Model, open_model
+from sinklab.train.recipe import load_recipe
 from sinklab.tuning.chats import Chats, beginnings, read_chats
 from sinklab.tuning.documents import Tuning
-from sinklab.tuning.loading import Student, load_student
 from sinklab.tuning.settings import TuneSettings, TuneWanted, held_out_for, length_for, settings_for
 from sinklab.tuning.template import ChatTemplate, Spoken
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LIBRARIES = ("torch", "transformers", "trl", "accelerate")
 
@@ -47,7 +53,7 @@ class Lesson:
         tuning: sft.json of one that has not begun.
     """
 
-    student: Student
+    model: Model
     trained: list[Spoken]
     held_out: list[Spoken]
     settings: TuneSettings
@@ -62,59 +68,89 @@ def prepare_lesson(model: str, sources: TuneSources, wanted: TuneWanted, loading
         InputError: a model, file or option that cannot be used.
     """
     given = None if sources.template is None else _read_template(sources.template)
-    student = load_student(model, loading)
-    template = ChatTemplate(student.tokenizer, given)
-    length = length_for(wanted, student.context)
+    opened = open_trainable(model, loading)
+    template = ChatTemplate(opened.tokenizer, given)
+    length = length_for(wanted, _context(opened))
     chats = read_chats(sources.chats, template, length, wanted.seed)
     held_out = held_out_for(wanted, len(chats.usable))
     trained, kept_back = chats.usable[held_out:], chats.usable[:held_out]
     settings = settings_for(wanted, length, held_out, len(trained))
-    tokens_NT = _sink_tokens(sources.text, student, kept_back, settings)
+    tokens_NT = _sink_tokens(sources.text, opened, kept_back, settings)
     found = Tuning(
         model=model,
-        architecture=type(student.model).__name__,
-        parameters=sum(parameter.numel() for parameter in student.model.parameters()),
-        asked=_asked(sources, student, settings, tokens_NT, given),
+        architecture=type(opened.module).__name__,
+        parameters=sum(parameter.numel() for parameter in opened.module.parameters()),
+        asked=_asked(sources, opened, settings, tokens_NT, given),
         conversations=len(trained),
         trained_tokens=sum(sum(chat.is_trained[1:]) for chat in trained),
         sequences=len(tokens_NT),
-        notes=_notes(student, template, chats, tokens_NT, settings),
+        notes=_notes(opened, template, chats, tokens_NT, settings),
         versions={name: version(name) for name in LIBRARIES},
     )
-    return Lesson(student, trained, kept_back, settings, tokens_NT, found)
+    return Lesson(opened, trained, kept_back, settings, tokens_NT, found)
 
 
-def _sink_tokens(text: Path | None, student: Student, held_out: list[Spoken], settings: TuneSettings) -> Tensor:
+def open_trainable(name: str, loading: Loading) -> Model:
+    """A model of transformers to be trained: its weights in float32, whatever its files have.
+
+    Raises:
+        InputError: it cannot be loaded, or its weights are quantised and would stay so.
+    """
+    if loading.device == DEVICE_MAP:
+        raise InputError("--device map: a model is tuned on one device; give auto, cpu or cuda:N")
+    if pick_device(loading.device).type == "cuda" and torch.cuda.device_count() > 1:
+        raise InputError("a model is tuned on one device, and there are several: choose one by CUDA_VISIBLE_DEVICES=0")
+    model = open_model(name, replace(loading, dtype="float32"), as_transformers=True)
+    if quantised := quantisation(cast("PreTrainedModel", model.module).config):
+        raise InputError(f"the weights of {name} are quantised ({quantised}) and cannot be trained: give the original")
+    return model
+
+
+def _context(model: Model) -> int | None:
+    """The longest sequence that it knows positions for; None where there is no end."""
+    config = cast("PreTrainedModel", model.module).config.get_text_config(decoder=True)
+    context = getattr(config, "max_position_embeddings", None)
+    return int(context) if context else None
+
+
+def _notes_of_loading(model: Model) -> list[str]:
+    if model.step is None:
+        return [*model.notes]
+    notes = [f"the run stands at step {model.step:,}", *model.notes]
+    data = load_recipe(str(Path(model.name) / "recipe.yaml")).data
+    if data.fixed_token is not None or data.random_tokens is not None:
+        notes.append("the run's own text had changed tokens (data.fixed_token, data.random_tokens); the chats have not")
+    return notes
+
+
+def _sink_tokens(text: Path | None, model: Model, held_out: list[Spoken], settings: TuneSettings) -> Tensor:
     """What the sink is measured on: (N, T)."""
     if text is None:
         return beginnings(held_out, settings.sequences, settings.sink_length)
-    prefix = default_prefix(student.tokenizer)
     return natural_tokens(
         text,
-        pretrained_encode(student.tokenizer),
+        model.encode,
         sequences=settings.sequences,
         length=settings.sink_length,
-        prefix=prefix,
+        prefix=model.special,
         fewer=True,
-        render=Conversations(student.tokenizer, keep_bos=not prefix).render,
+        render=model.conversations(keep_bos=not model.special).render,
     )
 
 
-def _notes(
-    student: Student, template: ChatTemplate, chats: Chats, tokens_NT: Tensor, settings: TuneSettings
-) -> list[str]:
-    notes = [*student.notes, *template.notes, chats.note(settings.length)]
+def _notes(model: Model, template: ChatTemplate, chats: Chats, tokens_NT: Tensor, settings: TuneSettings) -> list[str]:
+    notes = [*_notes_of_loading(model), *template.notes, chats.note(settings.length)]
     if len(tokens_NT) < settings.sequences:
         notes.append(f"the sink is measured on {len(tokens_NT)} of {settings.sequences} sequences: there are no more")
     return notes
 
 
 def _asked(
-    sources: TuneSources, student: Student, settings: TuneSettings, tokens_NT: Tensor, template: str | None
+    sources: TuneSources, model: Model, settings: TuneSettings, tokens_NT: Tensor, template: str | None
 ) -> dict[str, object]:
     """Everything that decides the result."""
     return {
-        "files": student.files,
+        "files": model.files,
         "data": sha256_of(sources.chats),
         "sink_tokens": hashlib.sha256(tokens_NT.to(torch.int64).numpy().tobytes()).hexdigest(),
         "chat_template": template,

@@ -11,6 +11,7 @@ from typing import cast
 from sinklab.errors import InputError, SinklabError
 from sinklab.extras import install_command
 from sinklab.files import is_full, write_json
+from sinklab.models.huggingface.exported import is_exported
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading
 from sinklab.models.huggingface.quiet import without_bars
 from sinklab.outputs import check_results
@@ -28,7 +29,6 @@ from sinklab.tuning.documents import (
     load_tuning,
     read_rows,
 )
-from sinklab.tuning.loading import is_ours
 from sinklab.tuning.preparing import Lesson, TuneSources, prepare_lesson
 from sinklab.tuning.settings import TuneWanted
 
@@ -145,7 +145,7 @@ def _trained(found: Tuning, lesson: Lesson, out: Path, listener: TuneListener) -
         }
     )
     if last is not None and done and not (out / MODEL).exists():
-        write_model(last[1], out / MODEL, tuned_card(found), is_ours(lesson.student.model))
+        write_model(last[1], out / MODEL, tuned_card(found), is_exported(lesson.model.module))
     write_json(out / SFT, found.document())
     if done:
         shutil.rmtree(folder, ignore_errors=True)

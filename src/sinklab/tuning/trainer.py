@@ -24,9 +24,9 @@ from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
 from sinklab.errors import SinklabError
 from sinklab.measuring.huggingface.callback import EVALUATION, SinkCallback
 from sinklab.model.loss import IGNORED
+from sinklab.models.huggingface.exported import is_exported
 from sinklab.tuning.checkpoints import mark_complete
 from sinklab.tuning.documents import METRICS, UPDATES, TuneEvaluation, TuneUpdate, write_rows
-from sinklab.tuning.loading import is_ours
 from sinklab.tuning.preparing import Lesson
 from sinklab.tuning.settings import TuneSettings
 from sinklab.tuning.template import Spoken
@@ -129,7 +129,7 @@ class Tuner(SFTTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        compute = Trainer.compute_loss if is_ours(self.model) else SFTTrainer.compute_loss
+        compute = Trainer.compute_loss if is_exported(self.model) else SFTTrainer.compute_loss
         found: Any = compute(self, model, inputs, return_outputs, num_items_in_batch)
         if not model.training:
             targets = int((inputs["labels"][:, 1:] != IGNORED).sum())
@@ -154,16 +154,16 @@ def tuner(lesson: Lesson, folder: Path, callbacks: list[TrainerCallback], begins
         folder: of its checkpoints.
         begins: whether it begins at step 0, with an evaluation.
     """
-    student = lesson.student
+    model: Any = lesson.model.module
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of transformers, about an option that trl sets
-        config = _config(lesson.settings, folder, student.model.device, begins)
+        config = _config(lesson.settings, folder, model.device, begins)
     made = Tuner(
-        student.model,
+        model,
         config,
         train_dataset=_dataset(lesson.trained),
         eval_dataset=_dataset(lesson.held_out),
-        processing_class=student.tokenizer,
+        processing_class=lesson.model.tokenizer,
         callbacks=callbacks,
     )
     made.remove_callback(PrinterCallback)

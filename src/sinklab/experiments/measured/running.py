@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sinklab.data.sources.corpora import identity
-from sinklab.evaluating.asked import AskableModel, AskedTask, chosen_task, load_askable
+from sinklab.evaluating.asked import AskedTask, chosen_task, measure_and_ask
 from sinklab.evaluating.tasks import ChosenTask
 from sinklab.experiments.documents import SUMMARY, CellRun, Summary
 from sinklab.experiments.measured.definition import MeasuredCell, MeasuredExperiment
@@ -25,8 +25,9 @@ from sinklab.measuring.findings import Propositions
 from sinklab.measuring.measurement import Measurement
 from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name
+from sinklab.opening import Model, open_model
 from sinklab.survey.items import Item, Listener, Outcome, measure_all, what_decides
-from sinklab.survey.loaded import LoadedModel, check_loadable, load_model
+from sinklab.survey.loaded import check_loadable, check_request, measure_loaded
 
 
 @dataclass(frozen=True)
@@ -166,9 +167,8 @@ def _item(one: Pass, draw: int, source: str | None, loaded: "_OneAtATime", asked
     def measure(progress: Progress) -> Measurement:
         model = loaded.get(one)
         if asked is None:
-            return model.measure(one.text, request, progress)
-        assert isinstance(model, AskableModel)
-        return model.measure_and_ask(asked, one.text, request, out / folder, progress)
+            return measure_loaded(model, one.text, request, progress)
+        return measure_and_ask(model, asked, one.text, request, out / folder, progress)
 
     decides = what_decides(one.model, Path(one.model).expanduser(), source, loaded.loading, request)
     return Item(folder, decides | ({} if asked is None else {"task": asked.document()}), measure)
@@ -180,9 +180,9 @@ class _OneAtATime:
     def __init__(self, passes: Sequence[Pass], loading: Loading) -> None:
         self._passes, self.loading = passes, loading
         self._wanted: tuple[str, bool] | None = None
-        self._model: LoadedModel | None = None
+        self._model: Model | None = None
 
-    def get(self, wanted: Pass) -> LoadedModel:
+    def get(self, wanted: Pass) -> Model:
         """The model of a pass, one that can be asked tasks where the pass has one.
 
         Raises:
@@ -191,9 +191,9 @@ class _OneAtATime:
         name, asks = wanted.model, wanted.task is not None
         if self._model is None or self._wanted != (name, asks):
             self._model = None  # its memory is needed
-            model = load_askable(name, self.loading) if asks else load_model(name, self.loading)
+            model = open_model(name, self.loading, as_transformers=asks)
             for one in self._passes:
                 if one.model == name and (one.task is not None) == asks:
-                    model.check(one.request(0))
+                    check_request(model, one.request(0))
             self._wanted, self._model = (name, asks), model
         return self._model
