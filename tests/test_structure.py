@@ -27,7 +27,19 @@ FLOORS = (
     ("model",),
     ("data",),
     ("attention",),
-    ("errors", "schema", "outputs", "files", "extras", "device", "compiling", "imports", "signals", "__init__"),
+    (
+        "errors",
+        "schema",
+        "settings",
+        "outputs",
+        "files",
+        "extras",
+        "device",
+        "compiling",
+        "imports",
+        "signals",
+        "__init__",
+    ),
 )
 """From the top down. Nothing imports what stands above it; files at the very bottom serve all floors."""
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from sinklab.errors import InputError
 from sinklab.evaluating.documents import TaskScores
-from sinklab.evaluating.running import TaskListener, TaskRequest, evaluate_loaded
+from sinklab.evaluating.request import TaskRequest
+from sinklab.evaluating.running import TaskListener, evaluate_loaded
 from sinklab.evaluating.tasks import ChosenTask, chosen_tasks
 from sinklab.measuring.measurement import Measurement
 from sinklab.models.hooks import Progress
@@ -55,7 +56,7 @@ def measure_and_ask(
         SinklabError: the model cannot be measured or asked.
     """
     measurement, name = measure_loaded(model, text, request), asked.chosen.name
-    wanted = TaskRequest([name], asked.items, request.seed)
+    wanted = TaskRequest(tasks=(name,), limit=asked.items, seed=request.seed)
     found = evaluate_loaded(model, [asked.chosen], wanted, out=out, listener=_Passing(progress))
     return measurement.model_copy(update={"scores": _percent(name, found.tasks[name])})
 

@@ -37,7 +37,9 @@ def sink_of_task(model: Model, context: int, texts: Sequence[str]) -> TextSink |
 
 
 def _measured(model: Model, context: int, text: Path, said: str) -> TextSink:
-    request = Request(Options(eps=(EPS,), loss=False), SEQUENCES, min(LENGTH, context), fewer=True)
+    request = Request(
+        options=Options(eps=(EPS,), loss=False), sequences=SEQUENCES, length=min(LENGTH, context), fewer=True
+    )
     found = measure_loaded(model, text, request)
     return TextSink(
         text=said,

@@ -1,7 +1,7 @@
 """`sinklab.measure(model, tokens)`: one function for a model in memory, ours or Hugging Face's."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from torch import Tensor
@@ -12,8 +12,8 @@ from sinklab.measuring.driver import check_shape
 from sinklab.measuring.driver import measure as measure_tokens
 from sinklab.measuring.input_checks import token_matrix
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.options import Inputs, Options, thresholds
-from sinklab.measuring.surgery.study import Study, measure_with_study
+from sinklab.measuring.options import Inputs, Options, Study, thresholds
+from sinklab.measuring.surgery.study import measure_with_study
 from sinklab.model.transformer import Transformer
 from sinklab.models.adapter import adapt
 from sinklab.models.hooks import Progress
@@ -82,7 +82,7 @@ def measure(
         inputs=inputs,
         bos=_begins_with_bos(model, tokens_NT, mask_NT) if bos is None else bos,
     )
-    study = Study(ablate, perturb=perturb)
+    study = Study(ablate=cast(tuple[str, ...], ablate), perturb=perturb)
     if mask_NT is not None:
         if isinstance(adapter, NativeAdapter):
             raise InputError("a sinklab transformer reads whole sequences: leave out attention_mask")

@@ -16,7 +16,7 @@ from sinklab.errors import InputError
 from sinklab.measuring.conversations import Conversations
 from sinklab.measuring.inputs import SHARES, default_prefix, pretrained_encode
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.surgery.study import measure_with_study
+from sinklab.measuring.surgery.study import changed_positions, measure_with_study
 from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import Loading, check_config, load_pretrained_tokenizer
 from sinklab.models.huggingface.subfolder import name_in_results
@@ -117,7 +117,7 @@ def check_request(model: Model, request: Request) -> None:
         InputError: sequences beyond its context, or a change of learned positions that it does not have.
     """
     model.adapter.check_length(request.length)
-    with request.study.changed_positions(cast("Any", model.adapter.module), request.length):
+    with changed_positions(cast("Any", model.adapter.module), request.study, request.length):
         pass
 
 

@@ -65,7 +65,7 @@ class Evaluator:
         metric = self.recipe.metric
         tokens_NT = torch.cat(self.batches)[: metric.sequences, : metric.length]
         options = Options(
-            (metric.eps, *(eps for eps in other_eps if eps != metric.eps)),
+            eps=(metric.eps, *(eps for eps in other_eps if eps != metric.eps)),
             batch_size=METRIC_BATCH,
             details=details,
             model_name=self.recipe.name,

@@ -13,9 +13,9 @@ from sinklab.tuning.documents import Tuning
 def print_tuning(tuning: Tuning, console: Console) -> None:
     """Print one table, and the notes."""
     asked = tuning.asked
-    about = f"{asked['steps']} updates of {asked['batch_size']} conversations of at most {asked['length']} tokens"
+    about = f"{asked.steps} updates of {asked.batch_size} conversations of at most {asked.length} tokens"
     console.print(f"[bold]{escape(tuning.model)}[/bold], {about}", highlight=False, soft_wrap=True)
-    table = Table(title=f"Before and after tuning (eps {asked['eps']:g}, loss held out in nats)", title_justify="left")
+    table = Table(title=f"Before and after tuning (eps {asked.eps:g}, loss held out in nats)", title_justify="left")
     table.add_column("")
     heads = ["Sink_1, %", "norm ratio", "loss", "max gradient"]
     has_bias = any(side.sink_rate_bias is not None for _, side in sides(tuning))
