@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -66,7 +66,7 @@ def _model(place: str, dtype: torch.dtype | None = None) -> Any:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True).eval()
-    return model if dtype is None else model.to(dtype)
+    return model if dtype is None else cast(Any, model).to(dtype)
 
 
 def _places() -> Iterator[tuple[str, str]]:
