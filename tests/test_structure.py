@@ -18,6 +18,7 @@ FLOORS = (
     ("tuning",),
     ("evaluating",),
     ("survey",),
+    ("opening",),
     ("interventions",),
     ("export",),
     ("train",),

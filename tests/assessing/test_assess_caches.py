@@ -1,44 +1,47 @@
 """Rolling caches and eviction in one pass give what a cache gives token by token."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from assessed import PATIENTS, patient, some_tokens
+from assessed import ASSESSED, small, some_tokens
 from closeness import assert_close
 from streaming_reference import Policy, first_and_recent, heavy_hitters, streamed
 
 from sinklab.assessing.caches import RollingCache
-from sinklab.assessing.layers import Change, LayerAttention
-from sinklab.assessing.own import OwnPatient
 from sinklab.assessing.parts.eviction import HeavyHitters, RandomKeys
-from sinklab.assessing.reading import PairedReader
+from sinklab.assessing.reading import PairedReader, changed_attention
+from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import InputError
 from sinklab.models.hooks import evaluating
+from sinklab.models.intercept import Edit
+from sinklab.models.native import NativeAdapter
 
 
-def under(one: OwnPatient, change: Change, tokens: torch.Tensor) -> torch.Tensor:
-    with evaluating(one.module), one.changed(change):
+def under(one: NativeAdapter, edit: Edit, tokens: torch.Tensor) -> torch.Tensor:
+    with evaluating(one.module), changed_attention(one, edit):
         return one.hidden(tokens)
 
 
-def compare(one: OwnPatient, change: Change, policy: Policy, in_cache: bool) -> None:
+def compare(one: NativeAdapter, edit: Edit, policy: Policy, in_cache: bool) -> None:
     tokens = some_tokens()
     expected = torch.stack([streamed(one.module, row, policy, in_cache) for row in tokens])
-    assert_close(under(one, change, tokens), expected, 1e-9)
+    assert_close(under(one, edit, tokens), expected, 1e-9)
 
 
 @pytest.mark.parametrize("first", [0, 1, 4])
-@pytest.mark.parametrize("variant", PATIENTS)
+@pytest.mark.parametrize("variant", ASSESSED)
 def test_a_rolling_cache_gives_what_reading_token_by_token_gives(variant: str, first: int) -> None:
-    compare(patient(variant), RollingCache(7, first), first_and_recent(7, first), in_cache=True)
+    compare(small(variant), RollingCache(7, first), first_and_recent(7, first), in_cache=True)
 
 
 @pytest.mark.parametrize("variant", ["softmax", "k biases", "alibi"])
 def test_positions_may_be_those_in_the_text(variant: str) -> None:
-    compare(patient(variant), RollingCache(7, 2, in_cache=False), first_and_recent(7, 2), in_cache=False)
+    compare(small(variant), RollingCache(7, 2, in_cache=False), first_and_recent(7, 2), in_cache=False)
 
 
 def test_positions_in_the_cache_are_others_than_those_in_the_text() -> None:
-    one, tokens = patient(), some_tokens()
+    one, tokens = small(), some_tokens()
     cache, text = (under(one, RollingCache(7, 2, in_cache), tokens) for in_cache in (True, False))
     assert (cache - text).abs().max() > 1e-3 * text.abs().max()
 
@@ -46,14 +49,14 @@ def test_positions_in_the_cache_are_others_than_those_in_the_text() -> None:
 @pytest.mark.parametrize("variant", ["softmax", "grouped keys", "sigmoid", "k biases", "sink token"])
 @pytest.mark.parametrize(("budget", "barred"), [(6, 0), (6, 2), (2, 0), (3, 1)])
 def test_heavy_hitters_are_those_of_a_cache_that_is_kept_token_by_token(variant: str, budget: int, barred: int) -> None:
-    compare(patient(variant), HeavyHitters(budget, barred), heavy_hitters(budget, barred), in_cache=False)
+    compare(small(variant), HeavyHitters(budget, barred), heavy_hitters(budget, barred), in_cache=False)
 
 
 def test_a_cache_as_long_as_the_text_gives_the_ordinary_loss() -> None:
-    reader = PairedReader(patient(), some_tokens())
+    reader = PairedReader(small(), some_tokens())
     before = reader.unchanged.effect()
-    for change in (RollingCache(20, 0), RollingCache(20, 4), HeavyHitters(20), RandomKeys(20, seed=1)):
-        after = reader.under(change).effect()
+    for edit in (RollingCache(20, 0), RollingCache(20, 4), HeavyHitters(20), RandomKeys(20, seed=1)):
+        after = reader.under(edit).effect()
         assert after.loss == pytest.approx(before.loss, rel=1e-9)
         assert after.kl == pytest.approx(0, abs=1e-9)
 
@@ -61,14 +64,12 @@ def test_a_cache_as_long_as_the_text_gives_the_ordinary_loss() -> None:
 def test_random_keys_keep_the_budget_and_never_take_a_key_back() -> None:
     seen: list[torch.Tensor] = []
 
-    def watch(layer: LayerAttention) -> torch.Tensor:
-        found = RandomKeys(6, seed=3)
-        one_hot = torch.eye(layer.length, dtype=layer.value_BGLV.dtype).expand(*layer.value_BGLV.shape[:2], -1, -1)
-        shares = found(LayerAttention(layer.number, layer.operation, layer.call, one_hot))
-        seen.append(shares > 0)
-        return layer.output()
+    def watch(layer: LayerCall) -> LayerCall:
+        one_hot = torch.eye(layer.length, dtype=layer.value_BGSV.dtype).expand(*layer.value_BGSV.shape[:2], -1, -1)
+        seen.append(replace(RandomKeys(6, seed=3)(layer), value_BGSV=one_hot).output() > 0)
+        return layer
 
-    under(patient(), watch, some_tokens())
+    under(small(), watch, some_tokens())
     kept = seen[0]
     assert kept.sum(-1).max() == 6
     assert bool((kept.sum(-1)[..., 6:] == 6).all())
@@ -84,13 +85,13 @@ def test_a_cache_keeps_fewer_first_keys_than_it_holds() -> None:
 
 
 def test_kernels_with_rotary_positions_have_none_in_a_cache() -> None:
-    one = patient(attention={"operation": {"kind": "mlp"}})
+    one = small(attention={"operation": {"kind": "mlp"}})
     with pytest.raises(InputError, match="--positions text"):
         under(one, RollingCache(4, 1), some_tokens())
 
 
 def test_of_a_hybrid_the_caches_of_layers_with_attention_roll_and_its_states_stay() -> None:
-    mixed = patient(layers=4, mixer={"kind": "gated_delta", "every": 2})
+    mixed = small(layers=4, mixer={"kind": "gated_delta", "every": 2})
     reader = PairedReader(mixed, some_tokens())
     before = reader.unchanged.effect()
     whole, short = (reader.under(RollingCache(size, 1)).effect() for size in (20, 4))

@@ -12,12 +12,10 @@ from foreign_streaming_reference import streamed_llama
 from streaming_reference import first_and_recent
 
 from sinklab.assessing.caches import RollingCache
-from sinklab.assessing.foreign import ForeignPatient
-from sinklab.assessing.layers import as_it_is
 from sinklab.assessing.parts.eviction import HeavyHitters
-from sinklab.assessing.reading import PairedReader
-from sinklab.errors import InputError
+from sinklab.assessing.reading import PairedReader, changed_attention
 from sinklab.models.hooks import evaluating
+from sinklab.models.huggingface.adapter import HuggingFaceAdapter
 
 CONFIGS: dict[str, Any] = {
     "llama": lambda: hf.LlamaConfig(**GROUPED),
@@ -39,10 +37,10 @@ def made(name: str) -> Any:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_put_together_again_gives_its_own_logits(name: str) -> None:
     model, tokens = made(name), some_tokens(vocabulary=64)
-    one = ForeignPatient(model, name)
+    one = HuggingFaceAdapter(model)
     with evaluating(model):
         expected = model(tokens).logits
-        with one.changed(as_it_is):
+        with changed_attention(one):
             hidden = one.hidden(tokens)
         assert_close(one.logits(hidden.flatten(0, 1)), expected.flatten(0, 1), 1e-5)
         assert_close(model(tokens).logits, expected, 1e-6)  # and is left as it was
@@ -50,34 +48,35 @@ def test_a_model_put_together_again_gives_its_own_logits(name: str) -> None:
 
 def test_a_llama_streams_as_one_that_reads_token_by_token() -> None:
     model, tokens = made("llama"), some_tokens(1, vocabulary=64)
-    one = ForeignPatient(model, "llama")
-    assert one.fixed_positions is None
+    one = HuggingFaceAdapter(model)
+    assert one.fixed_positions() is None
     for first in (0, 2):
-        with evaluating(model), one.changed(RollingCache(6, first)):
+        with evaluating(model), changed_attention(one, RollingCache(6, first)):
             found = one.hidden(tokens)[0]
         assert_close(found, streamed_llama(model, tokens[0], first_and_recent(6, first)), 1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "pythia", "qwen3"])
 def test_rotary_positions_can_be_those_in_a_cache(name: str) -> None:
-    assert ForeignPatient(made(name), name).fixed_positions is None
+    assert HuggingFaceAdapter(made(name)).fixed_positions() is None
 
 
 def test_learned_positions_are_fixed_and_end() -> None:
-    one = ForeignPatient(made("gpt2"), "gpt2")
-    assert one.fixed_positions is not None
+    one = HuggingFaceAdapter(made("gpt2"))
+    assert one.fixed_positions() is not None
     assert one.ends == "its learned table of positions ends at 64"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_whole_cache_changes_nothing(name: str) -> None:
-    reader = PairedReader(ForeignPatient(made(name), name), some_tokens(vocabulary=64))
+    reader = PairedReader(HuggingFaceAdapter(made(name)), some_tokens(vocabulary=64))
     before = reader.unchanged.effect()
-    for change in (RollingCache(20, 0), RollingCache(20, 3, in_cache=False), HeavyHitters(20)):
-        assert reader.under(change).effect().loss == pytest.approx(before.loss, rel=1e-5)
+    for edit in (RollingCache(20, 0), RollingCache(20, 3, in_cache=False), HeavyHitters(20)):
+        assert reader.under(edit).effect().loss == pytest.approx(before.loss, rel=1e-5)
 
 
 def test_a_model_that_ignores_the_interface_cannot_be_taken_apart() -> None:
     config = hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
-    with pytest.raises(InputError, match="cannot be taken apart"):
-        ForeignPatient(hf.AutoModelForCausalLM.from_config(config), "bloom")
+    why = HuggingFaceAdapter(hf.AutoModelForCausalLM.from_config(config)).inseparable()
+    assert why is not None
+    assert "cannot be taken apart" in why

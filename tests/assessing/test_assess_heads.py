@@ -7,8 +7,8 @@ import torch
 from details_reference import captured
 from families import family_tokens, pair_of
 
-from sinklab.assessing.foreign import ForeignPatient
 from sinklab.assessing.parts.heads import assess_heads, kind_of
+from sinklab.models.huggingface.adapter import HuggingFaceAdapter
 
 CHECKED = [
     "llama",
@@ -37,7 +37,7 @@ def test_what_a_head_does_is_that_of_eager_matrices_and_values(family: str) -> N
     with torch.no_grad():
         matrices = [one.double() for one in eager(tokens, output_attentions=True).attentions]
     values = captured(eager, tokens).values
-    found = assess_heads(ForeignPatient(model, family), tokens, lambda: None)
+    found = assess_heads(HuggingFaceAdapter(model), tokens, lambda: None)
     assert found.sink == "first position"
     assert [(role.layer, role.head) for role in found.heads] == [(n, h) for n in (1, 2) for h in (1, 2, 3, 4)]
     for role in found.heads:
@@ -56,7 +56,7 @@ def test_a_sink_logit_is_the_sink_and_has_no_value() -> None:
     model, eager = pair_of(family := "gpt-oss, sinks and window 5")
     with torch.no_grad():
         matrices = eager(family_tokens(), output_attentions=True).attentions
-    found = assess_heads(ForeignPatient(model, family), family_tokens(), lambda: None)
+    found = assess_heads(HuggingFaceAdapter(model), family_tokens(), lambda: None)
     assert found.sink == "bias"
     for role in found.heads:
         left = 1 - matrices[role.layer - 1][:, role.head - 1].sum(-1)

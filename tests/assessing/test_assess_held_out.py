@@ -10,18 +10,18 @@ from tiny_models import tiny_model
 from trained_run import trained_run
 
 from sinklab.assessing.assessment import Assessment
-from sinklab.assessing.loading import admit
 from sinklab.assessing.parts import NUMBERS
 from sinklab.assessing.parts.quantisation import Quantisation
 from sinklab.assessing.parts.streaming import Streaming
-from sinklab.models.huggingface.loading import AS_IT_IS
+from sinklab.assessing.text import AssessText
+from sinklab.opening import open_model
 from sinklab.train.directory.run import validation_tokens
 
 
 @pytest.mark.parametrize("bos", [True, False])
 def test_a_run_is_read_on_its_validation_tokens(tmp_path: Path, bos: bool) -> None:
     directory, _ = trained_run(tmp_path, {"bos": bos})
-    tokens_NT = admit(str(directory), AS_IT_IS).sequences(None, 3, 12)
+    tokens_NT = AssessText(open_model(str(directory)), None).sequences(3, 12)
     own = tokens_NT[:, int(bos) :].flatten()
     assert torch.equal(own, torch.tensor(validation_tokens(directory)[: len(own)]).long())
 

@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from assessed import patient, some_tokens
+from assessed import small, some_tokens
 from closeness import assert_close
 
-from sinklab.assessing.layers import as_it_is
 from sinklab.assessing.parts.quantisation import assess_quantisation, outliers_by_block
 from sinklab.assessing.quantiser import LinearMap, linear_maps, on_grid, quantised, quantised_weight, watched_maxima
 from sinklab.assessing.reading import PairedReader
@@ -78,7 +77,7 @@ def test_a_map_computes_what_its_quantised_parts_give(activations: Any, spared: 
 
 
 def test_all_maps_of_the_blocks_are_quantised_and_put_back() -> None:
-    one = patient("gate")
+    one = small("gate")
     maps = linear_maps(one.blocks)
     assert len(maps) == 2 * (1 + 1 + 1 + 2)  # qkv, gate, out, and the two of the feed-forward part
     before = [one.weight.clone() for one in maps]
@@ -91,7 +90,7 @@ def test_all_maps_of_the_blocks_are_quantised_and_put_back() -> None:
 
 
 def test_a_sink_position_with_huge_activations_is_what_shared_scales_cost() -> None:
-    one = patient()
+    one = small()
     embedding: Any = one.module.embedding
     tokens = TOKENS.clone()
     tokens[:, 0] = 23
@@ -108,7 +107,7 @@ def test_a_sink_position_with_huge_activations_is_what_shared_scales_cost() -> N
 
 
 def test_outliers_are_counted_by_block() -> None:
-    one = patient()
+    one = small()
     streams: list[torch.Tensor] = []
 
     def leaving(_: Any, __: Any, out: torch.Tensor) -> None:
@@ -131,6 +130,6 @@ def test_outliers_are_counted_by_block() -> None:
 
 
 def test_quantising_nothing_changes_nothing() -> None:
-    one = patient()
-    effect = PairedReader(one, TOKENS).under(as_it_is, quantised([], "int8 per channel", "full", {}, 0)).effect()
+    one = small()
+    effect = PairedReader(one, TOKENS).under(surgery=quantised([], "int8 per channel", "full", {}, 0)).effect()
     assert effect.kl == pytest.approx(0, abs=1e-12)

@@ -2,22 +2,22 @@
 
 import pytest
 import torch
-from assessed import CONTEXT, patient, some_tokens
+from assessed import CONTEXT, small, some_tokens
 from closeness import assert_close
 
 from sinklab.assessing.caches import RollingCache
-from sinklab.assessing.layers import LayerAttention, as_it_is
 from sinklab.assessing.parts.length import assess_length
 from sinklab.assessing.parts.streaming import assess_streaming
-from sinklab.assessing.reading import PairedReader
+from sinklab.assessing.reading import PairedReader, changed_attention
+from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import SinklabError
 
 
 @torch.no_grad()
 def test_loss_and_divergence_are_those_of_the_formulas() -> None:
-    one, tokens = patient(), some_tokens()
+    one, tokens = small(), some_tokens()
     p = one.module(tokens).softmax(-1)
-    with one.changed(RollingCache(3, 0)):
+    with changed_attention(one, RollingCache(3, 0)):
         q = one.module(tokens).softmax(-1)
     found = PairedReader(one, tokens).under(RollingCache(3, 0))
     for n in range(len(tokens)):
@@ -29,7 +29,7 @@ def test_loss_and_divergence_are_those_of_the_formulas() -> None:
 
 
 def test_an_effect_is_the_mean_over_the_targets_of_a_bucket() -> None:
-    found = PairedReader(patient(), some_tokens()).under(RollingCache(3, 0))
+    found = PairedReader(small(), some_tokens()).under(RollingCache(3, 0))
     whole, part = found.effect(), found.effect(4, 6)
     assert whole.targets == 2 * 19
     assert part.targets == 2 * 2
@@ -38,7 +38,7 @@ def test_an_effect_is_the_mean_over_the_targets_of_a_bucket() -> None:
 
 
 def test_perplexity_is_the_exponential_of_the_loss() -> None:
-    found = assess_streaming(patient(), some_tokens(), [4, 8], [0, 1, 4], "cache", lambda: None)
+    found = assess_streaming(small(), some_tokens(), [4, 8], [0, 1, 4], "cache", lambda: None)
     assert [(row.cache, row.first) for row in found.caches] == [(4, 0), (4, 1), (8, 0), (8, 1), (8, 4)]
     for row in found.caches:
         assert row.perplexity is not None
@@ -47,7 +47,7 @@ def test_perplexity_is_the_exponential_of_the_loss() -> None:
 
 @torch.no_grad()
 def test_beyond_the_context_the_unchanged_model_reads_windows_of_it() -> None:
-    one, tokens = patient(), some_tokens(1, 2 * CONTEXT + 5)
+    one, tokens = small(), some_tokens(1, 2 * CONTEXT + 5)
     found = PairedReader(one, tokens).unchanged
     first = one.module(tokens[:, :CONTEXT]).log_softmax(-1)
     second = one.module(tokens[:, CONTEXT // 2 : CONTEXT + CONTEXT // 2]).log_softmax(-1)
@@ -58,10 +58,10 @@ def test_beyond_the_context_the_unchanged_model_reads_windows_of_it() -> None:
 
 
 def test_loss_beyond_the_context_stands_beside_that_within_it() -> None:
-    one, tokens = patient(), some_tokens(2, 2 * CONTEXT)
+    one, tokens = small(), some_tokens(2, 2 * CONTEXT)
     found = assess_length(one, tokens, lambda: None)
     assert [found.buckets[0].start, found.buckets[-1].stop] == [2, 2 * CONTEXT + 1]
-    whole = PairedReader(one, tokens).under(as_it_is)
+    whole = PairedReader(one, tokens).under()
     for before, after in zip(found.buckets, found.buckets[1:], strict=False):
         assert before.stop == after.start
     for bucket in found.buckets:
@@ -74,15 +74,15 @@ def test_loss_beyond_the_context_stands_beside_that_within_it() -> None:
 
 def test_a_change_that_changes_nothing_leaves_every_logit() -> None:
     for variant in ("softmax", "sink token", "sigmoid", "gate"):
-        one, tokens = patient(variant), some_tokens()
-        with torch.no_grad(), one.changed(as_it_is):
+        one, tokens = small(variant), some_tokens()
+        with torch.no_grad(), changed_attention(one):
             changed = one.module(tokens)
         assert_close(changed, one.module(tokens), 1e-12)
 
 
 def test_a_change_that_computes_nan_is_an_error() -> None:
-    def broken(layer: LayerAttention) -> torch.Tensor:
+    def broken(layer: LayerCall) -> torch.Tensor:
         return layer.output() * torch.nan
 
     with pytest.raises(SinklabError, match="NaN"):
-        PairedReader(patient(), some_tokens()).under(broken).effect()
+        PairedReader(small(), some_tokens()).under(compute=broken).effect()

@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from assessed import patient, some_tokens
+from assessed import small, some_tokens
 from closeness import assert_close
 
-from sinklab.assessing.layers import Change, LayerAttention
-from sinklab.assessing.own import OwnPatient
 from sinklab.assessing.parts.heads import assess_heads, effective_rank, kind_of
 from sinklab.assessing.parts.key_ablations import (
     HiddenKeys,
@@ -20,8 +18,12 @@ from sinklab.assessing.parts.key_ablations import (
     ZeroedValues,
     ablate_keys,
 )
+from sinklab.assessing.reading import changed_attention
+from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import InputError
 from sinklab.models.hooks import evaluating
+from sinklab.models.intercept import Compute, Edit
+from sinklab.models.native import NativeAdapter
 
 KINDS: tuple[Keys, ...] = ("sink", "recent", "random")
 
@@ -29,17 +31,18 @@ KINDS: tuple[Keys, ...] = ("sink", "recent", "random")
 class Seen:
     """The first layer's queries, keys and values, and what a change made of them."""
 
-    def __init__(self, one: OwnPatient, change: Change) -> None:
+    def __init__(self, one: NativeAdapter, change: Edit | Compute) -> None:
         self.made: dict[str, Any] = {}
 
-        def watch(layer: LayerAttention) -> torch.Tensor:
-            out = change(layer)
-            if layer.number == 1:
+        def watch(layer: LayerCall) -> torch.Tensor:
+            made = change(layer)
+            out = made.output() if isinstance(made, LayerCall) else made
+            if layer.index == 1:
                 call = layer.call
-                self.made = {"q": call.q_BHTD, "k": call.k_BGTD, "v": layer.value_BGLV, "out": out, "layer": layer}
+                self.made = {"q": call.q_BHTD, "k": call.k_BGTD, "v": layer.value_BGSV, "out": out, "layer": layer}
             return out
 
-        with evaluating(one.module), one.changed(watch):
+        with evaluating(one.module), changed_attention(one, compute=watch):
             one.hidden(some_tokens())
         self.q, self.k, self.v, self.out = (self.made[name] for name in ("q", "k", "v", "out"))
 
@@ -67,7 +70,7 @@ def selected(seen: Seen, selection: SelectedKeys) -> torch.Tensor:
 @pytest.mark.parametrize("count", [1, 2])
 def test_softmax_rows_are_changed_as_the_formulas_say(keys: Keys, count: int) -> None:
     selection = SelectedKeys(keys, count, seed=3)
-    one = patient()
+    one = small()
     for change in (HiddenKeys, ZeroedValues, SpreadShares):
         seen = Seen(one, change(selection))
         chosen, scores = selected(seen, selection), seen.logits().softmax(-1)
@@ -91,7 +94,7 @@ def test_softmax_rows_are_changed_as_the_formulas_say(keys: Keys, count: int) ->
 
 
 def test_random_keys_lie_between_the_first_and_the_query() -> None:
-    seen = Seen(patient(), lambda layer: layer.output())
+    seen = Seen(small(), lambda layer: layer.output())
     matrix = SelectedKeys("random", 2, seed=1).matrix(seen.made["layer"])
     for _, q, k in matrix.nonzero().tolist():
         assert 2 <= k < q
@@ -101,7 +104,7 @@ def test_random_keys_lie_between_the_first_and_the_query() -> None:
 
 @pytest.mark.parametrize("variant", ["k biases", "sink logit", "off by one"])
 def test_a_bias_is_hidden_shifted_and_spread(variant: str) -> None:
-    one, selection = patient(variant), SelectedKeys("bias")
+    one, selection = small(variant), SelectedKeys("bias")
     for by in (0.0, -2.0, 3.0):
         seen = Seen(one, ShiftedLogits(selection, by))
         bias = _bias_logits(one, seen) + by
@@ -118,7 +121,7 @@ def test_a_bias_is_hidden_shifted_and_spread(variant: str) -> None:
     assert_close(spread.out, scores @ spread.v, 1e-9)
 
 
-def _bias_logits(one: OwnPatient, seen: Seen) -> torch.Tensor:
+def _bias_logits(one: NativeAdapter, seen: Seen) -> torch.Tensor:
     bias: Any = one.blocks[0].attention.core.bias  # type: ignore[union-attr]
     if bias.key is not None:
         return (seen.q * bias.key[None, :, None]).sum(-1) / math.sqrt(seen.q.shape[-1])
@@ -128,7 +131,7 @@ def _bias_logits(one: OwnPatient, seen: Seen) -> torch.Tensor:
 
 def test_a_sigmoid_loses_a_hidden_key_and_shares_nothing() -> None:
     selection = SelectedKeys("sink")
-    one = patient("sigmoid")
+    one = small("sigmoid")
     hidden, zeroed = (Seen(one, change(selection)) for change in (HiddenKeys, ZeroedValues))
     assert_close(hidden.out, zeroed.out, 1e-9)
     chosen = selected(hidden, selection)
@@ -137,7 +140,7 @@ def test_a_sigmoid_loses_a_hidden_key_and_shares_nothing() -> None:
 
 @pytest.mark.parametrize("variant", ["softmax", "k biases", "sink token", "sigmoid", "softpick", "gate"])
 def test_the_sink_and_its_controls_are_assessed(variant: str) -> None:
-    found = ablate_keys(patient(variant), some_tokens(), 1, (-2.0, 2.0), 0, lambda: None)
+    found = ablate_keys(small(variant), some_tokens(), 1, (-2.0, 2.0), 0, lambda: None)
     expected = [*(["bias"] if variant == "k biases" else []), *KINDS]
     assert [row.keys for row in found.keys] == expected
     for row in found.keys:
@@ -147,7 +150,7 @@ def test_the_sink_and_its_controls_are_assessed(variant: str) -> None:
 
 
 def test_the_share_of_the_sink_is_its_attention_over_the_queries_after_it() -> None:
-    one = patient(layers=1)
+    one = small(layers=1)
     seen = Seen(one, lambda layer: layer.output())
     scores = seen.logits().softmax(-1)
     found = ablate_keys(one, some_tokens(), 1, (), 0, lambda: None)
@@ -155,7 +158,7 @@ def test_the_share_of_the_sink_is_its_attention_over_the_queries_after_it() -> N
 
 
 def test_differential_attention_is_refused() -> None:
-    one = patient(attention={"operation": {"kind": "differential"}})
+    one = small(attention={"operation": {"kind": "differential"}})
     with pytest.raises(InputError, match="cannot be changed one by one"):
         ablate_keys(one, some_tokens(), 1, (), 0, lambda: None)
 
@@ -176,7 +179,7 @@ def test_the_rank_of_outputs_is_that_of_their_singular_values() -> None:
 
 
 def test_what_a_head_does_is_measured_on_its_matrix() -> None:
-    one = patient(layers=1)
+    one = small(layers=1)
     seen = Seen(one, lambda layer: layer.output())
     scores = seen.logits().softmax(-1)
     found = assess_heads(one, some_tokens(), lambda: None)
@@ -194,6 +197,6 @@ def test_what_a_head_does_is_measured_on_its_matrix() -> None:
 
 
 def test_a_bias_without_a_value_is_a_nop() -> None:
-    found = assess_heads(patient("k biases"), some_tokens(), lambda: None)
+    found = assess_heads(small("k biases"), some_tokens(), lambda: None)
     assert found.sink == "bias"
     assert {role.kind for role in found.heads} <= {"nop", "no sink"}

@@ -103,11 +103,12 @@ def test_forgetting_is_that_of_its_authors(weights: bool | str | None) -> None:
     attention, x = attention_of(attention={"operation": "forgetting"}, **parts), read()
     q, k, v = heads(attention, x)
     gate = attention.forget_gate
-    assert isinstance(gate, torch.nn.Linear)
+    assert gate is not None
+    weight, bias = attention.get_parameter("forget_gate.weight"), attention.get_parameter("forget_gate.bias")
     if weights:
         q = group_norm(q, attention.get_parameter("q_norm.weight"))
         k = group_norm(k, attention.get_parameter("k_norm.weight"))
-    log_gate = F.logsigmoid(x @ gate.weight.T + gate.bias).transpose(1, 2)
+    log_gate = F.logsigmoid(x @ weight.T + bias).transpose(1, 2)
     summed = log_gate.cumsum(-1)
     scores = q @ k.mT / math.sqrt(D) + (summed[..., :, None] - summed[..., None, :])
     out = torch.softmax(scores.masked_fill(~seen(), -torch.inf), -1) @ v

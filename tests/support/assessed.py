@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 
-from sinklab.assessing.own import OwnPatient
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
+from sinklab.models.native import NativeAdapter
 
 VOCABULARY, CONTEXT = 24, 32
 
-PATIENTS: dict[str, dict[str, Any]] = {
+ASSESSED: dict[str, dict[str, Any]] = {
     "softmax": {},
     "grouped keys": {"kv_heads": 2},
     "k biases": {"attention": {"bias": {"kind": "k"}}},
@@ -26,17 +26,17 @@ PATIENTS: dict[str, dict[str, Any]] = {
 }
 
 
-def patient(variant: str = "softmax", **changes: Any) -> OwnPatient:
+def small(variant: str = "softmax", **changes: Any) -> NativeAdapter:
     """Random, and sharper than at the start, so that it matters which keys are seen."""
     config = {"layers": 2, "width": 32, "heads": 4, "ffn_width": 48, "vocab_size": VOCABULARY, "context": CONTEXT}
-    model = Transformer(ModelConfig.model_validate({**config, **PATIENTS[variant], **changes}), seed=5)
+    model = Transformer(ModelConfig.model_validate({**config, **ASSESSED[variant], **changes}), seed=5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".bias." in name or name == "sink_token":
                 parameter.normal_(std=1.0, generator=torch.Generator().manual_seed(8))
             elif not name.endswith("norm.weight"):
                 parameter.mul_(2.5)
-    return OwnPatient(model.double().eval(), variant)
+    return NativeAdapter(model.double().eval())
 
 
 def some_tokens(sequences: int = 2, length: int = 20, vocabulary: int = VOCABULARY) -> torch.Tensor:

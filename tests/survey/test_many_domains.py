@@ -11,12 +11,13 @@ from tiny_models import text_file, tiny_model
 
 from sinklab.errors import InputError
 from sinklab.measuring.measurement import Measurement
+from sinklab.opening import model_files
 from sinklab.report import write_report
 from sinklab.report.collect import collect
 from sinklab.report.summary import headline
 from sinklab.report.tables import table_of_cells
 from sinklab.survey.domains import domain_files, measure_domains
-from sinklab.survey.items import Listener, model_files
+from sinklab.survey.items import Listener
 from sinklab.survey.request import Request
 from sinklab.survey.single import measure_model
 

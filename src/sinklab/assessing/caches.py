@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sinklab.assessing.layers import LayerAttention
+from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Mask
 from sinklab.attention.scores import Score
 from sinklab.errors import InputError
@@ -42,7 +42,7 @@ class Kept(Mask):
 
 @dataclass(frozen=True)
 class RollingCache:
-    """A `Change`: every layer reads from a rolling cache of so many keys; a bias key is not one of them.
+    """An edit: every layer reads from a rolling cache of so many keys; a bias key is not one of them.
 
     Attributes:
         size: C.
@@ -58,26 +58,26 @@ class RollingCache:
         if not 0 <= self.first < self.size:
             raise InputError(f"a cache of {self.size} keys that keeps the first {self.first}: keep fewer than it holds")
 
-    def __call__(self, layer: LayerAttention) -> Tensor:
-        """The layer's output."""
+    def __call__(self, layer: LayerCall) -> LayerCall:
+        """The call that reads from the cache."""
         layer = layer.under(Kept(self.size, self.first))
         if self.in_cache and layer.length > self.size and (self.first or layer.call.key_HD is not None):
-            layer = self._placed(layer)
-        return layer.output()
+            return self._placed(layer)
+        return layer
 
-    def _placed(self, layer: LayerAttention) -> LayerAttention:
+    def _placed(self, layer: LayerCall) -> LayerCall:
         """Queries nearer to the first keys, as they are in the cache."""
         call = layer.call
         if call.position is not None:
             call = replace(call, position=self._nearer(call.position))
-        if layer.turn is not None:
+        if layer.shift_rope is not None:
             if not layer.operation.has_logits:
                 raise InputError(
                     f"{layer.operation.kind!r} attention is no function of the product of query and key, so its "
                     "rotary positions cannot be those in a cache: give --positions text"
                 )
             places_L = torch.arange(layer.length, device=call.q_BHTD.device)
-            moved_BHLD = layer.turn(call.q_BHTD, places_L.clamp(max=self.size - 1) - places_L)
+            moved_BHLD = layer.shift_rope(call.q_BHTD, places_L.clamp(max=self.size - 1) - places_L)
             early_L1 = (places_L < self.first)[:, None]
             parts = layer.operation.keys_per_head
             q = _side_by_side(call.q_BHTD, moved_BHLD, parts) * math.sqrt(2)  # scores are over the root of the width

@@ -9,16 +9,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar, Literal
 
-import torch
-
-from sinklab.assessing.layers import Change, Patient
-from sinklab.assessing.loading import Admitted
 from sinklab.assessing.plan import AssessSettings
-from sinklab.errors import InputError
-from sinklab.models.hooks import evaluating
+from sinklab.assessing.text import AssessText
+from sinklab.models.adapter import Adapter
 from sinklab.schema import ReadDocument
 
 GROWTH = "Loss above the unchanged model's (nats per token)"
@@ -160,13 +155,13 @@ class AssessPart(ReadDocument, ABC):
     unchanged: Effect
 
     @classmethod
-    def refusal(cls, patient: Patient, settings: AssessSettings) -> str | None:
+    def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
         """Why the model cannot be given this part, None where it can."""
         return None
 
     @classmethod
     @abstractmethod
-    def job(cls, model: Admitted, text: Path | None, settings: AssessSettings) -> PartJob:
+    def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
         """Read the text that the part needs and prepare its passes.
 
         Raises:
@@ -206,13 +201,3 @@ def plot_row(effect: Effect, y: float | None, series: str, x: object) -> dict[st
 def counted(count: int, noun: str) -> str:
     """ "key", "3 keys"."""
     return noun if count == 1 else f"{count} {noun}s"
-
-
-def refused(patient: Patient, change: Change) -> str | None:
-    """Why a change cannot be applied to the model: it is tried on four tokens."""
-    try:
-        with evaluating(patient.module), patient.changed(change):
-            patient.hidden(torch.tensor([[1, 0, 1, 0]], device=patient.device))
-    except InputError as error:
-        return str(error)
-    return None

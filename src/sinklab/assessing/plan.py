@@ -1,14 +1,13 @@
 """The settings of an assessment, and what follows from them for one model: lengths, caches and budgets that suit it."""
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from sinklab.errors import InputError
+from sinklab.models.adapter import Adapter
+from sinklab.opening import Model
 from sinklab.settings import MOST, CommandSettings, Flag, Seed, Several, option_name
-
-if TYPE_CHECKING:
-    from sinklab.assessing.layers import Patient
 
 Placed = Literal["cache", "text"]
 WITHIN = 2**10  # tokens of a sequence within the context, unless told
@@ -90,25 +89,24 @@ class AssessSettings(AssessOptions, frozen=True):
     long_length: int | None
 
 
-def settings_for(patient: "Patient", options: AssessOptions) -> AssessSettings:
+def settings_for(model: Model, options: AssessOptions) -> AssessSettings:
     """The settings that were given, and defaults that suit the context for the others.
+
 
     Raises:
         InputError: what this model, or this text length, cannot be given.
     """
-    context = patient.context
+    adapter, fixed = model.adapter, model.adapter.fixed_positions()
+    context = adapter.context
     length = options.length or min(context, WITHIN)
     if length > context:
-        raise InputError(f"--length {length} is beyond the context of {patient.name}: give at most --length {context}")
-    if options.positions == "cache" and patient.fixed_positions:
+        raise InputError(f"--length {length} is beyond the context of {model.name}: give at most --length {context}")
+    if options.positions == "cache" and fixed:
+        raise InputError(f"the positions of {model.name} cannot be those in a cache, as {fixed}: give --positions text")
+    stream_length = options.stream_length or _stream_length(adapter, length)
+    if adapter.ends and stream_length > context:
         raise InputError(
-            f"the positions of {patient.name} cannot be those in a cache, as {patient.fixed_positions}: "
-            "give --positions text"
-        )
-    stream_length = options.stream_length or _stream_length(patient, length)
-    if patient.ends and stream_length > context:
-        raise InputError(
-            f"--stream-length {stream_length}: {patient.name} cannot read beyond {context} tokens, as {patient.ends}"
+            f"--stream-length {stream_length}: {model.name} cannot read beyond {context} tokens, as {adapter.ends}"
         )
     caches = options.caches or tuple(sorted({max(2, stream_length // 16), max(2, stream_length // 4)}))
     budgets = options.budgets or tuple(sorted({max(2, length // 8), max(2, length // 4)}))
@@ -136,12 +134,12 @@ def settings_for(patient: "Patient", options: AssessOptions) -> AssessSettings:
         "stream_length": stream_length,
         "caches": caches,
         "kept": options.kept or tuple(first for first in KEPT if first < max(caches)),
-        "positions": options.positions or ("text" if patient.fixed_positions else "cache"),
+        "positions": options.positions or ("text" if fixed else "cache"),
         "budgets": budgets,
-        "long_length": None if patient.ends else max(min(2 * context, LONGEST), context + context // 4),
+        "long_length": None if adapter.ends else max(min(2 * context, LONGEST), context + context // 4),
     }
     return AssessSettings(**{**dict(options), **decided})
 
 
-def _stream_length(patient: "Patient", length: int) -> int:
-    return min(4 * length, patient.context) if patient.ends else 4 * length
+def _stream_length(adapter: Adapter, length: int) -> int:
+    return min(4 * length, adapter.context) if adapter.ends else 4 * length

@@ -15,10 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinklab.assessing.layers import Change, Patient, as_it_is
 from sinklab.assessing.part import Effect
-from sinklab.errors import SinklabError
+from sinklab.attention.layer_call import LayerCall
+from sinklab.errors import InputError, SinklabError
+from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import evaluating
+from sinklab.models.intercept import Compute, Edit, intercept
 from sinklab.models.memory import LOGITS_AT_ONCE
 
 TOKENS_AT_ONCE = 2**11
@@ -60,39 +62,45 @@ class PairedReader:
         step: called for every sequence, after each pass.
     """
 
-    def __init__(self, patient: Patient, tokens_NT: Tensor, step: Step = lambda: None) -> None:
-        self.patient, self.tokens_NT, self._step = patient, tokens_NT, step
-        with evaluating(patient.module):
+    def __init__(self, adapter: Adapter, tokens_NT: Tensor, step: Step = lambda: None) -> None:
+        self.adapter, self.tokens_NT, self._step = adapter, tokens_NT, step
+        with evaluating(adapter.module):
             self._unchanged_NTE = self._within_context()
             self.unchanged = self._against(self._unchanged_NTE)
 
-    def under(self, change: Change, surgery: AbstractContextManager[None] | None = None) -> ByPosition:
-        """The text read once more, under a change of the attention and, beside it, of the model itself.
+    def under(
+        self,
+        edit: Edit | None = None,
+        *,
+        compute: Compute = LayerCall.output,
+        surgery: AbstractContextManager[None] | None = None,
+    ) -> ByPosition:
+        """The text read once more, under a change of the attention calls and, beside it, of the model itself.
 
-        Under `as_it_is`, sequences beyond the context are read whole.
+        Sequences beyond the context are read whole.
         """
-        with evaluating(self.patient.module), surgery or nullcontext():
-            hidden_NTE = self._read(self.tokens_NT, change)
+        with evaluating(self.adapter.module), surgery or nullcontext():
+            hidden_NTE = self._read(self.tokens_NT, edit, compute)
         self._passed()
-        with evaluating(self.patient.module):
+        with evaluating(self.adapter.module):
             return self._against(hidden_NTE)
 
     def _within_context(self) -> Tensor:
         """Read by the unchanged model: whole, or in windows of its context that overlap by half."""
-        T, context = self.tokens_NT.shape[1], self.patient.context
-        parts = [self._read(self.tokens_NT[:, : min(T, context)], as_it_is)]
+        T, context = self.tokens_NT.shape[1], self.adapter.context
+        parts = [self._read(self.tokens_NT[:, : min(T, context)])]
         for start in range(context, T, stride := max(1, context // 2)):
             stop = min(start + stride, T)
-            window_NLE = self._read(self.tokens_NT[:, stop - context : stop], as_it_is)
+            window_NLE = self._read(self.tokens_NT[:, stop - context : stop])
             parts.append(window_NLE[:, start - stop :])
         self._passed()
         return torch.cat(parts, 1)
 
-    def _read(self, tokens_NT: Tensor, change: Change) -> Tensor:
+    def _read(self, tokens_NT: Tensor, edit: Edit | None = None, compute: Compute = LayerCall.output) -> Tensor:
         together = max(1, TOKENS_AT_ONCE // tokens_NT.shape[1])
-        with self.patient.changed(change):
+        with changed_attention(self.adapter, edit, compute):
             batches = tokens_NT.split(together)
-            return torch.cat([self.patient.hidden(tokens_BT.to(self.patient.device)) for tokens_BT in batches])
+            return torch.cat([self.adapter.hidden(tokens_BT.to(self.adapter.device)) for tokens_BT in batches])
 
     def _passed(self) -> None:
         for _ in range(len(self.tokens_NT)):
@@ -100,21 +108,45 @@ class PairedReader:
 
     def _against(self, hidden_NTE: Tensor) -> ByPosition:
         """Loss of these hidden states, and divergence from those of the unchanged model."""
-        first = self.patient.first_target
+        first = self.adapter.first_target
         same = hidden_NTE is self._unchanged_NTE
         states, before = (x[:, first - 2 : -1].flatten(0, 1) for x in (hidden_NTE, self._unchanged_NTE))
-        targets_R = self.tokens_NT[:, first - 1 :].flatten().to(self.patient.device)
+        targets_R = self.tokens_NT[:, first - 1 :].flatten().to(self.adapter.device)
         losses, divergences, start = [], [], 0
-        vocabulary = self.patient.logits(states[:1]).shape[-1]
+        vocabulary = self.adapter.logits(states[:1]).shape[-1]
         rows = max(1, LOGITS_AT_ONCE // vocabulary)
         for start in range(0, len(states), rows):
             here = slice(start, start + rows)
-            log_q = F.log_softmax(self.patient.logits(states[here]), -1)
+            log_q = F.log_softmax(self.adapter.logits(states[here]), -1)
             losses.append(-log_q.gather(1, targets_R[here, None])[:, 0].double())
             if same:
                 divergences.append(torch.zeros_like(losses[-1]))
                 continue
-            log_p = F.log_softmax(self.patient.logits(before[here]), -1)
+            log_p = F.log_softmax(self.adapter.logits(before[here]), -1)
             divergences.append((log_p.exp() * (log_p - log_q)).sum(-1).double())
         N = len(self.tokens_NT)
         return ByPosition(first, torch.cat(losses).view(N, -1).cpu(), torch.cat(divergences).view(N, -1).cpu())
+
+
+def changed_attention(
+    adapter: Adapter, edit: Edit | None = None, compute: Compute = LayerCall.output
+) -> AbstractContextManager[object]:
+    """`intercept`, with calls as `edit` expects them: products of queries and keys over the root of their width."""
+
+    def edited(layer: LayerCall) -> LayerCall:
+        scale, q_BHTD = layer.call.scale, layer.call.q_BHTD
+        if scale is not None:
+            layer = layer.changed(q_BHTD=q_BHTD * (scale * q_BHTD.shape[-1] ** 0.5), scale=None)
+        return layer if edit is None else edit(layer)
+
+    return intercept(adapter, edit=edited, compute=compute)
+
+
+def refused(adapter: Adapter, edit: Edit | None = None, compute: Compute = LayerCall.output) -> str | None:
+    """Why a change cannot be applied to the model: it is tried on four tokens."""
+    try:
+        with evaluating(adapter.module), changed_attention(adapter, edit, compute):
+            adapter.hidden(torch.tensor([[1, 0, 1, 0]], device=adapter.device))
+    except InputError as error:
+        return str(error)
+    return None

@@ -6,16 +6,16 @@ import time
 from pathlib import Path
 
 from sinklab.assessing.assessment import ASSESSMENT, HELD_OUT, Assessment, load_assessment
-from sinklab.assessing.loading import Admitted, admit
 from sinklab.assessing.part import PartJob
 from sinklab.assessing.parts import PARTS
 from sinklab.assessing.plan import AssessOptions, AssessSettings, settings_for
+from sinklab.assessing.text import AssessText, open_separable
 from sinklab.data.sources.corpora import documents
 from sinklab.errors import InputError, SinklabError, UnsavedError
 from sinklab.files import parse_json, write_json
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading
+from sinklab.opening import is_run
 from sinklab.outputs import check_results
-from sinklab.survey.loaded import is_run
 from sinklab.train.directory.lock import one_writer
 
 
@@ -79,23 +79,23 @@ def assess(
 def _assessed(
     model: str, text: Path | None, options: AssessOptions, loading: Loading, out: Path | None, listener: AssessListener
 ) -> Assessment:
-    admitted = admit(model, loading)
-    settings = settings_for(admitted.patient, options)
-    jobs, skipped = _jobs(admitted, text, settings, options)
+    source = AssessText(open_separable(model, loading), text)
+    settings, adapter = settings_for(source.model, options), source.model.adapter
+    jobs, skipped = _jobs(source, settings, options)
     asked = {
         "model": model,
-        "files": admitted.files,
-        "text": _hash(admitted, text, settings),
+        "files": source.model.files,
+        "text": _hash(source, settings),
         **settings.model_dump(mode="json"),
     }
     if text is None:
         asked[HELD_OUT] = True
     found = Assessment(
         model=model,
-        context=admitted.patient.context,
-        layers=len(admitted.patient.blocks),
+        context=adapter.context,
+        layers=len(adapter.blocks),
         asked={**asked, "dtype": loading.dtype},
-        notes=_notes(admitted, settings, options),
+        notes=_notes(source, settings, options),
     )
     found = _continued(found, out)
     for part in options.parts or PARTS:
@@ -117,17 +117,17 @@ def _assessed(
 
 
 def _jobs(
-    model: Admitted, text: Path | None, settings: AssessSettings, options: AssessOptions
+    text: AssessText, settings: AssessSettings, options: AssessOptions
 ) -> tuple[dict[str, PartJob], dict[str, str]]:
     """The parts that can be done, and why the others cannot; parts asked for by name must be possible."""
     jobs: dict[str, PartJob] = {}
     skipped: dict[str, str] = {}
     for name in options.parts or PARTS:
         part = PARTS[name]
-        why = part.refusal(model.patient, settings)
+        why = part.refusal(text.model.adapter, settings)
         if why is None:
             try:
-                jobs[name] = part.job(model, text, settings)
+                jobs[name] = part.job(text, settings)
                 continue
             except InputError as error:
                 if not part.long_text:
@@ -139,17 +139,19 @@ def _jobs(
     return jobs, skipped
 
 
-def _notes(model: Admitted, settings: AssessSettings, options: AssessOptions) -> list[str]:
-    kinds = model.patient.kinds
-    notes = [*model.notes, *model.conversations.notes(), *kinds.notes(), *kinds.notes_on_hidden_keys()]
+def _notes(text: AssessText, settings: AssessSettings, options: AssessOptions) -> list[str]:
+    model = text.model
+    kinds, step, planned = model.adapter.kinds, model.step, model.planned_steps
+    notes = [*model.notes] if step == planned else [f"the run stands at step {step} of {planned}", *model.notes]
+    notes += [*text.conversations.notes(), *kinds.notes(), *kinds.notes_on_hidden_keys()]
     if settings.positions == "text" and options.positions is None:
-        notes.append(f"positions in the streaming part are those in the text, as {model.patient.fixed_positions}")
+        notes.append(f"positions in the streaming part are those in the text, as {model.adapter.fixed_positions()}")
     return notes
 
 
-def _hash(model: Admitted, text: Path | None, settings: AssessSettings) -> str:
+def _hash(text: AssessText, settings: AssessSettings) -> str:
     """A SHA-256 of the first tokens that a part reads."""
-    tokens_NT = model.sequences(text, settings.sequences, settings.length)
+    tokens_NT = text.sequences(settings.sequences, settings.length)
     return hashlib.sha256(tokens_NT.numpy().tobytes()).hexdigest()
 
 

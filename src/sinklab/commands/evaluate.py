@@ -44,7 +44,7 @@ def evaluate(
     """
     from sinklab.commands.terminal.evaluate import print_scores
     from sinklab.evaluating.running import evaluate_model
-    from sinklab.survey.loaded import is_run
+    from sinklab.opening import is_run
 
     console = stderr()
 

@@ -5,14 +5,13 @@ from pathlib import Path
 
 from sinklab.errors import InputError
 from sinklab.evaluating.documents import TaskScores
-from sinklab.evaluating.loading import Candidate, load_candidate
 from sinklab.evaluating.request import TaskRequest
-from sinklab.evaluating.running import TaskListener, evaluate_candidate
+from sinklab.evaluating.running import TaskListener, evaluate_loaded
 from sinklab.evaluating.tasks import ChosenTask, chosen_tasks
 from sinklab.measuring.measurement import Measurement
 from sinklab.models.hooks import Progress
-from sinklab.models.huggingface.loading import Loading
-from sinklab.survey.loaded import LoadedPretrained
+from sinklab.opening import Model
+from sinklab.survey.loaded import measure_loaded
 from sinklab.survey.request import Request
 
 ACCURACIES = {"acc": "accuracy", "acc_norm": "accuracy_norm"}
@@ -42,41 +41,24 @@ def chosen_task(name: str, data: Path | None) -> ChosenTask:
     return found[0]
 
 
-def load_askable(name: str, loading: Loading) -> "AskableModel":
-    """Load a model that can be asked tasks.
+def measure_and_ask(
+    model: Model, asked: AskedTask, text: Path | None, request: Request, out: Path, progress: Progress
+) -> Measurement:
+    """The measurement of a model of transformers, with the accuracies of the task, in percent, as its scores.
+
+    Args:
+        out: keeps evaluation.json and the items; what is answered there is not asked for again.
+        progress: is called with the requests answered, and how many there are.
 
     Raises:
-        InputError: it cannot be loaded.
+        InputError: a text that cannot be used, a task without accuracies, or an evaluation with other settings in
+            `out`.
+        SinklabError: the model cannot be measured or asked.
     """
-    return AskableModel(load_candidate(name, loading))
-
-
-class AskableModel(LoadedPretrained):
-    """A model that is measured and asked. A run is what `sinklab export` makes of it."""
-
-    def __init__(self, candidate: Candidate) -> None:
-        super().__init__(candidate.name, candidate.loading.revision, candidate.pretrained)
-        self._candidate = candidate
-
-    def measure_and_ask(
-        self, asked: AskedTask, text: Path | None, request: Request, out: Path, progress: Progress
-    ) -> Measurement:
-        """The measurement, with the accuracies of the task, in percent, as its scores.
-
-        Args:
-            out: keeps evaluation.json and the items; what is answered there is not asked for again.
-            progress: is called with the requests answered, and how many there are.
-
-        Raises:
-            InputError: a text that cannot be used, a task without accuracies, or an evaluation with other settings in
-                `out`.
-            SinklabError: the model cannot be measured or asked.
-        """
-        measurement, name = self.measure(text, request), asked.chosen.name
-        wanted = TaskRequest(tasks=(name,), limit=asked.items, seed=request.seed)
-        listener = _Passing(progress)
-        found = evaluate_candidate(self._candidate, [asked.chosen], wanted, out=out, listener=listener)
-        return measurement.model_copy(update={"scores": _percent(name, found.tasks[name])})
+    measurement, name = measure_loaded(model, text, request), asked.chosen.name
+    wanted = TaskRequest(tasks=(name,), limit=asked.items, seed=request.seed)
+    found = evaluate_loaded(model, [asked.chosen], wanted, out=out, listener=_Passing(progress))
+    return measurement.model_copy(update={"scores": _percent(name, found.tasks[name])})
 
 
 def _percent(task: str, scores: TaskScores) -> dict[str, float]:

@@ -10,32 +10,29 @@ from typing import Any
 from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]  # an extra
 
 from sinklab.evaluating.answers import Answers, ModelAnswer, name_of
-from sinklab.measuring.inputs import default_prefix
-from sinklab.models.huggingface.loading import Pretrained
+from sinklab.opening import Model
 
 TOGETHER = 8  # batches whose answers are kept together
 
 
 class AnsweringModel(HFLM):
-    """A model of transformers with its tokenizer.
+    """A model of transformers.
 
     Args:
         answers: those that are there are not asked for again.
         advance: is called with the number of requests answered.
     """
 
-    def __init__(
-        self, pretrained: Pretrained, batch_size: int, answers: Answers, advance: Callable[[int], None]
-    ) -> None:
+    def __init__(self, model: Model, batch_size: int, answers: Answers, advance: Callable[[int], None]) -> None:
         super().__init__(
-            pretrained=pretrained.model,
-            tokenizer=pretrained.tokenizer,
+            pretrained=model.module,
+            tokenizer=model.tokenizer,
             backend="causal",
             batch_size=batch_size,
             softmax_dtype="float32",
             logits_cache=False,  # which shares logits among texts that differ in where the answer begins
         )
-        self._prefix = default_prefix(pretrained.tokenizer)
+        self._prefix = list(model.special)
         self._answers, self._advance = answers, advance
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:

@@ -8,13 +8,13 @@ from sinklab.data.sources.corpora import documents
 from sinklab.errors import InputError, SinklabError, UnsavedError
 from sinklab.evaluating.answers import Answers
 from sinklab.evaluating.documents import EVALUATION, RECORDS, DownstreamScores, TaskScores, load_scores, write_records
-from sinklab.evaluating.loading import Candidate, load_candidate
 from sinklab.evaluating.request import TaskRequest
 from sinklab.evaluating.scoring import Scored, draw_items, score_task
 from sinklab.evaluating.sink import sink_of_file, sink_of_task
 from sinklab.evaluating.tasks import ChosenTask, chosen_tasks, lm_eval_version, quiet
 from sinklab.files import write_json
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name
+from sinklab.opening import Model, open_model
 from sinklab.outputs import check_results
 from sinklab.train.directory.lock import one_writer
 
@@ -65,11 +65,12 @@ def evaluate_model(
         check_results(out, (EVALUATION,))
     with one_writer(_file(out, EVALUATION)):
         chosen = chosen_tasks(request.tasks, request.data)
-        return _evaluated(load_candidate(name, loading), chosen, request, out, listener or TaskListener())
+        model = open_model(name, loading, as_transformers=True)
+        return _evaluated(model, chosen, request, out, listener or TaskListener())
 
 
-def evaluate_candidate(
-    candidate: Candidate,
+def evaluate_loaded(
+    model: Model,
     chosen: Sequence[ChosenTask],
     request: TaskRequest,
     *,
@@ -82,43 +83,43 @@ def evaluate_candidate(
         InputError, HeldError, UnsavedError, SinklabError: as `evaluate_model`.
     """
     with one_writer(_file(out, EVALUATION)):
-        return _evaluated(candidate, chosen, request, out, listener or TaskListener())
+        return _evaluated(model, chosen, request, out, listener or TaskListener())
 
 
 def _evaluated(
-    candidate: Candidate,
+    model: Model,
     chosen: Sequence[ChosenTask],
     request: TaskRequest,
     out: Path | None,
     listener: TaskListener,
 ) -> DownstreamScores:
-    new = DownstreamScores(
-        model=candidate.name, asked=candidate.asked, lm_eval=lm_eval_version(), notes=candidate.pretrained.notes
-    )
+    decided = {"model": model.name, "files": model.files, "commit": model.commit, "dtype": model.loading.dtype}
+    notes = [*model.notes]
+    if model.step is not None:
+        notes.append(f"the run was evaluated at step {model.step}, as {type(model.module).__name__}")
+    new = DownstreamScores(model=model.name, asked=decided, lm_eval=lm_eval_version(), notes=notes)
     found = _continued(new, chosen, request, out)
     for one in chosen:
         if kept := found.tasks.get(one.name):
             listener.keeps(one.name, kept)
             continue
-        answers = Answers(_file(out, f"answers_{_plain(one.name)}.jsonl"), candidate.asked)
-        scored = _scored(candidate, one, request, answers, listener)
+        answers = Answers(_file(out, f"answers_{_plain(one.name)}.jsonl"), decided)
+        scored = _scored(model, one, request, answers, listener)
         found = _kept(found, one.name, scored, out)
         answers.forget()
     return found
 
 
-def _scored(
-    candidate: Candidate, chosen: ChosenTask, request: TaskRequest, answers: Answers, listener: TaskListener
-) -> Scored:
+def _scored(model: Model, chosen: ChosenTask, request: TaskRequest, answers: Answers, listener: TaskListener) -> Scored:
     from sinklab.evaluating.language_model import AnsweringModel
 
     with quiet():
-        model = AnsweringModel(candidate.pretrained, request.batch_size, answers, listener.advances)
-    drawn = draw_items(chosen, model, request.limit, request.seed, candidate.name)
-    sink = None if request.text is None else sink_of_file(candidate, model.max_length, request.text)
+        answering = AnsweringModel(model, request.batch_size, answers, listener.advances)
+    drawn = draw_items(chosen, answering, request.limit, request.seed, model.name)
+    sink = None if request.text is None else sink_of_file(model, answering.max_length, request.text)
     listener.starts(chosen.name, drawn.requests)
-    scored = score_task(chosen, drawn, model, request.limit, request.seed)
-    sink = sink or sink_of_task(candidate, model.max_length, drawn.texts)
+    scored = score_task(chosen, drawn, answering, request.limit, request.seed)
+    sink = sink or sink_of_task(model, answering.max_length, drawn.texts)
     whole = Scored(scored.scores.model_copy(update={"sink": sink}), scored.records)
     listener.ends(chosen.name, whole.scores)
     return whole

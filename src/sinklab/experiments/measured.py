@@ -16,7 +16,7 @@ from typing import Any
 
 from sinklab.data.sources.corpora import identity
 from sinklab.errors import InputError
-from sinklab.evaluating.asked import AskableModel, AskedTask, chosen_task, load_askable
+from sinklab.evaluating.asked import AskedTask, chosen_task, measure_and_ask
 from sinklab.evaluating.tasks import ChosenTask
 from sinklab.experiments.claims import AlikeOverDomains, AlikeOverSizes, Claim, GrowsWithSize, Undecidable, Within
 from sinklab.experiments.definition import CellTask, Experiment, MeasuredCell
@@ -31,10 +31,11 @@ from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options, Study
 from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name
+from sinklab.opening import Model, open_model
 from sinklab.survey.compare import labels
 from sinklab.survey.domains import domain_files
 from sinklab.survey.items import Item, Listener, Outcome, measure_all, what_decides
-from sinklab.survey.loaded import LoadedModel, check_loadable, load_model
+from sinklab.survey.loaded import check_loadable, check_request, measure_loaded
 from sinklab.survey.open_models import EVERY, OpenModel, models_of, setting
 from sinklab.survey.request import Request
 
@@ -299,9 +300,8 @@ def _item(one: Pass, draw: int, source: str | None, loaded: "_OneAtATime", asked
     def measure(progress: Progress) -> Measurement:
         model = loaded.get(one)
         if asked is None:
-            return model.measure(one.text, request, progress)
-        assert isinstance(model, AskableModel)
-        return model.measure_and_ask(asked, one.text, request, out / folder, progress)
+            return measure_loaded(model, one.text, request, progress)
+        return measure_and_ask(model, asked, one.text, request, out / folder, progress)
 
     decides = what_decides(one.model, Path(one.model).expanduser(), source, loaded.loading, request)
     return Item(folder, decides | ({} if asked is None else {"task": asked.document()}), measure)
@@ -313,9 +313,9 @@ class _OneAtATime:
     def __init__(self, passes: Sequence[Pass], loading: Loading) -> None:
         self._passes, self.loading = passes, loading
         self._wanted: tuple[str, bool] | None = None
-        self._model: LoadedModel | None = None
+        self._model: Model | None = None
 
-    def get(self, wanted: Pass) -> LoadedModel:
+    def get(self, wanted: Pass) -> Model:
         """The model of a pass, prepared for downstream tasks if the pass has one.
 
         Raises:
@@ -324,10 +324,10 @@ class _OneAtATime:
         name, asks = wanted.model, wanted.task is not None
         if self._model is None or self._wanted != (name, asks):
             self._model = None  # its memory is needed
-            model = load_askable(name, self.loading) if asks else load_model(name, self.loading)
+            model = open_model(name, self.loading, as_transformers=asks)
             for one in self._passes:
                 if one.model == name and (one.task is not None) == asks:
-                    model.check(one.request(0))
+                    check_request(model, one.request(0))
             self._wanted, self._model = (name, asks), model
         return self._model
 
@@ -380,7 +380,7 @@ def _about(claim: Claim, subjects: Sequence[Subject]) -> Iterator[Claim | Undeci
 def _by_family(
     claim: Claim, check: GrowsWithSize | AlikeOverSizes, subjects: Sequence[Subject]
 ) -> Iterator[Claim | Undecidable]:
-    known = [(model, one) for one in subjects if (model := open_model(one.models["base"]))]
+    known = [(model, one) for one in subjects if (model := paper_model(one.models["base"]))]
     families: dict[str, list[Subject]] = {}
     for model, one in sorted(known, key=lambda pair: pair[0].parameters):
         families.setdefault(model.family, []).append(one)
@@ -406,7 +406,7 @@ def _described(experiment: Experiment, subjects: Sequence[Subject], cells: list[
         for name, cell in experiment.requests.items()
         if cell.model in subject.models
     }
-    known = [(one, open_model(one.models["base"])) for one in subjects] if experiment.against else []
+    known = [(one, paper_model(one.models["base"])) for one in subjects] if experiment.against else []
     return ExperimentSummary(
         title=experiment.title,
         question=experiment.question,
@@ -423,7 +423,7 @@ def _described(experiment: Experiment, subjects: Sequence[Subject], cells: list[
     )
 
 
-def open_model(given: str) -> OpenModel | None:
+def paper_model(given: str) -> OpenModel | None:
     """The model of the paper that is given: by its name on the hub, or a folder with the last part of that name."""
     label = next(iter(labels([given]))).lower()
     return next(
@@ -437,7 +437,7 @@ def published_numbers(experiment: Experiment, name: str, cell: MeasuredCell, giv
     Args:
         name: of the cell in its experiment.
     """
-    model, wanted = open_model(given), setting()
+    model, wanted = paper_model(given), setting()
     same = (cell.sequences, cell.length, cell.eps) == (wanted.sequences, wanted.length, wanted.eps)
     if model is None or not same:
         return {}

@@ -73,6 +73,14 @@ class Adapter(Protocol):
         """Query heads of a layer; of the layer with most, where layers differ."""
         ...
 
+    def check_length(self, length: int) -> None:
+        """Refuse sequences of so many tokens, where it knows no positions.
+
+        Raises:
+            InputError: says how many are possible.
+        """
+        ...
+
     def check(self, tokens_NT: Tensor, longest: int, lengths: Sequence[int]) -> None:
         """Refuse tokens that this model cannot be measured on, and lengths that one pass cannot give.
 

@@ -36,7 +36,8 @@ class NativeAdapter:
     def __init__(self, model: Transformer) -> None:
         config, first = model.config, next(model.parameters())
         self.module, self.device, self.dtype = model, first.device, first.dtype
-        self.blocks, self.cores = list(model.blocks), attention_cores(model)
+        self.blocks: Sequence[nn.Module] = list(model.blocks)
+        self.cores = attention_cores(model)
         numbers = range(1, config.layers + 1)
         linear = tuple(number for number in numbers if number not in config.attention_layers)
         self.kinds = LayerKinds(config.layers, config.attention_layers, linear)
@@ -49,18 +50,26 @@ class NativeAdapter:
         ends = config.position.kind == "learnable"
         self.ends = f"its learned table of positions ends at {config.context}" if ends else None
 
+    def check_length(self, length: int) -> None:
+        """Refuse sequences beyond the context.
+
+        Raises:
+            InputError: with the context.
+        """
+        if length > self.context:
+            raise InputError(
+                f"sequences of {length} tokens are beyond the model's context of {self.context}, where it has not been "
+                f"trained: give at most --length {self.context}, or cut the tokens"
+            )
+
     def check(self, tokens_NT: Tensor, longest: int, lengths: Sequence[int]) -> None:
         """Refuse sequences beyond the context, and lengths at which a prefix mask cuts other ones.
 
         Raises:
             InputError: either of them.
         """
+        self.check_length(longest)
         mask = self.module.config.attention.mask
-        if longest > self.context:
-            raise InputError(
-                f"sequences of {longest} tokens are beyond model.context {self.context}: the model has not been "
-                "trained at those positions; cut the tokens"
-            )
         if mask.kind == "prefix" and lengths and lengths[0] < mask.length:
             raise InputError(
                 f"lengths {list(lengths)}: under a prefix mask the first {mask.length} tokens see each other, so "
@@ -111,10 +120,7 @@ class NativeAdapter:
         """Under a prefix mask a cache holds less than queries see."""
         if self.module.config.attention.mask.kind != "prefix":
             return None
-        return (
-            "it has a prefix mask, under which queries see later tokens: a cache, which holds earlier ones, cannot be "
-            "assessed with it"
-        )
+        return "under its prefix mask queries see later tokens, and a cache holds earlier ones"
 
     def fixed_positions(self) -> str | None:
         """Those that are added to the embeddings."""

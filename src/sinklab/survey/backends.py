@@ -3,13 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from sinklab.errors import InputError
-from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision, load_pretrained
-from sinklab.survey.loaded import LoadedPretrained, is_run
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision
+from sinklab.opening import is_run, open_model
+from sinklab.survey.loaded import read_tokens
 from sinklab.survey.request import Request
 
 if TYPE_CHECKING:
@@ -104,9 +105,8 @@ def compare_backends(
 
     if unknown := [name for name in backends or () if name not in BACKENDS]:
         raise InputError(f"--backend {unknown[0]} is unknown: choose from {', '.join(BACKENDS)}")
-    pretrained = load_pretrained(model, loading)
-    tokens_NT = LoadedPretrained(model, loading.revision, pretrained).tokens(text, request).tokens_NT
-    loaded = pretrained.model
+    opened = open_model(model, loading)
+    tokens_NT, loaded = read_tokens(opened, text, request).tokens_NT, cast("Any", opened.module)
     found = backend_parity(loaded, tokens_NT.to(loaded.device), backends or BACKENDS, starts)
     return Parity(
         model=model,

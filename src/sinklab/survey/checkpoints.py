@@ -19,10 +19,11 @@ from sinklab.measuring.measurement import Measurement
 from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision
 from sinklab.models.huggingface.subfolder import name_in_results
+from sinklab.opening import is_run
 from sinklab.schema import finite_or_none
 from sinklab.survey.documents import MeasuredCheckpoint, StepUnit
 from sinklab.survey.items import Item, Listener, Outcome, measure_all, what_decides
-from sinklab.survey.loaded import is_run, load_model
+from sinklab.survey.loaded import load_model, measure_loaded
 from sinklab.survey.request import Request
 from sinklab.train.directory.checkpoint import steps_saved
 
@@ -116,7 +117,7 @@ def measure_checkpoints(
 
     def measure(one: SavedModel, how: Loading, progress: Progress) -> Measurement:
         step = one.step if is_run(one.model) else None
-        return load_model(one.model, how, step, request=request, text=text).measure(text, request, progress)
+        return measure_loaded(load_model(one.model, how, step, request=request, text=text), text, request, progress)
 
     items = []
     for name, one in saved.items():

@@ -22,7 +22,7 @@ from sinklab.models.huggingface.subfolder import name_in_results
 from sinklab.schema import finite_or_none
 from sinklab.survey.documents import ComparedQuantity
 from sinklab.survey.items import Item, Listener, Outcome, measure_all, what_decides
-from sinklab.survey.loaded import check_loadable, check_readable, load_model
+from sinklab.survey.loaded import check_loadable, check_readable, load_model, measure_loaded
 from sinklab.survey.request import Request
 
 DOCUMENT = "comparison.json"
@@ -89,7 +89,7 @@ def compare_models(
     }
 
     def measure(model: str, progress: Progress) -> Measurement:
-        return load_model(model, loading, request=request, text=text).measure(text, request, progress)
+        return measure_loaded(load_model(model, loading, request=request, text=text), text, request, progress)
 
     items = [
         Item(

@@ -17,8 +17,9 @@ from sinklab.measuring.measurement import Measurement
 from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name
 from sinklab.models.huggingface.subfolder import name_in_results
+from sinklab.opening import Model
 from sinklab.survey.items import Item, Listener, Outcome, measure_all, what_decides
-from sinklab.survey.loaded import LoadedModel, load_model
+from sinklab.survey.loaded import load_model, measure_loaded
 from sinklab.survey.request import Request
 
 DOCUMENT = "domains.json"
@@ -70,13 +71,13 @@ def measure_domains(
     check_name(model)
     request.check_options()
     request = request.model_copy(update={"fewer": True})
-    loaded: list[LoadedModel] = []
+    loaded: list[Model] = []
 
     def prepare(_: Sequence[str]) -> None:
         loaded.append(load_model(model, loading, request=request, text=folder))
 
     def measure(file: Path, progress: Progress) -> Measurement:
-        return loaded[0].measure(file, request, progress)
+        return measure_loaded(loaded[0], file, request, progress)
 
     items = [
         Item(

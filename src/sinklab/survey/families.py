@@ -16,7 +16,7 @@ from sinklab.measuring.measurement import Measurement
 from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading
 from sinklab.survey.items import Item, Listener, Outcome, measure_all, what_decides
-from sinklab.survey.loaded import load_model
+from sinklab.survey.loaded import load_model, measure_loaded
 from sinklab.survey.open_models import EVERY, OpenModel, models_of, setting
 from sinklab.survey.request import Request
 
@@ -86,9 +86,8 @@ def measure_families(
     source = None if text is None else identity(str(text))
 
     def measure(model: OpenModel, progress: Progress) -> Measurement:
-        return load_model(place_of(model, models_dir), loading, request=request, text=text).measure(
-            text, request, progress
-        )
+        loaded = load_model(place_of(model, models_dir), loading, request=request, text=text)
+        return measure_loaded(loaded, text, request, progress)
 
     items = [
         Item(

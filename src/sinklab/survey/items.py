@@ -5,7 +5,6 @@ finished; a call that asks for something else is refused, so that no table mixes
 """
 
 import gc
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,15 +19,13 @@ from sinklab.files import parse_json, write_json
 from sinklab.measuring.measurement import Measurement
 from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import Loading
-from sinklab.models.huggingface.subfolder import TOKENIZER_FILES, name_in_results
+from sinklab.models.huggingface.subfolder import name_in_results
+from sinklab.opening import model_files
 from sinklab.outputs import MEASUREMENT, REPORT, check_results
 from sinklab.survey.request import Request
 
 REQUEST = "request.json"
 FILES = "files"
-WEIGHTS = ("*.safetensors", "*.gguf", "config.json", "recipe.yaml", "*.py")
-TOKENIZER = (*TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json")
-MODEL_FILES = (*WEIGHTS, *TOKENIZER, "chat_template*", "additional_chat_templates/*")
 
 
 class Listener:
@@ -208,15 +205,6 @@ def what_decides(
     loaded = {"revision": loading.revision, "dtype": loading.dtype}
     named = name_in_results(model, loading.subfolder)
     return json.loads(json.dumps({"model": named, FILES: files, "text": text, **loaded, **request.document()}))
-
-
-def model_files(place: Path) -> str | None:
-    """A SHA-256 that changes when the model in a directory or file may have changed; None where there is neither."""
-    if not place.exists():
-        return None
-    files = {path for pattern in MODEL_FILES for path in place.rglob(pattern)} if place.is_dir() else {place}
-    state = [[str(p.relative_to(place)), p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(files)]
-    return hashlib.sha256(json.dumps(state).encode()).hexdigest()
 
 
 def _differ(key: str, before: Any, now: Any) -> bool:

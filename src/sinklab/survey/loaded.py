@@ -1,76 +1,37 @@
-"""What is measured: a Hugging Face model or a run directory, loaded once and asked as often as wanted."""
+"""A model that is loaded once and measured as often as wanted: which sequences it reads, and what is noted of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sinklab.data.sources.corpora import documents
 from sinklab.data.sources.textfiles import text_files
-from sinklab.data.spelling import UNKNOWN, spelling, vocabulary_digest
-from sinklab.device import pick_device
+from sinklab.data.spelling import UNKNOWN
 from sinklab.errors import InputError
 from sinklab.measuring.conversations import Conversations
 from sinklab.measuring.inputs import SHARES, default_prefix, pretrained_encode
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.surgery.study import changed_positions, measure_with_study
-from sinklab.models.adapter import adapt
 from sinklab.models.hooks import Progress
-from sinklab.models.huggingface.loading import (
-    Loading,
-    Pretrained,
-    check_config,
-    check_revision,
-    load_pretrained,
-    load_pretrained_tokenizer,
-)
+from sinklab.models.huggingface.loading import Loading, check_config, load_pretrained_tokenizer
 from sinklab.models.huggingface.subfolder import name_in_results
-from sinklab.models.native import NativeAdapter
+from sinklab.opening import Model, is_run, open_model
 from sinklab.survey.bits import with_bits_per_byte
 from sinklab.survey.request import Request
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerBase
-
-    from sinklab.data.config import DataConfig
-    from sinklab.data.tokenizers import Tokenizer
-
-
-class LoadedModel(Protocol):
-    """A loaded model, which can be asked more than once."""
-
-    def check(self, request: Request) -> None:
-        """Refuse what this model cannot answer, before anything is measured.
-
-        Raises:
-            InputError: sequences beyond its context, or a change of learned positions that it does not have.
-        """
-        ...
-
-    def measure(self, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
-        """Measure it.
-
-        Args:
-            text: a .txt or .jsonl file or a folder of them; needed for natural inputs only.
-            progress: called with (sequences done, sequences in all).
-
-        Raises:
-            InputError: a text or option that cannot be used.
-            SinklabError: the model cannot be measured.
-        """
-        ...
 
 
 def load_model(
     name: str, loading: Loading, step: int | None = None, *, request: Request | None = None, text: Path | None = None
-) -> LoadedModel:
-    """Load a run directory (it has a recipe.yaml), a model directory or .gguf file, or a model of the hub by its name.
+) -> Model:
+    """Open a model to be measured.
 
     Args:
         step: of the checkpoint, of a run directory; the newest unless given.
@@ -79,12 +40,8 @@ def load_model(
     Raises:
         InputError: it cannot be loaded, or it could not be asked that.
     """
-    check_revision(name, loading.revision)
-    if is_run(name):
-        return _LoadedRun(name, loading, step)
     check = None if request is None else partial(_check_bos, name, request, text)
-    named = name_in_results(name, loading.subfolder)
-    return LoadedPretrained(named, loading.revision, load_pretrained(name, loading, check))
+    return open_model(name, loading, step=step, check=check)
 
 
 def check_loadable(name: str, loading: Loading) -> None:
@@ -107,8 +64,13 @@ def check_readable(name: str, loading: Loading, text: Path | None, request: Requ
         return
     tokenizer = load_pretrained_tokenizer(name, loading)
     if tokenizer.chat_template:
+        special = default_prefix(tokenizer)
+        conversations = Conversations(tokenizer, keep_bos=not (special or request.no_bos or request.drawn_text))
+        prefix, encode = () if request.no_bos else special, pretrained_encode(tokenizer)
         try:
-            _as_read(tokenizer, request.needed(text), request)
+            request.text_tokens(
+                request.needed(text), encode, length=request.length, prefix=prefix, render=conversations.render
+            )
         except InputError as error:
             raise InputError(f"{name}: {error}") from error
 
@@ -131,11 +93,6 @@ def _no_bos_to_leave_out(why: str) -> InputError:
     )
 
 
-def is_run(name: str) -> bool:
-    """Whether it is a run directory."""
-    return (Path(name) / "recipe.yaml").is_file()
-
-
 @dataclass(frozen=True)
 class ReadTokens:
     """What a model is measured on.
@@ -153,162 +110,69 @@ class ReadTokens:
     conversations: Conversations
 
 
-class LoadedPretrained:
-    """A Hugging Face model with its tokenizer.
+def check_request(model: Model, request: Request) -> None:
+    """Refuse what this model cannot answer, before anything is measured.
 
-    Args:
-        name: as the user calls it.
-        revision: of the hub, that was asked for.
+    Raises:
+        InputError: sequences beyond its context, or a change of learned positions that it does not have.
     """
-
-    def __init__(self, name: str, revision: str | None, loaded: Pretrained) -> None:
-        self._name, self._revision, self._loaded = name, revision, loaded
-        self._model, self._tokenizer = loaded.model, loaded.tokenizer
-
-    def check(self, request: Request) -> None:
-        from sinklab.models.huggingface.anatomy import check_length
-
-        check_length(self._model.config, request.length)
-        with changed_positions(self._model, request.study, request.length):
-            pass
-
-    def tokens(self, text: Path | None, request: Request) -> ReadTokens:
-        """The sequences that are asked for.
-
-        Raises:
-            InputError: sequences beyond its context, or a text that cannot be used.
-        """
-        from sinklab.models.huggingface.anatomy import check_length, vocabulary_size
-
-        check_length(self._model.config, request.length)
-        drawn_NT = request.drawn(min(len(self._tokenizer), vocabulary_size(self._model)))
-        if drawn_NT is not None:
-            return ReadTokens(drawn_NT, None, 0, Conversations(self._tokenizer))
-        return _as_read(self._tokenizer, request.needed(text), request)
-
-    def measure(self, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
-        read = self.tokens(text, request)
-        measurement = measure_with_study(
-            adapt(self._model),
-            read.tokens_NT,
-            request.options_for(self._name, bos=read.bos_tokens > 0),
-            request.study,
-            bos_tokens=read.bos_tokens,
-            progress=progress,
-        )
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        found = {
-            "revision": self._revision,
-            "commit": self._loaded.commit,
-            "vocabulary": _digest(backend) if backend else vocabulary_digest(self._tokenizer.get_vocab()),
-        }
-        measurement = with_bits_per_byte(measurement.model_copy(update=found), read.sizes_NT, first_target=2)
-        return _annotated(measurement, request, text, read.conversations, self._loaded.notes)
+    model.adapter.check_length(request.length)
+    with changed_positions(cast("Any", model.adapter.module), request.study, request.length):
+        pass
 
 
-def _as_read(tokenizer: "PreTrainedTokenizerBase", text: Path, request: Request) -> ReadTokens:
-    """Text as a Hugging Face model reads it."""
-    special = default_prefix(tokenizer)
-    conversations = Conversations(tokenizer, keep_bos=not (special or request.no_bos or request.drawn_text))
-    prefix = [] if request.no_bos else special
-    encode = spelling(
-        pretrained_encode(tokenizer),
-        tokenizer.convert_ids_to_tokens,  # type: ignore[arg-type]
-        set(tokenizer.added_tokens_decoder),
+def read_tokens(model: Model, text: Path | None, request: Request) -> ReadTokens:
+    """The sequences that are asked for.
+
+    Raises:
+        InputError: sequences beyond its context, a text that cannot be used, or no BOS that could be left out.
+    """
+    model.adapter.check_length(request.length)
+    drawn_NT = request.drawn(model.vocabulary)
+    if drawn_NT is not None:
+        return ReadTokens(drawn_NT, None, 0, model.conversations(keep_bos=False))
+    prefix = () if request.no_bos else model.special
+    if "no_bos" in request.study.ablate and not prefix and model.planned_steps is not None:
+        raise _no_bos_to_leave_out(f"{model.name} was trained without BOS (data.bos: false)")
+    conversations = model.conversations(keep_bos=not (model.special or request.no_bos or request.drawn_text))
+    plain_NT, sizes_NT = request.text_tokens(
+        request.needed(text), model.spelled, length=request.length, prefix=prefix, render=conversations.render
     )
-    tokens_NT, sizes_NT = request.text_tokens(
-        text, encode, length=request.length, prefix=prefix, render=conversations.render
-    )
+    bare_NS = plain_NT[:, len(prefix) :]
+    tokens_NT = model.arrange(bare_NS, bool(prefix), request.seed)
+    if sizes_NT is not None:  # a recipe may put other tokens in the place of the text's
+        replaced_NS = tokens_NT[:, len(prefix) :] != bare_NS
+        sizes_NT = sizes_NT.masked_fill(F.pad(replaced_NS, (len(prefix), 0)), UNKNOWN)
     return ReadTokens(tokens_NT, sizes_NT, len(prefix) or int(conversations.bos), conversations)
 
 
-class _LoadedRun:
-    """A run directory of ours, at its newest checkpoint or that of a step."""
+def measure_loaded(model: Model, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
+    """Measure a model that is loaded.
 
-    def __init__(self, name: str, loading: Loading, step: int | None) -> None:
-        from sinklab.data.tokenizers import load_tokenizer
-        from sinklab.models.huggingface.loading import pick_dtype
-        from sinklab.train.directory.run import load_run
+    Args:
+        text: a .txt or .jsonl file or a folder of them; needed for natural inputs only.
+        progress: called with (sequences done, sequences in all).
 
-        where, kind = pick_device(loading.device), pick_dtype(loading.dtype)
-        self._name, run = name, load_run(Path(name), step)
-        self._recipe, self._step = run.recipe, run.step
-        self._tokenizer = load_tokenizer(str(run.tokenizer_path))
-        self._model = run.model.to(where, kind if isinstance(kind, torch.dtype) else None)
-
-    def check(self, request: Request) -> None:
-        self._check_length(request)
-        with changed_positions(self._model, request.study, request.length):
-            pass
-
-    def _check_length(self, request: Request) -> None:
-        context = self._recipe.model.context
-        if request.length > context:
-            raise InputError(
-                f"--length {request.length} is beyond the context of {self._name}: give at most --length {context}"
-            )
-
-    def measure(self, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
-        self._check_length(request)
-        tokens_NT, bos, conversations = request.drawn(self._tokenizer.vocab_size), False, Conversations()
-        sizes_NT = None
-        if tokens_NT is None:
-            text = request.needed(text)
-            bos = self._recipe.data.bos and not request.no_bos
-            if "no_bos" in request.study.ablate and not bos:
-                raise _no_bos_to_leave_out(f"{self._name} was trained without BOS (data.bos: false)")
-            data = self._recipe.data.model_copy(update={"bos": bos})
-            tokens_NT, sizes_NT = _as_trained(text, request, data, self._tokenizer, conversations)
-        measurement = measure_with_study(
-            NativeAdapter(self._model),
-            tokens_NT,
-            request.options_for(self._name, bos),
-            request.study,
-            bos_tokens=int(bos),
-            progress=progress,
-        )
-        at_step = measurement.of_step(self._step, self._recipe.train.steps)
-        at_step = at_step.model_copy(update={"vocabulary": _digest(self._tokenizer.backend)})
-        at_step = with_bits_per_byte(at_step, sizes_NT, self._model.config.first_target)
-        return _annotated(at_step, request, text, conversations)
-
-
-def _digest(backend: "Backend") -> str:
-    """Of the vocabulary without what was added to it: a chat model has its base model's."""
-    return vocabulary_digest(backend.get_vocab(with_added_tokens=False))
-
-
-def _as_trained(
-    text: Path, request: Request, data: "DataConfig", tokenizer: "Tokenizer", conversations: Conversations
-) -> tuple[Tensor, Tensor | None]:
-    """Text as the run saw its own: its tokenizer, and its loader for BOS, fixed and random tokens.
-
-    With the bytes that each token stands for, 0 for BOS; UNKNOWN for a token that stands in the place of the text's.
+    Raises:
+        InputError: a text or option that cannot be used.
+        SinklabError: the model cannot be measured.
     """
-    from sinklab.data.loader import Loader
-
-    added = set(tokenizer.backend.get_added_tokens_decoder())
-    bare_NS, sizes_NS = request.text_tokens(
-        text,
-        spelling(lambda document: tokenizer.encode_batch([document])[0], tokenizer.token, added),
-        length=request.length - int(data.bos),
-        render=conversations.render,
+    read = read_tokens(model, text, request)
+    measurement = measure_with_study(
+        model.adapter,
+        read.tokens_NT,
+        request.options_for(name_in_results(model.name, model.loading.subfolder), bos=read.bos_tokens > 0),
+        request.study,
+        bos_tokens=read.bos_tokens,
+        progress=progress,
     )
-    loader = Loader(
-        bare_NS.flatten().numpy(),
-        context=request.length - 1,
-        batch_size=len(bare_NS),
-        seed=request.seed,
-        config=data,
-        vocab_size=tokenizer.vocab_size,
-        bos_id=tokenizer.bos_id,
-        shuffle=False,
+    if model.step is not None and model.planned_steps is not None:
+        measurement = measurement.of_step(model.step, model.planned_steps)
+    found = {"revision": model.loading.revision, "commit": model.commit, "vocabulary": model.vocabulary_hash}
+    measurement = with_bits_per_byte(
+        measurement.model_copy(update=found), read.sizes_NT, first_target=model.adapter.first_target
     )
-    tokens_NT = loader.batch(0)
-    if sizes_NS is None:
-        return tokens_NT, None
-    sizes_NS = sizes_NS.masked_fill(tokens_NT[:, int(data.bos) :] != bare_NS, UNKNOWN)
-    return tokens_NT, F.pad(sizes_NS, (int(data.bos), 0))
+    return _annotated(measurement, request, text, read.conversations, model.notes)
 
 
 def _annotated(

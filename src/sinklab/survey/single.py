@@ -7,7 +7,7 @@ from sinklab.measuring.measurement import Measurement
 from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name
 from sinklab.outputs import MEASUREMENT, REPORT, check_results
-from sinklab.survey.loaded import load_model
+from sinklab.survey.loaded import load_model, measure_loaded
 from sinklab.survey.request import Request
 
 
@@ -37,7 +37,7 @@ def measure_model(
     request.check(text)
     if out is not None:
         check_results(out, (*MEASUREMENT, REPORT))
-    measurement = load_model(model, loading, request=request, text=text).measure(text, request, progress)
+    measurement = measure_loaded(load_model(model, loading, request=request, text=text), text, request, progress)
     if out is not None:
         try:
             measurement.save(out)

@@ -1,22 +1,28 @@
 """Preparation of a tuning: model, conversations, settings, tokens for the sink metric."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
+from sinklab.device import pick_device
 from sinklab.errors import InputError
 from sinklab.files import sha256_of
-from sinklab.measuring.conversations import Conversations
-from sinklab.measuring.inputs import default_prefix, natural_tokens, pretrained_encode
-from sinklab.models.huggingface.loading import Loading
+from sinklab.measuring.inputs import natural_tokens
+from sinklab.models.huggingface.anatomy import quantisation
+from sinklab.models.huggingface.loading import DEVICE_MAP, Loading
+from sinklab.opening import Model, open_model
+from sinklab.train.recipe import load_recipe
 from sinklab.tuning.chats import ChatTemplate, TokenizedChat, first_tokens, read_chats
 from sinklab.tuning.documents import Tuning
-from sinklab.tuning.loading import Student, load_student
 from sinklab.tuning.settings import TuneManifest, TuneOptions, TuneSettings, held_out_for, length_for, settings_for
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LIBRARIES = ("torch", "transformers", "trl", "accelerate")
 
@@ -46,7 +52,7 @@ class SftDataset:
         tuning: sft.json before the first update.
     """
 
-    student: Student
+    model: Model
     trained: list[TokenizedChat]
     held_out: list[TokenizedChat]
     settings: TuneSettings
@@ -61,24 +67,24 @@ def prepare_dataset(model: str, sources: TuneSources, options: TuneOptions, load
         InputError: a model, file or option that cannot be used.
     """
     given = None if sources.template is None else _read_template(sources.template)
-    student = load_student(model, loading)
-    template = ChatTemplate(student.tokenizer, given)
-    length = length_for(options, student.context)
+    opened = open_trainable(model, loading)
+    template = ChatTemplate(opened.tokenizer, given)
+    length = length_for(options, _context(opened))
     chats = read_chats(sources.chats, template, length, options.seed)
     count = held_out_for(options, len(chats.usable))
     held_out, trained = chats.usable[:count], chats.usable[count:]
     settings = settings_for(options, length, count, len(trained))
-    tokens_NT = _sink_tokens(sources.text, student, held_out, settings)
-    notes = [*student.notes, *template.notes, chats.note(length)]
+    tokens_NT = _sink_tokens(sources.text, opened, held_out, settings)
+    notes = [*_notes_of_loading(opened), *template.notes, chats.note(length)]
     if len(tokens_NT) < settings.sequences:
         notes.append(f"the sink is measured on {len(tokens_NT)} of {settings.sequences} sequences: there are no more")
     tuning = Tuning(
         model=model,
-        architecture=type(student.model).__name__,
-        parameters=sum(parameter.numel() for parameter in student.model.parameters()),
+        architecture=type(opened.module).__name__,
+        parameters=sum(parameter.numel() for parameter in opened.module.parameters()),
         asked=TuneManifest(
             **dict(settings),
-            files=student.files,
+            files=opened.files,
             data=sha256_of(sources.chats),
             sink_tokens=hashlib.sha256(tokens_NT.to(torch.int64).numpy().tobytes()).hexdigest(),
             chat_template=given,
@@ -89,22 +95,54 @@ def prepare_dataset(model: str, sources: TuneSources, options: TuneOptions, load
         notes=notes,
         versions={name: version(name) for name in LIBRARIES},
     )
-    return SftDataset(student, trained, held_out, settings, tokens_NT, tuning)
+    return SftDataset(opened, trained, held_out, settings, tokens_NT, tuning)
 
 
-def _sink_tokens(text: Path | None, student: Student, held_out: list[TokenizedChat], settings: TuneSettings) -> Tensor:
+def open_trainable(name: str, loading: Loading) -> Model:
+    """A model of transformers to be trained, with its weights in float32, whatever the dtype of its files.
+
+    Raises:
+        InputError: it cannot be loaded, or its weights are quantised and would stay so.
+    """
+    if loading.device == DEVICE_MAP:
+        raise InputError("--device map: a model is tuned on one device; give auto, cpu or cuda:N")
+    if pick_device(loading.device).type == "cuda" and torch.cuda.device_count() > 1:
+        raise InputError("a model is tuned on one device, and there are several: choose one by CUDA_VISIBLE_DEVICES=0")
+    model = open_model(name, replace(loading, dtype="float32"), as_transformers=True)
+    if quantised := quantisation(cast("PreTrainedModel", model.module).config):
+        raise InputError(f"the weights of {name} are quantised ({quantised}) and cannot be trained: give the original")
+    return model
+
+
+def _context(model: Model) -> int | None:
+    """The number of positions of the model; None where it has no limit."""
+    config = cast("PreTrainedModel", model.module).config.get_text_config(decoder=True)
+    context = getattr(config, "max_position_embeddings", None)
+    return int(context) if context else None
+
+
+def _notes_of_loading(model: Model) -> list[str]:
+    if model.step is None:
+        return [*model.notes]
+    notes = [f"the run stands at step {model.step:,}", *model.notes]
+    data = load_recipe(str(Path(model.name) / "recipe.yaml")).data
+    if data.fixed_token is not None or data.random_tokens is not None:
+        notes.append("the run's own text had changed tokens (data.fixed_token, data.random_tokens); the chats have not")
+    return notes
+
+
+def _sink_tokens(text: Path | None, model: Model, held_out: list[TokenizedChat], settings: TuneSettings) -> Tensor:
     """The tokens on which the sink is measured: (N, T)."""
     if text is None:
         return first_tokens(held_out, settings.sequences, settings.sink_length)
-    prefix = default_prefix(student.tokenizer)
     return natural_tokens(
         text,
-        pretrained_encode(student.tokenizer),
+        model.encode,
         sequences=settings.sequences,
         length=settings.sink_length,
-        prefix=prefix,
+        prefix=model.special,
         fewer=True,
-        render=Conversations(student.tokenizer, keep_bos=not prefix).render,
+        render=model.conversations(keep_bos=not model.special).render,
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from sinklab.errors import InputError, SinklabError
 from sinklab.extras import install_command
 from sinklab.files import is_full, write_json
+from sinklab.models.huggingface.exported import is_exported
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading
 from sinklab.models.huggingface.quiet import without_bars
 from sinklab.outputs import check_results
@@ -26,7 +27,6 @@ from sinklab.tuning.documents import (
     load_tuning,
     read_rows,
 )
-from sinklab.tuning.loading import is_ours
 from sinklab.tuning.preparing import SftDataset, TuneSources, prepare_dataset
 from sinklab.tuning.settings import TuneOptions
 
@@ -143,7 +143,7 @@ def _trained(found: Tuning, data: SftDataset, out: Path, listener: TuneListener)
         }
     )
     if last is not None and done and not (out / MODEL).exists():
-        write_model(last[1], out / MODEL, found, is_ours(data.student.model))
+        write_model(last[1], out / MODEL, found, is_exported(data.model.module))
     write_json(out / SFT, found.document())
     if done:
         shutil.rmtree(folder, ignore_errors=True)

@@ -24,10 +24,10 @@ from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
 from sinklab.errors import SinklabError
 from sinklab.measuring.huggingface.callback import EVALUATION, SinkCallback
 from sinklab.model.loss import IGNORED
+from sinklab.models.huggingface.exported import is_exported
 from sinklab.tuning.chats import TokenizedChat
 from sinklab.tuning.checkpoints import mark_complete
 from sinklab.tuning.documents import METRICS, UPDATES, TuneEvaluation, TuneUpdate, write_rows
-from sinklab.tuning.loading import is_ours
 from sinklab.tuning.preparing import SftDataset
 from sinklab.tuning.settings import TuneSettings
 
@@ -129,7 +129,7 @@ class Tuner(SFTTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        compute = Trainer.compute_loss if is_ours(self.model) else SFTTrainer.compute_loss
+        compute = Trainer.compute_loss if is_exported(self.model) else SFTTrainer.compute_loss
         found: Any = compute(self, model, inputs, return_outputs, num_items_in_batch)
         if not model.training:
             targets = int((inputs["labels"][:, 1:] != IGNORED).sum())
@@ -154,16 +154,16 @@ def tuner(dataset: SftDataset, folder: Path, callbacks: list[TrainerCallback], b
         folder: of its checkpoints.
         begins: whether it starts at step 0, with an evaluation.
     """
-    student = dataset.student
+    model: Any = dataset.model.module
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of transformers, about an option that trl sets
-        config = _config(dataset.settings, folder, student.model.device, begins)
+        config = _config(dataset.settings, folder, model.device, begins)
     made = Tuner(
-        student.model,
+        model,
         config,
         train_dataset=_rows(dataset.trained),
         eval_dataset=_rows(dataset.held_out),
-        processing_class=student.tokenizer,
+        processing_class=dataset.model.tokenizer,
         callbacks=callbacks,
     )
     made.remove_callback(PrinterCallback)

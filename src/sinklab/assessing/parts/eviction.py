@@ -14,14 +14,11 @@ heads that share keys share a cache, so that their sums are added up (that code 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from sinklab.assessing.caches import RollingCache
-from sinklab.assessing.layers import Change, LayerAttention, Patient
-from sinklab.assessing.loading import Admitted
 from sinklab.assessing.part import (
     GROWTH,
     AssessPart,
@@ -32,11 +29,14 @@ from sinklab.assessing.part import (
     PlotAxis,
     ResultRow,
     plot_row,
-    refused,
 )
 from sinklab.assessing.plan import KEPT, AssessSettings
-from sinklab.assessing.reading import PairedReader, Step
+from sinklab.assessing.reading import PairedReader, Step, refused
+from sinklab.assessing.text import AssessText
+from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Dense
+from sinklab.models.adapter import Adapter
+from sinklab.models.intercept import Edit
 
 POLICIES = 5
 
@@ -66,14 +66,14 @@ class Eviction(AssessPart):
     policies: list[Evicted]
 
     @classmethod
-    def refusal(cls, patient: Patient, settings: AssessSettings) -> str | None:
-        return refused(patient, HeavyHitters(2))
+    def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
+        return refused(adapter, HeavyHitters(2))
 
     @classmethod
-    def job(cls, model: Admitted, text: Path | None, settings: AssessSettings) -> PartJob:
-        tokens_NT = model.sequences(text, settings.sequences, settings.length)
+    def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
+        tokens_NT = text.sequences(settings.sequences, settings.length)
         first = max(settings.kept) or max(KEPT)
-        run = partial(assess_eviction, model.patient, tokens_NT, settings.budgets, first, settings.seed)
+        run = partial(assess_eviction, text.model.adapter, tokens_NT, settings.budgets, first, settings.seed)
         return PartJob((1 + POLICIES * len(settings.budgets)) * len(tokens_NT), run)
 
     def rows(self) -> Iterator[ResultRow]:
@@ -101,7 +101,7 @@ class Eviction(AssessPart):
 
 @dataclass(frozen=True)
 class HeavyHitters:
-    """A `Change`: recent keys and those with the most attention so far.
+    """An edit: recent keys and those with the most attention so far.
 
     Attributes:
         budget: C, keys in the cache when a query reads it, its own included.
@@ -111,8 +111,8 @@ class HeavyHitters:
     budget: int
     barred: int = 0
 
-    def __call__(self, layer: LayerAttention) -> Tensor:
-        """The layer's output."""
+    def __call__(self, layer: LayerCall) -> LayerCall:
+        """The call that finds the keys in the cache."""
         B, _, L, _ = layer.call.q_BHTD.shape
         groups = layer.call.k_BGTD.shape[1]
         total_BGL = layer.call.q_BHTD.new_zeros(B, groups, L, dtype=torch.float32)
@@ -123,25 +123,25 @@ class HeavyHitters:
             total_BGL[..., : t + 1] += row_BHS.unflatten(1, (groups, -1)).sum(2)
             return total_BGL
 
-        return _output(layer, _kept(layer, self.budget, observe))
+        return _finding(layer, _kept(layer, self.budget, observe))
 
 
 @dataclass(frozen=True)
 class RandomKeys:
-    """A `Change`: recent keys and random ones of the others, the control of equal budget; by layer, group and row."""
+    """An edit: recent keys and random ones of the others, the control of equal budget; by layer, group and row."""
 
     budget: int
     seed: int
 
-    def __call__(self, layer: LayerAttention) -> Tensor:
-        """The layer's output."""
+    def __call__(self, layer: LayerCall) -> LayerCall:
+        """The call that finds the keys in the cache."""
         B, groups, L, _ = layer.call.k_BGTD.shape
-        draw = torch.Generator().manual_seed(self.seed + layer.number)
+        draw = torch.Generator().manual_seed(self.seed + layer.index)
         rank_BGL = torch.rand(B, groups, L, generator=draw).to(layer.call.k_BGTD.device)
-        return _output(layer, _kept(layer, self.budget, lambda t, kept_BGS: rank_BGL))
+        return _finding(layer, _kept(layer, self.budget, lambda t, kept_BGS: rank_BGL))
 
 
-def _kept(layer: LayerAttention, budget: int, observe: Callable[[int, Tensor], Tensor]) -> Tensor:
+def _kept(layer: LayerCall, budget: int, observe: Callable[[int, Tensor], Tensor]) -> Tensor:
     """Which keys each query finds: (B, G, L, L).
 
     Args:
@@ -167,7 +167,7 @@ def _kept(layer: LayerAttention, budget: int, observe: Callable[[int, Tensor], T
     return found_BGLL
 
 
-def _row(layer: LayerAttention, t: int, kept_BHS: Tensor) -> Tensor:
+def _row(layer: LayerCall, t: int, kept_BHS: Tensor) -> Tensor:
     """Shares of one query's row over the keys that it finds: (B, H, t + 1)."""
     call = layer.call
     seen = call.mask.block(t, t + 1, 0, t + 1, kept_BHS.device) & kept_BHS[:, :, None]
@@ -177,32 +177,32 @@ def _row(layer: LayerAttention, t: int, kept_BHS: Tensor) -> Tensor:
     return next(iter(layer.operation.rows(short))).weights_BHQS[:, :, 0].float()
 
 
-def _output(layer: LayerAttention, found_BGLL: Tensor) -> Tensor:
+def _finding(layer: LayerCall, found_BGLL: Tensor) -> LayerCall:
     repeats = layer.call.q_BHTD.shape[1] // found_BGLL.shape[1]
-    return layer.under(Dense(found_BGLL.repeat_interleave(repeats, 1))).output()
+    return layer.under(Dense(found_BGLL.repeat_interleave(repeats, 1)))
 
 
 def assess_eviction(
-    patient: Patient, tokens_NT: Tensor, budgets: Sequence[int], first: int, seed: int, step: Step
+    adapter: Adapter, tokens_NT: Tensor, budgets: Sequence[int], first: int, seed: int, step: Step
 ) -> Eviction:
     """Loss under every policy and budget.
 
     Args:
         first: n, the first keys that are kept or barred; a sink token in front is the first of them.
     """
-    reader = PairedReader(patient, tokens_NT, step)
+    reader = PairedReader(adapter, tokens_NT, step)
     found = []
     for budget in budgets:
         kept = min(first, budget - 1)
-        policies: dict[str, Change] = {
+        policies: dict[str, Edit] = {
             "recent": RollingCache(budget, 0, in_cache=False),
             "first and recent": RollingCache(budget, kept, in_cache=False),
             "heavy hitters": HeavyHitters(budget),
             "heavy without sink": HeavyHitters(budget, barred=kept),
             "random": RandomKeys(budget, seed),
         }
-        for policy, change in policies.items():
-            effect = reader.under(change).effect()
+        for policy, edit in policies.items():
+            effect = reader.under(edit).effect()
             found.append(Evicted(policy=policy, budget=budget, **effect.model_dump()))
     N, T = tokens_NT.shape
     return Eviction(sequences=N, length=T, unchanged=reader.unchanged.effect(), first=first, policies=found)

@@ -16,17 +16,17 @@ a register or sink token a broadcast.
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from sinklab.assessing.layers import LayerAttention, Patient
-from sinklab.assessing.loading import Admitted
-from sinklab.assessing.part import AssessPart, PartFigure, PartJob, PlotAxis, refused
+from sinklab.assessing.part import AssessPart, PartFigure, PartJob, PlotAxis
 from sinklab.assessing.plan import AssessSettings
-from sinklab.assessing.reading import PairedReader, Step
+from sinklab.assessing.reading import PairedReader, Step, refused
+from sinklab.assessing.text import AssessText
+from sinklab.attention.layer_call import LayerCall
+from sinklab.models.adapter import Adapter
 from sinklab.schema import ReadDocument
 
 HeadKind = Literal["no sink", "nop", "between", "broadcast"]
@@ -68,13 +68,13 @@ class Heads(AssessPart):
     counts: dict[HeadKind, int]
 
     @classmethod
-    def refusal(cls, patient: Patient, settings: AssessSettings) -> str | None:
-        return refused(patient, lambda layer: layer.weighted(*layer.scores()))
+    def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
+        return refused(adapter, compute=lambda layer: layer.weighted(*layer.scores()))
 
     @classmethod
-    def job(cls, model: Admitted, text: Path | None, settings: AssessSettings) -> PartJob:
-        tokens_NT = model.sequences(text, settings.sequences, settings.length)
-        return PartJob(2 * len(tokens_NT), partial(assess_heads, model.patient, tokens_NT))
+    def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
+        tokens_NT = text.sequences(settings.sequences, settings.length)
+        return PartJob(2 * len(tokens_NT), partial(assess_heads, text.model.adapter, tokens_NT))
 
     def remark(self) -> str:
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(self.counts.items()))
@@ -119,17 +119,17 @@ class _Sums:
 
 
 class _Watch:
-    """A `Change` that changes nothing and sums up what each head does."""
+    """A compute that changes nothing and sums up what each head does."""
 
     def __init__(self) -> None:
         self.layers: dict[int, _Sums] = {}
         self.bias = False
 
-    def __call__(self, layer: LayerAttention) -> Tensor:
+    def __call__(self, layer: LayerCall) -> Tensor:
         scores_BHLL, bias_BHL = layer.scores()
         out_BHLV = layer.weighted(scores_BHLL, bias_BHL)
-        repeats = scores_BHLL.shape[1] // layer.value_BGLV.shape[1]
-        v_BHLV = layer.value_BGLV.repeat_interleave(repeats, 1).float()
+        repeats = scores_BHLL.shape[1] // layer.value_BGSV.shape[1]
+        v_BHLV = layer.value_BGSV.repeat_interleave(repeats, 1).float()
         if bias_BHL is None:
             given_BHL, sink_BHV = scores_BHLL[:, :, 1:, 0], v_BHLV[:, :, 0]
             others_BHLV, after_BHLV = v_BHLV[:, :, 1:], out_BHLV[:, :, 1:].float()
@@ -151,8 +151,8 @@ class _Watch:
             after_BHLV.norm(dim=-1).mean(-1).double().sum(0),
             torch.einsum("bhlv,bhlw->hvw", after_BHLV.double(), after_BHLV.double()),
         )
-        before = self.layers.get(layer.number)
-        self.layers[layer.number] = sums if before is None else _added(before, sums)
+        before = self.layers.get(layer.index)
+        self.layers[layer.index] = sums if before is None else _added(before, sums)
         return out_BHLV
 
 
@@ -160,14 +160,14 @@ def _added(one: _Sums, other: _Sums) -> _Sums:
     return _Sums(*(getattr(one, name) + getattr(other, name) for name in vars(one)))
 
 
-def assess_heads(patient: Patient, tokens_NT: Tensor, step: Step) -> Heads:
+def assess_heads(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Heads:
     """The role of every head.
 
     Raises:
         InputError: an operation whose scores cannot be told apart.
     """
-    reader, watch = PairedReader(patient, tokens_NT, step), _Watch()
-    reader.under(watch)
+    reader, watch = PairedReader(adapter, tokens_NT, step), _Watch()
+    reader.under(compute=watch)
     width = watch.layers[1].gram_HVV.shape[-1]
     roles = []
     for number, sums in sorted(watch.layers.items()):

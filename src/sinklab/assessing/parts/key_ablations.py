@@ -18,14 +18,11 @@ The last two are controls, and never contain the first n keys.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from sinklab.assessing.layers import Change, LayerAttention, Patient
-from sinklab.assessing.loading import Admitted
 from sinklab.assessing.part import (
     GROWTH,
     AssessPart,
@@ -37,13 +34,15 @@ from sinklab.assessing.part import (
     ResultRow,
     counted,
     plot_row,
-    refused,
 )
 from sinklab.assessing.plan import AssessSettings
-from sinklab.assessing.reading import PairedReader, Step
+from sinklab.assessing.reading import PairedReader, Step, changed_attention, refused
+from sinklab.assessing.text import AssessText
+from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Dense
 from sinklab.attention.operations.call import Call
 from sinklab.attention.scores import Score, compose
+from sinklab.models.adapter import Adapter
 from sinklab.schema import ReadDocument
 
 SHIFTS = (-8.0, -4.0, -2.0, -1.0, 1.0, 2.0, 4.0, 8.0)
@@ -92,14 +91,14 @@ class KeyAblations(AssessPart):
     keys: list[AblatedKeys]
 
     @classmethod
-    def refusal(cls, patient: Patient, settings: AssessSettings) -> str | None:
-        return refused(patient, lambda layer: layer.weighted(*layer.scores()))
+    def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
+        return refused(adapter, compute=lambda layer: layer.weighted(*layer.scores()))
 
     @classmethod
-    def job(cls, model: Admitted, text: Path | None, settings: AssessSettings) -> PartJob:
-        tokens_NT = model.sequences(text, settings.sequences, settings.length)
-        kinds = 4 if has_bias(model.patient, tokens_NT) else 3
-        run = partial(ablate_keys, model.patient, tokens_NT, settings.sink_tokens, SHIFTS, settings.seed)
+    def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
+        tokens_NT = text.sequences(settings.sequences, settings.length)
+        kinds = 4 if has_bias(text.model.adapter, tokens_NT) else 3
+        run = partial(ablate_keys, text.model.adapter, tokens_NT, settings.sink_tokens, SHIFTS, settings.seed)
         return PartJob((1 + kinds * (4 + len(SHIFTS))) * len(tokens_NT), run)
 
     def rows(self) -> Iterator[ResultRow]:
@@ -151,7 +150,7 @@ class SelectedKeys:
     count: int = 1
     seed: int = 0
 
-    def matrix(self, layer: LayerAttention) -> Tensor:
+    def matrix(self, layer: LayerCall) -> Tensor:
         """Whether query t's key s is selected: (1 or H, L, L); nothing for the bias, which has no column."""
         L, device = layer.length, layer.call.q_BHTD.device
         q_L1, k_L = torch.arange(L, device=device)[:, None], torch.arange(L, device=device)
@@ -162,7 +161,7 @@ class SelectedKeys:
         candidates_LL = (k_L >= self.count) & (k_L < q_L1)
         if self.keys == "recent":
             return (candidates_LL & (k_L >= q_L1 - self.count))[None]
-        heads, draw = layer.call.q_BHTD.shape[1], torch.Generator().manual_seed(self.seed + layer.number)
+        heads, draw = layer.call.q_BHTD.shape[1], torch.Generator().manual_seed(self.seed + layer.index)
         rank_HLL = torch.rand(heads, L, L, generator=draw).to(device).masked_fill(~candidates_LL, -1)
         chosen_HLN = rank_HLL.topk(min(self.count, L), -1).indices
         return torch.zeros_like(rank_HLL, dtype=torch.bool).scatter_(-1, chosen_HLN, True) & candidates_LL
@@ -170,25 +169,25 @@ class SelectedKeys:
 
 @dataclass(frozen=True)
 class ZeroedValues:
-    """A `Change`: the selected keys keep their share and pass nothing on."""
+    """A compute: the selected keys keep their share and pass nothing on."""
 
     selection: SelectedKeys
 
-    def __call__(self, layer: LayerAttention) -> Tensor:
+    def __call__(self, layer: LayerCall) -> Tensor:
         """The layer's output."""
         scores_BHLL, bias_BHL = layer.scores()
         if self.selection.keys == "bias":
-            layer = replace(layer, call=replace(layer.call, value_HV=None))
+            layer = layer.changed(value_HV=None)
         return layer.weighted(scores_BHLL.masked_fill(self.selection.matrix(layer), 0), bias_BHL)
 
 
 @dataclass(frozen=True)
 class SpreadShares:
-    """A `Change`: the share of the selected keys goes to the other keys that the query sees, in equal parts."""
+    """A compute: the share of the selected keys goes to the other keys that the query sees, in equal parts."""
 
     selection: SelectedKeys
 
-    def __call__(self, layer: LayerAttention) -> Tensor:
+    def __call__(self, layer: LayerCall) -> Tensor:
         """The layer's output."""
         scores_BHLL, bias_BHL = layer.scores()
         L, device = layer.length, scores_BHLL.device
@@ -204,33 +203,31 @@ class SpreadShares:
 
 @dataclass(frozen=True)
 class HiddenKeys:
-    """A `Change`: the selected keys are not there."""
+    """An edit: the selected keys are hidden."""
 
     selection: SelectedKeys
 
-    def __call__(self, layer: LayerAttention) -> Tensor:
-        """The layer's output."""
+    def __call__(self, layer: LayerCall) -> LayerCall:
+        """The call without them."""
         if self.selection.keys == "bias":
-            return replace(layer, call=replace(layer.call, key_HD=None, logit_H=None, value_HV=None)).output()
-        return layer.under(Dense(~self.selection.matrix(layer)[None], later=True)).output()
+            return layer.changed(key_HD=None, logit_H=None, value_HV=None)
+        return layer.under(Dense(~self.selection.matrix(layer)[None], later=True))
 
 
 @dataclass(frozen=True)
 class ShiftedLogits:
-    """A `Change`: the logits of the selected keys are shifted."""
+    """An edit: the logits of the selected keys are shifted."""
 
     selection: SelectedKeys
     by: float
 
-    def __call__(self, layer: LayerAttention) -> Tensor:
-        """The layer's output."""
-        call = layer.call
+    def __call__(self, layer: LayerCall) -> LayerCall:
+        """The call with other scores."""
         if self.selection.keys == "bias":
-            return replace(layer, call=_WithShiftedBias(**vars(call), by=self.by)).output()
-        added = compose(call.position, self._added(layer))
-        return replace(layer, call=replace(call, position=added)).output()
+            return replace(layer, call=_WithShiftedBias(**vars(layer.call), by=self.by), library=None)
+        return layer.changed(position=compose(layer.call.position, self._added(layer)))
 
-    def _added(self, layer: LayerAttention) -> Score:
+    def _added(self, layer: LayerCall) -> Score:
         selected_HLL = self.selection.matrix(layer)
         by, heads = self.by, len(selected_HLL)
 
@@ -254,12 +251,12 @@ class _WithShiftedBias(Call):
 
 
 class _Shares:
-    """A `Change` that changes nothing and sums up the share of the selected keys."""
+    """A compute that changes nothing and sums up the share of the selected keys."""
 
     def __init__(self, selection: SelectedKeys) -> None:
         self.selection, self.total, self.rows = selection, 0.0, 0
 
-    def __call__(self, layer: LayerAttention) -> Tensor:
+    def __call__(self, layer: LayerCall) -> Tensor:
         scores_BHLL, bias_BHL = layer.scores()
         whole_BHL = scores_BHLL.sum(-1) + (0 if bias_BHL is None else bias_BHL)
         whole_BHL = whole_BHL.masked_fill(whole_BHL == 0, 1)
@@ -276,7 +273,7 @@ class _Shares:
 
 
 def ablate_keys(
-    patient: Patient, tokens_NT: Tensor, sink_keys: int, shifts: Sequence[float], seed: int, step: Step
+    adapter: Adapter, tokens_NT: Tensor, sink_keys: int, shifts: Sequence[float], seed: int, step: Step
 ) -> KeyAblations:
     """Loss when something is done to the sink, and when the same is done to as many other keys.
 
@@ -286,9 +283,9 @@ def ablate_keys(
     Raises:
         InputError: an operation whose scores cannot be changed one by one.
     """
-    reader = PairedReader(patient, tokens_NT, step)
+    reader = PairedReader(adapter, tokens_NT, step)
     others: tuple[Keys, ...] = ("sink", "recent", "random")
-    kinds: tuple[Keys, ...] = ("bias", *others) if has_bias(patient, tokens_NT) else others
+    kinds: tuple[Keys, ...] = ("bias", *others) if has_bias(adapter, tokens_NT) else others
     found = [_ablated(reader, SelectedKeys(keys, sink_keys, seed), shifts) for keys in kinds]
     N, T = tokens_NT.shape
     return KeyAblations(sequences=N, length=T, unchanged=reader.unchanged.effect(), sink_keys=sink_keys, keys=found)
@@ -296,30 +293,29 @@ def ablate_keys(
 
 def _ablated(reader: PairedReader, selection: SelectedKeys, shifts: Sequence[float]) -> AblatedKeys:
     shares = _Shares(selection)
-    reader.under(shares)
+    reader.under(compute=shares)
     hidden = reader.under(HiddenKeys(selection)).effect()
     curve = [Shift(by=None, **hidden.model_dump())]
     for by in shifts:
-        change: Change = ShiftedLogits(selection, by)
-        curve.append(Shift(by=by, **reader.under(change).effect().model_dump()))
+        curve.append(Shift(by=by, **reader.under(ShiftedLogits(selection, by)).effect().model_dump()))
     return AblatedKeys(
         keys=selection.keys,
         share=shares.total / max(shares.rows, 1),
-        value_zeroed=reader.under(ZeroedValues(selection)).effect(),
+        value_zeroed=reader.under(compute=ZeroedValues(selection)).effect(),
         hidden=hidden,
-        spread=reader.under(SpreadShares(selection)).effect(),
+        spread=reader.under(compute=SpreadShares(selection)).effect(),
         shifted=curve,
     )
 
 
-def has_bias(patient: Patient, tokens_NT: Tensor) -> bool:
+def has_bias(adapter: Adapter, tokens_NT: Tensor) -> bool:
     """Whether a bias key or a sink logit takes part in the model's rows."""
     found: list[bool] = []
 
-    def watch(layer: LayerAttention) -> Tensor:
+    def watch(layer: LayerCall) -> Tensor:
         found.append(layer.has_bias)
         return layer.output()
 
-    with torch.no_grad(), patient.changed(watch):
-        patient.hidden(tokens_NT[:1, :2].to(patient.device))
+    with torch.no_grad(), changed_attention(adapter, compute=watch):
+        adapter.hidden(tokens_NT[:1, :2].to(adapter.device))
     return any(found)

@@ -3,15 +3,14 @@
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 from torch import Tensor
 
-from sinklab.assessing.layers import Patient, as_it_is
-from sinklab.assessing.loading import Admitted
 from sinklab.assessing.part import AssessPart, Effect, PartFigure, PartJob, PartNumber, PlotAxis, ResultRow, plot_row
 from sinklab.assessing.plan import STREAMED, AssessSettings
 from sinklab.assessing.reading import PairedReader, Step
+from sinklab.assessing.text import AssessText
+from sinklab.models.adapter import Adapter
 from sinklab.schema import ReadDocument
 
 EDGES = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1, 9 / 8, 5 / 4, 3 / 2, 7 / 4, 2, 3, 4)
@@ -56,14 +55,14 @@ class LossByLength(AssessPart):
     buckets: list[Bucket]
 
     @classmethod
-    def refusal(cls, patient: Patient, settings: AssessSettings) -> str | None:
-        return patient.ends
+    def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
+        return adapter.ends
 
     @classmethod
-    def job(cls, model: Admitted, text: Path | None, settings: AssessSettings) -> PartJob:
+    def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
         assert settings.long_length is not None, "refused otherwise"
-        tokens_NT = model.sequences(text, max(1, STREAMED // settings.long_length), settings.long_length)
-        return PartJob(2 * len(tokens_NT), partial(assess_length, model.patient, tokens_NT))
+        tokens_NT = text.sequences(max(1, STREAMED // settings.long_length), settings.long_length)
+        return PartJob(2 * len(tokens_NT), partial(assess_length, text.model.adapter, tokens_NT))
 
     def rows(self) -> Iterator[ResultRow]:
         for one in self.buckets:
@@ -89,15 +88,15 @@ class LossByLength(AssessPart):
         )
 
 
-def assess_length(patient: Patient, tokens_NT: Tensor, step: Step) -> LossByLength:
+def assess_length(adapter: Adapter, tokens_NT: Tensor, step: Step) -> LossByLength:
     """Loss of the text read at once, and of the same targets read within the context, by position."""
     N, T = tokens_NT.shape
-    reader = PairedReader(patient, tokens_NT, step)
-    whole, within = reader.under(as_it_is), reader.unchanged
-    inner = {int(edge * patient.context) + 1 for edge in EDGES}
+    reader = PairedReader(adapter, tokens_NT, step)
+    whole, within = reader.under(), reader.unchanged
+    inner = {int(edge * adapter.context) + 1 for edge in EDGES}
     edges = [whole.first, *sorted(edge for edge in inner if whole.first < edge <= T), T + 1]
     buckets = [
         Bucket(start=start, stop=stop, whole=whole.effect(start, stop), within=within.effect(start, stop))
         for start, stop in pairwise(edges)
     ]
-    return LossByLength(sequences=N, length=T, unchanged=within.effect(), context=patient.context, buckets=buckets)
+    return LossByLength(sequences=N, length=T, unchanged=within.effect(), context=adapter.context, buckets=buckets)

@@ -8,13 +8,10 @@ values then are in no scale either.
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from sinklab.assessing.layers import Patient, as_it_is
-from sinklab.assessing.loading import Admitted
 from sinklab.assessing.part import (
     GROWTH,
     AssessPart,
@@ -30,7 +27,9 @@ from sinklab.assessing.part import (
 from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.quantiser import Activations, Weights, linear_maps, quantised, watched_maxima
 from sinklab.assessing.reading import PairedReader, Step
+from sinklab.assessing.text import AssessText
 from sinklab.measuring.statistics.stream import kurtosis
+from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import evaluating, residual_stream, token_norms
 from sinklab.schema import ReadDocument
 
@@ -109,11 +108,11 @@ class Quantisation(AssessPart):
     outliers: list[Outliers]
 
     @classmethod
-    def job(cls, model: Admitted, text: Path | None, settings: AssessSettings) -> PartJob:
+    def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
         calibrated = min(settings.sequences, CALIBRATED)
-        both_NT = model.sequences(text, settings.sequences + calibrated, settings.length, fewest=2)
+        both_NT = text.sequences(settings.sequences + calibrated, settings.length, fewest=2)
         N = max(1, len(both_NT) - calibrated)
-        run = partial(assess_quantisation, model.patient, both_NT[:N], both_NT[N:], settings.sink_tokens)
+        run = partial(assess_quantisation, text.model.adapter, both_NT[:N], both_NT[N:], settings.sink_tokens)
         return PartJob((1 + 2 * len(SETTINGS)) * N + 2 * (len(both_NT) - N), run)
 
     def rows(self) -> Iterator[ResultRow]:
@@ -148,7 +147,7 @@ class Quantisation(AssessPart):
 
 
 def assess_quantisation(
-    patient: Patient, tokens_NT: Tensor, calibration_NT: Tensor, sink_tokens: int, step: Step
+    adapter: Adapter, tokens_NT: Tensor, calibration_NT: Tensor, sink_tokens: int, step: Step
 ) -> Quantisation:
     """Loss under every way of quantising, with and without the sink positions.
 
@@ -156,15 +155,15 @@ def assess_quantisation(
         calibration_NT: other text, for static scales.
         sink_tokens: so many first tokens are sinks, beside a learned sink token.
     """
-    spared = patient.leading + sink_tokens
-    maps = linear_maps(patient.blocks)
-    reader = PairedReader(patient, tokens_NT, step)
-    maxima = {skipped: _calibrated(patient, calibration_NT, skipped, step) for skipped in (0, spared)}
+    spared = adapter.leading + sink_tokens
+    maps = linear_maps(adapter.blocks)
+    reader = PairedReader(adapter, tokens_NT, step)
+    maxima = {skipped: _calibrated(adapter, calibration_NT, skipped, step) for skipped in (0, spared)}
     before = reader.unchanged.effect()
     found = []
     for name, weights, activations in SETTINGS:
         everything, without = (
-            reader.under(as_it_is, quantised(maps, weights, activations, maxima[skipped], skipped)).effect()
+            reader.under(surgery=quantised(maps, weights, activations, maxima[skipped], skipped)).effect()
             for skipped in (0, spared)
         )
         found.append(
@@ -179,26 +178,26 @@ def assess_quantisation(
             )
         )
     N, T = tokens_NT.shape
-    outliers = outliers_by_block(patient, tokens_NT)
+    outliers = outliers_by_block(adapter, tokens_NT)
     return Quantisation(
         sequences=N, length=T, unchanged=before, sink_positions=spared, settings=found, outliers=outliers
     )
 
 
-def _calibrated(patient: Patient, tokens_NT: Tensor, skipped: int, step: Step) -> dict[torch.nn.Module, Tensor]:
-    with evaluating(patient.module), watched_maxima(linear_maps(patient.blocks), skipped) as maxima:
+def _calibrated(adapter: Adapter, tokens_NT: Tensor, skipped: int, step: Step) -> dict[torch.nn.Module, Tensor]:
+    with evaluating(adapter.module), watched_maxima(linear_maps(adapter.blocks), skipped) as maxima:
         for tokens_T in tokens_NT:
-            patient.hidden(tokens_T[None].to(patient.device))
+            adapter.hidden(tokens_T[None].to(adapter.device))
             step()
     return maxima
 
 
-def outliers_by_block(patient: Patient, tokens_NT: Tensor) -> list[Outliers]:
+def outliers_by_block(adapter: Adapter, tokens_NT: Tensor) -> list[Outliers]:
     """Of the residual stream of the first sequence, after each block."""
     with ExitStack() as stack:
-        stack.enter_context(evaluating(patient.module))
-        found = stack.enter_context(residual_stream(patient.blocks, _outliers))
-        patient.hidden(tokens_NT[:1].to(patient.device))
+        stack.enter_context(evaluating(adapter.module))
+        found = stack.enter_context(residual_stream(adapter.blocks, _outliers))
+        adapter.hidden(tokens_NT[:1].to(adapter.device))
     return [one.model_copy(update={"layer": number}) for number, one in enumerate(found) if number]
 
 

@@ -3,13 +3,10 @@
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 from torch import Tensor
 
 from sinklab.assessing.caches import RollingCache
-from sinklab.assessing.layers import Patient
-from sinklab.assessing.loading import Admitted
 from sinklab.assessing.part import (
     AssessPart,
     Effect,
@@ -19,10 +16,11 @@ from sinklab.assessing.part import (
     PlotAxis,
     ResultRow,
     plot_row,
-    refused,
 )
 from sinklab.assessing.plan import AssessSettings, Placed
-from sinklab.assessing.reading import PairedReader, Step
+from sinklab.assessing.reading import PairedReader, Step, refused
+from sinklab.assessing.text import AssessText
+from sinklab.models.adapter import Adapter
 
 
 class CachedReading(Effect):
@@ -65,15 +63,15 @@ class Streaming(AssessPart):
     caches: list[CachedReading]
 
     @classmethod
-    def refusal(cls, patient: Patient, settings: AssessSettings) -> str | None:
-        return refused(patient, RollingCache(2, 1, in_cache=settings.positions == "cache"))
+    def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
+        return refused(adapter, RollingCache(2, 1, in_cache=settings.positions == "cache"))
 
     @classmethod
-    def job(cls, model: Admitted, text: Path | None, settings: AssessSettings) -> PartJob:
-        tokens_NT = model.sequences(text, settings.stream_sequences, settings.stream_length)
+    def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
+        tokens_NT = text.sequences(settings.stream_sequences, settings.stream_length)
         sizes, kept = settings.caches, settings.kept
         readings = sum(first < size for size in sizes for first in kept)
-        run = partial(assess_streaming, model.patient, tokens_NT, sizes, kept, settings.positions)
+        run = partial(assess_streaming, text.model.adapter, tokens_NT, sizes, kept, settings.positions)
         return PartJob((1 + readings) * len(tokens_NT), run)
 
     def rows(self) -> Iterator[ResultRow]:
@@ -116,14 +114,14 @@ class Streaming(AssessPart):
 
 
 def assess_streaming(
-    patient: Patient, tokens_NT: Tensor, sizes: Sequence[int], kept: Sequence[int], positions: Placed, step: Step
+    adapter: Adapter, tokens_NT: Tensor, sizes: Sequence[int], kept: Sequence[int], positions: Placed, step: Step
 ) -> Streaming:
     """Perplexity of the text for every size of the cache and every number of first tokens kept.
 
     Raises:
         InputError: a cache that holds no more keys than it keeps.
     """
-    reader = PairedReader(patient, tokens_NT, step)
+    reader = PairedReader(adapter, tokens_NT, step)
     caches = []
     for size in sizes:
         for first in kept:

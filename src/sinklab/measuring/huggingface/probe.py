@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 from transformers import PreTrainedModel
 
@@ -10,8 +11,10 @@ from sinklab.measuring.huggingface.generating import generating
 from sinklab.measuring.huggingface.matrix_records import matrix_records
 from sinklab.measuring.huggingface.recorder import Recorder
 from sinklab.measuring.statistics.watch import DetailsWatch
+from sinklab.model.transformer import Transformer
 from sinklab.models.adapter import check_causal_lm
 from sinklab.models.huggingface.adapter import HuggingFaceAdapter
+from sinklab.models.huggingface.exported import is_exported
 from sinklab.models.model_lock import probed_alone
 from sinklab.models.native import NativeAdapter
 
@@ -43,8 +46,7 @@ def probe(
         InputError: no Hugging Face model; in a forward pass, where the attention mask is not a padding mask.
     """
     check_causal_lm(model)
-    native = getattr(model.config, "model_type", "") == "sinklab"  # also of the code that came with an exported model
-    adapter = NativeAdapter(model.transformer) if native else HuggingFaceAdapter(model)
+    adapter = NativeAdapter(cast("Transformer", model.transformer)) if is_exported(model) else HuggingFaceAdapter(model)
     with probed_alone(model):
         recording = call_records(model, adapter, lengths, details) if adapter.dispatches else None
         with recording or matrix_records(model, lengths, details) as watch, generating(model, watch):

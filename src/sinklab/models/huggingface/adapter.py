@@ -86,6 +86,14 @@ class HuggingFaceAdapter:
                 raise
         return calls == self.attention_layers
 
+    def check_length(self, length: int) -> None:
+        """Refuse sequences beyond the context that the config says.
+
+        Raises:
+            InputError: with the longest length possible.
+        """
+        anatomy.check_length(self.module.config, length)
+
     def check(self, tokens_NT: Tensor, longest: int, lengths: Sequence[int]) -> None:
         """Refuse ids outside the vocabulary, too long sequences, lengths that one pass cannot give.
 
@@ -105,7 +113,7 @@ class HuggingFaceAdapter:
                     f"the model's RoPE scaling depends on the sequence length and is another for {T} tokens than for "
                     f"{length}, so one pass cannot give both: measure {length} apart"
                 )
-        anatomy.check_length(self.module.config, longest)
+        self.check_length(longest)
 
     def read(
         self,

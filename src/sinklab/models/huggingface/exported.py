@@ -1,11 +1,16 @@
 """A sinklab transformer inside a model of transformers, as `sinklab export` writes one: it is measured as our own."""
 
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
+
+
+def is_exported(model: Any) -> bool:
+    """Whether it is a SinklabForCausalLM, also of the code that came beside its weights."""
+    return getattr(getattr(model, "config", None), "model_type", "") == "sinklab"
 
 
 def own_transformer(model: Any) -> Transformer | None:
@@ -15,9 +20,9 @@ def own_transformer(model: Any) -> Transformer | None:
     """
     if isinstance(model, Transformer):
         return model
-    config, held = getattr(model, "config", None), getattr(model, "transformer", None)
-    if not isinstance(model, nn.Module) or config is None or getattr(config, "model_type", "") != "sinklab":
+    if not isinstance(model, nn.Module) or not is_exported(model):
         return None
+    config, held = cast("Any", model.config), getattr(model, "transformer", None)
     if isinstance(held, Transformer) or not isinstance(held, nn.Module):
         return held if isinstance(held, Transformer) else None
     first = next(held.parameters())

@@ -1,0 +1,215 @@
+"""A model opened by its name: a run directory, a directory or file of transformers, or a name on the hub."""
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from sinklab.data.spelling import spelling, vocabulary_digest
+from sinklab.data.tokenizers import Tokenizer
+from sinklab.device import pick_device
+from sinklab.measuring.conversations import Conversations
+from sinklab.measuring.inputs import Encode, default_prefix, pretrained_encode
+from sinklab.models.adapter import Adapter, adapt
+from sinklab.models.huggingface.loading import (
+    AS_IT_IS,
+    Loading,
+    check_name,
+    check_revision,
+    load_pretrained,
+    pick_dtype,
+)
+from sinklab.models.huggingface.subfolder import TOKENIZER_FILES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+WEIGHTS = ("*.safetensors", "*.gguf", "config.json", "recipe.yaml", "*.py")
+TOKENIZER = (*TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json")
+MODEL_FILES = (*WEIGHTS, *TOKENIZER, "chat_template*", "additional_chat_templates/*")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model with its tokenizer.
+
+    Attributes:
+        name: as the user calls it.
+        module: our transformer, or a model of transformers.
+        tokenizer: likewise ours, or one of transformers.
+        encode: text to token ids, without special tokens.
+        special: ids of the special tokens that a sequence begins with by default.
+        vocabulary: ids below this number are tokens.
+        arrange: (bare tokens (N, S), whether special tokens are put first, seed) -> sequences as the model was trained
+            on; without a seed, with that of the recipe.
+        files: changes when the model's files may have changed; None for a model of the hub.
+        commit: of the hub, of a model from there.
+        step: of a run, also of an exported one.
+        planned_steps: of a run that was opened as our own.
+        notes: what a reader of its numbers must know of how it was loaded.
+        held_out: the first so many tokens of the text that a run was validated on; None for other models.
+    """
+
+    name: str
+    loading: Loading
+    module: nn.Module
+    tokenizer: Any
+    encode: Encode
+    special: tuple[int, ...]
+    vocabulary: int
+    arrange: Callable[[Tensor, bool, int | None], Tensor]
+    files: str | None
+    commit: str | None = None
+    step: int | None = None
+    planned_steps: int | None = None
+    notes: tuple[str, ...] = ()
+    held_out: Callable[[int], list[int]] | None = None
+
+    @cached_property
+    def adapter(self) -> Adapter:
+        """For measuring it, and for changing its attention."""
+        return adapt(cast("Any", self.module))
+
+    @property
+    def spelled(self) -> Encode:
+        """`encode`, with the bytes of text that each token stands for."""
+        if isinstance(self.tokenizer, Tokenizer):
+            return spelling(self.encode, self.tokenizer.token, set(self.tokenizer.backend.get_added_tokens_decoder()))
+        return spelling(self.encode, self.tokenizer.convert_ids_to_tokens, set(self.tokenizer.added_tokens_decoder))
+
+    @property
+    def vocabulary_hash(self) -> str:
+        """Of the vocabulary without what was added to it: a chat model has its base model's."""
+        own = isinstance(self.tokenizer, Tokenizer)
+        backend = self.tokenizer.backend if own else getattr(self.tokenizer, "backend_tokenizer", None)
+        return vocabulary_digest(backend.get_vocab(with_added_tokens=False) if backend else self.tokenizer.get_vocab())
+
+    def conversations(self, keep_bos: bool) -> Conversations:
+        """How it reads conversations: by its chat template, where it has one."""
+        own = isinstance(self.tokenizer, Tokenizer)
+        return Conversations() if own else Conversations(self.tokenizer, keep_bos)
+
+
+def open_model(
+    name: str,
+    loading: Loading = AS_IT_IS,
+    *,
+    step: int | None = None,
+    as_transformers: bool = False,
+    check: "Callable[[PreTrainedTokenizerBase], None] | None" = None,
+) -> Model:
+    """Open a run directory (it has a recipe.yaml), a model directory or .gguf file, or a model of the hub by its name.
+
+    Args:
+        step: of the checkpoint of a run; the newest unless given.
+        as_transformers: open a run as what `sinklab export` makes of its newest checkpoint.
+        check: is given the tokenizer of transformers before the weights are read; what it raises is raised.
+
+    Raises:
+        InputError: it cannot be loaded.
+        SinklabError: none of a run's checkpoints is valid.
+    """
+    check_name(name)
+    check_revision(name, loading.revision)
+    if not is_run(name):
+        return _pretrained(name, name, loading, check)
+    if not as_transformers:
+        return _run(name, loading, step)
+    from sinklab.export.directory import export_run
+
+    with tempfile.TemporaryDirectory() as folder:
+        exported = export_run(Path(name), Path(folder) / "model")
+        return replace(_pretrained(name, str(exported.directory), loading, check), step=exported.step)
+
+
+def is_run(name: str) -> bool:
+    """Whether it is a run directory."""
+    return (Path(name) / "recipe.yaml").is_file()
+
+
+def model_files(place: Path) -> str | None:
+    """A SHA-256 that changes when the model in a directory or file may have changed; None where there is neither."""
+    if not place.exists():
+        return None
+    files = {path for pattern in MODEL_FILES for path in place.rglob(pattern)} if place.is_dir() else {place}
+    state = [[str(p.relative_to(place)), p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(files)]
+    return hashlib.sha256(json.dumps(state).encode()).hexdigest()
+
+
+def _pretrained(
+    name: str, place: str, loading: Loading, check: "Callable[[PreTrainedTokenizerBase], None] | None"
+) -> Model:
+    """A model of transformers that lies at `place`."""
+    from sinklab.models.huggingface.anatomy import vocabulary_size
+
+    loaded = load_pretrained(place, loading, check)
+    special = tuple(default_prefix(loaded.tokenizer))
+    prefix = torch.tensor(special, dtype=torch.long)
+
+    def arrange(bare_NS: Tensor, bos: bool, _: int | None) -> Tensor:
+        return torch.cat((prefix.expand(len(bare_NS), -1), bare_NS), 1) if bos else bare_NS
+
+    return Model(
+        name,
+        loading,
+        loaded.model,
+        loaded.tokenizer,
+        pretrained_encode(loaded.tokenizer),
+        special,
+        min(len(loaded.tokenizer), vocabulary_size(loaded.model)),
+        arrange,
+        model_files(Path(name).expanduser()),
+        commit=loaded.commit,
+        notes=tuple(loaded.notes),
+    )
+
+
+def _run(name: str, loading: Loading, step: int | None) -> Model:
+    """A run of ours. It reads text as it was trained on it: its loader puts BOS, fixed and random tokens."""
+    from sinklab.data.loader import Loader
+    from sinklab.data.tokenfile import TokenFile
+    from sinklab.data.tokenizers import load_tokenizer
+    from sinklab.train.directory.run import load_run, validation_tokens
+
+    where, kind = pick_device(loading.device), pick_dtype(loading.dtype)
+    run = load_run(Path(name), step)
+    tokenizer, data = load_tokenizer(str(run.tokenizer_path)), run.recipe.data
+
+    def arrange(bare_NS: Tensor, bos: bool, seed: int | None) -> Tensor:
+        loader = Loader(
+            bare_NS.flatten().numpy(),
+            context=bare_NS.shape[1] + int(bos) - 1,
+            batch_size=len(bare_NS),
+            seed=run.recipe.seed if seed is None else seed,
+            config=data.model_copy(update={"bos": bos}),
+            vocab_size=tokenizer.vocab_size,
+            bos_id=tokenizer.bos_id,
+            shuffle=False,
+        )
+        return loader.batch(0)
+
+    @cache
+    def validated_on() -> TokenFile:  # verified when it is opened, which takes a while where there is much
+        return validation_tokens(Path(name))
+
+    return Model(
+        name,
+        loading,
+        run.model.to(where, kind if isinstance(kind, torch.dtype) else None),
+        tokenizer,
+        lambda document: tokenizer.encode_batch([document])[0],
+        (tokenizer.bos_id,) if data.bos else (),
+        tokenizer.vocab_size,
+        arrange,
+        model_files(Path(name).expanduser()),
+        step=run.step,
+        planned_steps=run.recipe.train.steps,
+        held_out=lambda tokens: validated_on()[:tokens].tolist(),
+    )
