@@ -65,13 +65,8 @@ def _found(name: str) -> Any:
 def _model(place: str, dtype: torch.dtype | None = None) -> Any:
     from transformers import AutoModelForCausalLM
 
-<<<<<<< HEAD
-    model: Any = AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True).eval()
-    return model if dtype is None else model.to(dtype)
-=======
     model = AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True).eval()
     return model if dtype is None else cast(Any, model).to(dtype)
->>>>>>> main
 
 
 def _places() -> Iterator[tuple[str, str]]:
