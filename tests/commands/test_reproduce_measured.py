@@ -58,7 +58,7 @@ def test_it_leaves_measurements_a_summary_and_a_page_and_prints_the_summary(run:
     status, out, err = run("reproduce", "mine.yaml", "--model", "gpt2", "--text", "text.jsonl", "--seeds", 2)
     assert status == 0, err
     assert err.count("(kept)") == 4
-    assert "<b>Mine</b>: gpt2" in out
+    assert "mine in gpt2: <b>Mine</b>" in out
     assert "2 draws of 4 sequences" in " ".join(out.split())
 
 

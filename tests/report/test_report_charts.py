@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import vl_convert as vlc
 from report_fixtures import HEADS, HOSTILE, LAB, LAYERS, LENGTH, make_lab, make_measurement, make_run, write
+from table_texts import table_texts
 
 from sinklab.errors import InputError
 from sinklab.report import charts, theme
@@ -20,7 +21,7 @@ from sinklab.report.figure import ColourScale, Figure
 from sinklab.report.figures import figures
 from sinklab.report.heatmaps import OUTLINE, heatmap, pooled
 from sinklab.report.importance_figures import uniform_importance
-from sinklab.report.tables import table_of_cells
+from sinklab.report.tables import cells_table
 
 
 @pytest.fixture(scope="module")
@@ -150,8 +151,8 @@ def test_what_a_window_dilutes_is_drawn_a_second_time(tmp_path: Path) -> None:
     assert "uniform" in texts(over_all)
     assert "uniform" not in texts(over_visible)  # a window gives uniform attention more than that over all tokens
     assert "(1 + 1/2 + .. + 1/w) / w" in shown["importance-layers"].caption
-    columns, rows = table_of_cells(data)
-    assert rows[0][[name for name, _ in columns].index("Sink₁ visible")] == "21.2"
+    columns, rows = table_texts(cells_table(data))
+    assert rows[0][[name for name, _ in columns].index("Sink₁ visible")] == "21.20"
 
 
 def test_the_heatmap_shows_the_value_of_each_head_on_hover() -> None:

@@ -12,7 +12,7 @@ import vl_convert as vlc
 from report_fixtures import make_measurement
 from rich.console import Console
 
-from sinklab.commands.terminal.measurement import print_measurement
+from sinklab.commands.terminal.measurements import print_measurement
 from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
 from sinklab.model.config import ModelConfig
@@ -101,10 +101,12 @@ def test_numbers_of_the_figures_stand_as_text_in_the_page(folder: Path, measured
     cosine_first = details.by_layer["cosine_first"]
     assert cosine_first is not None
     page = write_report([folder], out=tmp_path / "page.html").read_text(encoding="utf-8")
-    assert f">{cosine_first[1]:.3g}<" in page
+    cosine_rest = details.by_layer["cosine_rest"]
+    assert cosine_rest is not None
+    assert f">{cosine_first[1]:.2f} / {cosine_rest[1]:.2f}<" in page
     assert f">{details.by_distance.mean((0, 1))[2]:.4f}<" in page
     first = details.secondary_sinks[0]
-    assert f"small: sequence {first.sequence}, position {first.position}" in page
+    assert f"small, sequence {first.sequence}, position {first.position}" in page
 
 
 def test_a_measurement_without_details_has_none_of_these_figures(tmp_path: Path, drawn: dict[str, Figure]) -> None:
@@ -138,4 +140,4 @@ def test_the_terminal_shows_the_details(measured: Measurement) -> None:
     assert first is not None
     assert rest is not None
     assert f"{first[0]:.2f} / {rest[0]:.2f}" in out.getvalue()
-    assert f"in {details.secondary_rate:.2f} % of heads" in out.getvalue()
+    assert f"in {details.secondary_rate:.2f} % of heads" in " ".join(out.getvalue().split())

@@ -75,7 +75,7 @@ def assess(
     from sinklab.assessing.running import assess as assess_model
     from sinklab.assessing.running import document
     from sinklab.commands.terminal.assess import print_assessment
-    from sinklab.commands.terminal.text import printable
+    from sinklab.commands.terminal.tables import printable
     from sinklab.errors import UnsavedError
     from sinklab.measuring.huggingface.loading import Loading
 

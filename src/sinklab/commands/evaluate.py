@@ -53,8 +53,8 @@ def evaluate(
 
     from rich.console import Console
 
-    from sinklab.commands.terminal.evaluate import print_scores
-    from sinklab.commands.terminal.text import printable
+    from sinklab.commands.terminal.measurements import print_scores
+    from sinklab.commands.terminal.tables import printable
     from sinklab.errors import UnsavedError
     from sinklab.evaluating.running import TaskRequest, evaluate_model
     from sinklab.measuring.huggingface.loading import Loading

@@ -252,7 +252,7 @@ def _loading(
     subfolder: str | None = None,
 ) -> "Loading":
     """How models are loaded; what takes a while is said on the console."""
-    from sinklab.commands.terminal.text import printable
+    from sinklab.commands.terminal.tables import printable
     from sinklab.measuring.huggingface.loading import Loading
 
     def say(message: str) -> None:

@@ -62,8 +62,8 @@ def sft(
 
     Example: sinklab sft runs/k --data chats.jsonl --out runs/k-chat
     """
-    from sinklab.commands.terminal.sft import print_tuning
-    from sinklab.commands.terminal.text import printable
+    from sinklab.commands.terminal.tables import printable
+    from sinklab.commands.terminal.training import print_tuning
     from sinklab.measuring.huggingface.loading import Loading
     from sinklab.tuning.preparing import TuneSources
     from sinklab.tuning.running import tune

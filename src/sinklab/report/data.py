@@ -180,6 +180,12 @@ class ReportData:
     sweeps: list[Sweep] = field(default_factory=list)
     assessed: list[Assessed] = field(default_factory=list)
 
+    @classmethod
+    def of_suite(cls, document: SuiteDocument, measured: "Mapping[str, Measurement]") -> "ReportData":
+        """Measurements that are in memory, by the names in their document."""
+        runs = [ReportedRun(Path(name), name, measurement=one) for name, one in measured.items()]
+        return cls([Path()], runs, suites=[Suite(Path(), document)])
+
     @property
     def cells(self) -> list[str]:
         """The names of the cells, each once, in order of appearance; those of the summary come first."""

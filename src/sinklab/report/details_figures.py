@@ -10,7 +10,7 @@ import numpy as np
 
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.details import STATISTICS, Details
-from sinklab.measuring.statistics.secondary import ALIGNED, ENOUGH, FIRST_FEW, stretches
+from sinklab.measuring.statistics.secondary import ALIGNED, ENOUGH, FIRST_FEW
 from sinklab.measuring.statistics.shown import (
     BlockLines,
     BucketLines,
@@ -23,10 +23,12 @@ from sinklab.measuring.statistics.shown import (
 )
 from sinklab.report import heatmaps, lines
 from sinklab.report.data import ReportData, ReportedRun
-from sinklab.report.figure import ColourScale, DataTable, Figure
+from sinklab.report.figure import ColourScale, Figure
 from sinklab.report.heatmaps import Named, side_by_side
 from sinklab.report.importance_figures import SHOWN_POSITIONS
-from sinklab.report.summary import Spread, by_key
+from sinklab.report.summary import by_key
+from sinklab.report.tables import layers_table, secondary_table
+from sinklab.tables import Table, TableColumn, names
 
 MAP_CELLS = 64  # larger maps are thinned: every cell is an element of the page
 FIRST = ("angles-cosine", "angles-norms", "angles-heads", "value-ratio")  # why a sink has large logits, what it gives
@@ -42,7 +44,9 @@ def details_figures(data: ReportData, width: int | str) -> list[Figure]:
             declared.setdefault(shown.key, []).append((name, shown))
     drawn = {key: figure for key, parts in declared.items() if (figure := _figure(data, parts, width, small))}
     if "angles-cosine" in drawn:
-        drawn["angles-cosine"] = replace(drawn["angles-cosine"], table=_layer_table(data))
+        drawn["angles-cosine"] = replace(
+            drawn["angles-cosine"], table=layers_table([(data.label(run), one) for run, one, _ in data.detailed])
+        )
     if secondary := _secondary(data, small):
         drawn["secondary"] = secondary
     between = [key for key in drawn if key not in FIRST + LAST]
@@ -167,32 +171,18 @@ def _buckets_of(name: str, measured: Measurement, details: Details) -> Iterator[
     return pairwise([*details.distances, measured.length])
 
 
-def _bucket_table(rows: list[dict[str, Any]], title: str) -> DataTable:
+def _bucket_table(rows: list[dict[str, Any]], title: str) -> Table:
     """One line per bucket, one column per cell and series."""
     series = list(dict.fromkeys((row["cell"], row["where"]) for row in rows))
     values = {(row["cell"], row["where"], row["bucket"]): row["value"] for row in rows}
     buckets = dict.fromkeys(row["bucket"] for row in sorted(rows, key=lambda row: row["order"]))
-    lines_of_text = [
-        [bucket, *(f"{values[(*one, bucket)]:.4f}" if (*one, bucket) in values else "–" for one in series)]
-        for bucket in buckets
-    ]
-    return DataTable([title, *(f"{cell}: {where}" for cell, where in series)], lines_of_text)
+    columns = [*names(title), *(TableColumn(cell, where, ".4f") for cell, where in series)]
+    return Table("", columns, [[bucket, *(values.get((*one, bucket)) for one in series)] for bucket in buckets])
 
 
 def _secondary(data: ReportData, width: int | str) -> Figure | None:
-    rows = [
-        [
-            f"{data.label(run)}: sequence {one.sequence}, position {one.position}",
-            str(one.token),
-            f"{one.heads:.1f}",
-            f"{one.importance:.3f}",
-            "–" if one.alignment is None else f"{one.alignment:.2f} after block {one.block}",
-            *("–" if not numbers else stretches(numbers) for numbers in (one.layers, one.alike)),
-        ]
-        for run, _, details in data.detailed
-        for one in details.secondary_sinks
-    ]
-    if not rows:
+    table = secondary_table([(data.label(run), one) for run, one, _ in data.detailed])
+    if table is None:
         return None
     shown = HeadMap(
         "secondary",
@@ -203,26 +193,4 @@ def _secondary(data: ReportData, width: int | str) -> Figure | None:
         f"hidden state has a cosine above {ALIGNED:g} with the first token's where that stands out.",
         "percent of sequences",
     )
-    columns = ["Token", "Id", "Heads above ε (%)", "Importance", "Cosine with the first token"]
-    columns += ["Sink in layers", "Like the first after blocks"]
-    return replace(_heads(data, "secondary", shown, width), table=DataTable(columns, rows))
-
-
-def _layer_table(data: ReportData) -> DataTable:
-    rows = []
-    for run, measured, details in data.detailed:
-        fields = ("cosine_first", "cosine_rest", "norm_product_first", "norm_product_rest")
-        means = [details.by_layer.get(field) for field in fields]
-        ratio, entropy = details.value_ratio, details.entropy.mean(1)
-        for layer in range(measured.layers):
-            rows.append(
-                [
-                    f"{data.label(run)}, layer {layer + 1}",
-                    f"{measured.importance[layer, :, 0].mean():.3f}",
-                    *("–" if values is None else f"{values[layer]:.3g}" for values in means),
-                    f"{entropy[layer]:.2f}",
-                    "–" if ratio is None else Spread((float(ratio[layer].mean()),)).text(2),
-                ]
-            )
-    columns = ["Layer", "Importance of 1", "cos with key 1", "with the others", "|q||k| with key 1", "with the others"]
-    return DataTable([*columns, "Entropy", "|v| ratio"], rows)
+    return replace(_heads(data, "secondary", shown, width), table=table)

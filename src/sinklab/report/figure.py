@@ -3,14 +3,7 @@
 from dataclasses import dataclass
 
 from sinklab.report.charts import Drawing
-
-
-@dataclass(frozen=True)
-class DataTable:
-    """Numbers of a figure as text: names of the columns, then one line per row."""
-
-    columns: list[str]
-    rows: list[list[str]]
+from sinklab.tables import Table
 
 
 @dataclass(frozen=True)
@@ -56,4 +49,4 @@ class Figure:
     charts: list[Drawing]
     scale: ColourScale | None = None
     small: bool = False
-    table: DataTable | None = None
+    table: Table | None = None

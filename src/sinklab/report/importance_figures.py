@@ -14,6 +14,7 @@ from sinklab.report.data import ReportData
 from sinklab.report.figure import ColourScale, Figure
 from sinklab.report.heatmaps import Named, heatmap, side_by_side
 from sinklab.report.summary import by_key, over_seeds
+from sinklab.report.tables import mixing_table
 
 SHOWN_POSITIONS = 64
 VISIBLE = "visible queries"
@@ -195,4 +196,5 @@ def _mixing(data: ReportData, width: int | str) -> Figure | None:
         "first token kept the change from spreading."
     )
     chart = lines.by_layer(rows, data.cells, "After block", "Change over norm", width)
-    return Figure("mixing", "How far a change of one token spreads", caption, [chart])
+    table = mixing_table([(data.label(run), one) for run, one in data.measured])
+    return Figure("mixing", "How far a change of one token spreads", caption, [chart], table=table)

@@ -12,12 +12,10 @@ from sinklab.measuring.statistics.highest import sink_elsewhere
 from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.experiments.sweeps import Sweep
 from sinklab.survey.documents import CheckpointsDocument, ComparisonDocument, DomainsDocument
+from sinklab.tables import INFINITE
 from sinklab.train.directory.history import Evaluation, seconds_spent
 
 K = TypeVar("K", bound=Hashable)
-
-INFINITE = "∞"
-
 
 SHOWN = 0.05
 """Percent from which a rate is not written as 0.0."""
@@ -163,6 +161,16 @@ def curve(runs: Sequence[ReportedRun], value: Callable[[Evaluation], float | Non
     return [
         {"cell": cell, "where": where, "step": step, **over_seeds(numbers)} for (cell, step), numbers in found.items()
     ]
+
+
+def growth_of_sink(data: ReportData, cell: str) -> list[float]:
+    """By step, mean over seeds: the sink rate of the first token or of the bias, whichever is larger."""
+    rows = curve(
+        data.runs_of(cell),
+        lambda one: max(one.sink_rate[0] or 0.0, one.sink_rate_bias or 0.0) if one.sink_rate else None,
+        "anywhere",
+    )
+    return [row["mean"] for row in sorted(rows, key=lambda row: row["step"])]
 
 
 def by_key(pairs: Iterable[tuple[K, float]]) -> dict[K, list[float]]:

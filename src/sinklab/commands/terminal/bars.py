@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from sinklab.commands.terminal.text import printable
+from sinklab.commands.terminal.tables import printable
 
 SPEAKS_EVERY = 10.0  # seconds, where there is no terminal
 

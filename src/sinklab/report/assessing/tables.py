@@ -1,40 +1,44 @@
-"""Everything that an assessment holds, a line each."""
+"""The table of an assessment, for the page and the terminal: a row for everything that was done."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from sinklab.assessing.documents import Assessment
 from sinklab.assessing.lines import assess_lines, head_counts, perplexity_text
 from sinklab.report.assessing.assessed import Assessed
-from sinklab.report.tables import Table
-
-COLUMNS = [
-    ("What was done", ""),
-    ("Loss", "nats / token"),
-    ("Perplexity", ""),
-    ("KL", "from the unchanged model"),
-    ("", ""),
-]
+from sinklab.tables import Table, TableColumn, names
 
 
 def assessment_tables(assessed: Sequence[Assessed]) -> list[Table]:
     """One per assessment."""
-    return [_table(number, one) for number, one in enumerate(assessed)]
+    return [
+        replace(
+            assessment_table(one.document), title=f"Costs and benefits of the sink: {one.name}", key=f"assessment-{at}"
+        )
+        for at, one in enumerate(assessed)
+    ]
 
 
-def _table(number: int, one: Assessed) -> Table:
+def assessment_table(document: Assessment) -> Table:
+    """Loss, perplexity and KL divergence of the model under every change, part by part."""
     rows = [
-        [
+        (
             f"{line.part}: {line.what}",
-            f"{line.effect.loss:.4f}",
+            line.effect.loss,
             perplexity_text(line.effect.loss),
-            f"{line.effect.kl:.4f}",
+            line.effect.kl,
             line.more,
-        ]
-        for line in assess_lines(one.document)
+        )
+        for line in assess_lines(document)
     ]
-    counts = head_counts(one.document)
-    notes = [
-        *([f"Heads: {counts}."] if counts else []),
-        *(f"Skipped: {part}: {why}" for part, why in one.document.skipped.items()),
-        *one.document.notes,
+    columns = [
+        *names("Change"),
+        TableColumn("Loss", "nats / token", ".4f"),
+        TableColumn("Perplexity"),
+        TableColumn("KL", "from the unchanged model", ".4f"),
+        *names(""),
     ]
-    return Table(f"assessment-{number}", f"What the sink costs and buys: {one.name}", COLUMNS, rows, notes)
+    heads = document.heads and f"Heads ({document.heads.sink}): {head_counts(document)}."
+    skipped = [f"Skipped: {part}: {why}" for part, why in document.skipped.items()]
+    notes = [*([heads] if heads else []), *skipped, *document.notes]
+    return Table("Costs and benefits of the sink (nats per token)", columns, rows, notes)

@@ -12,11 +12,10 @@ from sinklab.experiments.quantities import Quantity
 from sinklab.report.charts import Drawing, Width
 from sinklab.report.experiments.dots import Dots, by_cell, in_order
 from sinklab.report.experiments.emergence import curve_of_every_seed, sink_of_every_layer
-from sinklab.report.experiments.models import replicate_of
-from sinklab.report.experiments.numbers import by_seed, estimate_of, quantity_of
 from sinklab.report.experiments.ordering import Ordered, ordered
 from sinklab.report.experiments.scatter import against
 from sinklab.report.experiments.sweeps import Sweep
+from sinklab.report.experiments.tables import by_seed, estimate_of, quantity_of, replicate_of
 from sinklab.report.figure import Figure
 from sinklab.schema import finite_or_none
 from sinklab.train.directory.history import Evaluation

@@ -12,9 +12,10 @@ from sinklab.experiments.verdicts.wording import number, unit
 from sinklab.report.charts import Width
 from sinklab.report.experiments.dots import Dots, by_cell
 from sinklab.report.experiments.figures import keyed, middle_of, point_of
-from sinklab.report.experiments.numbers import NOTHING, by_seed, number_text, quantity_of
 from sinklab.report.experiments.sweeps import Sweep
-from sinklab.report.figure import DataTable, Figure
+from sinklab.report.experiments.tables import by_seed, quantity_of
+from sinklab.report.figure import Figure
+from sinklab.tables import NOTHING, Table, TableColumn, names
 
 LABELS = 215
 """Pixels for the statements beside the drawing."""
@@ -118,7 +119,7 @@ def _forest(sweep: Sweep, key: str, page: Path, width: Width) -> Figure | None:
         estimate = estimated(cell.runs, shown.value)
         middles += [{"cell": label, "at": label, **middle_of(estimate)}] if estimate else []
         ours = ", ".join(number(value, of) for _, value in values) or NOTHING
-        rows.append([label, shown.cell, of.label, ours, number_text(shown.paper, 2)])
+        rows.append([label, shown.cell, of.label, ours, shown.paper])
     dots = Dots(
         title="Percent of heads",
         cells=[row[0] for row in rows],
@@ -138,7 +139,8 @@ def _forest(sweep: Sweep, key: str, page: Path, width: Width) -> Figure | None:
         "stands is not what a verdict rests on. Statements for which it prints no percentage are left out."
         + (f" Exploratory: {', '.join(exploratory)}." if exploratory else "")
     )
-    table = DataTable(["PaperStatement", "Cell", "Number", "Ours, every seed (%)", "The paper's (%)"], rows)
+    columns = [*names("Statement", "Cell", "Number"), TableColumn("Ours", "every seed, %")]
+    table = Table("", [*columns, TableColumn("The paper’s", "%", ".2f")], rows)
     scale = f" at {sweep.summary.scale}" if sweep.summary.scale else ""
     chart = by_cell(dots, width, LABELS)
     return Figure(key, f"Ours{scale} beside the paper's", caption, [chart], small=True, table=table)

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from sinklab.experiments.documents import Summary, verdict_counts
 from sinklab.report.experiments.glance import GlanceLine, GlancePart, lines_of
-from sinklab.report.experiments.numbers import NOTHING
 from sinklab.report.summary import counted
+from sinklab.tables import NOTHING, Table, escaped, markdown, names
 
 
 def readme(summary: Summary) -> str:
@@ -14,7 +14,7 @@ def readme(summary: Summary) -> str:
     done = sum(run.status == "done" for run in runs.values())
     failed = sum(run.status == "failed" for run in runs.values())
     lines = [
-        f"# Results at scale {_escaped(summary.scale)}" if summary.scale else "# Results",
+        f"# Results at scale {escaped(summary.scale)}" if summary.scale else "# Results",
         "",
         f"{counted(len(summary.experiments), 'experiment').capitalize()}, {counted(len(summary.cells), 'cell')}, "
         f"{counted(done, 'finished run')}, {failed} failed, {len(runs) - done - failed} not finished. "
@@ -26,45 +26,53 @@ def readme(summary: Summary) -> str:
         *_glance(lines_of([(summary, {})])),
         "## Every claim",
         "",
-        "| experiment | claim | | verdict | evidence |",
-        "|---|---|---|---|---|",
+        markdown(_claims(summary)),
+        "",
     ]
-    lines += [
-        f"| {_escaped(claim.experiment)} | {_escaped(claim.said)} | {_escaped(claim.analysis)} | "
-        f"{_escaped(claim.verdict_said)} at {_escaped(claim.scale)} | "
-        f"{_escaped('; '.join(filter(None, (claim.evidence, *claim.remarks))))} |"
+    return "\n".join(lines)
+
+
+def _claims(summary: Summary) -> Table:
+    rows = [
+        (
+            claim.experiment,
+            claim.said,
+            claim.analysis,
+            f"{claim.verdict_said} at {claim.scale}",
+            "; ".join(filter(None, (claim.evidence, *claim.remarks))),
+        )
         for claim in summary.claims
     ]
-    return "\n".join([*lines, ""])
+    return Table("Every claim", names("experiment", "claim", "", "verdict", "evidence"), rows)
 
 
 def _glance(lines: Sequence[GlanceLine]) -> list[str]:
     if not lines:
         return []
-    return [
-        "## The paper at a glance",
-        "",
-        "| | statement | the paper (% of heads) | ours, every seed | verdict | caveat |",
-        "|---|---|---|---|---|---|",
-        *(
-            f"| {place} | {_escaped(line.statement.says)} | {_escaped(line.statement.paper)} | "
-            f"{'<br>'.join(map(_ours, line.parts)) or NOTHING} | "
-            f"{'<br>'.join(map(_verdict, line.parts)) or 'not run'} | {_escaped(line.statement.caveat)} |"
-            for place, line in enumerate(lines, 1)
-        ),
-        "",
+    columns = names("", "statement", "the paper (% of heads)", "ours, every seed", "verdict", "caveat")
+    rows = [
+        (
+            str(place),
+            line.statement.says,
+            line.statement.paper,
+            "\n".join(map(_ours, line.parts)) or NOTHING,
+            "\n".join(map(_verdict, line.parts)) or "not run",
+            line.statement.caveat,
+        )
+        for place, line in enumerate(lines, 1)
     ]
+    return ["## The paper at a glance", "", markdown(Table("The paper at a glance", columns, rows)), ""]
 
 
 def _ours(part: GlancePart) -> str:
-    return _escaped("; ".join(f"{cell} {text}" for cell, text in part.ours) or part.claim.evidence)
+    return "; ".join(f"{cell} {text}" for cell, text in part.ours) or part.claim.evidence
 
 
 def _verdict(part: GlancePart) -> str:
     """`reproduced at tiny (figure_4.default_has_a_sink)`, exploratory ones marked."""
     claim = part.claim
     kind = f", {claim.analysis}" if claim.analysis != "confirmatory" else ""
-    return _escaped(f"{claim.verdict_said} at {claim.scale} ({claim.experiment}.{claim.id}{kind})")
+    return f"{claim.verdict_said} at {claim.scale} ({claim.experiment}.{claim.id}{kind})"
 
 
 def _named(kind: str) -> str:
@@ -74,12 +82,4 @@ def _named(kind: str) -> str:
 
 def _counted(verdicts: Mapping[str, int]) -> str:
     """`3 reproduced, 1 contradicted`."""
-    return ", ".join(f"{number} {_escaped(verdict)}" for verdict, number in verdicts.items())
-
-
-def _escaped(text: str) -> str:
-    """Without anything that Markdown or HTML would take for markup."""
-    plain = " ".join(text.split()).replace("\\", "\\\\")
-    for character in "|`*_[]":
-        plain = plain.replace(character, f"\\{character}")
-    return plain.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return ", ".join(f"{number} {escaped(verdict)}" for verdict, number in verdicts.items())

@@ -9,7 +9,7 @@ from sinklab.experiments.quantities import Quantity
 from sinklab.report import theme
 from sinklab.report.charts import HEIGHT, Drawing, Width
 from sinklab.report.experiments.leaderboard import LOSS, SINK, Leaderboard, SeedScore
-from sinklab.report.experiments.numbers import estimate_of, quantity_of
+from sinklab.report.experiments.tables import estimate_of, quantity_of
 from sinklab.report.figure import Figure
 
 OTHERS = "other models"

@@ -46,8 +46,7 @@ class Sweep:
 
     def cells_of(self, experiment: ExperimentSummary) -> dict[str, CellSummary]:
         """Its cells by name, with its own seeds; one that the summary says nothing of is empty."""
-        found = {name: self.summary.cells.get(name, CellSummary(seeds=0)) for name in experiment.cells}
-        return {name: cell.of_seeds(experiment.seeds) for name, cell in found.items()} if experiment.seeds else found
+        return cells_of(self.summary, experiment)
 
     def claims_of(self, name: str) -> list[JudgedClaim]:
         """The claims of an experiment."""
@@ -91,6 +90,17 @@ class Sweep:
             return float(parse_yaml((folder / "recipe.yaml").read_text(encoding="utf-8"))["optim"]["lr"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+
+def cells_of(summary: Summary, experiment: ExperimentSummary) -> dict[str, CellSummary]:
+    """The cells of an experiment by name, with its own seeds; one that the summary says nothing of is empty."""
+    found = {name: summary.cells.get(name, CellSummary(seeds=0)) for name in experiment.cells}
+    return {name: cell.of_seeds(experiment.seeds) for name, cell in found.items()} if experiment.seeds else found
+
+
+def run_warnings(run: CellRun) -> list[str]:
+    """Files of a run that were edited since it ended, and the message it failed with."""
+    return [*([f"edited since it ended: {', '.join(run.edited)}"] if run.edited else []), *filter(None, [run.message])]
 
 
 def read_sweep(top: Path, summary: Summary) -> Sweep:
