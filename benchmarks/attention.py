@@ -33,7 +33,7 @@ from sinklab.model.block import DecoderBlock, LinearBlock, Places
 from sinklab.model.config import ModelConfig
 from sinklab.model.init import initialise
 from sinklab.model.mixer import GatedDelta
-from sinklab.model.value_residual import FirstValues
+from sinklab.model.values import FirstValues
 
 SHAPES = {64: (32, 4, 32), 2048: (1, 8, 64), 8192: (1, 8, 64)}  # length -> batch, heads, head width
 

@@ -22,12 +22,13 @@ FLOORS = (
     ("export",),
     ("train",),
     ("measuring",),
+    ("models",),
     ("model",),
     ("data",),
     ("attention",),
     (
         *("errors", "schema", "outputs", "files", "extras", "device", "compiling", "imports", "signals"),
-        *("tables", "display", "__init__"),
+        *("tables", "plots", "display", "__init__"),
     ),
 )
 """From the top down. Nothing imports what stands above it; files at the very bottom serve all floors."""

@@ -7,12 +7,12 @@ from closeness import assert_close
 from streaming_reference import Policy, first_and_recent, heavy_hitters, streamed
 
 from sinklab.assessing.caches import RollingCache
-from sinklab.assessing.eviction import HeavyHitters, RandomKeys
 from sinklab.assessing.layers import Change, LayerAttention
 from sinklab.assessing.own import OwnPatient
+from sinklab.assessing.parts.eviction import HeavyHitters, RandomKeys
 from sinklab.assessing.reading import PairedReader
 from sinklab.errors import InputError
-from sinklab.measuring.hooks import evaluating
+from sinklab.models.hooks import evaluating
 
 
 def under(one: OwnPatient, change: Change, tokens: torch.Tensor) -> torch.Tensor:

@@ -12,12 +12,12 @@ from foreign_streaming_reference import streamed_llama
 from streaming_reference import first_and_recent
 
 from sinklab.assessing.caches import RollingCache
-from sinklab.assessing.eviction import HeavyHitters
 from sinklab.assessing.foreign import ForeignPatient
 from sinklab.assessing.layers import as_it_is
+from sinklab.assessing.parts.eviction import HeavyHitters
 from sinklab.assessing.reading import PairedReader
 from sinklab.errors import InputError
-from sinklab.measuring.hooks import evaluating
+from sinklab.models.hooks import evaluating
 
 CONFIGS: dict[str, Any] = {
     "llama": lambda: hf.LlamaConfig(**GROUPED),

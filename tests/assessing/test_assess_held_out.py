@@ -9,10 +9,12 @@ from made_assessment import assessment
 from tiny_models import tiny_model
 from trained_run import trained_run
 
-from sinklab.assessing.documents import Assessment
+from sinklab.assessing.assessment import Assessment
 from sinklab.assessing.loading import admit
-from sinklab.assessing.numbers import assessed_numbers
-from sinklab.measuring.huggingface.loading import AS_IT_IS
+from sinklab.assessing.parts import NUMBERS
+from sinklab.assessing.parts.quantisation import Quantisation
+from sinklab.assessing.parts.streaming import Streaming
+from sinklab.models.huggingface.loading import AS_IT_IS
 from sinklab.train.directory.run import validation_tokens
 
 
@@ -40,21 +42,24 @@ def test_a_bad_text_is_found_before_a_model_is_looked_for(run: Run) -> None:
 
 def test_the_numbers_of_an_assessment_are_differences_of_its_losses() -> None:
     a = Assessment.model_validate(assessment("a model"))
-    numbers = assessed_numbers(a)
-    assert a.streaming is not None
-    loss = {(row.cache, row.first): row.loss for row in a.streaming.caches}
+    numbers, streaming, quantisation = a.numbers(), a.result(Streaming), a.result(Quantisation)
+    loss = {(row.cache, row.first): row.loss for row in streaming.caches}
     sizes, kept = sorted({cache for cache, _ in loss}), sorted({first for _, first in loss})
     for first in kept:
         assert numbers[f"streamed_loss_{first}"] == loss[sizes[-1], first]
         assert numbers[f"streamed_gap_{first}"] == loss[sizes[-1], first] - loss[sizes[-1], kept[-1]]
-    assert numbers["streaming_added"] == loss[sizes[0], kept[0]] - a.streaming.unchanged.loss
-    assert numbers["streaming_kept_added"] == loss[sizes[0], kept[-1]] - a.streaming.unchanged.loss
-    assert a.quantisation is not None
-    static = next(one for one in a.quantisation.settings if one.name == "int8 static per tensor")
-    assert numbers["int8_added"] == static.everything.loss - a.quantisation.unchanged.loss
+    assert numbers["streaming_added"] == loss[sizes[0], kept[0]] - streaming.unchanged.loss
+    assert numbers["streaming_kept_added"] == loss[sizes[0], kept[-1]] - streaming.unchanged.loss
+    static = next(one for one in quantisation.settings if one.name == "int8 static per tensor")
+    assert numbers["int8_added"] == static.everything.loss - quantisation.unchanged.loss
     assert numbers["int8_due_to_sink"] == static.due_to_sink
 
 
 def test_parts_that_were_not_done_have_no_numbers() -> None:
     none: dict[str, None] = dict.fromkeys(("streaming", "quantisation", "eviction", "length", "carries"))
-    assert assessed_numbers(Assessment.model_validate(assessment("a model")).model_copy(update=none)) == {}
+    assert Assessment.model_validate({**assessment("a model"), **none}).numbers() == {}
+
+
+def test_every_number_that_a_part_declares_is_computed() -> None:
+    found = Assessment.model_validate(assessment("a model")).numbers()
+    assert {name.replace("_0", "_N").replace("_4", "_N") for name in found} == {one.name for one in NUMBERS}

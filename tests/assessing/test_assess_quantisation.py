@@ -8,7 +8,7 @@ from assessed import patient, some_tokens
 from closeness import assert_close
 
 from sinklab.assessing.layers import as_it_is
-from sinklab.assessing.quantisation import assess_quantisation, outliers_by_block
+from sinklab.assessing.parts.quantisation import assess_quantisation, outliers_by_block
 from sinklab.assessing.quantiser import LinearMap, linear_maps, on_grid, quantised, quantised_weight, watched_maxima
 from sinklab.assessing.reading import PairedReader
 

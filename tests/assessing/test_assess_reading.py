@@ -7,9 +7,9 @@ from closeness import assert_close
 
 from sinklab.assessing.caches import RollingCache
 from sinklab.assessing.layers import LayerAttention, as_it_is
-from sinklab.assessing.length import assess_length
+from sinklab.assessing.parts.length import assess_length
+from sinklab.assessing.parts.streaming import assess_streaming
 from sinklab.assessing.reading import PairedReader
-from sinklab.assessing.streaming import assess_streaming
 from sinklab.errors import SinklabError
 
 

@@ -8,20 +8,20 @@ import torch
 from assessed import patient, some_tokens
 from closeness import assert_close
 
-from sinklab.assessing.carries import (
+from sinklab.assessing.layers import Change, LayerAttention
+from sinklab.assessing.own import OwnPatient
+from sinklab.assessing.parts.heads import assess_heads, effective_rank, kind_of
+from sinklab.assessing.parts.key_ablations import (
     HiddenKeys,
+    Keys,
+    SelectedKeys,
     ShiftedLogits,
     SpreadShares,
     ZeroedValues,
-    assess_carries,
+    ablate_keys,
 )
-from sinklab.assessing.documents import Keys
-from sinklab.assessing.heads import assess_heads, effective_rank, kind_of
-from sinklab.assessing.layers import Change, LayerAttention
-from sinklab.assessing.own import OwnPatient
-from sinklab.assessing.selections import SelectedKeys
 from sinklab.errors import InputError
-from sinklab.measuring.hooks import evaluating
+from sinklab.models.hooks import evaluating
 
 KINDS: tuple[Keys, ...] = ("sink", "recent", "random")
 
@@ -137,7 +137,7 @@ def test_a_sigmoid_loses_a_hidden_key_and_shares_nothing() -> None:
 
 @pytest.mark.parametrize("variant", ["softmax", "k biases", "sink token", "sigmoid", "softpick", "gate"])
 def test_the_sink_and_its_controls_are_assessed(variant: str) -> None:
-    found = assess_carries(patient(variant), some_tokens(), 1, (-2.0, 2.0), 0, lambda: None)
+    found = ablate_keys(patient(variant), some_tokens(), 1, (-2.0, 2.0), 0, lambda: None)
     expected = [*(["bias"] if variant == "k biases" else []), *KINDS]
     assert [row.keys for row in found.keys] == expected
     for row in found.keys:
@@ -150,14 +150,14 @@ def test_the_share_of_the_sink_is_its_attention_over_the_queries_after_it() -> N
     one = patient(layers=1)
     seen = Seen(one, lambda layer: layer.output())
     scores = seen.logits().softmax(-1)
-    found = assess_carries(one, some_tokens(), 1, (), 0, lambda: None)
+    found = ablate_keys(one, some_tokens(), 1, (), 0, lambda: None)
     assert found.keys[0].share == pytest.approx(float(scores[:, :, 1:, 0].mean()), rel=1e-9)
 
 
 def test_differential_attention_is_refused() -> None:
     one = patient(attention={"operation": {"kind": "differential"}})
     with pytest.raises(InputError, match="cannot be changed one by one"):
-        assess_carries(one, some_tokens(), 1, (), 0, lambda: None)
+        ablate_keys(one, some_tokens(), 1, (), 0, lambda: None)
 
 
 def test_heads_are_told_apart_by_value_and_rank() -> None:

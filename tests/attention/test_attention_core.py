@@ -35,7 +35,7 @@ from sinklab.attention import reference
 from sinklab.attention.chunked import chunked_attend
 from sinklab.attention.config import AttentionConfig
 from sinklab.attention.core import AttentionCore
-from sinklab.attention.operations.base import LogSimilarity, Weighing
+from sinklab.attention.operations.base import LogSimilarity, Normalisation
 from sinklab.attention.operations.call import Call
 
 
@@ -129,8 +129,8 @@ def test_an_operation_without_a_reference_is_none() -> None:
     class Unproven(LogSimilarity):
         kind: Literal["unproven"] = "unproven"
 
-        def weigh(self, call: Call) -> Weighing:
-            return Weighing()
+        def normalisation(self, call: Call) -> Normalisation:
+            return Normalisation()
 
     with pytest.raises(TypeError, match=r"abstract method .?reference"):
         Unproven()  # type: ignore[abstract]

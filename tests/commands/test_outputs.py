@@ -11,7 +11,7 @@ from report_fixtures import make_lab, make_measurement, make_run
 from tiny_models import text_file, tiny_model
 
 from sinklab.errors import InputError
-from sinklab.measuring.huggingface import loading
+from sinklab.models.huggingface import loading
 from sinklab.report import write_report
 
 NOTES = "mine, and there is no copy"

@@ -42,7 +42,7 @@ WITHOUT_FUSED_CHECK = {  # checked before the optimiser's step
 IN_LOSS = {"copy to the card, train/evaluate.py loss": BATCHES_OF_LOSS, "item, train/evaluate.py loss": 1}
 IN_MEASUREMENT = {
     "copy to the card, measuring/driver.py step": BATCHES_OF_METRIC,
-    "copy to the card, measuring/padding.py to": BATCHES_OF_METRIC,
+    "copy to the card, attention/real_tokens.py to": BATCHES_OF_METRIC,
     "copy from the card, attention/importance.py _seen_by": 1,  # once for a mask
     "synchronize, device.py on_host": BATCHES_OF_METRIC + 1,  # and the largest activations
     "synchronize, measuring/batches.py costing": 1,

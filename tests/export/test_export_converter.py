@@ -11,7 +11,7 @@ from tiny_gguf import needed
 from trained_run import trained_run
 
 from sinklab.export.directory import export_run
-from sinklab.measuring.huggingface.loading import load_pretrained
+from sinklab.models.huggingface.loading import load_pretrained
 
 
 def test_the_converter_of_llama_cpp_reads_an_exported_run(data_dir: Path, tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ from torch import nn
 
 import sinklab
 from sinklab.errors import InputError, SinklabError
-from sinklab.measuring.huggingface import loading
-from sinklab.measuring.huggingface.loading import check_name
 from sinklab.measuring.measurement import Measurement
+from sinklab.models.huggingface import loading
+from sinklab.models.huggingface.loading import check_name
 from sinklab.report import write_report
 
 TOKENS = torch.randint(3, 64, (6, 12), generator=torch.Generator().manual_seed(1))

@@ -15,17 +15,17 @@ from transformers import AutoModelForCausalLM
 
 from sinklab.attention.importance import score_rows
 from sinklab.attention.masks import CAUSAL, Window
+from sinklab.attention.real_tokens import real_tokens
 from sinklab.commands.options import parse_maps
 from sinklab.errors import InputError
 from sinklab.measuring.api import measure
-from sinklab.measuring.hooks import hooked
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.padding import real_tokens
 from sinklab.measuring.statistics.block import Angles
 from sinklab.measuring.statistics.details import Details
 from sinklab.measuring.statistics.layer import layer_details
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
+from sinklab.models.hooks import hooked
 
 EPS = 0.2
 LENGTH = 14

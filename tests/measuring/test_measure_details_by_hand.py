@@ -8,7 +8,7 @@ import torch
 from sinklab.attention.blocks import Block
 from sinklab.attention.importance import Rows, score_rows
 from sinklab.attention.masks import CAUSAL, Window
-from sinklab.measuring.padding import real_tokens
+from sinklab.attention.real_tokens import real_tokens
 from sinklab.measuring.statistics.block import Angles, bucket_starts
 from sinklab.measuring.statistics.compression import matrix_entropy
 from sinklab.measuring.statistics.layer import LayerDetails, layer_details

@@ -23,7 +23,7 @@ WITHOUT_NATIVE = """
 import json, sys
 from sinklab.survey.single import measure_model
 from sinklab.survey.sizes import sizes
-from sinklab.measuring.huggingface.loading import Loading
+from sinklab.models.huggingface.loading import Loading
 from sinklab.measuring.options import Options
 from sinklab.survey.request import Request
 from sinklab.train.directory.run import resolved_precision

@@ -19,9 +19,9 @@ from tiny_models import TEMPLATE, chat_file, text_file
 import sinklab
 from sinklab.errors import InputError
 from sinklab.extras import install_command
-from sinklab.measuring.huggingface import gguf as gguf_files
-from sinklab.measuring.huggingface.loading import Loading, load_pretrained
 from sinklab.measuring.options import Options
+from sinklab.models.huggingface import gguf as gguf_files
+from sinklab.models.huggingface.loading import Loading, load_pretrained
 from sinklab.survey.compare import compare_models
 from sinklab.survey.domains import measure_domains
 from sinklab.survey.request import Request

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from sinklab.device import pick_device
 from sinklab.errors import InputError
-from sinklab.measuring.huggingface.loading import load_pretrained, pick_dtype
 from sinklab.measuring.options import Options
+from sinklab.models.huggingface.loading import load_pretrained, pick_dtype
 from sinklab.survey.request import Request
 from sinklab.survey.single import measure_model
 

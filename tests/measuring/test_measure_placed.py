@@ -12,8 +12,8 @@ from closeness import assert_same_rates
 
 import sinklab
 from sinklab.errors import InputError
-from sinklab.measuring.huggingface.loading import Loading
 from sinklab.measuring.options import Options
+from sinklab.models.huggingface.loading import Loading
 from sinklab.survey.request import Request
 from sinklab.survey.single import measure_model
 

@@ -13,8 +13,8 @@ from tiny_models import tiny_model
 
 from sinklab.commands.measurements import one_model
 from sinklab.errors import InputError
-from sinklab.measuring.huggingface.loading import Loading
 from sinklab.measuring.options import Options
+from sinklab.models.huggingface.loading import Loading
 from sinklab.survey.compare import compare_models
 from sinklab.survey.request import Request
 from sinklab.survey.single import measure_model

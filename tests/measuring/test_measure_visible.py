@@ -15,10 +15,10 @@ from rich.console import Console
 import sinklab
 from sinklab.commands.terminal.measurements import print_measurement
 from sinklab.measuring.api import measure
-from sinklab.measuring.huggingface.call import read_call
 from sinklab.measuring.measurement import Measurement
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
+from sinklab.models.huggingface.call import read_call
 
 T, EOS, EPS = 14, 5, 0.3
 COMMON: dict[str, Any] = {

@@ -4,9 +4,9 @@ import pytest
 import torch
 from closeness import assert_close
 
+from sinklab.attention.operations.forgetting import ForgetGate
 from sinklab.measuring.api import measure
 from sinklab.model.config import ModelConfig
-from sinklab.model.forget import ForgetGating
 from sinklab.model.transformer import Transformer
 
 SIZES = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "ffn_width": 24, "vocab_size": 20, "context": 16}
@@ -24,7 +24,7 @@ def tokens() -> torch.Tensor:
 @pytest.mark.parametrize("init", ["declared", "torch"])
 def test_gates_start_at_the_sigmoid_of_their_start(init: str) -> None:
     gating = model(1.5, init={"kind": init}).get_submodule("blocks.1.attention.forget_gate")
-    assert isinstance(gating, ForgetGating)
+    assert isinstance(gating, ForgetGate)
     assert gating.bias.tolist() == [1.5] * 4
     sums = gating(torch.zeros(1, 5, 32, dtype=torch.float64))
     each = torch.nn.functional.logsigmoid(torch.tensor(1.5, dtype=torch.float64))

@@ -16,7 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
 from sinklab.attention.core import AttentionCore
 from sinklab.model.llama import llama_config, llama_weights
-from sinklab.model.rotary import rotary_tables, rotate
+from sinklab.model.position import rotary_tables, rotate
 from sinklab.model.transformer import Transformer
 from sinklab.train.recipe import Recipe, build_recipe
 

@@ -13,7 +13,7 @@ from sinklab.measuring.api import measure
 from sinklab.model.block import Attention
 from sinklab.model.gate import OutputGating, ValueGating
 from sinklab.model.norm import DynamicTanh, RmsNorm
-from sinklab.model.rotary import rotary_tables, rotate
+from sinklab.model.position import rotary_tables, rotate
 from sinklab.model.transformer import Transformer
 from sinklab.train.directory.run import open_run
 from sinklab.train.recipe import Recipe, build_recipe, load_recipe

@@ -13,11 +13,11 @@ from test_sweep_report import charts_of
 from sinklab.experiments.glance import statements
 from sinklab.report import write_report
 from sinklab.report.collect import collect
+from sinklab.report.experiments.figures import board_figure
 from sinklab.report.experiments.glance import glance
 from sinklab.report.experiments.leaderboard import leaderboard
 from sinklab.report.experiments.origins import origins
 from sinklab.report.experiments.packing import pack_sweep
-from sinklab.report.experiments.scatter import board_figure
 from sinklab.report.experiments.sections import experiment_sections, grouped
 
 

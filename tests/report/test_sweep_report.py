@@ -20,8 +20,8 @@ from sinklab.errors import InputError
 from sinklab.experiments.documents import ExperimentSummary
 from sinklab.report import write_report
 from sinklab.report.collect import collect
+from sinklab.report.experiments.figures import ordered
 from sinklab.report.experiments.leaderboard import leaderboard
-from sinklab.report.experiments.ordering import ordered
 from sinklab.report.experiments.tables import experiment_table
 
 HOSTILE = "<img src=x onerror=alert(1)>"

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sinklab.assessing.documents import ASSESSMENT, Assessment
+from sinklab.assessing.assessment import ASSESSMENT, Assessment
 
 
 def effect(loss: float = 3.0, kl: float = 0.0) -> dict[str, Any]:

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sinklab.assessing.layers import Change, LayerAttention, Turn, as_it_is
+from sinklab.attention.blocks import accumulate_dtype
 from sinklab.attention.operations.call import Call
 from sinklab.attention.operations.similarity import Softmax
 from sinklab.errors import InputError, SinklabError, cause
-from sinklab.measuring.hooks import evaluating
-from sinklab.measuring.huggingface import anatomy
-from sinklab.measuring.huggingface.call import read_call
 from sinklab.measuring.huggingface.interface import attention_function
-from sinklab.measuring.metrics import accumulation
+from sinklab.models.hooks import evaluating
+from sinklab.models.huggingface import anatomy
+from sinklab.models.huggingface.call import read_call
 
 SOFTMAX = Softmax()
 TRIED = 8  # tokens
@@ -85,7 +85,7 @@ class ForeignPatient:
                 stack.enter_context(_answering(body, answer))
             tokens_1R = torch.zeros(1, len(hidden_RE), dtype=torch.long, device=self.device)
             logits_RV = self.module(tokens_1R, use_cache=False).logits[0]
-        return logits_RV.to(accumulation(logits_RV.dtype))
+        return logits_RV.to(accumulate_dtype(logits_RV.dtype))
 
     def _try(self) -> None:
         """Read a few tokens and compare with what the model itself makes of them."""

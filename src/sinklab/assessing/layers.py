@@ -17,7 +17,7 @@ from sinklab.attention.operations import Operation
 from sinklab.attention.operations.base import LogSimilarity
 from sinklab.attention.operations.call import Call
 from sinklab.errors import InputError
-from sinklab.measuring.visible import LayerKinds
+from sinklab.models.layer_kinds import LayerKinds
 
 Turn = Callable[[Tensor, Tensor], Tensor]
 """(x_BHLD, by_L) -> x with the rotary embedding of every position moved on by so many positions."""

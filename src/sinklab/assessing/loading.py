@@ -15,8 +15,8 @@ from sinklab.data.tokenfile import TokenFile
 from sinklab.device import pick_device
 from sinklab.errors import InputError
 from sinklab.measuring.conversations import Conversations
-from sinklab.measuring.huggingface.loading import Loading, check_name, check_revision, pick_dtype
 from sinklab.measuring.inputs import Encode, default_prefix, pretrained_encode
+from sinklab.models.huggingface.loading import Loading, check_name, check_revision, pick_dtype
 from sinklab.survey.items import model_files
 from sinklab.survey.loaded import is_run
 
@@ -95,7 +95,7 @@ def admit(name: str, loading: Loading) -> Admitted:
 
 def _pretrained(name: str, loading: Loading) -> Admitted:
     from sinklab.assessing.foreign import ForeignPatient
-    from sinklab.measuring.huggingface.loading import load_pretrained
+    from sinklab.models.huggingface.loading import load_pretrained
 
     loaded = load_pretrained(name, loading)
     prefix = torch.tensor(default_prefix(loaded.tokenizer), dtype=torch.long)

@@ -13,8 +13,7 @@ from sinklab.attention.core import AttentionCore
 from sinklab.errors import InputError
 from sinklab.measuring.native import attention_cores, layer_kinds
 from sinklab.model.config import ModelConfig
-from sinklab.model.position import Absolute, Learnable, Rotary
-from sinklab.model.rotary import rotate
+from sinklab.model.position import Absolute, Learnable, Rotary, rotate
 from sinklab.model.transformer import Transformer
 
 

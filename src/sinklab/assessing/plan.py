@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import get_args
+from typing import Literal
 
-from sinklab.assessing.documents import AssessPart, Placed
 from sinklab.assessing.layers import Patient
 from sinklab.errors import InputError
 
-PARTS: tuple[AssessPart, ...] = get_args(AssessPart)
+Placed = Literal["cache", "text"]
 WITHIN = 2**10  # tokens of a sequence within the context, unless told
 TOKENS = 2**11  # of such sequences together
 STREAMED = 2**12  # tokens of the streaming part together
@@ -33,7 +32,7 @@ class Wanted:
         where_possible: parts that the model cannot be given are skipped although they are named.
     """
 
-    parts: Sequence[AssessPart] = ()
+    parts: Sequence[str] = ()
     sequences: int | None = None
     length: int | None = None
     stream_length: int | None = None
@@ -46,9 +45,6 @@ class Wanted:
     where_possible: bool = False
 
     def __post_init__(self) -> None:
-        for part in self.parts:
-            if part not in PARTS:
-                raise InputError(f"--parts {part}: the parts are {', '.join(PARTS)}")
         for option, numbers in (("--cache", self.caches), ("--budget", self.budgets)):
             for number in numbers:
                 if number < 2:
@@ -123,8 +119,6 @@ def settings_for(patient: Patient, wanted: Wanted) -> AssessSettings:
             )
     if not 1 <= wanted.sink_tokens <= length // 4:
         raise InputError(f"--sink-tokens {wanted.sink_tokens}: give 1 to {length // 4}, a quarter of the sequences")
-    if "length" in wanted.parts and patient.ends:
-        raise InputError(f"the part `length` reads beyond the context, and {patient.name} cannot: {patient.ends}")
     return AssessSettings(
         sequences=wanted.sequences or max(1, TOKENS // length),
         length=length,

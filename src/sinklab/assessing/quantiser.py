@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinklab.measuring.hooks import hooked
+from sinklab.models.hooks import hooked
 
 INT8, INT4 = 8, 4
 GROUP = 32

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinklab.assessing.documents import Effect
 from sinklab.assessing.layers import Change, Patient, as_it_is
+from sinklab.assessing.part import Effect
 from sinklab.errors import SinklabError
-from sinklab.measuring.hooks import evaluating
-from sinklab.measuring.memory import LOGITS_AT_ONCE
+from sinklab.models.hooks import evaluating
+from sinklab.models.memory import LOGITS_AT_ONCE
 
 TOKENS_AT_ONCE = 2**11
 Step = Callable[[], None]

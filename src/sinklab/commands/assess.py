@@ -14,7 +14,7 @@ from sinklab.errors import InputError
 from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:
-    from sinklab.assessing.documents import Assessment, AssessPart
+    from sinklab.assessing.assessment import Assessment
 
 Positions = Literal["cache", "text"]
 
@@ -73,11 +73,10 @@ def assess(
 
     from sinklab.assessing.plan import Wanted
     from sinklab.assessing.running import assess as assess_model
-    from sinklab.assessing.running import document
     from sinklab.commands.terminal.assess import print_assessment
     from sinklab.commands.terminal.tables import printable
     from sinklab.errors import UnsavedError
-    from sinklab.measuring.huggingface.loading import Loading
+    from sinklab.models.huggingface.loading import Loading
 
     console = stderr()
 
@@ -86,7 +85,7 @@ def assess(
 
     def show(assessment: "Assessment") -> None:
         if as_json:
-            print(json.dumps(document(assessment), indent=2))
+            print(json.dumps(assessment.document(), indent=2))
         else:
             print_assessment(assessment, Console())
 
@@ -112,13 +111,13 @@ def assess(
     show(found)
 
 
-def parts_of(given: str) -> "tuple[AssessPart, ...]":
+def parts_of(given: str) -> tuple[str, ...]:
     """The parts of --parts: a list with commas, or all, which is whatever the model can be given.
 
     Raises:
         InputError: a name that is none.
     """
-    from sinklab.assessing.plan import PARTS
+    from sinklab.assessing.parts import PARTS
 
     names = [name.strip() for name in given.split(",")]
     if names == ["all"]:
@@ -132,7 +131,7 @@ def parts_of(given: str) -> "tuple[AssessPart, ...]":
 class AssessProgress(StepProgress):
     """An `AssessListener`."""
 
-    def starts(self, part: "AssessPart", passes: int) -> None:
+    def starts(self, part: str, passes: int) -> None:
         """Show the bar of the part."""
         self.begin(part, passes)
         self.say_without_terminal(f"{part}: {passes} sequences to be read")
@@ -141,14 +140,14 @@ class AssessProgress(StepProgress):
         """Move the bar."""
         self.move(1)
 
-    def ends(self, part: "AssessPart", seconds: float) -> None:
+    def ends(self, part: str, seconds: float) -> None:
         """Print how long it took."""
         self.say(f"{part}: done in {duration(seconds)}")
 
-    def keeps(self, part: "AssessPart") -> None:
+    def keeps(self, part: str) -> None:
         """Print that it is there already."""
         self.say(f"{part}: kept")
 
-    def skips(self, part: "AssessPart", why: str) -> None:
+    def skips(self, part: str, why: str) -> None:
         """Print why."""
         self.say(f"{part}: skipped: {why}")

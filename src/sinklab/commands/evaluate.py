@@ -57,7 +57,7 @@ def evaluate(
     from sinklab.commands.terminal.tables import printable
     from sinklab.errors import UnsavedError
     from sinklab.evaluating.running import TaskRequest, evaluate_model
-    from sinklab.measuring.huggingface.loading import Loading
+    from sinklab.models.huggingface.loading import Loading
     from sinklab.survey.loaded import is_run
 
     console = stderr()

@@ -33,7 +33,7 @@ from sinklab.signals import keeping_what_is_finished
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sinklab.measuring.huggingface.loading import Loading
+    from sinklab.models.huggingface.loading import Loading
 
 
 def measure(
@@ -125,9 +125,9 @@ def measure(
         sizes_command,
     )
     from sinklab.measuring.frames import check_formats
-    from sinklab.measuring.huggingface.subfolder import in_subfolder
     from sinklab.measuring.options import Options
     from sinklab.measuring.surgery.study import Study
+    from sinklab.models.huggingface.subfolder import in_subfolder
     from sinklab.survey.request import Request
 
     tables = [kind.value for kind in formats or ()]
@@ -200,8 +200,8 @@ def compare(
     Differences are from the first model.
     """
     from sinklab.commands.measurements import Invocation, compare_command
-    from sinklab.measuring.huggingface.subfolder import in_subfolder
     from sinklab.measuring.options import Options
+    from sinklab.models.huggingface.subfolder import in_subfolder
     from sinklab.survey.request import Request
 
     options = Options(eps=parse_eps(eps or ["0.3"]), batch_size=batch_size, inputs=inputs)
@@ -253,7 +253,7 @@ def _loading(
 ) -> "Loading":
     """How models are loaded; what takes a while is said on the console."""
     from sinklab.commands.terminal.tables import printable
-    from sinklab.measuring.huggingface.loading import Loading
+    from sinklab.models.huggingface.loading import Loading
 
     def say(message: str) -> None:
         console.print(printable(message), markup=False, highlight=False, soft_wrap=True)

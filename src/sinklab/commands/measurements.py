@@ -22,7 +22,7 @@ from sinklab.commands.terminal.measurements import (
 )
 from sinklab.errors import InputError, SinklabError, UnsavedError
 from sinklab.measuring.frames import write_tables
-from sinklab.measuring.huggingface.loading import Loading
+from sinklab.models.huggingface.loading import Loading
 from sinklab.report import write_report
 from sinklab.survey.backends import compare_backends
 from sinklab.survey.checkpoints import measure_checkpoints, saved_models

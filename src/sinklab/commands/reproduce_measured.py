@@ -16,7 +16,7 @@ from sinklab.experiments.measured.definition import MeasuredExperiment
 from sinklab.experiments.measured.planning import passes_of, subjects_of
 from sinklab.experiments.measured.running import MeasuredResults, measure_experiment
 from sinklab.experiments.shipped import load_experiment
-from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading
 from sinklab.outputs import REPORT, check_results
 from sinklab.report import write_report
 from sinklab.signals import keeping_what_is_finished

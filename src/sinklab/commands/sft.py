@@ -64,7 +64,7 @@ def sft(
     """
     from sinklab.commands.terminal.tables import printable
     from sinklab.commands.terminal.training import print_tuning
-    from sinklab.measuring.huggingface.loading import Loading
+    from sinklab.models.huggingface.loading import Loading
     from sinklab.tuning.preparing import TuneSources
     from sinklab.tuning.running import tune
     from sinklab.tuning.settings import TuneWanted

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 
-from sinklab.assessing.documents import ASSESSMENT
+from sinklab.assessing.assessment import ASSESSMENT
 from sinklab.commands.assess import AssessProgress
 from sinklab.commands.console import PLAIN, RunBoard, data_progress
 from sinklab.commands.timing import RunLength

@@ -8,9 +8,9 @@ from sinklab.evaluating.documents import TaskScores
 from sinklab.evaluating.loading import Candidate, load_candidate
 from sinklab.evaluating.running import TaskListener, TaskRequest, evaluate_candidate
 from sinklab.evaluating.tasks import ChosenTask, chosen_tasks
-from sinklab.measuring.hooks import Progress
-from sinklab.measuring.huggingface.loading import Loading
 from sinklab.measuring.measurement import Measurement
+from sinklab.models.hooks import Progress
+from sinklab.models.huggingface.loading import Loading
 from sinklab.survey.loaded import LoadedPretrained
 from sinklab.survey.request import Request
 

@@ -10,8 +10,8 @@ from typing import Any
 from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]  # an extra
 
 from sinklab.evaluating.answers import Answers, ModelAnswer, name_of
-from sinklab.measuring.huggingface.loading import Pretrained
 from sinklab.measuring.inputs import default_prefix
+from sinklab.models.huggingface.loading import Pretrained
 
 TOGETHER = 8  # batches whose answers are kept together
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sinklab.export.directory import export_run
-from sinklab.measuring.huggingface.loading import Loading, Pretrained, check_name, check_revision, load_pretrained
+from sinklab.models.huggingface.loading import Loading, Pretrained, check_name, check_revision, load_pretrained
 from sinklab.survey.items import model_files
 from sinklab.survey.loaded import is_run
 

@@ -13,7 +13,7 @@ from sinklab.evaluating.scoring import Scored, draw_items, score_task
 from sinklab.evaluating.sink import sink_of_file, sink_of_task
 from sinklab.evaluating.tasks import ChosenTask, chosen_tasks, lm_eval_version, quiet
 from sinklab.files import write_json
-from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading, check_name
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name
 from sinklab.outputs import check_results
 from sinklab.survey.request import Request
 from sinklab.train.directory.lock import one_writer

@@ -24,7 +24,7 @@ from typing import Annotated, Any, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from sinklab.assessing.documents import AssessPart
+from sinklab.assessing.parts import PartName
 from sinklab.experiments.claims import Analysis, Claim, Scale, quantities_of
 from sinklab.experiments.published import Published
 from sinklab.experiments.quantities import QuantityName
@@ -130,7 +130,7 @@ class Experiment(Part):
     columns: tuple[QuantityName, ...] = ("sink_1", "sink_bias", "valid_loss", "norm_ratio")
     published: Published | None = None
     claims: tuple[Claim, ...] = ()
-    assess: tuple[AssessPart, ...] = ()
+    assess: tuple[PartName, ...] = ()
     evidence: Analysis = "exploratory"
     stated: date | None = None
     seeds: int = Field(default=5, ge=1)

@@ -40,9 +40,7 @@ proposition_excess                  the largest deviation from the paper's propo
                                     what rounding may cause
 accuracy, accuracy_norm             of a downstream task, percent of its items; answers by likelihood, and per character
 
-of runs that `assess` of the experiment asks for (docs/assess.md has the formulas, `assessing/numbers.py` each number):
-streamed_loss_N, streamed_gap_N, streaming_added, streaming_kept_added, int8_added, int8_due_to_sink,
-recent_keys_added, beyond_context_added, sink_hidden_added
+of runs for which the experiment says `assess`: the `numbers` of the parts in `assessing/parts/`
 """
 
 import math
@@ -54,6 +52,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import AfterValidator
 
+from sinklab.assessing.parts import NUMBERS
 from sinklab.experiments.breaks import jump_at
 
 EMERGED = 10.0
@@ -98,7 +97,7 @@ _SINK = re.compile(r"sink_([1-9]\d*)(_visible)?")
 _FIRST = re.compile(r"sink_first_([1-9]\d*)")
 _RANGE = re.compile(r"sink_([1-9]\d*)_to_([1-9]\d*)")
 _LAYER = re.compile(r"(sink_layer|layer_step)_([1-9]\d*)")
-_STREAMED = re.compile(r"streamed_(loss|gap)_(0|[1-9]\d*)")
+_NUMBERED = [one for one in NUMBERS if "N" in one.name]
 _NAMED = {
     one.name: one
     for one in (
@@ -133,13 +132,7 @@ _NAMED = {
         Quantity("proposition_excess", "Deviation from the proposition, over that of rounding", "x", 2),
         Quantity("accuracy", "Accuracy", "%", 1),
         Quantity("accuracy_norm", "Accuracy, by likelihood per character", "%", 1),
-        Quantity("streaming_added", "Streaming through a small cache, added loss", "nats", 3, once=True),
-        Quantity("streaming_kept_added", "The same with first tokens kept, added loss", "nats", 3, once=True),
-        Quantity("int8_added", "Static int8, added loss", "nats", 3, once=True),
-        Quantity("int8_due_to_sink", "Of static int8's, due to the sink", "nats", 3, once=True),
-        Quantity("recent_keys_added", "Recent keys only, added loss", "nats", 3, once=True),
-        Quantity("beyond_context_added", "Beyond the context, added loss", "nats", 3, once=True),
-        Quantity("sink_hidden_added", "Sink hidden, added loss", "nats", 3, once=True),
+        *(Quantity(one.name, one.label, "nats", 3, once=True) for one in NUMBERS if "N" not in one.name),
     )
 }
 
@@ -162,15 +155,13 @@ def quantity(name: str) -> Quantity:
         if found[1] == "sink_layer":
             return Quantity(name, f"Sequences in which a head of layer {found[2]} sinks", "%", 1)
         return Quantity(name, f"Step at which a head of layer {found[2]} sinks", "steps", 0)
-    if found := _STREAMED.fullmatch(name):
-        kept = f"streamed with the first {found[2]} kept"
-        if found[1] == "loss":
-            return Quantity(name, f"Loss {kept}", "nats", 3, once=True)
-        return Quantity(name, f"Loss {kept}, above most kept", "nats", 3, once=True)
+    for one in _NUMBERED:
+        if found := re.fullmatch(one.name.replace("N", r"(0|[1-9]\d*)"), name):
+            return Quantity(name, one.label.replace("N", found[1]), "nats", 3, once=True)
     raise ValueError(f"there is no number {name!r}; there are: sink_1 (or 2, 3, ..), sink_1_visible, sink_first_5, "
                      f"sink_2_to_5, "
                      f"sink_layer_1, layer_step_1, "
-                     f"streamed_loss_0 (or 1, 2, ..), streamed_gap_0, {', '.join(_NAMED)}")  # fmt: skip
+                     f"{', '.join(one.name for one in _NUMBERED)} (N from 0), {', '.join(_NAMED)}")  # fmt: skip
 
 
 def _known(name: str) -> str:

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from sinklab.assessing.documents import ASSESSMENT, load_assessment, on_held_out
-from sinklab.assessing.numbers import assessed_numbers
+from sinklab.assessing.assessment import ASSESSMENT, load_assessment
 from sinklab.errors import SinklabError
 from sinklab.experiments.documents import CellRun, read_record
 from sinklab.experiments.quantities import Reading, RunNumbers
@@ -77,7 +76,7 @@ def _assessed(directory: Path) -> dict[str, float]:
     if not (directory / ASSESSMENT).is_file():
         return {}
     assessment = load_assessment(directory / ASSESSMENT)
-    return assessed_numbers(assessment) if on_held_out(assessment) else {}
+    return assessment.numbers() if assessment.on_held_out else {}
 
 
 def _reading(one: Evaluation) -> Reading:

@@ -17,11 +17,11 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.measuring import metrics
 from sinklab.measuring.activations import MassiveActivation
 from sinklab.measuring.batches import Cost
+from sinklab.measuring.mask_coverage import View, joined, visibility_note
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.measuring.statistics.totals import DetailTotals
 from sinklab.measuring.statistics.watch import BatchDetails
-from sinklab.measuring.visible import View, joined, visibility_note
 
 Rate = TypeVar("Rate", float, list[float])
 
@@ -46,7 +46,7 @@ class Batch:
         prefixes: alpha (A, B, H, length) of the sequences cut at each of the accumulator's lengths.
         details: what was asked for beyond; None where nothing was.
         visible_ABHT: mean over the queries that may see each key; None where that is alpha in every layer.
-        views: by layer what is seen otherwise (visible.py); empty where it is nothing.
+        views: by layer what is seen otherwise (mask_coverage.py); empty where it is nothing.
         registers_ABHN: alpha of each register; None where there are not several.
         window_start_ABH: mean score of the first key of a window that has moved on; None without one.
         leading_MB: l2 norm of the residual stream at the first learned position; None where nothing leads.

@@ -15,9 +15,9 @@ import torch
 from pydantic import Field, FiniteFloat
 from torch import Tensor, nn
 
+from sinklab.attention.real_tokens import RealTokens
 from sinklab.device import on_host
-from sinklab.measuring.hooks import hidden_states, hooked
-from sinklab.measuring.padding import RealTokens
+from sinklab.models.hooks import hidden_states, hooked
 from sinklab.schema import Part
 
 STRONGEST = 8  # blocks reported

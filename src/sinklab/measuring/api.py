@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
+from sinklab.attention.real_tokens import real_tokens
 from sinklab.errors import InputError
 from sinklab.measuring.driver import Watched, check_shape
 from sinklab.measuring.driver import measure as measure_watched
-from sinklab.measuring.given import check_causal_lm, token_matrix
-from sinklab.measuring.hooks import Progress
-from sinklab.measuring.huggingface.exported import own_transformer
-from sinklab.measuring.huggingface.turns import measured_in_turn
+from sinklab.measuring.input_checks import check_causal_lm, token_matrix
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.native import WatchedTransformer
 from sinklab.measuring.options import Inputs, Options, thresholds
-from sinklab.measuring.padding import real_tokens
 from sinklab.measuring.surgery.study import Study, measure_with_study
 from sinklab.model.transformer import Transformer
+from sinklab.models.hooks import Progress
+from sinklab.models.huggingface.exported import own_transformer
+from sinklab.models.model_lock import measured_in_turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

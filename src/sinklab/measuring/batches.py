@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sinklab.errors import SinklabError, is_out_of_memory
-from sinklab.measuring.hooks import Progress, hooked
+from sinklab.models.hooks import Progress, hooked
 
 
 def in_batches(sequences: int, batch_size: int, step: Callable[[int, int], None]) -> list[str]:

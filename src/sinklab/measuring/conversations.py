@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from sinklab.data.sources.textfiles import Message, plain_conversation
-from sinklab.measuring.huggingface.rendering import render_chat
+from sinklab.models.huggingface.rendering import render_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,19 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sinklab.attention.real_tokens import RealTokens, real_tokens
 from sinklab.errors import InputError
 from sinklab.measuring.accumulate import Accumulator, measurement_from
 from sinklab.measuring.activations import largest_activations, strongest
 from sinklab.measuring.batches import costing, in_batches, reporting
-from sinklab.measuring.hooks import Progress, entering_norms, evaluating, residual_norms
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.memory import Sizes, fitting_batch
 from sinklab.measuring.options import Options
-from sinklab.measuring.padding import RealTokens, real_tokens
 from sinklab.measuring.records import LayerRecord, batch_of
 from sinklab.measuring.statistics.watch import DetailsWatch
-from sinklab.measuring.visible import LayerKinds
 from sinklab.model.transformer import Transformer
+from sinklab.models.hooks import Progress, entering_norms, evaluating, residual_norms
+from sinklab.models.layer_kinds import LayerKinds
+from sinklab.models.memory import Sizes, fitting_batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -215,7 +215,7 @@ class Measurement(WithArrays):
         | layers | every attention layer | layer, importance_first, hidden_norm_ratio (after the block), .. |
 
         What the model does not have is left out. Where a mask makes a difference, each importance and rate has a
-        `_visible` beside it (visible.py).
+        `_visible` beside it (mask_coverage.py).
 
         Raises:
             InputError: there is no such table.

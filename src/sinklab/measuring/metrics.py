@@ -94,16 +94,6 @@ def first_to_rest(norm_LT: Tensor) -> Tensor:
     return torch.where((first_L == 0) & (rest_L == 0), 1.0, first_L / rest_L)
 
 
-def token_norms(x: Tensor) -> Tensor:
-    """l2 norm over the last axis, in float32 (float64 for float64) whatever the dtype of `x`."""
-    return torch.linalg.vector_norm(x, dim=-1, dtype=accumulation(x.dtype))
-
-
-def accumulation(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which scores and norms are summed: float32, or float64 for float64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def stacked(parts: Sequence[Tensor]) -> Tensor:
     """torch.stack for layers that may lie on several devices."""
     return torch.stack([part.to(parts[0].device) for part in parts])

@@ -7,22 +7,23 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from sinklab.attention.blocks import accumulate_dtype
 from sinklab.attention.core import AttentionCore
 from sinklab.attention.masks import Window
+from sinklab.attention.real_tokens import RealTokens
 from sinklab.errors import InputError
-from sinklab.measuring.hooks import hooked
-from sinklab.measuring.memory import Sizes, sizes_of_run
-from sinklab.measuring.metrics import accumulation, token_norms
+from sinklab.measuring.mask_coverage import view_of
 from sinklab.measuring.options import Options
-from sinklab.measuring.padding import RealTokens
 from sinklab.measuring.records import LayerRecord
 from sinklab.measuring.statistics.block import Angles
 from sinklab.measuring.statistics.watch import DetailsWatch
-from sinklab.measuring.visible import LayerKinds, view_of
 from sinklab.model.block import DecoderBlock
 from sinklab.model.config import ModelConfig
 from sinklab.model.loss import next_token_loss
 from sinklab.model.transformer import Transformer
+from sinklab.models.hooks import hooked, token_norms
+from sinklab.models.layer_kinds import LayerKinds
+from sinklab.models.memory import Sizes, sizes_of_run
 
 
 def attention_cores(model: Transformer) -> list[AttentionCore]:
@@ -112,7 +113,7 @@ class _CoreReader:
 
     def ran(self, core: AttentionCore, args: tuple[Any, ...], _: Any) -> None:
         """A hook: record what the core of one layer was given."""
-        q_BHTD, k_BGSD, v_BGSD = (x.to(accumulation(x.dtype)) for x in args[:3])
+        q_BHTD, k_BGSD, v_BGSD = (x.to(accumulate_dtype(x.dtype)) for x in args[:3])
         alpha = core.importance(q_BHTD, k_BGSD, *args[3:])
         key_BT, value_BT = (token_norms(x[:, :, self._leading :]).mean(1) for x in (k_BGSD, v_BGSD))
         cut = (cut_importance(core, q_BHTD, k_BGSD, args[3:], self._leading + length) for length in self._lengths)

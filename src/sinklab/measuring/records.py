@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from sinklab.attention.real_tokens import RealTokens
 from sinklab.measuring.accumulate import Batch
+from sinklab.measuring.mask_coverage import View, visible_layers
 from sinklab.measuring.metrics import stacked
-from sinklab.measuring.padding import RealTokens
 from sinklab.measuring.statistics.watch import BatchDetails
-from sinklab.measuring.visible import View, visible_layers
 
 
 @dataclass(frozen=True)

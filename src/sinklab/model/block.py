@@ -4,24 +4,29 @@ B batch, L = leading + T positions, S = L and those of the past, E width, H head
 head, K = D / P their width. Of a latent projection (`latent.py`) queries and keys are of another width than values.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinklab.attention.core import AttentionCore
 from sinklab.model.config import ModelConfig
-from sinklab.model.exclusive import may_be_rounding, sees_itself_alone, without_own_value
-from sinklab.model.ffn import FeedForward
-from sinklab.model.forget import ForgetGating
 from sinklab.model.gate import OutputGating, ValueGating
 from sinklab.model.latent import LatentHeads, LatentProjection
 from sinklab.model.mixer import GatedDelta, LinearAttention, RuleInputs
 from sinklab.model.norm import build_norm, norm_of_heads
 from sinklab.model.past import LayerPast, StatePast
-from sinklab.model.position import DistanceTerm, SharedTerm
-from sinklab.model.rotary import rotate
-from sinklab.model.value_residual import FirstValues, NoValueResidual, ValueMixing
+from sinklab.model.position import DistanceTerm, SharedTerm, rotate
+from sinklab.model.values import (
+    FirstValues,
+    NoValueResidual,
+    ValueMixing,
+    may_be_rounding,
+    sees_itself_alone,
+    without_own_value,
+)
 
 
 @dataclass(frozen=True)
@@ -72,10 +77,7 @@ class Attention(nn.Module):
         self.output_gate = None
         if gate in ("head", "element"):
             self.output_gate = OutputGating(config.width, self.heads, value_width if gate == "element" else 1)
-        operation = config.attention.operation
-        self.forget_gate = None
-        if operation.kind == "forgetting":
-            self.forget_gate = ForgetGating(config.width, self.heads, operation.start)
+        self.forget_gate = config.attention.operation.forget_gate(config.width, self.heads)
         self.core = AttentionCore(
             config.attention,
             self.key_heads,
@@ -140,6 +142,33 @@ class Attention(nn.Module):
         if self.summed:
             return self.out(out_BHLD.sum(1))
         return self.out(out_BHLD.transpose(1, 2).flatten(2))
+
+
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "relu": (F.relu, False),
+    "gelu": (F.gelu, False),
+    "swish": (F.silu, False),
+    "reglu": (F.relu, True),
+    "geglu": (F.gelu, True),
+    "swiglu": (F.silu, True),
+}
+
+
+class FeedForward(nn.Module):
+    """(B, L, E) -> (B, L, E): act(x W) V, or gated (act(x W) * x U) V; `up` holds W and U side by side (table 11)."""
+
+    def __init__(self, kind: str, width: int, ffn_width: int) -> None:
+        super().__init__()
+        self.activation, self.gated = ACTIVATIONS[kind]
+        self.up = nn.Linear(width, ffn_width * (2 if self.gated else 1), bias=False)
+        self.down = nn.Linear(ffn_width, width, bias=False)
+
+    def forward(self, x_BTE: Tensor) -> Tensor:
+        up = self.up(x_BTE)
+        if not self.gated:
+            return self.down(self.activation(up))
+        gate, value = up.chunk(2, dim=-1)
+        return self.down(self.activation(gate) * value)
 
 
 class ResidualBlock(nn.Module):

@@ -10,7 +10,7 @@ from sinklab.model.latent import FullProjection, LatentProjection, LatentSizes, 
 from sinklab.model.mixer import AttentionOnly, GatedDelta, Mixer
 from sinklab.model.norm import NormConfig
 from sinklab.model.position import Position, Rotary
-from sinklab.model.value_residual import NoValueResidual, ValueResidual
+from sinklab.model.values import NoValueResidual, ValueResidual
 from sinklab.schema import LARGEST, Part
 
 

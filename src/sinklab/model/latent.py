@@ -23,7 +23,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from sinklab.model.norm import HeadNorm
-from sinklab.model.rotary import rotate
+from sinklab.model.position import rotate
 from sinklab.schema import LARGEST, Part
 
 

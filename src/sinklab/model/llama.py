@@ -16,7 +16,7 @@ from sinklab.model.mixer import AttentionOnly
 from sinklab.model.norm import NormConfig
 from sinklab.model.position import Rotary
 from sinklab.model.transformer import Transformer
-from sinklab.model.value_residual import NoValueResidual
+from sinklab.model.values import NoValueResidual
 from sinklab.schema import Part
 
 if TYPE_CHECKING:

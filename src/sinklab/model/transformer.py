@@ -19,9 +19,18 @@ from sinklab.model.loss import next_token_loss
 from sinklab.model.mixer import GatedDelta
 from sinklab.model.norm import build_norm
 from sinklab.model.past import Past
-from sinklab.model.position import T5, Absolute, Alibi, DistanceTerm, Learnable, Relative, Rotary, sinusoid
-from sinklab.model.rotary import rotary_tables
-from sinklab.model.value_residual import FirstValues
+from sinklab.model.position import (
+    T5,
+    Absolute,
+    Alibi,
+    DistanceTerm,
+    Learnable,
+    Relative,
+    Rotary,
+    rotary_tables,
+    sinusoid,
+)
+from sinklab.model.values import FirstValues
 
 
 class Transformer(nn.Module):

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from sinklab.assessing.documents import ASSESSMENT
+from sinklab.assessing.assessment import ASSESSMENT
 from sinklab.errors import InputError
 from sinklab.experiments.documents import CellSummary, JudgedClaim, Summary
 from sinklab.experiments.sweep.packed import is_packed
 from sinklab.files import parse_json, parse_yaml
-from sinklab.report.assessing.assessed import read_assessments
+from sinklab.report.assessments import read_assessments
 from sinklab.report.data import ReportData, ReportedRun, Suite, WrittenRecipe, model_name
 from sinklab.report.experiments.sweeps import Sweep, read_sweep
 from sinklab.report.grouping import grouped

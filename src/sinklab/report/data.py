@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from sinklab.experiments.documents import CellSummary, JudgedClaim
-from sinklab.report.assessing.assessed import Assessed
+from sinklab.report.assessments import Assessed
 from sinklab.report.experiments.sweeps import Sweep
 from sinklab.survey.documents import SuiteDocument
 from sinklab.train.directory.history import Evaluation

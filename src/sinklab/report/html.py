@@ -27,17 +27,16 @@ from sinklab.experiments.definition import SCALES
 from sinklab.experiments.documents import verdict_counts
 from sinklab.files import cache_folder, write_text
 from sinklab.outputs import REPORT, REPORT_MARK, check_report
-from sinklab.report import theme
-from sinklab.report.assessing.tables import assessment_tables
+from sinklab.report import charts, theme
+from sinklab.report.assessment_page import assessment_table
 from sinklab.report.collect import collect
 from sinklab.report.data import ReportData, ReportedRun
-from sinklab.report.experiments import dots
 from sinklab.report.experiments.glance import forests, glance
 from sinklab.report.experiments.origins import origins
 from sinklab.report.experiments.sections import board_sections, experiment_sections, grouped
 from sinklab.report.experiments.sweeps import Sweep
 from sinklab.report.export import export_charts
-from sinklab.report.figures import Figure, figures
+from sinklab.report.figures import figures
 from sinklab.report.summary import headline
 from sinklab.report.tables import cells_table, tables, templates
 
@@ -86,6 +85,10 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
         *drawn,
     ]
     cells = [cells_table(data)] if data.cells else []
+    assessed = [
+        assessment_table(one.document, f"Costs and benefits of the sink: {one.name}", f"assessment-{number}")
+        for number, one in enumerate(data.assessed)
+    ]
     scripts = [vega_bundle(), *(_template(name) for name in ("report.js", "board.js"))]
     return (
         templates()
@@ -102,10 +105,10 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
             boards=boards,
             experiments=experiments,
             groups=grouped(experiments),
-            ours=dots.OURS,
-            paper=dots.PAPER,
+            ours=charts.OURS,
+            paper=charts.PAPER,
             notes=[*((data.label(run), note) for run in data.runs for note in run.notes), *data.failures],
-            tables=[*cells, *tables(data), *assessment_tables(data.assessed)],
+            tables=[*cells, *tables(data), *assessed],
             swatches=theme.colours(data.cells),
             figures=drawn,
             charts=Markup(json_for_script(_charts_document(charted))),
@@ -162,7 +165,7 @@ def content_policy(scripts: list[str]) -> str:
     return f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:"
 
 
-def _charts_document(drawn: list[Figure]) -> dict[str, object]:
+def _charts_document(drawn: list[charts.Figure]) -> dict[str, object]:
     specs = {}
     for figure in drawn:
         for index, chart in enumerate(figure.charts):

@@ -32,7 +32,7 @@ def chart(measurement: Measurement, what: str = "heads") -> Any:
 
     from sinklab.report import theme
     from sinklab.report.data import ReportData, ReportedRun
-    from sinklab.report.importance_figures import importance_figures
+    from sinklab.report.measurement_figures import importance_figures
 
     data = ReportData([Path()], [ReportedRun.of(measurement)])
     figures = {figure.key: figure for figure in importance_figures(data, 480) if figure is not None}

@@ -163,6 +163,25 @@ def curve(runs: Sequence[ReportedRun], value: Callable[[Evaluation], float | Non
     ]
 
 
+class LayerPoint(OverSeeds):
+    """A quantity of a cell in a layer, or after a block (0 is the embedding)."""
+
+    cell: str
+    layer: int
+
+
+def norm_ratios(runs: Sequence[ReportedRun]) -> tuple[list[LayerPoint], bool]:
+    """Norm of the first token over the others' by block, at last; and whether some are infinite, which are left out."""
+    found = by_key(
+        ((run.cell, layer), ratio)
+        for run in runs
+        for layer, ratio in enumerate(run.latest.hidden_norm_ratio)
+        if math.isfinite(ratio)
+    )
+    infinite = any(run.latest.largest_norm_ratio == math.inf for run in runs)
+    return [{"cell": cell, "layer": layer, **over_seeds(numbers)} for (cell, layer), numbers in found.items()], infinite
+
+
 def growth_of_sink(data: ReportData, cell: str) -> list[float]:
     """By step, mean over seeds: the sink rate of the first token or of the bias, whichever is larger."""
     rows = curve(

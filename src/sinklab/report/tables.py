@@ -51,7 +51,7 @@ def cells_table(data: ReportData) -> Table:
     columns: list[tuple[TableColumn, Callable[[CellRow], Value]]] = [
         (
             TableColumn(title, unit, text=True),
-            lambda row: TableCell(row.cell, saved[row.cell].checkpoint if row.cell in saved else ""),
+            lambda row: TableCell(row.cell, _checkpoint(saved.get(row.cell), row.cell)),
         ),
         (TableColumn("Runs", "seeds"), lambda row: TableCell(row.seeds, row.progress.strip())),
         (
@@ -145,6 +145,11 @@ def _checkpoints(data: ReportData) -> dict[str, MeasuredCheckpoint]:
         if isinstance(suite.document, CheckpointsDocument)
         for name, run in suite.runs(data)
     }
+
+
+def _checkpoint(saved: MeasuredCheckpoint | None, cell: str) -> str:
+    """Its own name, where that differs from the cell's."""
+    return saved.checkpoint if saved and saved.checkpoint != cell else ""
 
 
 def _other_thresholds(data: ReportData) -> list[str]:

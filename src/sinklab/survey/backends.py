@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sinklab.errors import InputError
-from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision, load_pretrained
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision, load_pretrained
 from sinklab.survey.loaded import LoadedPretrained, is_run
 from sinklab.survey.request import Request
 

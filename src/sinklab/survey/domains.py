@@ -13,10 +13,10 @@ from typing import Any
 from sinklab.data.sources.corpora import identity
 from sinklab.data.sources.textfiles import text_files
 from sinklab.errors import InputError
-from sinklab.measuring.hooks import Progress
-from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading, check_name
-from sinklab.measuring.huggingface.subfolder import name_in_results
 from sinklab.measuring.measurement import Measurement
+from sinklab.models.hooks import Progress
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name
+from sinklab.models.huggingface.subfolder import name_in_results
 from sinklab.survey.items import Item, Listener, Outcome, measure_all, what_decides
 from sinklab.survey.loaded import LoadedModel, load_model
 from sinklab.survey.request import Request

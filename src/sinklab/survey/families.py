@@ -12,9 +12,9 @@ from typing import Any
 
 from sinklab.data.sources.corpora import identity
 from sinklab.errors import InputError
-from sinklab.measuring.hooks import Progress
-from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading
 from sinklab.measuring.measurement import Measurement
+from sinklab.models.hooks import Progress
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading
 from sinklab.survey.items import Item, Listener, Outcome, measure_all, what_decides
 from sinklab.survey.loaded import load_model
 from sinklab.survey.open_models import EVERY, OpenModel, models_of, setting

@@ -17,10 +17,10 @@ import torch
 
 from sinklab.errors import InputError, SinklabError, UnsavedError
 from sinklab.files import parse_json, write_json
-from sinklab.measuring.hooks import Progress
-from sinklab.measuring.huggingface.loading import Loading
-from sinklab.measuring.huggingface.subfolder import TOKENIZER_FILES, name_in_results
 from sinklab.measuring.measurement import Measurement
+from sinklab.models.hooks import Progress
+from sinklab.models.huggingface.loading import Loading
+from sinklab.models.huggingface.subfolder import TOKENIZER_FILES, name_in_results
 from sinklab.outputs import MEASUREMENT, REPORT, check_results
 from sinklab.survey.request import Request
 

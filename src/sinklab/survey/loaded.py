@@ -17,8 +17,12 @@ from sinklab.device import pick_device
 from sinklab.errors import InputError
 from sinklab.measuring.api import watched_model
 from sinklab.measuring.conversations import Conversations
-from sinklab.measuring.hooks import Progress
-from sinklab.measuring.huggingface.loading import (
+from sinklab.measuring.inputs import SHARES, default_prefix, pretrained_encode
+from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.native import WatchedTransformer
+from sinklab.measuring.surgery.study import measure_with_study
+from sinklab.models.hooks import Progress
+from sinklab.models.huggingface.loading import (
     Loading,
     Pretrained,
     check_config,
@@ -26,11 +30,7 @@ from sinklab.measuring.huggingface.loading import (
     load_pretrained,
     load_pretrained_tokenizer,
 )
-from sinklab.measuring.huggingface.subfolder import name_in_results
-from sinklab.measuring.inputs import SHARES, default_prefix, pretrained_encode
-from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.native import WatchedTransformer
-from sinklab.measuring.surgery.study import measure_with_study
+from sinklab.models.huggingface.subfolder import name_in_results
 from sinklab.survey.bits import with_bits_per_byte
 from sinklab.survey.request import Request
 
@@ -166,7 +166,7 @@ class LoadedPretrained:
         self._model, self._tokenizer = loaded.model, loaded.tokenizer
 
     def check(self, request: Request) -> None:
-        from sinklab.measuring.huggingface.anatomy import check_length
+        from sinklab.models.huggingface.anatomy import check_length
 
         check_length(self._model.config, request.length)
         with request.study.changed_positions(self._model, request.length):
@@ -178,7 +178,7 @@ class LoadedPretrained:
         Raises:
             InputError: sequences beyond its context, or a text that cannot be used.
         """
-        from sinklab.measuring.huggingface.anatomy import check_length, vocabulary_size
+        from sinklab.models.huggingface.anatomy import check_length, vocabulary_size
 
         check_length(self._model.config, request.length)
         drawn_NT = request.drawn(min(len(self._tokenizer), vocabulary_size(self._model)))
@@ -227,7 +227,7 @@ class _LoadedRun:
 
     def __init__(self, name: str, loading: Loading, step: int | None) -> None:
         from sinklab.data.tokenizers import load_tokenizer
-        from sinklab.measuring.huggingface.loading import pick_dtype
+        from sinklab.models.huggingface.loading import pick_dtype
         from sinklab.train.directory.run import load_run
 
         where, kind = pick_device(loading.device), pick_dtype(loading.dtype)

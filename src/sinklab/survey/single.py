@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from sinklab.errors import SinklabError, UnsavedError
-from sinklab.measuring.hooks import Progress
-from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading, check_name
 from sinklab.measuring.measurement import Measurement
+from sinklab.models.hooks import Progress
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name
 from sinklab.outputs import MEASUREMENT, REPORT, check_results
 from sinklab.survey.loaded import load_model
 from sinklab.survey.request import Request

@@ -25,5 +25,5 @@ def compile_blocks(model: Transformer, choice: Compile, device: torch.device) ->
     for block in model.blocks:
         for name in block.compiled_parts:  # type: ignore[union-attr]
             if block.placement == "post" and name.startswith("after_"):
-                continue  # every evaluation watches what enters its norms (measuring/hooks.py)
+                continue  # every evaluation watches what enters its norms (models/hooks.py)
             setattr(block, name, compiled(getattr(block, name), dynamic=False))

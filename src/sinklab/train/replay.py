@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sinklab.errors import InputError
-from sinklab.measuring.hooks import hooked
+from sinklab.models.hooks import hooked
 from sinklab.train.directory.checkpoint import load_checkpoint, take_newest
 from sinklab.train.directory.defects import TrainState
 from sinklab.train.directory.run import Run

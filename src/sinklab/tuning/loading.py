@@ -9,8 +9,8 @@ import torch
 
 from sinklab.device import pick_device
 from sinklab.errors import InputError
-from sinklab.measuring.huggingface.anatomy import check_length, quantisation
-from sinklab.measuring.huggingface.loading import (
+from sinklab.models.huggingface.anatomy import check_length, quantisation
+from sinklab.models.huggingface.loading import (
     DEVICE_MAP,
     Loading,
     check_name,

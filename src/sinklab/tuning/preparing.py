@@ -11,8 +11,8 @@ from torch import Tensor
 from sinklab.errors import InputError
 from sinklab.files import sha256_of
 from sinklab.measuring.conversations import Conversations
-from sinklab.measuring.huggingface.loading import Loading
 from sinklab.measuring.inputs import default_prefix, natural_tokens, pretrained_encode
+from sinklab.models.huggingface.loading import Loading
 from sinklab.tuning.chats import Chats, beginnings, read_chats
 from sinklab.tuning.documents import Tuning
 from sinklab.tuning.loading import Student, load_student

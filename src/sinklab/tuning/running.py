@@ -11,8 +11,8 @@ from typing import cast
 from sinklab.errors import InputError, SinklabError
 from sinklab.extras import install_command
 from sinklab.files import is_full, write_json
-from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading
-from sinklab.measuring.huggingface.quiet import without_bars
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading
+from sinklab.models.huggingface.quiet import without_bars
 from sinklab.outputs import check_results
 from sinklab.signals import stop_on_signals
 from sinklab.train.directory.lock import leave, lock_run

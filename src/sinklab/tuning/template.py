@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from sinklab.data.sources.textfiles import Message
 from sinklab.errors import InputError
-from sinklab.measuring.huggingface.rendering import MARK, Rendered, render_chat
 from sinklab.measuring.inputs import default_prefix
+from sinklab.models.huggingface.rendering import MARK, Rendered, render_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -26,7 +26,7 @@ class OperationPart(Kind, ABC):
 
     has_logits: ClassVar[bool] = True  # False for kernels, whose similarity is not a function of q.k
     zero_at_zero: ClassVar[bool] = False  # whether a key of logit 0 has similarity 0
-    forgets: ClassVar[bool] = False  # whether keys fade by forget gates, which the model makes of what attention reads
+    forgets: ClassVar[bool] = False  # whether keys fade by the gates of `forget_gate`
     sequential: ClassVar[bool] = False  # whether keys take shares of what others left, so that there is a rest
     keys_per_head: ClassVar[int] = 1  # into how many queries and keys a head's own are cut, side by side
 
@@ -69,6 +69,10 @@ class OperationPart(Kind, ABC):
         """
         return None
 
+    def forget_gate(self, width: int, heads: int) -> nn.Module | None:
+        """The model's module from the input of attention (B, L, width) to the sums of log gates (B, L, heads)."""
+        return None
+
     @abstractmethod
     def output(self, call: Call, v_BGTV: Tensor) -> Tensor:
         """sum_s A_ts v_s in the dtype of the values: (B, H, T, V)."""
@@ -99,8 +103,8 @@ class OperationPart(Kind, ABC):
 
 
 @dataclass(frozen=True)
-class Weighing:
-    """How a row is weighed.
+class Normalisation:
+    """How the scores of a row are normalised.
 
     Attributes:
         similarity: l_ts after the call's score; None is the identity.
@@ -119,35 +123,35 @@ class LogSimilarity(OperationPart):
     """An operation with non-negative scores: exp(l_ts) / Z_t."""
 
     @abstractmethod
-    def weigh(self, call: Call) -> Weighing:
+    def normalisation(self, call: Call) -> Normalisation:
         """The operation's formula."""
 
     def output(self, call: Call, v_BGTV: Tensor) -> Tensor:
-        weighing = self.weigh(call)
-        logits = call.bias_logits(weighing.similarity)
-        if logits is None and weighing.log_divisor is None and weighing.log_addend is None:
-            out = call.attend_output(v_BGTV, weighing.similarity)
+        normalisation = self.normalisation(call)
+        logits = call.bias_logits(normalisation.similarity)
+        if logits is None and normalisation.log_divisor is None and normalisation.log_addend is None:
+            out = call.attend_output(v_BGTV, normalisation.similarity)
         else:
-            out, lse = call.attend(v_BGTV, weighing.similarity)
+            out, lse = call.attend(v_BGTV, normalisation.similarity)
             if logits is not None:
                 out, lse = ExtraKey(logits, call.value_HV).merge(out, lse)
-            if weighing.log_addend is not None:
-                out, _ = ExtraKey(weighing.log_addend).merge(out, lse)
-            if weighing.log_divisor is not None:
-                out = out * _quotient(lse, weighing.log_divisor)[..., None].to(out.dtype)
-        return out if weighing.factor == 1 else out * weighing.factor
+            if normalisation.log_addend is not None:
+                out, _ = ExtraKey(normalisation.log_addend).merge(out, lse)
+            if normalisation.log_divisor is not None:
+                out = out * _quotient(lse, normalisation.log_divisor)[..., None].to(out.dtype)
+        return out if normalisation.factor == 1 else out * normalisation.factor
 
     def rows(self, call: Call) -> Iterator[Rows]:
-        return call.rows(self.weigh(call).similarity)
+        return call.rows(self.normalisation(call).similarity)
 
     def row_sums(self, call: Call) -> Tensor:
-        weighing = self.weigh(call)
-        lse = log_divisor = call.normaliser(weighing.similarity)
-        if weighing.log_divisor is not None:
-            log_divisor = weighing.log_divisor
-        elif weighing.log_addend is not None:
-            log_divisor = torch.logaddexp(lse, weighing.log_addend)
-        return _quotient(lse, log_divisor) * weighing.factor
+        normalisation = self.normalisation(call)
+        lse = log_divisor = call.normaliser(normalisation.similarity)
+        if normalisation.log_divisor is not None:
+            log_divisor = normalisation.log_divisor
+        elif normalisation.log_addend is not None:
+            log_divisor = torch.logaddexp(lse, normalisation.log_addend)
+        return _quotient(lse, log_divisor) * normalisation.factor
 
 
 def _quotient(log_sum: Tensor, log_divisor: Tensor | float) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from sinklab.attention.operations.base import LogSimilarity, Weighing
+from sinklab.attention.operations.base import LogSimilarity, Normalisation
 from sinklab.attention.operations.call import Call
 from sinklab.attention.reference import Explicit
 from sinklab.attention.scores import Apart, Score
@@ -55,7 +55,7 @@ class ScalableSoftmax(LogSimilarity):
     def parameters(self, heads: int, head_width: int, value_width: int, layer: int, context: int | None) -> nn.Module:
         return Temperature(heads, self.start, self.offset)
 
-    def weigh(self, call: Call) -> Weighing:
+    def normalisation(self, call: Call) -> Normalisation:
         assert isinstance(call.learned, Temperature)
         first = call.first
 
@@ -63,7 +63,7 @@ class ScalableSoftmax(LogSimilarity):
             return z * factor_BHT[b, h, q - first]
 
         factor_BHT = call.learned(call.keys_per_row())
-        return Weighing(Score(scaled, (factor_BHT,), apart=Apart(None, factor_BHT)))
+        return Normalisation(Score(scaled, (factor_BHT,), apart=Apart(None, factor_BHT)))
 
     def reference(self, given: Explicit) -> Tensor:
         assert isinstance(given.learned, Temperature)

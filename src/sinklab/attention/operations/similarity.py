@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from sinklab.attention.operations.base import LogSimilarity, Weighing
+from sinklab.attention.operations.base import LogSimilarity, Normalisation
 from sinklab.attention.operations.call import Call
 from sinklab.attention.reference import Explicit, over_norm
 from sinklab.attention.scores import Apart, Score, compose, log_elu_plus_one, log_relu, log_sigmoid, times
@@ -19,11 +19,11 @@ from sinklab.schema import Example
 NORM = "p: divide by (sum_s sim_ts ** p) ** (1 / p); 1 is the plain row sum"
 
 
-def by_norm(call: Call, similarity: Score | None, p: float) -> Weighing:
+def by_norm(call: Call, similarity: Score | None, p: float) -> Normalisation:
     """sim_ts / Z_t with Z_t = (sum_s sim_ts ** p) ** (1 / p) (2410.10781, figure 29)."""
     if p == 1:
-        return Weighing(similarity)
-    return Weighing(similarity, call.normaliser(compose(similarity, times(p))) / p)
+        return Normalisation(similarity)
+    return Normalisation(similarity, call.normaliser(compose(similarity, times(p))) / p)
 
 
 class Softmax(LogSimilarity):
@@ -51,9 +51,9 @@ class Softmax(LogSimilarity):
     def plain(self) -> bool:
         return self.alpha == 1 and self.p == 1
 
-    def weigh(self, call: Call) -> Weighing:
-        weighing = by_norm(call, None, self.p)
-        return replace(weighing, factor=self.alpha)
+    def normalisation(self, call: Call) -> Normalisation:
+        normalisation = by_norm(call, None, self.p)
+        return replace(normalisation, factor=self.alpha)
 
     def reference(self, given: Explicit) -> Tensor:
         z = given.logits()
@@ -92,9 +92,9 @@ class Similarity(LogSimilarity):
     def similarity(self, given: Explicit) -> Tensor:
         """sim(z) for the reference, 0 for a z of -inf."""
 
-    def weigh(self, call: Call) -> Weighing:
+    def normalisation(self, call: Call) -> Normalisation:
         if not self.normalised:
-            return Weighing(self.log_similarity(call), 0.0)
+            return Normalisation(self.log_similarity(call), 0.0)
         return by_norm(call, self.log_similarity(call), self.p)
 
     def reference(self, given: Explicit) -> Tensor:

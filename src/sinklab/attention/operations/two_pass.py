@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sinklab.attention.biases import SMALLEST_LOGIT
 from sinklab.attention.chunked import LARGEST_LOG_SUM
-from sinklab.attention.operations.base import LogSimilarity, Weighing
+from sinklab.attention.operations.base import LogSimilarity, Normalisation
 from sinklab.attention.operations.call import Call
 from sinklab.attention.reference import Explicit
 from sinklab.attention.scores import Score, log_of
@@ -38,16 +38,16 @@ class ClippedSoftmax(LogSimilarity):
     def passes(self) -> int:
         return 1 if self.plain else 2
 
-    def weigh(self, call: Call) -> Weighing:
+    def normalisation(self, call: Call) -> Normalisation:
         if self.plain:
-            return Weighing()
+            return Normalisation()
         zeta, gamma, first = self.zeta, self.gamma, call.first
 
         def clipped(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, lse_BHT: Tensor) -> Tensor:
             stretched = _share(z, lse_BHT[b, h, q - first]) * (zeta - gamma) + gamma
             return stretched if zeta == 1 else stretched.clamp(max=1)
 
-        return Weighing(log_of(clipped, (call.normaliser(None),)), 0.0)
+        return Normalisation(log_of(clipped, (call.normaliser(None),)), 0.0)
 
     def reference(self, given: Explicit) -> Tensor:
         return ((self.zeta - self.gamma) * torch.softmax(given.logits(), -1) + self.gamma).clamp(0, 1)
@@ -73,10 +73,10 @@ class Softpick(LogSimilarity):
     def passes(self) -> int:
         return 2
 
-    def weigh(self, call: Call) -> Weighing:
+    def normalisation(self, call: Call) -> Normalisation:
         deficit = call.normaliser(DEFICIT).clamp(min=SMALLEST_LOGIT)
         eps = torch.full_like(deficit, math.log(self.eps))
-        return Weighing(EXCESS, log_addend=torch.logaddexp(deficit, eps))
+        return Normalisation(EXCESS, log_addend=torch.logaddexp(deficit, eps))
 
     def reference(self, given: Explicit) -> Tensor:
         distance = (torch.exp(given.logits()) - 1) * given.seen()
@@ -125,7 +125,7 @@ class ElasticSoftmax(LogSimilarity):
     def parameters(self, heads: int, head_width: int, value_width: int, layer: int, context: int | None) -> nn.Module:
         return Offset(heads, self.start)
 
-    def weigh(self, call: Call) -> Weighing:
+    def normalisation(self, call: Call) -> Normalisation:
         lse_BHT, first = call.normaliser(None), call.first
         assert isinstance(call.learned, Offset)
         offset_BHT = call.learned.tau.to(lse_BHT.dtype)[:, None] / call.keys_per_row()[:, None]
@@ -135,7 +135,7 @@ class ElasticSoftmax(LogSimilarity):
         ) -> Tensor:
             return _share(z, lse_BHT[b, h, q - first]) + offset_BHT[b, h, q - first]
 
-        return Weighing(log_of(shifted, (lse_BHT, offset_BHT)), 0.0)
+        return Normalisation(log_of(shifted, (lse_BHT, offset_BHT)), 0.0)
 
     def reference(self, given: Explicit) -> Tensor:
         assert isinstance(given.learned, Offset)

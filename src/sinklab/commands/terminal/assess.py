@@ -2,9 +2,9 @@
 
 from rich.console import Console
 
-from sinklab.assessing.documents import Assessment
+from sinklab.assessing.assessment import Assessment
 from sinklab.commands.terminal.tables import print_table, print_title
-from sinklab.report.assessing.tables import assessment_table
+from sinklab.report.assessment_page import assessment_table
 
 
 def print_assessment(assessment: Assessment, console: Console) -> None:

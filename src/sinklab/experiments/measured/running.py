@@ -22,9 +22,9 @@ from sinklab.experiments.measured.summary import summarise_measured
 from sinklab.experiments.quantities import RunNumbers
 from sinklab.experiments.results import CellResults, named_values
 from sinklab.measuring.findings import Propositions
-from sinklab.measuring.hooks import Progress
-from sinklab.measuring.huggingface.loading import AS_IT_IS, Loading, check_name
 from sinklab.measuring.measurement import Measurement
+from sinklab.models.hooks import Progress
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name
 from sinklab.survey.items import Item, Listener, Outcome, measure_all, what_decides
 from sinklab.survey.loaded import LoadedModel, check_loadable, load_model
 

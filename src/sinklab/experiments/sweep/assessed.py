@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sinklab.assessing.documents import ASSESSMENT, Assessment, AssessPart, load_assessment, on_held_out
+from sinklab.assessing.assessment import ASSESSMENT, Assessment, load_assessment
 from sinklab.assessing.plan import Wanted
 from sinklab.assessing.running import AssessListener, assess
 from sinklab.errors import InputError
@@ -23,7 +23,7 @@ class Unassessed:
 
     name: str
     directory: Path
-    parts: Sequence[AssessPart]
+    parts: Sequence[str]
 
 
 def unassessed(asked: Iterable[AskedExperiment], out: Path) -> list[Unassessed]:
@@ -32,7 +32,7 @@ def unassessed(asked: Iterable[AskedExperiment], out: Path) -> list[Unassessed]:
     Raises:
         InputError: a record or an assessment is damaged.
     """
-    found, wanted, names = found_runs(out), dict[str, dict[AssessPart, None]](), dict[str, str]()
+    found, wanted, names = found_runs(out), dict[str, dict[str, None]](), dict[str, str]()
     for one, name, seed, run_hash in _runs(asked):
         names.setdefault(run_hash, f"{name} seed {seed}")
         wanted.setdefault(run_hash, {}).update(dict.fromkeys(one.experiment.assess))
@@ -50,7 +50,7 @@ def assess_run(run: Unassessed, listener: AssessListener) -> Assessment:
         InputError: it was assessed on another text before, or its text or weights are no longer there.
     """
     path = run.directory / ASSESSMENT
-    if path.is_file() and not on_held_out(load_assessment(path)):
+    if path.is_file() and not load_assessment(path).on_held_out:
         raise InputError(
             f"{path} is of another text than the run's own, and is kept: move it elsewhere and call this again to have "
             "the run assessed as its experiment wants"
@@ -72,9 +72,9 @@ def _is_done(directory: Path, run_hash: str) -> bool:
     return record is not None and record.status == "done"
 
 
-def _missing(directory: Path, parts: Iterable[AssessPart]) -> bool:
+def _missing(directory: Path, parts: Iterable[str]) -> bool:
     path = directory / ASSESSMENT
     if not path.is_file():
         return True
     found = load_assessment(path)
-    return not on_held_out(found) or any(getattr(found, part) is None and part not in found.skipped for part in parts)
+    return not found.on_held_out or any(part not in found.results and part not in found.skipped for part in parts)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sinklab.assessing.documents import ASSESSMENT
+from sinklab.assessing.assessment import ASSESSMENT
 from sinklab.errors import InputError
 from sinklab.experiments.documents import RECORD
 from sinklab.experiments.sweep.asked import FOLDER

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from sinklab.attention.blocks import accumulate_dtype
 from sinklab.attention.importance import sum_rows
+from sinklab.attention.real_tokens import RealTokens, real_tokens
 from sinklab.attention.visible import visible_queries
-from sinklab.measuring.hooks import hooked
 from sinklab.measuring.huggingface.recorder import Recorder
 from sinklab.measuring.huggingface.totals import LayerTotals
-from sinklab.measuring.metrics import accumulation
 from sinklab.measuring.native import cut_importance
-from sinklab.measuring.padding import RealTokens, real_tokens
 from sinklab.measuring.records import LayerRecord
 from sinklab.measuring.statistics.block import Angles
 from sinklab.measuring.statistics.watch import DetailsWatch
+from sinklab.models.hooks import hooked
 
 
 def cores_of(model: PreTrainedModel) -> list[Any]:
@@ -109,7 +109,7 @@ class CoreProbe(Recorder):
         """A hook: take in what the core of one layer was given, where the model itself was called."""
         if not self._running:
             return
-        q, k, v = (x.detach().to(accumulation(x.dtype)) for x in args[:3])
+        q, k, v = (x.detach().to(accumulate_dtype(x.dtype)) for x in args[:3])
         beside = tuple(None if x is None else x.detach() for x in args[3:])
         T, S, leading = q.shape[2], k.shape[2], core.leading
         if not self._begun:

@@ -14,20 +14,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from sinklab.attention.blocks import Block
+from sinklab.attention.blocks import Block, accumulate_dtype
 from sinklab.attention.importance import Rows
 from sinklab.attention.masks import CAUSAL, Mask, Window
+from sinklab.attention.real_tokens import RealTokens, real_tokens
 from sinklab.attention.visible import visible_queries
 from sinklab.errors import SinklabError
-from sinklab.measuring import metrics
-from sinklab.measuring.hooks import hooked
-from sinklab.measuring.huggingface.anatomy import attention_implementation, decoder_blocks
 from sinklab.measuring.huggingface.recorder import Recorder
 from sinklab.measuring.huggingface.totals import prefix_importance
-from sinklab.measuring.padding import RealTokens, real_tokens
+from sinklab.measuring.mask_coverage import View, seen_over
+from sinklab.measuring.metrics import importance_from_sums
 from sinklab.measuring.records import LayerRecord
 from sinklab.measuring.statistics.watch import DetailsWatch
-from sinklab.measuring.visible import View, seen_over
+from sinklab.models.hooks import hooked, token_norms
+from sinklab.models.huggingface.anatomy import attention_implementation, decoder_blocks
 
 
 class EagerProbe(Recorder):
@@ -73,7 +73,7 @@ class EagerProbe(Recorder):
             if isinstance(part, Tensor) and part.ndim == 4 and part.shape[2:] == (T, T):
                 mask = _mask(self._model.config, len(self._importance))
                 sums_BHR, seen_by_BGR, count_B = _sums(part.detach(), self._real, mask)
-                self._importance.append(metrics.importance_from_sums(sums_BHR, count_B))
+                self._importance.append(importance_from_sums(sums_BHR, count_B))
                 self._visible.append(seen_over(sums_BHR, seen_by_BGR, count_B))
                 if self._details is not None:
                     self._details.attention([_rows(part.detach())], part.shape[1], angles=None)
@@ -102,8 +102,8 @@ class EagerProbe(Recorder):
                 LayerRecord(
                     importance,
                     None,
-                    real.align(metrics.token_norms(kept.keys).mean(1)),
-                    real.align(metrics.token_norms(kept.values).mean(1)),
+                    real.align(token_norms(kept.keys).mean(1)),
+                    real.align(token_norms(kept.values).mean(1)),
                     prefixes,
                     *visible,
                 )
@@ -118,7 +118,7 @@ def _sums(weights_BHTT: Tensor, real: RealTokens, mask: Mask) -> tuple[Tensor, T
     """Column sums over the real queries, how many of them may see each key, and how many there are."""
     device, T = weights_BHTT.device, weights_BHTT.shape[-1]
     real_BT = real.mask_BT.to(device)
-    counted_BT = real_BT.to(metrics.accumulation(weights_BHTT.dtype))
+    counted_BT = real_BT.to(accumulate_dtype(weights_BHTT.dtype))
     sums_BHT = torch.einsum("bhqk,bq->bhk", weights_BHTT.to(counted_BT.dtype).tril(), counted_BT)
     seen_by_BGT = visible_queries(mask, T, T, device, real_BT)
     return real.align(sums_BHT), real.align(seen_by_BGT), real.count_B.to(device)
@@ -132,7 +132,7 @@ def _mask(config: PretrainedConfig, layer: int) -> Mask:
 
 def _rows(weights_BHTT: Tensor) -> Rows:
     T = weights_BHTT.shape[-1]
-    return Rows(Block(0, T, 0, T), weights_BHTT.to(metrics.accumulation(weights_BHTT.dtype)).tril(), None)
+    return Rows(Block(0, T, 0, T), weights_BHTT.to(accumulate_dtype(weights_BHTT.dtype)).tril(), None)
 
 
 @contextmanager

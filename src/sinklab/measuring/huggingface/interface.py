@@ -22,14 +22,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from sinklab.errors import SinklabError
-from sinklab.measuring.hooks import hooked
-from sinklab.measuring.huggingface.anatomy import attention_implementation
-from sinklab.measuring.huggingface.call import read_call
 from sinklab.measuring.huggingface.recorder import Recorder
 from sinklab.measuring.huggingface.totals import LayerTotals
 from sinklab.measuring.records import LayerRecord
 from sinklab.measuring.statistics.block import Angles
 from sinklab.measuring.statistics.watch import DetailsWatch
+from sinklab.models.hooks import hooked
+from sinklab.models.huggingface.anatomy import attention_implementation
+from sinklab.models.huggingface.call import read_call
 
 _PREFIX = "sinklab-"
 _numbers = itertools.count()

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from sinklab.errors import InputError, SinklabError, cause
-from sinklab.measuring.hooks import evaluating
-from sinklab.measuring.huggingface.anatomy import attention_implementation
 from sinklab.measuring.huggingface.interface import interface_probe
 from sinklab.measuring.metrics import importance_from_sums
+from sinklab.models.hooks import evaluating
+from sinklab.models.huggingface.anatomy import attention_implementation
 from sinklab.schema import Part
 
 EAGER, OWN = "eager", "sinklab"

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from sinklab.attention.real_tokens import RealTokens
 from sinklab.errors import InputError
-from sinklab.measuring.huggingface import anatomy
-from sinklab.measuring.huggingface.gguf import is_unpacked
-from sinklab.measuring.huggingface.loss import forward_loss, forward_only, makes_logits_in_pieces
 from sinklab.measuring.huggingface.probe import probe
 from sinklab.measuring.huggingface.recorder import Recorder
-from sinklab.measuring.memory import Sizes, sizes_of_pretrained
 from sinklab.measuring.options import Options
-from sinklab.measuring.padding import RealTokens
 from sinklab.measuring.records import LayerRecord
 from sinklab.measuring.statistics.watch import DetailsWatch
+from sinklab.models.huggingface import anatomy
+from sinklab.models.huggingface.gguf import is_unpacked
+from sinklab.models.huggingface.piecewise_loss import forward_loss, forward_only, makes_logits_in_pieces
+from sinklab.models.memory import Sizes, sizes_of_pretrained
 
 
 class WatchedPretrained:

@@ -6,16 +6,16 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel
 
-from sinklab.measuring.given import check_causal_lm
-from sinklab.measuring.hooks import evaluating
-from sinklab.measuring.huggingface.anatomy import input_device
 from sinklab.measuring.huggingface.cores import core_probe, cores_of
 from sinklab.measuring.huggingface.eager import eager_probe
 from sinklab.measuring.huggingface.generating import generating
 from sinklab.measuring.huggingface.interface import UnrecordedError, interface_probe
 from sinklab.measuring.huggingface.recorder import Recorder
-from sinklab.measuring.huggingface.turns import probed_alone
+from sinklab.measuring.input_checks import check_causal_lm
 from sinklab.measuring.statistics.watch import DetailsWatch
+from sinklab.models.hooks import evaluating
+from sinklab.models.huggingface.anatomy import input_device
+from sinklab.models.model_lock import probed_alone
 
 
 @contextmanager

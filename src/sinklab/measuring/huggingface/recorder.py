@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sinklab.attention.real_tokens import RealTokens, real_tokens
 from sinklab.errors import SinklabError
-from sinklab.measuring.huggingface.anatomy import attention_layers
 from sinklab.measuring.huggingface.totals import READ_AFTERWARDS
-from sinklab.measuring.padding import RealTokens, real_tokens
 from sinklab.measuring.records import LayerRecord
 from sinklab.measuring.statistics.watch import DetailsWatch
+from sinklab.models.huggingface.anatomy import attention_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

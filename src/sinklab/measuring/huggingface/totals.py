@@ -7,11 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sinklab.attention.importance import ColumnSums
+from sinklab.attention.real_tokens import RealTokens
 from sinklab.errors import SinklabError
-from sinklab.measuring import metrics
-from sinklab.measuring.padding import RealTokens
+from sinklab.measuring.mask_coverage import View, seen_over
+from sinklab.measuring.metrics import importance_from_sums
 from sinklab.measuring.records import LayerRecord
-from sinklab.measuring.visible import View, seen_over
+from sinklab.models.hooks import token_norms
 
 READ_AFTERWARDS = "Generate outside of the probe, then call model(sequences) inside it"
 TOLD_BY = 4  # numbers of a key by which it is known again
@@ -56,8 +57,8 @@ class LayerTotals:
             self._earlier_BHT = _grown(self._earlier_BHT, sums.earlier_BHS, seen)
         if sums.bias_BH is not None:
             self._bias_BH = sums.bias_BH if self._bias_BH is None else self._bias_BH + sums.bias_BH
-        self._key_norms.append(metrics.token_norms(key_BGSD[:, :, -queries:]).mean(1))
-        self._value_norms.append(metrics.token_norms(value_BGSV[:, :, -queries:]).mean(1))
+        self._key_norms.append(token_norms(key_BGSD[:, :, -queries:]).mean(1))
+        self._value_norms.append(token_norms(value_BGSV[:, :, -queries:]).mean(1))
 
     def _check_keys(self, key_BSN: Tensor, earlier: int) -> None:
         """Refuse a pass whose earlier keys are not those of the passes before, in the same rows."""
@@ -84,7 +85,7 @@ class LayerTotals:
         assert self._sums_BHT is not None
         assert self._seen_by_BGT is not None
         count_B = real.count_B.to(self._sums_BHT.device)
-        importance_BHT = metrics.importance_from_sums(real.align(self._sums_BHT), count_B)
+        importance_BHT = importance_from_sums(real.align(self._sums_BHT), count_B)
         visible_BHT, view = self._visible(real, count_B)
         return LayerRecord(
             importance_BHT,
@@ -120,4 +121,4 @@ def _grown(total_BHT: Tensor | None, part_BHS: Tensor, positions: int) -> Tensor
 
 def prefix_importance(sums_BHS: Tensor, length: int) -> Tensor:
     """alpha (B, H, length) from sums over the first `length` queries, of sequences without padding."""
-    return metrics.importance_from_sums(sums_BHS[..., :length], torch.full((len(sums_BHS),), length))
+    return importance_from_sums(sums_BHS[..., :length], torch.full((len(sums_BHS),), length))

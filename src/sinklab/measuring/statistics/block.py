@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sinklab.attention import blocks as bl
+from sinklab.attention.blocks import accumulate_dtype
 from sinklab.attention.importance import Rows
 from sinklab.attention.masks import Mask
-from sinklab.measuring.metrics import accumulation, token_norms
-from sinklab.measuring.padding import RealTokens
+from sinklab.attention.real_tokens import RealTokens
+from sinklab.models.hooks import token_norms
 
 
 def bucket_starts(first: int, last: int) -> list[int]:
@@ -30,7 +31,7 @@ class Angles:
     """Cosines and norm products of the queries and keys of one layer, whose masks say who sees whom."""
 
     def __init__(self, q_BHTD: Tensor, k_BGTD: Tensor, mask: Mask) -> None:
-        dtype = accumulation(q_BHTD.dtype)
+        dtype = accumulate_dtype(q_BHTD.dtype)
         q_BHTD, k_BGTD = q_BHTD.detach().to(dtype), k_BGTD.detach().to(dtype)
         self.mask, self.positions = mask, k_BGTD.shape[2]
         self.q_norm_BHT = token_norms(q_BHTD)

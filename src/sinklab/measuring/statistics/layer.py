@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sinklab.attention.importance import Rows
-from sinklab.measuring.padding import RealTokens
+from sinklab.attention.real_tokens import RealTokens
 from sinklab.measuring.statistics.block import Angles, Layer, ScoreBlock
 from sinklab.measuring.statistics.declared import OfRows
 from sinklab.measuring.statistics.details import STATISTICS

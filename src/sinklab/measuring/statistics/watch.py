@@ -7,16 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from sinklab.attention.blocks import accumulate_dtype
 from sinklab.attention.importance import Rows
+from sinklab.attention.real_tokens import RealTokens
 from sinklab.errors import InputError
-from sinklab.measuring.hooks import residual_stream
-from sinklab.measuring.metrics import accumulation, token_norms
-from sinklab.measuring.padding import RealTokens
 from sinklab.measuring.statistics.block import Angles
 from sinklab.measuring.statistics.declared import OfStates, OfStream
 from sinklab.measuring.statistics.details import STATISTICS
 from sinklab.measuring.statistics.layer import LayerDetails, layer_details
 from sinklab.measuring.statistics.maps import MAP_POSITIONS, Head
+from sinklab.models.hooks import residual_stream, token_norms
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class DetailsWatch:
         """Statistics at one place of the residual stream, by name: of tokens (B, R) and of sequences (B,)."""
         assert self._real is not None
         first_B = self._real.index_BR[:, 0].to(hidden_BTC.device)
-        x_BTC = hidden_BTC.to(accumulation(hidden_BTC.dtype))
+        x_BTC = hidden_BTC.to(accumulate_dtype(hidden_BTC.dtype))
         first_B1C = x_BTC.gather(1, first_B.view(-1, 1, 1).expand(-1, 1, x_BTC.shape[-1]))
         x_BRC, align = self._real.align(x_BTC.mT).mT, self._real.align
         found = {

@@ -23,14 +23,14 @@ from torch import Tensor
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.activations import MassiveActivation, largest_activations, strongest
 from sinklab.measuring.findings import Ablation
-from sinklab.measuring.hooks import evaluating
-from sinklab.measuring.huggingface.anatomy import input_device
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.highest import highest_rate
 from sinklab.measuring.surgery.changes import zeroed
 from sinklab.measuring.surgery.keys import masked_first_keys
 from sinklab.measuring.surgery.places import residual_blocks
 from sinklab.model.transformer import Transformer
+from sinklab.models.hooks import evaluating
+from sinklab.models.huggingface.anatomy import input_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -140,7 +140,7 @@ def _largest_by_block(model: "PreTrainedModel | Transformer", tokens_T: Tensor) 
         if isinstance(model, Transformer):
             model.hidden(tokens_1T)
         else:
-            from sinklab.measuring.huggingface.loss import forward_only
+            from sinklab.models.huggingface.piecewise_loss import forward_only
 
             forward_only(model, tokens_1T, {"use_cache": False})
     return found

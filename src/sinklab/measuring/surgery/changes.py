@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from sinklab.errors import InputError
-from sinklab.measuring.hooks import hidden_states, hooked
 from sinklab.measuring.surgery.places import first_tokens, learned_positions, residual_blocks
 from sinklab.model.transformer import Transformer
+from sinklab.models.hooks import hidden_states, hooked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from sinklab.attention.core import AttentionCore
-from sinklab.measuring.hooks import evaluating, hidden_states, hooked
-from sinklab.measuring.huggingface.anatomy import input_device
 from sinklab.measuring.native import attention_cores
 from sinklab.measuring.surgery.places import residual_blocks
 from sinklab.model.transformer import Transformer
+from sinklab.models.hooks import evaluating, hidden_states, hooked
+from sinklab.models.huggingface.anatomy import input_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -92,7 +92,7 @@ def _kept_through_transformers(
 
 def _keeping(found: Matrices) -> Callable[..., tuple[Tensor, None]]:
     """An attention function for transformers' interface that keeps the matrix of every call."""
-    from sinklab.measuring.huggingface.call import read_call
+    from sinklab.models.huggingface.call import read_call
 
     def attention(
         module: nn.Module,

@@ -19,12 +19,11 @@ from torch import Tensor
 
 from sinklab.errors import InputError
 from sinklab.measuring.findings import Mixing
-from sinklab.measuring.hooks import evaluating, residual_stream
-from sinklab.measuring.huggingface.anatomy import input_device
-from sinklab.measuring.metrics import token_norms
 from sinklab.measuring.surgery.keys import masked_first_keys
 from sinklab.measuring.surgery.places import residual_blocks
 from sinklab.model.transformer import Transformer
+from sinklab.models.hooks import evaluating, residual_stream, token_norms
+from sinklab.models.huggingface.anatomy import input_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -93,7 +92,7 @@ def _spread(model: "PreTrainedModel | Transformer", pairs_N2T: Tensor, position:
             if isinstance(model, Transformer):
                 model.hidden(tokens_BT)
             else:
-                from sinklab.measuring.huggingface.loss import forward_only
+                from sinklab.models.huggingface.piecewise_loss import forward_only
 
                 forward_only(model, tokens_BT, {"use_cache": False})
             total_M = total_M + torch.stack(found)

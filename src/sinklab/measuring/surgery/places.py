@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from sinklab.attention.real_tokens import real_tokens
 from sinklab.errors import SinklabError
-from sinklab.measuring.hooks import hooked
-from sinklab.measuring.huggingface import anatomy
-from sinklab.measuring.padding import real_tokens
 from sinklab.model.transformer import Transformer
+from sinklab.models.hooks import hooked
+from sinklab.models.huggingface import anatomy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sinklab.measuring.huggingface.anatomy import input_device, quantisation
-from sinklab.measuring.memory import FLOAT, SHARE, free_bytes
 from sinklab.model.transformer import Transformer
+from sinklab.models.huggingface.anatomy import input_device, quantisation
+from sinklab.models.memory import FLOAT, SHARE, free_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -110,8 +110,8 @@ def position_kind(model: "PreTrainedModel | Transformer") -> PositionKind:
                 "the paper's propositions are about causal softmax attention without biases, in every layer"
             )
         return model.config.position.kind
-    from sinklab.measuring.huggingface.anatomy import attention_layers
     from sinklab.measuring.huggingface.probe import dispatches
+    from sinklab.models.huggingface.anatomy import attention_layers
 
     kind = model.config.model_type
     if attention_layers(model.config) == len(residual_blocks(model)):

@@ -10,7 +10,6 @@ from torch import Tensor
 from sinklab.errors import InputError
 from sinklab.measuring.driver import Watched, measure
 from sinklab.measuring.findings import Propositions
-from sinklab.measuring.hooks import Progress
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.measuring.surgery.ablations import check_ablation, measure_ablations, plan_ablation
@@ -18,6 +17,7 @@ from sinklab.measuring.surgery.changes import check_pair, replaced_position, swa
 from sinklab.measuring.surgery.mixing import check_perturbed, measure_mixing
 from sinklab.measuring.surgery.propositions import LENGTH, check_propositions
 from sinklab.model.transformer import Transformer
+from sinklab.models.hooks import Progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -4,8 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from sinklab.assessing.assessment import comparable
+from sinklab.assessing.part import PartNumber
+from sinklab.assessing.parts import NUMBERS
 from sinklab.experiments.documents import CellRun, CellSummary
-from sinklab.report.assessing.prices import PRICES, Price, comparable
 from sinklab.report.experiments.sweeps import Sweep
 from sinklab.report.experiments.tables import by_seed, estimate_of, sink_elsewhere_text
 from sinklab.report.summary import counted
@@ -179,11 +181,12 @@ def _prices(sweep: Sweep, names: Sequence[str]) -> list[BoardColumn]:
     ]
     found = comparable({run.hash: one for run in runs if (one := sweep.assessment(run)) is not None})
 
-    def column(price: Price) -> BoardColumn:
-        score = _of_runs(lambda run: price.of(found[run.hash]) if run.hash in found else None)
-        return BoardColumn(price.title, price.unit, 3, score, price.explained)
+    numbers = {run_hash: assessment.numbers() for run_hash, assessment in found.items()}
 
-    return [column(price) for price in PRICES] if found else []
+    def score(number: PartNumber) -> ScoreOf:
+        return _of_runs(lambda run: numbers.get(run.hash or "", {}).get(number.name))
+
+    return [BoardColumn(*one.column, 3, score(one), one.explained) for one in NUMBERS if one.column and found]
 
 
 def _retuned(sweep: Sweep, name: str) -> SeedScore | None:

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from sinklab.assessing.documents import ASSESSMENT
+from sinklab.assessing.assessment import ASSESSMENT
 from sinklab.errors import InputError
 from sinklab.experiments.documents import RECORD, SUMMARY, CellRun, Summary, read_record
 from sinklab.experiments.sweep.packed import (

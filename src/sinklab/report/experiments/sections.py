@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sinklab.experiments.documents import ANALYSES, CellSummary, ExperimentSummary, JudgedClaim, verdict_counts
-from sinklab.report.charts import Width
-from sinklab.report.experiments.figures import experiment_figures, keyed, link_to
+from sinklab.report.charts import Figure, Width
+from sinklab.report.experiments.figures import board_figure, experiment_figures, keyed, link_to
 from sinklab.report.experiments.leaderboard import Leaderboard, leaderboard, leaderboard_table
-from sinklab.report.experiments.scatter import board_figure
 from sinklab.report.experiments.sweeps import Sweep, run_warnings
 from sinklab.report.experiments.tables import (
     Replicate,
@@ -18,7 +17,6 @@ from sinklab.report.experiments.tables import (
     quantity_of,
     replicate_of,
 )
-from sinklab.report.figure import Figure
 from sinklab.report.summary import counted
 from sinklab.tables import Table, TableCell, TableColumn, names
 

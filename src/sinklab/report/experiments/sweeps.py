@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sinklab.assessing.documents import ASSESSMENT, Assessment, load_assessment
+from sinklab.assessing.assessment import ASSESSMENT, Assessment, load_assessment
 from sinklab.experiments.documents import CellRun, CellSummary, ExperimentSummary, JudgedClaim, Summary, read_record
 from sinklab.experiments.sweep.packed import RECIPES, RUNS, is_packed, read_packed, unpack
 from sinklab.experiments.sweep.recording import edited

@@ -9,8 +9,8 @@ from dataclasses import asdict
 import torch
 
 from sinklab.errors import InputError
-from sinklab.measuring.memory import total_bytes
 from sinklab.model.config import ModelConfig
+from sinklab.models.memory import total_bytes
 from sinklab.train.planning.flops import shape_of
 from sinklab.train.planning.memory import FLOAT32, memory_estimate
 from sinklab.train.recipe import Recipe

@@ -27,7 +27,7 @@ from sinklab.attention.linear import CHUNK
 from sinklab.model.config import ModelConfig
 from sinklab.model.loss import WHOLE, rows_per_chunk
 from sinklab.model.transformer import Transformer
-from sinklab.model.value_residual import NoValueResidual
+from sinklab.model.values import NoValueResidual
 from sinklab.train.config import Muon, OptimConfig, Sgd
 from sinklab.train.optim import hidden_matrices
 from sinklab.train.planning.flops import shape_of

@@ -1,0 +1,114 @@
+"""Comparison of two recordings: numbers to the last bit, reports as bytes, without what depends on clock or memory."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+CLOCK = re.compile(
+    r"(seconds|tokens_per_second|peak_memory|memory_mb|stall|time|mfu|speed|created|version|git|hours|host|per_second)"
+    r"|^(files|text|identity)$"  # when they were written
+)
+DURATION = re.compile(
+    r"waited for data \d+%|\b\d[\d,.]*\s?(s|ms|min|MB|GB|tokens/s|h|it/s)\b|\d+:\d\d(:\d\d)?( UTC)?|\d{4}-\d\d-\d\d"
+)
+LEFT_OUT = ("lock", "SHA256SUMS", "checksums.txt", "lab.err", "lab.out")  # a process, or an order that is left open
+PRINTED = (".out", ".err", ".md", ".html", ".svg", ".txt")
+INPUTS = ("cache", "committed", "text")
+
+
+def compare(before: Path, after: Path, common: bool, numbers: bool) -> int:
+    """Print every difference; the number of files that differ.
+
+    Args:
+        common: a file that is in one recording only is no difference.
+        numbers: words are not compared: pages, what is printed, sentences among results.
+    """
+    differences = counted = 0
+    names = {path.relative_to(root) for root in (before, after) for path in root.rglob("*") if path.is_file()}
+    for name in sorted(names):
+        if name.parts[0] in INPUTS or name.name.startswith((".", "events.out")) or name.name in LEFT_OUT:
+            continue
+        absent = [root for root in (before, after) if not (root / name).is_file()]
+        if (absent and common) or (numbers and name.suffix in PRINTED and not _is_json(before / name)):
+            continue
+        counted += 1
+        found = [f"absent in {absent[0]}"] if absent else list(_differences(before / name, after / name, numbers))
+        for one in found[:5]:
+            print(f"{name}: {one}")
+        differences += bool(found)
+    print(f"{counted} files compared, {differences} differ")
+    return differences
+
+
+def _is_json(path: Path) -> bool:
+    return path.suffix == ".out" and path.is_file() and path.read_bytes()[:1] in (b"{", b"[")
+
+
+def _differences(one: Path, other: Path, numbers: bool) -> Iterator[str]:
+    match one.suffix:
+        case ".json":
+            yield from _unequal(json.loads(one.read_text("utf-8")), json.loads(other.read_text("utf-8")), "", numbers)
+        case ".jsonl":
+            pairs = [[json.loads(line) for line in path.read_text("utf-8").splitlines()] for path in (one, other)]
+            yield from _unequal(pairs[0], pairs[1], "", numbers)
+        case ".npz":
+            with np.load(one) as first, np.load(other) as second:
+                for key in sorted({*first.files, *second.files}):
+                    if key not in first.files or key not in second.files:
+                        yield f"{key} is in one only"
+                    elif first[key].dtype != second[key].dtype or first[key].tobytes() != second[key].tobytes():
+                        yield f"{key} differs"
+        case ".safetensors":
+            first, second = load_file(one), load_file(other)
+            yield from (key for key in sorted({*first, *second}) if not _same_tensor(first.get(key), second.get(key)))
+        case ".html" | ".svg" if "drawn" not in one.parts:
+            return  # drawn from results with other times
+        case ".py" | ".gz":
+            return  # code of an export; packed runs, whose times differ and whose numbers are compared as runs
+        case ".out" | ".err" | ".md" | ".yaml" | ".html":
+            first, second = _lines(one), _lines(other)
+            if _is_json(one) and _is_json(other):
+                yield from _unequal(
+                    json.loads(one.read_text("utf-8")), json.loads(other.read_text("utf-8")), "", numbers
+                )
+            elif first != second:
+                pairs = [(a, b) for a, b in zip(first, second, strict=False) if a != b]
+                yield f"{pairs[0][0]!r} / {pairs[0][1]!r}" if pairs else f"{len(first)} / {len(second)} lines"
+        case _:
+            if one.read_bytes() != other.read_bytes():
+                yield "bytes differ"
+
+
+def _lines(path: Path) -> list[str]:
+    """Of a text, without what the clock says and what transformers does."""
+    lines = path.read_text("utf-8").splitlines()
+    return [DURATION.sub("#", line) for line in lines if not line.startswith("[transformers]")]
+
+
+def _same_tensor(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _unequal(one: Any, other: Any, where: str, numbers: bool) -> Iterator[str]:
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in sorted({*one, *other}):
+            if CLOCK.search(str(key)):
+                continue
+            if key not in one or key not in other:
+                yield f"{where}.{key} is in one only"
+            else:
+                yield from _unequal(one[key], other[key], f"{where}.{key}", numbers)
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for index, (a, b) in enumerate(zip(one, other, strict=True)):
+            yield from _unequal(a, b, f"{where}[{index}]", numbers)
+    elif numbers and all(isinstance(value, str) and " " in value for value in (one, other)):
+        return
+    elif one != other and not (one != one and other != other):
+        yield f"{where}: {one!r} / {other!r}"

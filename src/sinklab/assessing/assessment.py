@@ -1,0 +1,129 @@
+"""assessment.json: the cost and benefit of a sink in one model, part by part; formulas in docs/assess.md."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import (
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
+
+from sinklab.assessing.part import AssessPart, ResultRow
+from sinklab.assessing.parts import PARTS, PartName
+from sinklab.errors import InputError
+from sinklab.files import parse_json
+from sinklab.schema import ReadDocument
+
+ASSESSMENT = "assessment.json"
+HELD_OUT = "held_out"
+OF_THE_MODEL = {"model", "files"}
+"""The keys of `asked` in which comparable assessments may differ."""
+
+OnePart = TypeVar("OnePart", bound=AssessPart)
+
+
+class Assessment(ReadDocument):
+    """assessment.json, where each part has a key of its own, null before it is done.
+
+    Attributes:
+        asked: everything that decides the numbers; a call with the same resumes with the missing parts.
+        context, layers: of the model.
+        notes: what a reader must know.
+        skipped: parts that this model cannot be given, and why.
+        seconds: that a part has taken.
+        results: of the parts that were done.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True, populate_by_name=True)
+
+    schema_version: Literal[1] = Field(default=1, alias="schema")
+    model: str
+    context: int
+    layers: int
+    asked: dict[str, object]
+    notes: list[str] = Field(default_factory=list)
+    skipped: dict[PartName, str] = Field(default_factory=dict)
+    seconds: dict[PartName, float] = Field(default_factory=dict)
+    results: dict[str, SerializeAsAny[AssessPart]] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _results_from_their_keys(cls, document: Any) -> Any:
+        found = {
+            name: part.model_validate(document[name]) for name, part in PARTS.items() if document.get(name) is not None
+        }
+        return {"results": found, **document}
+
+    @model_serializer(mode="wrap")
+    def _a_key_for_each_part(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        document = handler(self)
+        results = document.pop("results")
+        return {**document, **{name: results.get(name) for name in PARTS}}
+
+    def document(self) -> dict[str, Any]:
+        """The content of assessment.json."""
+        return self.model_dump(mode="json", by_alias=True)
+
+    def result(self, part: type[OnePart]) -> OnePart:
+        """The result of a part.
+
+        Raises:
+            KeyError: it was not done.
+        """
+        done = self.results[part.name]
+        assert isinstance(done, part)
+        return done
+
+    def with_result(self, done: AssessPart, seconds: float) -> "Assessment":
+        """The same with one more part."""
+        results = {**self.results, done.name: done}
+        ordered = {name: results[name] for name in PARTS if name in results}
+        return self.model_copy(update={"results": ordered, "seconds": {**self.seconds, done.name: seconds}})
+
+    def rows(self) -> Iterator[tuple[str, ResultRow]]:
+        """The table of results: part and row."""
+        for name, part in self.results.items():
+            for row in part.rows():
+                yield name, row
+
+    def remarks(self) -> list[str]:
+        """The lines below the table."""
+        return [remark for part in self.results.values() if (remark := part.remark())]
+
+    def numbers(self) -> dict[str, float]:
+        """The single numbers of the parts that were done, by name."""
+        return {name: value for part in self.results.values() for name, value in part.values()}
+
+    @property
+    def on_held_out(self) -> bool:
+        """Whether a run was assessed on its validation text."""
+        return self.asked.get(HELD_OUT) is True
+
+
+def load_assessment(path: Path) -> Assessment:
+    """Read an assessment.json.
+
+    Raises:
+        InputError: it is missing or damaged.
+    """
+    try:
+        return Assessment.model_validate(parse_json(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, ValidationError) as error:
+        raise InputError(f"{path} cannot be read as an assessment ({error}): make it again in another --out") from error
+
+
+def comparable(assessments: Mapping[str, Assessment]) -> dict[str, Assessment]:
+    """Those made on the same text with the same sizes; of several such groups the largest."""
+    asked = {
+        name: repr(sorted((key, repr(value)) for key, value in one.asked.items() if key not in OF_THE_MODEL))
+        for name, one in assessments.items()
+    }
+    counts = Counter(asked.values())
+    return {name: one for name, one in assessments.items() if asked[name] == max(counts, key=lambda key: counts[key])}

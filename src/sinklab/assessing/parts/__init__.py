@@ -1,0 +1,37 @@
+"""The parts of an assessment, one per file of this folder; a new file is found by itself."""
+
+from collections.abc import Iterator
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+from sinklab.assessing.part import AssessPart
+
+
+def _declared() -> Iterator[type[AssessPart]]:
+    for file in iter_modules(__path__):
+        for value in vars(import_module(f"{__name__}.{file.name}")).values():
+            if isinstance(value, type) and issubclass(value, AssessPart) and value is not AssessPart:
+                yield value
+
+
+PARTS = {part.name: part for part in sorted(_declared(), key=lambda part: part.rank)}
+"""By name, in the order in which they run and are shown."""
+
+NUMBERS = tuple(number for part in PARTS.values() for number in part.numbers)
+
+
+def known_part(name: str) -> str:
+    """The name of a part.
+
+    Raises:
+        ValueError: no part has this name.
+    """
+    if name not in PARTS:
+        raise ValueError(f"there is no part {name!r}; the parts are {', '.join(PARTS)}")
+    return name
+
+
+PartName = Annotated[str, AfterValidator(known_part)]

@@ -1,0 +1,208 @@
+"""Eviction: what a cache of a given budget keeps, with every key at its own position.
+
+    recent                 the C latest
+    first and recent       the first n and the C - n latest (StreamingLLM, 2309.17453)
+    heavy hitters          the C / 2 latest, and of the others those that got most attention so far (H2O, 2306.14048)
+    heavy without sink     the same, but the first n can be no heavy hitters
+    random                 the C / 2 latest, and random ones of the others
+
+What was evicted does not come back. As in H2O's public code, the attention that a key gets is summed over the queries
+that found it in the cache, the softmax being over what the cache held, and the budget is halved between the two kinds;
+heads that share keys share a cache, so that their sums are added up (that code predates them and has one for each).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sinklab.assessing.caches import RollingCache
+from sinklab.assessing.layers import Change, LayerAttention, Patient
+from sinklab.assessing.loading import Admitted
+from sinklab.assessing.part import (
+    GROWTH,
+    AssessPart,
+    Effect,
+    PartFigure,
+    PartJob,
+    PartNumber,
+    PlotAxis,
+    ResultRow,
+    plot_row,
+    refused,
+)
+from sinklab.assessing.plan import KEPT, AssessSettings
+from sinklab.assessing.reading import PairedReader, Step
+from sinklab.attention.masks import Dense
+
+POLICIES = 5
+
+
+class Evicted(Effect):
+    """Under a cache of so many keys, on text within the context."""
+
+    policy: str
+    budget: int
+
+
+class Eviction(AssessPart):
+    """Loss when the cache keeps a budget of keys, by policy."""
+
+    name = "eviction"
+    rank = 3
+    numbers = (
+        PartNumber(
+            "recent_keys_added",
+            "Recent keys only, added loss",
+            ("Recent keys", "nats added"),
+            "as few keys as in the smallest budget, the most recent",
+        ),
+    )
+
+    first: int
+    policies: list[Evicted]
+
+    @classmethod
+    def refusal(cls, patient: Patient, settings: AssessSettings) -> str | None:
+        return refused(patient, HeavyHitters(2))
+
+    @classmethod
+    def job(cls, model: Admitted, text: Path | None, settings: AssessSettings) -> PartJob:
+        tokens_NT = model.sequences(text, settings.sequences, settings.length)
+        first = max(settings.kept) or max(KEPT)
+        run = partial(assess_eviction, model.patient, tokens_NT, settings.budgets, first, settings.seed)
+        return PartJob((1 + POLICIES * len(settings.budgets)) * len(tokens_NT), run)
+
+    def rows(self) -> Iterator[ResultRow]:
+        yield self.unchanged_row()
+        for one in self.policies:
+            yield ResultRow(f"{one.policy}, {one.budget} keys", one)
+
+    def values(self) -> Iterator[tuple[str, float]]:
+        """Of the smallest budget."""
+        recent = [one for one in self.policies if one.policy == "recent"]
+        if recent:
+            yield "recent_keys_added", self.added(min(recent, key=lambda one: one.budget))
+
+    def figure(self) -> PartFigure:
+        return PartFigure(
+            "lines",
+            "Evicting keys",
+            f"What evicting keys adds to the loss of {self.unchanged.loss:.3f} ({self.sequences} x {self.length:,} "
+            "tokens), by policy and budget; random keys are the control.",
+            [plot_row(one, self.added(one), one.policy, one.budget) for one in self.policies],
+            PlotAxis("Keys that are kept", "x", "keys", order=sorted({one.budget for one in self.policies})),
+            PlotAxis(GROWTH, "y", "nats added"),
+        )
+
+
+@dataclass(frozen=True)
+class HeavyHitters:
+    """A `Change`: recent keys and those with the most attention so far.
+
+    Attributes:
+        budget: C, keys in the cache when a query reads it, its own included.
+        barred: first keys that count as recent ones only.
+    """
+
+    budget: int
+    barred: int = 0
+
+    def __call__(self, layer: LayerAttention) -> Tensor:
+        """The layer's output."""
+        B, _, L, _ = layer.call.q_BHTD.shape
+        groups = layer.call.k_BGTD.shape[1]
+        total_BGL = layer.call.q_BHTD.new_zeros(B, groups, L, dtype=torch.float32)
+        total_BGL[..., : self.barred] = -torch.inf
+
+        def observe(t: int, kept_BGS: Tensor) -> Tensor:
+            row_BHS = _row(layer, t, kept_BGS.repeat_interleave(layer.call.q_BHTD.shape[1] // groups, 1))
+            total_BGL[..., : t + 1] += row_BHS.unflatten(1, (groups, -1)).sum(2)
+            return total_BGL
+
+        return _output(layer, _kept(layer, self.budget, observe))
+
+
+@dataclass(frozen=True)
+class RandomKeys:
+    """A `Change`: recent keys and random ones of the others, the control of equal budget; by layer, group and row."""
+
+    budget: int
+    seed: int
+
+    def __call__(self, layer: LayerAttention) -> Tensor:
+        """The layer's output."""
+        B, groups, L, _ = layer.call.k_BGTD.shape
+        draw = torch.Generator().manual_seed(self.seed + layer.number)
+        rank_BGL = torch.rand(B, groups, L, generator=draw).to(layer.call.k_BGTD.device)
+        return _output(layer, _kept(layer, self.budget, lambda t, kept_BGS: rank_BGL))
+
+
+def _kept(layer: LayerAttention, budget: int, observe: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """Which keys each query finds: (B, G, L, L).
+
+    Args:
+        observe: (query, keys that it finds) -> the standing of every key, by which those that are not recent stay.
+    """
+    B, groups, L, _ = layer.call.k_BGTD.shape
+    device = layer.call.k_BGTD.device
+    found_BGLL = torch.zeros(B, groups, L, L, dtype=torch.bool, device=device)
+    held_BGL = torch.zeros(B, groups, L, dtype=torch.bool, device=device)
+    recent = max(1, budget // 2)
+    for t in range(L):
+        held_BGL[..., t] = True
+        found_BGLL[:, :, t] = held_BGL
+        standing_BGL = observe(t, held_BGL[..., : t + 1])
+        if t + 1 < budget:
+            continue
+        older = t + 2 - recent  # of the cache that the next query finds, whose own key is recent
+        heavy = budget - recent
+        candidates = standing_BGL[..., :older].masked_fill(~held_BGL[..., :older], -torch.inf)
+        chosen = candidates.topk(heavy, -1).indices
+        stays = torch.zeros_like(held_BGL[..., :older]).scatter_(-1, chosen, True)
+        held_BGL[..., :older] &= stays & candidates.isfinite()
+    return found_BGLL
+
+
+def _row(layer: LayerAttention, t: int, kept_BHS: Tensor) -> Tensor:
+    """Shares of one query's row over the keys that it finds: (B, H, t + 1)."""
+    call = layer.call
+    seen = call.mask.block(t, t + 1, 0, t + 1, kept_BHS.device) & kept_BHS[:, :, None]
+    short = replace(
+        call, q_BHTD=call.q_BHTD[:, :, t : t + 1], k_BGTD=call.k_BGTD[:, :, : t + 1], mask=Dense(seen, later=False)
+    )
+    return next(iter(layer.operation.rows(short))).weights_BHQS[:, :, 0].float()
+
+
+def _output(layer: LayerAttention, found_BGLL: Tensor) -> Tensor:
+    repeats = layer.call.q_BHTD.shape[1] // found_BGLL.shape[1]
+    return layer.under(Dense(found_BGLL.repeat_interleave(repeats, 1))).output()
+
+
+def assess_eviction(
+    patient: Patient, tokens_NT: Tensor, budgets: Sequence[int], first: int, seed: int, step: Step
+) -> Eviction:
+    """Loss under every policy and budget.
+
+    Args:
+        first: n, the first keys that are kept or barred; a sink token in front is the first of them.
+    """
+    reader = PairedReader(patient, tokens_NT, step)
+    found = []
+    for budget in budgets:
+        kept = min(first, budget - 1)
+        policies: dict[str, Change] = {
+            "recent": RollingCache(budget, 0, in_cache=False),
+            "first and recent": RollingCache(budget, kept, in_cache=False),
+            "heavy hitters": HeavyHitters(budget),
+            "heavy without sink": HeavyHitters(budget, barred=kept),
+            "random": RandomKeys(budget, seed),
+        }
+        for policy, change in policies.items():
+            effect = reader.under(change).effect()
+            found.append(Evicted(policy=policy, budget=budget, **effect.model_dump()))
+    N, T = tokens_NT.shape
+    return Eviction(sequences=N, length=T, unchanged=reader.unchanged.effect(), first=first, policies=found)

@@ -1,0 +1,224 @@
+"""Heads: no-op heads ("nop") and broadcast heads, by the value and the output of their sink.
+
+After 2606.08105, of which only the abstract could be read: "nop sinks exhibit negligible value norms; broadcast sinks
+induce low-rank outputs". The quantities and the numbers at which they are cut are therefore ours:
+
+    share            mean over queries t of A_t,sink                       the head has a sink above SHARE
+    value_norm       |v_sink| / mean over other s of |v_s|                 negligible up to NEGLIGIBLE: nop
+    output_share     mean_t |A_t,sink v_sink| / mean_t |o_t|               large from LARGE on, and
+    effective_rank   exp(-sum_i p_i log p_i), p_i = s_i^2 / sum_j s_j^2    low up to LOW of the head's width: broadcast
+
+with s_i the singular values of the head's outputs o_t over the queries after the sink. The sink is the bias key or sink
+logit, else the first position: of several registers the first, so that the others count as tokens. A gate suits a nop,
+a register or sink token a broadcast.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from sinklab.assessing.layers import LayerAttention, Patient
+from sinklab.assessing.loading import Admitted
+from sinklab.assessing.part import AssessPart, PartFigure, PartJob, PlotAxis, refused
+from sinklab.assessing.plan import AssessSettings
+from sinklab.assessing.reading import PairedReader, Step
+from sinklab.schema import ReadDocument
+
+HeadKind = Literal["no sink", "nop", "between", "broadcast"]
+
+SHARE = 0.3
+NEGLIGIBLE = 0.25
+LARGE = 0.5
+LOW = 0.25
+
+
+class HeadRole(ReadDocument):
+    """What one head does with its sink.
+
+    Attributes:
+        share: of attention on the sink, mean over the queries after it.
+        value_norm: |v| of the sink over the mean of the other keys'.
+        output_share: mean norm of what the sink adds to the head's output over the mean norm of that output.
+        effective_rank: of the head's outputs, of at most `width`.
+    """
+
+    layer: int
+    head: int
+    share: float
+    value_norm: float
+    output_share: float
+    effective_rank: float
+    kind: HeadKind
+
+
+class Heads(AssessPart):
+    """Every head and its sink, "bias" where the model has one of its own, else the first position."""
+
+    name = "heads"
+    rank = 6
+
+    sink: Literal["bias", "first position"]
+    width: int
+    heads: list[HeadRole]
+    counts: dict[HeadKind, int]
+
+    @classmethod
+    def refusal(cls, patient: Patient, settings: AssessSettings) -> str | None:
+        return refused(patient, lambda layer: layer.weighted(*layer.scores()))
+
+    @classmethod
+    def job(cls, model: Admitted, text: Path | None, settings: AssessSettings) -> PartJob:
+        tokens_NT = model.sequences(text, settings.sequences, settings.length)
+        return PartJob(2 * len(tokens_NT), partial(assess_heads, model.patient, tokens_NT))
+
+    def remark(self) -> str:
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(self.counts.items()))
+        return f"heads ({self.sink}): {counts}"
+
+    def figure(self) -> PartFigure:
+        kinds = [kind for kind in get_args(HeadKind) if self.counts.get(kind)]
+        counts = ", ".join(f"{self.counts[kind]} {kind}" for kind in kinds)
+        logarithmic = all(head.value_norm > 0 for head in self.heads)
+        return PartFigure(
+            "scatter",
+            "What heads do with their sink",
+            f"One point per head; the sink is the {self.sink}. A head whose sink has a negligible value does nothing "
+            "when it attends there (nop); one whose sink has a large value of low rank broadcasts it (2606.08105). "
+            f"{counts}.",
+            [{**head.model_dump(), "percent": 100 * head.share} for head in self.heads],
+            PlotAxis("Share of attention on the sink (percent)", "percent", "share, percent", domain=(0, 100)),
+            PlotAxis(
+                "|v| of the sink over that of the others",
+                "value_norm",
+                "value's norm, times the others'",
+                scale="log" if logarithmic else "linear",
+                format="~g",
+            ),
+            reference=1.0,
+            colour="kind",
+            series=kinds,
+            tooltip=(
+                ("layer", "layer", "d"),
+                ("head", "head", "d"),
+                ("output_share", "of the head's output", ".3f"),
+                ("effective_rank", "effective rank", ".1f"),
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Of one layer, over sequences: (H,) each but the Gram matrices of the outputs (H, V, V)."""
+
+    share_H: Tensor
+    value_H: Tensor
+    other_H: Tensor
+    added_H: Tensor
+    output_H: Tensor
+    gram_HVV: Tensor
+
+
+class _Watch:
+    """A `Change` that changes nothing and sums up what each head does."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, _Sums] = {}
+        self.bias = False
+
+    def __call__(self, layer: LayerAttention) -> Tensor:
+        scores_BHLL, bias_BHL = layer.scores()
+        out_BHLV = layer.weighted(scores_BHLL, bias_BHL)
+        repeats = scores_BHLL.shape[1] // layer.value_BGLV.shape[1]
+        v_BHLV = layer.value_BGLV.repeat_interleave(repeats, 1).float()
+        if bias_BHL is None:
+            given_BHL, sink_BHV = scores_BHLL[:, :, 1:, 0], v_BHLV[:, :, 0]
+            others_BHLV, after_BHLV = v_BHLV[:, :, 1:], out_BHLV[:, :, 1:].float()
+            whole_BHL = scores_BHLL[:, :, 1:].sum(-1)
+        else:
+            self.bias = True
+            value_HV, others_BHLV, after_BHLV = layer.call.value_HV, v_BHLV, out_BHLV.float()
+            sink_BHV = (
+                torch.zeros_like(v_BHLV[:, :, 0]) if value_HV is None else value_HV.float().expand_as(v_BHLV[:, :, 0])
+            )
+            given_BHL, whole_BHL = bias_BHL, scores_BHLL.sum(-1) + bias_BHL
+        norm_BH = sink_BHV.norm(dim=-1)
+        share_BHL = given_BHL / whole_BHL.masked_fill(whole_BHL == 0, 1)
+        sums = _Sums(
+            share_BHL.mean(-1).double().sum(0),
+            norm_BH.double().sum(0),
+            others_BHLV.norm(dim=-1).mean(-1).double().sum(0),
+            (given_BHL.mean(-1) * norm_BH).double().sum(0),
+            after_BHLV.norm(dim=-1).mean(-1).double().sum(0),
+            torch.einsum("bhlv,bhlw->hvw", after_BHLV.double(), after_BHLV.double()),
+        )
+        before = self.layers.get(layer.number)
+        self.layers[layer.number] = sums if before is None else _added(before, sums)
+        return out_BHLV
+
+
+def _added(one: _Sums, other: _Sums) -> _Sums:
+    return _Sums(*(getattr(one, name) + getattr(other, name) for name in vars(one)))
+
+
+def assess_heads(patient: Patient, tokens_NT: Tensor, step: Step) -> Heads:
+    """The role of every head.
+
+    Raises:
+        InputError: an operation whose scores cannot be told apart.
+    """
+    reader, watch = PairedReader(patient, tokens_NT, step), _Watch()
+    reader.under(watch)
+    width = watch.layers[1].gram_HVV.shape[-1]
+    roles = []
+    for number, sums in sorted(watch.layers.items()):
+        for head in range(len(sums.share_H)):
+            values = (sums.value_H, sums.other_H, sums.added_H, sums.output_H)
+            value, other, added, output = (float(x[head]) for x in values)
+            share = float(sums.share_H[head]) / len(tokens_NT)
+            value_norm, output_share = value / max(other, 1e-30), added / max(output, 1e-30)
+            rank = effective_rank(sums.gram_HVV[head])
+            roles.append(
+                HeadRole(
+                    layer=number,
+                    head=head + 1,
+                    share=share,
+                    value_norm=value_norm,
+                    output_share=output_share,
+                    effective_rank=rank,
+                    kind=kind_of(share, value_norm, output_share, rank / width),
+                )
+            )
+    N, T = tokens_NT.shape
+    return Heads(
+        sequences=N,
+        length=T,
+        unchanged=reader.unchanged.effect(),
+        sink="bias" if watch.bias else "first position",
+        width=width,
+        heads=roles,
+        counts=dict(Counter(role.kind for role in roles)),
+    )
+
+
+def effective_rank(gram_VV: Tensor) -> float:
+    """exp of the entropy of the eigenvalues over their sum; 0 of nothing."""
+    values = torch.linalg.eigvalsh(gram_VV).clamp(min=0)
+    total = values.sum()
+    if total <= 0:
+        return 0.0
+    p = values / total
+    return float(torch.exp(-torch.special.xlogy(p, p).sum()))
+
+
+def kind_of(share: float, value_norm: float, output_share: float, rank_share: float) -> HeadKind:
+    """What a head does, by the numbers above."""
+    if share <= SHARE:
+        return "no sink"
+    if value_norm <= NEGLIGIBLE:
+        return "nop"
+    return "broadcast" if output_share >= LARGE and rank_share <= LOW else "between"

@@ -1,0 +1,325 @@
+"""Key ablations: the sink's value, its place in the row, its share and its logit, each taken or changed by itself.
+
+    value zeroed   o_t - sum over selected s of A_ts v_s
+    hidden         the selected keys are masked, so that where rows are divided by their sum the others share the rest
+    spread         A_ts of the selected is given to the other keys of the row in equal parts (2410.10781's share, taken)
+    shifted        z_ts + d for the selected keys, before the similarity; d = -inf hides them
+
+Selected are, of every query:
+
+    bias     the bias key or sink logit of the model, with its own value (zero in most)
+    sink     the first n keys, for the queries after them
+    recent   the n keys right before the query's own
+    random   n of the keys before the query's own, drawn by layer, head and query
+
+The last two are controls, and never contain the first n keys.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sinklab.assessing.layers import Change, LayerAttention, Patient
+from sinklab.assessing.loading import Admitted
+from sinklab.assessing.part import (
+    GROWTH,
+    AssessPart,
+    Effect,
+    PartFigure,
+    PartJob,
+    PartNumber,
+    PlotAxis,
+    ResultRow,
+    counted,
+    plot_row,
+    refused,
+)
+from sinklab.assessing.plan import AssessSettings
+from sinklab.assessing.reading import PairedReader, Step
+from sinklab.attention.masks import Dense
+from sinklab.attention.operations.call import Call
+from sinklab.attention.scores import Score, compose
+from sinklab.schema import ReadDocument
+
+SHIFTS = (-8.0, -4.0, -2.0, -1.0, 1.0, 2.0, 4.0, 8.0)
+Keys = Literal["bias", "sink", "recent", "random"]
+
+
+class Shift(Effect):
+    """The logits of some keys shifted by so much; None is minus infinity, which hides them."""
+
+    by: float | None
+
+
+class AblatedKeys(ReadDocument):
+    """The ablations of the sink, or of as many other keys.
+
+    Attributes:
+        share: of attention that they get, mean over layers, heads and the queries after them; over all queries for a
+            bias.
+        value_zeroed, hidden, spread: one ablation each.
+        shifted: from hidden to strong.
+    """
+
+    keys: Keys
+    share: float
+    value_zeroed: Effect
+    hidden: Effect
+    spread: Effect
+    shifted: list[Shift]
+
+
+class KeyAblations(AssessPart):
+    """What the sink carries, with recent and random keys as controls."""
+
+    name = "carries"
+    rank = 5
+    numbers = (
+        PartNumber(
+            "sink_hidden_added",
+            "Sink hidden, added loss",
+            ("Sink hidden", "nats added"),
+            "hiding the sink, or the bias that is one",
+        ),
+    )
+
+    sink_keys: int
+    keys: list[AblatedKeys]
+
+    @classmethod
+    def refusal(cls, patient: Patient, settings: AssessSettings) -> str | None:
+        return refused(patient, lambda layer: layer.weighted(*layer.scores()))
+
+    @classmethod
+    def job(cls, model: Admitted, text: Path | None, settings: AssessSettings) -> PartJob:
+        tokens_NT = model.sequences(text, settings.sequences, settings.length)
+        kinds = 4 if has_bias(model.patient, tokens_NT) else 3
+        run = partial(ablate_keys, model.patient, tokens_NT, settings.sink_tokens, SHIFTS, settings.seed)
+        return PartJob((1 + kinds * (4 + len(SHIFTS))) * len(tokens_NT), run)
+
+    def rows(self) -> Iterator[ResultRow]:
+        yield self.unchanged_row()
+        for one in self.keys:
+            yield ResultRow(f"{one.keys}: value zeroed", one.value_zeroed, f"share {100 * one.share:.1f} %")
+            yield ResultRow(f"{one.keys}: hidden", one.hidden)
+            yield ResultRow(f"{one.keys}: spread", one.spread)
+            for shift in one.shifted:
+                if shift.by is not None:
+                    yield ResultRow(f"{one.keys}: logit {shift.by:+g}", shift)
+
+    def values(self) -> Iterator[tuple[str, float]]:
+        """The bias hidden where there is one, else the first tokens."""
+        hidden = {one.keys: one.hidden for one in self.keys}
+        effect = hidden.get("bias", hidden.get("sink"))
+        if effect is not None:
+            yield "sink_hidden_added", self.added(effect)
+
+    def figure(self) -> PartFigure:
+        rows = [
+            plot_row(shift, self.added(shift), one.keys, shift.by)
+            for one in self.keys
+            for shift in one.shifted
+            if shift.by is not None
+        ]
+        return PartFigure(
+            "lines",
+            "What the sink carries",
+            f"What the loss of {self.unchanged.loss:.3f} becomes when the logits of the sink's "
+            f"{counted(self.sink_keys, 'key')} are shifted, from nearly hidden to strong, and when those of as many "
+            "recent and random keys are.",
+            rows,
+            PlotAxis("Shift of the logits", "x", "shift", format="+~g"),
+            PlotAxis(GROWTH, "y", "nats added"),
+        )
+
+
+@dataclass(frozen=True)
+class SelectedKeys:
+    """Some keys of every query.
+
+    Attributes:
+        count: n.
+        seed: of the random ones.
+    """
+
+    keys: Keys
+    count: int = 1
+    seed: int = 0
+
+    def matrix(self, layer: LayerAttention) -> Tensor:
+        """Whether query t's key s is selected: (1 or H, L, L); nothing for the bias, which has no column."""
+        L, device = layer.length, layer.call.q_BHTD.device
+        q_L1, k_L = torch.arange(L, device=device)[:, None], torch.arange(L, device=device)
+        if self.keys == "bias":
+            return torch.zeros(1, L, L, dtype=torch.bool, device=device)
+        if self.keys == "sink":
+            return ((k_L < self.count) & (q_L1 >= self.count))[None]
+        candidates_LL = (k_L >= self.count) & (k_L < q_L1)
+        if self.keys == "recent":
+            return (candidates_LL & (k_L >= q_L1 - self.count))[None]
+        heads, draw = layer.call.q_BHTD.shape[1], torch.Generator().manual_seed(self.seed + layer.number)
+        rank_HLL = torch.rand(heads, L, L, generator=draw).to(device).masked_fill(~candidates_LL, -1)
+        chosen_HLN = rank_HLL.topk(min(self.count, L), -1).indices
+        return torch.zeros_like(rank_HLL, dtype=torch.bool).scatter_(-1, chosen_HLN, True) & candidates_LL
+
+
+@dataclass(frozen=True)
+class ZeroedValues:
+    """A `Change`: the selected keys keep their share and pass nothing on."""
+
+    selection: SelectedKeys
+
+    def __call__(self, layer: LayerAttention) -> Tensor:
+        """The layer's output."""
+        scores_BHLL, bias_BHL = layer.scores()
+        if self.selection.keys == "bias":
+            layer = replace(layer, call=replace(layer.call, value_HV=None))
+        return layer.weighted(scores_BHLL.masked_fill(self.selection.matrix(layer), 0), bias_BHL)
+
+
+@dataclass(frozen=True)
+class SpreadShares:
+    """A `Change`: the share of the selected keys goes to the other keys that the query sees, in equal parts."""
+
+    selection: SelectedKeys
+
+    def __call__(self, layer: LayerAttention) -> Tensor:
+        """The layer's output."""
+        scores_BHLL, bias_BHL = layer.scores()
+        L, device = layer.length, scores_BHLL.device
+        selected_HLL = self.selection.matrix(layer)
+        others_BHLL = layer.call.mask.block(0, L, 0, L, device) & ~selected_HLL
+        taken_BHL = (scores_BHLL * selected_HLL).sum(-1)
+        if self.selection.keys == "bias" and bias_BHL is not None:
+            taken_BHL, bias_BHL = bias_BHL, torch.zeros_like(bias_BHL)
+        each_BHL = taken_BHL / others_BHLL.sum(-1).clamp(min=1)
+        spread_BHLL = torch.where(selected_HLL, 0, scores_BHLL + each_BHL[..., None] * others_BHLL)
+        return layer.weighted(spread_BHLL, bias_BHL)
+
+
+@dataclass(frozen=True)
+class HiddenKeys:
+    """A `Change`: the selected keys are not there."""
+
+    selection: SelectedKeys
+
+    def __call__(self, layer: LayerAttention) -> Tensor:
+        """The layer's output."""
+        if self.selection.keys == "bias":
+            return replace(layer, call=replace(layer.call, key_HD=None, logit_H=None, value_HV=None)).output()
+        return layer.under(Dense(~self.selection.matrix(layer)[None], later=True)).output()
+
+
+@dataclass(frozen=True)
+class ShiftedLogits:
+    """A `Change`: the logits of the selected keys are shifted."""
+
+    selection: SelectedKeys
+    by: float
+
+    def __call__(self, layer: LayerAttention) -> Tensor:
+        """The layer's output."""
+        call = layer.call
+        if self.selection.keys == "bias":
+            return replace(layer, call=_WithShiftedBias(**vars(call), by=self.by)).output()
+        added = compose(call.position, self._added(layer))
+        return replace(layer, call=replace(call, position=added)).output()
+
+    def _added(self, layer: LayerAttention) -> Score:
+        selected_HLL = self.selection.matrix(layer)
+        by, heads = self.by, len(selected_HLL)
+
+        def shifted(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, selected_HLL: Tensor) -> Tensor:
+            return z + by * selected_HLL[h if heads > 1 else torch.zeros_like(h), q, k].to(z.dtype)
+
+        return Score(shifted, (selected_HLL,))
+
+
+@dataclass(frozen=True)
+class _WithShiftedBias(Call):
+    by: float = 0.0
+
+    def bias_logits(self, similarity: Score | None = None) -> Tensor | None:
+        by = self.by
+
+        def shifted(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return z + by
+
+        return super().bias_logits(compose(Score(shifted), similarity))
+
+
+class _Shares:
+    """A `Change` that changes nothing and sums up the share of the selected keys."""
+
+    def __init__(self, selection: SelectedKeys) -> None:
+        self.selection, self.total, self.rows = selection, 0.0, 0
+
+    def __call__(self, layer: LayerAttention) -> Tensor:
+        scores_BHLL, bias_BHL = layer.scores()
+        whole_BHL = scores_BHLL.sum(-1) + (0 if bias_BHL is None else bias_BHL)
+        whole_BHL = whole_BHL.masked_fill(whole_BHL == 0, 1)
+        selected_HLL = self.selection.matrix(layer)
+        if self.selection.keys == "bias" and bias_BHL is not None:
+            share_BHL, counted = bias_BHL / whole_BHL, bias_BHL.numel()
+        else:
+            share_BHL = (scores_BHLL * selected_HLL).sum(-1) / whole_BHL
+            rows_HL = selected_HLL.any(-1)
+            counted = int(rows_HL.sum()) * (share_BHL.shape[0] * share_BHL.shape[1] // len(rows_HL))
+        self.total += float(share_BHL.double().sum())
+        self.rows += counted
+        return layer.weighted(scores_BHLL, bias_BHL)
+
+
+def ablate_keys(
+    patient: Patient, tokens_NT: Tensor, sink_keys: int, shifts: Sequence[float], seed: int, step: Step
+) -> KeyAblations:
+    """Loss when something is done to the sink, and when the same is done to as many other keys.
+
+    Args:
+        sink_keys: n, the first keys; a sink token in front is the first of them.
+
+    Raises:
+        InputError: an operation whose scores cannot be changed one by one.
+    """
+    reader = PairedReader(patient, tokens_NT, step)
+    others: tuple[Keys, ...] = ("sink", "recent", "random")
+    kinds: tuple[Keys, ...] = ("bias", *others) if has_bias(patient, tokens_NT) else others
+    found = [_ablated(reader, SelectedKeys(keys, sink_keys, seed), shifts) for keys in kinds]
+    N, T = tokens_NT.shape
+    return KeyAblations(sequences=N, length=T, unchanged=reader.unchanged.effect(), sink_keys=sink_keys, keys=found)
+
+
+def _ablated(reader: PairedReader, selection: SelectedKeys, shifts: Sequence[float]) -> AblatedKeys:
+    shares = _Shares(selection)
+    reader.under(shares)
+    hidden = reader.under(HiddenKeys(selection)).effect()
+    curve = [Shift(by=None, **hidden.model_dump())]
+    for by in shifts:
+        change: Change = ShiftedLogits(selection, by)
+        curve.append(Shift(by=by, **reader.under(change).effect().model_dump()))
+    return AblatedKeys(
+        keys=selection.keys,
+        share=shares.total / max(shares.rows, 1),
+        value_zeroed=reader.under(ZeroedValues(selection)).effect(),
+        hidden=hidden,
+        spread=reader.under(SpreadShares(selection)).effect(),
+        shifted=curve,
+    )
+
+
+def has_bias(patient: Patient, tokens_NT: Tensor) -> bool:
+    """Whether a bias key or a sink logit takes part in the model's rows."""
+    found: list[bool] = []
+
+    def watch(layer: LayerAttention) -> Tensor:
+        found.append(layer.has_bias)
+        return layer.output()
+
+    with torch.no_grad(), patient.changed(watch):
+        patient.hidden(tokens_NT[:1, :2].to(patient.device))
+    return any(found)

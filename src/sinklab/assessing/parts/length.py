@@ -1,0 +1,103 @@
+"""Length: loss by position, beyond the context that the model was trained with."""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+from torch import Tensor
+
+from sinklab.assessing.layers import Patient, as_it_is
+from sinklab.assessing.loading import Admitted
+from sinklab.assessing.part import AssessPart, Effect, PartFigure, PartJob, PartNumber, PlotAxis, ResultRow, plot_row
+from sinklab.assessing.plan import STREAMED, AssessSettings
+from sinklab.assessing.reading import PairedReader, Step
+from sinklab.schema import ReadDocument
+
+EDGES = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1, 9 / 8, 5 / 4, 3 / 2, 7 / 4, 2, 3, 4)
+"""Of the buckets, in contexts."""
+
+
+class Bucket(ReadDocument):
+    """Targets at positions start .. stop - 1.
+
+    Attributes:
+        whole: the text read at once, beyond the context as well.
+        within: the same targets read within the context; the divergence of `whole` is from this.
+    """
+
+    start: int
+    stop: int
+    whole: Effect
+    within: Effect
+
+    @property
+    def positions(self) -> str:
+        """As text."""
+        return f"{self.start:,} to {self.stop - 1:,}"
+
+
+class LossByLength(AssessPart):
+    """Loss by position, beyond the context."""
+
+    name = "length"
+    rank = 4
+    long_text = True
+    numbers = (
+        PartNumber(
+            "beyond_context_added",
+            "Beyond the context, added loss",
+            ("Twice as long", "nats added"),
+            "reading beyond the context",
+        ),
+    )
+
+    context: int
+    buckets: list[Bucket]
+
+    @classmethod
+    def refusal(cls, patient: Patient, settings: AssessSettings) -> str | None:
+        return patient.ends
+
+    @classmethod
+    def job(cls, model: Admitted, text: Path | None, settings: AssessSettings) -> PartJob:
+        assert settings.long_length is not None, "refused otherwise"
+        tokens_NT = model.sequences(text, max(1, STREAMED // settings.long_length), settings.long_length)
+        return PartJob(2 * len(tokens_NT), partial(assess_length, model.patient, tokens_NT))
+
+    def rows(self) -> Iterator[ResultRow]:
+        for one in self.buckets:
+            within = f"within the context {one.within.loss:.4f}" if one.start > self.context else ""
+            yield ResultRow(f"positions {one.positions}", one.whole, within)
+
+    def values(self) -> Iterator[tuple[str, float]]:
+        """The last positions beyond the context, above reading them within it."""
+        if self.buckets and (last := self.buckets[-1]).start > self.context:
+            yield "beyond_context_added", last.whole.loss - last.within.loss
+
+    def figure(self) -> PartFigure:
+        rows = [plot_row(one.whole, one.whole.loss, "read at once", one.positions) for one in self.buckets]
+        rows += [plot_row(one.within, one.within.loss, "within the context", one.positions) for one in self.buckets]
+        return PartFigure(
+            "lines",
+            "Loss beyond the context",
+            "Loss by position of the same tokens, read at once and in windows of the context of "
+            f"{self.context:,}. Bucket by bucket the two read the same targets.",
+            rows,
+            PlotAxis("Position of the target", "x", "positions", order=[one.positions for one in self.buckets]),
+            PlotAxis("Loss (nats per token)", "y", "loss", zero=False),
+        )
+
+
+def assess_length(patient: Patient, tokens_NT: Tensor, step: Step) -> LossByLength:
+    """Loss of the text read at once, and of the same targets read within the context, by position."""
+    N, T = tokens_NT.shape
+    reader = PairedReader(patient, tokens_NT, step)
+    whole, within = reader.under(as_it_is), reader.unchanged
+    inner = {int(edge * patient.context) + 1 for edge in EDGES}
+    edges = [whole.first, *sorted(edge for edge in inner if whole.first < edge <= T), T + 1]
+    buckets = [
+        Bucket(start=start, stop=stop, whole=whole.effect(start, stop), within=within.effect(start, stop))
+        for start, stop in pairwise(edges)
+    ]
+    return LossByLength(sequences=N, length=T, unchanged=within.effect(), context=patient.context, buckets=buckets)

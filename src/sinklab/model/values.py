@@ -1,0 +1,141 @@
+"""Own and first values: value residual learning (2410.17897) and exclusive self-attention (2603.09078).
+
+Value residual learning mixes every layer's values with those of the first.
+
+    v_l' = lambda_1 v_1 + lambda_2 v_l        for layers l from 2; layer 1 keeps its own
+
+v_1 and v_l are the values as they would enter attention otherwise, behind a value gate. The authors' code
+(Zcchill/Value-Residual-Learning, `modeling_llama_resformer.py`) has fixed lambdas of 1/2: ResFormer. The learned form
+has two numbers per layer here, which start at 1/2; the full paper was not available. With lambdas 1 and 0 all layers
+attend to the first layer's values: the computation of SVFormer, though the values of later layers are still projected,
+and cached.
+
+Exclusive self-attention removes from a head's output its component along the token's own value.
+
+    z_t = o_t - (o_t.v_t) v_t / |v_t|^2
+
+computed as (o_t - v_t) less its component, which is the same: for a token that sees itself alone and has o_t = v_t
+the result is exactly 0, and not rounding noise that a following norm would amplify three hundred times. Where the row
+gives such a token another multiple of v_t (a sink logit or a key without a value takes a share, scores are not
+normalised), the difference is rounding of v_t and set to 0 (`sees_itself_alone`).
+
+o_t is the output of a query head at token t, and v_t the value of the same token as attention averages it, that of the
+head's key head. |v_t| is taken to be 1e-12 where it is smaller. The formula is the paper's; its own code was not
+available, and public ones (the submissions of openai/parameter-golf, `_xsa_efficient`) compute the same: v normalised
+by `F.normalize`, the product with it subtracted, query heads by the group of their key head.
+
+B batch, H heads, G key heads, R = H / G, L positions, D head width.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from sinklab.attention.blocks import accumulate_dtype
+from sinklab.attention.config import AttentionConfig
+from sinklab.attention.visible import Mask, visible_keys
+from sinklab.schema import Part
+
+
+class NoValueResidual(Part):
+    """Every layer has its own values."""
+
+    kind: Literal["none"] = "none"
+
+
+class FixedValueResidual(Part):
+    """lambda_1 v_1 + lambda_2 v_l with fixed lambdas (ResFormer)."""
+
+    kind: Literal["fixed"] = "fixed"
+    first: float = Field(default=0.5, description="lambda_1, of the first layer's values")
+    own: float = Field(default=0.5, description="lambda_2, of the layer's own values")
+
+
+class LearnedValueResidual(Part):
+    """lambda_1 v_1 + lambda_2 v_l with two learned numbers for each layer from the second."""
+
+    kind: Literal["learned"] = "learned"
+    start_first: float = Field(default=0.5, description="lambda_1 before training")
+    start_own: float = Field(default=0.5, description="lambda_2 before training")
+
+
+ValueResidual = Annotated[NoValueResidual | FixedValueResidual | LearnedValueResidual, Field(discriminator="kind")]
+
+
+class ValueMixing(nn.Module):
+    """The lambdas of one layer.
+
+    Attributes:
+        first, own: lambda_1 and lambda_2, (1,) where they are learned.
+        initial: mean and std of those that are learned.
+    """
+
+    def __init__(self, config: FixedValueResidual | LearnedValueResidual) -> None:
+        super().__init__()
+        self.first: nn.Parameter | float
+        self.own: nn.Parameter | float
+        self.initial: dict[str, tuple[float, float]] = {}
+        if isinstance(config, LearnedValueResidual):
+            self.first, self.own = nn.Parameter(torch.empty(1)), nn.Parameter(torch.empty(1))
+            self.initial = {"first": (config.start_first, 0.0), "own": (config.start_own, 0.0)}
+        else:
+            self.first, self.own = config.first, config.own
+
+    def forward(self, v_BGLD: Tensor, first_BGLD: Tensor) -> Tensor:
+        return (self.first * first_BGLD + self.own * v_BGLD).to(v_BGLD.dtype)
+
+
+@dataclass
+class FirstValues:
+    """The first layer's values on their way to the later ones, in one forward pass.
+
+    Attributes:
+        values_BGLD: of the positions that are read; None before the first layer.
+    """
+
+    values_BGLD: Tensor | None = None
+
+    def mixed(self, v_BGLD: Tensor, mixing: ValueMixing | None) -> Tensor:
+        """The values that a layer attends to; those of the first, which mixes nothing, are kept."""
+        if mixing is None:
+            self.values_BGLD = v_BGLD
+            return v_BGLD
+        assert self.values_BGLD is not None
+        return mixing(v_BGLD, self.values_BGLD)
+
+
+def without_own_value(out_BHLD: Tensor, v_BGLD: Tensor, alone_BL: Tensor | None = None) -> Tensor:
+    """The output of every head less its component along the value of the same position, in float32 or float64.
+
+    Args:
+        out_BHLD: of the attention core; its type is that of the result.
+        v_BGLD: values of the same positions, H a multiple of G.
+        alone_BL: bool, (B or 1, L), where o_t is a multiple of v_t but for rounding: exactly 0 is left there.
+    """
+    dtype = accumulate_dtype(out_BHLD.dtype)
+    out_BGRLD = out_BHLD.to(dtype).unflatten(1, (v_BGLD.shape[1], -1))
+    unit_BG1LD = F.normalize(v_BGLD.to(dtype), dim=-1)[:, :, None]
+    of_others_BGRLD = out_BGRLD - v_BGLD.to(dtype)[:, :, None]  # the same, and exactly nothing where o_t is v_t
+    along_BGRL1 = (of_others_BGRLD * unit_BG1LD).sum(-1, keepdim=True)
+    left_BGRLD = of_others_BGRLD - along_BGRL1 * unit_BG1LD
+    if alone_BL is not None:
+        # Where o_t is v_t it is 0 already, and the gradient stays what it is, to the last bit.
+        rounded_BGRL = alone_BL[:, None, None] & (of_others_BGRLD != 0).any(-1)
+        left_BGRLD = left_BGRLD.masked_fill(rounded_BGRL[..., None], 0)
+    return left_BGRLD.flatten(1, 2).to(out_BHLD.dtype)
+
+
+def may_be_rounding(config: AttentionConfig) -> bool:
+    """Whether a token that sees itself alone has an output that is a multiple of its value, and perhaps another one."""
+    bias = config.bias
+    of_values_alone = config.operation.only_values and (bias.kind not in ("k", "kv", "v") or bias.without_value)
+    return of_values_alone and (bias.without_value or not config.operation.plain)
+
+
+def sees_itself_alone(mask: Mask, queries: int, keys: int, device: torch.device) -> Tensor:
+    """Which of the last `queries` of so many keys see one key, which is their own: (B or 1, L), bool."""
+    return visible_keys(mask, queries, device, keys) == 1

@@ -1,0 +1,107 @@
+"""Watching a model from outside, through standard PyTorch hooks that are gone afterwards, also after an exception."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from sinklab.attention.blocks import accumulate_dtype
+from sinklab.errors import SinklabError
+
+Progress = Callable[[float, int], None]  # sequences done (parts of them count), sequences in all
+Seen = TypeVar("Seen")
+
+
+@contextmanager
+def hooked(registered: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Hooks that are taken off again at the end, also after an exception.
+
+    Args:
+        registered: the handles that registering gives; of a generator, as they are drawn, so that one that cannot be
+            registered leaves none behind.
+    """
+    handles: list[RemovableHandle] = []
+    try:
+        handles.extend(registered)
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; every submodule gets back the mode it had."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+def token_norms(x: Tensor) -> Tensor:
+    """l2 norm over the last axis, in float32 (float64 for float64) whatever the dtype of `x`."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=accumulate_dtype(x.dtype))
+
+
+def hidden_states(output: Any) -> Tensor:
+    """What a block passes on to the next, (B, T, C): its output, or the first part of it."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def residual_norms(blocks: Sequence[nn.Module]) -> AbstractContextManager[list[Tensor]]:
+    """A list that after every forward pass holds |h| (B, T) before the first block and after each block."""
+    return residual_stream(blocks, token_norms)
+
+
+@contextmanager
+def entering_norms(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+    """A list that after every forward pass holds |x| (B, T) of what entered each module, in the order of the calls."""
+    found: list[Tensor] = []
+
+    def entering(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if module is modules[0]:
+            found.clear()
+        found.append(token_norms(args[0].detach()))
+
+    with hooked(module.register_forward_pre_hook(entering) for module in modules):
+        yield found
+
+
+@contextmanager
+def residual_stream(blocks: Sequence[nn.Module], read: Callable[[Tensor], Seen]) -> Iterator[list[Seen]]:
+    """A list that after every forward pass holds read(h) before the first block and after each block, h (B, T, C).
+
+    The last entry is the residual stream before the final norm (as figure 2 of 2410.10781 has it).
+
+    Raises:
+        SinklabError: in a forward pass, where the blocks have several residual streams.
+    """
+    found: list[Seen] = []
+
+    def entering(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = (args[0] if args else kwargs["hidden_states"]).detach()
+        if hidden.ndim > 3:
+            raise SinklabError(
+                f"the blocks of this model pass on hidden states of shape {tuple(hidden.shape)}, several residual "
+                "streams (hyper-connections of DeepSeek-V4, AltUp of Gemma 3n), and what is measured of hidden states "
+                "is of one: a model of this type cannot be measured"
+            )
+        found[:] = [read(hidden)]
+
+    def leaving(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        found.append(read(hidden_states(output).detach()))
+
+    with hooked(
+        [
+            *(block.register_forward_hook(leaving) for block in blocks),
+            *(block.register_forward_pre_hook(entering, with_kwargs=True) for block in blocks[:1]),
+        ]
+    ):
+        yield found

@@ -1,0 +1,176 @@
+"""Where the parts of a Hugging Face model are, and what its config says of them; nothing is run or loaded."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from sinklab.errors import InputError, SinklabError
+from sinklab.models.layer_kinds import LayerKinds
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+FEED_FORWARD = ("moe", "mlp", "dense", "sparse")  # kinds of layers that read every token alone
+POSITION_TABLES = ("wpe", "embed_positions", "positions_embed", "position_embedding", "position_embeddings")
+
+
+def layer_kinds(config: "PretrainedConfig") -> LayerKinds:
+    """Which layers of the language model have softmax attention, and which something linear or recurrent."""
+    text = config.get_text_config(decoder=True)
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
+    if not kinds:
+        return LayerKinds(text.num_hidden_layers, tuple(range(1, text.num_hidden_layers + 1)))
+    both = [n for n, kind in enumerate(kinds, 1) if kind.startswith("hybrid")]
+    attention = [n for n, kind in enumerate(kinds, 1) if ("attention" in kind and "linear" not in kind) or n in both]
+    carrying = [n for n, kind in enumerate(kinds, 1) if n in both or (n not in attention and kind not in FEED_FORWARD)]
+    return LayerKinds(len(kinds), tuple(attention), tuple(carrying))
+
+
+def attention_layers(config: "PretrainedConfig") -> int:
+    """How many layers of the language model have softmax attention (not all of them in a hybrid).
+
+    Raises:
+        SinklabError: none has.
+    """
+    count = len(layer_kinds(config).attention)
+    if not count:
+        raise SinklabError(f"no layer of a {config.model_type!r} model has softmax attention: there is no sink to see")
+    return count
+
+
+def query_heads(config: "PretrainedConfig") -> int:
+    """Query heads of a layer; of the layer with most, where layers differ."""
+    heads = config.get_text_config(decoder=True).num_attention_heads
+    return heads if isinstance(heads, int) else max(heads)
+
+
+def decoder_blocks(model: "PreTrainedModel") -> list[nn.Module]:
+    """The blocks of the residual stream in order; empty where they are not kept in one list."""
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == layers:
+            return list(module)
+    return []
+
+
+def bodies(model: "PreTrainedModel") -> list[nn.Module]:
+    """The parts whose hidden states the head may read: the base model, and its decoder where that is another (OPT)."""
+    base, decoder = model.base_model, model.get_decoder()
+    return [base] if decoder is base or decoder is model else [base, decoder]
+
+
+def learned_positions(model: nn.Module) -> Tensor | None:
+    """The learned table of positions, row 0 being position 1: (positions, width), a view of the weight; None without.
+
+    Rows that no position uses (OPT has two before its first) are left out.
+    """
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in POSITION_TABLES and isinstance(module, nn.Embedding):
+            return module.weight[getattr(module, "offset", 0) :]
+    return None
+
+
+def model_configs(model: "PreTrainedModel") -> "list[PretrainedConfig]":
+    """Every config that some module of the model reads, each once, sub-configs included."""
+    from transformers import PretrainedConfig
+
+    found: dict[int, PretrainedConfig] = {}
+    read = (getattr(module, "config", None) for module in model.modules())
+    waiting = [config for config in read if isinstance(config, PretrainedConfig)]
+    while waiting:
+        config = waiting.pop()
+        if id(config) not in found:
+            found[id(config)] = config
+            subs = (getattr(config, name, None) for name in config.sub_configs)
+            waiting += [sub for sub in subs if isinstance(sub, PretrainedConfig)]
+    return list(found.values())
+
+
+@contextmanager
+def attention_implementation(model: "PreTrainedModel", name: str) -> Iterator[None]:
+    """Every config of the model names this attention implementation; afterwards, the one it had."""
+    before = [(config, config._attn_implementation_internal) for config in model_configs(model)]
+    try:
+        for config, _ in before:
+            config._attn_implementation_internal = name
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
+
+
+def check_length(config: "PretrainedConfig", length: int) -> None:
+    """Refuse sequences longer than the context that the config says the model was made for.
+
+    That is `max_position_embeddings`, or with linear, dynamic or yarn scaling of the rotary embedding the longest that
+    the scaling reaches.
+
+    Raises:
+        InputError: with the longest length possible.
+    """
+    text = config.get_text_config(decoder=True)
+    context = getattr(text, "max_position_embeddings", None)
+    if not context:
+        return
+    for rope in rotary_parameters(config):
+        if rope.get("rope_type") in ("linear", "dynamic", "yarn"):
+            original = rope.get("original_max_position_embeddings") or text.max_position_embeddings
+            context = max(context, int(original * (rope.get("factor") or 1)))
+    if length > context:
+        raise InputError(
+            f"sequences of {length} tokens are beyond the model's context of {context}, where it knows no positions: "
+            f"give at most --length {context}, or cut the tokens"
+        )
+
+
+def rotary_parameters(config: "PretrainedConfig") -> list[dict[str, Any]]:
+    """How the model turns its positions: one for all layers, or one for each kind of layer; none without rotary."""
+    given = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    return [rope for rope in ((given,) if "rope_type" in given else given.values()) if isinstance(rope, dict)]
+
+
+def turns_otherwise(config: "PretrainedConfig", length: int, longest: int) -> bool:
+    """Whether rotary embeddings differ between sequences of two lengths (`dynamic_rope_update` of transformers)."""
+    text = config.get_text_config(decoder=True)
+    for rope in rotary_parameters(config):
+        kind = rope.get("rope_type")
+        if kind == "longrope" and length <= rope["original_max_position_embeddings"] < longest:
+            return True
+        if kind == "dynamic" and longest > text.max_position_embeddings:
+            return True
+    return False
+
+
+def quantisation(config: "PretrainedConfig") -> str | None:
+    """How the weights of a checkpoint are quantised ("bitsandbytes", "gptq", ...); None where they are not."""
+    given = getattr(config, "quantization_config", None)
+    if not given:
+        return None
+    method = given.get("quant_method") if isinstance(given, dict) else given.quant_method
+    return str(getattr(method, "value", method))
+
+
+def input_device(model: nn.Module) -> torch.device:
+    """Where the model takes its tokens: where the embedding lies, or is brought to if it lies on disk or in memory.
+
+    Raises:
+        InputError: the weights are on the meta device and nothing would bring them from there.
+    """
+    embedding: Any = getattr(model, "get_input_embeddings", lambda: model)()  # a transformer of ours is in one place
+    where = next(tensor.device for tensor in (*embedding.parameters(), *model.parameters(), *model.buffers()))
+    if where.type != "meta":
+        return where
+    hook: Any = getattr(embedding, "_hf_hook", None)  # accelerate's, of an offloaded model
+    for one in getattr(hook, "hooks", (hook,)):
+        if getattr(one, "execution_device", None) is not None:
+            return torch.device(one.execution_device)
+    raise InputError("the model has no weights (they are on the meta device): load them first")
+
+
+def vocabulary_size(model: "PreTrainedModel") -> int:
+    """Rows of the token embedding, which may be quantised."""
+    embedding: Any = model.get_input_embeddings()
+    return embedding.num_embeddings if hasattr(embedding, "num_embeddings") else len(embedding.weight)

@@ -1,0 +1,169 @@
+"""GGUF files, llama.cpp's format: configuration, tokenizer, chat template and weights in one file.
+
+transformers reads them, with the packages gguf and accelerate, and unpacks the weights: nothing is measured in 4 bits,
+but with the values that 4 bits could hold. What comes of it is an ordinary model, which can be saved.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sinklab.errors import InputError, cause
+from sinklab.extras import install_command
+from sinklab.models.memory import free_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PACKAGES = ("gguf", "accelerate")
+SUFFIX = ".gguf"
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """What the header of a file says.
+
+    Attributes:
+        path: absolute.
+        architecture: as llama.cpp names it.
+        types: of the tensors ("Q4_1", "F32"), those with most weights first.
+        weights: how many there are.
+        scaled: whether there are factors for the rotary frequencies (Llama 3.1).
+    """
+
+    path: Path
+    architecture: str
+    types: tuple[str, ...]
+    weights: int
+    scaled: bool
+
+    def notes(self, dtype: str) -> list[str]:
+        """What the reader of a measurement must know: how the weights are quantised, and what was left out."""
+        main, *others = self.types
+        also = f", some tensors {' and '.join(others)}" if others else ""
+        notes = [f"the weights were read from a gguf file ({main}{also}) and unpacked to {dtype}"]
+        if self.scaled:
+            notes.append(
+                "the gguf file has factors for its rotary frequencies (rope_freqs), which transformers does not read: "
+                "far positions are turned more than in the original"
+            )
+        return notes
+
+    def options(self) -> dict[str, Any]:
+        """What every from_pretrained of the file's folder takes.
+
+        The path is absolute: transformers looks for a bare name in the current directory first.
+        """
+        return {"gguf_file": str(self.path)}
+
+    def weight_options(self) -> dict[str, Any]:
+        """What that of the weights takes: unpack them, also where transformers (5.23 on) could leave them packed."""
+        import transformers
+
+        config = getattr(transformers, "GgufConfig", None)
+        return {} if config is None else {"quantization_config": config(dequantize=True)}
+
+
+def find_gguf(name_or_dir: str) -> Path | None:
+    """The .gguf file that a name means: itself, or the one of a directory that has no other weights; None for others.
+
+    Raises:
+        InputError: there is no such file, or the directory has several.
+    """
+    path = Path(name_or_dir).expanduser()
+    if path.suffix.lower() == SUFFIX and not path.is_dir():
+        if not path.is_file():
+            raise InputError(f"there is no file {name_or_dir}: give the path of a .gguf file")
+        return path.absolute()
+    if not path.is_dir() or any(path.glob("*.safetensors")):
+        return None
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() == SUFFIX)
+    if len(files) > 1:
+        raise InputError(
+            f"{name_or_dir} has {len(files)} .gguf files ({_few(files)}): name one of them, such as {files[0]}"
+        )
+    return files[0].absolute() if files else None
+
+
+def read_header(path: Path) -> Gguf:
+    """What a file holds; no weights are read.
+
+    Raises:
+        InputError: the packages are not installed; the file cannot be read, is damaged or cut off, holds no weights, or
+            is one part of several.
+    """
+    for package in PACKAGES:
+        try:
+            import_module(package)
+        except ImportError as error:
+            raise InputError(
+                f"reading {path.name} needs the packages {' and '.join(PACKAGES)}, and {package} is not installed: "
+                f"{install_command('gguf')}"
+            ) from error
+    try:
+        reader = import_module("gguf").GGUFReader(path)
+        architecture = _value(reader, "general.architecture")
+        parts = _value(reader, "split.count", 1)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or cause(error)}") from error
+    except Exception as error:  # the reader meets nonsense in the bytes wherever it uses them
+        raise InputError(
+            f"{path} is damaged, cut off, or no gguf file ({type(error).__name__}: {cause(error)}): copy it again"
+        ) from error
+    if parts > 1:
+        raise InputError(
+            f"{path} is one of the {parts} parts of a model: join them first (llama-gguf-split --merge of llama.cpp)"
+        )
+    weights = Counter[str]()
+    for tensor in reader.tensors:
+        weights[tensor.tensor_type.name] += int(tensor.n_elements)
+    if not weights:
+        raise InputError(f"{path} holds no weights (a vocabulary only?): give the .gguf file of a model")
+    types = tuple(name for name, _ in weights.most_common())
+    scaled = any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors)
+    return Gguf(path, architecture, types, weights.total(), scaled)
+
+
+def check_memory(file: Gguf, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse to unpack what cannot fit: the system would end the process halfway.
+
+    Raises:
+        InputError: there is less memory than the weights take.
+    """
+    needed, free = file.weights * dtype.itemsize, free_bytes(device)
+    if free is not None and needed > free:
+        advice = "" if dtype.itemsize < 4 else "; --dtype bfloat16 takes half of it"
+        raise InputError(
+            f"{file.path.name} takes {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')}, and "
+            f"{free / 1e9:.1f} GB of memory are free: measure it on a larger machine{advice}"
+        )
+
+
+def as_ordinary(model: Any) -> "PreTrainedModel":
+    """The model without what says that it came from a gguf file: its weights are unpacked, and it can be saved."""
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    return model
+
+
+def is_unpacked(model: "PreTrainedModel") -> bool:
+    """Whether the weights of a model that was read from a gguf file are plain numbers."""
+    return not any(hasattr(module, "ggml_type") for module in model.modules())
+
+
+def _value(reader: Any, key: str, default: Any = None) -> Any:
+    field = reader.get_field(key)
+    if field is None and default is None:
+        raise ValueError(f"it has no {key}")
+    return default if field is None else field.contents()
+
+
+def _few(files: Sequence[Path]) -> str:
+    names = [file.name for file in files]
+    return ", ".join(names if len(names) < 4 else [*names[:3], ".."])
