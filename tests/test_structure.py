@@ -27,8 +27,20 @@ FLOORS = (
     ("data",),
     ("attention",),
     (
-        *("errors", "schema", "outputs", "files", "extras", "device", "compiling", "imports", "signals"),
-        *("tables", "plots", "display", "__init__"),
+        "errors",
+        "schema",
+        "settings",
+        "outputs",
+        "files",
+        "extras",
+        "device",
+        "compiling",
+        "imports",
+        "signals",
+        "tables",
+        "plots",
+        "display",
+        "__init__",
     ),
 )
 """From the top down. Nothing imports what stands above it; files at the very bottom serve all floors."""

@@ -15,7 +15,7 @@ from trained_run import trained_run
 from sinklab.assessing.assessment import Assessment
 from sinklab.assessing.parts import PARTS
 from sinklab.assessing.parts.streaming import Streaming
-from sinklab.assessing.plan import Wanted
+from sinklab.assessing.plan import AssessOptions
 from sinklab.assessing.running import AssessListener, assess, load_assessment
 from sinklab.train.directory.lock import HeldError
 
@@ -91,7 +91,7 @@ def test_of_two_calls_at_a_time_one_is_refused_and_no_result_is_lost(made: tuple
     out, small = tmp_path / "a", {"sequences": 2, "stream_length": 24, "caches": (8,), "length": 16, "budgets": (6,)}
 
     def call(part: str, listener: AssessListener | None = None) -> Assessment:
-        return assess(str(directory), text, Wanted(parts=(part,), **small), out=out, listener=listener)
+        return assess(str(directory), text, AssessOptions(parts=(part,), **small), out=out, listener=listener)
 
     meanwhile = Meanwhile(lambda: call("streaming"))
     call("heads", meanwhile)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from sinklab.attention import masks
-from sinklab.attention.importance import column_sums
+from sinklab.attention.importance import score_rows, sum_rows
 from sinklab.attention.operations.two_pass import DEFICIT, EXCESS
 from sinklab.attention.primitive import Backend, attend, attend_output
 from sinklab.attention.scores import Score, compose, log_elu_plus_one, log_magnitude, log_relu, log_sigmoid, softcap
@@ -119,9 +119,8 @@ def test_column_sums_equal_those_of_the_matrix(mask: str, score: str) -> None:
     identity = torch.eye(45, dtype=torch.float64).expand(2, 2, -1, -1)
     matrix = attend(q, k, identity, score=SCORES[score], mask=MASKS[mask], backend="eager")[0]
     expected = matrix.tril().sum(-2)
-    torch.testing.assert_close(
-        column_sums(q, k, mask=MASKS[mask], score=SCORES[score]).keys_BHS, expected, rtol=0, atol=1e-10
-    )
+    sums = sum_rows(score_rows(q, k, mask=MASKS[mask], score=SCORES[score]), q, 45, MASKS[mask])
+    torch.testing.assert_close(sums.keys_BHS, expected, rtol=0, atol=1e-10)
 
 
 def test_column_sums_leave_out_queries_that_do_not_count_and_share_with_a_bias() -> None:
@@ -131,7 +130,7 @@ def test_column_sums_leave_out_queries_that_do_not_count_and_share_with_a_bias()
     z = (q @ k.repeat_interleave(2, 1).mT) / 6**0.5
     z = z.masked_fill(~torch.ones(45, 45, dtype=torch.bool).tril(), -torch.inf)
     scores = torch.softmax(torch.cat([bias[..., None], z], -1), -1) * counted[:, None, :, None]
-    sums = column_sums(q, k, bias_logits_BHT=bias, counted_BT=counted)
+    sums = sum_rows(score_rows(q, k, bias_logits_BHT=bias), q, 45, masks.CAUSAL, counted)
     torch.testing.assert_close(sums.keys_BHS, scores[..., 1:].sum(-2), rtol=0, atol=1e-10)
     torch.testing.assert_close(sums.bias_BH, scores[..., 0].sum(-1), rtol=0, atol=1e-10)
 

@@ -164,7 +164,7 @@ def test_the_sink_token_sees_itself_alone_and_is_seen_by_every_query(mask: str) 
     core = core_of(config_of("softmax", "sink_token", mask))
     q, k, _ = (x.detach() for x in qkv())
     matrix = torch.zeros(2, H, T, T, dtype=torch.float64)
-    for rows in core.rows(q, k, *arguments(core)):
+    for rows in core.layer_call(q, k, k, *arguments(core)).rows():
         matrix[:, :, rows.block.start : rows.block.stop, rows.block.low : rows.block.high] = rows.weights_BHQS
     assert (matrix[:, :, 0, 0] == 1).all()
     assert (matrix[..., 0] > 0).all()
@@ -173,7 +173,7 @@ def test_the_sink_token_sees_itself_alone_and_is_seen_by_every_query(mask: str) 
 def test_importance_of_the_first_key_counts_its_own_query() -> None:
     core = core_of(config_of("softmax", "none", "causal"))
     q, k, _ = qkv()
-    found = core.importance(q[:, :, :1].detach(), k[:, :, :1].detach())
+    found = core.layer_call(*(x[:, :, :1].detach() for x in (q, k, k))).importance()
     torch.testing.assert_close(found.positions_BHT, torch.ones(2, H, 1, dtype=torch.float64))
 
 
@@ -189,11 +189,11 @@ def test_proxy_scores_of_a_row_that_is_zero_in_float32_are_those_of_its_logarith
     q, k = torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4)
     q[..., 0], k[..., 0] = 1.0, torch.tensor([-400.0, -800.0, -1200.0])
     core = AttentionCore(AttentionConfig.model_validate({"operation": {"kind": operation}}), 1, 4)
-    importance = core.importance(q, k)
+    importance = core.layer_call(q, k, k).importance()
     assert importance.row_sums_BH is not None
     assert importance.row_sums_BH.item() == 0
     assert not core(q, k, torch.ones(1, 1, 3, 4)).any()
-    assert all((rows.weights_BHQS.sum(-1) == total).all() for rows in core.rows(q, k))
+    assert all((rows.weights_BHQS.sum(-1) == total).all() for rows in core.layer_call(q, k, k).rows())
 
 
 def test_a_strong_key_bias_takes_the_attention() -> None:
@@ -202,7 +202,8 @@ def test_a_strong_key_bias_takes_the_attention() -> None:
     with torch.no_grad():
         assert core.bias.key is not None
         core.bias.key.fill_(20.0)
-    found = core.importance(q, torch.zeros(1, G, T, D, dtype=torch.float64))
+    zeros = torch.zeros(1, G, T, D, dtype=torch.float64)
+    found = core.layer_call(q, zeros, zeros).importance()
     assert found.bias_BH is not None
     assert (found.bias_BH > 0.99).all()
     assert (found.positions_BHT < 0.01).all()

@@ -41,14 +41,14 @@ def beside(T):
 
 few, many = beside(64), beside(int(sys.argv[2]))
 core(*small, *few).sum().backward()  # library start-up is not the operation's memory
-core.importance(*small[:2], *few)
+core.layer_call(*small, *few).importance()
 result = {}
 def forward():
     result["out"] = core(*large, *many)
 peaks = {"forward": peak_megabytes(forward)}
 peaks["backward"] = peak_megabytes(lambda: result["out"].backward(torch.ones_like(result["out"])))
 if len(sys.argv) == 3:
-    peaks["importance"] = peak_megabytes(lambda: core.importance(*large[:2], *many))
+    peaks["importance"] = peak_megabytes(lambda: core.layer_call(*large, *many).importance())
 print(json.dumps(peaks))
 """
 

@@ -24,7 +24,7 @@ def test_scalable_softmax_is_softmax_of_scores_times_s_log_n() -> None:
     q, k, _ = (x.detach() for x in qkv())
     scale = core.get_parameter("learned.scale")
     z = q @ k.repeat_interleave(2, 1).mT / math.sqrt(q.shape[-1])
-    for rows in core.rows(q, k):
+    for rows in core.layer_call(q, k, k).rows():
         for t in range(rows.block.start, rows.block.stop):
             powers = (t + 1) ** (scale[:, None] * z[:, :, t, : t + 1])
             ours = rows.weights_BHQS[:, :, t - rows.block.start, : t + 1]
@@ -107,7 +107,7 @@ def test_keys_fade_by_the_product_of_the_gates_after_them() -> None:
     key = core.bias.key_per_head()
     assert key is not None
     to_bias = torch.exp((q * key[:, None]).sum(-1) / math.sqrt(q.shape[-1]))
-    for rows in core.rows(q, k, None, sums):
+    for rows in core.layer_call(q, k, k, None, sums).rows():
         assert rows.bias_BHQ is not None
         for t in range(rows.block.start, rows.block.stop):
             left = torch.stack([gates[:, s + 1 : t + 1].prod(1) for s in range(t + 1)], -1)

@@ -29,7 +29,7 @@ def published(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 def matrix(core: AttentionCore, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """A and the rest, from the rows of blocks."""
     shares, rest = torch.zeros(len(q), H, T, T, dtype=q.dtype), torch.zeros(len(q), H, T, dtype=q.dtype)
-    for rows in core.rows(q, k):
+    for rows in core.layer_call(q, k, k).rows():
         here = slice(rows.block.start, rows.block.stop)
         shares[:, :, here, rows.block.low : rows.block.high] = rows.weights_BHQS
         assert rows.bias_BHQ is not None
@@ -77,7 +77,7 @@ def test_the_first_token_has_no_key_and_all_of_it_is_rest() -> None:
     assert (core(q, k, v)[:, :, 0] == 0).all()
     _, rest = matrix(core, q, k)
     assert (rest[..., 0] == 1).all()
-    found = core.importance(q, k)
+    found = core.layer_call(q, k, k).importance()
     assert found.bias_BH is not None
     assert_close(found.bias_BH, rest.mean(-1), 1e-12)
 
@@ -86,7 +86,7 @@ def test_with_a_sink_token_its_share_and_the_rest_are_what_goes_to_no_token() ->
     core = core_of(config_of("stick_breaking", "sink_token", "causal"))
     q, k, _ = (x.detach() for x in qkv())
     shares, rest = published(q, k)
-    found = core.importance(q, k)
+    found = core.layer_call(q, k, k).importance()
     assert found.bias_BH is not None
     assert_close(found.bias_BH, (shares[..., 0] + rest)[..., 1:].mean(-1), 1e-11)
 

@@ -15,7 +15,7 @@ from sinklab.commands.survey_progress import SurveyProgress
 from sinklab.commands.terminal.bars import StepProgress
 from sinklab.commands.timing import RunLength
 from sinklab.experiments.sweep.planned import Event
-from sinklab.measuring.surgery.study import Study
+from sinklab.measuring.options import Study
 from sinklab.survey.request import Request
 from sinklab.survey.single import measure_model
 
@@ -94,7 +94,7 @@ def test_ablations_are_a_part_of_the_progress(tmp_path: Path) -> None:
     measure_model(
         str(tiny_model(tmp_path / "gpt2")),
         text_file(tmp_path / "text.jsonl"),
-        Request(sequences=4, length=16, study=Study(["mask_first:1", "zero_massive", "mask_first:2"])),
+        Request(sequences=4, length=16, study=Study(ablate=("mask_first:1", "zero_massive", "mask_first:2"))),
         progress=lambda done, total: seen.append((done, total)),
     )
     assert {total for _, total in seen} == {4 * 6}  # itself, three ablations, two losses over later targets

@@ -13,7 +13,8 @@ from trained_run import trained_run
 
 from sinklab.evaluating.answers import Answers
 from sinklab.evaluating.documents import DownstreamScores, load_scores, read_records
-from sinklab.evaluating.running import TaskListener, TaskRequest, evaluate_model
+from sinklab.evaluating.request import TaskRequest
+from sinklab.evaluating.running import TaskListener, evaluate_model
 from sinklab.extras import install_command
 from sinklab.train.directory.lock import HeldError, lock_run, one_writer
 
@@ -79,7 +80,7 @@ def test_a_table_is_printed_and_nothing_written_where_there_is_no_place(made: Ma
 
 def test_an_interrupted_call_goes_on_and_ends_as_an_undisturbed_one(made: Made, tmp_path: Path) -> None:
     directory, file = made
-    request = TaskRequest(["hellaswag"], data=file, batch_size=2)
+    request = TaskRequest(tasks=("hellaswag",), data=file, batch_size=2)
     stops = Stops(after=60)
     with pytest.raises(KeyboardInterrupt):
         evaluate_model(str(directory), request, out=tmp_path / "cut", listener=stops)
@@ -107,7 +108,7 @@ class Meanwhile(TaskListener):
 
 def test_of_two_calls_at_a_time_one_is_refused(made: Made, tmp_path: Path) -> None:
     directory, file = made
-    request, out = TaskRequest(["hellaswag"], limit=4, data=file), tmp_path / "e"
+    request, out = TaskRequest(tasks=("hellaswag",), limit=4, data=file), tmp_path / "e"
     meanwhile = Meanwhile(lambda: evaluate_model(str(directory), request, out=out))
     evaluate_model(str(directory), request, out=out, listener=meanwhile)
     assert re.search(r"/e is being written to by process \d+ on .*: wait until it has ended, or", meanwhile.refused)

@@ -14,7 +14,8 @@ from trained_run import trained_run
 
 from sinklab.data.tokenizers import load_tokenizer
 from sinklab.evaluating.documents import ItemRecord, TaskScores, read_records
-from sinklab.evaluating.running import TaskRequest, evaluate_model
+from sinklab.evaluating.request import TaskRequest
+from sinklab.evaluating.running import evaluate_model
 from sinklab.survey.request import Request
 from sinklab.survey.single import measure_model
 from sinklab.train.directory.run import load_run
@@ -37,7 +38,7 @@ def test_every_item_of_a_real_model_has_the_log_likelihoods_of_the_definition(da
     folder, file = data_dir / "models" / "TinyStories-656K", data_dir / "eval" / "hellaswag_val.jsonl.gz"
     with gzip.open(file, "rt", encoding="utf-8") as lines:
         items = [json.loads(line) for line in lines]
-    _, records = scored(folder, TaskRequest(["hellaswag"], 25, data=file), tmp_path)
+    _, records = scored(folder, TaskRequest(tasks=("hellaswag",), limit=25, data=file), tmp_path)
     assert len(records) == 25
     model, tokenizer = reference_model(folder)
     for record in records:
@@ -49,7 +50,7 @@ def test_accuracies_are_those_of_the_answers(data_dir: Path, tmp_path: Path) -> 
     folder, file = data_dir / "models" / "TinyStories-656K", data_dir / "eval" / "hellaswag_val.jsonl.gz"
     with gzip.open(file, "rt", encoding="utf-8") as lines:
         items = [json.loads(line) for line in lines]
-    scores, records = scored(folder, TaskRequest(["hellaswag"], 25, seed=1, data=file), tmp_path)
+    scores, records = scored(folder, TaskRequest(tasks=("hellaswag",), limit=25, seed=1, data=file), tmp_path)
     right: dict[str, list[bool]] = {"acc": [], "acc_norm": []}
     for record in records:
         item, answers = items[record.item], torch.tensor([answer[0] for answer in record.responses])  # type: ignore[index]
@@ -97,7 +98,7 @@ def test_a_run_reads_items_as_it_was_trained(model: dict[str, Any], bos: bool, t
     run, _ = trained_run(tmp_path, {"bos": bos}, {**model, **LONG})
     items = sheep_items(6)
     file = hellaswag_file(tmp_path / "items.jsonl", items)
-    scores, records = scored(run, TaskRequest(["hellaswag"], data=file), run)
+    scores, records = scored(run, TaskRequest(tasks=("hellaswag",), data=file), run)
     assert (scores.items, scores.available, scores.left_out, scores.cut) == (6, 6, 0, 0)
     for item, record in zip(items, records, strict=True):
         expected = [own_answer(run, item["query"], f" {ending}") for ending in item["endings"]]
@@ -108,7 +109,7 @@ def test_a_context_that_is_too_long_loses_its_first_words_and_keeps_bos(tmp_path
     run, _ = trained_run(tmp_path, {"bos": True}, LONG)
     items = sheep_items(4, words=40)
     file = hellaswag_file(tmp_path / "items.jsonl", items)
-    scores, records = scored(run, TaskRequest(["hellaswag"], data=file), run)
+    scores, records = scored(run, TaskRequest(tasks=("hellaswag",), data=file), run)
     assert scores.cut == 4
     for item, record in zip(items, records, strict=True):
         expected = [own_answer(run, item["query"], f" {ending}", cut_to=64) for ending in item["endings"]]
@@ -120,7 +121,7 @@ def test_items_with_an_answer_beyond_the_context_are_left_out_and_counted(tmp_pa
     items = sheep_items(5)
     items[2]["endings"][1] = "jumps " * 90
     file = hellaswag_file(tmp_path / "items.jsonl", items)
-    scores, records = scored(run, TaskRequest(["hellaswag"], data=file), run)
+    scores, records = scored(run, TaskRequest(tasks=("hellaswag",), data=file), run)
     assert (scores.items, scores.left_out) == (4, 1)
     assert [record.item for record in records] == [0, 1, 3, 4]
 
@@ -129,7 +130,12 @@ def test_items_are_drawn_by_the_seed(tmp_path: Path) -> None:
     run, _ = trained_run(tmp_path, {"bos": True}, LONG)
     file = hellaswag_file(tmp_path / "items.jsonl", sheep_items(30))
     drawn = {
-        (seed, place): [one.item for one in scored(run, TaskRequest(["hellaswag"], 5, seed, file), tmp_path / place)[1]]
+        (seed, place): [
+            one.item
+            for one in scored(run, TaskRequest(tasks=("hellaswag",), limit=5, seed=seed, data=file), tmp_path / place)[
+                1
+            ]
+        ]
         for seed, place in ((0, "a"), (0, "b"), (1, "c"))
     }
     assert drawn[0, "a"] == drawn[0, "b"] != drawn[1, "c"]
@@ -139,7 +145,7 @@ def test_items_are_drawn_by_the_seed(tmp_path: Path) -> None:
 def test_the_sink_beside_the_scores_is_that_of_measure(data_dir: Path, tmp_path: Path) -> None:
     folder, text = data_dir / "models" / "TinyStories-656K", data_dir / "domains" / "tinystories.jsonl"
     file = hellaswag_file(tmp_path / "items.jsonl", sheep_items(4))
-    scores, _ = scored(folder, TaskRequest(["hellaswag"], data=file, text=text), tmp_path / "out")
+    scores, _ = scored(folder, TaskRequest(tasks=("hellaswag",), data=file, text=text), tmp_path / "out")
     measured = measure_model(str(folder), text, Request())
     assert scores.sink is not None
     assert scores.sink.sink_1 == pytest.approx(measured.sink_rate[0])
@@ -150,7 +156,7 @@ def test_unless_a_text_is_given_the_sink_is_that_of_the_items(tmp_path: Path) ->
     run, _ = trained_run(tmp_path, {"bos": True}, LONG)
     items = sheep_items(8, words=60)
     file = hellaswag_file(tmp_path / "items.jsonl", items)
-    scores, _ = scored(run, TaskRequest(["hellaswag"], data=file), run)
+    scores, _ = scored(run, TaskRequest(tasks=("hellaswag",), data=file), run)
     rows = [{"text": f"{item['query']} {item['endings'][item['label']]}"} for item in items]
     text = tmp_path / "texts.jsonl"
     text.write_text("".join(f"{json.dumps(row)}\n" for row in rows))

@@ -95,7 +95,9 @@ def test_cells_that_differ_in_threshold_and_length_share_a_pass_and_have_its_num
     assert [one.name for one in passes_of(experiment, subjects_of(experiment, [gpt2], text))] == ["natural", "random"]
     done = measure_experiment(experiment, [gpt2], text, 2, out=tmp_path / "out").summary()
     for draw in range(2):
-        request = Request(Options(eps=(0.1, 0.3), lengths=(8,)), 6, 16, seed=draw, drawn_text=True)
+        request = Request(
+            options=Options(eps=(0.1, 0.3), lengths=(8,)), sequences=6, length=16, seed=draw, drawn_text=True
+        )
         alone = measure_model(gpt2, text, request)
         assert alone.sink_rates
         assert alone.sink_rate_by_length
@@ -286,7 +288,7 @@ def test_the_published_number_stands_beside_the_model_that_the_paper_measured_an
 
 def test_angles_are_means_over_the_heads_with_a_sink(data_dir: Path, tmp_path: Path) -> None:
     model, web = str(data_dir / "models" / "TinyStories-656K"), data_dir / "domains" / "tinystories.jsonl"
-    measured = measure_model(model, web, Request(Options(details=True), sequences=8, length=32))
+    measured = measure_model(model, web, Request(options=Options(details=True), sequences=8, length=32))
     found = numbers_of(MeasuredCell(sequences=8, length=32, details=True), measured, 0).measured
     heads = measured.importance[:, :, 0] > 0.3
     assert heads.any()

@@ -20,21 +20,20 @@ import sinklab
 from sinklab.commands.terminal.measurements import print_measurement
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.options import Options
+from sinklab.measuring.options import Options, Study
 from sinklab.measuring.surgery import zeroed
 from sinklab.measuring.surgery.ablations import emerging_activation
-from sinklab.measuring.surgery.study import Study
 from sinklab.survey.request import Request
 from sinklab.survey.single import measure_model
 
-ABLATED = ["mask_first:1", "mask_first:4", "no_bos", "zero_massive"]
+ABLATED = ("mask_first:1", "mask_first:4", "no_bos", "zero_massive")
 
 
 @pytest.fixture(scope="module")
 def stories(data_dir: Path) -> Measurement:
     """TinyStories-656K with BOS, ablated in every way."""
     text, model = data_dir / "domains" / "tinystories.jsonl", data_dir / "models" / "TinyStories-656K"
-    return measure_model(str(model), text, Request(sequences=20, study=Study(ABLATED)))
+    return measure_model(str(model), text, Request(sequences=20, study=Study(ablate=ABLATED)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -89,7 +88,7 @@ def test_a_model_that_sees_distances_only_loses_as_much_by_hiding_bos_as_by_drop
 
 def test_a_real_model_loses_by_each_ablation_and_its_sink_goes_with_the_first_key(stories: Measurement) -> None:
     found = stories.ablations or []
-    assert [one.name for one in found] == ABLATED
+    assert [one.name for one in found] == list(ABLATED)
     assert stories.sink_rate[0] > 5
     for one in found:
         assert one.loss_change > 0.1
@@ -233,15 +232,20 @@ def test_positions_are_swapped_for_the_measurement_which_says_so(tmp_path: Path,
     measured = measure_model(
         str(folder),
         None,
-        Request(Options(inputs="repeat"), sequences=4, length=12, study=Study(["mask_first:1"], swap_position=(1, 5))),
+        Request(
+            options=Options(inputs="repeat"),
+            sequences=4,
+            length=12,
+            study=Study(ablate=("mask_first:1",), swap_position=(1, 5)),
+        ),
     )
-    plain = measure_model(str(folder), None, Request(Options(inputs="repeat"), sequences=4, length=12))
+    plain = measure_model(str(folder), None, Request(options=Options(inputs="repeat"), sequences=4, length=12))
     assert measured.notes == ["the learned positions 1 and 5 swapped"]
     assert measured.loss != plain.loss
     assert len(measured.ablations or []) == 1
     with pytest.raises(InputError, match="--swap-position 20 1: the sequences have 12 tokens"):
         measure_model(
-            str(folder), None, Request(Options(inputs="random"), length=12, study=Study(swap_position=(20, 1)))
+            str(folder), None, Request(options=Options(inputs="random"), length=12, study=Study(swap_position=(20, 1)))
         )
 
 
@@ -262,16 +266,20 @@ def _gpt2_with_a_tokenizer(folder: Path, data_dir: Path) -> Path:
 
 def test_a_run_directory_is_ablated_as_it_was_trained(tmp_path: Path) -> None:
     run, text = trained_run(tmp_path, {"bos": True})
-    measured = measure_model(str(run), text, Request(sequences=5, length=12, study=Study(["no_bos", "mask_first:2"])))
+    measured = measure_model(
+        str(run), text, Request(sequences=5, length=12, study=Study(ablate=("no_bos", "mask_first:2")))
+    )
     bare = measure_model(str(run), text, Request(sequences=5, length=11, no_bos=True))
     dropped, hidden = measured.ablations or []
     assert dropped.loss_after == pytest.approx(bare.loss, rel=1e-5)
     assert dropped.sink_rate == bare.sink_rate
     assert hidden.first_target == 4
     with pytest.raises(InputError, match="and --no-bos leaves it out already"):
-        measure_model(str(run), text, Request(sequences=5, length=12, no_bos=True, study=Study(["no_bos"])))
+        measure_model(str(run), text, Request(sequences=5, length=12, no_bos=True, study=Study(ablate=("no_bos",))))
 
 
 def test_an_ablation_without_a_loss_is_refused_before_a_model_is_loaded() -> None:
     with pytest.raises(InputError, match="an ablation shows the change in loss"):
-        measure_model("nowhere", None, Request(Options(inputs="random", loss=False), study=Study(("mask_first",))))
+        measure_model(
+            "nowhere", None, Request(options=Options(inputs="random", loss=False), study=Study(ablate=("mask_first",)))
+        )

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 import sinklab
 from sinklab.commands.app import app
-from sinklab.commands.options import parse_eps
 from sinklab.errors import InputError, SinklabError
+from sinklab.measuring.options import parse_eps
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 from sinklab.attention.importance import score_rows
 from sinklab.attention.masks import CAUSAL, Window
 from sinklab.attention.real_tokens import real_tokens
-from sinklab.commands.options import parse_maps
 from sinklab.errors import InputError
 from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.options import parse_maps
 from sinklab.measuring.statistics.block import Angles
 from sinklab.measuring.statistics.details import Details
 from sinklab.measuring.statistics.layer import layer_details

@@ -29,7 +29,7 @@ from sinklab.survey.request import Request
 from sinklab.train.directory.run import resolved_precision
 import torch
 
-asked = Request(Options(inputs="random"), sequences=2, length=8)
+asked = Request(options=Options(inputs="random"), sequences=2, length=8)
 found = {}
 for line in sys.argv[1:]:
     folder, dtype = line.split(",")

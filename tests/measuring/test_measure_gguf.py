@@ -50,7 +50,9 @@ def text(tmp_path: Path) -> Path:
 
 
 def test_a_file_is_measured_as_the_model_it_was_made_from(model: Path, exact: Path, text: Path) -> None:
-    there, here = (measure_model(str(place), text, Request(Options(details=True), **SHAPE)) for place in (model, exact))
+    there, here = (
+        measure_model(str(place), text, Request(options=Options(details=True), **SHAPE)) for place in (model, exact)
+    )
     assert here.bos
     assert there.bos
     assert here.sink_rate == there.sink_rate

@@ -147,7 +147,7 @@ def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("sequences", "length"), [(0, 64), (100, 0)])
 def test_no_sequences_and_empty_ones_are_refused(folder: Path, sequences: int, length: int) -> None:
     with pytest.raises(InputError):
-        measure_model(str(folder), None, Request(Options(inputs="random"), sequences, length))
+        measure_model(str(folder), None, Request(options=Options(inputs="random"), sequences=sequences, length=length))
 
 
 def test_unknown_dtypes_and_devices_are_refused() -> None:
@@ -159,7 +159,7 @@ def test_unknown_dtypes_and_devices_are_refused() -> None:
 
 def test_the_result_is_saved_where_it_is_asked_for(folder: Path, tmp_path: Path) -> None:
     measured = measure_model(
-        str(folder), None, Request(Options(inputs="random"), sequences=3, length=8), out=tmp_path / "out"
+        str(folder), None, Request(options=Options(inputs="random"), sequences=3, length=8), out=tmp_path / "out"
     )
     document = json.loads((tmp_path / "out" / "measurement.json").read_text())
     assert document == measured.document()

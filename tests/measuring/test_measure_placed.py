@@ -62,7 +62,7 @@ def test_a_checkpoint_that_is_quantised_is_loaded_as_it_is_and_the_result_says_s
     config = hf.TorchAoConfig(configs.Int8WeightOnlyConfig())
     hf.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config).save_pretrained(tmp_path)
     hf.AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
-    request = Request(Options(inputs="random"), sequences=3, length=16)
+    request = Request(options=Options(inputs="random"), sequences=3, length=16)
     rough = measure_model(str(tmp_path), None, request)
     exact = measure_model(folder, None, request)
     assert rough.notes == ["the weights are quantised (torchao); dtype is that of the rest"]
@@ -91,7 +91,7 @@ def test_a_model_without_weights_is_refused() -> None:
 
 def test_spreading_a_model_over_devices_needs_accelerate_and_says_so(data_dir: Path) -> None:
     folder = str(data_dir / "models" / "TinyStories-656K")
-    request = Request(Options(inputs="random"), sequences=2, length=8)
+    request = Request(options=Options(inputs="random"), sequences=2, length=8)
     if find_spec("accelerate") is None:
         with pytest.raises(InputError, match=r"install the package that it needs.*[Aa]ccelerate"):
             measure_model(folder, None, request, loading=Loading(device="map"))

@@ -80,7 +80,7 @@ def test_measuring_agrees_with_the_eager_reference(
 ) -> None:
     expected = _reference(folder, text, bos, sequences, length, eps)
     measured = measure_model(
-        str(folder), text, Request(Options(eps=(eps,)), sequences=sequences, length=length, no_bos=not bos)
+        str(folder), text, Request(options=Options(eps=(eps,)), sequences=sequences, length=length, no_bos=not bos)
     )
     assert measured.bos is bos
     assert_same_rates(measured, expected.sink_rate)
@@ -98,7 +98,7 @@ def test_bos_makes_the_sink_of_this_model(folder: Path, text: Path) -> None:
 
 
 def test_a_repeated_token_shows_no_sink(folder: Path) -> None:
-    repeated = measure_model(str(folder), None, Request(Options(inputs="repeat"), sequences=20))
+    repeated = measure_model(str(folder), None, Request(options=Options(inputs="repeat"), sequences=20))
     assert repeated.sink_rate[0] == 0
     assert not repeated.bos
 

@@ -99,7 +99,7 @@ def test_the_propositions_hold_for_models_of_other_libraries(family: str) -> Non
 
 def test_a_real_trained_model_has_no_sink_on_a_repeated_token(data_dir: Path) -> None:
     model = data_dir / "models" / "TinyStories-656K"
-    measured = measure_model(str(model), None, Request(Options(inputs="repeat"), sequences=20))
+    measured = measure_model(str(model), None, Request(options=Options(inputs="repeat"), sequences=20))
     assert max(measured.sink_rate[:32]) == 0
     found = measured.propositions
     assert found is not None

@@ -21,7 +21,7 @@ from sinklab.survey.single import measure_model
 
 NAME = "nobody/tiny"
 COMMITS = {"main": "a" * 40, "step3": "b" * 40, "stage1-step20-tokens1B": "c" * 40}
-ASKED = Request(Options(inputs="random"), sequences=3, length=12)
+ASKED = Request(options=Options(inputs="random"), sequences=3, length=12)
 OPTIONS = ["--inputs", "random", "--sequences", "3", "--length", "12", "--json"]
 
 

@@ -62,8 +62,10 @@ def test_text_reaches_the_model_as_in_training(
 
 def test_lengths_of_a_run_are_measured_in_one_pass(tmp_path: Path) -> None:
     run, text = trained_run(tmp_path, {})
-    measured = measure_model(str(run), text, Request(Options(lengths=(8, 4, LENGTH)), sequences=5, length=LENGTH))
-    cut = measure_model(str(run), text, Request(Options(lengths=(4,)), sequences=5, length=LENGTH))
+    measured = measure_model(
+        str(run), text, Request(options=Options(lengths=(8, 4, LENGTH)), sequences=5, length=LENGTH)
+    )
+    cut = measure_model(str(run), text, Request(options=Options(lengths=(4,)), sequences=5, length=LENGTH))
     assert measured.sink_rate_by_length is not None
     assert list(measured.sink_rate_by_length) == ["4", "8"]
     assert cut.sink_rate_by_length == {"4": measured.sink_rate_by_length["4"]}

@@ -19,13 +19,14 @@ from own_models import VARIANTS, own_model, own_tokens
 from sinklab.attention import masks
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring import driver
-from sinklab.measuring.api import measure, watched_model
+from sinklab.measuring.api import measure
 from sinklab.measuring.huggingface.probe import probe
 from sinklab.measuring.options import Options
 from sinklab.measuring.surgery import masked_first_keys, replaced_position, swapped_positions, zeroed
 from sinklab.measuring.surgery.places import learned_positions
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
+from sinklab.models.adapter import adapt
 
 N = 3
 LEARNED = ["gpt2", "opt", "gpt-neo, window 5"]
@@ -44,7 +45,7 @@ def test_hidden_keys_are_those_that_were_taken_out_of_the_scores(family: str) ->
     with scores_without_first_keys(N, LENGTH), alibi_once(family):
         expected = eager_reference(eager, tokens)
     with masked_first_keys(model, N):
-        measured = driver.measure(watched_model(model), tokens, Options(first_target=N + 2, batch_size=2))
+        measured = driver.measure(adapt(model), tokens, Options(first_target=N + 2, batch_size=2))
     assert_close(measured.importance, expected.importance.mean(0))
     assert_same_rates(measured, expected.sink_rate)
     nats = -expected.logits.log_softmax(-1)[:, N:-1].gather(2, tokens[:, N + 1 :, None])

@@ -18,7 +18,7 @@ from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
-from sinklab.models.huggingface.call import read_call
+from sinklab.models.huggingface.interface import read_call
 
 T, EOS, EPS = 14, 5, 0.3
 COMMON: dict[str, Any] = {
@@ -281,8 +281,8 @@ def test_masks_that_are_added_to_the_scores_hide_keys_too() -> None:
     seen = seen_by("window", torch.zeros(T))
     added = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
     q = torch.randn(2, 4, T, 8, generator=torch.Generator().manual_seed(0))
-    call = read_call(torch.nn.Module(), q, q, q, added, None, {})
-    assert call.visible_queries(None)[0, 0].tolist() == seen.sum(0).tolist()
+    layer = read_call(torch.nn.Module(), q, q, q, added)
+    assert layer.visible_queries()[0, 0].tolist() == seen.sum(0).tolist()
 
 
 def test_the_files_and_the_terminal_have_both_numbers(tmp_path: Path) -> None:

@@ -20,8 +20,7 @@ from transformers.masking_utils import eager_mask
 
 import sinklab
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.options import Options
-from sinklab.measuring.surgery.study import Study
+from sinklab.measuring.options import Options, Study
 from sinklab.survey.request import Request
 from sinklab.survey.single import measure_model
 
@@ -134,7 +133,7 @@ def expected(model: Any, natural: Tensor) -> Reference:
 
 @pytest.fixture(scope="module")
 def measured(file: Path, text: Path) -> Measurement:
-    return measure_model(str(file), text, Request(Options(details=True), sequences=SEQUENCES, length=LENGTH))
+    return measure_model(str(file), text, Request(options=Options(details=True), sequences=SEQUENCES, length=LENGTH))
 
 
 def test_sink_rates_are_those_of_the_definition(measured: Measurement, expected: Reference) -> None:
@@ -170,8 +169,8 @@ def test_the_massive_activation_is_in_channel_507_of_the_first_token(
 def test_its_massive_activation_can_be_taken_away_and_the_sink_moves_where_the_first_key_is_hidden(
     file: Path, text: Path
 ) -> None:
-    names = ["mask_first:1", "zero_massive", "zero_massive:2"]
-    measured = measure_model(str(file), text, Request(sequences=10, length=LENGTH, study=Study(names)))
+    names = ("mask_first:1", "zero_massive", "zero_massive:2")
+    measured = measure_model(str(file), text, Request(sequences=10, length=LENGTH, study=Study(ablate=names)))
     hidden, removed, once = measured.ablations or []
     assert hidden.sink_rate_after == 0
     assert hidden.sink_max_position_after == 2

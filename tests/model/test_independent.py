@@ -171,14 +171,14 @@ def _check_attention(model: Transformer, tokens: Tensor, theirs: Result) -> None
     layers = iter(range(len(cores)))
 
     def check(core: Any, given: Any) -> None:
-        q, k, _, *documents = given
+        q, k, v, *documents = given
         layer = next(layers)
-        ours = core.importance(q, k, *documents)
+        ours = core.layer_call(q, k, v, *documents).importance()
         _close("importance", ours.positions_BHT, theirs.importance[layer])
         _close_or_absent("share of the bias", ours.bias_BH, theirs.bias_share, layer)
         _close_or_absent("row sums", ours.row_sums_BH, theirs.row_sums, layer)
         shares = torch.zeros_like(theirs.shares[layer])
-        for rows in core.rows(q, k, *documents):
+        for rows in core.layer_call(q, k, v, *documents).rows():
             here = slice(rows.block.start, rows.block.stop)
             shares[:, :, here, rows.block.low : rows.block.high] = rows.weights_BHQS
             if rows.bias_BHQ is not None:

@@ -65,7 +65,7 @@ def test_every_query_sees_all_registers_and_they_see_each_other_causally(mask: d
     whole.blocks[1].attention.core = core  # type: ignore[union-attr]
     whole(tokens(9))
     shares = torch.zeros(2, 4, 12, 12)
-    for rows in core.rows(*seen[0][:2]):  # type: ignore[operator]
+    for rows in core.layer_call(*seen[0][:3]).rows():  # type: ignore[operator]
         block = rows.block
         shares[:, :, block.start : block.stop, block.low : block.high] = rows.weights_BHQS
     assert (shares[..., 3:, :3] > 0).all()
@@ -94,7 +94,7 @@ def test_each_register_is_a_term_of_the_entropy_of_its_own() -> None:
     expected = []
     for core, given in seen:
         shares = torch.zeros(len(tokens()), 4, 23, 23)
-        for rows in core.rows(*given[:2]):
+        for rows in core.layer_call(*given[:3]).rows():
             shares[:, :, rows.block.start : rows.block.stop, rows.block.low : rows.block.high] = rows.weights_BHQS
         terms = -torch.where(shares > 0, shares * shares.clamp(min=1e-30).log(), 0)
         expected.append(terms[:, :, 3:].sum(-1).mean((0, 2)))  # of real queries, over registers and tokens

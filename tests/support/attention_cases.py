@@ -160,7 +160,7 @@ def assert_importance_is_that_of(
     core: AttentionCore, inputs: tuple[Tensor, Tensor, Tensor], scores: Tensor, tolerance: float
 ) -> None:
     """Importance from explicit scores, key by key, as it is defined."""
-    found = core.importance(inputs[0].detach(), inputs[1].detach(), *arguments(core))
+    found = core.layer_call(*(x.detach() for x in inputs), *arguments(core)).importance()
     first, extra = core.leading, scores.shape[-1] - T  # a sink token and a rest: both go to no token
     raw, proxy = scores[:, :, first:], proxy_scores(scores)[:, :, first:]
     for k in range(T - first):

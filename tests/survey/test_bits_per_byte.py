@@ -104,7 +104,7 @@ def test_a_tokenizer_that_normalises_gives_none_and_the_notes_say_why(tmp_path: 
 def test_tokens_of_no_text_have_none(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "model")
     for inputs in ("random", "repeat"):
-        measured = measure_model(str(folder), None, Request(Options(inputs=inputs), sequences=2, length=8))
+        measured = measure_model(str(folder), None, Request(options=Options(inputs=inputs), sequences=2, length=8))
         assert measured.bits_per_byte is None
         assert measured.notes == []
     given = sinklab.measure(hf.AutoModelForCausalLM.from_pretrained(folder), torch.arange(16).view(2, 8))

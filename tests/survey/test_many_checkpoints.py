@@ -26,7 +26,7 @@ from sinklab.survey.request import Request
 from sinklab.survey.single import measure_model
 from sinklab.train.directory.run import load_run
 
-SMALL = Request(Options(eps=(0.15,)), sequences=4, length=12)
+SMALL = Request(options=Options(eps=(0.15,)), sequences=4, length=12)
 STEPS = (100, 20, 3000)
 
 

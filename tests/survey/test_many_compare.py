@@ -18,7 +18,7 @@ from sinklab.survey.compare import compare_models, labels
 from sinklab.survey.request import Request
 from sinklab.survey.single import measure_model
 
-SMALL = Request(Options(eps=(0.3, 0.2)), sequences=4, length=16)
+SMALL = Request(options=Options(eps=(0.3, 0.2)), sequences=4, length=16)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_a_real_model_beside_a_random_one_gives_what_each_gives_by_itself(
     real, chat, text = str(data_dir / "models" / "TinyStories-656K"), str(folder / "chat"), data_dir / "chat"
     comparison = compare_models([real, chat], text, SMALL, out=tmp_path / "out")
     for name, model in (("TinyStories-656K", real), ("chat", chat)):
-        alone = measure_model(model, text, Request(Options(eps=(0.3, 0.2)), sequences=4, length=16))
+        alone = measure_model(model, text, Request(options=Options(eps=(0.3, 0.2)), sequences=4, length=16))
         assert without_cost(comparison.measured[name]) == without_cost(alone)
         assert Measurement.load(tmp_path / "out" / name).document() == comparison.measured[name].document()
     assert comparison.measured["chat"].notes == ["conversations were written with the model's chat template"]

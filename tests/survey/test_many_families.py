@@ -12,8 +12,7 @@ from tiny_models import text_file, tiny_model
 
 from sinklab.errors import InputError
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.options import Options
-from sinklab.measuring.surgery.study import Study
+from sinklab.measuring.options import Options, Study
 from sinklab.report import write_report
 from sinklab.report.collect import collect
 from sinklab.report.tables import cells_table
@@ -106,9 +105,9 @@ def test_listed_parameters_are_those_of_the_architecture(name: str, config: hf.P
     ("request_", "value"),
     [
         (PAPERS, 77.0),
-        (Request(Options(inputs="random")), 70.29),
-        (Request(Options(eps=(0.2, 0.3))), 77.0),
-        (Request(Options(eps=(0.2,))), None),
+        (Request(options=Options(inputs="random")), 70.29),
+        (Request(options=Options(eps=(0.2, 0.3))), 77.0),
+        (Request(options=Options(eps=(0.2,))), None),
         (Request(sequences=99), None),
         (Request(length=128), None),
         (Request(no_bos=True), None),

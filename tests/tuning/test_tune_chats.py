@@ -8,7 +8,7 @@ from chats import MARKED, exported, sheep_chats, tuned_run, write_chats
 
 from sinklab.errors import InputError
 from sinklab.tuning.chats import beginnings, read_chats
-from sinklab.tuning.settings import TuneWanted, held_out_for, length_for, settings_for
+from sinklab.tuning.settings import TuneOptions, held_out_for, length_for, settings_for
 from sinklab.tuning.template import ChatTemplate, Spoken
 
 TALK = [
@@ -138,20 +138,20 @@ def test_the_sink_is_measured_on_whole_beginnings() -> None:
 
 
 def test_the_defaults_are_those_of_the_paper() -> None:
-    length = length_for(TuneWanted(), context=8192)
-    settings = settings_for(TuneWanted(), length, held_out_for(TuneWanted(), 200_100), trained=200_000)
+    length = length_for(TuneOptions(), context=8192)
+    settings = settings_for(TuneOptions(), length, held_out_for(TuneOptions(), 200_100), trained=200_000)
     assert (settings.lr, settings.batch_size, settings.length, settings.steps) == (2e-5, 64, 2048, 3125)
     assert (settings.held_out, settings.micro_batch, settings.eval_every) == (100, 2, 312)
 
 
 def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(InputError, match="give at most --length 64"):
-        length_for(TuneWanted(length=65), context=64)
+        length_for(TuneOptions(length=65), context=64)
     with pytest.raises(InputError, match="no whole number of --micro-batch 5"):
-        settings_for(TuneWanted(micro_batch=5), 64, 1, 10)
+        settings_for(TuneOptions(micro_batch=5), 64, 1, 10)
     with pytest.raises(InputError, match="--sink-length 65 is beyond the 64 tokens"):
-        settings_for(TuneWanted(sink_length=65), 64, 1, 10)
+        settings_for(TuneOptions(sink_length=65), 64, 1, 10)
     with pytest.raises(InputError, match="at least 2 are needed"):
-        held_out_for(TuneWanted(), 1)
+        held_out_for(TuneOptions(), 1)
     with pytest.raises(InputError, match="--held-out 5 leaves none of 5"):
-        held_out_for(TuneWanted(held_out=5), 5)
+        held_out_for(TuneOptions(held_out=5), 5)

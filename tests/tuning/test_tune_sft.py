@@ -20,13 +20,13 @@ from sinklab.data.sources.textfiles import read_conversations
 from sinklab.tuning.documents import TuneUpdate
 from sinklab.tuning.preparing import TuneSources
 from sinklab.tuning.running import TuneListener, tune
-from sinklab.tuning.settings import TuneWanted
+from sinklab.tuning.settings import TuneOptions
 from sinklab.tuning.template import ChatTemplate
 
 if importlib.util.find_spec("trl") is None:
     pytest.skip("trl is not installed (extra sft)", allow_module_level=True)
 
-SHORT = TuneWanted(lr=0.01, steps=6, batch_size=8, eval_every=4, save_every=2, sink_length=12)
+SHORT = TuneOptions(lr=0.01, steps=6, batch_size=8, eval_every=4, save_every=2, sink_length=12)
 QUICK = ("--steps", 6, "--lr", 0.01, "--batch-size", 8, "--eval-every", 3, "--save-every", 2, "--sink-length", 12)
 
 
@@ -150,7 +150,7 @@ def test_micro_batches_change_the_result_by_rounding_only(tmp_path: Path) -> Non
         tune(
             str(model),
             TuneSources(chats),
-            TuneWanted(lr=0.01, steps=3, batch_size=8, micro_batch=micro, sink_length=12),
+            TuneOptions(lr=0.01, steps=3, batch_size=8, micro_batch=micro, sink_length=12),
             tmp_path / str(micro),
         ).tuning
         for micro in (2, 8)
@@ -200,8 +200,8 @@ def test_every_kind_of_run_is_tuned(tmp_path: Path, variant: str) -> None:
     folder.mkdir()
     model, _ = trained_run(folder, {"bos": True}, {"context": 48, **VARIANTS[variant]})
     chats = sheep_chats(folder / "chats.jsonl")
-    wanted = TuneWanted(lr=0.01, steps=3, batch_size=8, sink_length=12)
-    found = tune(str(model), TuneSources(chats), wanted, tmp_path / "out").tuning
+    options = TuneOptions(lr=0.01, steps=3, batch_size=8, sink_length=12)
+    found = tune(str(model), TuneSources(chats), options, tmp_path / "out").tuning
     assert found.base is not None
     assert found.chat is not None
     assert found.chat.valid_loss < found.base.valid_loss
@@ -212,9 +212,9 @@ def test_a_model_of_the_hub_with_a_template_of_its_own(tmp_path: Path, data_dir:
     chats = sheep_chats(tmp_path / "chats.jsonl")
     template = tmp_path / "template.jinja"
     template.write_text(MARKED)
-    wanted = TuneWanted(lr=1e-3, steps=2, batch_size=8, length=128, sink_length=8)
+    options = TuneOptions(lr=1e-3, steps=2, batch_size=8, length=128, sink_length=8)
     model = data_dir / "models" / "TinyStories-656K"
-    found = tune(str(model), TuneSources(chats, template=template), wanted, tmp_path / "out").tuning
+    found = tune(str(model), TuneSources(chats, template=template), options, tmp_path / "out").tuning
     assert found.chat is not None
     assert found.base is not None
     assert found.chat.valid_loss < found.base.valid_loss

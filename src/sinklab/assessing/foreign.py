@@ -14,10 +14,9 @@ from sinklab.attention.blocks import accumulate_dtype
 from sinklab.attention.operations.call import Call
 from sinklab.attention.operations.similarity import Softmax
 from sinklab.errors import InputError, SinklabError, cause
-from sinklab.measuring.huggingface.interface import attention_function
 from sinklab.models.hooks import evaluating
 from sinklab.models.huggingface import anatomy
-from sinklab.models.huggingface.call import read_call
+from sinklab.models.huggingface.interface import attention_function, read_call
 
 SOFTMAX = Softmax()
 TRIED = 8  # tokens
@@ -63,9 +62,10 @@ class ForeignPatient:
             **extras: Any,
         ) -> tuple[Tensor, None]:
             self._number += 1
-            read = read_call(module, query, key, value, attention_mask, scaling, extras)
+            read = read_call(module, query, key, value, attention_mask, scaling, **extras).call
+            assert read.scale is not None
             q_BHLD = query * (read.scale * query.shape[-1] ** 0.5)  # a call is scaled by 1 / sqrt(D)
-            call = Call(q_BHLD, key, read.mask, position=read.score, logit_H=read.sink_logits_H)
+            call = Call(q_BHLD, key, read.mask, position=read.position, logit_H=read.logit_H)
             out_BHLV = change(LayerAttention(self._number, SOFTMAX, call, value, self._turn))
             return out_BHLV.to(value.dtype).transpose(1, 2).contiguous(), None
 

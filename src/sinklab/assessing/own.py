@@ -11,10 +11,10 @@ from sinklab.assessing.layers import Change, LayerAttention, Turn
 from sinklab.attention.blocks import accumulate_dtype
 from sinklab.attention.core import AttentionCore
 from sinklab.errors import InputError
-from sinklab.measuring.native import attention_cores, layer_kinds
 from sinklab.model.config import ModelConfig
 from sinklab.model.position import Absolute, Learnable, Rotary, rotate
 from sinklab.model.transformer import Transformer
+from sinklab.models.native import NativeAdapter, attention_cores
 
 
 class OwnPatient:
@@ -34,7 +34,7 @@ class OwnPatient:
         self.module, self.name, self.context = model, name, config.context
         self.leading, self.first_target = model.leading, config.first_target
         self.device, self.blocks = model.head.weight.device, list(model.blocks)
-        self.kinds = layer_kinds(config)
+        self.kinds = NativeAdapter(model).kinds
         self.fixed_positions = self.ends = None
         if isinstance(config.position, Learnable | Absolute):
             self.fixed_positions = f"its {config.position.kind} positions are added to the embeddings"

@@ -1,11 +1,14 @@
-"""What is asked of an assessment, and what becomes of it for one model: lengths, caches and budgets that suit it."""
+"""The settings of an assessment, and what follows from them for one model: lengths, caches and budgets that suit it."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from sinklab.assessing.layers import Patient
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+
 from sinklab.errors import InputError
+from sinklab.settings import MOST, CommandSettings, DrawSeed, Flag, Several, option_name
+
+if TYPE_CHECKING:
+    from sinklab.assessing.layers import Patient
 
 Placed = Literal["cache", "text"]
 WITHIN = 2**10  # tokens of a sequence within the context, unless told
@@ -13,95 +16,101 @@ TOKENS = 2**11  # of such sequences together
 STREAMED = 2**12  # tokens of the streaming part together
 LONGEST = 2**13  # tokens of a sequence of the length part, unless 5/4 of the context is more
 KEPT = (0, 1, 2, 4)
+TWO_KEYS = "a cache holds 2 keys or more, the query's own included"
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What the user asks for; None leaves it to the model's context.
+def _names(given: object) -> object:
+    """The names of a list with commas; none for `all`."""
+    if not isinstance(given, str):
+        return given
+    return () if given == "all" else tuple(name.strip() for name in given.split(","))
+
+
+class AssessOptions(CommandSettings, frozen=True):
+    """What is asked of an assessment; None leaves it to the model's context.
 
     Attributes:
-        parts: by name; empty is all that the model can be given.
-        sequences, length: N and T of what is read within the context.
-        stream_length: T of the streaming part.
-        caches: sizes of the rolling cache.
-        kept: how many of the first tokens stay in it; KEPT unless told.
-        positions: in the cache or in the text.
-        budgets: of the eviction part.
-        sink_tokens: so many first tokens are the sink.
-        seed: of random keys.
         where_possible: parts that the model cannot be given are skipped although they are named.
     """
 
-    parts: Sequence[str] = ()
-    sequences: int | None = None
-    length: int | None = None
-    stream_length: int | None = None
-    caches: Sequence[int] = ()
-    kept: Sequence[int] = ()
-    positions: Placed | None = None
-    budgets: Sequence[int] = ()
-    sink_tokens: int = 1
-    seed: int = 0
-    where_possible: bool = False
+    parts: Annotated[Several[str], BeforeValidator(_names), Flag(text=str, default="all")] = Field(
+        default=(),
+        exclude=True,
+        description="Of streaming, quantisation, eviction, length, carries and heads, with commas; or all.",
+    )
+    sequences: int | None = Field(
+        default=None, ge=1, le=MOST, description="How many; default: 2,048 tokens, streaming 4,096."
+    )
+    length: int | None = Field(
+        default=None, ge=8, le=MOST, description="Tokens per sequence; default: the context, at most 1,024."
+    )
+    stream_length: int | None = Field(
+        default=None, ge=8, le=MOST, description="Tokens per sequence of streaming; default: 4 times --length."
+    )
+    caches: Annotated[Several[int], Flag("--cache")] = Field(
+        default=(), description="Keys in the rolling cache; may be repeated. Default: 1/16 and 1/4 of it."
+    )
+    kept: Annotated[Several[int], Flag("--keep")] = Field(
+        default=(), description="First tokens that stay in it; may be repeated. Default: 0, 1, 2, 4."
+    )
+    positions: Placed | None = Field(
+        default=None, description="In the cache or in the text; default: in the cache where that can be."
+    )
+    budgets: Annotated[Several[int], Flag("--budget")] = Field(
+        default=(), description="Keys that eviction leaves; may be repeated. Default: 1/8 and 1/4."
+    )
+    sink_tokens: int = Field(default=1, ge=1, description="How many first tokens are the sink.")
+    seed: DrawSeed = 0
+    where_possible: bool = Field(default=False, exclude=True)
 
-    def __post_init__(self) -> None:
-        for option, numbers in (("--cache", self.caches), ("--budget", self.budgets)):
-            for number in numbers:
-                if number < 2:
-                    raise InputError(f"{option} {number}: a cache holds 2 keys or more, the query's own included")
-        for first in self.kept:
-            if first < 0:
-                raise InputError(f"--keep {first}: give 0 or more")
+    @field_validator("caches", "budgets", "kept")
+    @classmethod
+    def _are_possible(cls, sizes: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        least, expected = (0, "give 0 or more") if info.field_name == "kept" else (2, TWO_KEYS)
+        for size in sizes:
+            if size < least:
+                raise InputError(f"{option_name(cls, str(info.field_name))} {size}: {expected}")
+        return sizes
 
 
-@dataclass(frozen=True)
-class AssessSettings:
-    """What is done, for one model; attributes as those of `Wanted`.
+class AssessSettings(AssessOptions, frozen=True):
+    """What is done, for one model.
 
     Attributes:
         stream_sequences: N of the streaming part.
         long_length: T of the length part; None where the model cannot read beyond its context.
     """
 
-    sequences: int
-    length: int
+    sequences: int = Field(default=...)
+    length: int = Field(default=...)
     stream_sequences: int
-    stream_length: int
-    caches: tuple[int, ...]
-    kept: tuple[int, ...]
-    positions: Placed
-    budgets: tuple[int, ...]
+    stream_length: int = Field(default=...)
+    positions: Placed = Field(default=...)
     long_length: int | None
-    sink_tokens: int
-    seed: int
-
-    def document(self) -> dict[str, object]:
-        """As plain JSON has it."""
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
 
-def settings_for(patient: Patient, wanted: Wanted) -> AssessSettings:
+def settings_for(patient: "Patient", options: AssessOptions) -> AssessSettings:
     """Lengths, caches and budgets: what was asked for, else what suits the context.
 
     Raises:
         InputError: what this model, or this text length, cannot be given.
     """
     context = patient.context
-    length = wanted.length or min(context, WITHIN)
+    length = options.length or min(context, WITHIN)
     if length > context:
         raise InputError(f"--length {length} is beyond the context of {patient.name}: give at most --length {context}")
-    if wanted.positions == "cache" and patient.fixed_positions:
+    if options.positions == "cache" and patient.fixed_positions:
         raise InputError(
             f"the positions of {patient.name} cannot be those in a cache, as {patient.fixed_positions}: "
             "give --positions text"
         )
-    stream_length = wanted.stream_length or _stream_length(patient, length)
+    stream_length = options.stream_length or _stream_length(patient, length)
     if patient.ends and stream_length > context:
         raise InputError(
             f"--stream-length {stream_length}: {patient.name} cannot read beyond {context} tokens, as {patient.ends}"
         )
-    caches = tuple(wanted.caches) or tuple(sorted({max(2, stream_length // 16), max(2, stream_length // 4)}))
-    budgets = tuple(wanted.budgets) or tuple(sorted({max(2, length // 8), max(2, length // 4)}))
+    caches = options.caches or tuple(sorted({max(2, stream_length // 16), max(2, stream_length // 4)}))
+    budgets = options.budgets or tuple(sorted({max(2, length // 8), max(2, length // 4)}))
     for option, numbers, given, tokens in (
         ("--cache", caches, "--stream-length", stream_length),
         ("--budget", budgets, "--length", length),
@@ -112,27 +121,26 @@ def settings_for(patient: Patient, wanted: Wanted) -> AssessSettings:
                     f"{option} {number}: the sequences have {tokens} tokens, fewer than the cache holds, so that it "
                     f"would never be full: give at most {option} {tokens}, or a longer {given}"
                 )
-    for first in wanted.kept:
+    for first in options.kept:
         if first >= min(caches):
             raise InputError(
                 f"--keep {first}: the smallest cache holds {min(caches)} keys; keep fewer than the cache holds"
             )
-    if not 1 <= wanted.sink_tokens <= length // 4:
-        raise InputError(f"--sink-tokens {wanted.sink_tokens}: give 1 to {length // 4}, a quarter of the sequences")
-    return AssessSettings(
-        sequences=wanted.sequences or max(1, TOKENS // length),
-        length=length,
-        stream_sequences=wanted.sequences or max(1, STREAMED // stream_length),
-        stream_length=stream_length,
-        caches=caches,
-        kept=tuple(wanted.kept) or tuple(first for first in KEPT if first < max(caches)),
-        positions=wanted.positions or ("text" if patient.fixed_positions else "cache"),
-        budgets=budgets,
-        long_length=None if patient.ends else max(min(2 * context, LONGEST), context + context // 4),
-        sink_tokens=wanted.sink_tokens,
-        seed=wanted.seed,
-    )
+    if not 1 <= options.sink_tokens <= length // 4:
+        raise InputError(f"--sink-tokens {options.sink_tokens}: give 1 to {length // 4}, a quarter of the sequences")
+    decided = {
+        "sequences": options.sequences or max(1, TOKENS // length),
+        "length": length,
+        "stream_sequences": options.sequences or max(1, STREAMED // stream_length),
+        "stream_length": stream_length,
+        "caches": caches,
+        "kept": options.kept or tuple(first for first in KEPT if first < max(caches)),
+        "positions": options.positions or ("text" if patient.fixed_positions else "cache"),
+        "budgets": budgets,
+        "long_length": None if patient.ends else max(min(2 * context, LONGEST), context + context // 4),
+    }
+    return AssessSettings(**{**dict(options), **decided})
 
 
-def _stream_length(patient: Patient, length: int) -> int:
+def _stream_length(patient: "Patient", length: int) -> int:
     return min(4 * length, patient.context) if patient.ends else 4 * length

@@ -9,7 +9,7 @@ from sinklab.assessing.assessment import ASSESSMENT, HELD_OUT, Assessment, load_
 from sinklab.assessing.loading import Admitted, admit
 from sinklab.assessing.part import PartJob
 from sinklab.assessing.parts import PARTS
-from sinklab.assessing.plan import AssessSettings, Wanted, settings_for
+from sinklab.assessing.plan import AssessOptions, AssessSettings, settings_for
 from sinklab.data.sources.corpora import documents
 from sinklab.errors import InputError, SinklabError, UnsavedError
 from sinklab.files import parse_json, write_json
@@ -41,7 +41,7 @@ class AssessListener:
 def assess(
     model: str,
     text: Path | None,
-    wanted: Wanted,
+    options: AssessOptions,
     *,
     loading: Loading = AS_IT_IS,
     out: Path | None = None,
@@ -61,9 +61,11 @@ def assess(
         UnsavedError: a part could not be saved; it holds the assessment so far.
         SinklabError: a change makes the model compute NaN.
     """
-    for name in wanted.parts:
+    for name in options.parts:
         if name not in PARTS:
-            raise InputError(f"--parts {name}: the parts are {', '.join(PARTS)}")
+            given = ",".join(options.parts)
+            raise InputError(f"--parts {given}: {name!r} is none; give some of {', '.join(PARTS)}, or all")
+    options = options.model_copy(update={"parts": tuple(part for part in PARTS if part in options.parts)})
     if out is not None:
         check_results(out, (ASSESSMENT,))
     if text is not None:
@@ -71,16 +73,21 @@ def assess(
     elif not is_run(model):
         raise InputError(f"--text is needed: {model} is no run, whose validation text could be read")
     with one_writer(None if out is None else out / ASSESSMENT):
-        return _assessed(model, text, wanted, loading, out, listener or AssessListener())
+        return _assessed(model, text, options, loading, out, listener or AssessListener())
 
 
 def _assessed(
-    model: str, text: Path | None, wanted: Wanted, loading: Loading, out: Path | None, listener: AssessListener
+    model: str, text: Path | None, options: AssessOptions, loading: Loading, out: Path | None, listener: AssessListener
 ) -> Assessment:
     admitted = admit(model, loading)
-    settings = settings_for(admitted.patient, wanted)
-    jobs, skipped = _jobs(admitted, text, settings, wanted)
-    asked = {"model": model, "files": admitted.files, "text": _hash(admitted, text, settings), **settings.document()}
+    settings = settings_for(admitted.patient, options)
+    jobs, skipped = _jobs(admitted, text, settings, options)
+    asked = {
+        "model": model,
+        "files": admitted.files,
+        "text": _hash(admitted, text, settings),
+        **settings.model_dump(mode="json"),
+    }
     if text is None:
         asked[HELD_OUT] = True
     found = Assessment(
@@ -88,10 +95,10 @@ def _assessed(
         context=admitted.patient.context,
         layers=len(admitted.patient.blocks),
         asked={**asked, "dtype": loading.dtype},
-        notes=_notes(admitted, settings, wanted),
+        notes=_notes(admitted, settings, options),
     )
     found = _continued(found, out)
-    for part in wanted.parts or PARTS:
+    for part in options.parts or PARTS:
         if part in skipped:
             found = found.model_copy(update={"skipped": {**found.skipped, part: skipped[part]}})
             listener.skips(part, skipped[part])
@@ -110,12 +117,12 @@ def _assessed(
 
 
 def _jobs(
-    model: Admitted, text: Path | None, settings: AssessSettings, wanted: Wanted
+    model: Admitted, text: Path | None, settings: AssessSettings, options: AssessOptions
 ) -> tuple[dict[str, PartJob], dict[str, str]]:
     """The parts that can be done, and why the others cannot; parts asked for by name must be possible."""
     jobs: dict[str, PartJob] = {}
     skipped: dict[str, str] = {}
-    for name in wanted.parts or PARTS:
+    for name in options.parts or PARTS:
         part = PARTS[name]
         why = part.refusal(model.patient, settings)
         if why is None:
@@ -126,16 +133,16 @@ def _jobs(
                 if not part.long_text:
                     raise
                 why = str(error)
-        if wanted.parts and not wanted.where_possible:
+        if options.parts and not options.where_possible:
             raise InputError(f"the part `{name}` cannot be done: {why}")
         skipped[name] = why
     return jobs, skipped
 
 
-def _notes(model: Admitted, settings: AssessSettings, wanted: Wanted) -> list[str]:
+def _notes(model: Admitted, settings: AssessSettings, options: AssessOptions) -> list[str]:
     kinds = model.patient.kinds
     notes = [*model.notes, *model.conversations.notes(), *kinds.notes(), *kinds.notes_on_hidden_keys()]
-    if settings.positions == "text" and wanted.positions is None:
+    if settings.positions == "text" and options.positions is None:
         notes.append(f"positions in the streaming part are those in the text, as {model.patient.fixed_positions}")
     return notes
 

@@ -5,8 +5,7 @@ code. Projections, and positions applied to q and k, belong to the model; a posi
 in.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from sinklab.attention import masks
 from sinklab.attention.biases import BiasParameters
 from sinklab.attention.config import AttentionConfig
-from sinklab.attention.importance import Importance, Rows, importance_of
+from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.operations import Operation
 from sinklab.attention.operations.call import Call
 from sinklab.attention.primitive import Backend
@@ -51,6 +50,7 @@ class AttentionCore(nn.Module):
         learned: the operation's own parameters, or None.
         hidden_first: numbers n: keys 1..n of the sequence are seen by no query after the n-th; none but in an ablation
             (measuring/surgery/keys.py).
+        door: computes the output in the place of the core, for the length of an `intercept` (models/intercept.py).
 
     Raises:
         ValueError: the parts of the config do not fit the sizes or the position (`AttentionConfig.check_fit`), or the
@@ -83,6 +83,7 @@ class AttentionCore(nn.Module):
         self.by_document = config.mask.kind == "document"
         self.mask = config.mask.build()
         self.hidden_first: tuple[int, ...] = ()
+        self.door: Callable[[LayerCall], Tensor] | None = None
 
     def forward(
         self,
@@ -103,37 +104,21 @@ class AttentionCore(nn.Module):
             padding_B: how many positions at the start of each row, before a leading token, are padding.
         """
         with torch.autocast(q_BHTD.device.type, enabled=False):  # the primitive chooses its own precision
-            call = self.call(q_BHTD, k_BGTD, documents_BL, log_kept_BLH, padding_B)
-            out = self.operation.output(call, v_BGTD)
-            if self.bias.key is None and call.value_HV is not None:
-                out = out + call.value_HV[:, None].to(out.dtype)
-            return out
+            layer = self.layer_call(q_BHTD, k_BGTD, v_BGTD, documents_BL, log_kept_BLH, padding_B)
+            return layer.output() if self.door is None else self.door(layer)
 
-    @torch.no_grad()
-    def importance(
+    def layer_call(
         self,
         q_BHTD: Tensor,
         k_BGTD: Tensor,
+        v_BGTD: Tensor,
         documents_BL: Tensor | None = None,
         log_kept_BLH: Tensor | None = None,
-    ) -> Importance:
-        """alpha_k of every real position and of the bias, sink token or registers (2410.10781, section 3.2).
-
-        Where the operation's scores do not sum to one (`proxy`), alpha is that of the proxy scores and the mean raw
-        row sum is reported with it.
-        """
-        with torch.autocast(q_BHTD.device.type, enabled=False):
-            call = self.call(q_BHTD, k_BGTD, documents_BL, log_kept_BLH)
-            sums = self.operation.column_sums(call)
-            if self.leading:
-                n = self.leading
-                alone = replace(call, q_BHTD=q_BHTD[:, :, :n], k_BGTD=k_BGTD[:, :, :n], mask=masks.CAUSAL)
-                first = self.operation.column_sums(alone)
-                sums.keys_BHS[..., :n] -= first.keys_BHS
-                if sums.bias_BH is not None and first.bias_BH is not None:
-                    sums.bias_BH.sub_(first.bias_BH)
-            row_sums = self.operation.row_sums(call)[..., self.leading :].mean(-1) if self.proxy else None
-            return importance_of(sums, call.mask, self.leading, row_sums)
+        padding_B: Tensor | None = None,
+    ) -> LayerCall:
+        """What `forward` computes; the same arguments."""
+        call = self.call(q_BHTD, k_BGTD, documents_BL, log_kept_BLH, padding_B)
+        return LayerCall(self.operation, call, v_BGTD, self.leading, padding_B)
 
     def reference(
         self,
@@ -157,17 +142,6 @@ class AttentionCore(nn.Module):
         scores_BHTS = self.operation.reference(given)
         out_BHTD = self.operation.reference_output(given, scores_BHTS @ given.values())
         return out_BHTD + given.offset_HV[:, None], scores_BHTS
-
-    def rows(
-        self,
-        q_BHTD: Tensor,
-        k_BGTD: Tensor,
-        documents_BL: Tensor | None = None,
-        log_kept_BLH: Tensor | None = None,
-        padding_B: Tensor | None = None,
-    ) -> Iterator[Rows]:
-        """The rows that `importance` sums up, leading token included, a block of queries at a time."""
-        return self.operation.rows(self.call(q_BHTD, k_BGTD, documents_BL, log_kept_BLH, padding_B))
 
     def visible(self, documents_BL: Tensor | None = None, padding_B: Tensor | None = None) -> masks.Mask:
         """Who sees whom, leading token included.

@@ -12,7 +12,6 @@ queries that may see k is a second number, from the same sums: `over_visible`.
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,7 +88,6 @@ def score_rows(
     score: Score | None = None,
     scale: float | None = None,
     bias_logits_BHT: Tensor | None = None,
-    counted_BT: Tensor | None = None,
     block: int | None = None,
 ) -> Iterator[Rows]:
     """The rows of the attention matrix, a block of queries at a time.
@@ -101,7 +99,6 @@ def score_rows(
         score: what is done to a scaled score before the exponential; None is the identity.
         scale: default 1 / sqrt(D).
         bias_logits_BHT: logit of an added bias or sink that takes part in the normalisation (broadcastable).
-        counted_BT: bool, which queries count (padding does not): the rows of the others are 0; None counts all.
         block: queries at a time; by default as many as fit a few megabytes.
 
     Raises:
@@ -118,17 +115,12 @@ def score_rows(
         z = bl.raw_scores(q_BHTD, k_BGSD, part, scale)
         logits = bl.mask_block_(bl.score_block(z, part, S - T, score), part, S - T, S, mask)
         lse, share = torch.logsumexp(logits, -1), None
-        counted = None if counted_BT is None else counted_BT[:, None, rows]
         if bias_BHT is not None:
             lse = torch.logaddexp(lse, bias_BHT[:, :, rows])
             share = torch.exp(bias_BHT[:, :, rows] - finite_normaliser(lse))
-            share = share if counted is None else share * counted
-        if counted is not None:
-            lse = lse.masked_fill(~counted, torch.inf)
         weights = exponentials_(logits.sub_(finite_normaliser(lse)[..., None]), score)
         if score is not None and score.deep:
             weights = bl.mask_block_(weights, part, S - T, S, mask, 0.0)
-            weights = weights if counted is None else weights.mul_(counted[..., None])
         yield Rows(part, weights, share)
 
 
@@ -161,12 +153,6 @@ def sum_rows(
             weights = weights.tril_(diagonal)
         keys_BHS[:, :, one.block.low : one.block.high] += weights.sum(-2)
     return ColumnSums(keys_BHS, bias_BH, earlier_BHS)
-
-
-@torch.no_grad()
-def column_sums(q_BHTD: Tensor, k_BGSD: Tensor, *, mask: Mask = CAUSAL, **scores: Any) -> ColumnSums:
-    """For every key, the sum of its normalised scores over the counted queries t >= k; arguments as in `score_rows`."""
-    return sum_rows(score_rows(q_BHTD, k_BGSD, mask=mask, **scores), q_BHTD, k_BGSD.shape[2], mask)
 
 
 def importance_of(

@@ -249,4 +249,52 @@ class Dense(Mask):
         return self.allowed_BHTS[:, :, first - self._offset : end - self._offset, low:high]
 
 
+@dataclass(frozen=True)
+class Both(Mask):
+    """What two masks allow."""
+
+    one: Mask
+    other: Mask
+
+    @property
+    def causal(self) -> bool:
+        return self.one.causal or self.other.causal
+
+    @property
+    def rows(self) -> int:
+        return max(self.one.rows, self.other.rows)
+
+    @property
+    def heads(self) -> int:
+        return max(self.one.heads, self.other.heads)
+
+    @property
+    def may_be_empty(self) -> bool:
+        return True
+
+    def of(self, row: int, heads: slice) -> Mask:
+        return Both(self.one.of(row, heads), self.other.of(row, heads))
+
+    def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return self.one.allowed(b, h, q, k) & self.other.allowed(b, h, q, k)
+
+    def block(self, first: int, end: int, low: int, high: int, device: torch.device) -> Tensor:
+        return self.one.block(first, end, low, high, device) & self.other.block(first, end, low, high, device)
+
+    def key_range(self, first: int, end: int, keys: int) -> tuple[int, int]:
+        ranges = (self.one.key_range(first, end, keys), self.other.key_range(first, end, keys))
+        low = max(low for low, _ in ranges)
+        return low, max(low, min(high for _, high in ranges))
+
+    def full_range(self, first: int, end: int, keys: int) -> tuple[int, int]:
+        ranges = (self.one.full_range(first, end, keys), self.other.full_range(first, end, keys))
+        low = max(low for low, _ in ranges)
+        return low, max(low, min(high for _, high in ranges))
+
+
+def both(one: Mask, other: Mask) -> Mask:
+    """What two masks allow."""
+    return other if one.plain and other.causal else Both(one, other)
+
+
 CAUSAL = Causal()

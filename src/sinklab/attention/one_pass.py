@@ -17,30 +17,19 @@ from torch import Tensor
 
 from sinklab.attention import blocks as bl
 from sinklab.attention.importance import ColumnSums
-from sinklab.attention.masks import Mask
+from sinklab.attention.operations.call import Call
 from sinklab.attention.scores import Score
+from sinklab.attention.visible import Mask
 
 BLOCK_SCORES = 2**21  # scores of a block: 8 MB in float32
 MOST_SCORES = 2**24  # where threads ask for more heads at a time, or a key head has many queries: 64 MB
 BLOCK_QUERIES = 128
 
 
-@dataclass(frozen=True)
-class Scores:
-    """How the scores of one call are made: score(q.k * scale), masked, and a sink logit per head beside them."""
-
-    mask: Mask
-    score: Score | None
-    scale: float
-    sink_logits_H: Tensor | None
-
-
 @torch.no_grad()
 def attend_and_sum(
-    q_BHTD: Tensor,
-    k_BGSD: Tensor,
+    call: Call,
     v_BGSV: Tensor,
-    scores: Scores,
     counted_BT: Tensor | None = None,
     ends: Sequence[int] = (),
 ) -> tuple[Tensor, ColumnSums, Tensor]:
@@ -48,26 +37,27 @@ def attend_and_sum(
     over the queries before each of `ends` only (B, H, E, S), which is what a sequence cut there would give.
 
     Args:
-        q_BHTD: queries, the last T of S positions.
-        k_BGSD, v_BGSV: H a multiple of G.
+        call: of softmax, without a bias key; a sink logit has no value.
         counted_BT: bool, which queries count (padding does not); None counts all.
         ends: increasing numbers of queries, at most T.
 
     Raises:
         ValueError: shapes that do not go together.
     """
+    q_BHTD, k_BGSD, mask, score = call.q_BHTD, call.k_BGTD, call.mask, call.score()
+    scale = bl.default_scale(q_BHTD) if call.scale is None else call.scale
     bl.check_shapes(q_BHTD, k_BGSD)
     (B, H, T, _), (S, V) = q_BHTD.shape, v_BGSV.shape[2:]
     dtype = bl.accumulate_dtype(q_BHTD.dtype)
     out_BHTV = q_BHTD.new_empty(B, H, T, V)
     segments_BHES = q_BHTD.new_zeros(B, H, len(ends) + 1, S, dtype=dtype)
-    bias_BH = None if scores.sink_logits_H is None else q_BHTD.new_zeros(B, H, dtype=dtype)
-    earlier_BHS = None if scores.mask.causal else q_BHTD.new_zeros(B, H, S, dtype=dtype)
-    uniform = scores.mask.plain and scores.score is None and bias_BH is None and counted_BT is None
+    bias_BH = None if call.logit_H is None else q_BHTD.new_zeros(B, H, dtype=dtype)
+    earlier_BHS = None if mask.causal else q_BHTD.new_zeros(B, H, S, dtype=dtype)
+    uniform = mask.plain and score is None and bias_BH is None and counted_BT is None
     rows = 1 if uniform else B  # where all sequences are treated alike, they are one sequence with B times the heads
     turned_BGDS = k_BGSD.mT.contiguous()  # once, and not in every product
-    q, k, v = (x.to(dtype).reshape(rows, -1, *x.shape[2:]) for x in (q_BHTD * scores.scale, turned_BGDS, v_BGSV))
-    walk = _Walk(scores, q.shape[1] // k.shape[1], S, (*ends, T), q.new_empty(0))
+    q, k, v = (x.to(dtype).reshape(rows, -1, *x.shape[2:]) for x in (q_BHTD * scale, turned_BGDS, v_BGSV))
+    walk = _Walk(mask, score, call.logit_H, q.shape[1] // k.shape[1], S, (*ends, T), q.new_empty(0))
     out, sums = out_BHTV.view(rows, -1, T, V), segments_BHES.view(rows, -1, len(ends) + 1, S)
     for b in range(rows):
         bias_H, earlier_HS, counted_T = (None if x is None else x[b] for x in (bias_BH, earlier_BHS, counted_BT))
@@ -80,7 +70,9 @@ def attend_and_sum(
 class _Walk:
     """Over the blocks of one sequence at a time, in a buffer that all of them share."""
 
-    scores: Scores
+    mask: Mask
+    score: Score | None
+    logit_H: Tensor | None
     repeats: int
     keys: int
     ends: tuple[int, ...]
@@ -101,7 +93,7 @@ class _Walk:
         (H, T, _), S, R = q_HTD.shape, self.keys, self.repeats
         queries = max(1, min(T, BLOCK_QUERIES, MOST_SCORES // (R * S)))
         groups = self._groups(R * queries * S)
-        mask = self.scores.mask
+        mask = self.mask
         for g in range(0, H // R, groups):
             ends = slice(g, min(g + groups, H // R))
             heads = slice(ends.start * R, ends.stop * R)
@@ -151,10 +143,9 @@ class _Walk:
         self, z_HQS: Tensor, b: int, heads: slice, block: bl.Block, offset: int
     ) -> tuple[Tensor, Tensor | None]:
         """The softmax, in place where it can; and what the keys got of it beside a sink logit, (heads, queries, 1)."""
-        s = self.scores
-        if s.score is not None:
+        if self.score is not None:
             device = z_HQS.device
-            z_HQS = s.score(
+            z_HQS = self.score(
                 z_HQS,
                 torch.tensor(b, device=device).view(1, 1, 1),
                 torch.arange(heads.start, heads.stop, device=device).view(-1, 1, 1),
@@ -163,9 +154,9 @@ class _Walk:
             )
         empty = self._hide(z_HQS, b, heads, block, offset)
         share = None
-        if s.sink_logits_H is not None:
+        if self.logit_H is not None:
             lse = torch.logsumexp(z_HQS, -1, keepdim=True)
-            share = torch.sigmoid(lse - s.sink_logits_H[heads, None, None].to(lse.dtype))
+            share = torch.sigmoid(lse - self.logit_H[heads, None, None].to(lse.dtype))
         torch.softmax(z_HQS, -1, out=z_HQS)
         if empty is not None:
             z_HQS.masked_fill_(empty, 0)
@@ -175,7 +166,7 @@ class _Walk:
 
     def _hide(self, z_HQS: Tensor, b: int, heads: slice, block: bl.Block, offset: int) -> Tensor | None:
         """-inf where a query may not look; which rows see nothing at all, where a mask can have such."""
-        mask = self.scores.mask.of(b, heads)
+        mask = self.mask.of(b, heads)
         bl.mask_block_(z_HQS[None], block, offset, self.keys, mask)
         if not mask.may_be_empty:
             return None

@@ -1,6 +1,7 @@
 """The command line: one thin function per command. Results go to standard output, everything else to stderr."""
 
 import json
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,7 @@ from sinklab.commands.ending import end, stderr
 from sinklab.commands.evaluate import evaluate
 from sinklab.commands.export import export
 from sinklab.commands.measure import compare, measure, parity
-from sinklab.commands.options import Json, Track
+from sinklab.commands.options import Json
 from sinklab.commands.sft import sft
 from sinklab.signals import keeping_what_is_finished
 
@@ -30,6 +31,13 @@ app.add_typer(data_app, name="data")
 def main() -> None:
     """Run the command line; our errors end in a sentence on stderr and their exit status."""
     end(app)
+
+
+class TrackerChoice(StrEnum):  # typer takes no lists of literals
+    """Where a run can be followed."""
+
+    wandb = "wandb"
+    tensorboard = "tensorboard"
 
 
 def _say_version(wanted: bool) -> None:
@@ -72,7 +80,10 @@ def train(
     anyway: Annotated[
         bool, typer.Option("--anyway", help="Also where the memory estimate is beyond what this machine has.")
     ] = False,
-    track: Track = None,
+    track: Annotated[
+        list[TrackerChoice] | None,
+        typer.Option(help="Also log to W&B (also offline) or TensorBoard; may be repeated."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train one model; continues what it finds in the run directory.

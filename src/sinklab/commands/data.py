@@ -2,14 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 
 from sinklab.commands.ending import stderr
-from sinklab.commands.options import LARGEST, Absent, Json, MixKind
+from sinklab.commands.options import Json
 from sinklab.errors import InputError
+from sinklab.settings import LARGEST
 from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:
@@ -30,14 +31,15 @@ def prepare(
     limit_bytes: Annotated[int | None, typer.Option(min=1, max=LARGEST, help="Read no more text than this.")] = None,
     limit_tokens: Annotated[int | None, typer.Option(min=2, max=LARGEST, help="Write exactly so many tokens.")] = None,
     mix: Annotated[
-        MixKind | None,
+        Literal["weights", "files"] | None,
         typer.Option(help="Domains by weight, or all files at the same pace; one after the other unless given."),
     ] = None,
     weights: Annotated[
         Path | None, typer.Option(help="With --mix weights: YAML of domain: weight; the paper's 17 unless given.")
     ] = None,
     absent: Annotated[
-        Absent, typer.Option(help="With --mix weights: what to do about domains without a file.")
+        Literal["refuse", "renormalise"],
+        typer.Option(help="With --mix weights: what to do about domains without a file."),
     ] = "refuse",
     seed: Annotated[int, typer.Option(min=0, max=LARGEST, help="With --mix: of the order they take turns in.")] = 0,
     dry_run: Annotated[

@@ -3,11 +3,12 @@
 import errno
 import os
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
 
+from sinklab.commands.terminal.tables import printable
 from sinklab.errors import SinklabError, is_out_of_memory
 from sinklab.files import FULL
 from sinklab.signals import (
@@ -19,6 +20,7 @@ from sinklab.signals import (
     was_kept,
 )
 
+PLAIN: Any = {"highlight": False, "markup": False, "soft_wrap": True}
 SHOWN = 80  # characters of a name that is too long
 _KEPT = "interrupted; what was finished is kept. Run the same command again to continue."
 _NOT_KEPT = "interrupted; nothing was written. Run the same command again to begin anew."
@@ -93,7 +95,12 @@ def _is_first() -> bool:
 def _say_error(message: str) -> None:
     console = stderr()
     console.print("error:", style="bold red", end=" ")
-    console.print(message, markup=False, highlight=False, soft_wrap=True)
+    console.print(message, **PLAIN)
+
+
+def say_on(console: Console, message: str) -> None:
+    """A line, in which a name can neither steer the terminal nor be taken for markup."""
+    console.print(printable(message), **PLAIN)
 
 
 def stderr() -> Console:

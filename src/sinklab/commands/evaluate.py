@@ -1,39 +1,32 @@
 """`sinklab eval` on the command line: downstream tasks, and the sink beside them."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
+from rich.console import Console
 
 from sinklab.commands.ending import stderr
-from sinklab.commands.options import MOST, Device, Dtype, Json, Revision, Seed, TrustRemoteCode
+from sinklab.commands.from_model import with_options
+from sinklab.commands.options import Json, LoadingOptions, ModelName
 from sinklab.commands.terminal.bars import StepProgress
 from sinklab.commands.timing import duration
+from sinklab.errors import UnsavedError
+from sinklab.evaluating.request import TaskRequest
 from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:
     from sinklab.evaluating.documents import DownstreamScores, TaskScores
 
 
+@with_options
 def evaluate(
-    model: Annotated[str, typer.Argument(help="Run directory, Hugging Face id, model directory or .gguf file.")],
-    tasks: Annotated[str, typer.Option(help="Names of lm-eval, with commas: hellaswag, arc_easy, ...")],
-    limit: Annotated[
-        int | None, typer.Option(min=1, max=MOST, help="Items of each task, drawn by --seed; all unless given.")
-    ] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="HellaSwag's items, .jsonl or .jsonl.gz; SINKLAB_DATA's or the hub's else.")
-    ] = None,
-    text: Annotated[
-        Path | None, typer.Option(help=".txt or .jsonl that the sink is measured on; the task's items unless given.")
-    ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Texts at a time.")] = 4,
-    seed: Seed = 0,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    revision: Revision = None,
-    trust_remote_code: TrustRemoteCode = False,
+    *,
+    model: ModelName,
+    request: TaskRequest,
+    loading: LoadingOptions,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -49,21 +42,11 @@ def evaluate(
 
     Example: sinklab eval runs/tiny-0 --tasks hellaswag --limit 200 --data hellaswag_val.jsonl.gz
     """
-    from contextlib import nullcontext
-
-    from rich.console import Console
-
     from sinklab.commands.terminal.measurements import print_scores
-    from sinklab.commands.terminal.tables import printable
-    from sinklab.errors import UnsavedError
-    from sinklab.evaluating.running import TaskRequest, evaluate_model
-    from sinklab.models.huggingface.loading import Loading
+    from sinklab.evaluating.running import evaluate_model
     from sinklab.survey.loaded import is_run
 
     console = stderr()
-
-    def say(message: str) -> None:
-        console.print(printable(message), markup=False, highlight=False, soft_wrap=True)
 
     def show(scores: "DownstreamScores") -> None:
         if as_json:
@@ -71,13 +54,10 @@ def evaluate(
         else:
             print_scores(scores, Console())
 
-    names = tuple(name.strip() for name in tasks.split(","))
-    request = TaskRequest(names, limit, seed, data, text, batch_size)
-    loading = Loading(dtype, device, trust_remote_code, revision, say=say)
     place = Path(model) if out is None and is_run(model) else out
     with keeping_what_is_finished() if place is not None else nullcontext(), TaskProgress(console) as listener:
         try:
-            found = evaluate_model(model, request, loading=loading, out=place, listener=cast(Any, listener))
+            found = evaluate_model(model, request, loading=loading.on(console), out=place, listener=cast(Any, listener))
         except UnsavedError as error:
             show(error.result)
             raise

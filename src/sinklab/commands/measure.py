@@ -1,88 +1,55 @@
-"""`sinklab measure` and `sinklab compare` on the command line: their options, read into one typed request."""
+"""`sinklab measure`, `compare` and `parity` on the command line."""
 
 from contextlib import nullcontext
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from sinklab.commands.ending import stderr
-from sinklab.commands.options import (
-    BatchSize,
-    Device,
-    Dtype,
-    Eps,
-    InputKind,
-    Json,
-    Length,
-    NoBos,
-    Revision,
-    Revisions,
-    Seed,
-    Sequences,
-    Subfolder,
-    TableFormat,
-    Text,
-    TrustRemoteCode,
-    parse_eps,
-    parse_maps,
-)
+from sinklab.commands.from_model import Only, with_options
+from sinklab.commands.options import Json, LoadingOptions, SubfolderLoadingOptions
 from sinklab.errors import InputError
+from sinklab.measuring.options import Options
 from sinklab.signals import keeping_what_is_finished
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from sinklab.models.huggingface.loading import Loading
+from sinklab.survey.request import Request
 
 
+class TableFormat(StrEnum):  # typer takes no lists of literals
+    """What a measurement's tables are written as."""
+
+    csv = "csv"
+    parquet = "parquet"
+
+
+Text = Annotated[Path | None, typer.Option(help=".txt or .jsonl (text or messages); for natural inputs.")]
+
+
+@with_options
 def measure(
+    *,
     model: Annotated[
         str | None,
         typer.Argument(help="Hugging Face id, model directory, .gguf file or run directory; none with --family."),
     ] = None,
     text: Text = None,
-    inputs: InputKind = "natural",
-    sequences: Sequences = 100,
-    length: Length = 64,
-    eps: Eps = None,
-    lengths: Annotated[
-        list[int] | None, typer.Option(min=1, help="Also of the same sequences cut shorter; may be repeated.")
-    ] = None,
-    details: Annotated[
-        bool, typer.Option("--details", help="Also angles, entropy, distances, secondary sinks and kurtosis; slower.")
-    ] = False,
-    maps: Annotated[
-        list[str] | None,
-        typer.Option("--map", metavar="LAYER.HEAD", help="Details, and the matrix of this head; may be repeated."),
-    ] = None,
-    no_bos: NoBos = False,
-    no_loss: Annotated[
-        bool, typer.Option("--no-loss", help="Leave out the loss and the logits: a third faster on a small model.")
-    ] = False,
-    ablate: Annotated[
+    request: Annotated[
+        Request,
+        Only(
+            *("inputs", "sequences", "length", "eps", "lengths", "details", "maps", "no_bos", "loss", "ablate"),
+            *("perturb", "swap_position", "replace_position", "batch_size", "seed"),
+        ),
+    ],
+    revision: Annotated[
         list[str] | None,
         typer.Option(
-            help="Also without something: mask_first:N, no_bos, zero_massive or zero_massive:LAYER; repeatable."
+            metavar="NAME",
+            help="Branch, tag or commit of a model of the hub; several, such as step1000, give the curve of its "
+            "training.",
         ),
     ] = None,
-    perturb: Annotated[
-        int | None,
-        typer.Option(metavar="POSITION", help="Also replace this token: how far it spreads, without key 1 as well."),
-    ] = None,
-    swap_position: Annotated[
-        tuple[int, int] | None, typer.Option(metavar="I J", help="Measure with two learned positions swapped.")
-    ] = None,
-    replace_position: Annotated[
-        tuple[int, int] | None, typer.Option(metavar="I J", help="Measure with learned position I replaced by J.")
-    ] = None,
-    batch_size: BatchSize = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    seed: Seed = 0,
-    revision: Revisions = None,
-    subfolder: Subfolder = None,
-    trust_remote_code: TrustRemoteCode = False,
+    loading: Annotated[SubfolderLoadingOptions, Only("dtype", "device", "subfolder", "trust_remote_code")],
     by_domain: Annotated[
         bool, typer.Option("--by-domain", help="Each file of the folder --text by itself: one table and chart.")
     ] = False,
@@ -125,41 +92,23 @@ def measure(
         sizes_command,
     )
     from sinklab.measuring.frames import check_formats
-    from sinklab.measuring.options import Options
-    from sinklab.measuring.surgery.study import Study
     from sinklab.models.huggingface.subfolder import in_subfolder
-    from sinklab.survey.request import Request
 
-    tables = [kind.value for kind in formats or ()]
-    revisions = revision or []
+    tables, revisions = [kind.value for kind in formats or ()], revision or []
     over_steps = by_checkpoint or len(revisions) > 1
     check_formats(tables, out, one=not (by_domain or family or over_steps))
-    request = Request(
-        Options(
-            eps=parse_eps(eps or ["0.3"]),
-            lengths=tuple(lengths or ()),
-            batch_size=batch_size,
-            loss=not no_loss,
-            details=details,
-            maps=parse_maps(maps or ()),
-            inputs=inputs,
-        ),
-        sequences,
-        length,
-        no_bos,
-        seed,
-        study=Study(ablate or (), swap_position, replace_position, perturb),
-    )
+    if revisions and not over_steps:
+        loading = loading.model_copy(update={"revision": revisions[0]})
     console = stderr()
-    one_revision = None if over_steps else next(iter(revisions), None)
-    loading = _loading(dtype, device, trust_remote_code, one_revision, console, subfolder)
-    given = Invocation(text, request, loading, out, as_json, console)
+    given = Invocation(text, request, loading.on(console), out, as_json, console)
     name = one_model(model, family, by_domain, models_dir, dry_run, next(iter(revisions), None), over_steps)
-    if name is None and subfolder is not None:
-        raise InputError(f"--subfolder {subfolder} is of one MODEL: leave it out, or give the MODEL without --family")
-    name = name and in_subfolder(name, subfolder)
-    goes_on = (name is None and not dry_run) or ((by_domain or over_steps) and out is not None)
-    with keeping_what_is_finished() if goes_on else nullcontext():
+    if name is None and loading.subfolder is not None:
+        raise InputError(
+            f"--subfolder {loading.subfolder} is of one MODEL: leave it out, or give the MODEL without --family"
+        )
+    name = name and in_subfolder(name, loading.subfolder)
+    resumes = (name is None and not dry_run) or ((by_domain or over_steps) and out is not None)
+    with keeping_what_is_finished() if resumes else nullcontext():
         if name is None and dry_run:
             sizes_command(family or [], models_dir, given)
         elif name is None:
@@ -172,23 +121,15 @@ def measure(
             model_command(name, given, tables)
 
 
+@with_options
 def compare(
+    *,
     models: Annotated[
         list[str], typer.Argument(metavar="A B...", help="Hugging Face ids, directories or .gguf files.")
     ],
     text: Text = None,
-    inputs: InputKind = "natural",
-    sequences: Sequences = 100,
-    length: Length = 64,
-    eps: Eps = None,
-    no_bos: NoBos = False,
-    batch_size: BatchSize = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    seed: Seed = 0,
-    revision: Revision = None,
-    subfolder: Subfolder = None,
-    trust_remote_code: TrustRemoteCode = False,
+    request: Annotated[Request, Only("inputs", "sequences", "length", "eps", "no_bos", "batch_size", "seed")],
+    loading: SubfolderLoadingOptions,
     out: Annotated[
         Path | None, typer.Option(help="Directory for a measurement per model, comparison.json and report.html.")
     ] = None,
@@ -200,33 +141,25 @@ def compare(
     Differences are from the first model.
     """
     from sinklab.commands.measurements import Invocation, compare_command
-    from sinklab.measuring.options import Options
     from sinklab.models.huggingface.subfolder import in_subfolder
-    from sinklab.survey.request import Request
 
-    options = Options(eps=parse_eps(eps or ["0.3"]), batch_size=batch_size, inputs=inputs)
-    request = Request(options, sequences, length, no_bos, seed)
     console = stderr()
-    loading = _loading(dtype, device, trust_remote_code, revision, console, subfolder)
-    given = Invocation(text, request, loading, out, as_json, console)
+    given = Invocation(text, request, loading.on(console), out, as_json, console)
     with keeping_what_is_finished() if out is not None else nullcontext():
-        compare_command([in_subfolder(model, subfolder) for model in models], given)
+        compare_command([in_subfolder(model, loading.subfolder) for model in models], given)
 
 
+@with_options
 def parity(
+    *,
     model: Annotated[str, typer.Argument(help="Hugging Face id, model directory or .gguf file.")],
     text: Text = None,
     backend: Annotated[
         list[str] | None,
         typer.Option(help="eager, sdpa, flex_attention or flash_attention_2 to _4; may be repeated, all unless given."),
     ] = None,
-    sequences: Sequences = 4,
-    length: Length = 64,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    seed: Seed = 0,
-    revision: Revision = None,
-    trust_remote_code: TrustRemoteCode = False,
+    request: Annotated[Request, Only("sequences", "length", "seed")] = Request(sequences=4),
+    loading: LoadingOptions,
     as_json: Json = False,
 ) -> None:
     """Whether the attention backends of transformers compute the same for a model, its learned sinks included.
@@ -234,28 +167,8 @@ def parity(
     Reads --text, or random tokens. Status 1 where one differs from eager attention, or drops the sink logits.
     """
     from sinklab.commands.measurements import Invocation, parity_command
-    from sinklab.measuring.options import Options
-    from sinklab.survey.request import Request
 
-    request = Request(Options(inputs="random" if text is None else "natural"), sequences, length, seed=seed)
+    if text is None:
+        request = request.model_copy(update={"options": Options(inputs="random")})
     console = stderr()
-    loading = _loading(dtype, device, trust_remote_code, revision, console)
-    parity_command(model, backend or [], Invocation(text, request, loading, None, as_json, console))
-
-
-def _loading(
-    dtype: str,
-    device: str,
-    trust_remote_code: bool,
-    revision: str | None,
-    console: "Console",
-    subfolder: str | None = None,
-) -> "Loading":
-    """How models are loaded; what takes a while is said on the console."""
-    from sinklab.commands.terminal.tables import printable
-    from sinklab.models.huggingface.loading import Loading
-
-    def say(message: str) -> None:
-        console.print(printable(message), markup=False, highlight=False, soft_wrap=True)
-
-    return Loading(dtype, device, trust_remote_code, revision, subfolder, say)
+    parity_command(model, backend or [], Invocation(text, request, loading.on(console), None, as_json, console))

@@ -1,9 +1,10 @@
-"""What `sinklab measure` and `sinklab compare` do: measure, print, draw the report."""
+"""How the measuring commands measure, print and draw; `commands/measure.py` has their options and is light."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,11 @@ Show = Callable[[AnyResult, Console], None]
 
 @dataclass(frozen=True)
 class Invocation:
-    """What a measuring command was called with, whatever it measures.
+    """Everything that the measuring commands have in common.
 
     Attributes:
         text: a file or folder.
-        request: what is asked of every model.
+        request: of every model.
         loading: how every model is loaded.
         out: where results are kept.
         as_json: print the document instead of tables.
@@ -82,6 +83,11 @@ class Invocation:
         except UnsavedError as error:
             self.print(error.result, show)
             raise
+
+    def survey(self, what: str, total: int, measured: Callable[..., AnyResult], show: Show[AnyResult]) -> AnyResult:
+        """Make many measurements under a bar over all of them; the result is printed where it could not be saved."""
+        with self.printed_anyway(show), SurveyProgress(self.console, what, total) as bars:
+            return measured(self.text, self.request, loading=self.loading, out=self.out, listener=bars)
 
 
 def one_model(
@@ -153,10 +159,8 @@ def domains_command(model: str, given: Invocation) -> None:
         InputError: no folder, or what `measure_domains` refuses.
         SinklabError: some domain could not be measured; the others are printed and kept.
     """
-    text = given.text
-    total = len(domain_files(text)) if text is not None and text.is_dir() else 0
-    with given.printed_anyway(print_domains), SurveyProgress(given.console, "domains", total) as bars:
-        domains = measure_domains(model, text, given.request, loading=given.loading, out=given.out, listener=bars)
+    total = len(domain_files(given.text)) if given.text is not None and given.text.is_dir() else 0
+    domains = given.survey("domains", total, partial(measure_domains, model), print_domains)
     given.finish(domains, print_domains)
     _raise_for_failed(domains.outcome, "domains")
 
@@ -169,10 +173,7 @@ def checkpoints_command(model: str, revisions: Sequence[str], given: Invocation)
         SinklabError: some checkpoint could not be measured; the others are printed and kept.
     """
     total = len(saved_models(model, revisions))
-    with given.printed_anyway(print_checkpoints), SurveyProgress(given.console, "checkpoints", total) as bars:
-        found = measure_checkpoints(
-            model, revisions, given.text, given.request, loading=given.loading, out=given.out, listener=bars
-        )
+    found = given.survey("checkpoints", total, partial(measure_checkpoints, model, revisions), print_checkpoints)
     given.finish(found, print_checkpoints)
     _raise_for_failed(found.outcome, "checkpoints")
 
@@ -183,10 +184,7 @@ def compare_command(models: Sequence[str], given: Invocation) -> None:
     Raises:
         InputError, SinklabError: as `compare_models`.
     """
-    with given.printed_anyway(print_comparison), SurveyProgress(given.console, "models", len(models)) as bars:
-        comparison = compare_models(
-            models, given.text, given.request, loading=given.loading, out=given.out, listener=bars
-        )
+    comparison = given.survey("models", len(models), partial(compare_models, models), print_comparison)
     given.finish(comparison, print_comparison)
 
 
@@ -217,7 +215,7 @@ def parity_command(model: str, backends: Sequence[str], given: Invocation) -> No
 
 
 def sizes_command(names: Sequence[str], models_dir: Path | None, given: Invocation) -> None:
-    """Say what measuring the paper's models would take.
+    """Print what measuring the paper's models would take.
 
     Raises:
         InputError: no such family or directory.
@@ -238,17 +236,8 @@ def families_command(names: Sequence[str], models_dir: Path | None, given: Invoc
         SinklabError: some model could not be measured; the others are printed and kept.
     """
     given = replace(given, out=given.out or FAMILIES_OUT)
-    bars = SurveyProgress(given.console, "models", len(models_of(names)))
-    with given.printed_anyway(print_families), bars:
-        families = measure_families(
-            names,
-            given.text,
-            given.request,
-            models_dir=models_dir,
-            loading=given.loading,
-            out=given.out,
-            listener=bars,
-        )
+    measured = partial(measure_families, names, models_dir=models_dir)
+    families = given.survey("models", len(models_of(names)), measured, print_families)
     given.finish(families, print_families, drawn=bool(families.outcome.measured))
     _raise_for_failed(families.outcome, "models")
 

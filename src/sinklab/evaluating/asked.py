@@ -6,7 +6,8 @@ from pathlib import Path
 from sinklab.errors import InputError
 from sinklab.evaluating.documents import TaskScores
 from sinklab.evaluating.loading import Candidate, load_candidate
-from sinklab.evaluating.running import TaskListener, TaskRequest, evaluate_candidate
+from sinklab.evaluating.request import TaskRequest
+from sinklab.evaluating.running import TaskListener, evaluate_candidate
 from sinklab.evaluating.tasks import ChosenTask, chosen_tasks
 from sinklab.measuring.measurement import Measurement
 from sinklab.models.hooks import Progress
@@ -72,7 +73,7 @@ class AskableModel(LoadedPretrained):
             SinklabError: the model cannot be measured or asked.
         """
         measurement, name = self.measure(text, request), asked.chosen.name
-        wanted = TaskRequest([name], asked.items, request.seed)
+        wanted = TaskRequest(tasks=(name,), limit=asked.items, seed=request.seed)
         listener = _Passing(progress)
         found = evaluate_candidate(self._candidate, [asked.chosen], wanted, out=out, listener=listener)
         return measurement.model_copy(update={"scores": _percent(name, found.tasks[name])})

@@ -2,23 +2,21 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from sinklab.data.sources.corpora import documents
 from sinklab.errors import InputError, SinklabError, UnsavedError
 from sinklab.evaluating.answers import Answers
 from sinklab.evaluating.documents import EVALUATION, RECORDS, DownstreamScores, TaskScores, load_scores, write_records
 from sinklab.evaluating.loading import Candidate, load_candidate
+from sinklab.evaluating.request import TaskRequest
 from sinklab.evaluating.scoring import Scored, draw_items, score_task
 from sinklab.evaluating.sink import sink_of_file, sink_of_task
 from sinklab.evaluating.tasks import ChosenTask, chosen_tasks, lm_eval_version, quiet
 from sinklab.files import write_json
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name
 from sinklab.outputs import check_results
-from sinklab.survey.request import Request
 from sinklab.train.directory.lock import one_writer
-
-BATCH = 4
 
 
 class TaskListener:
@@ -35,32 +33,6 @@ class TaskListener:
 
     def keeps(self, task: str, scores: TaskScores) -> None:
         """An earlier call has scored the task."""
-
-
-@dataclass(frozen=True)
-class TaskRequest:
-    """What is asked.
-
-    Attributes:
-        tasks: of lm-eval, by name.
-        limit: items of each, drawn by the seed; None for all.
-        data: HellaSwag's file.
-        text: that the sink is measured on; the items themselves unless given.
-        batch_size: texts at a time.
-    """
-
-    tasks: Sequence[str]
-    limit: int | None = None
-    seed: int = 0
-    data: Path | None = None
-    text: Path | None = None
-    batch_size: int = BATCH
-
-    def __post_init__(self) -> None:
-        if not self.tasks or not all(self.tasks):
-            raise InputError("--tasks: give the names of tasks of lm-eval with commas, such as hellaswag,arc_easy")
-        if self.text is not None:
-            Request().check(self.text)
 
 
 def evaluate_model(
@@ -86,6 +58,8 @@ def evaluate_model(
         SinklabError: lm-eval cannot ask a task of this model, or answers cannot be kept.
     """
     check_name(name)
+    if request.text is not None:
+        next(documents(str(request.text)))
     lm_eval_version()
     if out is not None:
         check_results(out, (EVALUATION,))

@@ -38,7 +38,9 @@ def sink_of_task(candidate: Candidate, context: int, texts: Sequence[str]) -> Te
 
 def _measured(candidate: Candidate, context: int, text: Path, said: str) -> TextSink:
     loaded = LoadedPretrained(candidate.name, candidate.loading.revision, candidate.pretrained)
-    request = Request(Options(eps=(EPS,), loss=False), SEQUENCES, min(LENGTH, context), fewer=True)
+    request = Request(
+        options=Options(eps=(EPS,), loss=False), sequences=SEQUENCES, length=min(LENGTH, context), fewer=True
+    )
     found = loaded.measure(text, request)
     return TextSink(
         text=said,

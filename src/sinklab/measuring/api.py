@@ -1,24 +1,24 @@
 """`sinklab.measure(model, tokens)`: one function for a model in memory, ours or Hugging Face's."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from torch import Tensor
 
 from sinklab.attention.real_tokens import real_tokens
 from sinklab.errors import InputError
-from sinklab.measuring.driver import Watched, check_shape
-from sinklab.measuring.driver import measure as measure_watched
-from sinklab.measuring.input_checks import check_causal_lm, token_matrix
+from sinklab.measuring.driver import check_shape
+from sinklab.measuring.driver import measure as measure_tokens
+from sinklab.measuring.input_checks import token_matrix
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.native import WatchedTransformer
-from sinklab.measuring.options import Inputs, Options, thresholds
-from sinklab.measuring.surgery.study import Study, measure_with_study
+from sinklab.measuring.options import Inputs, Options, Study, thresholds
+from sinklab.measuring.surgery.study import measure_with_study
 from sinklab.model.transformer import Transformer
+from sinklab.models.adapter import adapt
 from sinklab.models.hooks import Progress
-from sinklab.models.huggingface.exported import own_transformer
 from sinklab.models.model_lock import measured_in_turn
+from sinklab.models.native import NativeAdapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,7 +67,7 @@ def measure(
             a padding mask, a threshold that is no share, a word that is not among those allowed.
         SinklabError: attention that could not be recorded, or NaN in the activations (the layer is named).
     """
-    watched = watched_model(model)
+    adapter = adapt(model)
     tokens_NT = token_matrix(tokens)
     check_shape(tokens_NT)
     mask_NT = None if attention_mask is None else token_matrix(attention_mask, "the entries of attention_mask")
@@ -82,9 +82,9 @@ def measure(
         inputs=inputs,
         bos=_begins_with_bos(model, tokens_NT, mask_NT) if bos is None else bos,
     )
-    study = Study(ablate, perturb=perturb)
+    study = Study(ablate=cast(tuple[str, ...], ablate), perturb=perturb)
     if mask_NT is not None:
-        if isinstance(watched, WatchedTransformer):
+        if isinstance(adapter, NativeAdapter):
             raise InputError("a sinklab transformer reads whole sequences: leave out attention_mask")
         if study.ablate or study.perturb is not None:
             raise InputError(
@@ -93,23 +93,8 @@ def measure(
             )
     with measured_in_turn(model):
         if mask_NT is not None:
-            return measure_watched(watched, tokens_NT, options, attention_mask_NT=mask_NT, progress=progress)
-        return measure_with_study(watched, tokens_NT, options, study, bos_tokens=int(options.bos), progress=progress)
-
-
-def watched_model(model: "PreTrainedModel | Transformer") -> Watched:
-    """The adapter of a model.
-
-    Raises:
-        InputError: no model, or one without weights.
-    """
-    if (own := own_transformer(model)) is not None:
-        return WatchedTransformer(own)
-    assert not isinstance(model, Transformer)
-    check_causal_lm(model)
-    from sinklab.measuring.huggingface.pretrained import WatchedPretrained
-
-    return WatchedPretrained(model)
+            return measure_tokens(adapter, tokens_NT, options, attention_mask_NT=mask_NT, progress=progress)
+        return measure_with_study(adapter, tokens_NT, options, study, bos_tokens=int(options.bos), progress=progress)
 
 
 def _begins_with_bos(

@@ -1,16 +1,15 @@
-"""The one way of measuring: batches of tokens through a model that an adapter watches, reduced while they come.
+"""The one way of measuring: batches of tokens through a model, reduced while they come.
 
-What differs between our transformer (native.py) and a Hugging Face model (huggingface/pretrained.py) stands behind
-`Watched`: how a layer is watched, how the loss is made, and what the model refuses.
+The model is behind an `Adapter`; its attention layers are recorded by native_records.py, or by huggingface/probe.py.
 """
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from sinklab.attention.real_tokens import RealTokens, real_tokens
 from sinklab.errors import InputError
@@ -18,97 +17,44 @@ from sinklab.measuring.accumulate import Accumulator, measurement_from
 from sinklab.measuring.activations import largest_activations, strongest
 from sinklab.measuring.batches import costing, in_batches, reporting
 from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.native_records import native_records
 from sinklab.measuring.options import Options
 from sinklab.measuring.records import LayerRecord, batch_of
 from sinklab.measuring.statistics.watch import DetailsWatch
-from sinklab.model.transformer import Transformer
+from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import Progress, entering_norms, evaluating, residual_norms
-from sinklab.models.layer_kinds import LayerKinds
-from sinklab.models.memory import Sizes, fitting_batch
+from sinklab.models.memory import fitting_batch
+from sinklab.models.native import NativeAdapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class Reader(Protocol):
-    """Reads one batch after the other, and says what the attention layers have shown."""
-
-    @property
-    def layers(self) -> Sequence[LayerRecord]:
-        """What the latest forward pass has shown, in the order of the layers."""
-        ...
-
-    @property
-    def backend(self) -> str:
-        """What computed the attention."""
-        ...
-
-    def read(self, tokens_BT: Tensor, real: RealTokens, first_target: int | None) -> tuple[Tensor, int]:
-        """One forward pass: the loss summed over the targets from this position on, in nats, and their number.
-
-        The loss is a float64 scalar, where the model is: nobody need wait for it yet.
-
-        Args:
-            first_target: 1-based; None leaves the loss out, and with it the logits.
-        """
-        ...
-
-    def sizes(self, padded: bool) -> Sizes:
-        """Of the model, as far as a forward pass holds them."""
-        ...
-
-
-class Watched(Protocol):
-    """A model as the driver sees it.
+class Records(Protocol):
+    """What forward passes show of the attention layers.
 
     Attributes:
-        device: where it takes its tokens.
-        dtype: of the model.
-        kinds: which of its layers have attention.
-        leading: learned positions in front of every sequence, which are no tokens.
-        post_norms: where norms stand behind the sublayers, these; empty elsewhere, and where they cannot be read.
-        proxy: whether importance is that of proxy scores, the model's own not summing to one.
+        backend: what computed the attention.
+        layers: of the passes since the last `clear`, in the order of the layers.
     """
 
-    device: torch.device
-    dtype: torch.dtype
-    kinds: LayerKinds
-    leading: int
-    post_norms: Sequence[nn.Module]
-    proxy: bool
+    @property
+    def backend(self) -> str: ...
 
     @property
-    def model(self) -> "PreTrainedModel | Transformer":
-        """Itself."""
+    def layers(self) -> Sequence[LayerRecord]: ...
+
+    def clear(self) -> None:
+        """Forget what was recorded."""
         ...
 
-    @property
-    def blocks(self) -> Sequence[nn.Module]:
-        """Of the residual stream in order; empty where they cannot be read."""
-        ...
-
-    def check(self, tokens_NT: Tensor, options: Options, longest: int) -> None:
-        """Refuse tokens that this model cannot be measured on, and lengths and maps that it does not have.
-
-        Args:
-            longest: positions of the longest sequence, without padding.
-
-        Raises:
-            InputError: says what is possible.
-        """
-        ...
-
-    def reading(self, lengths: Sequence[int], details: DetailsWatch | None) -> AbstractContextManager[Reader]:
-        """Watch the attention of every forward pass inside the block; `details` is shown every layer as well."""
-        ...
-
-    def notes(self) -> list[str]:
-        """What the reader of a result must know of the model, beside its kinds of layers."""
+    def paused(self) -> AbstractContextManager[None]:
+        """Nothing is recorded inside the block."""
         ...
 
 
 def measure(
-    watched: Watched,
+    adapter: Adapter,
     tokens_NT: Tensor,
     options: Options,
     *,
@@ -134,50 +80,64 @@ def measure(
     padded = not bool(mask_NT.all())
     longest = int(real_tokens(mask_NT).count_B.max())
     options.check_lengths(tokens_NT.shape[1])
-    watched.check(tokens_NT, options, longest)
+    if options.maps:
+        options.check_maps(adapter.attention_layers, adapter.heads)
+    adapter.check(tokens_NT, longest, options.lengths)
     if options.lengths and padded:
         raise InputError("several lengths need sequences without padding: leave out the padded ones, or `lengths`")
     totals = Accumulator(options.eps, longest, options.lengths)
     details = DetailsWatch(options.maps, longest) if options.detailed else None
     first_target = options.first_target if options.loss else None
     with ExitStack() as stack:
-        cost = stack.enter_context(costing(watched.device))
-        stack.enter_context(evaluating(watched.model))
-        hidden = stack.enter_context(residual_norms(watched.blocks))
-        before = stack.enter_context(entering_norms(watched.post_norms))
-        reader = stack.enter_context(watched.reading(options.lengths, details))  # may try the model on two tokens
-        real = _behind(watched.leading, mask_NT[:1])
-        largest = stack.enter_context(largest_activations(watched.blocks, real))
+        cost = stack.enter_context(costing(adapter.device))
+        stack.enter_context(evaluating(adapter.module))
+        hidden = stack.enter_context(residual_norms(adapter.blocks))
+        before = stack.enter_context(entering_norms(adapter.post_norms))
+        records = stack.enter_context(_recording(adapter, options.lengths, details))  # may try the model on two tokens
+        real = _behind(adapter.leading, mask_NT[:1])
+        largest = stack.enter_context(largest_activations(adapter.blocks, real))
         if details is not None:
-            stack.enter_context(details.watching(watched.blocks))
-        steps = stack.enter_context(reporting(watched.blocks, progress, len(tokens_NT)))
+            stack.enter_context(details.watching(adapter.blocks))
+        steps = stack.enter_context(reporting(adapter.blocks, progress, len(tokens_NT)))
 
         def step(start: int, stop: int) -> None:
-            tokens_BT = tokens_NT[start:stop].to(watched.device, non_blocking=True)
-            real = _behind(watched.leading, mask_NT[start:stop]).to(watched.device)
+            tokens_BT = tokens_NT[start:stop].to(adapter.device, non_blocking=True)
+            real = _behind(adapter.leading, mask_NT[start:stop]).to(adapter.device)
             if details is not None:
                 details.begin(real)
             steps.begin(start, stop)
-            loss = reader.read(tokens_BT, real, first_target)
-            shown = None if details is None else details.batch(F.pad(tokens_BT, (watched.leading, 0)))
-            totals.add(batch_of(reader.layers, hidden, real, loss, shown, watched.leading, before))
+            records.clear()
+            loss = adapter.read(tokens_BT, real, first_target, records.paused())
+            shown = None if details is None else details.batch(F.pad(tokens_BT, (adapter.leading, 0)))
+            totals.add(batch_of(records.layers, hidden, real, loss, shown, adapter.leading, before))
             steps.end()
 
         N, T = tokens_NT.shape
-        together = options.batch_size or fitting_batch(reader.sizes(padded), T, watched.device)
-        notes = [*watched.kinds.notes(), *watched.notes(), *in_batches(N, together, step)]
+        sizes = adapter.sizes(padded, matrices=records.backend == "eager")
+        together = options.batch_size or fitting_batch(sizes, T, adapter.device)
+        notes = [*adapter.kinds.notes(), *adapter.notes(), *in_batches(N, together, step)]
     if options.loss and longest > 1 and not totals.targets:
         notes.append(f"no loss: of {longest} tokens the prefix mask leaves none to predict")
     return measurement_from(
         totals,
         cost,
         options,
-        proxy=watched.proxy,
-        backend=reader.backend,
-        dtype=str(watched.dtype).removeprefix("torch."),
-        massive_activations=strongest(largest) if watched.blocks else None,
+        proxy=adapter.proxy,
+        backend=records.backend,
+        dtype=str(adapter.dtype).removeprefix("torch."),
+        massive_activations=strongest(largest) if adapter.blocks else None,
         notes=notes,
     )
+
+
+def _recording(
+    adapter: Adapter, lengths: Sequence[int], details: DetailsWatch | None
+) -> AbstractContextManager[Records]:
+    if isinstance(adapter, NativeAdapter):
+        return native_records(adapter, lengths, details)
+    from sinklab.measuring.huggingface.probe import probe
+
+    return probe(cast("PreTrainedModel", adapter.module), lengths, details)
 
 
 def check_shape(tokens_NT: Tensor) -> None:

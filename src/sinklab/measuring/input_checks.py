@@ -1,31 +1,14 @@
-"""What a caller from Python may hand over: a model and tokens, and a sentence for everything else."""
+"""Checks of the tokens that a caller from Python hands over."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sinklab.errors import InputError
-
-
-def check_causal_lm(model: Any) -> None:
-    """Refuse what is no Hugging Face model.
-
-    Raises:
-        InputError: says what it is instead.
-    """
-    if isinstance(model, str):
-        raise InputError(
-            f"the model is a string, {model[:80]!r}: load it first, as AutoModelForCausalLM.from_pretrained does; "
-            "`sinklab measure` takes names"
-        )
-    if not isinstance(model, nn.Module) or not hasattr(getattr(model, "config", None), "get_text_config"):
-        raise InputError(
-            f"the model is {_a(model)}: expected a Hugging Face causal language model, as "
-            "AutoModelForCausalLM.from_pretrained gives it, or a transformer of sinklab"
-        )
+from sinklab.models.adapter import type_text
 
 
 def token_matrix(tokens: Any, name: str = "tokens") -> Tensor:
@@ -50,7 +33,7 @@ def _from_rows(rows: Any, name: str) -> Tensor:
             raise InputError(f"{name} are an array of {rows.dtype}; expected whole numbers")
         return torch.from_numpy(rows.astype(np.int64))
     if isinstance(rows, str | bytes | dict) or not isinstance(rows, Sequence):
-        raise InputError(f"{name} are {_a(rows)}; expected rows of token ids, (sequences, length)")
+        raise InputError(f"{name} are {type_text(rows)}; expected rows of token ids, (sequences, length)")
     if not all(isinstance(row, Sequence | np.ndarray | Tensor) and not isinstance(row, str | bytes) for row in rows):
         raise InputError(f"{name} have no rows; expected a list of sequences, such as [[1, 2, 3]]")
     lengths = {len(row) for row in rows}
@@ -63,8 +46,3 @@ def _from_rows(rows: Any, name: str) -> Tensor:
         return torch.tensor([list(row) for row in rows] or [[]])
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InputError(f"{name} are no matrix of whole numbers: {error}") from error
-
-
-def _a(thing: Any) -> str:
-    kind = type(thing)
-    return f"of type {kind.__name__}" if kind.__module__ == "builtins" else f"of type {kind.__module__}.{kind.__name__}"

@@ -1,19 +1,75 @@
-"""What is asked of a measurement, whatever the model: one value from the command line down to the metric."""
+"""The settings of a measurement of one model, from the command line down to the metric."""
 
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from operator import index
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator, Field, field_validator
 
 from sinklab.errors import InputError
+from sinklab.settings import CommandSettings, Flag, Several
 
 Inputs = Literal["natural", "random", "repeat"]
 EPS = (0.3,)
 
 
-@dataclass(frozen=True)
-class Options:
+def thresholds(eps: float | Sequence[float]) -> tuple[float, ...]:
+    """One threshold or several, as numbers.
+
+    Raises:
+        InputError: none at all, or one that is no share of attention, a number in (0, 1).
+    """
+    given: Any = eps
+    several = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+    if not several:
+        raise InputError("eps is empty; expected one share of attention or several, such as 0.3")
+    for one in several:
+        if not isinstance(one, Real):
+            raise InputError(f"eps is {one!r}, which is no number; expected a share of attention, such as 0.3")
+        if not 0 < float(one) < 1:
+            raise InputError(f"eps is {one}; expected a share of attention between 0 and 1, such as 0.3")
+    return tuple(map(float, several))
+
+
+def parse_eps(given: Any) -> tuple[float, ...]:
+    """Thresholds, of which --eps gives each or a list as text: ["0.3", "0.2,0.4"] is 0.3, 0.2, 0.4.
+
+    Raises:
+        InputError: no number, or no share of attention.
+    """
+    if not isinstance(given, list) or not all(isinstance(one, str) for one in given):
+        return thresholds(given)
+    found: dict[float, None] = {}
+    for part in ",".join(given).split(","):
+        try:
+            found[float(part)] = None
+        except ValueError:
+            raise InputError(
+                f"--eps {part}: expected a share of attention such as 0.3, or a list such as 0.2,0.3"
+            ) from None
+    return thresholds(tuple(found))
+
+
+def parse_maps(given: Iterable[str | Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """The (layer, head) of maps, which --map gives as text: "3.1" is layer 3, head 1.
+
+    Raises:
+        InputError: text that is not two numbers from 1 on.
+    """
+    maps = []
+    for one in given:
+        if isinstance(one, str):
+            if not (found := re.fullmatch(r"([1-9]\d*)\.([1-9]\d*)", one)):
+                raise InputError(f"--map {one}: expected LAYER.HEAD, both counted from 1, such as 3.1")
+            one = (int(found[1]), int(found[2]))
+        maps.append(tuple(map(index, one)))
+    return tuple(maps)
+
+
+class Options(CommandSettings, frozen=True):
     """What is measured, and what is recorded with the result.
 
     Attributes:
@@ -25,34 +81,52 @@ class Options:
         first_target: the loss is over the targets from this position on, 1-based; under a prefix mask those that
             every query sees are left out as well, as in training.
         loss: False leaves it out, and with it the logits: a third of the work of a small model with many words.
-        details: also angles, entropy and what else details.py defines.
         maps: (layer, head), 1-based, whose matrices are kept; implies details.
         model_name, inputs, bos: recorded with the result.
-
-    Raises:
-        InputError: no eps or one outside (0, 1), lengths that do not increase from 1 on, a batch size below 1, or
-            inputs of no known kind.
     """
 
-    eps: tuple[float, ...] = EPS
-    lengths: tuple[int, ...] = ()
-    batch_size: int | None = None
+    inputs: Inputs = Field(default="natural", description="Text, uniform random tokens, or one token repeated.")
+    eps: Annotated[tuple[float, ...], BeforeValidator(parse_eps), Flag(text=list[str])] = Field(
+        default=EPS,
+        description="A position is a sink above this importance; may be repeated, the first is the headline.",
+    )
+    lengths: Several[Annotated[int, Field(ge=1)]] = Field(
+        default=(), description="Also of the same sequences cut shorter; may be repeated."
+    )
+    details: bool = Field(
+        default=False, description="Also angles, entropy, distances, secondary sinks and kurtosis; slower."
+    )
+    maps: Annotated[
+        tuple[tuple[int, int], ...],
+        BeforeValidator(parse_maps),
+        Flag("--map", metavar="LAYER.HEAD", text=list[str]),
+    ] = Field(default=(), description="Details, and the matrix of this head; may be repeated.")
+    loss: bool = Field(default=True, description="Leave out the loss and the logits: a third faster on a small model.")
+    batch_size: int | None = Field(
+        default=None, ge=1, description="Sequences at a time; default: what fits, at most 16."
+    )
     first_target: int = 2
-    loss: bool = True
-    details: bool = False
-    maps: tuple[tuple[int, int], ...] = ()
     model_name: str = ""
-    inputs: Inputs = "natural"
     bos: bool = False
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "eps", thresholds(self.eps))
-        object.__setattr__(self, "lengths", tuple(self.lengths))
-        object.__setattr__(self, "maps", tuple(tuple(one) for one in self.maps))
-        if self.batch_size is not None and not (isinstance(self.batch_size, Integral) and self.batch_size >= 1):
-            raise InputError(f"batch size is {self.batch_size!r}; expected a whole number of at least 1")
-        if self.inputs not in get_args(Inputs):
-            raise InputError(f"inputs are {self.inputs!r}: choose from {', '.join(get_args(Inputs))}")
+    @field_validator("lengths", mode="before")
+    @classmethod
+    def _are_whole_numbers(cls, lengths: Iterable[Any]) -> tuple[int, ...]:
+        return tuple(map(index, lengths))
+
+    @field_validator("inputs", mode="before")
+    @classmethod
+    def _is_a_kind(cls, inputs: object) -> object:
+        if inputs not in get_args(Inputs):
+            raise InputError(f"inputs are {inputs!r}: choose from {', '.join(get_args(Inputs))}")
+        return inputs
+
+    @field_validator("batch_size", mode="before")
+    @classmethod
+    def _is_a_whole_number(cls, size: Any) -> int | None:
+        if size is not None and not (isinstance(size, Integral) and int(size) >= 1):
+            raise InputError(f"batch size is {size!r}; expected a whole number of at least 1")
+        return None if size is None else int(size)
 
     @property
     def detailed(self) -> bool:
@@ -83,19 +157,33 @@ class Options:
                 raise InputError(f"--map {layer}.{head}: layer {layer} has heads 1 to {heads}")
 
 
-def thresholds(eps: float | Sequence[float]) -> tuple[float, ...]:
-    """One threshold or several, as numbers.
+class Study(CommandSettings, frozen=True):
+    """Changes of the model that are measured as well; by default none.
 
-    Raises:
-        InputError: none at all, or one that is no share of attention, a number in (0, 1).
+    Attributes:
+        ablate: names of ablations (surgery/ablations.py).
+        perturb: position of a token that is replaced by another, to see how far the change spreads, 1-based.
+        swap_position: two learned positions that change places, 1-based.
+        replace_position: a learned position, and the one whose embedding it gets.
     """
-    given: Any = eps
-    several = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
-    if not several:
-        raise InputError("eps is empty; expected one share of attention or several, such as 0.3")
-    for one in several:
-        if not isinstance(one, Real):
-            raise InputError(f"eps is {one!r}, which is no number; expected a share of attention, such as 0.3")
-        if not 0 < float(one) < 1:
-            raise InputError(f"eps is {one}; expected a share of attention between 0 and 1, such as 0.3")
-    return tuple(map(float, several))
+
+    ablate: Several[str] = Field(
+        default=(),
+        description="Also without something: mask_first:N, no_bos, zero_massive or zero_massive:LAYER; repeatable.",
+    )
+    perturb: Annotated[int | None, Flag(metavar="POSITION")] = Field(
+        default=None, description="Also replace this token: how far it spreads, without key 1 as well."
+    )
+    swap_position: Annotated[tuple[int, int] | None, Flag(metavar="I J")] = Field(
+        default=None, description="Measure with two learned positions swapped."
+    )
+    replace_position: Annotated[tuple[int, int] | None, Flag(metavar="I J")] = Field(
+        default=None, description="Measure with learned position I replaced by J."
+    )
+
+    @field_validator("ablate", mode="before")
+    @classmethod
+    def _is_a_list(cls, ablate: object) -> object:
+        if isinstance(ablate, str):  # which would be read letter by letter
+            raise InputError(f"ablate is one name: give a list, ablate=[{ablate[:80]!r}]")
+        return ablate

@@ -64,7 +64,7 @@ def sizes_of_pretrained(config: "PretrainedConfig", *, matrices: bool, padded: b
     """Of a Hugging Face model, from its config.
 
     Args:
-        matrices: whether the model makes its attention matrices itself (measuring/huggingface/eager.py).
+        matrices: whether the model makes its attention matrices itself (huggingface/matrix_records.py).
         padded: whether there is padding.
         logits: whether the model can only make the logits of all positions.
     """

@@ -5,7 +5,7 @@ part of the result.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ def measure_domains(
         raise InputError(f"--by-domain measures text: leave out --inputs {request.options.inputs}")
     check_name(model)
     request.check_options()
-    request = replace(request, fewer=True)
+    request = request.model_copy(update={"fewer": True})
     loaded: list[LoadedModel] = []
 
     def prepare(_: Sequence[str]) -> None:

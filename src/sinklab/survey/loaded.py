@@ -15,12 +15,11 @@ from sinklab.data.sources.textfiles import text_files
 from sinklab.data.spelling import UNKNOWN, spelling, vocabulary_digest
 from sinklab.device import pick_device
 from sinklab.errors import InputError
-from sinklab.measuring.api import watched_model
 from sinklab.measuring.conversations import Conversations
 from sinklab.measuring.inputs import SHARES, default_prefix, pretrained_encode
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.native import WatchedTransformer
-from sinklab.measuring.surgery.study import measure_with_study
+from sinklab.measuring.surgery.study import changed_positions, measure_with_study
+from sinklab.models.adapter import adapt
 from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import (
     Loading,
@@ -31,6 +30,7 @@ from sinklab.models.huggingface.loading import (
     load_pretrained_tokenizer,
 )
 from sinklab.models.huggingface.subfolder import name_in_results
+from sinklab.models.native import NativeAdapter
 from sinklab.survey.bits import with_bits_per_byte
 from sinklab.survey.request import Request
 
@@ -169,7 +169,7 @@ class LoadedPretrained:
         from sinklab.models.huggingface.anatomy import check_length
 
         check_length(self._model.config, request.length)
-        with request.study.changed_positions(self._model, request.length):
+        with changed_positions(self._model, request.study, request.length):
             pass
 
     def tokens(self, text: Path | None, request: Request) -> ReadTokens:
@@ -189,7 +189,7 @@ class LoadedPretrained:
     def measure(self, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
         read = self.tokens(text, request)
         measurement = measure_with_study(
-            watched_model(self._model),
+            adapt(self._model),
             read.tokens_NT,
             request.options_for(self._name, bos=read.bos_tokens > 0),
             request.study,
@@ -238,7 +238,7 @@ class _LoadedRun:
 
     def check(self, request: Request) -> None:
         self._check_length(request)
-        with request.study.changed_positions(self._model, request.length):
+        with changed_positions(self._model, request.study, request.length):
             pass
 
     def _check_length(self, request: Request) -> None:
@@ -260,7 +260,7 @@ class _LoadedRun:
             data = self._recipe.data.model_copy(update={"bos": bos})
             tokens_NT, sizes_NT = _as_trained(text, request, data, self._tokenizer, conversations)
         measurement = measure_with_study(
-            WatchedTransformer(self._model),
+            NativeAdapter(self._model),
             tokens_NT,
             request.options_for(self._name, bos),
             request.study,

@@ -1,30 +1,23 @@
-"""What is asked of a model, whichever it is: which sequences it reads, and what is measured on them."""
+"""The request of a measurement: which sequences a model reads, and what is measured on them."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from pydantic import Field
 
-from sinklab.data.sources.corpora import documents
-from sinklab.data.sources.textfiles import Render
 from sinklab.errors import InputError
-from sinklab.measuring.inputs import (
-    Encode,
-    drawn_text,
-    natural_text,
-    random_tokens,
-    repeated_tokens,
-    sizes_of,
-    with_prefix,
-)
-from sinklab.measuring.options import Options
-from sinklab.measuring.surgery.study import Study
+from sinklab.measuring.options import Options, Study
+from sinklab.settings import CommandSettings, DrawSeed, SequenceCount, SequenceLength
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sinklab.data.sources.textfiles import Render
+    from sinklab.measuring.inputs import Encode
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(CommandSettings, frozen=True):
     """One request, for one model or many.
 
     Attributes:
@@ -37,14 +30,14 @@ class Request:
         study: ablations and changed positions.
     """
 
-    options: Options = field(default_factory=Options)
-    sequences: int = 100
-    length: int = 64
-    no_bos: bool = False
-    seed: int = 0
+    options: Options = Options()
+    sequences: SequenceCount = 100
+    length: SequenceLength = 64
+    no_bos: bool = Field(default=False, description="Without the tokens the tokenizer puts first.")
+    seed: DrawSeed = 0
     fewer: bool = False
     drawn_text: bool = False
-    study: Study = field(default_factory=Study)
+    study: Study = Study()
 
     def check(self, text: Path | None) -> None:
         """Refuse what no model could answer, before one is loaded.
@@ -52,6 +45,8 @@ class Request:
         Raises:
             InputError: natural inputs without a text that can be read, or an option that `check_options` refuses.
         """
+        from sinklab.data.sources.corpora import documents
+
         self.check_options()
         if self.options.inputs == "natural":
             next(documents(str(self.needed(text))))
@@ -63,10 +58,12 @@ class Request:
             InputError: lengths that are not shorter, a position beyond the sequences, ablations that are unknown or
                 without a loss.
         """
+        from sinklab.measuring.surgery.study import check_study
+
         self._in_order().check_lengths(self.length)
         if self.study.ablate and not (self.options.loss and self.length > 1):
             raise InputError("an ablation shows the change in loss: measure with the loss, on two tokens or more")
-        self.study.check(self.length)
+        check_study(self.study, self.length)
         if "no_bos" in self.study.ablate and (self.no_bos or self.options.inputs != "natural"):
             why = "--no-bos leaves it out already" if self.no_bos else f"--inputs {self.options.inputs} has none"
             raise InputError(f"--ablate no_bos leaves the BOS out, and {why}: give one of the two")
@@ -82,8 +79,8 @@ class Request:
         return text
 
     def text_tokens(
-        self, text: Path, encode: Encode, *, length: int, prefix: Sequence[int] = (), render: Render
-    ) -> tuple[Tensor, Tensor | None]:
+        self, text: Path, encode: "Encode", *, length: int, prefix: Sequence[int] = (), render: "Render"
+    ) -> "tuple[Tensor, Tensor | None]":
         """Sequences of the text, and the bytes of it that each token stands for (`inputs.sizes_of`), both N x T.
 
         Args:
@@ -92,6 +89,8 @@ class Request:
         Raises:
             InputError: as `natural_text` and `drawn_text`.
         """
+        from sinklab.measuring.inputs import drawn_text, natural_text, sizes_of, with_prefix
+
         wanted: dict[str, Any] = {"sequences": self.sequences, "length": length, "prefix": prefix, "render": render}
         if self.drawn_text:
             bodies = drawn_text(text, encode, draw=self.seed, **wanted)
@@ -99,8 +98,10 @@ class Request:
             bodies = natural_text(text, encode, fewer=self.fewer, **wanted)
         return with_prefix(bodies, prefix), sizes_of(bodies, prefix)
 
-    def drawn(self, vocabulary: int) -> Tensor | None:
+    def drawn(self, vocabulary: int) -> "Tensor | None":
         """Random or repeated tokens; None where text is wanted."""
+        from sinklab.measuring.inputs import random_tokens, repeated_tokens
+
         draw = {"random": random_tokens, "repeat": repeated_tokens}.get(self.options.inputs)
         if draw is None:
             return None
@@ -108,27 +109,19 @@ class Request:
 
     def options_for(self, model_name: str, bos: bool) -> Options:
         """What is measured of one model, with what is recorded of it."""
-        return replace(self._in_order(), model_name=model_name, bos=bos)
+        return self._in_order().model_copy(update={"model_name": model_name, "bos": bos})
 
     def document(self) -> dict[str, Any]:
         """Everything that decides the result, as plain JSON has it."""
-        asked = self.options
-        return {
-            "inputs": asked.inputs,
-            "sequences": self.sequences,
-            "length": self.length,
-            "eps": list(asked.eps),
-            "lengths": list(asked.lengths),
-            "no_bos": self.no_bos,
-            "seed": self.seed,
-            "fewer": self.fewer,
-            "loss": asked.loss,
-            "study": {name: value for name, value in asdict(self.study).items() if name != "perturb" or value},
-            "details": asked.details,
-            "maps": [list(one) for one in asked.maps],
-            **({"drawn_text": "disjoint"} if self.drawn_text else {}),  # True where two draws may share pieces: earlier
-        }
+        document = self.model_dump(mode="json", exclude={"options", "drawn_text"})
+        if self.study.perturb is None:
+            del document["study"]["perturb"]
+        if self.drawn_text:
+            document["drawn_text"] = "disjoint"
+        recorded_alone = {"batch_size", "first_target", "model_name", "bos"}
+        return self.options.model_dump(mode="json", exclude=recorded_alone) | document
 
     def _in_order(self) -> Options:
         """The options with the lengths in order, without the full one."""
-        return replace(self.options, lengths=tuple(sorted(set(self.options.lengths) - {self.length})))
+        lengths = tuple(sorted(set(self.options.lengths) - {self.length}))
+        return self.options.model_copy(update={"lengths": lengths})

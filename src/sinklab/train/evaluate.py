@@ -12,8 +12,8 @@ from torch import Tensor
 from sinklab.errors import InputError
 from sinklab.measuring.driver import measure
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.native import WatchedTransformer
 from sinklab.measuring.options import Options
+from sinklab.models.native import NativeAdapter
 from sinklab.train.directory.run import Run
 from sinklab.train.parallel import gathered
 from sinklab.train.update import Updater
@@ -65,7 +65,7 @@ class Evaluator:
         metric = self.recipe.metric
         tokens_NT = torch.cat(self.batches)[: metric.sequences, : metric.length]
         options = Options(
-            (metric.eps, *(eps for eps in other_eps if eps != metric.eps)),
+            eps=(metric.eps, *(eps for eps in other_eps if eps != metric.eps)),
             batch_size=METRIC_BATCH,
             details=details,
             model_name=self.recipe.name,
@@ -75,7 +75,7 @@ class Evaluator:
         alone = self.updater.world.size == 1  # processes look together, and one of several may halve its batches
         with self.updater.autocast(), gathered(self.updater.model):
             return measure(
-                WatchedTransformer(self.updater.model),
+                NativeAdapter(self.updater.model),
                 tokens_NT,
                 options,
                 progress=(lambda done, total: self.look()) if alone else None,

@@ -18,8 +18,8 @@ tags:
 
 def tuned_card(tuning: Tuning) -> str:
     """README.md of the model: what it was made from, with which settings, and what became of loss and sink."""
-    asked = tuning.asked
-    rows = [f"| {name} | {value} |" for name, value in asked.items() if name not in ("files", "data", "sink_tokens")]
+    asked = tuning.asked.model_dump(exclude={"files", "data", "sink_tokens"})
+    rows = [f"| {name} | {value} |" for name, value in asked.items()]
     settings = "\n".join(row for row in rows if "\n" not in row)
     numbers = "\n".join(f"| {name} | {side.valid_loss:.4f} | {side.sink_rate[0]:.2f} |" for name, side in sides(tuning))
     return (

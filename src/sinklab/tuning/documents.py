@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sinklab.errors import InputError
 from sinklab.files import parse_json, write_text
 from sinklab.schema import Ratio, ReadDocument
+from sinklab.tuning.settings import TuneManifest
 
 SFT, METRICS, UPDATES = "sft.json", "metrics.jsonl", "updates.jsonl"
 
@@ -83,7 +84,7 @@ class Tuning(ReadDocument):
     model: str
     architecture: str
     parameters: int
-    asked: dict[str, object]
+    asked: TuneManifest
     conversations: int
     trained_tokens: int
     sequences: int

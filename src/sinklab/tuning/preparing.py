@@ -16,7 +16,7 @@ from sinklab.models.huggingface.loading import Loading
 from sinklab.tuning.chats import Chats, beginnings, read_chats
 from sinklab.tuning.documents import Tuning
 from sinklab.tuning.loading import Student, load_student
-from sinklab.tuning.settings import TuneSettings, TuneWanted, held_out_for, length_for, settings_for
+from sinklab.tuning.settings import TuneManifest, TuneOptions, TuneSettings, held_out_for, length_for, settings_for
 from sinklab.tuning.template import ChatTemplate, Spoken
 
 LIBRARIES = ("torch", "transformers", "trl", "accelerate")
@@ -55,7 +55,7 @@ class Lesson:
     tuning: Tuning
 
 
-def prepare_lesson(model: str, sources: TuneSources, wanted: TuneWanted, loading: Loading) -> Lesson:
+def prepare_lesson(model: str, sources: TuneSources, options: TuneOptions, loading: Loading) -> Lesson:
     """Load the model, read the conversations, decide what was left open.
 
     Raises:
@@ -64,17 +64,23 @@ def prepare_lesson(model: str, sources: TuneSources, wanted: TuneWanted, loading
     given = None if sources.template is None else _read_template(sources.template)
     student = load_student(model, loading)
     template = ChatTemplate(student.tokenizer, given)
-    length = length_for(wanted, student.context)
-    chats = read_chats(sources.chats, template, length, wanted.seed)
-    held_out = held_out_for(wanted, len(chats.usable))
+    length = length_for(options, student.context)
+    chats = read_chats(sources.chats, template, length, options.seed)
+    held_out = held_out_for(options, len(chats.usable))
     trained, kept_back = chats.usable[held_out:], chats.usable[:held_out]
-    settings = settings_for(wanted, length, held_out, len(trained))
+    settings = settings_for(options, length, held_out, len(trained))
     tokens_NT = _sink_tokens(sources.text, student, kept_back, settings)
     found = Tuning(
         model=model,
         architecture=type(student.model).__name__,
         parameters=sum(parameter.numel() for parameter in student.model.parameters()),
-        asked=_asked(sources, student, settings, tokens_NT, given),
+        asked=TuneManifest(
+            **dict(settings),
+            files=student.files,
+            data=sha256_of(sources.chats),
+            sink_tokens=hashlib.sha256(tokens_NT.to(torch.int64).numpy().tobytes()).hexdigest(),
+            chat_template=given,
+        ),
         conversations=len(trained),
         trained_tokens=sum(sum(chat.is_trained[1:]) for chat in trained),
         sequences=len(tokens_NT),
@@ -107,19 +113,6 @@ def _notes(
     if len(tokens_NT) < settings.sequences:
         notes.append(f"the sink is measured on {len(tokens_NT)} of {settings.sequences} sequences: there are no more")
     return notes
-
-
-def _asked(
-    sources: TuneSources, student: Student, settings: TuneSettings, tokens_NT: Tensor, template: str | None
-) -> dict[str, object]:
-    """Everything that decides the result."""
-    return {
-        "files": student.files,
-        "data": sha256_of(sources.chats),
-        "sink_tokens": hashlib.sha256(tokens_NT.to(torch.int64).numpy().tobytes()).hexdigest(),
-        "chat_template": template,
-        **settings.document(),
-    }
 
 
 def _read_template(path: Path) -> str:

@@ -6,7 +6,6 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 from sinklab.errors import InputError, SinklabError
 from sinklab.extras import install_command
@@ -30,7 +29,7 @@ from sinklab.tuning.documents import (
 )
 from sinklab.tuning.loading import is_ours
 from sinklab.tuning.preparing import Lesson, TuneSources, prepare_lesson
-from sinklab.tuning.settings import TuneWanted
+from sinklab.tuning.settings import TuneOptions
 
 MODEL, CHECKPOINTS = "model", "checkpoints"
 
@@ -67,7 +66,7 @@ class TuneEnd:
 def tune(
     model: str,
     sources: TuneSources,
-    wanted: TuneWanted,
+    options: TuneOptions,
     out: Path,
     *,
     loading: Loading = AS_IT_IS,
@@ -94,7 +93,7 @@ def tune(
     with lock_run(out):
         try:
             with without_bars():
-                return _tune(model, sources, wanted, out, before, loading, listener or TuneListener())
+                return _tune(model, sources, options, out, before, loading, listener or TuneListener())
         finally:
             leave(out, is_new)
 
@@ -114,13 +113,13 @@ def check_extra() -> None:
 def _tune(
     model: str,
     sources: TuneSources,
-    wanted: TuneWanted,
+    options: TuneOptions,
     out: Path,
     before: Tuning | None,
     loading: Loading,
     listener: TuneListener,
 ) -> TuneEnd:
-    lesson = prepare_lesson(model, sources, wanted, loading)
+    lesson = prepare_lesson(model, sources, options, loading)
     found = _continued(lesson.tuning, before, out)
     if found.chat is not None:
         return TuneEnd(found)
@@ -188,13 +187,12 @@ def _continued(new: Tuning, before: Tuning | None, out: Path) -> Tuning:
     """
     if before is None:
         return new
-    asked = cast(dict[str, object], {"model": new.model, **new.asked})
-    there = cast(dict[str, object], {"model": before.model, **before.asked})
-    for key in sorted({*asked, *there}):
-        if asked.get(key) != there.get(key):
+    asked, there = ({"model": one.model, **one.asked.model_dump()} for one in (new, before))
+    for key in sorted(asked):
+        if asked[key] != there[key]:
             raise InputError(
-                f"{out / SFT} is of a tuning with other settings ({key} is {there.get(key)} there and "
-                f"{asked.get(key)} now): choose another --out, or repeat the call that made it"
+                f"{out / SFT} is of a tuning with other settings ({key} is {there[key]} there and {asked[key]} now): "
+                "choose another --out, or repeat the call that made it"
             )
     return before
 

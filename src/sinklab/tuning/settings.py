@@ -6,9 +6,11 @@ optimiser (AdamW with transformers' defaults: betas 0.9 and 0.999, no weight dec
 """
 
 import math
-from dataclasses import asdict, dataclass
+
+from pydantic import Field
 
 from sinklab.errors import InputError
+from sinklab.settings import MOST, CommandSettings
 
 LONGEST = 2048
 HELD_OUT = 100
@@ -17,64 +19,61 @@ EVALUATIONS = 10
 TOKENS_AT_A_TIME = 4096  # of a micro-batch
 
 
-@dataclass(frozen=True)
-class TuneWanted:
-    """What a user asks for; None where the model and the conversations decide.
+class TuneOptions(CommandSettings, frozen=True):
+    """The settings of an instruction tuning; None is decided by the model and the conversations."""
+
+    lr: float = Field(default=2e-5, ge=1e-12, le=1e3, description="Peak of the learning rate, a cosine to 0.")
+    warmup: float = Field(default=0.1, ge=0.0, le=0.9, description="Share of the steps over which it rises.")
+    batch_size: int = Field(default=64, ge=1, le=10**6, description="Conversations per step.")
+    micro_batch: int | None = Field(default=None, ge=1, description="Of them at a time; default: about 4,096 tokens.")
+    length: int | None = Field(
+        default=None, ge=4, le=MOST, description="Tokens of a conversation; default: 2,048, or the context."
+    )
+    epochs: float = Field(default=1.0, ge=1e-6, le=1e6, description="Times that every conversation is read.")
+    steps: int | None = Field(default=None, ge=1, le=MOST, description="Updates, in place of --epochs.")
+    held_out: int | None = Field(
+        default=None, ge=1, description="Conversations not trained on; default: a tenth, at most 100."
+    )
+    eval_every: int | None = Field(default=None, ge=1, description="Steps; default: a tenth of all.")
+    save_every: int | None = Field(default=None, ge=1, description="Steps; default: a tenth of all.")
+    sequences: int = Field(default=100, ge=1, le=MOST, description="For the sink metric.")
+    sink_length: int | None = Field(
+        default=None, ge=2, le=MOST, description="Tokens of each; default: 64, or --length if less."
+    )
+    eps: float = Field(default=0.3, ge=1e-9, le=1 - 1e-9, description="A position is a sink above this importance.")
+    seed: int = Field(default=0, ge=0, le=2**32 - 1, description="Of the order of the conversations.")
+
+
+class TuneSettings(TuneOptions, frozen=True):
+    """The settings with everything decided; `steps` are those of all epochs."""
+
+    micro_batch: int = Field(default=...)
+    length: int = Field(default=...)
+    epochs: float = Field(default=1.0, exclude=True)
+    steps: int = Field(default=...)
+    held_out: int = Field(default=...)
+    eval_every: int = Field(default=...)
+    save_every: int = Field(default=...)
+    sink_length: int = Field(default=...)
+
+
+class TuneManifest(TuneSettings, frozen=True):
+    """Everything that decides the result of a tuning.
 
     Attributes:
-        lr: peak of the learning rate, which rises over the warm-up and falls to 0 along half a cosine.
-        warmup: share of the steps over which it rises.
-        batch_size: conversations per step.
-        micro_batch: so many at a time; by default about 4,096 tokens.
-        length: tokens of a conversation, which is cut there; by default 2,048, or the model's context.
-        epochs: times that every conversation is read.
-        steps: updates, in place of epochs.
-        held_out: conversations that are not trained on; by default a tenth of them, at most 100.
-        eval_every, save_every: steps; by default a tenth of all.
-        sequences, sink_length, eps: N and T of the sink metric, and its threshold; T is by default 64, or the length.
-        seed: of which conversations are held out, and of the order of the others.
+        files: hash of the model's files; None for a model of the hub.
+        data: SHA-256 of the file of conversations.
+        sink_tokens: SHA-256 of the tokens on which the sink is measured.
+        chat_template: in place of the model's own.
     """
 
-    lr: float = 2e-5
-    warmup: float = 0.1
-    batch_size: int = 64
-    micro_batch: int | None = None
-    length: int | None = None
-    epochs: float = 1.0
-    steps: int | None = None
-    held_out: int | None = None
-    eval_every: int | None = None
-    save_every: int | None = None
-    sequences: int = 100
-    sink_length: int | None = None
-    eps: float = 0.3
-    seed: int = 0
+    files: str | None
+    data: str
+    sink_tokens: str
+    chat_template: str | None
 
 
-@dataclass(frozen=True)
-class TuneSettings:
-    """The same with everything decided; `steps` are those of all epochs."""
-
-    lr: float
-    warmup: float
-    batch_size: int
-    micro_batch: int
-    length: int
-    steps: int
-    held_out: int
-    eval_every: int
-    save_every: int
-    sequences: int
-    sink_length: int
-    eps: float
-    seed: int
-
-    def document(self) -> dict[str, object]:
-        """As JSON has it."""
-        return asdict(self)
-
-
-def length_for(wanted: TuneWanted, context: int | None) -> int:
+def length_for(options: TuneOptions, context: int | None) -> int:
     """Tokens at which a conversation is cut.
 
     Args:
@@ -83,14 +82,14 @@ def length_for(wanted: TuneWanted, context: int | None) -> int:
     Raises:
         InputError: beyond the context.
     """
-    if wanted.length is None:
+    if options.length is None:
         return min(LONGEST, context or LONGEST)
-    if context is not None and wanted.length > context:
-        raise InputError(f"--length {wanted.length} is beyond the model's context: give at most --length {context}")
-    return wanted.length
+    if context is not None and options.length > context:
+        raise InputError(f"--length {options.length} is beyond the model's context: give at most --length {context}")
+    return options.length
 
 
-def held_out_for(wanted: TuneWanted, conversations: int) -> int:
+def held_out_for(options: TuneOptions, conversations: int) -> int:
     """How many conversations are held out.
 
     Raises:
@@ -101,13 +100,13 @@ def held_out_for(wanted: TuneWanted, conversations: int) -> int:
             f"{conversations} usable conversation{'' if conversations == 1 else 's'}: at least 2 are needed, one to "
             "train on and one held out; give more, or a larger --length"
         )
-    count = min(HELD_OUT, max(1, conversations // 10)) if wanted.held_out is None else wanted.held_out
+    count = min(HELD_OUT, max(1, conversations // 10)) if options.held_out is None else options.held_out
     if count >= conversations:
         raise InputError(f"--held-out {count} leaves none of {conversations} usable conversations to train on")
     return count
 
 
-def settings_for(wanted: TuneWanted, length: int, held_out: int, trained: int) -> TuneSettings:
+def settings_for(options: TuneOptions, length: int, held_out: int, trained: int) -> TuneSettings:
     """Everything that was left open, decided.
 
     Args:
@@ -117,31 +116,26 @@ def settings_for(wanted: TuneWanted, length: int, held_out: int, trained: int) -
     Raises:
         InputError: batches that are no whole number of micro-batches, or a sink metric on more tokens than are read.
     """
-    micro = wanted.micro_batch or _largest_divisor(wanted.batch_size, max(1, TOKENS_AT_A_TIME // length))
-    if wanted.batch_size % micro:
+    micro = options.micro_batch or _largest_divisor(options.batch_size, max(1, TOKENS_AT_A_TIME // length))
+    if options.batch_size % micro:
         raise InputError(
-            f"--batch-size {wanted.batch_size} is no whole number of --micro-batch {micro}: give a divisor of it"
+            f"--batch-size {options.batch_size} is no whole number of --micro-batch {micro}: give a divisor of it"
         )
-    sink_length = min(SINK_LENGTH, length) if wanted.sink_length is None else wanted.sink_length
+    sink_length = min(SINK_LENGTH, length) if options.sink_length is None else options.sink_length
     if sink_length > length:
         raise InputError(f"--sink-length {sink_length} is beyond the {length} tokens read: give at most {length}")
-    steps = wanted.steps or math.ceil(wanted.epochs * math.ceil(trained / wanted.batch_size))
+    steps = options.steps or math.ceil(options.epochs * math.ceil(trained / options.batch_size))
     every = max(1, steps // EVALUATIONS)
-    return TuneSettings(
-        lr=wanted.lr,
-        warmup=wanted.warmup,
-        batch_size=wanted.batch_size,
-        micro_batch=micro,
-        length=length,
-        steps=steps,
-        held_out=held_out,
-        eval_every=wanted.eval_every or every,
-        save_every=wanted.save_every or every,
-        sequences=wanted.sequences,
-        sink_length=sink_length,
-        eps=wanted.eps,
-        seed=wanted.seed,
-    )
+    decided = {
+        "micro_batch": micro,
+        "length": length,
+        "steps": steps,
+        "held_out": held_out,
+        "eval_every": options.eval_every or every,
+        "save_every": options.save_every or every,
+        "sink_length": sink_length,
+    }
+    return TuneSettings(**{**dict(options), **decided})
 
 
 def _largest_divisor(number: int, most: int) -> int:

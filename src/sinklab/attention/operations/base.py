@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sinklab.attention.biases import ExtraKey
 from sinklab.attention.chunked import finite_normaliser
-from sinklab.attention.importance import ColumnSums, Rows, sum_rows
+from sinklab.attention.importance import Rows
 from sinklab.attention.operations.call import Call
 from sinklab.attention.reference import Explicit
 from sinklab.attention.scores import Score
@@ -83,11 +83,6 @@ class OperationPart(Kind, ABC):
 
         They are the scores themselves where rows sum to one.
         """
-
-    @torch.no_grad()
-    def column_sums(self, call: Call) -> ColumnSums:
-        """Sums over queries t >= k of `rows`."""
-        return sum_rows(self.rows(call), call.q_BHTD, call.k_BGTD.shape[2], call.mask)
 
     @abstractmethod
     def row_sums(self, call: Call) -> Tensor:

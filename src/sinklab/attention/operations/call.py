@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +15,18 @@ from sinklab.attention.scores import Score, compose
 from sinklab.attention.visible import Mask, visible_keys
 
 
+class _Scoring(TypedDict):
+    score: Score | None
+    mask: Mask
+    scale: float | None
+
+
 @dataclass(frozen=True)
 class Call:
     """One call of the core.
 
     Attributes:
-        q_BHTD, k_BGTD: queries and keys; scores are scaled by 1 / sqrt(D). Where there are more keys than queries, as
+        q_BHTD, k_BGTD: queries and keys. Where there are more keys than queries, as
             when a sequence is continued, the queries stand at the last positions.
         mask: who sees whom.
         backend: of the primitive.
@@ -31,6 +38,7 @@ class Call:
         logit_H: a sink logit; takes the place of q.k_s.
         value_HV: the value of the bias; None stands for zero.
         learned: the operation's own parameters.
+        scale: of the products q.k; None for 1 / sqrt(D), the only one that kernels and stick-breaking have.
     """
 
     q_BHTD: Tensor
@@ -45,6 +53,7 @@ class Call:
     logit_H: Tensor | None = None
     value_HV: Tensor | None = None
     learned: nn.Module | None = None
+    scale: float | None = None
 
     @property
     def first(self) -> int:
@@ -53,18 +62,19 @@ class Call:
 
     def attend(self, v_BGTV: Tensor, similarity: Score | None = None) -> tuple[Tensor, Tensor]:
         """`primitive.attend` over the sequence's own keys, the logarithm of the similarity behind the call's scores."""
-        score = self.score(similarity)
-        return attend(self.q_BHTD, self.k_BGTD, v_BGTV, score=score, mask=self.mask, backend=self.backend)
+        return attend(self.q_BHTD, self.k_BGTD, v_BGTV, backend=self.backend, **self._scoring(similarity))
 
     def attend_output(self, v_BGTV: Tensor, similarity: Score | None = None) -> Tensor:
         """The output of `attend` alone, for which a fused kernel may serve."""
-        score = self.score(similarity)
-        return attend_output(self.q_BHTD, self.k_BGTD, v_BGTV, score=score, mask=self.mask, backend=self.backend)
+        return attend_output(self.q_BHTD, self.k_BGTD, v_BGTV, backend=self.backend, **self._scoring(similarity))
 
     def rows(self, similarity: Score | None = None) -> Iterator[Rows]:
         """The similarities over their row sums, bias key included, a block of queries at a time."""
-        score, bias_logits_BHT = self.score(similarity), self.bias_logits(similarity)
-        return score_rows(self.q_BHTD, self.k_BGTD, mask=self.mask, score=score, bias_logits_BHT=bias_logits_BHT)
+        bias_logits_BHT = self.bias_logits(similarity)
+        return score_rows(self.q_BHTD, self.k_BGTD, bias_logits_BHT=bias_logits_BHT, **self._scoring(similarity))
+
+    def _scoring(self, similarity: Score | None) -> "_Scoring":
+        return {"score": self.score(similarity), "mask": self.mask, "scale": self.scale}
 
     def keys_per_row(self) -> Tensor:
         """(B, T), in the precision of scores: how many keys take part in each row, bias key included."""
@@ -82,14 +92,13 @@ class Call:
             return at_every_query(similarity, self.logit_H.to(dtype)[None, :, None].expand(B, H, T), self.first)
         if self.key_HD is None:
             return None
-        z_BHT = extra_logits(self.q_BHTD, self.key_HD, default_scale(self.q_BHTD))
+        z_BHT = extra_logits(self.q_BHTD, self.key_HD, default_scale(self.q_BHTD) if self.scale is None else self.scale)
         offset = None if self.offset_H is None else Score(_plus_offset, (self.offset_H,))
         return at_every_query(compose(self.cap, offset, similarity), z_BHT, self.first)
 
     def normaliser(self, similarity: Score | None) -> Tensor:
         """(B, H, T): the logarithm of the row sum of the similarity, bias key included."""
-        score = self.score(similarity)
-        lse_BHT = log_normaliser(self.q_BHTD, self.k_BGTD, score=score, mask=self.mask, backend=self.backend)
+        lse_BHT = log_normaliser(self.q_BHTD, self.k_BGTD, backend=self.backend, **self._scoring(similarity))
         logits_BHT = self.bias_logits(similarity)
         return lse_BHT if logits_BHT is None else ExtraKey(logits_BHT).merge(lse_BHT[..., None], lse_BHT)[1]
 

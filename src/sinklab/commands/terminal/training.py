@@ -112,7 +112,7 @@ def print_tuning(tuning: "Tuning", console: Console) -> None:
     from sinklab.tuning.card import sides
 
     asked = tuning.asked
-    about = f"{asked['steps']} updates of {asked['batch_size']} conversations of at most {asked['length']} tokens"
+    about = f"{asked.steps} updates of {asked.batch_size} conversations of at most {asked.length} tokens"
     print_title(tuning.model, console, [about])
     columns = [*names(""), *numbers(".2f", "Sink_1", "on the bias", unit="%"), *numbers(".2f", "norm ratio")]
     columns += [TableColumn("loss", form=".4f"), TableColumn("max gradient", form=".4g")]
@@ -127,7 +127,7 @@ def print_tuning(tuning: "Tuning", console: Console) -> None:
         )
         for name, side in sides(tuning)
     ]
-    title = f"Before and after tuning (eps {asked['eps']:g}, loss held out in nats)"
+    title = f"Before and after tuning (eps {asked.eps:g}, loss held out in nats)"
     print_table(Table(title, columns, rows).without_empty_columns(), console)
     print_notes(tuning.notes, console)
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from sinklab.errors import InputError
 from sinklab.experiments.measured.definition import CellTask, MeasuredCell, MeasuredExperiment
-from sinklab.measuring.options import Options
-from sinklab.measuring.surgery.study import Study
+from sinklab.measuring.options import Options, Study
 from sinklab.survey.compare import labels
 from sinklab.survey.domains import domain_files
 from sinklab.survey.request import Request
@@ -48,7 +47,7 @@ class Pass:
         """What is asked of the model."""
         first, lengths = next(iter(self.cells.values())), sorted({cell.length for cell in self.cells.values()})
         return Request(
-            Options(
+            options=Options(
                 eps=tuple(dict.fromkeys(cell.eps for cell in self.cells.values())),
                 lengths=tuple(lengths[:-1]),
                 loss=first.loss,
@@ -60,7 +59,7 @@ class Pass:
             seed=draw,
             fewer=self.fewer,
             drawn_text=first.inputs == "natural",
-            study=Study((), first.swap_position, first.replace_position),
+            study=Study(swap_position=first.swap_position, replace_position=first.replace_position),
         )
 
 

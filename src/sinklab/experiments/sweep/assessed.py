@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sinklab.assessing.assessment import ASSESSMENT, Assessment, load_assessment
-from sinklab.assessing.plan import Wanted
+from sinklab.assessing.plan import AssessOptions
 from sinklab.assessing.running import AssessListener, assess
 from sinklab.errors import InputError
 from sinklab.experiments.sweep.asked import AskedExperiment
@@ -55,8 +55,8 @@ def assess_run(run: Unassessed, listener: AssessListener) -> Assessment:
             f"{path} is of another text than the run's own, and is kept: move it elsewhere and call this again to have "
             "the run assessed as its experiment wants"
         )
-    wanted = Wanted(parts=run.parts, where_possible=True)
-    return assess(str(run.directory), None, wanted, out=run.directory, listener=listener)
+    options = AssessOptions(parts=tuple(run.parts), where_possible=True)
+    return assess(str(run.directory), None, options, out=run.directory, listener=listener)
 
 
 def _runs(asked: Iterable[AskedExperiment]) -> Iterator[tuple[AskedExperiment, str, int, str]]:

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from sinklab.errors import InputError, SinklabError, cause
-from sinklab.measuring.huggingface.interface import interface_probe
+from sinklab.measuring.huggingface.call_records import call_records
 from sinklab.measuring.metrics import importance_from_sums
 from sinklab.models.hooks import evaluating
+from sinklab.models.huggingface.adapter import HuggingFaceAdapter
 from sinklab.models.huggingface.anatomy import attention_implementation
 from sinklab.schema import Part
 
@@ -205,7 +206,7 @@ def _read_own(model: PreTrainedModel, tokens_BT: Tensor) -> _BackendReading | st
     """What sinklab's own computation gives, or why it has none."""
     reading = _BackendReading()
     try:
-        with evaluating(model), interface_probe(model) as watch:
+        with evaluating(model), call_records(model, HuggingFaceAdapter(model)) as watch:
             reading.logits_BTV = model(tokens_BT, use_cache=False).logits
     except (SinklabError, AttributeError, KeyError, TypeError) as error:
         return cause(error).split(". ")[0]

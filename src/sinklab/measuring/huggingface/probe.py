@@ -3,19 +3,17 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from transformers import PreTrainedModel
 
-from sinklab.measuring.huggingface.cores import core_probe, cores_of
-from sinklab.measuring.huggingface.eager import eager_probe
+from sinklab.measuring.huggingface.call_records import call_records
 from sinklab.measuring.huggingface.generating import generating
-from sinklab.measuring.huggingface.interface import UnrecordedError, interface_probe
+from sinklab.measuring.huggingface.matrix_records import matrix_records
 from sinklab.measuring.huggingface.recorder import Recorder
-from sinklab.measuring.input_checks import check_causal_lm
 from sinklab.measuring.statistics.watch import DetailsWatch
-from sinklab.models.hooks import evaluating
-from sinklab.models.huggingface.anatomy import input_device
+from sinklab.models.adapter import check_causal_lm
+from sinklab.models.huggingface.adapter import HuggingFaceAdapter
 from sinklab.models.model_lock import probed_alone
+from sinklab.models.native import NativeAdapter
 
 
 @contextmanager
@@ -45,20 +43,9 @@ def probe(
         InputError: no Hugging Face model; in a forward pass, where the attention mask is not a padding mask.
     """
     check_causal_lm(model)
+    native = getattr(model.config, "model_type", "") == "sinklab"  # also of the code that came with an exported model
+    adapter = NativeAdapter(model.transformer) if native else HuggingFaceAdapter(model)
     with probed_alone(model):
-        watching = core_probe if cores_of(model) else interface_probe if dispatches(model) else eager_probe
-        with watching(model, lengths, details) as watch, generating(model, watch):
+        recording = call_records(model, adapter, lengths, details) if adapter.dispatches else None
+        with recording or matrix_records(model, lengths, details) as watch, generating(model, watch):
             yield watch
-
-
-def dispatches(model: PreTrainedModel) -> bool:
-    """Whether the model passes its attention through the interface; tried on two tokens where it does not say."""
-    if getattr(model, "_supports_attention_backend", False):
-        return True
-    tokens_BT = torch.zeros(1, 2, dtype=torch.long, device=input_device(model))
-    try:
-        with evaluating(model), interface_probe(model):
-            model(tokens_BT, use_cache=False)
-    except UnrecordedError:
-        return False
-    return True

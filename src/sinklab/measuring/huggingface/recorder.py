@@ -15,7 +15,6 @@ from sinklab.errors import SinklabError
 from sinklab.measuring.huggingface.totals import READ_AFTERWARDS
 from sinklab.measuring.records import LayerRecord
 from sinklab.measuring.statistics.watch import DetailsWatch
-from sinklab.models.huggingface.anatomy import attention_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,6 +56,7 @@ class Recorder(ABC):
     """The part that all probes have: the records of the sequences read, those watched now being the last.
 
     Args:
+        expected: attention layers.
         lengths: at which the sequences are cut as well.
         details: is shown every layer.
 
@@ -64,17 +64,24 @@ class Recorder(ABC):
         backends: what computed the attention outputs ("one pass", "sdpa", "chunked", "eager").
     """
 
-    def __init__(self, model: "PreTrainedModel", lengths: Sequence[int], details: DetailsWatch | None) -> None:
+    def __init__(
+        self, model: "PreTrainedModel", expected: int, lengths: Sequence[int], details: DetailsWatch | None
+    ) -> None:
         self.backends: set[str] = set()
         self._model, self._lengths, self._details = model, tuple(lengths), details
         self._signature = inspect.signature(model.forward)
-        self._expected = attention_layers(model.config)
+        self._expected = expected
         self._done: list[tuple[RealTokens, list[LayerRecord]]] = []  # of sequences before those watched now
         self._tokens_BT: Tensor | None = None
         self._real: RealTokens | None = None
         self._paused = self._whole = False
         self._seen = 0  # tokens of the sequences watched now, padding included
         self._generated = Generated()
+
+    @property
+    def backend(self) -> str:
+        """What computed the attention of all passes so far: "one pass+sdpa" where there were two."""
+        return "+".join(sorted(self.backends))
 
     @property
     def layers(self) -> list[LayerRecord]:

@@ -1,7 +1,5 @@
 """Sums of one layer over the passes of the same sequences, while they are decoded from a cache as well."""
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,11 +18,19 @@ TOLD_APART = 0.05  # of their size; keys that are made anew of a latent differ b
 
 
 class LayerTotals:
-    """Column sums and norms of one layer, over the passes of one sequence. T new queries meet S keys in each."""
+    """Column sums and norms of one layer, over the passes of one sequence. T new queries meet S keys in each.
 
-    def __init__(self, lengths: Sequence[int] = ()) -> None:
-        self._lengths = lengths
-        self._prefixes_BHES: Tensor | None = None
+    Args:
+        leading: learned tokens in front of the real ones.
+
+    Attributes:
+        prefixes: alpha of the sequences cut at each of the lengths asked for.
+    """
+
+    def __init__(self, leading: int = 0) -> None:
+        self.prefixes: tuple[Tensor, ...] = ()
+        self._leading = leading
+        self._row_sums_BH: Tensor | None = None
         self._sums_BHT: Tensor | None = None
         self._earlier_BHT: Tensor | None = None
         self._seen_by_BGT: Tensor | None = None
@@ -75,26 +81,33 @@ class LayerTotals:
             )
         self._keys_BTN = new_BTN if before_BTN is None else torch.cat((before_BTN, new_BTN), dim=1)
 
-    def add_prefixes(self, prefixes_BHES: Tensor) -> None:
-        """Take in the sums over the queries before each length."""
-        self._prefixes_BHES = prefixes_BHES
+    def add_row_sums(self, sums_BH: Tensor) -> None:
+        """Take in sums of rows that do not sum to one, over the counted queries of a pass."""
+        self._row_sums_BH = sums_BH if self._row_sums_BH is None else self._row_sums_BH + sums_BH
 
     @torch.no_grad()
     def record(self, real: RealTokens) -> LayerRecord:
-        """Means over the real tokens so far."""
+        """Means over the real tokens so far, `real` being where they are behind the leading ones."""
         assert self._sums_BHT is not None
-        assert self._seen_by_BGT is not None
         count_B = real.count_B.to(self._sums_BHT.device)
         importance_BHT = importance_from_sums(real.align(self._sums_BHT), count_B)
         visible_BHT, view = self._visible(real, count_B)
+        bias_BH, registers_BHN = None if self._bias_BH is None else self._bias_BH / count_B[:, None], None
+        if self._leading:
+            at_BN = real.index_BR[:, :1] - self._leading + torch.arange(self._leading, device=real.index_BR.device)
+            at_BHN = at_BN[:, None].expand(-1, self._sums_BHT.shape[1], -1)
+            registers_BHN = self._sums_BHT.gather(-1, at_BHN) / count_B[:, None, None]
+            bias_BH = registers_BHN.sum(-1) if bias_BH is None else registers_BHN.sum(-1) + bias_BH
         return LayerRecord(
             importance_BHT,
-            None if self._bias_BH is None else self._bias_BH / count_B[:, None],
+            bias_BH,
             real.align(torch.cat(self._key_norms, -1)),
             real.align(torch.cat(self._value_norms, -1)),
-            self._cut(),
+            self.prefixes,
             visible_BHT,
             view,
+            row_sums_BH=None if self._row_sums_BH is None else self._row_sums_BH / count_B[:, None],
+            registers_BHN=registers_BHN if self._leading > 1 else None,
         )
 
     def _visible(self, real: RealTokens, count_B: Tensor) -> tuple[Tensor | None, View | None]:
@@ -105,12 +118,6 @@ class LayerTotals:
             sums_BHT = sums_BHT + F.pad(self._earlier_BHT, (0, sums_BHT.shape[-1] - self._earlier_BHT.shape[-1]))
         seen_by_BGT = real.align(self._seen_by_BGT.expand(len(sums_BHT), -1, -1))
         return seen_over(real.align(sums_BHT), seen_by_BGT, count_B)
-
-    def _cut(self) -> tuple[Tensor, ...]:
-        if self._prefixes_BHES is None:
-            return ()
-        sums = zip(self._lengths, self._prefixes_BHES.unbind(2), strict=True)
-        return tuple(prefix_importance(sums_BHS, length) for length, sums_BHS in sums)
 
 
 def _grown(total_BHT: Tensor | None, part_BHS: Tensor, positions: int) -> Tensor:

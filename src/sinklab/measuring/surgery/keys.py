@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from sinklab.errors import InputError, SinklabError
-from sinklab.measuring.native import attention_cores
 from sinklab.measuring.surgery.places import FirstTokens, first_tokens, residual_blocks
 from sinklab.model.transformer import Transformer
 from sinklab.models.hooks import hooked
 from sinklab.models.huggingface.anatomy import attention_layers, layer_kinds
+from sinklab.models.native import attention_cores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

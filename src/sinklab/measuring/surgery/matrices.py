@@ -4,20 +4,20 @@ Models that dispatch their attention, and ours, are asked through their own code
 identity: that output is the matrix. The others return their matrices themselves.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from sinklab.attention.core import AttentionCore
-from sinklab.measuring.native import attention_cores
+from sinklab.attention.layer_call import LayerCall
 from sinklab.measuring.surgery.places import residual_blocks
 from sinklab.model.transformer import Transformer
+from sinklab.models.adapter import Adapter, adapt
 from sinklab.models.hooks import evaluating, hidden_states, hooked
-from sinklab.models.huggingface.anatomy import input_device
+from sinklab.models.intercept import intercept
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,13 +45,11 @@ def attention_matrices(model: "PreTrainedModel | Transformer", tokens_BT: Tensor
     Raises:
         SinklabError: the blocks of the model could not be found.
     """
-    found = Matrices([], [], [])
-    if isinstance(model, Transformer):
-        keeping, options = _kept_by_cores(model, found), {}
-    else:
-        keeping, options = _kept_through_transformers(model, found)
-    with evaluating(model), keeping, _kept_hidden(residual_blocks(model), found.hidden):
-        output = model(tokens_BT.to(input_device(model)), **options)
+    found, adapter = Matrices([], [], []), adapt(model)
+    options = {} if isinstance(model, Transformer) else {"use_cache": False}
+    options |= {} if adapter.dispatches else {"output_attentions": True}
+    with evaluating(model), _keeping(adapter, found), _kept_hidden(residual_blocks(model), found.hidden):
+        output = model(tokens_BT.to(adapter.device), **options)
     if not found.attention:
         found.attention.extend(output.attentions)
     return found
@@ -66,50 +64,22 @@ def _kept_hidden(blocks: list[nn.Module], hidden: list[Tensor]) -> Iterator[None
         yield
 
 
-@contextmanager
-def _kept_by_cores(model: Transformer, found: Matrices) -> Iterator[None]:
-    def seen(core: AttentionCore, args: tuple[Any, ...], _: Any) -> None:
-        q_BHTD, k_BGTD, _, *beside = args
-        found.attention.append(core.forward(q_BHTD, k_BGTD, _identity(k_BGTD), *beside))
-        found.logit_bounds.append(_largest_product(q_BHTD, k_BGTD, q_BHTD.shape[-1] ** -0.5))
+def _keeping(adapter: Adapter, found: Matrices) -> AbstractContextManager[Any]:
+    """Every attention call leaves its matrix; or the model makes its own, in its output."""
+    if not adapter.dispatches:
+        from sinklab.measuring.huggingface.matrix_records import eager_attention
 
-    with hooked(core.register_forward_hook(seen) for core in attention_cores(model)):
-        yield
+        return eager_attention(cast("PreTrainedModel", adapter.module))
 
+    def keep(layer: LayerCall) -> Tensor:
+        layer = layer if layer.library is None else layer.changed(backend="chunked")
+        call = layer.call
+        found.attention.append(replace(layer, value_BGSV=_identity(call.k_BGTD)).output())
+        scale = call.q_BHTD.shape[-1] ** -0.5 if call.scale is None else call.scale
+        found.logit_bounds.append(_largest_product(call.q_BHTD, call.k_BGTD, scale))
+        return layer.output()
 
-def _kept_through_transformers(
-    model: "PreTrainedModel", found: Matrices
-) -> tuple[AbstractContextManager[None], dict[str, bool]]:
-    """Each matrix as its call of the interface shows it, or else in the output of the model; and how to call it."""
-    from sinklab.measuring.huggingface.eager import eager_attention
-    from sinklab.measuring.huggingface.interface import attention_function
-    from sinklab.measuring.huggingface.probe import dispatches
-
-    if dispatches(model):
-        return attention_function(model, _keeping(found)), {"use_cache": False}
-    return eager_attention(model), {"use_cache": False, "output_attentions": True}
-
-
-def _keeping(found: Matrices) -> Callable[..., tuple[Tensor, None]]:
-    """An attention function for transformers' interface that keeps the matrix of every call."""
-    from sinklab.models.huggingface.call import read_call
-
-    def attention(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        **extras: Any,
-    ) -> tuple[Tensor, None]:
-        call = read_call(module, query, key, value, attention_mask, scaling, extras)
-        matrix_BTHT = replace(call, value_BGSV=_identity(key)).output()
-        found.attention.append(matrix_BTHT.transpose(1, 2))
-        found.logit_bounds.append(_largest_product(query, key, call.scale))
-        return call.output(), None
-
-    return attention
+    return intercept(adapter, observe=keep)
 
 
 def _identity(key_BGTD: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ def position_kind(model: "PreTrainedModel | Transformer") -> PositionKind:
                 "the paper's propositions are about causal softmax attention without biases, in every layer"
             )
         return model.config.position.kind
-    from sinklab.measuring.huggingface.probe import dispatches
+    from sinklab.models.huggingface.adapter import HuggingFaceAdapter
     from sinklab.models.huggingface.anatomy import attention_layers
 
     kind = model.config.model_type
@@ -121,7 +121,7 @@ def position_kind(model: "PreTrainedModel | Transformer") -> PositionKind:
             return "alibi"
         rotary = any(type(part).__name__.endswith("RotaryEmbedding") for part in model.modules())
         sink_logits = any(hasattr(part, "sinks") for part in model.modules())
-        if rotary and not sink_logits and dispatches(model):
+        if rotary and not sink_logits and HuggingFaceAdapter(model).dispatches:
             return "rotary"
     raise InputError(f"which of the paper's propositions would speak of a {kind!r} model is not known")
 

@@ -1,22 +1,22 @@
 """A measurement and what is asked for beside it: changed positions, ablations, the propositions on repeated tokens."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
 from sinklab.errors import InputError
-from sinklab.measuring.driver import Watched, measure
+from sinklab.measuring.driver import measure
 from sinklab.measuring.findings import Propositions
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.options import Options
+from sinklab.measuring.options import Options, Study
 from sinklab.measuring.surgery.ablations import check_ablation, measure_ablations, plan_ablation
 from sinklab.measuring.surgery.changes import check_pair, replaced_position, swapped_positions
 from sinklab.measuring.surgery.mixing import check_perturbed, measure_mixing
 from sinklab.measuring.surgery.propositions import LENGTH, check_propositions
 from sinklab.model.transformer import Transformer
+from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import Progress
 
 if TYPE_CHECKING:
@@ -25,65 +25,45 @@ if TYPE_CHECKING:
 TOKENS = 8  # repeated tokens on which the propositions are checked
 
 
-@dataclass(frozen=True)
-class Study:
-    """What is done to a model beside measuring it; by default nothing.
+@contextmanager
+def changed_positions(model: "PreTrainedModel | Transformer", study: Study, length: int) -> Iterator[list[str]]:
+    """The model with its positions changed, and a note on each change.
 
-    Attributes:
-        ablate: names of ablations (ablations.py).
-        swap_position: two learned positions that change places, 1-based.
-        replace_position: a learned position, and the one whose embedding it gets.
-        perturb: position of a token that is replaced by another, to see how far the change spreads, 1-based.
+    Raises:
+        InputError: no learned positions, or one beyond the sequences.
     """
-
-    ablate: Sequence[str] = ()
-    swap_position: tuple[int, int] | None = None
-    replace_position: tuple[int, int] | None = None
-    perturb: int | None = None
-
-    def __post_init__(self) -> None:
-        given: Any = self.ablate
-        if isinstance(given, str):  # which would be read letter by letter
-            raise InputError(f"ablate is one name: give a list, ablate=[{given[:80]!r}]")
-
-    @contextmanager
-    def changed_positions(self, model: "PreTrainedModel | Transformer", length: int) -> Iterator[list[str]]:
-        """The model with its positions changed, and a note on each change.
-
-        Raises:
-            InputError: no learned positions, or one beyond the sequences.
-        """
-        notes = []
-        self.check(length)
-        with ExitStack() as stack:
-            for change, pair, said in (
-                (swapped_positions, self.swap_position, "the learned positions {} and {} swapped"),
-                (replaced_position, self.replace_position, "learned position {} replaced by {}"),
-            ):
-                if pair is not None:
-                    stack.enter_context(change(model, *pair))
-                    notes.append(said.format(*pair))
-            yield notes
-
-    def check(self, length: int) -> None:
-        """Refuse what could be done to no model that reads sequences of `length` tokens.
-
-        Raises:
-            InputError: an unknown ablation, or a position beyond the sequences.
-        """
-        for name in self.ablate:
-            check_ablation(name, length)
-        if self.perturb is not None:
-            check_perturbed(self.perturb, length)
-        for option, pair in (("--swap-position", self.swap_position), ("--replace-position", self.replace_position)):
+    notes = []
+    check_study(study, length)
+    with ExitStack() as stack:
+        for change, pair, said in (
+            (swapped_positions, study.swap_position, "the learned positions {} and {} swapped"),
+            (replaced_position, study.replace_position, "learned position {} replaced by {}"),
+        ):
             if pair is not None:
-                check_pair(*pair)
-                if pair[0] > length:
-                    raise InputError(f"{option} {pair[0]} {pair[1]}: the sequences have {length} tokens")
+                stack.enter_context(change(model, *pair))
+                notes.append(said.format(*pair))
+        yield notes
+
+
+def check_study(study: Study, length: int) -> None:
+    """Refuse what could be done to no model that reads sequences of `length` tokens.
+
+    Raises:
+        InputError: an unknown ablation, or a position beyond the sequences.
+    """
+    for name in study.ablate:
+        check_ablation(name, length)
+    if study.perturb is not None:
+        check_perturbed(study.perturb, length)
+    for option, pair in (("--swap-position", study.swap_position), ("--replace-position", study.replace_position)):
+        if pair is not None:
+            check_pair(*pair)
+            if pair[0] > length:
+                raise InputError(f"{option} {pair[0]} {pair[1]}: the sequences have {length} tokens")
 
 
 def measure_with_study(
-    watched: Watched,
+    adapter: Adapter,
     tokens_NT: Tensor,
     options: Options,
     study: Study,
@@ -103,8 +83,8 @@ def measure_with_study(
         InputError: an ablation or a position that the model or the sequences do not have.
         SinklabError: the model cannot be measured, or an ablation not be carried out.
     """
-    model = watched.model
-    bare = replace(options, lengths=(), details=False, maps=())
+    model = cast("PreTrainedModel | Transformer", adapter.module)
+    bare = options.model_copy(update={"lengths": (), "details": False, "maps": ()})
 
     passes, before = 1, 0
 
@@ -115,12 +95,12 @@ def measure_with_study(
     def remeasure(tokens_NT: Tensor, first_target: int) -> Measurement:
         nonlocal before
         before += 1
-        return measure(watched, tokens_NT, replace(bare, first_target=first_target), progress=reached)
+        return measure(adapter, tokens_NT, bare.model_copy(update={"first_target": first_target}), progress=reached)
 
-    with study.changed_positions(model, tokens_NT.shape[-1]) as notes:
+    with changed_positions(model, study, tokens_NT.shape[-1]) as notes:
         plans = [plan_ablation(name, model, tokens_NT, bos_tokens) for name in study.ablate]
         passes += len(plans) + len({plan.first_target for plan in plans} - {2})  # which need the loss before, too
-        measurement = measure(watched, tokens_NT, options, progress=reached)
+        measurement = measure(adapter, tokens_NT, options, progress=reached)
         if plans and measurement.loss is None:
             raise InputError("an ablation shows the change in loss: measure with the loss, on two tokens or more")
         found: dict[str, Any] = {}
@@ -129,7 +109,7 @@ def measure_with_study(
         if study.perturb is not None:
             found["mixing"] = measure_mixing(model, tokens_NT, study.perturb, options.batch_size)
         if study.perturb is not None or any(plan.hidden for plan in plans):
-            notes += watched.kinds.notes_on_hidden_keys()
+            notes += adapter.kinds.notes_on_hidden_keys()
         if measurement.inputs == "repeat":
             found["propositions"] = _propositions(model, tokens_NT, notes)
     if notes:

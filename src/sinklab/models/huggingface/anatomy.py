@@ -132,8 +132,8 @@ def rotary_parameters(config: "PretrainedConfig") -> list[dict[str, Any]]:
     return [rope for rope in ((given,) if "rope_type" in given else given.values()) if isinstance(rope, dict)]
 
 
-def turns_otherwise(config: "PretrainedConfig", length: int, longest: int) -> bool:
-    """Whether rotary embeddings differ between sequences of two lengths (`dynamic_rope_update` of transformers)."""
+def rope_depends_on_length(config: "PretrainedConfig", length: int, longest: int) -> bool:
+    """Whether the RoPE scaling differs between sequences of two lengths (`dynamic_rope_update` of transformers)."""
     text = config.get_text_config(decoder=True)
     for rope in rotary_parameters(config):
         kind = rope.get("rope_type")

@@ -47,7 +47,7 @@ def forward_loss(
         return summed_loss(model(tokens_BT, **arguments).logits, wanted_BT), number
     total = 0.0
     with ExitStack() as stack:
-        parts = [stack.enter_context(_standing_still(part)) for part in bodies(model)]
+        parts = [stack.enter_context(answering(part)) for part in bodies(model)]
         model(tokens_BT, **arguments, logits_to_keep=1)
         for part in parts:
             part.still = True
@@ -93,9 +93,9 @@ def makes_logits_in_pieces(model: PreTrainedModel) -> bool:
 class _Body:
     """The latest output of a body; while `still`, the body answers with it instead of running."""
 
-    def __init__(self, forward: Any) -> None:
-        self.still = False
-        self._forward, self._output = forward, None
+    def __init__(self, forward: Any, output: Any) -> None:
+        self.still = output is not None
+        self._forward, self._output = forward, output
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.still:
@@ -104,9 +104,10 @@ class _Body:
 
 
 @contextmanager
-def _standing_still(part: nn.Module) -> Iterator[_Body]:
+def answering(part: nn.Module, output: Any = None) -> Iterator[_Body]:
+    """The body answers with this output instead of running; where none is given, with its latest once it is `still`."""
     own = part.__dict__.get("forward")
-    body = _Body(part.forward)
+    body = _Body(part.forward, output)
     part.__dict__["forward"] = body
     try:
         yield body

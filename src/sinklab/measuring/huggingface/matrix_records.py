@@ -27,16 +27,16 @@ from sinklab.measuring.metrics import importance_from_sums
 from sinklab.measuring.records import LayerRecord
 from sinklab.measuring.statistics.watch import DetailsWatch
 from sinklab.models.hooks import hooked, token_norms
-from sinklab.models.huggingface.anatomy import attention_implementation, decoder_blocks
+from sinklab.models.huggingface.anatomy import attention_implementation, attention_layers, decoder_blocks
 
 
-class EagerProbe(Recorder):
+class MatrixRecords(Recorder):
     """What was recorded of the sequences read, from the matrices that the model returns."""
 
     def __init__(
         self, model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsWatch | None = None
     ) -> None:
-        super().__init__(model, lengths, details)
+        super().__init__(model, attention_layers(model.config), lengths, details)
         self.backends = {"eager"}
         self._records: list[LayerRecord] = []
         self._importance: list[Tensor] = []
@@ -136,15 +136,15 @@ def _rows(weights_BHTT: Tensor) -> Rows:
 
 
 @contextmanager
-def eager_probe(
+def matrix_records(
     model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsWatch | None = None
-) -> Iterator[EagerProbe]:
+) -> Iterator[MatrixRecords]:
     """`probe` for a model that ignores the attention interface.
 
     Raises:
         SinklabError: in a forward pass, where the attention of some layer could not be recorded, or with a cache.
     """
-    watch = EagerProbe(model, lengths, details)
+    watch = MatrixRecords(model, lengths, details)
     watching = (
         model.register_forward_pre_hook(watch._entering, with_kwargs=True),
         model.register_forward_hook(watch._leaving),

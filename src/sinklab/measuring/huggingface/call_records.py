@@ -1,0 +1,175 @@
+"""Records of a model whose attention calls are intercepted: foreign ones through transformers, exported ones of ours.
+
+A foreign call is computed here where that is cheapest, output and column sums from the same scores (one_pass.py). Where
+gradients are wanted, on CUDA, and where the output is computed elsewhere, the sums are taken beside it.
+
+A model that ignores the interface is not measured as zero: the calls are counted, and the matrices that such a model
+returns itself are read by matrix_records.py.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from sinklab.attention.layer_call import LayerCall
+from sinklab.attention.one_pass import attend_and_sum
+from sinklab.attention.real_tokens import RealTokens, real_tokens
+from sinklab.errors import SinklabError
+from sinklab.measuring.huggingface.recorder import Recorder
+from sinklab.measuring.huggingface.totals import LayerTotals, prefix_importance
+from sinklab.measuring.records import LayerRecord
+from sinklab.measuring.statistics.block import Angles
+from sinklab.measuring.statistics.watch import DetailsWatch
+from sinklab.models.adapter import Adapter
+from sinklab.models.hooks import hooked
+from sinklab.models.intercept import intercept
+from sinklab.models.native import NativeAdapter
+
+
+class CallRecords(Recorder):
+    """Records of the sequences that a model has read, while it decodes from a cache as well.
+
+    Positions of a core of ours are padding, then the learned leading tokens, then the tokens (model/past.py).
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, adapter: Adapter, lengths: Sequence[int], details: DetailsWatch | None
+    ) -> None:
+        super().__init__(model, adapter.attention_layers, lengths, details)
+        self._native = isinstance(adapter, NativeAdapter)
+        self._totals: list[LayerTotals] = []
+        self._calls = 0
+        self._running = self._cached = False
+        self._placed: RealTokens | None = None  # where the real tokens are among the positions of a layer
+
+    def _latest(self) -> list[LayerRecord]:
+        placed = self._placed
+        return [] if placed is None else [totals.record(placed) for totals in self._totals]
+
+    def _forget_latest(self) -> None:
+        self._totals, self._placed = [], None
+
+    def observe(self, layer: LayerCall) -> Tensor | None:
+        """Take in a call; gives its output where that was computed beside the sums."""
+        if not self._running:
+            if self._native:
+                return None  # the transformer inside of the model was called, not the model
+            raise SinklabError("a probed model was not called itself, only a part of it: call model(...)")
+        fused = layer.library is not None and (layer.fusible or bool(self._lengths))
+        with torch.no_grad():
+            out = self._take_in(layer.exact() if self._native else layer, fused)
+        self._calls += 1
+        return out
+
+    def _take_in(self, layer: LayerCall, fused: bool) -> Tensor | None:
+        q, k, T = layer.call.q_BHTD, layer.call.k_BGTD, layer.length
+        if not self._calls:
+            self._placed = self._behind_leading(layer) if self._native else self._real
+        assert self._placed is not None
+        if k.shape[2] > self._placed.mask_BT.shape[1] and not self._cached:
+            raise SinklabError(
+                f"attention layer {self._calls + 1} of this {self._model.config.model_type!r} model has {k.shape[2]} "
+                f"keys for {self._seen} tokens: it appends keys that each stand for several tokens (compressed "
+                "attention, as in DeepSeek-V4), so how much single tokens are attended to cannot be measured"
+            )
+        counted_BT = self._placed.mask_BT[:, -T:].to(q.device) if self._placed.padded else None
+        if self._calls == len(self._totals):
+            self._totals.append(LayerTotals(layer.leading))
+        elif self._native and k.shape[2] == T:  # the beginning is read once more, as under a prefix mask
+            self._totals[self._calls] = LayerTotals(layer.leading)
+        totals, exact, out = self._totals[self._calls], layer.exact(), None
+        if fused:
+            out, sums, prefixes_BHES = attend_and_sum(layer.call, layer.value_BGSV, counted_BT, self._lengths)
+            cut = zip(self._lengths, prefixes_BHES.unbind(2), strict=True)
+            totals.prefixes = tuple(prefix_importance(sums_BHS, length) for length, sums_BHS in cut)
+        else:
+            sums, cut = exact.column_sums(counted_BT), (layer.leading + length for length in self._lengths)
+            totals.prefixes = tuple(exact.cut(positions).importance().positions_BHT for positions in cut)
+        totals.add(sums, layer.visible_queries(counted_BT), k.detach(), layer.value_BGSV.detach(), T)
+        if not exact.operation.sums_to_one:
+            row_sums_BHT = exact.operation.row_sums(exact.call)
+            counted = row_sums_BHT if counted_BT is None else row_sums_BHT.where(counted_BT[:, None], 0)
+            totals.add_row_sums(counted.sum(-1))
+        if self._details is not None:
+            self._details.values(layer.value_BGSV)
+            self._details.attention(exact.rows(), q.shape[1], Angles(q, k, layer.call.mask))
+        return out
+
+    def _behind_leading(self, layer: LayerCall) -> RealTokens:
+        """Where the real tokens are among the positions of a core."""
+        assert self._real is not None
+        count_B = self._real.count_B.to(layer.call.q_BHTD.device)
+        start_B = torch.zeros_like(count_B) if layer.padding_B is None else layer.padding_B
+        at_S, first_B1 = (
+            torch.arange(layer.call.k_BGTD.shape[2], device=count_B.device),
+            (start_B + layer.leading)[:, None],
+        )
+        return real_tokens((at_S >= first_B1) & (at_S < first_B1 + count_B[:, None]))
+
+    def entering(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A hook: a forward pass of the model begins."""
+        if self._paused:
+            return
+        given = self._signature.bind_partial(*args, **kwargs).arguments
+        self._entering_sequences(given)
+        tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+        mask_BT = given.get("attention_mask")
+        self._seen += tokens.shape[1]
+        ones_BT = torch.ones(len(tokens), self._seen, device=tokens.device)
+        self._real = self._real_tokens(ones_BT if mask_BT is None else mask_BT)
+        self._calls, self._running, self._cached = 0, True, given.get("past_key_values") is not None
+
+    def leaving(self, _: nn.Module, __: tuple[Any, ...], ___: Any) -> None:
+        """A hook: it has ended.
+
+        Raises:
+            SinklabError: the attention of some layer could not be recorded.
+        """
+        if self._paused:
+            return
+        self._running = False
+        if self._calls != self._expected:
+            raise self.unrecorded()
+        self._whole = True
+
+    @property
+    def tripped(self) -> bool:
+        """Whether a pass has ended before its first attention call."""
+        return self._running and not self._calls
+
+    def unrecorded(self) -> SinklabError:
+        """The error where calls are missing."""
+        return SinklabError(
+            f"the attention of {self._calls} of {self._expected} layers could be recorded: the model type "
+            f"{self._model.config.model_type!r} does not pass all of its attention through transformers' attention "
+            "interface, so sinks in it cannot be measured. Measure a model of another type, or try a newer version "
+            "of transformers."
+        )
+
+
+@contextmanager
+def call_records(
+    model: PreTrainedModel, adapter: Adapter, lengths: Sequence[int] = (), details: DetailsWatch | None = None
+) -> Iterator[CallRecords]:
+    """`probe` for a model whose attention calls can be intercepted.
+
+    Raises:
+        SinklabError: in a forward pass, where some layer's attention was not.
+    """
+    records = CallRecords(model, adapter, lengths, details)
+    watching = (
+        model.register_forward_pre_hook(records.entering, with_kwargs=True),
+        model.register_forward_hook(records.leaving),
+    )
+    try:
+        with hooked(watching), intercept(adapter, observe=records.observe) as use:
+            records.backends = {str(adapter.cores[0].backend)} if isinstance(adapter, NativeAdapter) else use.backends
+            yield records
+    except (AttributeError, KeyError, TypeError) as error:
+        if records.tripped:  # a model that ignores the interface and trips over its masks (MPT)
+            raise records.unrecorded() from error
+        raise

@@ -1,0 +1,115 @@
+"""transformers' attention interface: a function of ours in the place of a model's attention, and the calls it gets.
+
+The model's configs name that function. The same name is registered for masks with `sdpa_mask`: without that,
+transformers silently drops padding and sliding windows. Rejected: `output_attentions` (forces eager, keeps every T x T
+matrix); patching modules by class name (one patch per architecture).
+
+Models that dispatch through `AttentionInterface` call f(module, q, k, v, mask, scaling=..., **extras) with keys and
+values not repeated over their groups (H query heads, G key heads). What the extras mean for the scores:
+
+    softcap         z -> softcap * tanh(z / softcap)                        (Gemma 2)
+    s_aux           a sink logit per head that takes part in the softmax    (gpt-oss)
+    position_bias   added to the scores                                     (relative positions)
+    sliding_window  already in the mask, because `sdpa_mask` builds it
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+from sinklab.attention import masks
+from sinklab.attention.layer_call import LayerCall, LibraryKernel
+from sinklab.attention.operations.call import Call
+from sinklab.attention.operations.similarity import Softmax
+from sinklab.attention.primitive import attend
+from sinklab.attention.scores import Score, broadcast_index, compose, softcap
+from sinklab.errors import SinklabError
+from sinklab.models.huggingface.anatomy import attention_implementation
+
+NOT_UNDERSTOOD = ("sinks", "block_indices")  # extras that change the scores in ways not implemented here
+SOFTMAX = Softmax()
+_numbers = itertools.count()
+
+
+def read_call(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **extras: Any,
+) -> LayerCall:
+    """Read the arguments of one call.
+
+    Raises:
+        SinklabError: the attention is not causal, or an extra is not understood.
+    """
+    for name in NOT_UNDERSTOOD:
+        if extras.get(name) is not None:
+            raise SinklabError(f"{type(module).__name__} passes `{name}`, which sinklab cannot measure yet")
+    cap, sinks, bias = (extras.get(name) for name in ("softcap", "s_aux", "position_bias"))
+    score = compose(softcap(cap) if cap is not None else None, _additive(bias))
+    if attention_mask is None or attention_mask.dtype == torch.bool:
+        allowed = _allowed(module, attention_mask, extras, key.shape[2] - query.shape[2])
+    else:  # what is added to a hidden score is the lowest number there is, or near it
+        score = compose(score, _additive(attention_mask))
+        allowed = masks.Dense(attention_mask > torch.finfo(attention_mask.dtype).min / 2, later=True)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    call = Call(query, key, allowed, position=score, logit_H=sinks, scale=scale)
+
+    def fused() -> Tensor:
+        kernel = AttentionInterface._global_mapping["sdpa"]
+        return kernel(module, query, key, value, attention_mask, scaling=scaling, **extras)[0].transpose(1, 2)
+
+    def chunked() -> Tensor:
+        out_BHTV, lse_BHT = attend(query, key, value, score=score, mask=allowed, scale=scale)
+        if sinks is not None:
+            out_BHTV = out_BHTV * torch.sigmoid(lse_BHT - sinks[None, :, None])[..., None].to(out_BHTV.dtype)
+        return out_BHTV
+
+    library = LibraryKernel("sdpa", fused) if cap is None and sinks is None else LibraryKernel("chunked", chunked)
+    return LayerCall(SOFTMAX, call, value, library=library)
+
+
+def _allowed(module: nn.Module, mask: Tensor | None, extras: dict[str, Any], cached: int) -> masks.Mask:
+    if mask is not None:
+        return masks.Dense(mask, later=bool(mask.triu(1 + cached).any()))
+    is_causal = extras.get("is_causal")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise SinklabError(
+            f"{type(module).__name__} attends to later tokens as well: sinks are measured on causal language models"
+        )
+    return masks.CAUSAL
+
+
+def _additive(bias: Tensor | None) -> Score | None:
+    """z + bias[b, h, q, k], batch and head of the bias broadcasting; its queries are the last of the positions."""
+    if bias is None:
+        return None
+    rows, heads, queries, keys = bias.shape
+
+    def add(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, bias_BHTS: Tensor) -> Tensor:
+        return z + bias_BHTS[broadcast_index(b, rows), broadcast_index(h, heads), q - (keys - queries), k]
+
+    return Score(add, (bias,))
+
+
+@contextmanager
+def attention_function(model: PreTrainedModel, function: Callable[..., tuple[Tensor, Tensor | None]]) -> Iterator[None]:
+    """All attention that the model passes through the interface is computed by `function`, with boolean masks."""
+    name = f"sinklab-{next(_numbers)}"
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    try:
+        with attention_implementation(model, name):
+            yield
+    finally:
+        AttentionInterface._global_mapping.pop(name, None)
+        AttentionMaskInterface._global_mapping.pop(name, None)

@@ -1,0 +1,102 @@
+"""The door to a model's attention calls: measuring looks at them, assessments change them, in any order of entering.
+
+    with intercept(adapter, observe=records.observe):      # every call as it is computed
+    with intercept(adapter, edit=RollingCache(64, 4)):     # another call in its place
+    with intercept(adapter, compute=ZeroedValues(keys)):   # another output
+
+For each call: all edits, then each observer once, on the edited call, then the output: that of `compute`, else of the
+first observer that has one, else of the library's kernel, else of the operation.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from sinklab.attention.layer_call import LayerCall
+from sinklab.errors import SinklabError
+from sinklab.models.adapter import Adapter
+from sinklab.models.model_lock import probed_alone
+
+Edit = Callable[[LayerCall], LayerCall]
+Compute = Callable[[LayerCall], Tensor]  # (B, H, T, V)
+Observe = Callable[[LayerCall], Tensor | None]  # an output from what it has computed anyway
+
+
+@dataclass(eq=False)
+class Interception:
+    """One use of the door.
+
+    Attributes:
+        backends: what computed the outputs: "one pass" (an observer), "sdpa" or "chunked" (the library's kernel),
+            "compute", "operation".
+    """
+
+    edit: Edit | None = None
+    compute: Compute | None = None
+    observe: Observe | None = None
+    backends: set[str] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class _Door:
+    """All uses of one model, in the order of entering."""
+
+    uses: list[Interception] = field(default_factory=list)
+    installed: ExitStack = field(default_factory=ExitStack)
+
+    def __call__(self, layer: LayerCall) -> Tensor:
+        for use in self.uses:
+            if use.edit is not None:
+                layer = use.edit(layer)
+        compute = next((use.compute for use in self.uses if use.compute is not None), None)
+        out: Tensor | None = None
+        for use in self.uses:
+            if use.observe is not None:
+                free = compute is None and out is None
+                answer = use.observe(layer if free else replace(layer, library=None))
+                out = answer if free else out
+        if compute is not None:
+            backend, out = "compute", compute(layer)
+        elif out is not None:
+            backend = "one pass"
+        elif layer.library is not None:
+            backend, out = layer.library.name, layer.library.output()
+        else:
+            backend, out = "operation", layer.output()
+        for use in self.uses:
+            use.backends.add(backend)
+        return out
+
+
+_doors: WeakKeyDictionary[nn.Module, _Door] = WeakKeyDictionary()
+
+
+@contextmanager
+def intercept(
+    adapter: Adapter, *, edit: Edit | None = None, compute: Compute | None = None, observe: Observe | None = None
+) -> Iterator[Interception]:
+    """Every attention call inside the block is edited, computed or observed.
+
+    Raises:
+        SinklabError: another thread does so, or there is a `compute` already.
+    """
+    use = Interception(edit, compute, observe)
+    with probed_alone(adapter.module):
+        door = _doors.get(adapter.module)
+        if door is None:
+            door = _Door()
+            door.installed.enter_context(adapter.intercepted(door))
+            _doors[adapter.module] = door
+        if compute is not None and any(other.compute is not None for other in door.uses):
+            raise SinklabError("the attention of this model is computed in another way already: end that first")
+        door.uses.append(use)
+        try:
+            yield use
+        finally:
+            door.uses.remove(use)
+            if not door.uses:
+                del _doors[adapter.module]
+                door.installed.close()

@@ -1,0 +1,157 @@
+"""Our own transformer behind `Adapter`: its cores hand their calls to a door."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from sinklab.attention.blocks import accumulate_dtype
+from sinklab.attention.core import AttentionCore
+from sinklab.attention.layer_call import LayerCall, ShiftRope
+from sinklab.attention.real_tokens import RealTokens
+from sinklab.errors import InputError
+from sinklab.model.config import ModelConfig
+from sinklab.model.loss import next_token_loss
+from sinklab.model.position import Absolute, Learnable, Rotary, rotate
+from sinklab.model.transformer import Transformer
+from sinklab.models.layer_kinds import LayerKinds
+from sinklab.models.memory import Sizes, sizes_of_run
+
+
+def attention_cores(model: nn.Module) -> list[AttentionCore]:
+    """Where queries meet keys, in the order of the layers; also of the code that came with an exported model."""
+    blocks = cast("Sequence[Any]", model.blocks)
+    return [block.attention.core for block in blocks if hasattr(getattr(block, "attention", None), "core")]
+
+
+class NativeAdapter:
+    """`adapter.Adapter` of a sinklab transformer."""
+
+    dispatches = True
+
+    def __init__(self, model: Transformer) -> None:
+        config, first = model.config, next(model.parameters())
+        self.module, self.device, self.dtype = model, first.device, first.dtype
+        self.blocks, self.cores = list(model.blocks), attention_cores(model)
+        numbers = range(1, config.layers + 1)
+        linear = tuple(number for number in numbers if number not in config.attention_layers)
+        self.kinds = LayerKinds(config.layers, config.attention_layers, linear)
+        self.leading, self.first_target, self.context = model.leading, config.first_target, config.context
+        self.attention_layers, self.heads = len(self.cores), config.heads
+        post = config.norm.placement == "post"
+        norms = [norm for one in model.blocks for norm in (one.attention_norm, one.ffn_norm) if post]
+        self.post_norms: Sequence[nn.Module] = cast("list[nn.Module]", norms)
+        self.proxy = any(core.proxy for core in self.cores)
+        ends = config.position.kind == "learnable"
+        self.ends = f"its learned table of positions ends at {config.context}" if ends else None
+
+    def check(self, tokens_NT: Tensor, longest: int, lengths: Sequence[int]) -> None:
+        """Refuse sequences beyond the context, and lengths at which a prefix mask cuts other ones.
+
+        Raises:
+            InputError: either of them.
+        """
+        mask = self.module.config.attention.mask
+        if longest > self.context:
+            raise InputError(
+                f"sequences of {longest} tokens are beyond model.context {self.context}: the model has not been "
+                "trained at those positions; cut the tokens"
+            )
+        if mask.kind == "prefix" and lengths and lengths[0] < mask.length:
+            raise InputError(
+                f"lengths {list(lengths)}: under a prefix mask the first {mask.length} tokens see each other, so "
+                f"sequences cut before are others: give lengths from {mask.length} on"
+            )
+
+    def read(
+        self,
+        tokens_BT: Tensor,
+        real: RealTokens,
+        first_target: int | None,
+        paused: AbstractContextManager[None],
+    ) -> tuple[Tensor, int]:
+        """One forward pass, and the loss over the targets that training counts as well."""
+        hidden_BTE = self.hidden(tokens_BT)
+        nothing = hidden_BTE.new_zeros((), dtype=torch.float64), 0
+        if first_target is None:
+            return nothing
+        first = max(first_target, self.first_target) - 1
+        hidden_BTE, targets_BT = hidden_BTE[:, first - 1 : -1], tokens_BT[:, first:]
+        if not targets_BT.numel():
+            return nothing
+        mean = next_token_loss(hidden_BTE.flatten(0, 1), self.module.head.weight, targets_BT.flatten())
+        return mean.double() * targets_BT.numel(), targets_BT.numel()
+
+    def run(self, tokens_BT: Tensor) -> None:
+        """One forward pass without the head."""
+        self.hidden(tokens_BT)
+
+    def hidden(self, tokens_BT: Tensor) -> Tensor:
+        """The stream after the final norm, leading tokens dropped."""
+        return self.module.hidden(tokens_BT)
+
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        """Of the next token."""
+        logits_RV = self.module.head(hidden_RE)
+        return logits_RV.to(accumulate_dtype(logits_RV.dtype))
+
+    def sizes(self, padded: bool, matrices: bool) -> Sizes:
+        """Of the model's config."""
+        return sizes_of_run(self.module.config)
+
+    def notes(self) -> list[str]:
+        """Nothing that its recipe does not say."""
+        return []
+
+    def inseparable(self) -> str | None:
+        """Under a prefix mask a cache holds less than queries see."""
+        if self.module.config.attention.mask.kind != "prefix":
+            return None
+        return (
+            "it has a prefix mask, under which queries see later tokens: a cache, which holds earlier ones, cannot be "
+            "assessed with it"
+        )
+
+    def fixed_positions(self) -> str | None:
+        """Those that are added to the embeddings."""
+        position = self.module.config.position
+        if isinstance(position, Learnable | Absolute):
+            return f"its {position.kind} positions are added to the embeddings"
+        return None
+
+    @contextmanager
+    def intercepted(self, door: Callable[[LayerCall], Tensor]) -> Iterator[None]:
+        """Every core computes what `door` makes of its call."""
+        shift = shift_rope(self.module.config)
+
+        def through(index: int, layer: LayerCall) -> Tensor:
+            return door(replace(layer, index=index, shift_rope=shift))
+
+        try:
+            for index, core in enumerate(self.cores, 1):
+                core.door = partial(through, index)
+            yield
+        finally:
+            for core in self.cores:
+                core.door = None
+
+
+def shift_rope(config: ModelConfig) -> ShiftRope | None:
+    """The rotation of `model/block.py`, by any number of positions; of `model/latent.py` that of the last numbers."""
+    if not isinstance(config.position, Rotary):
+        return None
+    theta, key_width, width = config.position.theta, config.key_width, config.rotary_width
+
+    def shift(x_BHLD: Tensor, by_L: Tensor) -> Tensor:
+        dtype: Any = accumulate_dtype(x_BHLD.dtype)
+        frequency = theta ** (-torch.arange(0, width, 2, device=x_BHLD.device, dtype=dtype) / width)
+        angle_LC = by_L.to(x_BHLD.device, dtype)[:, None] * frequency
+        cos_L1C, sin_L1C = angle_LC.cos()[:, None], angle_LC.sin()[:, None]
+        still, turned = x_BHLD.unflatten(-1, (-1, key_width)).split((key_width - width, width), dim=-1)
+        return torch.cat((still, rotate(turned, cos_L1C, sin_L1C)), dim=-1).flatten(-2)
+
+    return shift

@@ -1,0 +1,109 @@
+"""Command line options made from settings models."""
+
+from typing import Annotated, Literal
+
+import pytest
+import typer
+from pydantic import Field, field_validator
+from typer.testing import CliRunner
+
+from sinklab.commands.from_model import Only, with_options
+from sinklab.errors import InputError
+from sinklab.settings import CommandSettings, Flag, Several
+
+
+class Inner(CommandSettings, frozen=True):
+    kind: Literal["one", "two"] = Field(default="one", description="One of two.")
+    loss: bool = Field(default=True, description="Leave it out.")
+
+
+class Outer(CommandSettings, frozen=True):
+    inner: Inner = Inner()
+    count: int = Field(default=3, ge=1, le=9, description="How many.")
+    sizes: Annotated[Several[Annotated[int, Field(ge=2)]], Flag("--size", metavar="N")] = Field(
+        default=(), description="May be repeated."
+    )
+    pair: tuple[int, int] | None = Field(default=None, description="Two of them.")
+    share: float | None = Field(default=None, description="None: whatever fits.")
+    hidden: int = 7
+
+    @field_validator("share")
+    @classmethod
+    def _is_a_share(cls, share: float | None) -> float | None:
+        if share is not None and share > 1:
+            raise InputError(f"--share {share}: give a share")
+        return share
+
+
+def called(*arguments: object, default: Outer | None = None, only: Only | None = None) -> Outer:
+    found: list[Outer] = []
+
+    def command(*, name: str = "x", settings: Annotated[Outer, only] = default) -> None:  # type: ignore[assignment]
+        found.append(settings)
+
+    app = typer.Typer()
+    app.command()(with_options(command))
+    app([str(one) for one in arguments], standalone_mode=False)
+    return found[0]
+
+
+def shown() -> str:
+    app = typer.Typer()
+
+    @app.command()
+    @with_options
+    def command(settings: Outer) -> None: ...
+
+    return CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
+
+
+def test_without_options_the_settings_have_their_defaults() -> None:
+    assert called() == Outer()
+
+
+def test_every_field_is_an_option() -> None:
+    options = ("--kind", "two", "--no-loss", "--count", 4, "--size", 2, "--size", 3, "--pair", 5, 6, "--share", 0.5)
+    assert called(*options) == Outer(inner=Inner(kind="two", loss=False), count=4, sizes=(2, 3), pair=(5, 6), share=0.5)
+
+
+def test_help_bounds_choices_and_defaults_are_those_of_the_fields() -> None:
+    lines = {line.split()[1]: line for line in shown().splitlines() if "--" in line}
+    assert "1<=x<=9" in lines["--count"]
+    assert "How many. [default: 3]" in lines["--count"]
+    assert "<one|two>" in lines["--kind"]
+    assert "N" in lines["--size"].split()
+    assert {"--no-loss", "--pair", "--share"} < lines.keys()
+    assert "--hidden" not in lines
+
+
+def test_a_command_may_have_some_of_the_fields_and_defaults_of_its_own() -> None:
+    default = Outer(count=5, hidden=8, inner=Inner(kind="two"))
+    assert called("--no-loss", default=default, only=Only("loss", "count")) == default.model_copy(
+        update={"inner": Inner(kind="two", loss=False)}
+    )
+    with pytest.raises(Exception, match="No such option: --share"):
+        called("--share", 1, only=Only("count"))
+
+
+def test_an_error_of_a_validator_keeps_its_sentence() -> None:
+    with pytest.raises(InputError, match=r"^--share 2.0: give a share$"):
+        called("--share", 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"count": 0}, "--count 0: Input should be greater than or equal to 1"),
+        ({"sizes": [2, 1]}, "--size 1: "),
+        ({"count": "4"}, "--count '4': Input should be a valid integer"),
+        ({"cuont": 4}, "cuont 4: Extra inputs are not permitted"),
+    ],
+)
+def test_what_is_not_valid_is_named_by_its_option(values: dict[str, object], said: str) -> None:
+    with pytest.raises(InputError, match=f"^{said}"):
+        Outer(**values)  # type: ignore[arg-type]
+
+
+def test_settings_are_written_and_read_by_themselves() -> None:
+    settings = Outer(sizes=(4, 5), pair=(1, 2))
+    assert Outer.model_validate(settings.model_dump()) == settings
