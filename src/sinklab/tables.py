@@ -23,6 +23,15 @@ def number_text(value: float | None, form: str = "") -> str:
     return format(value, form)
 
 
+NUMBER_WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+
+
+def counted(number: int, noun: str) -> str:
+    """`three runs`, `one run`, `17 runs`."""
+    word = NUMBER_WORDS[number] if number < len(NUMBER_WORDS) else str(number)
+    return f"{word} {noun}{'' if number == 1 else 's'}"
+
+
 @dataclass(frozen=True)
 class TableCell:
     """A value with what is shown beside it.

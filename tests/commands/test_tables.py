@@ -8,7 +8,7 @@ import torch
 from made_measurement import made_measurement
 from rich.console import Console
 
-from sinklab.commands.terminal.measurements import print_measurement, print_sizes
+from sinklab.commands.terminal.results import print_measurement, print_sizes
 from sinklab.commands.terminal.tables import print_table
 from sinklab.measuring.accumulate import Accumulator, Batch, measurement_from
 from sinklab.measuring.batches import Cost

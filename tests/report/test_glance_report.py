@@ -16,9 +16,9 @@ from sinklab.report.collect import collect
 from sinklab.report.experiments.figures import board_figure
 from sinklab.report.experiments.glance import glance
 from sinklab.report.experiments.leaderboard import leaderboard
-from sinklab.report.experiments.origins import origins
 from sinklab.report.experiments.packing import pack_sweep
 from sinklab.report.experiments.sections import experiment_sections, grouped
+from sinklab.report.experiments.sweeps import origins
 
 
 @pytest.fixture(scope="module")

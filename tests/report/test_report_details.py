@@ -12,7 +12,7 @@ import vl_convert as vlc
 from report_fixtures import make_measurement
 from rich.console import Console
 
-from sinklab.commands.terminal.measurements import print_measurement
+from sinklab.commands.terminal.results import print_measurement
 from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
 from sinklab.model.config import ModelConfig

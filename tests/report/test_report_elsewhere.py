@@ -12,7 +12,7 @@ from rich.console import Console
 from sweep_fixtures import make_sweep
 
 from sinklab.commands.console import describe
-from sinklab.commands.terminal.report import print_report, print_summary
+from sinklab.commands.terminal.results import print_report, print_summary
 from sinklab.commands.terminal.training import print_runs
 from sinklab.experiments.documents import CellSummary, Summary
 from sinklab.measuring.statistics.highest import highest_rate, sink_elsewhere

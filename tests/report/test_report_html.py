@@ -179,7 +179,7 @@ def test_reading_and_the_terminal_work_without_the_chart_libraries() -> None:
     program = (
         "import sys; sys.modules['altair'] = sys.modules['vl_convert'] = None\n"
         "import sinklab, sinklab.report, sinklab.report.collect, sinklab.report.summary\n"
-        "import sinklab.commands.terminal.report\n"
+        "import sinklab.commands.terminal.results\n"
         "import importlib.util\n"
         "if importlib.util.find_spec('sinklab.commands.app'): import sinklab.commands.app\n"
     )

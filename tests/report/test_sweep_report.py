@@ -15,7 +15,7 @@ from sweep_fixtures import CELLS, EXPERIMENTS, MadeCell, make_sweep
 from table_texts import table_texts
 from test_report_html import Page
 
-from sinklab.commands.terminal.report import print_report
+from sinklab.commands.terminal.results import print_report
 from sinklab.errors import InputError
 from sinklab.experiments.documents import ExperimentSummary
 from sinklab.report import write_report

@@ -167,7 +167,7 @@ def report(
     ] = None,
 ) -> None:
     """(Re)draw report.html from what is on disk, also while runs go on."""
-    from sinklab.commands.terminal.report import print_report
+    from sinklab.commands.terminal.results import print_report
     from sinklab.report import write_report
     from sinklab.report.collect import collect
 

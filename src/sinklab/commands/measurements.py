@@ -12,7 +12,7 @@ from rich.console import Console
 
 from sinklab.commands.survey_progress import SurveyProgress
 from sinklab.commands.terminal.bars import StepProgress
-from sinklab.commands.terminal.measurements import (
+from sinklab.commands.terminal.results import (
     print_checkpoints,
     print_comparison,
     print_domains,

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from sinklab.assessing.assessment import ASSESSMENT
+from sinklab.assessing.assessment import ASSESSMENT, load_assessment
 from sinklab.errors import InputError
 from sinklab.experiments.documents import CellSummary, JudgedClaim, Summary
 from sinklab.experiments.sweep.packed import is_packed
 from sinklab.files import parse_json, parse_yaml
-from sinklab.report.assessments import read_assessments
-from sinklab.report.data import ReportData, ReportedRun, Suite, WrittenRecipe, model_name
+from sinklab.report.data import Assessed, ReportData, ReportedRun, Suite, WrittenRecipe, model_name
 from sinklab.report.experiments.sweeps import Sweep, read_sweep
 from sinklab.report.grouping import grouped
 from sinklab.survey.documents import CheckpointsDocument, ComparisonDocument, DomainsDocument, FamiliesDocument
@@ -66,7 +65,7 @@ def collect(dirs: list[Path]) -> ReportData:
     place = {suite.top / name: number for suite in suites for number, name in enumerate(suite.document.measured)}
     runs = sorted(grouped(runs, cells), key=lambda run: place.get(run.path, -1))
     swept = {sweep.files / run.directory for sweep in sweeps for run in sweep.runs if run.directory}
-    assessed = [one for top in dirs for one in read_assessments(top, swept)]
+    assessed = [one for top in dirs for one in _read_assessments(top, swept)]
     data = ReportData(dirs, runs, claims, cells, suites, sweeps, assessed)
     order = {cell: index for index, cell in enumerate(data.cells)}
     runs.sort(key=lambda run: (order[run.cell], run.seed or 0, str(run.path)))
@@ -224,3 +223,14 @@ def _read_suites(top: Path) -> Iterator[Suite]:
                 f"{path} is damaged: run the command that wrote it again, or take the file out."
             ) from error
         yield Suite(top, document)
+
+
+def _read_assessments(top: Path, without: Collection[Path]) -> list[Assessed]:
+    """Those in and below a folder, except below some others."""
+    found = []
+    for path in sorted(top.rglob(ASSESSMENT)):
+        if any(path.is_relative_to(other) for other in without):
+            continue
+        document = load_assessment(path)
+        found.append(Assessed(Path(document.model).name or document.model, path.parent, document))
+    return found

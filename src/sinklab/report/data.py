@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from sinklab.assessing.assessment import Assessment
 from sinklab.experiments.documents import CellSummary, JudgedClaim
-from sinklab.report.assessments import Assessed
 from sinklab.report.experiments.sweeps import Sweep
 from sinklab.survey.documents import SuiteDocument
 from sinklab.train.directory.history import Evaluation
@@ -157,6 +157,20 @@ class Suite:
         """The measurements by their names in the document, in its order."""
         by_path = {run.path: run for run in data.runs}
         return [(name, by_path[self.top / name]) for name in self.document.measured if self.top / name in by_path]
+
+
+@dataclass(frozen=True)
+class Assessed:
+    """One assessment.json.
+
+    Attributes:
+        name: of the model, for people.
+        folder: of the file.
+    """
+
+    name: str
+    folder: Path
+    document: Assessment
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,15 @@
-"""The figures of a page: curves over training and lengths, and those of suites; each with how it was computed."""
+"""The figures of a page: curves over training and lengths, of suites, of assessments; each with how it was computed."""
 
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from sinklab.assessing.part import PartFigure
 from sinklab.experiments.documents import CellSummary
 from sinklab.measuring.measurement import Measurement
 from sinklab.plots import PlotAxis
-from sinklab.report.assessment_page import assessment_figures
 from sinklab.report.charts import Drawing, Figure, Side, Width, heatmaps, layer_axis, lines, scale_over, scatter
-from sinklab.report.data import ReportData, ReportedRun, Suite
+from sinklab.report.data import Assessed, ReportData, ReportedRun, Suite
 from sinklab.report.measurement_figures import details_figures, importance_figures
 from sinklab.report.summary import CurvePoint, cell_rows, curve, norm_ratios
 from sinklab.survey.documents import (
@@ -319,3 +319,42 @@ def _checkpoints(checkpoints: Mapping[str, MeasuredCheckpoint], eps: float, widt
         columns=Side("Checkpoint"),
     )
     return [curves, layers]
+
+
+def assessment_figures(assessed: Sequence[Assessed], width: Width) -> list[Figure]:
+    """The figures of every assessment; where there are several, their titles name the model."""
+    found = []
+    for number, one in enumerate(assessed):
+        of = f": {one.name}" if len(assessed) > 1 else ""
+        for name, part in one.document.results.items():
+            if figure := part.figure():
+                found.append(
+                    Figure(f"{name}-{number}", figure.title + of, figure.caption, [_part_drawn(figure, width)])
+                )
+    return found
+
+
+def _part_drawn(figure: PartFigure, width: Width) -> Drawing:
+    order = figure.series or list(dict.fromkeys(str(row[figure.colour]) for row in figure.rows))
+    if figure.kind == "lines":
+        return lines(
+            figure.rows,
+            figure.x,
+            figure.y,
+            figure.colour,
+            order,
+            reference=figure.reference,
+            tips=figure.tooltip,
+            width=width,
+        )
+    return scatter(
+        figure.rows,
+        figure.x,
+        figure.y,
+        figure.colour,
+        order,
+        join=figure.y.field if figure.kind == "dots" else None,
+        reference=figure.reference,
+        tips=figure.tooltip,
+        width=width,
+    )

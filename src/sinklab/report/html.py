@@ -28,17 +28,15 @@ from sinklab.experiments.documents import verdict_counts
 from sinklab.files import cache_folder, write_text
 from sinklab.outputs import REPORT, REPORT_MARK, check_report
 from sinklab.report import charts, theme
-from sinklab.report.assessment_page import assessment_table
 from sinklab.report.collect import collect
 from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.experiments.glance import forests, glance
-from sinklab.report.experiments.origins import origins
 from sinklab.report.experiments.sections import board_sections, experiment_sections, grouped
-from sinklab.report.experiments.sweeps import Sweep
+from sinklab.report.experiments.sweeps import Sweep, origins
 from sinklab.report.export import export_charts
 from sinklab.report.figures import figures
 from sinklab.report.summary import headline
-from sinklab.report.tables import cells_table, tables, templates
+from sinklab.report.tables import assessment_table, cells_table, tables, templates
 
 SNIPPET = "window.vegaEmbed = vegaEmbed;"
 

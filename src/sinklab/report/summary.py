@@ -12,7 +12,7 @@ from sinklab.measuring.statistics.highest import sink_elsewhere
 from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.experiments.sweeps import Sweep
 from sinklab.survey.documents import CheckpointsDocument, ComparisonDocument, DomainsDocument
-from sinklab.tables import INFINITE
+from sinklab.tables import INFINITE, counted
 from sinklab.train.directory.history import Evaluation, seconds_spent
 
 K = TypeVar("K", bound=Hashable)
@@ -280,12 +280,3 @@ def _what_came_out(rows: list[CellRow]) -> str:
     if rate.mean >= SHOWN:
         text += f"; the largest sink on a bias is in “{top}” ({rate.text(1)} % of heads)"
     return text + "."
-
-
-NUMBER_WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
-
-
-def counted(number: int, noun: str) -> str:
-    """`three runs`, `one run`, `17 runs`."""
-    word = NUMBER_WORDS[number] if number < len(NUMBER_WORDS) else str(number)
-    return f"{word} {noun}{'' if number == 1 else 's'}"

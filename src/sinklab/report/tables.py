@@ -1,4 +1,4 @@
-"""Tables of measurements and runs, for the page, the terminal and notebooks: cells, positions, layers, comparisons."""
+"""Tables of runs, measurements and assessments, for the page, the terminal and notebooks."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -6,6 +6,7 @@ from functools import cache
 
 import jinja2
 
+from sinklab.assessing.assessment import Assessment
 from sinklab.experiments.documents import VERDICTS
 from sinklab.measuring.findings import Propositions
 from sinklab.measuring.measurement import Measurement
@@ -31,13 +32,17 @@ Labelled = Sequence[tuple[str, Measurement]]
 """Measurements by their names; an empty name where there is only one."""
 
 
-def cells_table(data: ReportData) -> Table:
-    """A row per cell, in the order of `data.cells`; columns in which no cell has a value are left out."""
+def cells_table(data: ReportData, curves: bool = False) -> Table:
+    """A row per cell, in the order of `data.cells`; columns in which no cell has a value are left out.
+
+    Args:
+        curves: whether the last column draws the growth of the sink, where there are no charts.
+    """
     rows = cell_rows(data)
     trained = not data.runs or any(run.trained for run in data.runs)
     rate, loss = (".1f", ".3f") if trained else (".2f", ".4f")
     members, saved = _members(data), _checkpoints(data)
-    curves = iter(sparklines([growth_of_sink(data, row.cell) for row in rows]))
+    grown = iter(sparklines([growth_of_sink(data, row.cell) if curves else [] for row in rows]))
     title, unit = _first_column(data, trained)
     unit_of_steps = next((one.unit for one in saved.values()), "step")
 
@@ -82,7 +87,7 @@ def cells_table(data: ReportData) -> Table:
         (TableColumn("Norm ratio", "largest block", rate), lambda row: _spread(row.norm_ratio, rate)),
         (TableColumn("Row sum", "of raw scores", ".2f"), lambda row: _spread(row.row_sum, ".2f")),
         (TableColumn("Time", "seconds", ".0f"), lambda row: _spread(row.seconds, ".0f")),
-        (TableColumn("Sink", "by step"), lambda row: next(curves)),
+        (TableColumn("Sink", "by step"), lambda row: next(grown)),
     ]
     heads = [head for head, _ in columns]
     table = Table(f"{title}s", heads, [[value(row) for _, value in columns] for row in rows], key="cells")
@@ -482,6 +487,27 @@ def secondary_table(measured: Labelled, shown: int | None = None) -> Table | Non
     ]
     title = f"Sinks past position 1; at positions {FIRST_FEW + 1} to T / 2 in {', '.join(rates)} of heads and sequences"
     return Table(title, heads, rows)
+
+
+def assessment_table(document: Assessment, title: str = "Costs and benefits of the sink", key: str = "") -> Table:
+    """Loss, perplexity and KL divergence of the model under every change, part by part."""
+    columns = [
+        *names("Change"),
+        TableColumn("Loss", "nats / token", ".4f"),
+        TableColumn("Perplexity"),
+        TableColumn("KL", "from the unchanged model", ".4f"),
+        *names(""),
+    ]
+    rows = [
+        (f"{part}: {row.what}", row.effect.loss, row.perplexity, row.effect.kl, row.more)
+        for part, row in document.rows()
+    ]
+    notes = [
+        *(f"{remark}." for remark in document.remarks()),
+        *(f"Skipped: {part}: {why}" for part, why in document.skipped.items()),
+        *document.notes,
+    ]
+    return Table(title, columns, rows, notes, key)
 
 
 @cache

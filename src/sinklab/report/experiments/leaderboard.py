@@ -10,8 +10,7 @@ from sinklab.assessing.parts import NUMBERS
 from sinklab.experiments.documents import CellRun, CellSummary
 from sinklab.report.experiments.sweeps import Sweep
 from sinklab.report.experiments.tables import by_seed, estimate_of, sink_elsewhere_text
-from sinklab.report.summary import counted
-from sinklab.tables import Table, TableCell, TableColumn
+from sinklab.tables import Table, TableCell, TableColumn, counted
 
 MITIGATIONS, RETUNED = "mitigations", "mitigations_retuned"
 RETUNED_IS = "the lowest of the losses at several learning rates, since one rate for all is unfair"

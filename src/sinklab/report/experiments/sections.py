@@ -17,8 +17,7 @@ from sinklab.report.experiments.tables import (
     quantity_of,
     replicate_of,
 )
-from sinklab.report.summary import counted
-from sinklab.tables import Table, TableCell, TableColumn, names
+from sinklab.tables import Table, TableCell, TableColumn, counted, names
 
 
 @dataclass(frozen=True)

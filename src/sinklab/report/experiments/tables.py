@@ -15,8 +15,7 @@ from sinklab.experiments.documents import (
 )
 from sinklab.experiments.quantities import Quantity, quantity
 from sinklab.measuring.statistics.highest import elsewhere_text
-from sinklab.report.summary import counted
-from sinklab.tables import Table, TableCell, TableColumn, Value, names, number_text
+from sinklab.tables import Table, TableCell, TableColumn, Value, counted, names, number_text
 
 DID_NOT_TRAIN = "did not train"
 SPREAD = "median [smallest, largest]"
