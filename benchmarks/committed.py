@@ -8,12 +8,12 @@ Writes `src/sinklab/experiments/committed.json`, which comes with sinklab; other
 import argparse
 from pathlib import Path
 
-from sinklab.experiments import committed
-from sinklab.experiments.committed import committed_verdicts, shipped_verdicts
 from sinklab.experiments.documents import SUMMARY, Summary
+from sinklab.experiments.verdicts import five_seeds
+from sinklab.experiments.verdicts.five_seeds import committed_verdicts, shipped_verdicts
 from sinklab.files import parse_json, write_json
 
-PATH = Path(committed.__file__).parent / committed.COMMITTED
+PATH = Path(five_seeds.__file__).parents[1] / five_seeds.COMMITTED
 
 
 def main() -> None:

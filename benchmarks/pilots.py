@@ -19,13 +19,13 @@ from sinklab.errors import SinklabError
 from sinklab.experiments.quantities import NO_SINK, RunNumbers, quantity
 from sinklab.experiments.results import read_numbers
 from sinklab.experiments.sweep.store import NUMBERS, found_runs
-from sinklab.experiments.verdicts import effects
-from sinklab.experiments.verdicts.effects import PilotSpread, shipped_pilots
+from sinklab.experiments.verdicts import five_seeds
+from sinklab.experiments.verdicts.five_seeds import PilotSpread, shipped_pilots
 from sinklab.files import write_json
 from sinklab.train.recipe import load_recipe
 
 FIRST_SEED = 1000
-PATH = Path(effects.__file__).parents[1] / effects.PILOTS
+PATH = Path(five_seeds.__file__).parents[1] / five_seeds.PILOTS
 
 
 def spread_of(name: str, cells: Mapping[str, Sequence[RunNumbers]]) -> PilotSpread | None:

@@ -20,9 +20,8 @@ from pathlib import Path
 
 from benchmarks.timing import RESULTS, environment
 from sinklab.data.prepare import prepared
-from sinklab.experiments.sweep.driving import train_all
+from sinklab.experiments.sweep.engine import Event, PlannedRun, train_all
 from sinklab.experiments.sweep.engines.local import LocalEngine
-from sinklab.experiments.sweep.planned import Event, PlannedRun
 from sinklab.files import write_json
 from sinklab.train.directory.run import open_run
 from sinklab.train.recipe import load_recipe

@@ -111,16 +111,15 @@ FIVE_SEEDS = (
     .replace(", streaming_added, int8_added", "")
 )
 MEASURED = """
-kind: measured
 id: ways
 title: "Ways to measure"
 question: "Which of them changes the sink?"
 each: model
 cells:
-  natural: {sequences: 12, length: 24, eps: 0.1, details: true}
-  short: {sequences: 12, length: 12, eps: 0.1}
-  random: {sequences: 12, length: 24, eps: 0.1, inputs: random}
-  repeated: {sequences: 12, length: 24, eps: 0.1, inputs: repeat}
+  natural: {inputs: natural, sequences: 12, length: 24, eps: 0.1, details: true}
+  short: {inputs: natural, sequences: 12, length: 12, eps: 0.1}
+  random: {inputs: random, sequences: 12, length: 24, eps: 0.1}
+  repeated: {inputs: repeat, sequences: 12, length: 24, eps: 0.1}
 columns: [sink_1, norm_ratio, importance_first, cosine_gap, norm_product_ratio, kurtosis]
 claims:
   - {id: more, text: "more", check: {is: greater, cell: natural, than: random, value: sink_1}}

@@ -6,9 +6,8 @@ import re
 import pytest
 from rich.console import Console
 
-from sinklab.commands.console import RunBoard
-from sinklab.commands.timing import Forecast, RunLength, duration, short_duration
-from sinklab.experiments.sweep.planned import Event
+from sinklab.commands.console import Forecast, RunBoard, RunLength, duration, short_duration
+from sinklab.experiments.sweep.engine import Event
 
 LENGTH = RunLength(steps=100, eval_every=10)
 ROW = {"valid_loss": 3.0, "sink_rate": [1.0], "sink_rate_bias": None, "tokens_per_second": 100.0}

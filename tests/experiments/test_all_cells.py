@@ -10,7 +10,7 @@ import yaml
 
 from sinklab.data.prepare import prepared
 from sinklab.errors import SinklabError
-from sinklab.experiments.definition import Experiment, Scale
+from sinklab.experiments.definition import Scale
 from sinklab.experiments.shipped import experiment_ids, load_experiment
 from sinklab.train.directory.run import open_run
 from sinklab.train.loop import Trainer
@@ -35,7 +35,7 @@ def cells(scale: Scale) -> Iterator[tuple[str, Recipe]]:
     seen = set()
     for name in experiment_ids():
         experiment = load_experiment(name)
-        if not isinstance(experiment, Experiment) or scale not in experiment.base:
+        if scale not in experiment.base:
             continue
         base = yaml.safe_load(recipe_text(experiment.base[scale]))
         for cell, overlays in experiment.cells_at(scale).items():

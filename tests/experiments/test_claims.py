@@ -10,12 +10,12 @@ import yaml
 from pydantic import ValidationError
 
 from sinklab.errors import InputError
-from sinklab.experiments.dates import begun_on, late_claims
 from sinklab.experiments.definition import Experiment
 from sinklab.experiments.quantities import RunNumbers
 from sinklab.experiments.shipped import experiment_ids, load_experiment
-from sinklab.experiments.sweep.asked import AskedCell, AskedExperiment, joined
 from sinklab.experiments.sweep.plan import Question, plan_sweep
+from sinklab.experiments.sweep.store import ManifestCell, SweepManifest, merged_manifests
+from sinklab.experiments.sweep.verifying import begun_on, late_claims
 
 LESS: dict[str, Any] = {"is": "less", "value": "sink_1", "cell": "sigmoid", "than": "softmax"}
 CLAIM: dict[str, Any] = {
@@ -33,9 +33,7 @@ def made(**more: Any) -> Experiment:
 def written(folder: Path, **more: Any) -> Experiment:
     """The same, from a file of one's own."""
     (folder / "mine.yaml").write_text(yaml.safe_dump({**MINE, **more}))
-    experiment = load_experiment(str(folder / "mine.yaml"))
-    assert isinstance(experiment, Experiment)
-    return experiment
+    return load_experiment(str(folder / "mine.yaml"))
 
 
 def test_a_reference_takes_the_comparison_of_the_claim_that_it_names(tmp_path: Path) -> None:
@@ -47,9 +45,9 @@ def test_a_reference_takes_the_comparison_of_the_claim_that_it_names(tmp_path: P
     table = load_experiment("table_6")
     assert third.check == next(one for one in table.claims if one.id == "sigmoid_has_none").check
     assert (second.same_as, second.text) == ("mine.none", "Nor here")
-    again = AskedExperiment.model_validate(
+    again = SweepManifest.model_validate(
         json.loads(
-            json.dumps(AskedExperiment(experiment=experiment, scale="tiny").model_dump(mode="json", by_alias=True))
+            json.dumps(SweepManifest(experiment=experiment, scale="tiny").model_dump(mode="json", by_alias=True))
         )
     )
     assert again.experiment == experiment
@@ -98,15 +96,15 @@ def test_the_seeds_of_a_cell_are_those_of_all_experiments_that_ask_for_it_in_the
     assert confirmatory.own_seeds() == range(100, 105)
 
 
-def asked(experiment: Experiment, *seeds: int) -> AskedExperiment:
-    cells = {cell: AskedCell(hashes={seed: f"{cell}{seed}" for seed in seeds}) for cell in experiment.cells}
-    return AskedExperiment(experiment=experiment, scale="tiny", cells=cells)
+def manifest(experiment: Experiment, *seeds: int) -> SweepManifest:
+    cells = {cell: ManifestCell(hashes={seed: f"{cell}{seed}" for seed in seeds}) for cell in experiment.cells}
+    return SweepManifest(experiment=experiment, scale="tiny", cells=cells)
 
 
 def test_seeds_of_before_stay_unless_the_experiment_begins_at_another_one() -> None:
-    before = {"mine": asked(made(), 0, 1)}
-    assert joined(before, {"mine": asked(made(), 2)})["mine"].seeds == [0, 1, 2]
-    assert joined(before, {"mine": asked(made(first_seed=100), 100)})["mine"].seeds == [100]
+    before = {"mine": manifest(made(), 0, 1)}
+    assert merged_manifests(before, {"mine": manifest(made(), 2)})["mine"].seeds == [0, 1, 2]
+    assert merged_manifests(before, {"mine": manifest(made(first_seed=100), 100)})["mine"].seeds == [100]
 
 
 def test_claims_that_were_stated_after_their_runs_began_are_listed(tmp_path: Path) -> None:
@@ -124,10 +122,10 @@ def test_claims_that_were_stated_after_their_runs_began_are_listed(tmp_path: Pat
     experiment = made(claims=claims, stated="2026-11-23")
     begun = begun_on(tmp_path)
     assert set(begun) == {"softmax0", "sigmoid0", "sigmoid1"}
-    (late,) = late_claims([asked(experiment, 0, 1, 2)], begun)
+    (late,) = late_claims([manifest(experiment, 0, 1, 2)], begun)
     assert (late.claim, late.runs) == ("mine.none", {"sigmoid0": date(2026, 11, 22)})
     assert late.said == "mine.none was stated on 2026-11-23, and one run began before, the first on 2026-11-22"
-    assert late_claims([asked(made(), 0)], begun) == []  # which says no day
+    assert late_claims([manifest(made(), 0)], begun) == []  # which says no day
 
 
 @pytest.mark.parametrize("name", experiment_ids())
@@ -135,7 +133,7 @@ def test_a_shipped_experiment_says_when_its_claims_were_stated_and_asks_enough_s
     experiment = load_experiment(name)
     assert {"evidence", "stated"} <= experiment.model_fields_set
     analyses = {claim.evidence or experiment.evidence for claim in experiment.claims} | {experiment.evidence}
-    if isinstance(experiment, Experiment) and "confirmatory" in analyses:
+    if experiment.base and "confirmatory" in analyses:
         assert experiment.first_seed == 100
         assert experiment.seeds >= 5
     for claim in experiment.claims:

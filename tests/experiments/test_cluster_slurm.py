@@ -12,9 +12,8 @@ import pytest
 from cluster_runs import Diary, six_runs, train_disturbed
 
 from sinklab.errors import InputError
-from sinklab.experiments.sweep.engines.on_slurm import SlurmEngine, SlurmOptions
-from sinklab.experiments.sweep.engines.slurm_queue import ENDED, states
-from sinklab.experiments.sweep.planned import Event, PlannedRun
+from sinklab.experiments.sweep.engine import Event, PlannedRun
+from sinklab.experiments.sweep.engines.on_slurm import ENDED, SlurmEngine, SlurmOptions, states
 
 SCRIPT = Path(__file__).parents[1] / "cluster" / "slurm.sh"
 OPTIONS = SlurmOptions(poll_seconds=1)

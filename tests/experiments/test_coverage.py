@@ -3,8 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from sinklab.experiments.claims import Claim
-from sinklab.experiments.coverage import Covered, paper_coverage
+from sinklab.experiments.paper import Covered, paper_coverage
 from sinklab.experiments.shipped import experiment_ids, load_experiment
 
 TAKEAWAYS = {"4": 2, "5": 2, "6": 3, "7": 3}
@@ -17,7 +16,7 @@ def stated_claims() -> set[str]:
     for name in experiment_ids():
         experiment = load_experiment(name)
         for claim in experiment.claims:
-            refers = isinstance(claim, Claim) and claim.same_as is not None
+            refers = claim.same_as is not None
             if not refers and (claim.evidence or experiment.evidence) == "confirmatory":
                 found.add(f"{experiment.id}.{claim.id}")
     return found

@@ -5,8 +5,8 @@ import re
 import pytest
 from test_coverage import stated_claims
 
-from sinklab.experiments.definition import SCALES, Experiment
-from sinklab.experiments.glance import PaperStatement, statements
+from sinklab.experiments.definition import SCALES
+from sinklab.experiments.paper import PaperStatement, statements
 from sinklab.experiments.quantities import quantity
 from sinklab.experiments.shipped import load_experiment
 
@@ -16,7 +16,6 @@ def asked_at(scale: str, statement: PaperStatement) -> list[str]:
     found = []
     for name in statement.claims:
         experiment = load_experiment(name.partition(".")[0])
-        assert isinstance(experiment, Experiment)
         known = {f"{experiment.id}.{claim.id}" for claim in experiment.claims_at(scale)}  # type: ignore[arg-type]
         found += [name] if scale in experiment.base and name in known else []
     return found
@@ -43,7 +42,6 @@ def test_every_statement_is_asked_at_tiny_or_mini(statement: PaperStatement) -> 
 def test_a_number_is_that_of_a_cell_and_stands_in_what_the_paper_says(statement: PaperStatement) -> None:
     assert statement.number is not None
     experiment = load_experiment(statement.experiment)
-    assert isinstance(experiment, Experiment)
     assert statement.number.cell in experiment.cells_at("tiny")
     assert quantity(statement.number.value).unit == "%"
     said = [float(text) for text in re.findall(r"\d+\.\d", statement.paper)]

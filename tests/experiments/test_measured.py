@@ -15,11 +15,17 @@ from tiny_models import text_file, tiny_model
 from trained_run import trained_run
 
 from sinklab.errors import InputError
-from sinklab.experiments.measured.definition import MeasuredCell, MeasuredExperiment
-from sinklab.experiments.measured.numbers import numbers_of
-from sinklab.experiments.measured.planning import passes_of, subjects_of
-from sinklab.experiments.measured.published import open_model, paper_rows, published_numbers
-from sinklab.experiments.measured.running import MeasuredResults, measure_experiment
+from sinklab.experiments.definition import Experiment, MeasuredCell
+from sinklab.experiments.measured import (
+    MeasuredResults,
+    measure_experiment,
+    open_model,
+    paper_rows,
+    passes_of,
+    published_numbers,
+    subjects_of,
+)
+from sinklab.experiments.results import measured_numbers
 from sinklab.experiments.shipped import load_experiment
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
@@ -60,17 +66,16 @@ def text(tmp_path: Path) -> Path:
     return text_file(tmp_path / "text.jsonl")
 
 
-def made(cells: dict[str, Any], claims: list[dict[str, Any]] | None = None, **others: Any) -> MeasuredExperiment:
-    sized = {name: {**SMALL, **cell} for name, cell in cells.items()}
-    said = {"kind": "measured", "id": "mine", "title": "Mine", "cells": sized, "claims": claims or [], **others}
-    return MeasuredExperiment.model_validate(said)
+def made(cells: dict[str, Any], claims: list[dict[str, Any]] | None = None, **others: Any) -> Experiment:
+    sized = {name: {"inputs": "natural", **SMALL, **cell} for name, cell in cells.items()}
+    said = {"id": "mine", "title": "Mine", "cells": sized, "claims": claims or [], **others}
+    return Experiment.model_validate(said)
 
 
-def shipped(name: str, **sizes: int) -> MeasuredExperiment:
+def shipped(name: str, **sizes: int) -> Experiment:
     """One that comes with sinklab, of fewer sequences."""
     experiment = load_experiment(name)
-    assert isinstance(experiment, MeasuredExperiment)
-    cells = {name: cell.model_copy(update=sizes) for name, cell in experiment.cells.items()}
+    cells = {name: cell.model_copy(update=sizes) for name, cell in experiment.requests.items()}
     return experiment.model_copy(update={"cells": cells})
 
 
@@ -174,8 +179,8 @@ def test_a_pair_is_measured_as_base_and_chat(gpt2: str, neox: str, text: Path, t
 
 def test_swapped_positions_take_what_belongs_to_them_along(gpt2: str, tmp_path: Path) -> None:
     experiment = shipped("table_7", sequences=4, length=32)
-    few = {name: cell for name, cell in experiment.cells.items() if name in ("unchanged", "swapped_5", "replaced_5")}
-    claims = tuple(claim for claim in experiment.claims if set(claim.check.cells) <= set(few))
+    few = {name: cell for name, cell in experiment.requests.items() if name in ("unchanged", "swapped_5", "replaced_5")}
+    claims = tuple(claim for claim in experiment.claims if set(claim.cells) <= set(few))
     assert len(claims) == 4
     results = measure_experiment(
         experiment.model_copy(update={"cells": few, "claims": claims}), [gpt2], None, 2, out=tmp_path
@@ -262,7 +267,7 @@ def test_importance_is_that_of_the_first_quarter_of_the_layers_and_of_the_others
         update={"importance": np.concatenate([made_of_two.importance * k for k in (1, 0.5, 0.2, 0.1)])}
     )
     layers_L = 100 * measured.importance[..., 0].mean(-1)
-    found = numbers_of(MeasuredCell(length=measured.length), measured, 0)
+    found = measured_numbers(MeasuredCell(length=measured.length), measured, 0)
     assert found.value("importance_first") == pytest.approx(layers_L.mean())
     assert found.value("importance_early") == pytest.approx(layers_L[:2].mean())
     assert found.value("importance_gap") == pytest.approx(layers_L[2:].mean() - layers_L[:2].mean())
@@ -271,13 +276,13 @@ def test_importance_is_that_of_the_first_quarter_of_the_layers_and_of_the_others
 def test_the_published_number_stands_beside_the_model_that_the_paper_measured_and_no_other(tmp_path: Path) -> None:
     (tmp_path / "Llama-2-7b-chat-hf").mkdir()
     experiment = shipped("table_1")
-    natural, chat = experiment.cells["natural"], experiment.cells["chat"]
+    natural, chat = experiment.requests["natural"], experiment.requests["chat"]
     assert published_numbers(experiment, "natural", natural, "openai-community/gpt2-xl") == {"sink_1": 77.0}
     assert published_numbers(experiment, "chat", chat, str(tmp_path / "Llama-2-7b-chat-hf")) == {"sink_1": 92.88}
     assert published_numbers(experiment, "natural", natural, "my-gpt2-xl") == {}
     assert published_numbers(experiment, "natural", natural.model_copy(update={"length": 32}), "gpt2-xl") == {}
     swap = shipped("table_7")
-    cell = swap.cells["swapped_5"]
+    cell = swap.requests["swapped_5"]
     assert published_numbers(swap, "swapped_5", cell, "gpt2-xl") == {"sink_1": 1.44, "sink_5": 57.63}
     assert published_numbers(swap, "swapped_5", cell, "openai-community/gpt2") == {}
     assert paper_rows(swap)["GPT2-XL"]["replaced_30"] == {"sink_1": 10.21, "sink_30": 0.0}
@@ -289,7 +294,7 @@ def test_the_published_number_stands_beside_the_model_that_the_paper_measured_an
 def test_angles_are_means_over_the_heads_with_a_sink(data_dir: Path, tmp_path: Path) -> None:
     model, web = str(data_dir / "models" / "TinyStories-656K"), data_dir / "domains" / "tinystories.jsonl"
     measured = measure_model(model, web, Request(options=Options(details=True), sequences=8, length=32))
-    found = numbers_of(MeasuredCell(sequences=8, length=32, details=True), measured, 0).measured
+    found = measured_numbers(MeasuredCell(sequences=8, length=32, details=True), measured, 0).measured
     heads = measured.importance[:, :, 0] > 0.3
     assert heads.any()
     assert measured.details is not None
@@ -299,12 +304,12 @@ def test_angles_are_means_over_the_heads_with_a_sink(data_dir: Path, tmp_path: P
     assert found["cosine_first"] == pytest.approx(first)
     assert found["cosine_gap"] == pytest.approx(first - rest)
     assert found["largest_activation"] == max(abs(one.value) for one in measured.massive_activations or [])
-    nowhere = numbers_of(MeasuredCell(sequences=8, length=32, eps=0.99, details=True), measured, 0).measured
+    nowhere = measured_numbers(MeasuredCell(sequences=8, length=32, eps=0.99, details=True), measured, 0).measured
     assert "cosine_first" not in nowhere
 
 
 def test_a_number_that_was_not_measured_is_not_there() -> None:
-    numbers = numbers_of(MeasuredCell(sequences=4, length=16), made_measurement(), 1)
+    numbers = measured_numbers(MeasuredCell(sequences=4, length=16), made_measurement(), 1)
     assert numbers.value("cosine_gap") is None
     assert numbers.value("valid_loss") is not None
     assert numbers.seed == 1
@@ -324,15 +329,15 @@ OVER_DOMAINS = {"is": "alike_over_domains", "value": "sink_1", "cell": "natural"
             "compares domains: the experiment is measured",
         ),
         ({"each": "domain", "cells": {"random": {"inputs": "random"}}}, "is not of text"),
-        ({"cells": {"natural": {"eps": 2}}}, "eps"),
+        ({"cells": {"natural": {"inputs": "natural", "eps": 2}}}, "eps"),
         ({"columns": ["sinks"]}, "there is no number 'sinks'"),
         ({"scale": "tiny"}, "scale"),
     ],
 )
 def test_an_experiment_that_contradicts_itself_is_refused(change: dict[str, Any], said: str) -> None:
-    whole = {"kind": "measured", "id": "mine", "title": "Mine", "cells": {"natural": {}}, **change}
+    whole = {"id": "mine", "title": "Mine", "cells": {"natural": {"inputs": "natural"}}, **change}
     with pytest.raises(ValidationError, match=said):
-        MeasuredExperiment.model_validate(whole)
+        Experiment.model_validate(whole)
 
 
 def test_measurements_of_other_settings_are_not_mixed(gpt2: str, text: Path, tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def rows_in_use() -> set[tuple[str, str]]:
     used: set[tuple[str, str]] = set()
     for name in experiment_ids():
         experiment = load_experiment(name)
-        if isinstance(experiment, Experiment) and experiment.published:
+        if experiment.base and experiment.published:
             said = experiment.published
             cells = {cell for scale in experiment.base for cell in experiment.cells_at(scale)}
             used |= {(said.table, said.rows.get(cell, cell)) for cell in cells}
@@ -169,7 +169,7 @@ def recipes_at(experiment: Experiment, scale: Scale) -> dict[str, Recipe]:
 
 def trained_experiments() -> list[Experiment]:
     found = [load_experiment(name) for name in experiment_ids()]
-    return [one for one in found if isinstance(one, Experiment)]
+    return [one for one in found if one.base]
 
 
 def test_every_cell_is_a_recipe_and_no_two_of_an_experiment_are_the_same() -> None:

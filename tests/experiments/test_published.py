@@ -7,7 +7,7 @@ from made_runs import cells_of, experiment_of, verdict
 from pydantic import ValidationError
 
 from sinklab.errors import InputError
-from sinklab.experiments.published import Published, PublishedRow, published_tables
+from sinklab.experiments.paper import Published, PublishedRow, published_tables
 from sinklab.experiments.shipped import load_experiment
 
 LESS = {"is": "less", "value": "sink_1", "cell": "k_biases", "than": "softmax"}

@@ -15,10 +15,9 @@ import pytest
 from sweeps import planned_run, write_experiment
 
 from sinklab.experiments.documents import SUMMARY, read_record
-from sinklab.experiments.sweep import driving
-from sinklab.experiments.sweep.driving import train_all
+from sinklab.experiments.sweep import engine as scheduling
+from sinklab.experiments.sweep.engine import Event, PlannedRun, train_all
 from sinklab.experiments.sweep.engines.local import LocalEngine
-from sinklab.experiments.sweep.planned import Event, PlannedRun
 from sinklab.experiments.sweep.worker import train_cell
 from sinklab.signals import PreemptedError
 from sinklab.train.directory.lock import lock_run
@@ -29,8 +28,8 @@ UNREPEATABLE = {"seconds", "tokens_per_second", "peak_memory_mb"}
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SINKLAB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(driving, "WAITS", 0.01)
-    monkeypatch.setattr(driving, "LOOKS_EVERY", 0.0)
+    monkeypatch.setattr(scheduling, "EVENT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(scheduling, "HELD_POLL_S", 0.0)
 
 
 class OneByOne:

@@ -10,7 +10,7 @@ from sinklab.experiments.definition import Experiment
 from sinklab.experiments.documents import CellRun, Summary
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.shipped import load_experiment
-from sinklab.experiments.summary import summarise
+from sinklab.experiments.summary import at_scale, summarise
 
 LESS = {"is": "less", "value": "sink_1", "cell": "k_biases", "than": "softmax"}
 SINKS = {"softmax": [36.0, 30.0, 42.0], "k_biases": [0.0, 0.0, 0.0]}
@@ -19,15 +19,13 @@ FIVE = {"softmax": [36.0, 30.0, 42.0, 27.0, 22.0], "k_biases": [0.0] * 5}
 
 def trained(name: str) -> Experiment:
     """An experiment that comes with sinklab and trains its cells."""
-    experiment = load_experiment(name)
-    assert isinstance(experiment, Experiment)
-    return experiment
+    return load_experiment(name)
 
 
 def test_a_cell_has_every_seed_with_the_median_the_smallest_and_the_largest() -> None:
     numbers = cells_of("sink_1", SINKS)
     results = {**numbers, "softmax": replace(numbers["softmax"], change={"optim.lr": 0.1})}
-    summary = summarise([(experiment_of(LESS, cells=list(SINKS)), "tiny")], results)
+    summary = summarise([at_scale(experiment_of(LESS, cells=list(SINKS)), "tiny")], results)
     softmax = summary.cells["softmax"]
     assert softmax.sink_rate == [36.0, 0.0]
     assert (softmax.valid_loss, softmax.hidden_norm_ratio_max, softmax.sink_rate_bias) == (3.0, 2.0, None)
@@ -46,7 +44,7 @@ def test_a_step_that_a_seed_never_reached_is_later_than_all_others() -> None:
         for seed, two in enumerate(sinks)
     ]
     experiment = trained("emergence")
-    summary = summarise([(experiment, "tiny")], {"softmax": cell_of(*runs), "lr_half": cell_of(runs[1])})
+    summary = summarise([at_scale(experiment, "tiny")], {"softmax": cell_of(*runs), "lr_half": cell_of(runs[1])})
     estimate = summary.cells["softmax"].values["emergence_step"]
     assert estimate.seeds == [1000.0, None, 500.0]
     assert (estimate.median, estimate.smallest, estimate.largest, estimate.never_reached) == (1000.0, 500.0, None, 1)
@@ -57,7 +55,7 @@ def test_a_step_that_a_seed_never_reached_is_later_than_all_others() -> None:
 def test_a_cell_without_finished_runs_is_there_with_its_failures() -> None:
     failed = CellRun(seed=0, hash="0" * 16, directory="x", status="failed", message="the loss is not finite")
     results = {"softmax": CellResults({}, [failed], [], failed=1)}
-    summary = summarise([(experiment_of(LESS, cells=list(SINKS)), "tiny")], results)
+    summary = summarise([at_scale(experiment_of(LESS, cells=list(SINKS)), "tiny")], results)
     assert list(summary.cells) == ["softmax"]
     assert (summary.cells["softmax"].seeds, summary.cells["softmax"].runs) == (0, [failed])
     assert [claim.verdict for claim in summary.claims] == ["not run"]
@@ -66,7 +64,7 @@ def test_a_cell_without_finished_runs_is_there_with_its_failures() -> None:
 def test_several_experiments_share_their_cells_and_each_has_its_claims() -> None:
     asked = [trained("table_4"), trained("table_6")]
     results = cells_of("sink_1", {**FIVE, "sigmoid": [0.1, 0.1, 0.05, 0.0, 0.2], "of_nobody": [1.0]})
-    summary = summarise([(one, "tiny") for one in asked], results)
+    summary = summarise([at_scale(one, "tiny") for one in asked], results)
     assert (summary.id, summary.title, summary.scale) == ("", "", "tiny")
     assert list(summary.cells) == ["softmax", "k_biases", "sigmoid"]
     assert len(summary.claims) == sum(len(one.claims_at("tiny")) for one in asked)
@@ -84,7 +82,7 @@ def test_several_experiments_share_their_cells_and_each_has_its_claims() -> None
 
 
 def test_one_experiment_names_the_summary_and_it_is_read_as_it_was_written(tmp_path: Path) -> None:
-    summary = summarise([(trained("lab"), "tiny")], cells_of("sink_1", SINKS))
+    summary = summarise([at_scale(trained("lab"), "tiny")], cells_of("sink_1", SINKS))
     assert (summary.id, summary.title) == ("lab", trained("lab").title)
     summary.save(tmp_path)
     document = json.loads((tmp_path / "summary.json").read_text())

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 from made_runs import cell_of, cells_of, experiment_of, judged, reading, run_of, verdict
 
-from sinklab.experiments.committed import Committed, committed_verdicts, five_seeds
 from sinklab.experiments.documents import JudgedClaim, Summary
 from sinklab.experiments.quantities import Reading
 from sinklab.experiments.results import CellResults
-from sinklab.experiments.summary import summarise
-from sinklab.experiments.verdicts.effects import Pilots, detectable
+from sinklab.experiments.summary import at_scale, summarise
+from sinklab.experiments.verdicts.five_seeds import Committed, Pilots, committed_verdicts, detectable, verdict_of_five
 from sinklab.experiments.verdicts.judging import judge
 
 SINKS = {"softmax": [36.0, 30.0, 41.5, 27.0, 22.0], "k_biases": [0.0] * 5}
@@ -77,10 +76,15 @@ def test_an_experiment_uses_its_own_seeds_only() -> None:
         "k_biases": [*((seed, 0.0) for seed in range(100, 105)), *((seed, 0.0) for seed in range(5))],
     }.items()}  # fmt: skip
     experiment = experiment_of(HAS_ONE, LESS, cells=list(both), first_seed=100)
-    assert [one.verdict for one in judge(experiment, "tiny", both, experiment.own_seeds())] == ["reproduced"] * 2
-    assert [one.seeds for one in judge(experiment, "tiny", both, experiment.own_seeds(2))] == [2, 2]
-    assert [one.verdict for one in judge(experiment, "tiny", both, range(5))] == ["contradicted", "reproduced"]
-    summary = summarise([(experiment, "tiny")], both, {"made_up": range(100, 105)})
+    assert [one.verdict for one in judge(at_scale(experiment, "tiny", experiment.own_seeds()), both)] == [
+        "reproduced"
+    ] * 2
+    assert [one.seeds for one in judge(at_scale(experiment, "tiny", experiment.own_seeds(2)), both)] == [2, 2]
+    assert [one.verdict for one in judge(at_scale(experiment, "tiny", range(5)), both)] == [
+        "contradicted",
+        "reproduced",
+    ]
+    summary = summarise([at_scale(experiment, "tiny", range(100, 105))], both)
     assert summary.cells["softmax"].seeds == 10
     own = summary.cells["softmax"].of_seeds(summary.experiments["made_up"].seeds)
     assert own.values["sink_1"].seeds == [50.0] * 5
@@ -92,7 +96,7 @@ def test_a_claim_carries_who_stated_it_when_and_what_was_changed() -> None:
             {"id": "b", "text": "B", "check": HAS_ONE, "evidence": "exploratory", "stated": "2026-11-24",
              "changed": changed}]  # fmt: skip
     experiment = experiment_of(cells=list(SINKS), claims=said, evidence="confirmatory", stated="2026-11-23")
-    one, other = judge(experiment, "tiny", first(5))
+    one, other = judge(at_scale(experiment, "tiny"), first(5))
     assert (one.analysis, one.stated, one.changed) == ("confirmatory", "2026-11-23", "")
     assert (other.analysis, other.stated, other.changed) == ("exploratory", "2026-11-24", changed)
     assert f"changed {changed}" in other.remarks
@@ -106,7 +110,7 @@ def test_confirmatory_and_exploratory_claims_are_counted_apart_and_references_no
         {"id": "d", "text": "D", "check": HAS_ONE, "same_as": "made_up.a"},
     ]
     experiment = experiment_of(cells=list(SINKS), claims=claims, evidence="confirmatory")
-    summary = summarise([(experiment, "tiny")], first(5))
+    summary = summarise([at_scale(experiment, "tiny")], first(5))
     assert summary.counts == {"confirmatory": {"reproduced": 1, "contradicted": 1}, "exploratory": {"reproduced": 1}}
     assert Summary.model_validate(summary.model_dump(by_alias=True)).counts == summary.counts
 
@@ -115,9 +119,9 @@ def test_a_reference_has_the_verdict_of_the_claim_that_it_refers_to() -> None:
     claim = {"id": "a", "text": "A", "check": HAS_ONE}
     table = experiment_of(cells=list(SINKS), claims=[claim], id="table", evidence="confirmatory")
     lab = experiment_of(cells=list(SINKS), claims=[{**claim, "id": "b", "same_as": "table.a"}], id="lab")
-    both = summarise([(table, "tiny"), (lab, "tiny")], first(5), {"table": range(5), "lab": range(1)})
+    both = summarise([at_scale(table, "tiny", range(5)), at_scale(lab, "tiny", range(1))], first(5))
     assert [(one.verdict, one.seeds, one.analysis) for one in both.claims] == [("reproduced", 5, "confirmatory")] * 2
-    alone = summarise([(lab, "tiny")], first(5), {"lab": range(1)}).claims[0]
+    alone = summarise([at_scale(lab, "tiny", range(1))], first(5)).claims[0]
     assert (alone.verdict_said, alone.seeds) == ("one seed: no verdict", 1)
 
 
@@ -186,7 +190,7 @@ def test_a_claim_may_name_the_cell_that_must_have_a_massive_activation() -> None
               {"id": "b", "text": "B", "check": NORMS, "asks_massive": False}]  # fmt: skip
     results = {"softmax": trained_norms(*[(2.0, 8.0)] * 5), "k_biases": SMALL}
     experiment = experiment_of(cells=list(results), claims=claims, asks_massive=True)
-    assert [one.verdict for one in judge(experiment, "tiny", results)] == ["not asked", "reproduced"]
+    assert [one.verdict for one in judge(at_scale(experiment, "tiny"), results)] == ["not asked", "reproduced"]
 
 
 def test_norms_are_shown_beside_the_untrained_one_and_the_lowest_since() -> None:
@@ -194,7 +198,7 @@ def test_norms_are_shown_beside_the_untrained_one_and_the_lowest_since() -> None
     run = run_of(0, *rows)
     assert run.value("norm_ratio") == 6.0
     assert (run.value("norm_untrained"), run.value("norm_lowest"), run.value("norm_growth")) == (3.0, 1.2, 2.0)
-    summary = summarise([(experiment_of(cells=["softmax"]), "tiny")], {"softmax": cell_of(run)})
+    summary = summarise([at_scale(experiment_of(cells=["softmax"]), "tiny")], {"softmax": cell_of(run)})
     estimate = summary.cells["softmax"].values["norm_ratio"]
     assert (estimate.untrained, estimate.lowest) == (3.0, 1.2)
 
@@ -238,9 +242,9 @@ def test_what_five_seeds_find_comes_from_pilots_of_the_scale(check: dict[str, An
 
 def test_what_five_seeds_gave_is_kept_for_those_who_train_fewer() -> None:
     experiment = experiment_of(LESS, cells=list(SINKS), id="table")
-    kept = committed_verdicts(summarise([(experiment, "tiny")], first(5)))
+    kept = committed_verdicts(summarise([at_scale(experiment, "tiny")], first(5)))
     committed = Committed(scales={"tiny": kept})
     few = JudgedClaim(id="mine", experiment="lab", same_as="table.claim_0", scale="tiny", verdict="no verdict", seeds=1)
-    assert five_seeds(few, committed).startswith("5 seeds before: reproduced (k_biases 0.0, 0.0")
-    assert five_seeds(few.model_copy(update={"scale": "small"}), committed) == ""
-    assert committed_verdicts(summarise([(experiment, "tiny")], first(3))) == {}
+    assert verdict_of_five(few, committed).startswith("5 seeds before: reproduced (k_biases 0.0, 0.0")
+    assert verdict_of_five(few.model_copy(update={"scale": "small"}), committed) == ""
+    assert committed_verdicts(summarise([at_scale(experiment, "tiny")], first(3))) == {}

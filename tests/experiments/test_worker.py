@@ -10,9 +10,8 @@ from same_run import assert_same_run
 from sweeps import planned_run
 
 from sinklab.data.prepare import prepared
-from sinklab.experiments.documents import read_record
-from sinklab.experiments.sweep.planned import Event, PlannedRun
-from sinklab.experiments.sweep.recording import edited
+from sinklab.experiments.documents import edited, read_record
+from sinklab.experiments.sweep.engine import Event, PlannedRun
 from sinklab.experiments.sweep.worker import train_cell
 from sinklab.files import sha256_of
 from sinklab.measuring.measurement import Measurement

@@ -10,7 +10,7 @@ from sweep_fixtures import EXPERIMENTS, judge_the_paper, make_sweep
 from test_report_html import Page
 from test_sweep_report import charts_of
 
-from sinklab.experiments.glance import statements
+from sinklab.experiments.paper import statements
 from sinklab.report import write_report
 from sinklab.report.collect import collect
 from sinklab.report.experiments.figures import board_figure

@@ -6,9 +6,7 @@ from pathlib import Path
 
 from sinklab.data.prepare import prepared
 from sinklab.experiments.documents import read_record
-from sinklab.experiments.sweep.driving import train_all
-from sinklab.experiments.sweep.engines.base import Engine
-from sinklab.experiments.sweep.planned import Event, PlannedRun
+from sinklab.experiments.sweep.engine import Engine, Event, PlannedRun, train_all
 from sinklab.train.directory.run import open_run
 from sinklab.train.recipe import build_recipe
 

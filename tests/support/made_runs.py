@@ -7,6 +7,7 @@ from sinklab.experiments.definition import Experiment, Scale
 from sinklab.experiments.documents import CellRun, JudgedClaim
 from sinklab.experiments.quantities import Reading, RunNumbers
 from sinklab.experiments.results import CellResults, named_values
+from sinklab.experiments.summary import at_scale
 from sinklab.experiments.verdicts.judging import judge
 
 STEPS = 1500
@@ -81,7 +82,7 @@ def judged(
     named = [str(value) for check in parts for key, value in check.items() if key in ("cell", "than", "to")]
     named += [cell for check in parts for key in ("of", "over") for cell in check.get(key, ())]
     cells = list(dict.fromkeys([*results, *named]))
-    return judge(experiment_of(*checks, cells=cells, scale=scale, **more), scale, results)
+    return judge(at_scale(experiment_of(*checks, cells=cells, scale=scale, **more), scale), results)
 
 
 def verdict(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sinklab.data.prepare import prepared
-from sinklab.experiments.sweep.planned import PlannedRun
+from sinklab.experiments.sweep.engine import PlannedRun
 from sinklab.train.directory.run import open_run
 from sinklab.train.recipe import build_recipe
 

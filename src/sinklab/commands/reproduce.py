@@ -11,7 +11,7 @@ from rich.console import Console
 from sinklab.commands.ending import stderr
 from sinklab.commands.options import Json
 from sinklab.errors import InputError
-from sinklab.experiments.sweep.engines.choice import EngineName
+from sinklab.experiments.sweep.engines import EngineName
 from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ def experiments(
 ) -> None:
     """List the experiments that `sinklab reproduce` runs: question, cells, and the time they take on this machine."""
     from sinklab.commands.terminal.experiments import print_coverage, print_experiment, print_experiments
-    from sinklab.experiments.coverage import paper_coverage
-    from sinklab.experiments.listing import list_experiments
+    from sinklab.experiments.paper import paper_coverage
+    from sinklab.experiments.shipped import list_experiments
 
     if coverage:
         if names:
@@ -198,12 +198,10 @@ def _questions(names: Sequence[str], scale: str, seeds: int | None) -> "list[Que
 
 def _named(name: str, scale: str) -> "list[Experiment]":
     """The experiments of a name; of all of a scale, most informative first."""
-    from sinklab.experiments.measured.definition import MeasuredExperiment
     from sinklab.experiments.shipped import experiment_ids, load_experiment
 
     loaded = [load_experiment(one) for one in (experiment_ids() if name == ALL else [name])]
-    trained = [one for one in loaded if not isinstance(one, MeasuredExperiment)]
-    return [one for one in trained if name != ALL or scale in one.base]
+    return [one for one in loaded if not one.requests and (name != ALL or scale in one.base)]
 
 
 def _scale_of(experiment: "Experiment", scale: str) -> "Scale":

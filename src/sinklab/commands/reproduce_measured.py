@@ -12,9 +12,14 @@ from sinklab.commands.terminal.experiments import print_passes
 from sinklab.commands.terminal.results import print_summary
 from sinklab.data.sources.corpora import documents
 from sinklab.errors import InputError, SinklabError
-from sinklab.experiments.measured.definition import MeasuredExperiment
-from sinklab.experiments.measured.planning import passes_of, subjects_of
-from sinklab.experiments.measured.running import MeasuredResults, measure_experiment
+from sinklab.experiments.definition import Experiment
+from sinklab.experiments.measured import (
+    MeasuredResults,
+    downstream_tasks,
+    measure_experiment,
+    passes_of,
+    subjects_of,
+)
 from sinklab.experiments.shipped import load_experiment
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading
 from sinklab.outputs import REPORT, check_results
@@ -27,7 +32,7 @@ ALL = "all"
 
 
 def measured_command(
-    experiments: Sequence[MeasuredExperiment],
+    experiments: Sequence[Experiment],
     models: Sequence[str],
     text: Path | None,
     out: Path | None,
@@ -36,7 +41,7 @@ def measured_command(
     as_json: bool,
     data: Path | None = None,
 ) -> None:
-    """What `sinklab reproduce` does for experiments on existing models.
+    """`sinklab reproduce` of experiments on existing models.
 
     Raises:
         InputError, SinklabError: as `reproduce_measured` and `preview_measured`.
@@ -49,7 +54,7 @@ def measured_command(
 
 
 def reproduce_measured(
-    experiments: Sequence[MeasuredExperiment],
+    experiments: Sequence[Experiment],
     models: Sequence[str],
     text: Path | None,
     out: Path | None,
@@ -60,7 +65,7 @@ def reproduce_measured(
     loading: Loading = AS_IT_IS,
     data: Path | None = None,
 ) -> None:
-    """Measure what is missing and judge; `console` is told how it goes, standard output the result.
+    """Measure what is missing and judge; progress goes to `console`, the result to standard output.
 
     Args:
         models: for each of the experiments.
@@ -73,11 +78,11 @@ def reproduce_measured(
     Raises:
         InputError: no model or text, or one that cannot be used.
         SinklabError: something could not be measured; the rest is kept, summarised and printed.
-        KeyboardInterrupt, PreemptedError: what is finished is kept, and the same call goes on with the rest.
+        KeyboardInterrupt, PreemptedError: finished measurements are kept, and the same call resumes.
     """
     for one in experiments:
         subjects_of(one, models, text)
-    if data is not None and not any(one.tasks for one in experiments):
+    if data is not None and not any(downstream_tasks(one) for one in experiments):
         raise InputError(
             f"--data {data} is the file of a downstream task, and {experiments[0].id} asks none: leave it out"
         )
@@ -98,15 +103,15 @@ def reproduce_measured(
         raise SinklabError("\n".join(failed))
 
 
-def measured_among(names: Sequence[str], models: Sequence[str]) -> list[MeasuredExperiment]:
-    """The experiments on existing models, where the names are of such; none where they are of experiments that train.
+def measured_among(names: Sequence[str], models: Sequence[str]) -> list[Experiment]:
+    """The experiments on existing models among those named; none if they train.
 
     Raises:
         InputError: some are of one kind and some of the other, two that differ have the same id, or a --model is given
             for experiments that train their own.
     """
     loaded = {name: load_experiment(name) for name in dict.fromkeys(names) if name != ALL}
-    found = {name: one for name, one in loaded.items() if isinstance(one, MeasuredExperiment)}
+    found = {name: one for name, one in loaded.items() if one.requests}
     others = [name for name in names if name not in found]
     if found and others:
         raise InputError(
@@ -121,14 +126,14 @@ def measured_among(names: Sequence[str], models: Sequence[str]) -> list[Measured
 
 
 def preview_measured(
-    experiments: Sequence[MeasuredExperiment],
+    experiments: Sequence[Experiment],
     models: Sequence[str],
     text: Path | None,
     draws: int,
     as_json: bool,
     console: Console,
 ) -> None:
-    """Say which measurements would be made; no model is loaded.
+    """Print the measurements that would be made; no model is loaded.
 
     Raises:
         InputError: no model or text, or one that cannot be used.
@@ -144,7 +149,7 @@ def preview_measured(
 
 
 def _measured(
-    experiment: MeasuredExperiment,
+    experiment: Experiment,
     models: Sequence[str],
     text: Path | None,
     place: Path,
@@ -163,7 +168,7 @@ def _measured(
             loading=loading,
             out=place,
             listener=bars,
-            data=data if experiment.tasks else None,
+            data=data if downstream_tasks(experiment) else None,
         )
 
 

@@ -1,29 +1,28 @@
-"""A sweep from what was asked to its summary: data once, runs shared with whoever trains them, summary.json, a page."""
+"""A sweep from its options to its summary: data prepared once, runs shared with other processes, summary and page."""
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from rich.console import Console
 
-from sinklab.assessing.assessment import ASSESSMENT
+from sinklab.assessing.assessment import ASSESSMENT, load_assessment
+from sinklab.assessing.plan import AssessOptions
+from sinklab.assessing.running import AssessListener, assess
 from sinklab.commands.assess import AssessProgress
-from sinklab.commands.console import PLAIN, RunBoard, data_progress
-from sinklab.commands.timing import RunLength
+from sinklab.commands.console import RunBoard, RunLength, data_progress
+from sinklab.commands.ending import PLAIN
 from sinklab.data.prepare import prepared
 from sinklab.data.shards import TokenDataset
 from sinklab.data.text_tokenizer import StageProgress
 from sinklab.errors import InputError, SinklabError
-from sinklab.experiments.documents import SUMMARY, Summary
-from sinklab.experiments.sweep.asked import AskedExperiment, asked_for, joined, read_asked
-from sinklab.experiments.sweep.assessed import assess_run, unassessed
-from sinklab.experiments.sweep.driving import train_all
-from sinklab.experiments.sweep.engines.choice import EngineName, open_engine
+from sinklab.experiments.documents import SUMMARY, Summary, record_of
+from sinklab.experiments.sweep.engine import Event, PlannedRun, train_all
+from sinklab.experiments.sweep.engines import EngineName, open_engine
 from sinklab.experiments.sweep.engines.local import cards_here, cores_here, jobs_for, shares
-from sinklab.experiments.sweep.estimate import pace_here, pace_of_runs
 from sinklab.experiments.sweep.packed import take_up, unpack
 from sinklab.experiments.sweep.plan import (
     PlannedSweep,
@@ -34,38 +33,43 @@ from sinklab.experiments.sweep.plan import (
     place_sweep,
     plan_sweep,
 )
-from sinklab.experiments.sweep.planned import Event, PlannedRun
-from sinklab.experiments.sweep.preview import Preview, preview
-from sinklab.experiments.sweep.store import found_runs, record_of, summary_of
+from sinklab.experiments.sweep.preview import Preview, pace_here, pace_of_runs, preview
+from sinklab.experiments.sweep.store import (
+    SweepManifest,
+    Unassessed,
+    found_runs,
+    manifest_of,
+    merged_manifests,
+    read_manifests,
+    summary_of,
+    unassessed,
+)
 from sinklab.files import parse_json
 from sinklab.outputs import REPORT, check_results
 from sinklab.report import write_report
 from sinklab.train.directory.lock import HeldError, is_written
 
-if TYPE_CHECKING:
-    from sinklab.assessing.running import AssessListener
-
 SUMMARISED_EVERY_S = 60.0
-"""Meanwhile, so that a night that ends in a power cut has a summary, too."""
+"""Interval between summaries during training, so that a power cut leaves one."""
 
 LOOKS_EVERY_S = 2.0
-"""For the end of what other processes assess."""
+"""Between two looks at runs that other processes assess."""
 
 SCHEMA = Summary.model_fields["schema_version"].default
 
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """What is to be run.
+    """The options of a sweep.
 
     Attributes:
         questions: experiments, of one scale.
         out: directory of the runs, summary.json and report.html.
         overlay: laid over every recipe.
-        jobs: runs at a time; as many as the machine suggests unless given.
-        engine: where they are trained.
+        jobs: runs at a time; chosen for the machine unless given.
+        engine: that trains them.
         settings: of the engine, KEY=VALUE each.
-        packed: a folder of packed runs, which count as finished ones.
+        packed: a folder of packed runs, which count as finished.
     """
 
     questions: Sequence[Question]
@@ -79,13 +83,13 @@ class SweepRequest:
 
 @dataclass(frozen=True)
 class SweepEnding:
-    """What has come of a sweep.
+    """The outcome of a sweep.
 
     Attributes:
         summary: as it was written.
-        failures: by run, why it failed; those left out that would be a result.
-        edited: by run directory, its files that were changed since.
-        unassessed: by run, why what its experiment wants assessed was not.
+        failures: the reasons by run; a divergence that is a result is left out.
+        edited: the files that have changed since their run ended, by run directory.
+        unassessed: the reasons why a run was not assessed, by run.
     """
 
     summary: Summary
@@ -95,7 +99,7 @@ class SweepEnding:
 
 
 def look_ahead(request: SweepRequest) -> Preview:
-    """What the sweep will take; nothing is written. Of a cluster only its finished runs say how fast it is.
+    """The cost of the sweep; writes nothing. The pace of a cluster is known from its finished runs only.
 
     Raises:
         InputError: as `sweep`.
@@ -105,22 +109,23 @@ def look_ahead(request: SweepRequest) -> Preview:
     with TemporaryDirectory() as folder:
         if request.packed is not None:
             unpack(request.packed, Path(folder))
-        found = found_runs(Path(folder)) | found_runs(request.out)
+        own = found_runs(request.out)
+        found = found_runs(Path(folder)) | own
         if request.engine != EngineName.local:
-            return preview(plan, request.out, found, request.engine, pace_of_runs(request.out), None)
+            return preview(plan, request.out, found, request.engine, pace_of_runs(own.values()), None)
         jobs = _jobs(request, len(plan.order))
         base = next(iter(cells_of(request.questions[0], request.overlay).values())).recipe
-        pace = pace_here(base, shares(jobs)[0].threads, request.out)
+        pace = pace_here(base, shares(jobs)[0].threads, own.values())
         return preview(plan, request.out, found, request.engine, pace, jobs)
 
 
 def sweep(request: SweepRequest, console: Console) -> SweepEnding:
-    """Train what is missing and add up what there is; `console` is told how it goes.
+    """Train the missing runs and summarise all; progress is printed to `console`.
 
     Raises:
-        InputError: a scale that an experiment lacks, text or a directory that cannot be used, an overlay that makes an
-            invalid recipe, an engine that is not installed or does not answer.
-        KeyboardInterrupt: Ctrl-C; everything is saved and the same call continues.
+        InputError: a scale that an experiment lacks, an unusable text or directory, an overlay that makes an invalid
+            recipe, an engine that is not installed or does not answer.
+        KeyboardInterrupt: Ctrl-C; everything is saved and the same call resumes.
         PreemptedError: SIGTERM or SIGUSR1, likewise.
     """
     out, overlay = request.out, request.overlay
@@ -128,19 +133,19 @@ def sweep(request: SweepRequest, console: Console) -> SweepEnding:
     _check_version(out / SUMMARY)
     if request.packed is not None:
         take_up(request.packed, out)
-    before = read_asked(out)
+    before = read_manifests(out)
     plan = plan_sweep(request.questions, overlay)
     engine = open_engine(request.engine, _jobs(request, len(plan.order)), out, request.settings)
     with data_progress(console) as progress:
         data = _prepared(plan, progress)
     planned = place_sweep(plan, data, out, found_runs(out))
-    now = {one.experiment.id: asked_for(one, planned, overlay) for one in request.questions}
-    asked = joined(before, now)
-    if left_out := [name for name in before if name not in asked]:
+    now = {one.experiment.id: manifest_of(one, planned, overlay) for one in request.questions}
+    manifests = merged_manifests(before, now)
+    if left_out := [name for name in before if name not in manifests]:
         console.print(f"not in this summary, as their scale, steps or text differ: {', '.join(left_out)}", **PLAIN)
     missing = [run for run in planned.runs if record_of(run.directory, run.hash) is None]
     for name in now:
-        asked[name].save(out)
+        manifests[name].save(out)
     lengths = {run.name: _length(run) for run in planned.runs}
     try:
         with RunBoard(console, lengths, _jobs(request, len(missing))) as board:
@@ -150,19 +155,19 @@ def sweep(request: SweepRequest, console: Console) -> SweepEnding:
                 nonlocal written
                 board.watch(event)
                 if event.is_last and time.monotonic() - written > SUMMARISED_EVERY_S:
-                    _summarised(asked, out)
+                    _summarised(manifests, out)
                     written = time.monotonic()
 
             ended = train_all(planned.runs, engine, watch)
-        left = _assess([asked[name] for name in now], out, console)
+        left = _assess([manifests[name] for name in now], out, console)
     finally:
-        summary = _summarised(asked, out)
+        summary = _summarised(manifests, out)
     write_report([out])
     return SweepEnding(summary, _failures(planned, ended), _edited(summary), left)
 
 
 def _jobs(request: SweepRequest, runs: int) -> int:
-    """How many at a time: as asked, else one per card or as many as the cores suggest."""
+    """Runs at a time: as requested, else one per card, else by the number of cores."""
     return request.jobs or cards_here() or jobs_for(runs, cores_here())
 
 
@@ -178,7 +183,7 @@ def _length(run: PlannedRun) -> RunLength:
 
 
 def _check_version(path: Path) -> None:
-    """Refuse to replace a summary of another schema version; one from before there were versions is replaced.
+    """Refuse to replace a summary of another schema version.
 
     Raises:
         InputError: it names both.
@@ -186,7 +191,7 @@ def _check_version(path: Path) -> None:
     if not path.is_file():
         return
     try:
-        version = parse_json(path.read_text(encoding="utf-8")).get("schema", SCHEMA)
+        version = parse_json(path.read_text(encoding="utf-8")).get("schema")
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}. Remove it, or choose another --out") from error
     if version != SCHEMA:
@@ -196,19 +201,19 @@ def _check_version(path: Path) -> None:
         )
 
 
-def _assess(asked: Sequence[AskedExperiment], out: Path, console: Console) -> dict[str, str]:
-    """Assess what the experiments want of their runs; returns by run why that could not be."""
+def _assess(manifests: Sequence[SweepManifest], out: Path, console: Console) -> dict[str, str]:
+    """Run the missing parts of `assess` that the experiments ask for; returns the errors by run."""
     left: dict[str, str] = {}
     done = set[str]()
     with AssessProgress(console) as listener:
-        while runs := [run for run in unassessed(asked, out) if run.name not in done | left.keys()]:
+        while runs := [run for run in unassessed(manifests, out) if run.name not in done | left.keys()]:
             free = [run for run in runs if not is_written(run.directory / ASSESSMENT)]
-            if not free:  # other processes of this sweep are at them
+            if not free:  # other processes of this sweep are assessing them
                 time.sleep(LOOKS_EVERY_S)
             for number, run in enumerate(free, 1):
                 listener.say(f"assessing {run.name}, {number} of {len(free)}")
                 try:
-                    assess_run(run, cast("AssessListener", listener))
+                    _assess_run(run, cast(AssessListener, listener))
                     done.add(run.name)
                 except HeldError:
                     pass
@@ -217,15 +222,31 @@ def _assess(asked: Sequence[AskedExperiment], out: Path, console: Console) -> di
     return left
 
 
-def _summarised(asked: Mapping[str, AskedExperiment], out: Path) -> Summary:
+def _assess_run(run: Unassessed, listener: AssessListener) -> None:
+    """Assess a run on its own validation text; parts that do not apply to it are skipped.
+
+    Raises:
+        InputError: it was assessed on another text before, or its text or weights are no longer there.
+    """
+    path = run.directory / ASSESSMENT
+    if path.is_file() and not load_assessment(path).on_held_out:
+        raise InputError(
+            f"{path} is of another text than the run's own, and is kept: move it elsewhere and call this again to have "
+            "the run assessed as its experiment wants"
+        )
+    options = AssessOptions(parts=tuple(run.parts), where_possible=True)
+    assess(str(run.directory), None, options, out=run.directory, listener=listener)
+
+
+def _summarised(manifests: Mapping[str, SweepManifest], out: Path) -> Summary:
     """The summary, written."""
-    summary = summary_of(asked, out)
+    summary = summary_of(manifests, out)
     summary.save(out)
     return summary
 
 
 def _failures(planned: PlannedSweep, ended: Mapping[str, Event]) -> dict[str, str]:
-    """By run, why it failed; that a cell diverged of which that may be expected is a result."""
+    """The reasons of failures by run; the divergence of a cell that may diverge is a result."""
     expected = {
         planned.hashes[name, seed]
         for name, cell in planned.plan.cells.items()

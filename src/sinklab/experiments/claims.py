@@ -10,13 +10,15 @@ claims:
     same_as: table_6.sigmoid_has_none
 """
 
+from dataclasses import dataclass
 from datetime import date
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from sinklab.experiments.quantities import QuantityName, quantity
 from sinklab.schema import Part
+from sinklab.survey.open_models import families
 
 Scale = Literal["tiny", "mini", "small", "60m", "1b"]
 
@@ -24,11 +26,11 @@ Analysis = Literal["confirmatory", "exploratory"]
 """Confirmatory: the paper's claim, asked of runs trained after it was stated. Exploratory: everything else."""
 
 
-class Reach(Part):
+class QuantityClaim(Part):
     """Common to every check of a quantity.
 
     Attributes:
-        value: which number (`quantities`), the mean of a run's last three evaluations.
+        value: its name (`quantities`); the number is the mean of a run's last three evaluations.
         at_step: the mean of the last evaluation up to this step and the two before it; the end of the run unless given.
     """
 
@@ -36,7 +38,7 @@ class Reach(Part):
     at_step: int | None = Field(default=None, ge=1)
 
 
-class _Bounds(Reach):
+class _Bounds(QuantityClaim):
     at_least: float | None = None
     at_most: float | None = None
 
@@ -47,16 +49,23 @@ class _Bounds(Reach):
         return self
 
 
-def _is_a_rate(name: str, what: str) -> None:
+class _OneCell(Part):
+    cell: str
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return (self.cell,)
+
+
+def _require_rate(name: str, what: str) -> None:
     if quantity(name).unit != "%":
         raise ValueError(f"{what} is about a rate, and {name} is none")
 
 
-class Within(_Bounds):
+class Within(_OneCell, _Bounds):
     """The number of one cell lies within one bound or two, in the quantity's unit."""
 
     kind: Literal["within"] = Field(default="within", alias="is")
-    cell: str
 
     @model_validator(mode="after")
     def _has_a_bound(self) -> Self:
@@ -64,34 +73,25 @@ class Within(_Bounds):
             raise ValueError("give at_least, at_most, or both")
         return self
 
-    @property
-    def cells(self) -> tuple[str, ...]:
-        return (self.cell,)
 
-
-class SinkAbsent(Reach):
+class SinkAbsent(_OneCell, QuantityClaim):
     """A cell has no sink: the rate is below 1 % at each of the last three evaluations."""
 
     kind: Literal["absent"] = Field(default="absent", alias="is")
-    cell: str
     value: QuantityName = "sink_1"
 
     @model_validator(mode="after")
     def _of_a_rate(self) -> Self:
-        _is_a_rate(self.value, "absent")
+        _require_rate(self.value, "absent")
         return self
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        return (self.cell,)
 
 
 class Differs(_Bounds):
     """Every seed of one cell is above (greater) or below (less) every seed of another.
 
     Attributes:
-        by: at least so far apart, in the quantity's unit.
-        times: at least so many times as large (greater) or as small (less).
+        by: at least this difference, in the quantity's unit.
+        times: at least this ratio of the larger (greater) or smaller (less) to the other.
         at_least, at_most: bounds that the cell keeps as well, seed by seed.
         absent: the sink of the cell is also below 1 % at each of the last three evaluations.
     """
@@ -108,7 +108,7 @@ class Differs(_Bounds):
         if self.by is not None and self.times is not None:
             raise ValueError("give by or times, not both")
         if self.absent:
-            _is_a_rate(self.value, "absent")
+            _require_rate(self.value, "absent")
         return self
 
     @property
@@ -116,7 +116,7 @@ class Differs(_Bounds):
         return (self.cell, self.than)
 
 
-class Equal(Reach):
+class Equal(QuantityClaim):
     """One cell equals another within a margin in the quantity's unit, seed by seed."""
 
     kind: Literal["equal"] = Field(default="equal", alias="is")
@@ -129,7 +129,7 @@ class Equal(Reach):
         return (self.cell, self.to)
 
 
-class Alike(Reach):
+class Alike(QuantityClaim):
     """Every cell is within a margin of the first, seed by seed."""
 
     kind: Literal["alike"] = Field(default="alike", alias="is")
@@ -141,7 +141,7 @@ class Alike(Reach):
         return self.of
 
 
-class Monotone(Reach):
+class Monotone(QuantityClaim):
     """The number rises or falls over cells in this order."""
 
     kind: Literal["rising", "falling"] = Field(alias="is")
@@ -152,55 +152,35 @@ class Monotone(Reach):
         return self.over
 
 
-class StandsAt(Part):
-    """The sink of a cell is at one position, counted from 1, and takes at least so many percent there."""
+class StandsAt(_OneCell):
+    """The sink of a cell is at one position, counted from 1, with at least this rate in percent."""
 
     kind: Literal["stands_at"] = Field(default="stands_at", alias="is")
-    cell: str
     position: int = Field(ge=1)
     at_least: float = Field(default=1.0, gt=0, lt=100)
 
-    @property
-    def cells(self) -> tuple[str, ...]:
-        return (self.cell,)
 
-
-class Appears(Part):
-    """Sink_1 of a cell is below a rate (percent) up to one step, if given, and has reached it up to another."""
+class Appears(_OneCell):
+    """Sink_1 of a cell is below a rate (percent) up to one step, if given, and has reached it by another."""
 
     kind: Literal["appears"] = Field(default="appears", alias="is")
-    cell: str
     rate: float = Field(default=10.0, gt=0, lt=100)
     after: int | None = Field(default=None, ge=0)
     before: int = Field(ge=1)
 
-    @property
-    def cells(self) -> tuple[str, ...]:
-        return (self.cell,)
 
-
-class Precedes(Part):
-    """Within the runs of a cell one step comes before another, such as `norm_step` before `emergence_step`."""
+class Precedes(_OneCell):
+    """Within the runs of a cell one step is earlier than another, such as `norm_step` than `emergence_step`."""
 
     kind: Literal["precedes"] = Field(default="precedes", alias="is")
-    cell: str
     first: QuantityName
     then: QuantityName
 
-    @property
-    def cells(self) -> tuple[str, ...]:
-        return (self.cell,)
 
-
-class Diverges(Part):
-    """The loss of a cell stops being finite (diverges), or never does (trains)."""
+class Diverges(_OneCell):
+    """The loss of a cell becomes non-finite (diverges), or never does (trains)."""
 
     kind: Literal["diverges", "trains"] = Field(alias="is")
-    cell: str
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        return (self.cell,)
 
 
 SingleCheck = Annotated[
@@ -210,7 +190,7 @@ SingleCheck = Annotated[
 
 
 class All(Part):
-    """Several checks, all of which must be reproduced; one that is contradicted contradicts the claim."""
+    """Several checks, all of which must be reproduced; if one is contradicted, the claim is."""
 
     kind: Literal["all"] = Field(default="all", alias="is")
     of: tuple[SingleCheck, ...] = Field(min_length=2)
@@ -220,10 +200,69 @@ class All(Part):
         return tuple(dict.fromkeys(cell for check in self.of for cell in check.cells))
 
 
+class AlikeOverDomains(_OneCell, QuantityClaim):
+    """A measured cell is in every domain within a margin of its number in the first."""
+
+    kind: Literal["alike_over_domains"] = Field(default="alike_over_domains", alias="is")
+    margin: float = Field(gt=0)
+
+    def over(self, cells: tuple[str, ...]) -> Alike:
+        """The comparison of the cell's measurements, one per domain."""
+        return Alike(of=cells, value=self.value, margin=self.margin)
+
+
+class _OverSizes(_OneCell, QuantityClaim):
+    """Compares the models of each family, from small to large.
+
+    Attributes:
+        families: to which it is limited; all unless given.
+        but: families that are left out.
+    """
+
+    families: tuple[str, ...] = ()
+    but: tuple[str, ...] = ()
+
+    @field_validator("families", "but")
+    @classmethod
+    def _are_on_the_list(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if unknown := [name for name in names if name not in families()]:
+            raise ValueError(f"no family {unknown[0]!r}; there are: {', '.join(families())}")
+        return names
+
+    def is_about(self, family: str) -> bool:
+        """Whether the models of this family are compared."""
+        return (not self.families or family in self.families) and family not in self.but
+
+
+class GrowsWithSize(_OverSizes):
+    """A measured cell rises over the models of a family, from small to large."""
+
+    kind: Literal["grows_with_size"] = Field(default="grows_with_size", alias="is")
+
+    def over(self, cells: tuple[str, ...]) -> Monotone:
+        """The comparison of the cell's measurements, one per model."""
+        return Monotone.model_validate({"is": "rising", "over": cells, "value": self.value})
+
+
+class AlikeOverSizes(_OverSizes):
+    """A measured cell is in every model of a family within a margin of its number in the smallest."""
+
+    kind: Literal["alike_over_sizes"] = Field(default="alike_over_sizes", alias="is")
+    margin: float = Field(gt=0)
+
+    def over(self, cells: tuple[str, ...]) -> Alike:
+        """The comparison of the cell's measurements, one per model."""
+        return Alike(of=cells, value=self.value, margin=self.margin)
+
+
+OverSubjects = AlikeOverDomains | GrowsWithSize | AlikeOverSizes
+"""Compares one cell over the domains or models that it is measured for, which are known once these are given."""
+
 Check = Annotated[
-    Within | SinkAbsent | Differs | Equal | Alike | Monotone | StandsAt | Appears | Precedes | Diverges | All,
+    Within | SinkAbsent | Differs | Equal | Alike | Monotone | StandsAt | Appears | Precedes | Diverges | All
+    | OverSubjects,
     Field(discriminator="kind"),
-]
+]  # fmt: skip
 
 
 def parts_of(check: Check) -> tuple[Check, ...]:
@@ -248,40 +287,36 @@ def quantities_of(check: Check) -> tuple[str, ...]:
             return (check.value,)
 
 
-class Statement(Part):
-    """A sentence, and when it was written down.
+class Claim(Part):
+    """A sentence, the comparison that decides it, and the day on which it was stated.
 
     Attributes:
         id: names it within its experiment.
+        check: the comparison. A file gives either this or `same_as`; loading it fills in that of the claim referred to.
+        same_as: EXPERIMENT.CLAIM, which states the comparison; this claim refers to it and is not counted.
+        scales: those at which it is made; all unless given.
+        asks_massive: whether it is asked only if the trained baseline, or the cell named here, has at least twice its
+            untrained norm ratio; as the experiment says unless given.
+        positions: limits it to measured models that add positions to their embedding, or to the others.
+        proposition: limits it to measured models to which this proposition of the paper applies.
         evidence: that of its experiment unless given.
         stated: the day; that of its experiment unless given.
-        changed: `YYYY-MM-DD: what was changed, and which results had been seen`; shown on the claim.
-        why: the reason where a bound or margin is not the paper's own.
+        changed: `YYYY-MM-DD: the change, and which results had been seen`; shown on the claim.
+        why: the reason for a bound or margin that is not the paper's own.
     """
 
     id: str = Field(pattern=r"^\w+$")
     text: str
-    evidence: Analysis | None = None
-    stated: date | None = None
-    changed: str | None = Field(default=None, pattern=r"^\d{4}-\d\d-\d\d: .+")
-    why: str | None = None
-
-
-class Claim(Statement):
-    """A sentence and the comparison that decides it.
-
-    Attributes:
-        check: the comparison. A file gives either this or `same_as`; loading it fills in that of the claim referred to.
-        same_as: EXPERIMENT.CLAIM, which states the comparison; this claim refers to it and is not counted.
-        scales: those at which it is made; all unless given.
-        asks_massive: whether it is asked only where the trained baseline, or the cell named here, has at least twice
-            its untrained norm ratio; as the experiment says unless given.
-    """
-
     check: Check | None = None
     same_as: str | None = Field(default=None, pattern=r"^[\w.-]+\.\w+$")
     scales: tuple[Scale, ...] | None = None
     asks_massive: bool | str | None = None
+    positions: Literal["added", "other"] | None = None
+    proposition: int | None = Field(default=None, ge=1, le=4)
+    evidence: Analysis | None = None
+    stated: date | None = None
+    changed: str | None = Field(default=None, pattern=r"^\d{4}-\d\d-\d\d: .+")
+    why: str | None = None
 
     @model_validator(mode="after")
     def _has_a_comparison(self) -> Self:
@@ -293,3 +328,20 @@ class Claim(Statement):
     def cells(self) -> tuple[str, ...]:
         """The cells that it is about; none for a reference that has not been looked up."""
         return self.check.cells if self.check else ()
+
+    def about(self, check: Check, subject: str = "") -> "Claim":
+        """The claim with another comparison, about one of several families or models if one is named."""
+        named = {"id": f"{self.id}_{subject}", "text": f"{self.text} ({subject})"} if subject else {}
+        return self.model_copy(update={"check": check, **named})
+
+
+@dataclass(frozen=True)
+class Undecidable:
+    """A claim that the given models and texts cannot decide.
+
+    Attributes:
+        why: a sentence.
+    """
+
+    claim: Claim
+    why: str

@@ -1,12 +1,15 @@
-"""What an experiment file may say: cells that each change something in a base recipe, and claims about them.
+"""Experiments as data: cells, and claims about them.
+
+A cell is an overlay on a base recipe, which is trained with several seeds, or a request to measure an existing model
+(it says `inputs`), which is repeated on several draws of sequences.
 
 base: tiny                                                      # or, by scale: {tiny: tiny, 60m: 60m}
 cells:
   softmax: {}                                                   # the base itself
   k_biases: k_biases                                            # a variant of the catalogue, by its name
-  weight_decay_1: {optim: {weight_decay: 1.0}}                  # or what changes
-  sink_token_without_bos: [sink_token, {data: {bos: false}}]    # or several of both, one laid over the other
-adapted:                                                        # what is different at a scale, and why
+  weight_decay_1: {optim: {weight_decay: 1.0}}                  # changed keys
+  sink_token_without_bos: [sink_token, {data: {bos: false}}]    # several of both, one laid over the other
+adapted:                                                        # differences at a scale, with the reason
   tiny:
     - why: "eight tokens of 64 are what 256 are of 2,048"
       cells: {window_256: {model: {attention: {mask: {width: 8}}}}}
@@ -16,19 +19,39 @@ first_seed: 100                                                 # its runs have 
 claims:
   - {id: no_sink, text: "..", check: {is: absent, cell: k_biases}}
 assess: [streaming]                                             # of every run, for claims about streamed_gap_0
+
+cells:                                                          # of the model that is given with the call
+  natural: {inputs: natural}                                    # text, 100 sequences of 64 tokens, eps 0.3
+  repeat: {inputs: repeat}
+  short: {inputs: natural, length: 16, eps: 0.2}                # the same sequences cut shorter, from the same pass
+  swapped_5: {inputs: repeat, swap_position: [1, 5]}
+  chat: {inputs: natural, model: chat}                          # of the second --model
+claims:
+  - {id: none_on_repeated, text: "..", check: {is: within, value: sink_1, cell: repeat, at_most: 1.0}}
 """
 
 from collections.abc import Mapping, Sequence
 from datetime import date
-from typing import Annotated, Any, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from sinklab.assessing.parts import PartName
-from sinklab.experiments.claims import Analysis, Claim, Scale, quantities_of
-from sinklab.experiments.published import Published
+from sinklab.experiments.claims import (
+    AlikeOverDomains,
+    AlikeOverSizes,
+    Analysis,
+    Claim,
+    GrowsWithSize,
+    Scale,
+    Within,
+    quantities_of,
+)
+from sinklab.experiments.documents import ReplicateKind
+from sinklab.experiments.paper import Published
 from sinklab.experiments.quantities import QuantityName
 from sinklab.interventions.variants import VARIANTS
+from sinklab.measuring.options import Inputs
 from sinklab.schema import Part
 
 SCALES: tuple[Scale, ...] = get_args(Scale)
@@ -42,7 +65,7 @@ NORMS = {
     "norm_step",
     "kurtosis",
 }
-"""Quantities that a claim about massive activations is about."""
+"""Quantities of claims about massive activations."""
 
 PAPER_SCALES = ("60m", "1b")
 """Those at which the paper's own numbers were measured."""
@@ -55,11 +78,19 @@ WHAT_SCALES_ARE: Mapping[Scale, str] = {
     "fixed first token (74 %)",
     "small": "the paper's 60M model with contexts of 256 tokens and a smaller batch",
 }
-"""What a model of the scale stands for, where it is not the paper's own; shown with every result."""
+"""The relation of a scale's base model to the paper's, if they differ; shown with every result."""
+
+ONLY_TRAINED = {"base", "baseline", "adapted", "assess", "first_seed", "asks_massive", "same_as", "scales"}
+"""Fields of experiments and claims that are about training."""
+
+ONLY_MEASURED = {"each", "against", "positions", "proposition"}
+"""Fields of experiments and claims that are about existing models."""
 
 
 def _overlays(said: Any) -> Any:
-    """A cell as a list of overlays; a name is that of a variant."""
+    """A cell as a list of overlays; a name is that of a variant. A request to measure is left as it is."""
+    if _kind_of_cell(said) == "measured":
+        return said
     return [_of_variant(one) if isinstance(one, str) else one for one in (said if isinstance(said, list) else [said])]
 
 
@@ -69,65 +100,125 @@ def _of_variant(name: str) -> Mapping[str, Any]:
     return VARIANTS[name].overlay
 
 
+def _kind_of_cell(said: Any) -> Literal["trained", "measured"]:
+    return "measured" if isinstance(said, MeasuredCell) or (isinstance(said, dict) and "inputs" in said) else "trained"
+
+
+def _is_default(part: Part, name: str) -> bool:
+    return getattr(part, name) == type(part).model_fields[name].get_default(call_default_factory=True)
+
+
 def _is_a_folder(name: str) -> str:
     if not name or name.startswith(".") or "/" in name:
         raise ValueError(f"cell {name!r}: the name is that of a folder, without / and no . in front")
     return name
 
 
+class CellTask(Part):
+    """A downstream task of a measured cell.
+
+    Attributes:
+        name: of lm-eval; it has acc or acc_norm.
+        items: how many are drawn for each draw; null for all.
+    """
+
+    name: str
+    items: int | None = Field(default=None, ge=1)
+
+
+class MeasuredCell(Part):
+    """A request to measure a model. Cells that differ in eps and length only share their sequences and the pass.
+
+    Attributes:
+        model: which of those given; the chat model is the second, and optional.
+        inputs: kind of the sequences. A file says it in every measured cell.
+        sequences, length: N and T.
+        eps: threshold of the sink rate.
+        loss: whether the loss is computed, a third of the work.
+        details: also angles and the other statistics of `--details`.
+        swap_position, replace_position: learned positions that are changed (`Study`).
+        task: a downstream task that is evaluated as well.
+    """
+
+    model: Literal["base", "chat"] = "base"
+    inputs: Inputs = "natural"
+    sequences: int = Field(default=100, ge=1)
+    length: int = Field(default=64, ge=2)
+    eps: float = Field(default=0.3, gt=0, lt=1)
+    loss: bool = False
+    details: bool = False
+    swap_position: tuple[int, int] | None = None
+    replace_position: tuple[int, int] | None = None
+    task: CellTask | None = None
+
+    @property
+    def pass_key(self) -> str:
+        """The same for cells that one pass over the same sequences measures."""
+        return self.model_dump_json(exclude={"eps", "length"})
+
+
+CellName = Annotated[str, AfterValidator(_is_a_folder)]
 Overlays = Annotated[list[dict[str, Any]], BeforeValidator(_overlays)]
-Cells = dict[Annotated[str, AfterValidator(_is_a_folder)], Overlays]
+Cell = Annotated[
+    Annotated[list[dict[str, Any]], Tag("trained")] | Annotated[MeasuredCell, Tag("measured")],
+    Discriminator(_kind_of_cell),
+    BeforeValidator(_overlays),
+]
 
 
 class Adaptation(Part):
-    """How cells differ at one scale from what the paper did, and why.
+    """Differences from the paper's cells at one scale, with the reason.
 
     Attributes:
         why: the reason, a sentence.
         change: laid over every cell.
-        cells: laid over these cells; one that the experiment does not have is added.
+        cells: laid over these cells; a cell that the experiment does not have is added.
         without: cells that this scale does not have.
     """
 
     why: str = Field(min_length=1)
     change: Overlays = Field(default_factory=list)
-    cells: Cells = Field(default_factory=dict)
+    cells: dict[CellName, Overlays] = Field(default_factory=dict)
     without: tuple[str, ...] = ()
 
 
 class Experiment(Part):
-    """Cells as overlays on a base recipe, and claims about them.
+    """Cells, all trained or all measured, and claims about them.
 
     Attributes:
         id: names its results.
-        title: what it shows, in a few words.
-        question: what it asks, a sentence.
-        source: where the paper has it, or what else it comes from.
-        base: a recipe, by the name or file that `sinklab train` takes, of each scale that there is.
-        cells: by name, the overlays that are laid over the base one after the other.
+        title: its subject, in a few words.
+        question: that it asks, a sentence.
+        source: its place in the paper, or another origin.
+        base: of trained cells, the recipe for each scale, by the name or file that `sinklab train` takes.
+        cells: by name, overlays that are laid over the base one after the other, or requests to measure.
         baseline: the cell that the others are compared with; the first unless given.
-        adapted: by scale, what is different there.
-        columns: numbers that its table shows.
+        adapted: by scale, the differences there.
+        each: measured cells are measured for each of these, and are then named DOMAIN/CELL or MODEL/CELL.
+        columns: quantities of its table.
+        against: two quantities of measured cells; a figure shows the second against the first, a point per cell.
         published: the paper's numbers.
-        assess: what of `sinklab assess` is done with every run, on the text that it was validated on.
+        assess: the parts of `sinklab assess` that every run is assessed with, on its validation text.
         evidence: of its claims, unless one says otherwise.
         stated: the day on which its claims were written down, unless one says otherwise.
-        seeds: how many its verdicts are meant to rest on.
-        first_seed: its runs have this seed and those after it; its table and verdicts use no others.
-        asks_massive: whether its claims about norms are asked only where the trained baseline, or the cell named here,
-            has at least twice its untrained norm ratio.
-        rank: of `reproduce all`, the smaller first.
+        seeds: the replicates that its verdicts are meant to rest on: seeds, or draws of sequences.
+        first_seed: of its runs; its table and verdicts use this seed and those after it alone.
+        asks_massive: whether its claims about norms are asked only if the trained baseline, or the cell named here, has
+            at least twice its untrained norm ratio.
+        rank: in lists and in `reproduce all`, the smaller first.
     """
 
     id: str = Field(pattern=r"^[\w.-]+$")
     title: str
     question: str = ""
     source: str = ""
-    base: dict[Scale, str]
-    cells: Cells = Field(min_length=1)
+    base: dict[Scale, str] = Field(default_factory=dict)
+    cells: dict[CellName, Cell] = Field(min_length=1)
     baseline: str = ""
     adapted: dict[Scale, tuple[Adaptation, ...]] = Field(default_factory=dict)
+    each: Literal["domain", "model"] | None = None
     columns: tuple[QuantityName, ...] = ("sink_1", "sink_bias", "valid_loss", "norm_ratio")
+    against: tuple[QuantityName, QuantityName] | None = None
     published: Published | None = None
     claims: tuple[Claim, ...] = ()
     assess: tuple[PartName, ...] = ()
@@ -145,8 +236,26 @@ class Experiment(Part):
         return {base if base in SCALES else SCALES[0]: base} if isinstance(base, str) else base
 
     @model_validator(mode="after")
-    def _names_are_those_of_cells(self) -> Self:
-        known = {name for scale in self.base for name in self.cells_at(scale)}
+    def _is_consistent(self) -> Self:
+        if self.requests and len(self.requests) < len(self.cells):
+            other = next(name for name in self.cells if name not in self.requests)
+            raise ValueError(
+                f"cell {next(iter(self.requests))!r} is measured and {other!r} trained: use two experiments"
+            )
+        given = {name for part in (self, *self.claims) for name in part.model_fields_set if not _is_default(part, name)}
+        if wrong := sorted(given & (ONLY_TRAINED if self.requests else ONLY_MEASURED)):
+            raise ValueError(
+                f"{wrong[0]} is about {'training' if self.requests else 'existing models'}, and the cells are "
+                f"{'measured' if self.requests else 'trained (a measured cell says `inputs`)'}: leave it out"
+            )
+        if not self.requests and not self.base:
+            raise ValueError("base is missing: cells are trained from a recipe (a measured cell says `inputs`)")
+        self._check_names_of_cells()
+        self._check_measured()
+        return self
+
+    def _check_names_of_cells(self) -> None:
+        known = {*self.requests, *(name for scale in self.base for name in self.cells_at(scale))}
         if self.baseline and self.baseline not in known:
             raise ValueError(f"baseline {self.baseline!r} is no cell")
         for claim in self.claims:
@@ -163,16 +272,44 @@ class Experiment(Part):
                 raise ValueError(f"adapted to scale {scale!r}, which the experiment lacks")
             if wrong := [name for one in adaptations for name in one.without if name not in self.cells]:
                 raise ValueError(f"{wrong[0]!r}, which scale {scale} is to be without, is no cell")
-        return self
+
+    def _check_measured(self) -> None:
+        """A claim compares what the cells are measured for: cells, domains or models."""
+        compared = {AlikeOverDomains: "domain", GrowsWithSize: "model", AlikeOverSizes: "model"}
+        for claim in self.claims:
+            wanted = compared.get(type(claim.check))
+            of_each = self.each == "model" and isinstance(claim.check, Within)
+            if self.each != wanted and not of_each:
+                raise ValueError(
+                    f"claim {claim.id} compares {f'{wanted}s' if wanted else 'cells'}: the experiment is "
+                    f"{'measured once' if self.each is None else f'for each {self.each}'}"
+                )
+        for name, cell in self.requests.items():
+            if self.each == "domain" and cell.inputs != "natural":
+                raise ValueError(f"cell {name!r} is not of text, and the experiment is for each domain of a text")
+            if self.each == "model" and cell.model != "base":
+                raise ValueError(f"cell {name!r} is of one model, and the experiment is for each")
+
+    @property
+    def requests(self) -> dict[str, MeasuredCell]:
+        """The measured cells; none where cells are trained."""
+        return {name: cell for name, cell in self.cells.items() if isinstance(cell, MeasuredCell)}
+
+    @property
+    def replicate(self) -> ReplicateKind:
+        """The unit that is repeated: a seed of trained cells, a draw of sequences of measured ones."""
+        return "draw" if self.requests else "seed"
 
     @property
     def compared_with(self) -> str:
-        """The name of the baseline."""
-        return self.baseline or next(iter(self.cells))
+        """The name of the baseline; empty where cells are measured."""
+        return "" if self.requests else self.baseline or next(iter(self.cells))
 
     def cells_at(self, scale: Scale) -> dict[str, Sequence[Mapping[str, Any]]]:
-        """The cells of a scale, each with all overlays that it takes there."""
-        cells: dict[str, list[Mapping[str, Any]]] = {name: list(overlays) for name, overlays in self.cells.items()}
+        """The trained cells of a scale, each with all its overlays there."""
+        cells: dict[str, list[Mapping[str, Any]]] = {
+            name: list(overlays) for name, overlays in self.cells.items() if not isinstance(overlays, MeasuredCell)
+        }
         for one in self.adapted.get(scale, ()):
             for name, overlays in one.cells.items():
                 cells.setdefault(name, []).extend(overlays)
@@ -186,7 +323,7 @@ class Experiment(Part):
         return [claim for claim in made if claim.same_as or all(cell in cells for cell in claim.cells)]
 
     def massive_cell(self, claim: Claim) -> str | None:
-        """The cell whose norm must have grown for a claim to be asked; None where the claim has no such condition."""
+        """The cell whose norm must have grown for a claim to be asked; None if the claim has no such condition."""
         said = claim.asks_massive
         if said is None:
             about_norms = claim.check and NORMS & set(quantities_of(claim.check))
@@ -194,5 +331,5 @@ class Experiment(Part):
         return (self.compared_with if said is True else said) or None
 
     def own_seeds(self, count: int | None = None) -> range:
-        """The seeds of its runs: the first so many, as many as its verdicts rest on unless given."""
+        """The seeds of its runs: the first so many; as many as its verdicts rest on unless given."""
         return range(self.first_seed, self.first_seed + (self.seeds if count is None else count))

@@ -1,5 +1,7 @@
-"""What a sweep leaves on the disk, as it is written and read: summary.json, and record.json in every run directory."""
+"""The files of a sweep as they are written and read: summary.json, and record.json in every run directory."""
 
+import gzip
+import hashlib
 import math
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -15,32 +17,40 @@ from sinklab.schema import ReadDocument
 
 SUMMARY, RECORD = "summary.json", "record.json"
 
+CHECKED = ("recipe.yaml", "metrics.jsonl", "measurement.json")
+"""Files of a run directory whose checksums its record holds."""
+
+COMPRESSED = ".gz"
+
 Verdict = Literal["reproduced", "direction only", "contradicted", "inconclusive", "no verdict", "not asked", "not run"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 JUDGED: tuple[Verdict, ...] = VERDICTS[:4]
-"""Verdicts that five seeds or more have come to."""
+"""Verdicts by five seeds or more."""
 
 ANALYSES = ("confirmatory", "exploratory")
-"""How claims are counted apart (`claims.Analysis`)."""
+"""Claims are counted separately by these (`claims.Analysis`)."""
 
 RunStatus = Literal["done", "failed"]
 
+ReplicateKind = Literal["seed", "draw"]
+"""The unit that an experiment repeats: a seed, or a draw of sequences from existing models."""
+
 
 class RunRecord(ReadDocument):
-    """How one run of a sweep ended; its numbers stand in metrics.jsonl beside it.
+    """record.json: how one run of a sweep ended. Its numbers are in metrics.jsonl beside it.
 
     Attributes:
         hash: of the run (`Recipe.content_hash`).
         name, seed: of its recipe.
-        status: done, or failed for good: what was tried again would fail again, such as a loss that is not finite.
-        message: why it failed.
+        status: done, or failed for good, such as with a non-finite loss: a repetition would fail again.
+        message: the reason of the failure.
         step: of the last update, of `steps`.
-        triples: (sequence, layer, head) triples that its rates are over.
+        triples: number of (sequence, layer, head) triples of its rates.
         seconds: of training.
         tokens_per_second: of its updates.
-        peak_memory_mb: of the process, or of the card where it was trained on one.
+        peak_memory_mb: of the process, or of the card if it was trained on one.
         kurtosis: of the hidden states at the end, in the block where it is largest.
-        files: SHA-256 of recipe.yaml, metrics.jsonl and measurement.json when the run ended.
+        files: SHA-256 of recipe.yaml, metrics.jsonl and measurement.json at the end of the run.
     """
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
@@ -72,10 +82,10 @@ class CellRun(ReadDocument):
         hash: of the run.
         directory: relative to that of the summary.
         status: done, failed, or unfinished.
-        message: why it failed.
+        message: the reason of the failure.
         values: its numbers by quantity (`quantities`), those it has.
-        never: steps that it never reached, by quantity.
-        edited: files of its directory that are no longer what they were when it ended.
+        never: the quantities that are steps which it never reached.
+        edited: files of its directory that have changed since it ended.
         seconds: of training.
     """
 
@@ -97,8 +107,8 @@ class CellEstimate(ReadDocument):
 
     Attributes:
         seeds: the number of every seed that has one, in the order of the seeds; None for a step never reached.
-        median, smallest, largest: of these; None where that is a step never reached.
-        untrained, lowest: of a norm ratio its medians before training, and at the lowest evaluation since.
+        median, smallest, largest: of these; None for a step never reached.
+        untrained, lowest: of a norm ratio the medians before training, and of the lowest evaluation since.
     """
 
     seeds: list[float | None] = Field(default_factory=list)
@@ -110,12 +120,12 @@ class CellEstimate(ReadDocument):
 
     @property
     def never_reached(self) -> int:
-        """Seeds that never reached the step that is asked for."""
+        """Number of seeds that never reached the step."""
         return self.seeds.count(None)
 
 
 class CellSummary(ReadDocument):
-    """A cell: medians over its finished seeds at their last evaluation; what is not known is None or empty.
+    """A cell: medians over its finished seeds at their last evaluation; unknown numbers are None or empty.
 
     Attributes:
         sink_rate: percent of (sequence, layer, head) triples, position 1 first.
@@ -124,10 +134,10 @@ class CellSummary(ReadDocument):
         hidden_norm_ratio_max: |h_1| over the mean of the others, in the block where it is largest.
         seeds: finished runs of the cell.
         seconds: of training, mean per run.
-        change: dotted keys of the recipe and their values, where they are not the base's.
+        change: dotted keys of the recipe and their values, where they differ from the base.
         values: by quantity, over all its seeds.
-        runs: each of its seeds.
-        sink_max, sink_max_position: the highest of `sink_rate` at positions 1 to T / 2, percent, and where it is.
+        runs: one per seed.
+        sink_max, sink_max_position: the highest of `sink_rate` at positions 1 to T / 2, percent, and its position.
     """
 
     sink_rate: list[float | None] = Field(default_factory=list)
@@ -153,7 +163,7 @@ class CellSummary(ReadDocument):
         return found[0] if found else None
 
     def of_seeds(self, seeds: Collection[int]) -> "CellSummary":
-        """The same of these seeds alone: an experiment's table shows no others."""
+        """Limited to these seeds: an experiment's table shows no others."""
         runs = [run for run in self.runs if run.seed in seeds]
         if len(runs) == len(self.runs):
             return self
@@ -163,13 +173,13 @@ class CellSummary(ReadDocument):
                 "runs": runs,
                 "values": values,
                 "seeds": sum(run.status == "done" for run in runs),
-                "sink_rate": [],  # is of all seeds, and runs do not keep theirs
+                "sink_rate": [],  # runs do not keep theirs
             }
         )
 
 
 def estimated(runs: Sequence[CellRun], name: str) -> CellEstimate | None:
-    """A quantity over some runs; None where none has it."""
+    """A quantity over some runs; None if none has it."""
     has = [run for run in runs if name in run.values or name in run.never]
     if not has:
         return None
@@ -195,23 +205,23 @@ def _median_of(runs: Iterable[CellRun], name: str) -> float | None:
 
 
 class JudgedClaim(ReadDocument):
-    """A claim of an experiment with what the runs say of it (docs/verdicts.md).
+    """A claim of an experiment with its verdict (docs/verdicts.md).
 
     Attributes:
-        experiment: whose it is.
-        scale: at which it was tried; the verdict says nothing beyond it.
+        experiment: that makes it.
+        scale: of the models, to which the verdict is limited; of existing models their names.
         evidence: the numbers that decided it, a sentence.
         cells: that it is about.
-        quantity: that it is about; empty where it is about none.
-        analysis: confirmatory or exploratory; empty where that is not known.
+        quantity: that it is about; empty if there is none.
+        analysis: confirmatory or exploratory; empty if unknown.
         stated: the day on which it was written down, YYYY-MM-DD.
-        changed: what was changed since, and what had been seen.
+        changed: the changes since, and the results that had been seen.
         same_as: EXPERIMENT.CLAIM that states the comparison; this one refers to it and is not counted.
         seeds: that the verdict rests on, of two cells the fewer.
-        replicate: what a seed is here: of a model that was given, a draw of sequences.
-        at_eps: the verdict at other thresholds of the sink rate, where it is about one that was recorded there.
+        replicate: the unit of `seeds`: of existing models a draw of sequences.
+        at_eps: the verdict at other thresholds of the sink rate, if it is about one that was recorded there.
         finds: the effect that five seeds find in 80 % of cases, by pilot runs.
-        elsewhere: what five seeds gave before, where these are fewer.
+        elsewhere: an earlier verdict of five seeds, if these are fewer.
     """
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
@@ -229,21 +239,21 @@ class JudgedClaim(ReadDocument):
     changed: str = ""
     same_as: str = ""
     seeds: int = 0
-    replicate: Literal["seed", "draw"] = "seed"
+    replicate: ReplicateKind = "seed"
     at_eps: dict[str, str] = Field(default_factory=dict)
     finds: str = ""
     elsewhere: str = ""
 
     @property
     def verdict_said(self) -> str:
-        """The verdict as it is shown: `reproduced`, `one seed: no verdict`, `reproduced of this model`."""
+        """The verdict in words: `reproduced`, `one seed: no verdict`, `reproduced of this model`."""
         if self.verdict == "no verdict" and self.seeds == 1:
             return f"one {self.replicate}: no verdict"
         return f"{self.verdict} of this model" if self.replicate == "draw" and self.verdict in JUDGED else self.verdict
 
     @property
     def remarks(self) -> list[str]:
-        """What is shown behind the evidence: other thresholds, five seeds elsewhere, power, changes, references."""
+        """Additions to the evidence: other thresholds, an earlier verdict of five seeds, power, changes, references."""
         differing = {eps: verdict for eps, verdict in self.at_eps.items() if verdict != self.verdict}
         same = [eps for eps in self.at_eps if eps not in differing]
         return [
@@ -257,7 +267,7 @@ class JudgedClaim(ReadDocument):
 
     @property
     def said(self) -> str:
-        """What is claimed."""
+        """The text of the claim."""
         return self.text or self.id
 
 
@@ -269,11 +279,11 @@ class ExperimentSummary(ReadDocument):
         baseline: the cell that the others are compared with.
         columns: quantities that its table shows.
         published: the paper's numbers by cell and quantity; of a row that failed there, {"trains": 0.0}.
-        elsewhere: the paper's numbers of other models than the one that is measured, by model, cell and quantity.
+        elsewhere: the paper's numbers of its own models, by model, cell and quantity.
         against: two quantities of which a figure shows the second against the first.
         families: of the models on the paper's list, by cell.
-        adapted: why its cells differ from the paper's at this scale.
-        seeds: its own, which alone its table shows; all of its cells' where there are none.
+        adapted: the reasons why its cells differ from the paper's at this scale.
+        seeds: its own, to which its table is limited; empty for all seeds of its cells.
     """
 
     title: str = ""
@@ -292,13 +302,13 @@ class ExperimentSummary(ReadDocument):
 
 
 class Summary(ReadDocument):
-    """summary.json: everything that a sweep's directory has to say; empty where there is none.
+    """summary.json: the results of all experiments in a directory; empty without any.
 
     Attributes:
-        id, title: of the experiment, where there is only one.
+        id, title: of the experiment, if there is only one.
         scale: of all cells.
-        cells: of all experiments. A name is one recipe, whichever experiment it is in.
-        counts: how often there is each verdict, confirmatory and exploratory claims apart, references left out.
+        cells: of all experiments. A name is one recipe in all of them.
+        counts: of each verdict, separately for confirmatory and exploratory claims; references are left out.
     """
 
     schema_version: int = Field(default=3, alias="schema")
@@ -318,7 +328,7 @@ class Summary(ReadDocument):
 
 
 def verdict_counts(claims: Sequence[JudgedClaim]) -> dict[str, dict[str, int]]:
-    """How often there is each verdict, in their order, by confirmatory and exploratory; references are not counted."""
+    """Counts of each verdict, in their order, by confirmatory and exploratory; references are not counted."""
     counted = [claim for claim in claims if not claim.same_as]
     kinds = dict.fromkeys([*(one for one in ANALYSES if any(claim.analysis == one for claim in counted)),
                            *(claim.analysis for claim in counted)])  # fmt: skip
@@ -330,7 +340,7 @@ def verdict_counts(claims: Sequence[JudgedClaim]) -> dict[str, dict[str, int]]:
 
 
 def read_record(directory: Path) -> RunRecord | None:
-    """The record of a run directory, None where it has not ended yet.
+    """The record of a run directory, None if the run has not ended yet.
 
     Raises:
         InputError: it is damaged, or of another schema version.
@@ -352,3 +362,34 @@ def _first_line(error: Exception) -> str:
         first = error.errors()[0]
         return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
     return str(error).splitlines()[0]
+
+
+def record_of(directory: Path, run_hash: str) -> RunRecord | None:
+    """The record of the run with that hash, None if it has not ended: a record of the shorter run that it extends is
+    not its own.
+
+    Raises:
+        InputError: the record is damaged, or of another schema version.
+    """
+    record = read_record(directory)
+    return record if record is not None and record.hash == run_hash else None
+
+
+def checksums(directory: Path) -> dict[str, str]:
+    """SHA-256 of the result files of a run that are there, compressed or not."""
+    contents = {name: _content(directory / name) for name in CHECKED}
+    return {name: hashlib.sha256(text).hexdigest() for name, text in contents.items() if text is not None}
+
+
+def edited(directory: Path, record: RunRecord) -> list[str]:
+    """The files that have changed since the run ended."""
+    now = checksums(directory)
+    return [name for name, before in record.files.items() if now.get(name) != before]
+
+
+def _content(path: Path) -> bytes | None:
+    """Of a file, or of its compressed copy; None if neither can be read."""
+    try:
+        return path.read_bytes() if path.exists() else gzip.decompress(Path(f"{path}{COMPRESSED}").read_bytes())
+    except (OSError, EOFError):
+        return None

@@ -1,4 +1,4 @@
-"""What the runs of a cell came to, as it is judged and added up."""
+"""The results of a cell: the numbers of its runs, read from run directories, or of measurements of existing models."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -6,10 +6,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
+
 from sinklab.assessing.assessment import ASSESSMENT, load_assessment
 from sinklab.errors import SinklabError
+from sinklab.experiments.definition import MeasuredCell
 from sinklab.experiments.documents import CellRun, read_record
 from sinklab.experiments.quantities import Reading, RunNumbers
+from sinklab.measuring.findings import Propositions
+from sinklab.measuring.measurement import Measurement
 from sinklab.schema import finite_or_none
 from sinklab.train.directory.history import Evaluation, read_history, seconds_spent
 from sinklab.train.recipe import load_recipe
@@ -20,10 +25,10 @@ class CellResults:
     """The runs of one cell.
 
     Attributes:
-        change: dotted keys of the recipe and their values, where they are not the base's.
-        runs: each of its seeds, as the summary shows it, finished or not.
+        change: dotted keys of the recipe and their values, where they differ from the base.
+        runs: one per seed, finished or not, as in the summary.
         numbers: of the finished ones.
-        failed: how many did not train: their loss stopped being finite.
+        failed: runs that did not train: their loss became non-finite.
     """
 
     change: Mapping[str, object]
@@ -32,7 +37,7 @@ class CellResults:
     failed: int = 0
 
     def of_seeds(self, seeds: Collection[int] | None) -> "CellResults":
-        """The same of these seeds alone; of all unless given."""
+        """Limited to these seeds; unchanged unless given."""
         if seeds is None:
             return self
         runs = [run for run in self.runs if run.seed in seeds]
@@ -41,7 +46,7 @@ class CellResults:
 
 
 def read_numbers(directory: Path) -> RunNumbers:
-    """What a finished run says: metrics.jsonl (or metrics.jsonl.gz), recipe.yaml, record.json and assessment.json.
+    """The numbers of a finished run: metrics.jsonl (or .gz), recipe.yaml, record.json and assessment.json.
 
     Raises:
         InputError: one of them cannot be read, or is damaged.
@@ -65,14 +70,14 @@ def read_numbers(directory: Path) -> RunNumbers:
 
 
 def named_values(numbers: RunNumbers, names: Iterable[str]) -> tuple[dict[str, float], list[str]]:
-    """The numbers of a run by name, those it has; and the names of the steps that it never reached."""
+    """The numbers of a run by name, those it has; and the steps that it never reached."""
     found = {name: value for name in names if (value := numbers.value(name)) is not None}
     never = [name for name, value in found.items() if value == math.inf]
     return {name: value for name, value in found.items() if name not in never}, never
 
 
 def _assessed(directory: Path) -> dict[str, float]:
-    """What is known of a run that was assessed on the text that it was validated on, as every run of a sweep is."""
+    """The numbers of an assessment on the run's own validation text; an assessment on another text has none."""
     if not (directory / ASSESSMENT).is_file():
         return {}
     assessment = load_assessment(directory / ASSESSMENT)
@@ -109,5 +114,96 @@ def _mean_percent(by_layer: Sequence[Sequence[float | None]] | None) -> float | 
 
 
 def _largest(ratios: Sequence[float] | None) -> float | None:
-    """Of all blocks; None where there are none, or one is infinite."""
+    """Of all blocks; None if there are none, or one is infinite."""
     return finite_or_none(max(ratios or (), default=None))
+
+
+def measured_numbers(cell: MeasuredCell, measured: Measurement, draw: int) -> RunNumbers:
+    """The numbers of a measured cell on one draw.
+
+    Args:
+        measured: the pass over its sequences; a cell that is shorter than these has sink rates only.
+        draw: its number, in place of a seed.
+    """
+    whole = cell.length == measured.length
+    reading = Reading(
+        step=0,
+        tokens=None,
+        sink_rate=_rates(cell, measured),
+        sink_rate_visible=_visible_rates(cell, measured) if whole else None,
+        sink_bias=measured.sink_rate_bias if whole and cell.eps == measured.eps else None,
+        valid_loss=measured.loss if whole else None,
+        train_loss=None,
+        norm_ratio=finite_or_none(max(measured.hidden_norm_ratio or (), default=None)) if whole else None,
+    )
+    kurtosis = measured.details.by_layer.get("kurtosis_by_block") if whole and measured.details else None
+    return RunNumbers(
+        seed=draw,
+        readings=[reading],
+        kurtosis=max(kurtosis) if kurtosis else None,
+        seconds=measured.seconds,
+        sequences=measured.sequences,
+        measured=_others(cell, measured) if whole else {},
+    )
+
+
+def _rates(cell: MeasuredCell, measured: Measurement) -> list[float]:
+    eps = f"{cell.eps:g}"
+    if cell.length < measured.length:
+        return (measured.sink_rate_by_length or {})[str(cell.length)][eps]
+    return measured.sink_rates[eps] if measured.sink_rates else measured.sink_rate
+
+
+def _visible_rates(cell: MeasuredCell, measured: Measurement) -> list[float] | None:
+    several = measured.sink_rates_visible
+    return several[f"{cell.eps:g}"] if several else measured.sink_rate_visible
+
+
+def _others(cell: MeasuredCell, measured: Measurement) -> dict[str, float]:
+    found: dict[str, float] = dict(measured.scores or {}) | _importance(measured)
+    if measured.propositions:
+        found["proposition_excess"] = _excess(measured.propositions)
+    for name, ratios in (("key_norm_ratio", measured.key_norm_ratio), ("value_norm_ratio", measured.value_norm_ratio)):
+        if ratios and math.isfinite(mean := fmean(ratios)):
+            found[name] = mean
+    if measured.massive_activations:
+        found["largest_activation"] = max(abs(one.value) for one in measured.massive_activations)
+        found["activation_ratio"] = max(one.ratio_to_median for one in measured.massive_activations)
+    return found | _angles(measured, cell.eps)
+
+
+def _importance(measured: Measurement) -> dict[str, float]:
+    """alpha of the first position, percent: over all layers, over the first quarter of them, and of the rest above."""
+    layers_L = 100 * measured.importance[..., 0].mean(-1)
+    early, late = np.split(layers_L, [max(1, len(layers_L) // 4)])
+    found = {"importance_first": float(layers_L.mean()), "importance_early": float(early.mean())}
+    return found | ({"importance_gap": float(late.mean() - early.mean())} if late.size else {})
+
+
+def _excess(found: Propositions) -> float:
+    """The largest deviation from the proposition, in units of the tolerance for rounding."""
+    deviations = (found.hidden_deviation, found.attention_deviation or 0.0, -(found.bound_slack or 0.0))
+    return max(deviations) / found.tolerance
+
+
+def _angles(measured: Measurement, eps: float) -> dict[str, float]:
+    """Means over the heads whose mean importance of the first token is above eps; empty without any."""
+    heads_LH = measured.importance[:, :, 0] > eps
+    cosine_LHT = measured.details.cosine if measured.details else None
+    product_LHT = measured.details.norm_product if measured.details else None
+    if cosine_LHT is None or product_LHT is None or not heads_LH.any() or measured.length < 2:
+        return {}
+    first, rest = _first_and_rest(cosine_LHT[heads_LH])
+    product_first, product_rest = _first_and_rest(product_LHT[heads_LH])
+    if product_rest == 0:
+        return {}
+    return {
+        "cosine_first": first,
+        "cosine_rest": rest,
+        "cosine_gap": first - rest,
+        "norm_product_ratio": product_first / product_rest,
+    }
+
+
+def _first_and_rest(of_heads_ST: np.ndarray) -> tuple[float, float]:
+    return float(of_heads_ST[:, 0].mean()), float(of_heads_ST[:, 1:].mean())

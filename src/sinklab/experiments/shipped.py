@@ -1,20 +1,26 @@
-"""The experiments that come with sinklab, a YAML file each in `shipped/`, and those in files of one's own."""
+"""The experiments that come with sinklab (a YAML file each in `shipped/`) or lie in a file: loaded, and listed with
+their cost on this machine."""
 
 import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from sinklab.errors import InputError
 from sinklab.experiments.claims import Claim
-from sinklab.experiments.definition import Experiment
-from sinklab.experiments.measured.definition import MeasuredExperiment
+from sinklab.experiments.definition import Experiment, Scale
+from sinklab.experiments.sweep.engines.local import cards_here, cores_here
+from sinklab.experiments.sweep.plan import base_values
+from sinklab.experiments.sweep.preview import Pace, operations, pace_here
 from sinklab.files import parse_yaml
+from sinklab.train.recipe import build_recipe
 
 FILE = ".yaml"
-AnyExperiment = Experiment | MeasuredExperiment
 
 
 def experiment_ids() -> list[str]:
@@ -22,11 +28,10 @@ def experiment_ids() -> list[str]:
     return [one.id for one in sorted((load_experiment(name) for name in _shipped()), key=lambda one: one.rank)]
 
 
-def load_experiment(name: str) -> AnyExperiment:
+def load_experiment(name: str) -> Experiment:
     """An experiment that comes with sinklab, by its id, or one of your own, by its file.
 
-    A file that says `kind: measured` is one on existing models. A base recipe that lies beside the file is found there,
-    from whatever directory it is asked for.
+    A base recipe that lies beside the file is found there, whatever the working directory.
 
     Raises:
         InputError: there is no such experiment (the nearest names are offered), or the file is no valid one; the
@@ -40,11 +45,8 @@ def load_experiment(name: str) -> AnyExperiment:
             f"no experiment {name!r}{meant} `sinklab experiments` lists them; one of your own is given as a {FILE} file"
         )
     try:
-        said = parse_yaml(file.read_text(encoding="utf-8"))
-        measured = isinstance(said, dict) and said.get("kind") == "measured"
-        if measured:
-            return MeasuredExperiment.model_validate(said)
-        return _with_recipes_beside(_with_references(Experiment.model_validate(said)), file)
+        experiment = Experiment.model_validate(parse_yaml(file.read_text(encoding="utf-8")))
+        return _with_recipes_beside(_with_references(experiment), file)
     except ValidationError as error:
         lines = [f"  {'.'.join(map(str, one['loc'])) or 'experiment'}: {one['msg']}" for one in error.errors()]
         raise InputError("\n".join([f"{name} is not a valid experiment:", *lines])) from error
@@ -95,3 +97,90 @@ def _shipped() -> dict[str, Traversable]:
     folders = [path for path in top.iterdir() if path.is_dir()]
     files = [path for folder in folders for path in folder.iterdir() if path.name.endswith(FILE)]
     return {path.name.removesuffix(FILE): path for path in sorted(files, key=lambda path: path.name)}
+
+
+@dataclass(frozen=True)
+class ScaleCost:
+    """An experiment at one scale.
+
+    Attributes:
+        cells, claims: how many.
+        hours: of all its cells and seeds, one after the other on one core or one card.
+        estimated: the source of the hours.
+    """
+
+    cells: int
+    claims: int
+    hours: float
+    estimated: str
+
+
+@dataclass(frozen=True)
+class ListedExperiment:
+    """An experiment in the list.
+
+    Attributes:
+        cells, claims: how many, of all scales.
+        seeds: that its verdicts are meant to rest on; 0 if nothing is trained.
+        scales: those it has; none if it measures existing models.
+        cell_names, claim_texts: of these cells and claims.
+    """
+
+    id: str
+    title: str
+    question: str
+    source: str
+    cells: int
+    claims: int
+    seeds: int
+    scales: Mapping[Scale, ScaleCost]
+    cell_names: Sequence[str]
+    claim_texts: Sequence[str]
+
+    def document(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+
+def list_experiments(names: Sequence[str] = ()) -> list[ListedExperiment]:
+    """Those of these ids or files; all that come with sinklab, most informative first, unless some are named.
+
+    Raises:
+        InputError: there is no such experiment, or the file is no valid one.
+    """
+    paces: dict[str, Pace] = {}
+    return [_listed(one, paces) for one in [load_experiment(name) for name in names or experiment_ids()]]
+
+
+def jobs_here() -> int:
+    """How many runs this machine trains at a time, at the listed pace."""
+    return cards_here() or cores_here()
+
+
+def _listed(experiment: Experiment, paces: dict[str, Pace]) -> ListedExperiment:
+    return ListedExperiment(
+        id=experiment.id,
+        title=experiment.title,
+        question=experiment.question,
+        source=experiment.source,
+        cells=len(experiment.cells),
+        claims=len(experiment.claims),
+        seeds=experiment.seeds if experiment.base else 0,
+        scales={scale: _cost(experiment, scale, paces) for scale in experiment.base},
+        cell_names=list(experiment.cells),
+        claim_texts=[claim.text for claim in experiment.claims],
+    )
+
+
+def _cost(experiment: Experiment, scale: Scale, paces: dict[str, Pace]) -> ScaleCost:
+    """Cells are weighted by their tokens: their models need about as many operations per token as the base."""
+    values = base_values(experiment, scale)
+    base = build_recipe(values, origin=experiment.base[scale])
+    if experiment.base[scale] not in paces:
+        paces[experiment.base[scale]] = pace_here(base, threads=1)
+    pace = paces[experiment.base[scale]]
+    cells = experiment.cells_at(scale)
+    recipes = [build_recipe(values, *overlays, origin=name) for name, overlays in cells.items()]
+    total = sum(operations(recipe, like=base) for recipe in recipes) * experiment.seeds
+    hours = total / pace.operations_per_second / 3600
+    return ScaleCost(len(cells), len(experiment.claims_at(scale)), hours, pace.said)

@@ -1,9 +1,8 @@
-"""From the runs of a sweep to summary.json: every cell over its seeds, and a verdict on every claim."""
+"""summary.json from the results of experiments: every cell over its seeds or draws, and a verdict on every claim."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import fmean, median
 
-from sinklab.experiments.committed import five_seeds
 from sinklab.experiments.definition import WHAT_SCALES_ARE, Experiment, Scale
 from sinklab.experiments.documents import (
     CellSummary,
@@ -15,62 +14,19 @@ from sinklab.experiments.documents import (
 )
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.verdicts.counts import FEWEST
-from sinklab.experiments.verdicts.judging import judge
+from sinklab.experiments.verdicts.five_seeds import verdict_of_five
+from sinklab.experiments.verdicts.judging import Trial, judge
 
 
-def summarise(
-    asked: Sequence[tuple[Experiment, Scale]],
-    results: Mapping[str, CellResults],
-    own_seeds: Mapping[str, Collection[int]] | None = None,
-    altered: bool = False,
-) -> Summary:
-    """The experiments of a sweep, their cells, and a verdict on each of their claims.
+def at_scale(experiment: Experiment, scale: Scale, seeds: Collection[int] | None = None) -> Trial:
+    """A trained experiment at one scale.
 
     Args:
-        asked: in the order in which they are shown.
-        results: by cell. A name is one recipe, whichever experiment it is in; those of no experiment are left out.
-        own_seeds: of an experiment, by its id, the seeds that its table and verdicts use; all unless given.
-        altered: the recipes were changed (--steps, --text), so that the results that come with sinklab are of others.
+        seeds: its own, which alone its table and verdicts use; all unless given.
     """
-    seeds = own_seeds or {}
-    scales = {scale for _, scale in asked}
-    alone = asked[0][0] if len(asked) == 1 else None
-    claims = [claim for one, scale in asked for claim in judge(one, scale, results, seeds.get(one.id))]
-    claims = _with_references(claims if altered else [_with_five_seeds(claim) for claim in claims])
-    return Summary(
-        id=alone.id if alone else "",
-        title=alone.title if alone else "",
-        scale=next(iter(scales)) if len(scales) == 1 else "",
-        experiments={one.id: _described(one, scale, seeds.get(one.id, ())) for one, scale in asked},
-        cells=_cells(asked, results),
-        claims=claims,
-        counts=verdict_counts(claims),
-    )
-
-
-def _with_references(claims: Sequence[JudgedClaim]) -> list[JudgedClaim]:
-    """Claims that refer to another one have its verdict, where that is among them."""
-    known = {f"{claim.experiment}.{claim.id}": claim for claim in claims if not claim.same_as}
-    copied = {"verdict", "evidence", "seeds", "at_eps", "analysis", "stated", "finds", "elsewhere", "replicate"}
-    return [
-        claim.model_copy(update={name: getattr(other, name) for name in copied})
-        if (other := known.get(claim.same_as)) is not None
-        else claim
-        for claim in claims
-    ]
-
-
-def _with_five_seeds(claim: JudgedClaim) -> JudgedClaim:
-    """A claim without a verdict, with what five seeds gave in the results that come with sinklab."""
-    if claim.verdict != "no verdict" or claim.seeds >= FEWEST:
-        return claim
-    return claim.model_copy(update={"elsewhere": five_seeds(claim)})
-
-
-def _described(experiment: Experiment, scale: Scale, seeds: Collection[int]) -> ExperimentSummary:
     cells = list(experiment.cells_at(scale))
     published = {cell: experiment.published.numbers_of(cell) for cell in cells} if experiment.published else {}
-    return ExperimentSummary(
+    described = ExperimentSummary(
         title=experiment.title,
         question=experiment.question,
         source=experiment.source,
@@ -83,23 +39,57 @@ def _described(experiment: Experiment, scale: Scale, seeds: Collection[int]) -> 
             *([f"{scale} is {WHAT_SCALES_ARE[scale]}"] if scale in WHAT_SCALES_ARE else []),
             *(one.why for one in experiment.adapted.get(scale, ())),
         ],
-        seeds=sorted(seeds),
+        seeds=sorted(seeds or ()),
+    )
+    return Trial(experiment, described, experiment.claims_at(scale), seeds)
+
+
+def summarise(trials: Sequence[Trial], results: Mapping[str, CellResults], altered: bool = False) -> Summary:
+    """The experiments, their cells, and a verdict on each of their claims.
+
+    Args:
+        trials: in the order in which they are shown.
+        results: by cell. A name is one recipe in all experiments; cells of no experiment are left out.
+        altered: the recipes were changed (--steps, --text), so that the results that come with sinklab do not apply.
+    """
+    scales = {trial.described.scale for trial in trials}
+    alone = trials[0].experiment if len(trials) == 1 else None
+    claims = [claim for trial in trials for claim in judge(trial, results)]
+    claims = _with_references(claims if altered else [_with_five_seeds(claim) for claim in claims])
+    columns = list(dict.fromkeys(name for trial in trials for name in trial.experiment.columns))
+    cells = dict.fromkeys(cell for trial in trials for cell in trial.described.cells)
+    return Summary(
+        id=alone.id if alone else "",
+        title=alone.title if alone else "",
+        scale=next(iter(scales)) if len(scales) == 1 else "",
+        experiments={trial.experiment.id: trial.described for trial in trials},
+        cells={cell: _cell_summary(results[cell], columns) for cell in cells if cell in results},
+        claims=claims,
+        counts=verdict_counts(claims),
     )
 
 
-def _cells(asked: Sequence[tuple[Experiment, Scale]], results: Mapping[str, CellResults]) -> dict[str, CellSummary]:
-    """The cells of all experiments, each with all quantities that any of them shows."""
-    names = list(dict.fromkeys(name for experiment, _ in asked for name in experiment.columns))
-    found = dict.fromkeys(cell for experiment, scale in asked for cell in experiment.cells_at(scale))
-    return {cell: cell_summary(results[cell], names) for cell in found if cell in results}
+def _with_references(claims: Sequence[JudgedClaim]) -> list[JudgedClaim]:
+    """Claims that refer to another one have its verdict, if that is among them."""
+    known = {f"{claim.experiment}.{claim.id}": claim for claim in claims if not claim.same_as}
+    copied = {"verdict", "evidence", "seeds", "at_eps", "analysis", "stated", "finds", "elsewhere", "replicate"}
+    return [
+        claim.model_copy(update={name: getattr(other, name) for name in copied})
+        if (other := known.get(claim.same_as)) is not None
+        else claim
+        for claim in claims
+    ]
 
 
-def cell_summary(of: CellResults, names: Sequence[str]) -> CellSummary:
-    """Medians over the finished seeds, and every seed of some quantities.
+def _with_five_seeds(claim: JudgedClaim) -> JudgedClaim:
+    """A claim without a verdict has that of five seeds in the results that come with sinklab beside it."""
+    if claim.verdict != "no verdict" or claim.seeds >= FEWEST or claim.replicate != "seed":
+        return claim
+    return claim.model_copy(update={"elsewhere": verdict_of_five(claim)})
 
-    Args:
-        names: of the quantities.
-    """
+
+def _cell_summary(of: CellResults, names: Sequence[str]) -> CellSummary:
+    """Medians over the finished seeds, and every seed of the named quantities."""
     last = [run.last for run in of.numbers]
     return CellSummary(
         sink_rate=[_median(rates) for rates in zip(*(one.sink_rate for one in last), strict=False)],
@@ -115,6 +105,6 @@ def cell_summary(of: CellResults, names: Sequence[str]) -> CellSummary:
 
 
 def _median(values: Iterable[float | None]) -> float | None:
-    """Of what is known, None where nothing is."""
+    """Of the known values, None without any."""
     known = [value for value in values if value is not None]
     return median(known) if known else None

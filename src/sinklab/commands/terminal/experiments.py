@@ -7,16 +7,16 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from sinklab.commands.console import duration, short_duration
 from sinklab.commands.terminal.tables import print_table, printable
-from sinklab.commands.timing import duration, short_duration
-from sinklab.experiments.coverage import Covered
 from sinklab.experiments.definition import SCALES, Scale
-from sinklab.experiments.listing import ListedExperiment, jobs_here
+from sinklab.experiments.paper import Covered
+from sinklab.experiments.shipped import ListedExperiment, jobs_here
 from sinklab.experiments.sweep.preview import CellPreview, Preview
 from sinklab.tables import NOTHING, Table, TableColumn, names
 
 if TYPE_CHECKING:
-    from sinklab.experiments.measured.planning import Pass
+    from sinklab.experiments.measured import Pass
     from sinklab.interventions.catalogue import Intervention
 
 

@@ -109,8 +109,6 @@ def print_runs(runs: Sequence[ListedRun], console: Console) -> None:
 
 def print_tuning(tuning: "Tuning", console: Console) -> None:
     """The base and the chat model side by side, and the notes."""
-    from sinklab.tuning.card import sides
-
     asked = tuning.asked
     about = f"{asked.steps} updates of {asked.batch_size} conversations of at most {asked.length} tokens"
     print_title(tuning.model, console, [about])
@@ -125,7 +123,7 @@ def print_tuning(tuning: "Tuning", console: Console) -> None:
             side.valid_loss,
             tuning.grad_norm_max if name == "chat" else None,
         )
-        for name, side in sides(tuning)
+        for name, side in tuning.sides().items()
     ]
     title = f"Before and after tuning (eps {asked.eps:g}, loss held out in nats)"
     print_table(Table(title, columns, rows).without_empty_columns(), console)

@@ -1,13 +1,13 @@
 """Packed runs: recipes, records, environments and metrics of a sweep, a few files per experiment, without weights.
 
 EXPERIMENT/recipes.yaml           the resolved recipe of every run, a YAML document each
-EXPERIMENT/runs.jsonl             a line per run: how it ended (record.json) and with what it was trained (env.json)
-EXPERIMENT/metrics.jsonl.gz       a line per evaluation, with its run
+EXPERIMENT/runs.jsonl             a line per run: its end (record.json) and its environment (env.json)
+EXPERIMENT/metrics.jsonl.gz       a line per evaluation, with the name of its run
 EXPERIMENT/assessments.jsonl.gz   a line per assessed run
 checksums.txt                     SHA-256 of every file, as `sha256sum -c` reads it
 
-A run lies with the first experiment that has it. `unpack` makes run directories of them again, byte for byte, which
-`reproduce` takes for finished runs.
+A run is stored with the first experiment that has it. `unpack` restores the run directories byte for byte; `reproduce`
+counts them as finished runs.
 """
 
 import gzip
@@ -21,7 +21,7 @@ from typing import Any
 from sinklab.assessing.assessment import ASSESSMENT
 from sinklab.errors import InputError
 from sinklab.experiments.documents import RECORD
-from sinklab.experiments.sweep.asked import FOLDER
+from sinklab.experiments.sweep.store import MANIFESTS
 from sinklab.files import parse_json, sha256_of, write_json, write_text, written_aside
 from sinklab.train.directory.environment import ENVIRONMENT
 
@@ -38,12 +38,12 @@ _DOCUMENT = re.compile(rf"^{re.escape(_HEAD)}(.+)\n", re.MULTILINE)
 
 @dataclass(frozen=True)
 class PackedRun:
-    """What is kept of a run.
+    """The packed part of a run.
 
     Attributes:
         directory: relative to that of the sweep.
         recipe, metrics: the text of recipe.yaml and metrics.jsonl.
-        record, environment, assessment: record.json, env.json without what names the machine, assessment.json.
+        record, environment, assessment: record.json, env.json without paths of the machine, assessment.json.
     """
 
     directory: str
@@ -106,14 +106,14 @@ def read_packed(folder: Path) -> list[PackedRun]:
 
 
 def unpack(top: Path, into: Path) -> list[Path]:
-    """Make a run directory of every packed run; what is there already is left as it is.
+    """Restore the run directory of every packed run; existing directories are left unchanged.
 
     Args:
         top: folder of a packed sweep.
-        into: where the run directories are made, under their names in the sweep.
+        into: parent of the run directories, which have their names in the sweep.
 
     Returns:
-        The run directories that were made.
+        The new run directories.
 
     Raises:
         InputError: there are no packed runs, or a file is damaged.
@@ -134,24 +134,24 @@ def unpack(top: Path, into: Path) -> list[Path]:
 
 
 def take_up(top: Path, out: Path) -> list[Path]:
-    """Unpack a packed sweep into the directory of a sweep, with what was asked; what is there is left as it is.
+    """Unpack a packed sweep, with its manifests, into the directory of a sweep; existing files are left unchanged.
 
     Returns:
-        The run directories that were made.
+        The new run directories.
 
     Raises:
         InputError: as `unpack`.
         SinklabError: likewise.
     """
     made = unpack(top, out)
-    for path in sorted((top / FOLDER).glob("*.json")):
-        if not (out / FOLDER / path.name).exists():
-            write_text(out / FOLDER / path.name, path.read_text(encoding="utf-8"))
+    for path in sorted((top / MANIFESTS).glob("*.json")):
+        if not (out / MANIFESTS / path.name).exists():
+            write_text(out / MANIFESTS / path.name, path.read_text(encoding="utf-8"))
     return made
 
 
 def _write_run(directory: Path, run: PackedRun) -> None:
-    """env.json is last: a directory without it is no run yet."""
+    """env.json is written last: a directory without it is no run yet."""
     write_text(directory / RECIPE, run.recipe)
     write_text(directory / METRICS, run.metrics)
     for name, document in ((ASSESSMENT, run.assessment), (RECORD, run.record), (ENVIRONMENT, run.environment)):
@@ -160,7 +160,7 @@ def _write_run(directory: Path, run: PackedRun) -> None:
 
 
 def environment_to_pack(found: Mapping[str, Any]) -> dict[str, Any]:
-    """env.json without what names paths of the machine."""
+    """env.json without paths of the machine."""
     return {key: value for key, value in found.items() if key not in OF_THE_MACHINE}
 
 
@@ -171,7 +171,7 @@ def write_checksums(top: Path) -> None:
 
 
 def read_checksums(top: Path) -> dict[str, str]:
-    """SHA-256 by file, as it was when the sweep was packed.
+    """SHA-256 by file at the time of packing.
 
     Raises:
         InputError: the list is missing or damaged.

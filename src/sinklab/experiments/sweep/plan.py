@@ -1,4 +1,4 @@
-"""From experiments to runs: a recipe per cell and seed, its hash with the data it has, and the order of training."""
+"""From experiments to runs: a recipe per cell and seed, its hash together with its data, and the order of training."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError
 from sinklab.experiments.claims import Diverges, parts_of
 from sinklab.experiments.definition import Experiment, Scale
-from sinklab.experiments.sweep.planned import PlannedRun
+from sinklab.experiments.sweep.engine import PlannedRun
 from sinklab.files import parse_yaml
 from sinklab.interventions.variants import VARIANTS
 from sinklab.schema import leaves
@@ -20,11 +20,11 @@ from sinklab.train.start import started
 
 @dataclass(frozen=True)
 class Question:
-    """An experiment that is asked for.
+    """A request for the runs of an experiment.
 
     Attributes:
-        scale: at which.
-        seeds: how many of each cell, from the experiment's first on.
+        scale: of its cells.
+        seeds: number of seeds of each cell, from the experiment's first on.
     """
 
     experiment: Experiment
@@ -39,13 +39,13 @@ class Question:
 
 @dataclass(frozen=True)
 class SweepCell:
-    """A cell, in whichever experiments it is.
+    """A cell of one experiment or several.
 
     Attributes:
         recipe: of seed 0.
-        change: dotted keys of the recipe and their values, where they are not the base's.
-        seeds: of all the experiments that ask for it.
-        may_diverge: that it does not train would be a result.
+        change: dotted keys of the recipe and their values, where they differ from the base.
+        seeds: of all experiments that have it.
+        may_diverge: whether divergence is a result rather than a failure.
     """
 
     name: str
@@ -61,7 +61,7 @@ class SweepCell:
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """Every cell of some experiments once, and the order in which their seeds are trained.
+    """Every cell of some experiments once, and the order of training.
 
     Attributes:
         cells: by name.
@@ -74,10 +74,10 @@ class SweepPlan:
 
 @dataclass(frozen=True)
 class PlannedSweep:
-    """A plan whose data is there.
+    """A plan whose data is prepared.
 
     Attributes:
-        runs: to be trained in this order; cells with the same recipe are one run.
+        runs: in the order of training; cells with the same recipe share a run.
         hashes: of the run of every cell and seed.
     """
 
@@ -90,14 +90,14 @@ def check_scale(experiment: Experiment, scale: str) -> None:
     """Refuse a scale that an experiment lacks.
 
     Raises:
-        InputError: it names those that there are.
+        InputError: the message lists its scales.
     """
     if scale not in experiment.base:
         raise InputError(f"{experiment.id} has no scale {scale!r}; it has: {', '.join(experiment.base)}")
 
 
 def plan_sweep(questions: Sequence[Question], overlay: Mapping[str, Any]) -> SweepPlan:
-    """The cells and their order; no data is needed.
+    """The cells and their order; needs no data.
 
     Args:
         questions: of one scale.
@@ -128,7 +128,7 @@ def plan_sweep(questions: Sequence[Question], overlay: Mapping[str, Any]) -> Swe
 
 
 def cells_of(question: Question, overlay: Mapping[str, Any]) -> dict[str, SweepCell]:
-    """The cells of one experiment; raises as `plan_sweep`, and where a checkpoint to start from is of no use."""
+    """The cells of one experiment; raises as `plan_sweep`, and if a checkpoint to start from does not fit."""
     experiment, scale = question.experiment, question.scale
     check_scale(experiment, scale)
     checks = [check for claim in experiment.claims_at(scale) if claim.check for check in parts_of(claim.check)]
@@ -145,7 +145,7 @@ def cells_of(question: Question, overlay: Mapping[str, Any]) -> dict[str, SweepC
 
 
 def base_values(experiment: Experiment, scale: Scale) -> Mapping[str, Any]:
-    """What the base recipe of an experiment says.
+    """The values of an experiment's base recipe.
 
     Raises:
         InputError: there is no such recipe, or it is not YAML.
@@ -161,9 +161,9 @@ def base_values(experiment: Experiment, scale: Scale) -> Mapping[str, Any]:
 
 
 def change_of(recipe: Recipe, base: Recipe, overlays: Sequence[Mapping[str, Any]]) -> dict[str, object]:
-    """Dotted keys of a recipe that overlays on the base have set to something else, and their values.
+    """Dotted keys of a recipe that overlays have changed from the base, and their values.
 
-    A choice that is given by its bare name is listed as such; what comes along with a kind by default is not listed.
+    A choice that is given by its bare name is listed as such; the defaults of a chosen kind are not listed.
     """
     before, after = (leaves(one.model_dump(mode="json")) for one in (base, recipe))
     said = {key for overlay in overlays for key in leaves(overlay)}
@@ -183,7 +183,7 @@ def place_sweep(
     Args:
         data: of every recipe, by `data_key`.
         out: of the sweep.
-        found: directories of runs that are there already, by hash.
+        found: directories of existing runs, by hash.
 
     Raises:
         InputError: a model's vocabulary is smaller than the tokenizer's.
@@ -204,7 +204,7 @@ def place_sweep(
 
 
 def data_key(recipe: Recipe) -> str:
-    """What recipes have in common whose data is prepared once."""
+    """The same for recipes that share prepared data."""
     return recipe.data.model_dump_json(include=DATA_ORIGIN)
 
 

@@ -1,16 +1,66 @@
-"""What a sweep will take: which of its runs are done, and how many hours the others need. Nothing is written."""
+"""The cost of a sweep before it is trained: which runs are done, and how many hours the others need. Writes nothing.
 
-from collections.abc import Mapping, Sequence
+The pace comes from finished runs, from some timed updates, or from the speed of matrix products. The cost of a run is
+counted in operations (`train/planning/flops.py`): three forward passes per sequence of an update, one per sequence
+whose loss is evaluated, and two per sequence whose sinks are measured, too.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, Literal
+
+import torch
 
 from sinklab.data.prepare import find_prepared
 from sinklab.data.shards import TokenDataset
+from sinklab.data.tokenizers import trained_size
+from sinklab.device import pick_device
 from sinklab.errors import SinklabError
-from sinklab.experiments.sweep.estimate import Pace
+from sinklab.experiments.documents import read_record, record_of
 from sinklab.experiments.sweep.plan import SweepPlan, data_key, place_sweep
-from sinklab.experiments.sweep.store import record_of
+from sinklab.model.config import ModelConfig
+from sinklab.model.transformer import Transformer
+from sinklab.train.directory.run import resolved_precision
+from sinklab.train.optim import build_optimizer
+from sinklab.train.planning.flops import FORWARD_AND_BACKWARD, model_flops
+from sinklab.train.recipe import Recipe, load_recipe
+
+TIMED_S = 1.0  # of updates
+MATRICES_S = 0.3
+MATRIX = 1024  # rows and columns
+UNKNOWN_VOCABULARY = 1024
+LONGEST_UPDATE_S = 1.0  # longer updates are not timed: a model of that size also takes long to initialise
+SOURCES = {
+    "runs": "by the finished runs of that directory",
+    "updates": "by some updates timed on this machine",
+    "products": "at the speed of this machine's matrix products, which no run reaches",
+}
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The speed of a run.
+
+    Attributes:
+        operations_per_second: of one run.
+        source: of the estimate (SOURCES).
+    """
+
+    operations_per_second: float
+    source: Literal["runs", "updates", "products"]
+
+    def seconds(self, recipe: Recipe) -> float:
+        """The duration of one run of a recipe."""
+        return operations(recipe) / self.operations_per_second
+
+    @property
+    def said(self) -> str:
+        """The source, for people."""
+        return SOURCES[self.source]
 
 
 @dataclass(frozen=True)
@@ -18,11 +68,11 @@ class CellPreview:
     """A cell before it is trained.
 
     Attributes:
-        change: dotted keys of the recipe and their values, where they are not the base's.
-        seeds: asked for.
+        change: dotted keys of the recipe and their values, where they differ from the base.
+        seeds: requested.
         done: of these.
-        hours: of one run, on one share of the machine; None where that is another machine, and none has finished.
-        same_as: the cell before it whose runs are also its own, "" where there is none.
+        hours: of one run, on one share of the machine; None on another machine before a run has finished there.
+        same_as: an earlier cell with the same runs, "" if there is none.
     """
 
     name: str
@@ -38,12 +88,12 @@ class Preview:
     """A sweep before it is trained.
 
     Attributes:
-        runs: that are different.
+        runs: distinct runs.
         missing: of these.
-        engine: where they are trained.
-        jobs: at a time; None where the engine's cluster decides.
-        hours: until the missing ones are done, `jobs` at a time; None where that is not known.
-        estimated: how the hours are known; "" where no hours are.
+        engine: that trains them.
+        jobs: at a time; None if the engine's cluster decides.
+        hours: until the missing ones are done, `jobs` at a time; None if unknown.
+        estimated: the source of the hours; "" without hours.
     """
 
     cells: Sequence[CellPreview]
@@ -62,12 +112,12 @@ class Preview:
 def preview(
     plan: SweepPlan, out: Path, found: Mapping[str, Path], engine: str, pace: Pace | None, jobs: int | None
 ) -> Preview:
-    """What is done and what is to come, as far as the data is prepared: the runs of other data cannot have begun.
+    """Which runs are done, and the hours of the others. Runs whose data is not prepared cannot have begun.
 
     Args:
-        found: directories of runs that are there already, by hash.
-        pace: of a run where it is trained; None where that is not known.
-        jobs: at a time; None where that is not known.
+        found: directories of existing runs, by hash.
+        pace: of a run where it is trained; None if unknown.
+        jobs: at a time; None if unknown.
     """
     data = _prepared_data(plan)
     known = {name: cell for name, cell in plan.cells.items() if data_key(cell.recipe) in data}
@@ -91,7 +141,7 @@ def preview(
 
 
 def _identity(plan: SweepPlan, name: str) -> str:
-    """What cells with the same runs have in common."""
+    """The same for cells with the same runs."""
     return plan.cells[name].recipe.model_dump_json(exclude={"name"})
 
 
@@ -100,8 +150,120 @@ def _prepared_data(plan: SweepPlan) -> dict[str, TokenDataset]:
     for key, recipe in {data_key(cell.recipe): cell.recipe for cell in plan.cells.values()}.items():
         try:
             dataset = find_prepared(recipe.data)
-        except SinklabError:  # it will be said when it is needed
+        except SinklabError:  # reported when the data is prepared
             continue
         if dataset is not None:
             found[key] = dataset
     return found
+
+
+def operations(recipe: Recipe, like: Recipe | None = None) -> float:
+    """Of a whole run: its updates, evaluations and measurements.
+
+    Args:
+        like: a recipe whose model needs as many operations per token, so that they are counted once for both.
+    """
+    train, metric = recipe.train, recipe.metric
+    of_sequence = (
+        _of_sequence(recipe) if like is None else _of_sequence(like) * recipe.model.context / like.model.context
+    )
+    evaluations = train.steps // train.eval_every + 1 + (train.steps % train.eval_every > 0)
+    measured = metric.sequences * metric.length / recipe.model.context
+    forward = evaluations * (max(train.eval_sequences, metric.sequences) + 2 * measured) + 2 * measured
+    return of_sequence * (train.steps * train.batch_size + forward / FORWARD_AND_BACKWARD)
+
+
+def pace_here(base: Recipe, threads: int, finished: Iterable[Path] = ()) -> Pace:
+    """The pace of runs like a base recipe, on one share of this machine.
+
+    Args:
+        threads: of PyTorch on a CPU.
+        finished: run directories; those that have finished are the best estimate.
+    """
+    if found := pace_of_runs(finished):
+        return found
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return _timed(base)
+    finally:
+        torch.set_num_threads(before)
+
+
+def pace_of_runs(directories: Iterable[Path]) -> Pace | None:
+    """The pace of the finished runs among some run directories, on any machine; None if there are none."""
+    found = []
+    for directory in directories:
+        try:
+            record, recipe = read_record(directory), load_recipe(str(directory / "recipe.yaml"))
+        except SinklabError:
+            continue
+        if record is not None and record.status == "done" and record.seconds:
+            updates = recipe.train.steps * recipe.train.batch_size
+            found.append(_of_sequence(recipe) * updates / record.seconds)
+    return Pace(median(found), "runs") if found else None
+
+
+def _timed(base: Recipe) -> Pace:
+    device = pick_device(base.train.device)
+    precision = resolved_precision(base.train.precision, device)
+    of_products = _speed_of_products(device, torch.bfloat16 if precision == "bf16" else torch.float32)
+    update = _of_sequence(base) * base.train.batch_size
+    if update / of_products > LONGEST_UPDATE_S:
+        return Pace(of_products, "products")
+    return Pace(update / _seconds_of_update(base, device, precision == "bf16"), "updates")
+
+
+def _sized(recipe: Recipe) -> ModelConfig:
+    size = recipe.model.vocab_size or trained_size(recipe.data.tokenizer) or UNKNOWN_VOCABULARY
+    return recipe.model.model_copy(update={"vocab_size": size})
+
+
+def _of_sequence(recipe: Recipe) -> int:
+    """Operations of one training sequence."""
+    return _of_model(_sized(recipe).model_dump_json())
+
+
+@lru_cache(maxsize=4096)
+def _of_model(config: str) -> int:
+    return model_flops(ModelConfig.model_validate_json(config)).total
+
+
+def _speed_of_products(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations per second of square matrix products."""
+    square = torch.randn(MATRIX, MATRIX, device=device).to(dtype)
+    return 2 * MATRIX**3 / _seconds_each(lambda: square @ square, MATRICES_S, device)
+
+
+def _seconds_of_update(base: Recipe, device: torch.device, bf16: bool) -> float:
+    """Of forward pass, backward pass and optimiser step on random tokens."""
+    config, train = _sized(base), base.train
+    model = Transformer(config, base.seed).to(device)
+    optimizer = build_optimizer(model, base.optim)
+    generator = torch.Generator().manual_seed(0)
+    shape = (train.micro_batch or train.batch_size, config.context + 1)
+    tokens_BT = torch.randint(config.vocab_size or 1, shape, generator=generator).to(device)
+    parts = train.batch_size // len(tokens_BT)
+
+    def update() -> None:
+        for _ in range(parts):
+            with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+                loss = model.loss(tokens_BT)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return _seconds_each(update, TIMED_S, device)
+
+
+def _seconds_each(work: Callable[[], object], limit: float, device: torch.device) -> float:
+    """Median seconds of a call, repeated until `limit` seconds have passed, at least once after a warm-up call."""
+    work()
+    taken: list[float] = []
+    while sum(taken) < limit or not taken:
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - start)
+    return median(taken)

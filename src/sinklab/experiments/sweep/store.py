@@ -1,28 +1,165 @@
-"""What the directory of a sweep holds: runs by their hash, wherever below it they lie, and what each has come to."""
+"""The directory of a sweep: its manifests (asked/ID.json), its runs by hash, and their results.
+
+A manifest says which experiment the summary is about, and which runs are its own; runs may lie anywhere below the
+directory.
+"""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
+from pydantic import ConfigDict, Field, ValidationError
+
+from sinklab.assessing.assessment import ASSESSMENT, load_assessment
+from sinklab.errors import InputError
 from sinklab.experiments.claims import Scale, quantities_of
-from sinklab.experiments.definition import Experiment
-from sinklab.experiments.documents import CellRun, RunRecord, Summary, read_record
+from sinklab.experiments.definition import ONLY_MEASURED, Experiment
+from sinklab.experiments.documents import CellRun, Summary, edited, record_of
 from sinklab.experiments.quantities import RunNumbers
 from sinklab.experiments.results import CellResults, named_values, read_numbers
-from sinklab.experiments.summary import summarise
-from sinklab.experiments.sweep.asked import AskedExperiment
-from sinklab.experiments.sweep.recording import edited
+from sinklab.experiments.summary import at_scale, summarise
+from sinklab.experiments.sweep.plan import PlannedSweep, Question
+from sinklab.files import parse_json, write_json
+from sinklab.schema import ReadDocument
 from sinklab.train.directory.environment import ENVIRONMENT, recorded_hash
+
+MANIFESTS = "asked"
+
+OF_MEASURED: Any = {"each": True, "against": True, "published": {"model"}, "claims": {"__all__": ONLY_MEASURED}}
+"""Fields of an experiment that a manifest, which is about trained cells, leaves out."""
 
 NUMBERS = (
     "sink_1", "sink_bias", "importance_first", "valid_loss", "train_loss", "norm_ratio", "norm_untrained",
     "norm_lowest", "norm_growth", "kurtosis", "emergence_step", "norm_step",
 )  # fmt: skip
-"""What is said of every run beside what its experiments ask about."""
+"""Quantities in the summary of every run, in addition to those of its experiments."""
+
+
+class ManifestCell(ReadDocument):
+    """A cell of an experiment.
+
+    Attributes:
+        change: dotted keys of the recipe and their values, where they differ from the base.
+        hashes: of its runs, by seed.
+    """
+
+    change: dict[str, object] = Field(default_factory=dict)
+    hashes: dict[int, str] = Field(default_factory=dict)
+
+
+class SweepManifest(ReadDocument):
+    """asked/ID.json: an experiment that was requested, and its runs.
+
+    Attributes:
+        experiment: its definition at the time.
+        scale: at which it was requested.
+        overlay: laid over every recipe (--steps, --text).
+        cells: by name.
+    """
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    schema_version: Literal[1] = Field(default=1, alias="schema")
+    experiment: Experiment
+    scale: Scale
+    overlay: dict[str, Any] = Field(default_factory=dict)
+    cells: dict[str, ManifestCell] = Field(default_factory=dict)
+
+    def shares_summary_with(self, other: "SweepManifest") -> bool:
+        """Whether both belong in one summary: same scale, same overlay."""
+        return self.scale == other.scale and self.overlay == other.overlay
+
+    @property
+    def seeds(self) -> list[int]:
+        """Of its runs."""
+        return sorted({seed for _, seed, _ in self.runs()})
+
+    def runs(self) -> Iterator[tuple[str, int, str]]:
+        """The cell, seed and hash of every run."""
+        for name, cell in self.cells.items():
+            for seed, run_hash in cell.hashes.items():
+                yield name, seed, run_hash
+
+    def save(self, out: Path) -> None:
+        """Write asked/ID.json."""
+        path = out / MANIFESTS / f"{self.experiment.id}.json"
+        document = self.model_dump(mode="json", by_alias=True, exclude={"experiment"})
+        experiment = self.experiment.model_dump(mode="json", by_alias=True, exclude=OF_MEASURED)
+        write_json(path, {**document, "experiment": experiment})
+
+
+def manifest_of(question: Question, sweep: PlannedSweep, overlay: Mapping[str, Any]) -> SweepManifest:
+    """The manifest of one experiment of a sweep."""
+    names = question.experiment.cells_at(question.scale)
+    cells = {
+        name: ManifestCell(
+            change=dict(sweep.plan.cells[name].change),
+            hashes={seed: sweep.hashes[name, seed] for seed in question.own_seeds},
+        )
+        for name in names
+    }
+    return SweepManifest(experiment=question.experiment, scale=question.scale, overlay=dict(overlay), cells=cells)
+
+
+def read_manifests(out: Path) -> dict[str, SweepManifest]:
+    """The manifests in the directory of a sweep, by the ids of their experiments.
+
+    Raises:
+        InputError: a file is damaged, or of another schema version.
+    """
+    found: dict[str, SweepManifest] = {}
+    for path in sorted((out / MANIFESTS).glob("*.json")):
+        try:
+            manifest = SweepManifest.model_validate(parse_json(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, ValidationError) as error:
+            first = str(error).splitlines()[0]
+            raise InputError(
+                f"{path} cannot be read ({first}): it is damaged or another version's. Remove it and ask for that "
+                "experiment again, or choose another --out"
+            ) from error
+        found[manifest.experiment.id] = manifest
+    return found
+
+
+def merged_manifests(before: Mapping[str, SweepManifest], now: Mapping[str, SweepManifest]) -> dict[str, SweepManifest]:
+    """The manifests of one summary: those requested now, with seeds and experiments requested before.
+
+    Raises:
+        InputError: an experiment of before means another run by the same cell and seed.
+    """
+    first = next(iter(now.values()))
+    kept = {name: one for name, one in before.items() if one.shares_summary_with(first)}
+    known = {(name, seed): (run_hash, one.experiment.id) for one in now.values() for name, seed, run_hash in one.runs()}
+    merged = {name: one for name, one in kept.items() if name not in now}
+    for one in merged.values():
+        for name, seed, run_hash in one.runs():
+            mine = known.get((name, seed), (run_hash, ""))
+            if mine[0] != run_hash:
+                raise InputError(
+                    f"cell {name} of {mine[1]} is not what {one.experiment.id}, which was run here before, meant by "
+                    f"it: choose another --out, or remove {MANIFESTS}/{one.experiment.id}.json there"
+                )
+    merged |= {name: _with_earlier_seeds(one, kept.get(name)) for name, one in now.items()}
+    return dict(sorted(merged.items(), key=lambda item: item[1].experiment.rank))
+
+
+def _with_earlier_seeds(now: SweepManifest, before: SweepManifest | None) -> SweepManifest:
+    """With the seeds requested before, of cells that are unchanged, unless the experiment's first seed has changed."""
+    if before is None or before.experiment.first_seed != now.experiment.first_seed:
+        return now
+    cells = {}
+    for name, cell in now.cells.items():
+        old = before.cells.get(name, ManifestCell()).hashes
+        same = all(old.get(seed, run_hash) == run_hash for seed, run_hash in cell.hashes.items())
+        hashes = {**old, **cell.hashes} if same else cell.hashes
+        cells[name] = ManifestCell(change=cell.change, hashes=dict(sorted(hashes.items())))
+    return now.model_copy(update={"cells": cells})
 
 
 def found_runs(out: Path) -> dict[str, Path]:
-    """The run directories in and below a folder, by hash; of several with one hash, that which has got furthest.
+    """The run directories in and below a folder, by hash; of several with one hash, the most advanced.
 
     Raises:
         SinklabError: an env.json is damaged.
@@ -30,7 +167,7 @@ def found_runs(out: Path) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for directory in _run_directories(out):
         run_hash = recorded_hash(directory)
-        if run_hash is not None and (run_hash not in found or _reached(directory) > _reached(found[run_hash])):
+        if run_hash is not None and (run_hash not in found or _progress(directory) > _progress(found[run_hash])):
             found[run_hash] = directory
     return found
 
@@ -39,37 +176,27 @@ def _run_directories(out: Path) -> Iterator[Path]:
     for name, folders, files in os.walk(out):
         folders[:] = sorted(folder for folder in folders if not folder.startswith("."))
         if ENVIRONMENT in files:
-            folders.clear()  # checkpoints and what else a run keeps
+            folders.clear()  # checkpoints and other files of the run
             yield Path(name)
 
 
-def _reached(directory: Path) -> tuple[bool, bool, int]:
+def _progress(directory: Path) -> tuple[bool, bool, int]:
     metrics = directory / "metrics.jsonl"
     size = metrics.stat().st_size if metrics.is_file() else 0
     return (directory / "record.json").is_file(), (directory / "measurement.json").is_file(), size
 
 
-def record_of(directory: Path, run_hash: str) -> RunRecord | None:
-    """How the run of that hash ended, None where it has not; that of a shorter run, which it goes on from, is not it.
-
-    Raises:
-        InputError: the record is damaged, or of another schema version.
-    """
-    record = read_record(directory)
-    return record if record is not None and record.hash == run_hash else None
-
-
-def results_of(asked: Mapping[str, AskedExperiment], out: Path) -> dict[str, CellResults]:
-    """What the runs of all cells have come to, by cell.
+def results_of(manifests: Mapping[str, SweepManifest], out: Path) -> dict[str, CellResults]:
+    """The results of all cells, by name.
 
     Raises:
         InputError: a file of a run is damaged.
     """
     found = found_runs(out)
-    wanted = tuple(dict.fromkeys([*NUMBERS, *_quantities(one for one in asked.values())]))
+    wanted = tuple(dict.fromkeys([*NUMBERS, *(name for one in manifests.values() for name in _quantities(one))]))
     hashes: dict[str, dict[int, str]] = {}
     changes: dict[str, Mapping[str, object]] = {}
-    for one in asked.values():
+    for one in manifests.values():
         for name, cell in one.cells.items():
             hashes.setdefault(name, {}).update(cell.hashes)
             changes.setdefault(name, cell.change)
@@ -83,22 +210,20 @@ def results_of(asked: Mapping[str, AskedExperiment], out: Path) -> dict[str, Cel
     return results
 
 
-def summary_of(asked: Mapping[str, AskedExperiment], out: Path) -> Summary:
+def summary_of(manifests: Mapping[str, SweepManifest], out: Path) -> Summary:
     """The summary of these experiments by the runs below a directory.
 
     Raises:
         InputError: a file of a run is damaged.
     """
-    own_seeds = {one.experiment.id: one.seeds for one in asked.values()}
-    altered = any(one.overlay for one in asked.values())
-    experiments: list[tuple[Experiment, Scale]] = [(one.experiment, one.scale) for one in asked.values()]
-    return summarise(experiments, results_of(asked, out), own_seeds, altered)
+    trials = [at_scale(one.experiment, one.scale, one.seeds) for one in manifests.values()]
+    altered = any(one.overlay for one in manifests.values())
+    return summarise(trials, results_of(manifests, out), altered)
 
 
-def _quantities(asked: Iterable[AskedExperiment]) -> Iterator[str]:
-    for one in asked:
-        yield from one.experiment.columns
-        yield from (name for claim in one.experiment.claims if claim.check for name in quantities_of(claim.check))
+def _quantities(one: SweepManifest) -> Iterator[str]:
+    yield from one.experiment.columns
+    yield from (name for claim in one.experiment.claims if claim.check for name in quantities_of(claim.check))
 
 
 def _read(
@@ -128,13 +253,46 @@ def _read(
     return run.model_copy(update={"values": values, "never": never}), numbers
 
 
-def check_readable(out: Path, hashes: Iterable[str]) -> None:
-    """Refuse a directory in which a record of one of these runs cannot be read, before anything is trained.
+@dataclass(frozen=True)
+class Unassessed:
+    """A finished run with parts of `assess` that its experiments ask for and that are missing.
+
+    Attributes:
+        name: its cell, and the seed.
+        parts: all that its experiments ask for.
+    """
+
+    name: str
+    directory: Path
+    parts: Sequence[str]
+
+
+def unassessed(manifests: Iterable[SweepManifest], out: Path) -> list[Unassessed]:
+    """The finished runs of some experiments that are still to be assessed.
 
     Raises:
-        InputError: with the file, and what to do about it.
+        InputError: a record or an assessment is damaged.
     """
-    found = found_runs(out)
-    for run_hash in hashes:
-        if run_hash in found:
-            read_record(found[run_hash])
+    found, wanted, names = found_runs(out), dict[str, dict[str, None]](), dict[str, str]()
+    for one in manifests:
+        for name, seed, run_hash in one.runs() if one.experiment.assess else ():
+            names.setdefault(run_hash, f"{name} seed {seed}")
+            wanted.setdefault(run_hash, {}).update(dict.fromkeys(one.experiment.assess))
+    return [
+        Unassessed(names[run_hash], found[run_hash], tuple(parts))
+        for run_hash, parts in wanted.items()
+        if run_hash in found and _is_done(found[run_hash], run_hash) and _lacks(found[run_hash], parts)
+    ]
+
+
+def _is_done(directory: Path, run_hash: str) -> bool:
+    record = record_of(directory, run_hash)
+    return record is not None and record.status == "done"
+
+
+def _lacks(directory: Path, parts: Iterable[str]) -> bool:
+    path = directory / ASSESSMENT
+    if not path.is_file():
+        return True
+    found = load_assessment(path)
+    return not found.on_held_out or any(part not in found.results and part not in found.skipped for part in parts)

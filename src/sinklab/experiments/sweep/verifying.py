@@ -1,8 +1,11 @@
-"""Verification of a packed sweep: its files, its runs' hashes, its verdicts, and some of its runs trained again."""
+"""Verification of a packed sweep: its files, its runs' hashes, its verdicts, and some of its runs trained again.
+
+Also whether claims were stated before the runs that judge them began."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -11,35 +14,36 @@ import torch
 
 from sinklab.data.prepare import prepared
 from sinklab.errors import InputError, SinklabError
-from sinklab.experiments.documents import SUMMARY, RunRecord, Summary, read_record
-from sinklab.experiments.sweep.asked import read_asked
+from sinklab.experiments.documents import SUMMARY, RunRecord, Summary, edited, read_record
+from sinklab.experiments.sweep.engine import Event, PlannedRun
 from sinklab.experiments.sweep.packed import CHECKSUMS, read_checksums, unpack
-from sinklab.experiments.sweep.planned import Event, PlannedRun
-from sinklab.experiments.sweep.recording import edited
-from sinklab.experiments.sweep.store import found_runs, summary_of
+from sinklab.experiments.sweep.store import SweepManifest, found_runs, read_manifests, summary_of
 from sinklab.experiments.sweep.worker import train_cell
 from sinklab.files import parse_json, sha256_of
-from sinklab.train.directory.environment import environment, read_environment
+from sinklab.train.directory.environment import ENVIRONMENT, environment, read_environment
 from sinklab.train.directory.history import Evaluation, read_history
 from sinklab.train.recipe import load_recipe
 
+BEGUN = "begun"
+"""Key of env.json with the time at which the run began."""
+
 SAME_NUMBERS = ("processor", "torch", "python", "threads")
-"""Keys of env.json that must agree where a run trained again is to give the same bits."""
+"""Keys of env.json that must agree for a run trained again to have the same bits."""
 
 FIRST_LOSS, LAST_LOSS = 1e-3, 0.15
-"""Relative difference of the first validation loss after step 0, and of the last, that another machine may make: the
-rounding differs, and training magnifies it."""
+"""Relative tolerances on another machine, of the first validation loss after step 0 and of the last: rounding differs,
+and training magnifies it."""
 
 
 @dataclass
 class Verified:
-    """One thing that was verified.
+    """The outcome of one check.
 
     Attributes:
-        name: what.
-        checked: how many.
-        problems: a sentence for each that is not as it should be.
-        notes: what the reader must know of how it was checked.
+        name: of the check.
+        checked: number of items.
+        problems: a sentence each.
+        notes: limitations of the check.
     """
 
     name: str
@@ -58,9 +62,9 @@ def verify_packed(
     """Check every file, recipe and verdict of a packed sweep, and train some of its runs again.
 
     Args:
-        retrain: how many runs, drawn at random from those that are done.
+        retrain: number of runs, drawn at random from those that are done.
         seed: of that draw.
-        say: called with what is being done.
+        say: called with a line per stage.
         watch: called with the events of runs that are trained again.
 
     Raises:
@@ -114,9 +118,8 @@ def _check_runs(runs: dict[str, Path]) -> Verified:
 
 
 def _check_verdicts(top: Path, files: Path) -> Verified:
-    """Every cell and claim of summary.json, from the metrics and the definitions in asked/."""
-    asked = read_asked(top)
-    now = summary_of(asked, files)
+    """Every cell and claim of summary.json, from the metrics and the manifests in asked/."""
+    now = summary_of(read_manifests(top), files)
     before = Summary.model_validate(parse_json((top / SUMMARY).read_text(encoding="utf-8")))
     check = Verified("verdicts judged anew", len(before.claims))
     judged = {(one.experiment, one.id): one for one in now.claims}
@@ -156,7 +159,7 @@ def _retrained(
 
 
 def _train_again(directory: Path, again: Path, watch: Callable[[Event], None]) -> tuple[list[str], str]:
-    """In what a run trained again differs, and how closely it was compared."""
+    """The differences of a run trained again, and the closeness of the comparison."""
     recipe, before = load_recipe(str(directory / "recipe.yaml")), read_environment(directory)
     dataset = prepared(recipe.data)
     record = read_record(directory)
@@ -210,3 +213,64 @@ def _too_far_apart(old: Sequence[Evaluation], new: Sequence[Evaluation]) -> Iter
             continue
         if abs(after.valid_loss / before.valid_loss - 1) > limit:
             yield f"step {before.step}: validation loss {after.valid_loss:.4f} here and {before.valid_loss:.4f} there"
+
+
+@dataclass(frozen=True)
+class LateClaim:
+    """A claim that was stated after a run of its cells had begun.
+
+    Attributes:
+        claim: EXPERIMENT.CLAIM.
+        runs: the days on which the earlier runs began, by hash.
+    """
+
+    claim: str
+    stated: date
+    runs: Mapping[str, date]
+
+    @property
+    def said(self) -> str:
+        """The finding as a sentence."""
+        first = min(self.runs.values())
+        runs = "one run began" if len(self.runs) == 1 else f"{len(self.runs)} runs began"
+        return f"{self.claim} was stated on {self.stated}, and {runs} before, the first on {first}"
+
+
+def late_claims(manifests: Iterable[SweepManifest], begun: Mapping[str, date]) -> list[LateClaim]:
+    """The claims that do not precede their runs; a claim on the day of its runs does, and so does one without a date.
+
+    References are left out: they are checked in the experiment that states the comparison.
+
+    Args:
+        begun: the days on which runs began, by hash; other runs are not checked.
+    """
+    return [late for one in manifests for late in _late(one, begun)]
+
+
+def _late(one: SweepManifest, begun: Mapping[str, date]) -> Iterator[LateClaim]:
+    for claim in one.experiment.claims_at(one.scale):
+        stated = claim.stated or one.experiment.stated
+        if stated is None or claim.same_as:
+            continue
+        judging = {run for cell in claim.cells if cell in one.cells for run in one.cells[cell].hashes.values()}
+        earlier = {run: begun[run] for run in sorted(judging) if run in begun and begun[run] < stated}
+        if earlier:
+            yield LateClaim(f"{one.experiment.id}.{claim.id}", stated, earlier)
+
+
+def begun_on(out: Path) -> dict[str, date]:
+    """The day (UTC) on which each run in and below a folder began, by hash, if its env.json has it.
+
+    Raises:
+        SinklabError: an env.json is damaged.
+    """
+    found: dict[str, date] = {}
+    for run_hash, directory in found_runs(out).items():
+        path = directory / ENVIRONMENT
+        try:
+            said = parse_json(path.read_text(encoding="utf-8")).get(BEGUN)
+            if said is not None:
+                found[run_hash] = datetime.fromisoformat(said).date()
+        except (OSError, ValueError, TypeError) as error:
+            raise SinklabError(f"{path} cannot be read: {error}") from error
+    return found

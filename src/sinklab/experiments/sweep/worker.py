@@ -1,32 +1,42 @@
-"""What every engine runs: train one run to its end, and write its record.
+"""Trains one run to its end and writes its record.json: what every engine runs, and each process of torchrun.
 
-Whoever trains a run holds its lock, and the record is written before it is let go: of any number of processes, on
-whatever machines, one trains a run, and none trains it again.
+The process that trains a run holds its lock and writes the record before releasing it, so that of any number of
+processes, on any machines, exactly one trains a run.
+
+    torchrun --nproc-per-node 2 -m sinklab.experiments.sweep.worker FOLDER LAUNCHER      (`torchrun_launcher.py`)
 """
 
 import functools
 import logging
-from collections.abc import Callable
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
 from sinklab.data.prepare import prepared
 from sinklab.device import keep_freed_memory
 from sinklab.errors import InputError, SinklabError, StoppedError
-from sinklab.experiments.documents import RunRecord
-from sinklab.experiments.sweep.planned import Event, PlannedRun
-from sinklab.experiments.sweep.recording import PeakMemory, record_end, record_without_model
-from sinklab.experiments.sweep.store import record_of
-from sinklab.experiments.sweep.together import cards_for, train_together
+from sinklab.experiments.documents import RunRecord, checksums, record_of
+from sinklab.experiments.sweep.engine import Event, PlannedRun
+from sinklab.experiments.sweep.torchrun_launcher import ENDED, PLANNED, STOP, cards_for, train_with_torchrun
+from sinklab.files import write_json
+from sinklab.measuring.batches import process_peak_mb
+from sinklab.signals import PREEMPTING, stop_on_signals
 from sinklab.train.directory.checkpoint import steps_saved
 from sinklab.train.directory.environment import recorded_hash
+from sinklab.train.directory.history import Evaluation, read_history, seconds_spent
 from sinklab.train.directory.lock import HeldError, lock_run
 from sinklab.train.directory.run import Run, open_run
 from sinklab.train.finite import DivergedError
 from sinklab.train.loop import StepReport, Trainer
 from sinklab.train.recipe import Recipe
-from sinklab.train.world import ALONE, World
+from sinklab.train.world import ALONE, World, joined_world
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +48,12 @@ def train_cell(
     should_stop: Callable[[], bool],
     world: World = ALONE,
 ) -> Event:
-    """Train a run, continuing what is there, and record how it ended; what is recorded already is only looked up.
+    """Train a run, resuming from its checkpoints, and record how it ended; of a recorded run only the record is read.
 
     Args:
-        threads: of PyTorch on a CPU; as it is unless given.
-        watch: told of the model, of every update and every evaluation; never of the end, which is returned.
+        threads: of PyTorch on a CPU; unchanged unless given.
+        watch: called when the model is built, after every update and every evaluation; not with the last event, which
+            is returned.
         should_stop: asked before every update; True saves and ends. Once True it stays so.
         world: the processes that train it together, each of which calls this.
 
@@ -56,7 +67,7 @@ def train_cell(
         return _ended(planned, watch, should_stop, world)
     except HeldError as error:
         return Event(planned.name, "busy", message=str(error))
-    except StoppedError:  # before there was a model, or while it was measured once more
+    except StoppedError:  # before the model was built, or during the measurement at the end
         return Event(planned.name, "stopped")
     except SinklabError as error:
         return Event(planned.name, "failed", message=str(error))
@@ -68,12 +79,12 @@ def train_cell(
 def _ended(planned: PlannedRun, watch: Callable[[Event], None], should_stop: Callable[[], bool], world: World) -> Event:
     if (record := world.from_first(lambda: record_of(planned.directory, planned.hash))) is not None:
         return _as_recorded(planned, record)
-    if world.from_first(lambda: _record_remains(planned)):
+    if world.from_first(lambda: _recorded_without_checkpoint(planned)):
         return Event(planned.name, "done")
     recipe = planned.read_recipe()
     processes = planned.processes or cards_for(recipe)
     if world.size == 1 and processes > 1:
-        return train_together(planned, processes, watch, should_stop)
+        return train_with_torchrun(planned, processes, watch, should_stop)
     return _trained(planned, _opened(planned, recipe, world), watch, should_stop, world)
 
 
@@ -81,8 +92,8 @@ def _as_recorded(planned: PlannedRun, record: RunRecord) -> Event:
     return Event(planned.name, record.status, record.step, message=record.message)
 
 
-def _record_remains(planned: PlannedRun) -> bool:
-    """Record a run that is done and of which no checkpoint is left: it is not trained again to be measured once more.
+def _recorded_without_checkpoint(planned: PlannedRun) -> bool:
+    """Record a finished run whose checkpoints are gone, so that it is not trained again for its record alone.
 
     Returns:
         Whether it is such a run.
@@ -95,7 +106,7 @@ def _record_remains(planned: PlannedRun) -> bool:
     recipe = planned.read_recipe()
     with lock_run(directory):
         if record_of(directory, planned.hash) is None:
-            record_without_model(directory, planned.hash, recipe.name, recipe.seed)
+            _record_from_files(directory, planned.hash, recipe)
     return True
 
 
@@ -116,15 +127,15 @@ def _opened(planned: PlannedRun, recipe: Recipe, world: World) -> Run:
 def _trained(
     planned: PlannedRun, run: Run, watch: Callable[[Event], None], should_stop: Callable[[], bool], world: World
 ) -> Event:
-    memory = PeakMemory(world.device(run.recipe.train.device))
+    memory = _PeakMemory(world.device(run.recipe.train.device))
 
-    def told(progress: StepReport) -> None:
+    def report(progress: StepReport) -> None:
         if progress.row is None:
             memory.updated()
         watch(Event(planned.name, "step" if progress.row is None else "row", progress.step, progress.row))
 
-    record = functools.partial(record_end, memory=memory)
-    trainer = Trainer(run, told, should_stop, world, record)
+    record = functools.partial(_record_end, memory=memory)
+    trainer = Trainer(run, report, should_stop, world, record)
     with closing(trainer):
         watch(Event(planned.name, "ready", trainer.state.step))
         if (found := world.from_first(lambda: record_of(run.directory, run.hash))) is not None:  # since
@@ -143,3 +154,141 @@ def _is_finished(trainer: Trainer) -> bool:
     """Whether the run was trained and measured before, such as by `sinklab train`, and only its record is missing."""
     is_measured = (trainer.run.directory / "measurement.json").is_file()
     return is_measured and trainer.state.step == trainer.recipe.train.steps
+
+
+class _PeakMemory:
+    """The peak memory of the updates that this process has made.
+
+    On a card it is read after every update: a measurement in between resets the counter.
+
+    Args:
+        device: of this process.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._largest, self._updated = device, 0, False
+
+    def updated(self) -> None:
+        """An update was made."""
+        self._updated = True
+        if self._device.type == "cuda":
+            self._largest = max(self._largest, torch.cuda.max_memory_allocated(self._device))
+
+    def mb(self) -> float | None:
+        """Of the card, or of the whole process (MB = 2**20); None if this process has made no update."""
+        if not self._updated:
+            return None
+        return self._largest / 2**20 if self._device.type == "cuda" else process_peak_mb()
+
+
+def _record_end(trainer: Trainer, diverged: DivergedError | None, memory: _PeakMemory) -> None:
+    """Write record.json of a run that is done or has diverged, under the trainer's lock.
+
+    Args:
+        trainer: all processes that train together call this with their own.
+
+    Raises:
+        StoppedError: the trainer was asked to stop meanwhile; a later call writes it.
+        SinklabError: the disk is full.
+    """
+    run, recipe = trainer.run, trainer.recipe
+    peak_memory_mb = memory.mb()  # before the kurtosis is measured, which takes more than training
+    kurtosis = None if diverged else _kurtosis(trainer)
+
+    def write() -> None:
+        history = read_history(run.metrics)
+        RunRecord(
+            hash=run.hash,
+            name=recipe.name,
+            seed=recipe.seed,
+            status="failed" if diverged else "done",
+            message=str(diverged or ""),
+            step=trainer.state.step,
+            steps=recipe.train.steps,
+            triples=recipe.metric.sequences * len(recipe.model.attention_layers) * recipe.model.heads,
+            seconds=seconds_spent(history),
+            tokens_per_second=_tokens_per_second(history),
+            peak_memory_mb=peak_memory_mb,
+            kurtosis=kurtosis,
+            files=checksums(run.directory),
+        ).save(run.directory)
+
+    trainer.world.only_first(write)
+
+
+def _record_from_files(directory: Path, run_hash: str, recipe: Recipe) -> None:
+    """Write record.json of a finished run whose checkpoints are gone.
+
+    Raises:
+        SinklabError: its files cannot be read, or the disk is full.
+    """
+    from sinklab.measuring.measurement import Measurement
+
+    measured, history = Measurement.load(directory), read_history(directory / "metrics.jsonl")
+    if measured.planned_steps is None:
+        raise SinklabError(f"{directory / 'measurement.json'} does not say of which step it is")
+    RunRecord(
+        hash=run_hash,
+        name=recipe.name,
+        seed=recipe.seed,
+        status="done",
+        step=measured.planned_steps,
+        steps=measured.planned_steps,
+        triples=measured.sequences * measured.layers * measured.heads,
+        seconds=seconds_spent(history),
+        tokens_per_second=_tokens_per_second(history),
+        files=checksums(directory),
+    ).save(directory)
+
+
+def _kurtosis(trainer: Trainer) -> float | None:
+    """Of the finished model, in the block where it is largest, on the sequences of its own measurement."""
+    details = trainer.evaluator.measure(details=True).details
+    by_block = details.by_layer.get("kurtosis_by_block") if details else None
+    return max(by_block) if by_block else None
+
+
+def _tokens_per_second(history: Sequence[Evaluation]) -> float | None:
+    """Of all updates whose speed is known: their tokens over their seconds."""
+    tokens, before = 0.0, 0.0
+    for one in history:
+        reached = before if one.tokens is None else one.tokens
+        tokens += reached - before if one.tokens_per_second else 0.0
+        before = reached
+    seconds = seconds_spent(history)
+    return tokens / seconds if seconds else None
+
+
+def main(folder: Path, launcher: int) -> None:
+    """A process of torchrun: train the run in `folder` together with the others, and leave its last event there.
+
+    Args:
+        launcher: id of the process that started torchrun; if it dies, this one saves and ends.
+    """
+    planned: PlannedRun = pickle.loads((folder / PLANNED).read_bytes())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the command, which writes `stop`
+    with stop_on_signals(*PREEMPTING) as preempted, joined_world() as world:
+        recipe = planned.read_recipe()
+        world.use(recipe.train.device)
+        stop = folder / STOP
+
+        def should_stop() -> bool:
+            return preempted() or stop.exists() or not _is_alive(launcher)
+
+        ended = train_cell(planned, None, lambda event: None, should_stop, world)
+        if world.is_first:
+            write_json(folder / ENDED, asdict(ended))
+    sys.stdout.flush()
+    os._exit(0)  # see joined_world
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

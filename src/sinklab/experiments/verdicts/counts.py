@@ -1,4 +1,4 @@
-"""The two counts that decide every claim, and what is shown beside them (docs/verdicts.md). Only numbers of seeds."""
+"""The two counts that decide every claim, with their intervals (docs/verdicts.md). Only numbers of seeds."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,19 +6,19 @@ from functools import cache
 from statistics import median
 
 FEWEST = 5
-"""Seeds without which there is no verdict."""
+"""Fewest seeds of a verdict."""
 
 MANY = 9
-"""Seeds from which on one may differ."""
+"""Fewest seeds of which one may differ."""
 
 SEPARATED = 0.004
-"""One-sided p of the exact rank sum test from which down two cells do not overlap: 5 and 5 seeds have 1/252."""
+"""Largest one-sided p of the exact rank sum test at which two cells do not overlap: 5 and 5 seeds have 1/252."""
 
 
 def seed_by_seed(held: Sequence[bool]) -> bool | None:
     """Whether a claim is reproduced (it holds at every seed), contradicted (at none), or neither.
 
-    Of nine seeds or more one may differ. The number of seeds is not looked at otherwise.
+    Of nine seeds or more one may differ. Whether there are enough seeds for a verdict is not checked here.
     """
     differ, kept = int(len(held) >= MANY), sum(held)
     return True if kept >= len(held) - differ else False if kept <= differ else None

@@ -1,7 +1,7 @@
-"""From the runs of an experiment's cells to a verdict on each of its claims (docs/verdicts.md)."""
+"""A verdict on each claim of an experiment, by the runs of its cells (docs/verdicts.md)."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
 from scipy.special import stdtrit
@@ -15,79 +15,102 @@ from sinklab.experiments.claims import (
     Diverges,
     Equal,
     Monotone,
+    OverSubjects,
     SinkAbsent,
     StandsAt,
-    Statement,
+    Undecidable,
     Within,
     parts_of,
     quantities_of,
 )
-from sinklab.experiments.definition import PAPER_SCALES, Experiment, Scale
-from sinklab.experiments.documents import JudgedClaim, Verdict
-from sinklab.experiments.measured.definition import MeasuredExperiment
-from sinklab.experiments.published import Published
+from sinklab.experiments.definition import PAPER_SCALES, Experiment
+from sinklab.experiments.documents import ExperimentSummary, JudgedClaim, Verdict
+from sinklab.experiments.paper import Published
 from sinklab.experiments.quantities import BESIDE, quantity
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.verdicts.counts import FEWEST, seed_by_seed
-from sinklab.experiments.verdicts.effects import detectable
+from sinklab.experiments.verdicts.five_seeds import detectable
 from sinklab.experiments.verdicts.kinds import AT_EPS, Finding, Runs, put_to
-from sinklab.experiments.verdicts.wording import counted, each_seed, number, seeds, unit
+from sinklab.experiments.verdicts.wording import each_seed, number, plural, unit
 
 GROWN = 2.0
-"""Times its untrained norm ratio from which on a model has a massive activation to ask about."""
+"""Least ratio to the untrained norm ratio of a model with a massive activation."""
 
 ORDER: tuple[Verdict, ...] = ("contradicted", "not run", "no verdict", "inconclusive", "direction only", "reproduced")
 """Of the parts of a claim the first of these is its verdict."""
 
 
-def judge(
-    experiment: Experiment,
-    scale: Scale,
-    results: Mapping[str, CellResults],
-    own_seeds: Collection[int] | None = None,
-) -> list[JudgedClaim]:
-    """A verdict on each claim that the experiment makes at a scale.
+@dataclass(frozen=True)
+class Trial:
+    """An experiment at one scale, or on the models that were given.
+
+    Attributes:
+        described: its part of the summary, with the scale or the models, and the names of its cells in the results.
+        claims: that are made there, in its order.
+        seeds: that its verdicts use; all unless given.
+    """
+
+    experiment: Experiment
+    described: ExperimentSummary
+    claims: Sequence[Claim | Undecidable]
+    seeds: Collection[int] | None = None
+
+
+def judge(trial: Trial, results: Mapping[str, CellResults]) -> list[JudgedClaim]:
+    """A verdict on each claim of an experiment.
 
     Args:
-        results: by cell; cells of other experiments are left alone.
-        own_seeds: those of the experiment, which alone are used; all unless given.
+        results: by cell; cells of other experiments are ignored.
     """
-    own = {cell: results[cell].of_seeds(own_seeds) for cell in experiment.cells_at(scale) if cell in results}
-    published = experiment.published if scale in PAPER_SCALES else None
+    experiment, scale = trial.experiment, trial.described.scale
+    own = {cell: results[cell].of_seeds(trial.seeds) for cell in trial.described.cells if cell in results}
     found = []
-    for claim in experiment.claims_at(scale):
-        judged = _not_asked(claim, experiment.massive_cell(claim), own) or judge_claim(claim, own, published)
-        found.append(stated(judged, claim, experiment).model_copy(update={"scale": scale}))
-    return [claim.model_copy(update={"finds": detectable(one.check, scale) if one.check else ""})
-            for claim, one in zip(found, experiment.claims_at(scale), strict=True)]  # fmt: skip
-
-
-def stated(judged: JudgedClaim, claim: Statement, experiment: Experiment | MeasuredExperiment) -> JudgedClaim:
-    """The judged claim with who stated it, when, and what was changed since."""
-    day = claim.stated or experiment.stated
-    return judged.model_copy(
-        update={
+    for one in trial.claims:
+        if isinstance(one, Undecidable):
+            claim = one.claim
+            judged = JudgedClaim(id=claim.id, text=claim.text, evidence=one.why, cells=list(claim.cells))
+        elif experiment.replicate == "draw":
+            claim, judged = one, judge_claim(one, Runs(own, noun="draw"))
+        else:
+            claim, published = one, experiment.published if scale in PAPER_SCALES else None
+            judged = _not_asked(claim, experiment.massive_cell(claim), own) or judge_claim(claim, Runs(own), published)
+            judged = judged.model_copy(update={"finds": detectable(claim.check, scale) if claim.check else ""})
+        day = claim.stated or experiment.stated
+        origin = {
             "experiment": experiment.id,
+            "scale": scale,
+            "replicate": experiment.replicate,
             "analysis": claim.evidence or experiment.evidence,
             "stated": day.isoformat() if day else "",
             "changed": claim.changed or "",
         }
-    )
+        found.append(judged.model_copy(update=origin))
+    return found
 
 
-def judge_claim(claim: Claim, results: Mapping[str, CellResults], published: Published | None = None) -> JudgedClaim:
+def judge_claim(claim: Claim, runs: Runs, published: Published | None = None) -> JudgedClaim:
     """A verdict on one claim, by the runs of its cells.
 
     Args:
-        published: the paper's numbers, which ours are held against at its own scale; None elsewhere.
+        published: the paper's numbers, which ours are compared with at its own scale; None elsewhere.
     """
     blank = _blank(claim)
     if claim.check is None:
         return blank.model_copy(update={"evidence": f"{claim.same_as} was not asked here"})
-    verdict, said, count = _judged(claim.check, Runs(results), published)
-    others = {eps: _at_eps(claim.check, Runs(results, eps)) for eps in BESIDE}
+    verdict, said, count = _judged(claim.check, runs, published)
+    if runs.noun == "draw" and verdict != "not run":
+        said += f"; {_draws(claim, runs)}"
+    others = {eps: _at_eps(claim.check, replace(runs, eps=eps)) for eps in BESIDE}
     at_eps = {eps: other for eps, other in others.items() if other is not None}
     return blank.model_copy(update={"verdict": verdict, "evidence": said, "seeds": count, "at_eps": at_eps})
+
+
+def _draws(claim: Claim, runs: Runs) -> str:
+    """`5 draws of 100 sequences`."""
+    numbers = [run for cell in claim.cells for run in runs.of(cell)]
+    read = [run.sequences or 0 for run in numbers]
+    each = str(max(read)) if min(read) == max(read) else f"{min(read)} to {max(read)}"
+    return f"{plural(len({run.seed for run in numbers}), 'draw')} of {each} sequences"
 
 
 def _blank(claim: Claim) -> JudgedClaim:
@@ -102,7 +125,7 @@ def _blank(claim: Claim) -> JudgedClaim:
 
 
 def _judged(check: Check, runs: Runs, published: Published | None = None) -> tuple[Verdict, str, int]:
-    """The verdict, the evidence, and the seeds that it rests on."""
+    """The verdict, the evidence, and the number of seeds."""
     found = [_part(part, runs, published) for part in parts_of(check)]
     verdict: Verdict = next(one for one in ORDER if any(part[0] == one for part in found))
     failures = [] if isinstance(check, Diverges) else _failures(check.cells, runs)
@@ -111,7 +134,7 @@ def _judged(check: Check, runs: Runs, published: Published | None = None) -> tup
 
 
 def _part(check: Check, runs: Runs, published: Published | None) -> tuple[Verdict, str, int]:
-    assert not isinstance(check, All)
+    assert not isinstance(check, All | OverSubjects)
     if waiting := _waits_for(check, runs):
         return "not run", waiting, 0
     found = put_to(check, runs)
@@ -131,7 +154,7 @@ def _verdict(found: Finding) -> Verdict:
 
 
 def _at_eps(check: Check, runs: Runs) -> Verdict | None:
-    """The verdict at another threshold; None where the check is about no rate that is recorded at it."""
+    """The verdict at another threshold; None if the check is about no rate that is recorded there."""
     names = set(quantities_of(check))
     others = {name for name in names - AT_EPS if quantity(name).unit in ("%", "steps")}
     if not names & AT_EPS or others or any(isinstance(part, StandsAt) for part in parts_of(check)):
@@ -141,24 +164,26 @@ def _at_eps(check: Check, runs: Runs) -> Verdict | None:
 
 
 def _waits_for(check: Check, runs: Runs) -> str:
-    """Which cells have to be trained before a check can be judged; empty where none has."""
+    """The cells without a finished run that a check needs; empty if there is none."""
     said = []
     for cell in check.cells:
         failed = runs.results[cell].failed if cell in runs.results else 0
         if not runs.of(cell) and not (isinstance(check, Diverges) and failed):
-            said.append(f"{cell} did not train at {seeds(failed)}" if failed else f"{cell} has no finished run")
+            said.append(
+                f"{cell} did not train at {plural(failed, 'seed')}" if failed else f"{cell} has no finished run"
+            )
     return "; ".join(said)
 
 
 def _failures(cells: Sequence[str], runs: Runs) -> list[str]:
-    """The seeds that did not train and are left out."""
+    """The number of seeds of each cell that did not train and are left out."""
     failed = {cell: runs.results[cell].failed for cell in cells if cell in runs.results and runs.of(cell)}
-    return [f"{seeds(count)} of {cell} did not train and {'is' if count == 1 else 'are'} left out"
+    return [f"{plural(count, 'seed')} of {cell} did not train and {'is' if count == 1 else 'are'} left out"
             for cell, count in failed.items() if count]  # fmt: skip
 
 
 def _not_asked(claim: Claim, baseline: str | None, results: Mapping[str, CellResults]) -> JudgedClaim | None:
-    """The claim unjudged, where it is about massive activations and its baseline has none; None where it is asked."""
+    """The claim unjudged, if it is about massive activations and its baseline has none; None if it is asked."""
     if baseline is None or claim.check is None:
         return None
     runs, blank = Runs(results), _blank(claim)
@@ -172,13 +197,13 @@ def _not_asked(claim: Claim, baseline: str | None, results: Mapping[str, CellRes
     if all(held) or (len(held) >= FEWEST and seed_by_seed(held)):
         return None
     shown = each_seed(f"{baseline}: norm ratio", growth.values(), quantity("norm_growth"))
-    said = f"{shown} times the untrained one, {GROWN:g} times or more at {counted(held)}"
+    said = f"{shown} times the untrained one, {GROWN:g} times or more at {runs.counted(held)}"
     verdict = "not asked" if len(held) >= FEWEST else "no verdict"
     return blank.model_copy(update={"verdict": verdict, "evidence": said, "seeds": len(held)})
 
 
 def _beside_published(found: Finding, check: Check, published: Published, runs: Runs) -> Finding:
-    """A claim that holds, and whether the paper's numbers lie where one more seed of ours would (t, 95 %).
+    """A claim that holds, and whether the paper's numbers lie in the 95 % prediction interval of another seed (t).
 
     Of five seeds within mean +- 3.04 standard deviations. A published number is one draw, of the end of a run.
     """

@@ -17,6 +17,7 @@ from sinklab.experiments.claims import (
     StandsAt,
     Within,
 )
+from sinklab.experiments.documents import ReplicateKind
 from sinklab.experiments.quantities import NO_SINK, RunNumbers, quantity
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.verdicts.counts import pairs_against, seed_by_seed, separated
@@ -34,16 +35,19 @@ from sinklab.experiments.verdicts.wording import (
 AT_EPS = {"sink_1", "sink_1_visible", "sink_bias"}
 """Rates that are recorded at other thresholds, too."""
 
+Values = Mapping[str, Mapping[int, float]]
+"""The quantity of a check by cell and seed."""
+
 
 @dataclass(frozen=True)
 class Finding:
-    """What the runs say of a check, whatever their number.
+    """The outcome of a check, whatever the number of seeds.
 
     Attributes:
         holds: reproduced (True), contradicted (False), or neither.
-        said: the numbers that it rests on.
+        said: the evidence.
         seeds: that decide it; of two cells the fewer.
-        size: whether the size or absence that it states holds, too; True where it states none.
+        size: whether the size or absence that it states holds, too; True if it states none.
     """
 
     holds: bool | None
@@ -59,10 +63,12 @@ class Runs:
     Attributes:
         results: by cell.
         eps: threshold of the rates that are recorded at several; the recipe's unless given.
+        noun: of the evidence: a seed, or a draw of sequences.
     """
 
     results: Mapping[str, CellResults]
     eps: str | None = None
+    noun: ReplicateKind = "seed"
 
     def of(self, cell: str) -> Sequence[RunNumbers]:
         """The finished runs of a cell, by seed."""
@@ -79,25 +85,17 @@ class Runs:
         found = {run.seed: run.evaluations(name, at_step, self._eps(name), count) for run in self.of(cell)}
         return {seed: values for seed, values in found.items() if values}
 
+    def counted(self, held: Sequence[bool]) -> str:
+        """`5 of 5 seeds (48 to 100 % of all seeds)`."""
+        return counted(held, self.noun)
+
     def _eps(self, name: str) -> str | None:
         return self.eps if name in AT_EPS else None
 
 
 def put_to(check: SingleCheck, runs: Runs) -> Finding:
-    """What some runs say of a check."""
+    """The outcome of a check by some runs."""
     match check:
-        case Within():
-            return _within(check, runs)
-        case SinkAbsent():
-            return _absent(check, runs)
-        case Differs():
-            return _differs(check, runs)
-        case Equal():
-            return _equal(check, runs)
-        case Alike():
-            return _alike(check, runs)
-        case Monotone():
-            return _monotone(check, runs)
         case StandsAt():
             return _stands_at(check, runs)
         case Appears():
@@ -106,6 +104,23 @@ def put_to(check: SingleCheck, runs: Runs) -> Finding:
             return _precedes(check, runs)
         case Diverges():
             return _diverges(check, runs)
+        case _:
+            values = {cell: runs.by_seed(cell, check.value, check.at_step) for cell in check.cells}
+    if absent := [cell for cell, found in values.items() if not found]:
+        return _missing(check.value, check.at_step, absent)
+    match check:
+        case Within():
+            return _within(check, values, runs)
+        case SinkAbsent():
+            return _absent(check, values, runs)
+        case Differs():
+            return _differs(check, values, runs)
+        case Equal():
+            return _equivalence(check, [check.cell], check.to, values, runs)
+        case Alike():
+            return _equivalence(check, check.of[1:], check.of[0], values, runs)
+        case Monotone():
+            return _monotone(check, values, runs)
 
 
 def _missing(name: str, at_step: int | None, cells: Sequence[str]) -> Finding:
@@ -117,57 +132,50 @@ def _keeps(value: float, at_least: float | None, at_most: float | None) -> bool:
     return (at_least is None or value >= at_least) and (at_most is None or value <= at_most)
 
 
-def _within(check: Within, runs: Runs) -> Finding:
-    values, of = runs.by_seed(check.cell, check.value, check.at_step), quantity(check.value)
-    if not values:
-        return _missing(check.value, check.at_step, [check.cell])
-    held = [_keeps(value, check.at_least, check.at_most) for value in values.values()]
+def _within(check: Within, values: Values, runs: Runs) -> Finding:
+    found, of = values[check.cell].values(), quantity(check.value)
+    held = [_keeps(value, check.at_least, check.at_most) for value in found]
     limits = bounds(check.at_least, check.at_most, of)
-    said = f"{each_seed(check.cell, values.values(), of)}: {limits} at {counted(held)}"
-    return Finding(seed_by_seed(held), said, len(held))
+    return Finding(
+        seed_by_seed(held), f"{each_seed(check.cell, found, of)}: {limits} at {runs.counted(held)}", len(held)
+    )
 
 
-def _absent(check: SinkAbsent, runs: Runs) -> Finding:
-    values = runs.by_seed(check.cell, check.value, check.at_step)
-    if not values:
-        return _missing(check.value, check.at_step, [check.cell])
+def _absent(check: SinkAbsent, values: Values, runs: Runs) -> Finding:
     held, said = _no_sink(check, runs)
-    shown = each_seed(check.cell, values.values(), quantity(check.value))
+    shown = each_seed(check.cell, values[check.cell].values(), quantity(check.value))
     return Finding(seed_by_seed(held), f"{shown}: {said}", len(held))
 
 
 def _no_sink(check: SinkAbsent | Differs, runs: Runs) -> tuple[list[bool], str]:
-    """Whether every seed is below 1 % at each of its last evaluations, and the same in words."""
+    """Whether every seed is below 1 % at each of its last evaluations, with the evidence."""
     last = runs.last(check.cell, check.value, check.at_step)
     held = [max(values) < NO_SINK for values in last.values()]
     each = " at each of the last three evaluations" if any(len(values) > 1 for values in last.values()) else ""
-    return held, f"below {NO_SINK:g} %{each}: {counted(held)}"
+    return held, f"below {NO_SINK:g} %{each}: {runs.counted(held)}"
 
 
-def _differs(check: Differs, runs: Runs) -> Finding:
-    of = quantity(check.value)
-    cell, than = (runs.by_seed(name, check.value, check.at_step) for name in check.cells)
-    if absent := [name for name, found in zip(check.cells, (cell, than), strict=True) if not found]:
-        return _missing(check.value, check.at_step, absent)
+def _differs(check: Differs, values: Values, runs: Runs) -> Finding:
+    of, cell, than = quantity(check.value), values[check.cell], values[check.than]
     greater = check.kind == "greater"
     a, b = list(cell.values()), list(than.values())
     high, low = (a, b) if greater else (b, a)
     holds = True if separated(high, low) else False if separated(low, high) else None
     said = [
         f"{each_seed(check.cell, a, of)} against {each_seed(check.than, b, of)}: "
-        f"{overlapping(pairs_against(high, low), len(a), len(b))}",
-        difference([cell[seed] - than[seed] for seed in cell if seed in than], of),
+        f"{overlapping(pairs_against(high, low), len(a), len(b), runs.noun)}",
+        difference([cell[seed] - than[seed] for seed in cell if seed in than], of, runs.noun),
     ]
     sizes: list[bool] = []
     if check.by is not None or check.times is not None:
         moved = [value + (check.by or 0.0) if check.times is None else value * check.times for value in low]
         sizes.append(separated(high, moved))
         size = f"by {check.by:g}{step_unit(of)}" if check.by else f"{check.times:g} times"
-        said.append(f"{size}: {overlapping(pairs_against(high, moved), len(a), len(b))}")
+        said.append(f"{size}: {overlapping(pairs_against(high, moved), len(a), len(b), runs.noun)}")
     if check.at_least is not None or check.at_most is not None:
         held = [_keeps(value, check.at_least, check.at_most) for value in a]
         sizes.append(seed_by_seed(held) is True)
-        said.append(f"{check.cell} {bounds(check.at_least, check.at_most, of)}: {counted(held)}")
+        said.append(f"{check.cell} {bounds(check.at_least, check.at_most, of)}: {runs.counted(held)}")
     if check.absent:
         held, below = _no_sink(check, runs)
         sizes.append(seed_by_seed(held) is True)
@@ -175,24 +183,19 @@ def _differs(check: Differs, runs: Runs) -> Finding:
     return Finding(holds, "; ".join(said), min(len(a), len(b)), all(sizes))
 
 
-def _equal(check: Equal, runs: Runs) -> Finding:
-    return _equivalence(check, [check.cell], check.to, runs)
+def _paired(values: Values, runs: Runs, check: Equal | Alike | Monotone) -> tuple[list[int], str]:
+    """The seeds that all cells share, and the numbers of every cell."""
+    each = "; ".join(each_seed(cell, found.values(), quantity(check.value)) for cell, found in values.items())
+    shared = sorted(set.intersection(*(set(found) for found in values.values())))
+    return shared, each if shared else f"{each}: no {runs.noun} has all"
 
 
-def _alike(check: Alike, runs: Runs) -> Finding:
-    return _equivalence(check, check.of[1:], check.of[0], runs)
-
-
-def _equivalence(check: Equal | Alike, others: Sequence[str], first: str, runs: Runs) -> Finding:
+def _equivalence(check: Equal | Alike, others: Sequence[str], first: str, values: Values, runs: Runs) -> Finding:
     """Every other cell is within the margin of the first at every seed; or one is beyond it, on one side."""
     of = quantity(check.value)
-    values = {cell: runs.by_seed(cell, check.value, check.at_step) for cell in check.cells}
-    if absent := [cell for cell, found in values.items() if not found]:
-        return _missing(check.value, check.at_step, absent)
-    shared = sorted(set.intersection(*(set(found) for found in values.values())))
-    each = "; ".join(each_seed(cell, found.values(), of) for cell, found in values.items())
+    shared, each = _paired(values, runs, check)
     if not shared:
-        return Finding(None, f"{each}: no seed has all", 0)
+        return Finding(None, each, 0)
     apart = {cell: [values[cell][seed] - values[first][seed] for seed in shared] for cell in others}
     held = [all(abs(d[at]) <= check.margin for d in apart.values()) for at in range(len(shared))]
     beyond = any(
@@ -200,20 +203,17 @@ def _equivalence(check: Equal | Alike, others: Sequence[str], first: str, runs: 
     )
     farthest = max(apart, key=lambda cell: max(abs(d) for d in apart[cell]))
     what = "difference" if len(apart) == 1 else f"farthest from {first}: {farthest}, difference"
-    said = f"{each}: {difference(apart[farthest], of, what)}, within {check.margin:g}{step_unit(of)} at {counted(held)}"
+    shown = difference(apart[farthest], of, runs.noun, what)
+    said = f"{each}: {shown}, within {check.margin:g}{step_unit(of)} at {runs.counted(held)}"
     holds = False if beyond else True if seed_by_seed(held) is True else None
     return Finding(holds, said, len(shared))
 
 
-def _monotone(check: Monotone, runs: Runs) -> Finding:
-    of, sign = quantity(check.value), 1 if check.kind == "rising" else -1
-    values = {cell: runs.by_seed(cell, check.value, check.at_step) for cell in check.over}
-    if absent := [cell for cell, found in values.items() if not found]:
-        return _missing(check.value, check.at_step, absent)
-    shared = sorted(set.intersection(*(set(found) for found in values.values())))
-    each = "; ".join(each_seed(cell, found.values(), of) for cell, found in values.items())
+def _monotone(check: Monotone, values: Values, runs: Runs) -> Finding:
+    sign = 1 if check.kind == "rising" else -1
+    shared, each = _paired(values, runs, check)
     if not shared:
-        return Finding(None, f"{each}: no seed has all", 0)
+        return Finding(None, each, 0)
     held = [sign * _slope([values[cell][seed] for cell in check.over]) > 0 for seed in shared]
     against = [
         f"{one} to {other}"
@@ -221,7 +221,7 @@ def _monotone(check: Monotone, runs: Runs) -> Finding:
         if separated(*(list(values[cell].values()) for cell in ((one, other) if sign > 0 else (other, one))))
     ]
     holds = seed_by_seed(held)
-    said = f"{each}: the slope over them {check.kind} at {counted(held)}"
+    said = f"{each}: the slope over them {check.kind} at {runs.counted(held)}"
     if holds and against:
         return Finding(None, f"{said}; {' and '.join(against)} goes the other way without overlap", len(shared))
     return Finding(holds, said, len(shared))
@@ -247,7 +247,7 @@ def _stands_at(check: StandsAt, runs: Runs) -> Finding:
     large = [rate >= check.at_least for rate in rates.values()]
     said = (
         f"{each_seed(check.cell, rates.values(), of)} at position {check.position}: the largest of all at "
-        f"{counted(ahead)}; at least {check.at_least:g} % at {counted(large)}"
+        f"{runs.counted(ahead)}; at least {check.at_least:g} % at {runs.counted(large)}"
     )
     return Finding(seed_by_seed(ahead), said, len(ahead), seed_by_seed(large) is True)
 
@@ -268,8 +268,8 @@ def _appears(check: Appears, runs: Runs) -> Finding:
         f"up to step {step:,} {each_seed(check.cell, (one[seed][0] for seed in shared), of)}"
         for step, one in zip(steps, found, strict=True)
     )
-    when = f"first in between at {counted(held)}" if check.after is not None else f"reached at {counted(held)}"
-    return Finding(seed_by_seed(held), f"{shown}: {check.rate:g} % {when}", len(held))
+    when = "first in between" if check.after is not None else "reached"
+    return Finding(seed_by_seed(held), f"{shown}: {check.rate:g} % {when} at {runs.counted(held)}", len(held))
 
 
 def _precedes(check: Precedes, runs: Runs) -> Finding:
@@ -282,7 +282,7 @@ def _precedes(check: Precedes, runs: Runs) -> Finding:
     one, other = quantity(check.first), quantity(check.then)
     pairs = ", ".join(f"{number(first[seed], one)} and {number(then[seed], other)}" for seed in shared)
     said = f"{check.cell} {check.first} and {check.then}: {pairs}{unit(other)}; the first before the second at "
-    return Finding(seed_by_seed(held), said + counted(held), len(held))
+    return Finding(seed_by_seed(held), said + runs.counted(held), len(held))
 
 
 def _diverges(check: Diverges, runs: Runs) -> Finding:
@@ -290,5 +290,5 @@ def _diverges(check: Diverges, runs: Runs) -> Finding:
     failed = runs.results[check.cell].failed if check.cell in runs.results else 0
     diverged = [True] * failed + [False] * trained
     held = [one == (check.kind == "diverges") for one in diverged]
-    said = f"{check.cell} {'did not train' if check.kind == 'diverges' else 'trained'} at {counted(held)}"
+    said = f"{check.cell} {'did not train' if check.kind == 'diverges' else 'trained'} at {runs.counted(held)}"
     return Finding(seed_by_seed(held), said, len(held))

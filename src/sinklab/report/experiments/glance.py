@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sinklab.experiments.documents import CellSummary, JudgedClaim, Summary, estimated
-from sinklab.experiments.glance import PaperStatement, statements
+from sinklab.experiments.paper import PaperStatement, statements
 from sinklab.experiments.quantities import Quantity
 from sinklab.experiments.verdicts.wording import number, unit
 from sinklab.report.charts import Dots, Figure, Width, dots

@@ -9,9 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from sinklab.assessing.assessment import ASSESSMENT, Assessment, load_assessment
-from sinklab.experiments.documents import CellRun, CellSummary, ExperimentSummary, JudgedClaim, Summary, read_record
+from sinklab.experiments.documents import (
+    CellRun,
+    CellSummary,
+    ExperimentSummary,
+    JudgedClaim,
+    Summary,
+    edited,
+    read_record,
+)
 from sinklab.experiments.sweep.packed import RECIPES, RUNS, is_packed, read_packed, unpack
-from sinklab.experiments.sweep.recording import edited
 from sinklab.files import parse_yaml
 from sinklab.tables import counted
 from sinklab.train.directory.environment import read_environment

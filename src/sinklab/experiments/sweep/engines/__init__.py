@@ -1,0 +1,73 @@
+"""The engines by name, and their options from `--engine-option KEY=VALUE`. An engine is imported when it is opened."""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from pydantic import ValidationError
+
+from sinklab.errors import InputError
+from sinklab.schema import Part
+
+if TYPE_CHECKING:
+    from sinklab.experiments.sweep.engine import Engine
+
+OptionsOfEngine = TypeVar("OptionsOfEngine", bound=Part)
+
+
+class EngineName(StrEnum):
+    """The engines that train the runs of a sweep."""
+
+    local = "local"
+    slurm = "slurm"
+    ray = "ray"
+
+
+def open_engine(name: EngineName, jobs: int, sweep: Path, settings: Sequence[str] = ()) -> "Engine":
+    """An engine that is ready for runs.
+
+    Args:
+        jobs: runs at a time, of local.
+        sweep: its directory, in which slurm and ray have a folder of their own.
+        settings: KEY=VALUE, each a field of the options of slurm or ray.
+
+    Raises:
+        InputError: a package or command it needs is missing, no cluster answers, or it has no such option.
+    """
+    if name == EngineName.slurm:
+        from sinklab.experiments.sweep.engines.on_slurm import SlurmEngine, SlurmOptions
+
+        return SlurmEngine(sweep / name, read_options(SlurmOptions, name, settings))
+    if name == EngineName.ray:
+        from sinklab.experiments.sweep.engines.on_ray import RayEngine, RayOptions
+
+        return RayEngine(sweep / name, read_options(RayOptions, name, settings))
+    if settings:
+        raise InputError(f"--engine-option {settings[0]}: --engine local has none; --jobs says how many runs at a time")
+    from sinklab.experiments.sweep.engines.local import LocalEngine
+
+    return LocalEngine(jobs)
+
+
+def read_options(kind: type[OptionsOfEngine], engine: str, settings: Sequence[str]) -> OptionsOfEngine:
+    """Options from KEY=VALUE; of a repeated key the last value counts.
+
+    Raises:
+        InputError: an unknown key (the message lists the keys) or an invalid value (the message names its bounds).
+    """
+    values: dict[str, str] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or key not in kind.model_fields:
+            known = ", ".join(kind.model_fields)
+            raise InputError(
+                f"--engine-option {setting}: expected KEY=VALUE; --engine {engine} has the options {known}"
+            )
+        values[key] = value
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0])
+        raise InputError(f"--engine-option {key}={values[key]}: {first['msg']}") from error

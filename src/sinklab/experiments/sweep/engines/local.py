@@ -1,8 +1,8 @@
-"""Runs side by side on this machine: a process each, told to stop rather than killed.
+"""Runs side by side on this machine: a process each, which is asked to stop rather than killed.
 
-Processes are forked from a server that has imported everything once, so that the next run begins within a fraction of
-a second and none knows of another's memory. Each has cores, or cards, of its own. Ctrl-C, SIGTERM and SIGUSR1 are
-requests to the parent; it asks the processes to stop, each saves a checkpoint, and the same call continues later. A
+Processes are forked from a server that has imported everything once, so that a run begins within a fraction of a second
+and no two runs share memory. Each has cores, or cards, of its own. Ctrl-C, SIGTERM and SIGUSR1 are
+requests to the parent; it asks the processes to stop, each saves a checkpoint, and the same call resumes later. A
 process whose parent has died stops by itself.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
-from sinklab.experiments.sweep.planned import Event, PlannedRun
+from sinklab.experiments.sweep.engine import Event, PlannedRun
 from sinklab.signals import PREEMPTING, stop_on_signals
 
 PRELOADED = ["sinklab.experiments.sweep.worker", "torch._dynamo", "numpy.random"]
@@ -25,12 +25,12 @@ HELD_BACK = {signal.SIGINT, *PREEMPTING}
 
 @dataclass(frozen=True)
 class MachineShare:
-    """Of the machine, for one run at a time.
+    """The part of the machine that one run at a time uses.
 
     Attributes:
-        cores: that the run stays on; None where it may go anywhere.
+        cores: to which the run is pinned; None for all.
         threads: of PyTorch.
-        cards: of CUDA_VISIBLE_DEVICES; None to leave it as it is.
+        cards: for CUDA_VISIBLE_DEVICES; None leaves it unchanged.
     """
 
     cores: frozenset[int] | None
@@ -39,9 +39,9 @@ class MachineShare:
 
 
 def shares(jobs: int) -> list[MachineShare]:
-    """The machine in `jobs` parts: disjoint cores where there are enough, else a thread for each; cards likewise.
+    """The machine in `jobs` parts: disjoint cores if there are enough, else a thread for each; cards likewise.
 
-    A part has no more threads than OMP_NUM_THREADS says.
+    A part has at most OMP_NUM_THREADS threads.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     said = os.environ.get("OMP_NUM_THREADS", "")
@@ -64,7 +64,7 @@ def jobs_for(runs: int, cores: int) -> int:
 
 
 def _cards(jobs: int) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES of each part; a card serves several where there are fewer of them."""
+    """CUDA_VISIBLE_DEVICES of each part; if there are fewer cards than parts, they are shared."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = given.split(",") if given else [str(number) for number in range(cards_here())]
     if given == "" or len(names) < 2:
@@ -81,7 +81,7 @@ def cards_here() -> int:
 
 @dataclass(frozen=True)
 class _Running:
-    """A process that trains a run, with its part of the machine and this end of the pipe to it."""
+    """A process that trains a run, its part of the machine, and our end of the pipe to it."""
 
     process: BaseProcess
     share: MachineShare
@@ -118,7 +118,7 @@ class LocalEngine:
             self._running[run.name] = _Running(process, share, ours)
 
     def events(self, timeout: float) -> Sequence[Event]:
-        """What the processes have reported; of one that died, that it failed."""
+        """The reports of the processes; a process that died has failed."""
         ready = wait([one.pipe for one in self._running.values()], timeout) if self._running else []
         found: list[Event] = []
         for name, one in list(self._running.items()):
@@ -130,7 +130,7 @@ class LocalEngine:
         return found
 
     def _over(self, name: str, said: Sequence[Event]) -> list[Event]:
-        """Take a process off the list; its last event, if it has not said one itself."""
+        """Remove a process; returns its last event, if it has not reported one itself."""
         one = self._running.pop(name)
         one.process.join()
         one.pipe.close()
@@ -145,18 +145,18 @@ class LocalEngine:
         """Ask all processes to save and end."""
         self._stopping = True
         for one in self._running.values():
-            with contextlib.suppress(OSError):  # it is ending
+            with contextlib.suppress(OSError):  # it has ended
                 one.pipe.send(None)
 
     def close(self) -> None:
-        """Wait for processes that are still there, having asked them to end."""
+        """Ask the remaining processes to stop, and wait for them."""
         self.stop()
         for name in list(self._running):
             self._over(name, ())
 
 
 def _received(pipe: Connection) -> tuple[list[Event], bool]:
-    """What has arrived, and whether nothing more will: after its last event, a process sends nothing and ends."""
+    """The events in a pipe, and whether the last is among them: after it a process sends nothing and ends."""
     found: list[Event] = []
     try:
         while pipe.poll():
@@ -170,10 +170,10 @@ def _received(pipe: Connection) -> tuple[list[Event], bool]:
 
 @contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """Until after it; a process that is started within it hears none of them until it says that it does.
+    """Blocks signals meanwhile; a process that is started within blocks them until it unblocks them itself.
 
-    A terminal sends Ctrl-C, and a scheduler SIGTERM, to all processes of a command: only the parent is to hear the one,
-    and the server from which the others are forked must outlive both.
+    A terminal sends Ctrl-C, and a scheduler SIGTERM, to all processes of a command: only the parent is to receive the
+    former, and the server from which the others are forked must survive both.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
     try:
@@ -190,7 +190,7 @@ def _death(process: BaseProcess) -> str:
 
 
 def _train(run: PlannedRun, share: MachineShare, environment: Mapping[str, str], pipe: Connection) -> None:
-    """The body of a process. Whatever comes through the pipe, and its end, is a request to stop."""
+    """The body of a process. Anything in the pipe, and its end, is a request to stop."""
     from sinklab.experiments.sweep.worker import train_cell
 
     os.environ.clear()  # the server's is that of the first run
@@ -201,11 +201,11 @@ def _train(run: PlannedRun, share: MachineShare, environment: Mapping[str, str],
         os.sched_setaffinity(0, share.cores)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def tell(event: Event) -> None:
-        with contextlib.suppress(OSError):  # nobody is there any more
+    def report(event: Event) -> None:
+        with contextlib.suppress(OSError):  # the parent has died
             pipe.send(event)
 
     with stop_on_signals(*PREEMPTING) as preempted:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
-        tell(train_cell(run, share.threads, tell, lambda: preempted() or pipe.poll()))
+        report(train_cell(run, share.threads, report, lambda: preempted() or pipe.poll()))
         signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)

@@ -1,12 +1,12 @@
 """Runs as tasks of an existing Ray cluster.
 
-A node that dies takes its tasks with it, and Ray starts them again elsewhere (`retries`): the run goes on from its
-newest checkpoint. A worker that is told to end (SIGTERM) saves and is gone, which Ray counts as such a death. Tasks end
-with the command that has submitted them; the same command goes on.
+If a node dies, Ray restarts its tasks elsewhere (`retries`), and the run resumes from its newest checkpoint. A worker
+that receives SIGTERM saves and exits, which Ray counts as such a death. Tasks end with the command that has submitted
+them; the same command resumes them.
 """
 
 # pyright: reportMissingImports=false
-# It is an extra, which `dev` leaves out.
+# Ray is an extra, which `dev` leaves out.
 
 import logging
 import os
@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from sinklab.errors import InputError
-from sinklab.experiments.sweep.engines.elsewhere import StopFile, new_rows, train_elsewhere
-from sinklab.experiments.sweep.following import Follower
-from sinklab.experiments.sweep.planned import Event, PlannedRun
+from sinklab.experiments.sweep.engine import Event, MetricsTail, PlannedRun
+from sinklab.experiments.sweep.engines.remote import StopFile, new_rows, train_remotely
 from sinklab.extras import install_command
 from sinklab.schema import Part
 from sinklab.signals import CALL_AGAIN, PreemptedError
@@ -34,14 +33,14 @@ ANSWERS_WITHIN_S = 10.0
 
 
 class RayOptions(Part):
-    """Which cluster, and what a run is given.
+    """The cluster, and the resources of a run.
 
     Attributes:
-        address: HOST:PORT, ray://HOST:PORT, or auto: RAY_ADDRESS, else the cluster that this machine belongs to.
+        address: HOST:PORT, ray://HOST:PORT, or auto: RAY_ADDRESS, else the cluster of this machine.
         cpus: cores, and threads of PyTorch.
-        gpus: cards; with several the run is trained on all of them together.
+        gpus: cards; several train the run together.
         memory_gb: none is reserved unless given.
-        retries: how often a run is started again after its node or its process has died.
+        retries: how often a run is restarted after its node or its process has died.
     """
 
     address: str = "auto"
@@ -53,10 +52,10 @@ class RayOptions(Part):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Of the command, which tasks take over.
+    """The surroundings of the command, which its tasks adopt.
 
     Attributes:
-        folder: working directory, to which relative paths of recipes are.
+        folder: working directory, the base of relative paths in recipes.
         environment: variables that concern sinklab.
     """
 
@@ -65,11 +64,11 @@ class Surroundings:
 
     @classmethod
     def of_this_process(cls) -> "Surroundings":
-        """As they are here."""
+        """Those of the calling process."""
         return cls(Path.cwd(), {key: value for key, value in os.environ.items() if key.startswith("SINKLAB_")})
 
-    def take_over(self) -> None:
-        """Make them this process's own."""
+    def adopt(self) -> None:
+        """Apply them to this process."""
         os.chdir(self.folder)
         os.environ.update(self.environment)
 
@@ -87,13 +86,13 @@ class RayEngine:
     def __init__(self, folder: Path, options: RayOptions) -> None:
         self._folder, self._options = folder.resolve(), options
         self._tasks: dict[ObjectRef[Event], PlannedRun] = {}
-        self._followers: dict[str, Follower] = {}
+        self._tails: dict[str, MetricsTail] = {}
         self._stopping = False
         _connect(options.address)
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def room(self) -> int:
-        """Ray keeps them all."""
+        """Unlimited: Ray queues them."""
         return 0 if self._stopping else sys.maxsize
 
     def submit(self, runs: Sequence[PlannedRun]) -> None:
@@ -112,30 +111,30 @@ class RayEngine:
             StopFile(self._folder, run).withdraw()
             submitted = task.options(name=run.name, **given).remote(run, self._folder, options.cpus, around)
             self._tasks[submitted] = run
-            self._followers[run.name] = Follower(run.directory)
+            self._tails[run.name] = MetricsTail(run.directory)
 
     def events(self, timeout: float) -> Sequence[Event]:
-        """What the run directories and the tasks say."""
+        """From the run directories and the tasks."""
         import ray
 
         if not self._tasks:
             return []
         ended, _ = ray.wait(list(self._tasks), num_returns=1, timeout=timeout)
-        found = new_rows(self._followers)
+        found = new_rows(self._tails)
         for task in ended:
             run = self._tasks.pop(task)
-            del self._followers[run.name]
+            del self._tails[run.name]
             found.append(self._outcome(task, run))
         return found
 
     def stop(self) -> None:
-        """Ask all runs to save; those that have not begun find the question when they do."""
+        """Ask all runs to save; those that have not begun find the request when they begin."""
         self._stopping = True
         for run in self._tasks.values():
             StopFile(self._folder, run).ask()
 
     def close(self) -> None:
-        """Leave the cluster; what runs there for this command ends."""
+        """Leave the cluster; the tasks of this command end."""
         import ray
 
         ray.shutdown()
@@ -156,10 +155,10 @@ class RayEngine:
 
 
 def train_in_task(run: PlannedRun, folder: Path, threads: int, around: Surroundings) -> Event:
-    """What a task does; returns how the run ended. Where the process is told to end, it saves and is gone."""
-    around.take_over()
+    """The body of a task; returns its last event. If a signal stops the process, it saves and exits."""
+    around.adopt()
     try:
-        return train_elsewhere(run, folder, threads)
+        return train_remotely(run, folder, threads)
     except PreemptedError:
         os._exit(CALL_AGAIN)
 
@@ -182,7 +181,7 @@ def _connect(address: str) -> None:
 
 
 def _require_answer(address: str) -> None:
-    """Ray itself tries an address for minutes, and then ends the process."""
+    """Ray itself retries an address for minutes, and then ends the process."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), ANSWERS_WITHIN_S).close()

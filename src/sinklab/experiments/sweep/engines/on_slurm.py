@@ -1,29 +1,33 @@
-"""Runs as jobs of a Slurm cluster, an array of them handed over at once by submitit.
+"""Runs as jobs of a Slurm cluster, submitted as arrays by submitit.
 
-What goes on between Slurm and a run:
+Events of a job, and their effect:
 
-| what happens | what the run hears | what becomes of its job |
+| event | signal to the run | effect on its job |
 |---|---|---|
-| preemption, `scontrol requeue` | SIGTERM; after KillWait, SIGKILL | Slurm queues it again by itself (`--requeue`) |
-| a node is lost | nothing | the same; the run goes on from its newest checkpoint |
-| the time limit is near | SIGUSR1 (`--signal`) | ends with status 75; its script queues it again |
+| preemption, `scontrol requeue` | SIGTERM; after KillWait, SIGKILL | Slurm requeues it by itself (`--requeue`) |
+| a node is lost | none | the same; the run resumes from its newest checkpoint |
+| the time limit is near | SIGUSR1 (`--signal`) | ends with status 75; its script requeues it |
 | `scancel --signal=TERM` or `=USR1` | that | the same |
-| `scancel` | SIGTERM; after KillWait, SIGKILL | is cancelled: its script has heard SIGTERM as well, and is gone |
-| the sweep is stopped | SIGTERM, and `HASH.stop` is there | ends with status 0, or is cancelled where it still waits |
+| `scancel` | SIGTERM; after KillWait, SIGKILL | is cancelled: its script has received SIGTERM as well, and is gone |
+| the sweep is stopped | SIGTERM, and `HASH.stop` exists | ends with status 0, or is cancelled while it is pending |
 
-Whatever it hears, the run saves. So one rule is enough, status 75 (`signals.CALL_AGAIN`) means again, and the script
-applies it exactly where Slurm does not do so itself. submitit's own way, SIGUSR2 and `checkpoint()`, saves within a
-signal handler, in the middle of an update: it is not used.
+On any signal the run saves. So one rule is enough: status 75 (`signals.CALL_AGAIN`) means requeue, and the script
+applies it exactly where Slurm does not requeue by itself. submitit's own way, SIGUSR2 and `checkpoint()`, saves within
+a signal handler, in the middle of an update: it is not used.
 
-The command may be killed; its jobs go on. Called again it finds by `HASH.job` those that are still in the queue, and
-hears of their ends. A job that finds its run done or held by another process says so, and ends.
+The command may be killed; its jobs keep running. Called again it finds by `HASH.job` those that are still in the queue,
+and reports their ends. A job that finds its run done or held by another process reports that, and ends. The queue is
+read with Slurm's own commands, which every cluster has; `sacct` needs a data base as well.
 """
 
 # pyright: reportMissingImports=false
-# It is an extra, which `dev` leaves out.
+# submitit is an extra, which `dev` leaves out.
 
 import logging
+import os
 import pickle
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -34,11 +38,10 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from sinklab.errors import SinklabError
-from sinklab.experiments.sweep.engines.elsewhere import StopFile, new_rows, train_elsewhere
-from sinklab.experiments.sweep.engines.slurm_queue import ENDED, cancel, last_line, require_cluster, states
-from sinklab.experiments.sweep.following import Follower
-from sinklab.experiments.sweep.planned import Event, PlannedRun
+from sinklab.errors import InputError, SinklabError
+from sinklab.experiments.sweep.engine import Event, MetricsTail, PlannedRun
+from sinklab.experiments.sweep.engines.remote import StopFile, new_rows, train_remotely
+from sinklab.extras import install_command
 from sinklab.files import write_text
 from sinklab.schema import Part
 from sinklab.signals import CALL_AGAIN, PREEMPTING, PreemptedError
@@ -47,30 +50,36 @@ from sinklab.train.directory.lock import SHOWS_WITHIN_S
 if TYPE_CHECKING:
     from submitit import Job, SlurmExecutor
 
+ENDED = ("", "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED")
+ENDED += ("REVOKED", "TIMEOUT")
+"""Final states of a job; empty for a job that the queue no longer lists."""
+
+ANSWERS_WITHIN_S = 60
+
 NAME = "sinklab"
 LARGEST_ARRAY = 1000  # Slurm's own default
 SAVES_WITHIN_S = 120
-"""Before its time limit a run is asked to save."""
+"""A run is asked to save this long before its time limit."""
 
-UNHEARD = [128 + number for number in PREEMPTING]  # of a process that died of the signal while it was still starting
-AGAIN = [
+UNHANDLED = [128 + number for number in PREEMPTING]  # status of a process that died of the signal while starting
+REQUEUE = [
     "status=$?",
-    f'case $status in {"|".join(map(str, [CALL_AGAIN, *UNHEARD]))}) scontrol requeue "$SLURM_JOB_ID" ;; esac',
+    f'case $status in {"|".join(map(str, [CALL_AGAIN, *UNHANDLED]))}) scontrol requeue "$SLURM_JOB_ID" ;; esac',
     "exit $status",
 ]
 
 
 class SlurmOptions(Part):
-    """What a run is given, and where.
+    """The resources of a run.
 
     Attributes:
-        partition, account, qos: the cluster's own unless given.
+        partition, account, qos: the cluster's default unless given.
         cpus: cores, and threads of PyTorch.
-        gpus: cards; with several the run is trained on all of them together.
-        memory_gb: the cluster's own unless given.
-        hours: until a run is asked to save and queues again.
-        at_once: runs at a time; as many as the cluster likes unless given.
-        poll_seconds: between two questions to the queue.
+        gpus: cards; several train the run together.
+        memory_gb: the cluster's default unless given.
+        hours: until a run is asked to save and is requeued.
+        at_once: runs at a time; limited by the cluster alone unless given.
+        poll_seconds: between two queries of the queue.
     """
 
     partition: str | None = None
@@ -89,7 +98,7 @@ class _Submitted:
     """A run with its job, until it has ended.
 
     Attributes:
-        state: as the queue says; empty where it does not know the job.
+        state: in the queue; empty if the queue does not list the job.
         ended: when it was first seen to have ended.
     """
 
@@ -101,7 +110,7 @@ class _Submitted:
 
 
 class SlurmEngine:
-    """Runs as jobs of the cluster that Slurm's commands find from here.
+    """Runs as jobs of the cluster of Slurm's commands on this machine.
 
     Args:
         folder: for scripts, output and results of the jobs; all machines see it.
@@ -113,18 +122,18 @@ class SlurmEngine:
     def __init__(self, folder: Path, options: SlurmOptions) -> None:
         self._folder, self._options = folder.resolve(), options
         self._submitted: dict[str, _Submitted] = {}
-        self._followers: dict[str, Follower] = {}
+        self._tails: dict[str, MetricsTail] = {}
         self._stopping, self._polled = False, 0.0
-        require_cluster()
+        _require_cluster()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._executor = _executor(self._folder, options)
 
     def room(self) -> int:
-        """The queue keeps them all."""
+        """Unlimited: Slurm queues them."""
         return 0 if self._stopping else sys.maxsize
 
     def submit(self, runs: Sequence[PlannedRun]) -> None:
-        """Submit an array of those that are not in the queue yet."""
+        """Submit arrays of those that are not in the queue yet."""
         queue = states(self._folder)
         new = []
         for run in runs:
@@ -138,23 +147,23 @@ class SlurmEngine:
             self._submit_array(new[first : first + LARGEST_ARRAY])
 
     def events(self, timeout: float) -> Sequence[Event]:
-        """What the run directories and the queue say."""
+        """From the run directories and the queue."""
         end = time.monotonic() + timeout
-        while not (found := self._look()) and (left := end - time.monotonic()) > 0:
+        while not (found := self._poll()) and (left := end - time.monotonic()) > 0:
             time.sleep(min(left, 0.2))
         return found
 
     def stop(self) -> None:
-        """Ask all runs to save, wherever they are, and take back those that wait."""
+        """Ask all runs to save, and cancel pending jobs."""
         self._stopping = True
         for one in self._submitted.values():
             one.stop.ask()
         self._cancel("--state=PENDING")
-        self._cancel("--signal=TERM", "--state=RUNNING")  # at once, also where files show late
+        self._cancel("--signal=TERM", "--state=RUNNING")  # at once, also where files become visible late
         self._polled = 0.0
 
     def close(self) -> None:
-        """Leave the jobs alone."""
+        """Nothing to release: the jobs keep running."""
 
     def _submit_array(self, runs: Sequence[PlannedRun]) -> None:
         from submitit.core.utils import FailedJobError, FailedSubmissionError
@@ -163,20 +172,20 @@ class SlurmEngine:
         try:
             jobs = self._executor.submit_array(bodies)
         except (FailedJobError, FailedSubmissionError) as error:
-            raise SinklabError(f"the cluster does not take the jobs: {last_line(str(error))}") from error
+            raise SinklabError(f"the cluster does not take the jobs: {_last_line(str(error))}") from error
         for run, job in zip(runs, jobs, strict=True):
             write_text(self._noted(run), job.job_id)
             self._follow(run, job)
 
     def _follow(self, run: PlannedRun, job: "Job[Event]") -> None:
         self._submitted[run.name] = _Submitted(run, job, StopFile(self._folder, run))
-        self._followers[run.name] = Follower(run.directory)
+        self._tails[run.name] = MetricsTail(run.directory)
 
     def _noted(self, run: PlannedRun) -> Path:
         return self._folder / f"{run.hash}.job"
 
     def _job_of(self, run: PlannedRun) -> "Job[Event] | None":
-        """That an earlier call has submitted."""
+        """The job that an earlier call has submitted."""
         from submitit import SlurmJob
 
         try:
@@ -186,23 +195,25 @@ class SlurmEngine:
 
     def _cancel(self, *options: str) -> None:
         if ids := [one.job.job_id for one in self._submitted.values()]:
-            cancel(*options, *ids)
+            subprocess.run(
+                ["scancel", "--quiet", *options, *ids], capture_output=True, check=False
+            )  # ended ones: no error
 
-    def _look(self) -> list[Event]:
-        found = new_rows(self._followers)
+    def _poll(self) -> list[Event]:
+        found = new_rows(self._tails)
         if self._submitted and time.monotonic() - self._polled >= self._options.poll_seconds:
             try:
                 queue = states(self._folder)
-            except SinklabError as error:  # it may come back; the jobs go on without
+            except SinklabError as error:  # it may answer later; the jobs run without it
                 logging.getLogger(__name__).warning("%s", error)
                 queue = None
             self._polled = time.monotonic()
             if queue is not None:
-                found += [event for name in list(self._submitted) if (event := self._heard(name, queue)) is not None]
+                found += [event for name in list(self._submitted) if (event := self._end_of(name, queue)) is not None]
         return found
 
-    def _heard(self, name: str, queue: dict[str, str]) -> Event | None:
-        """How a run has ended, if it has."""
+    def _end_of(self, name: str, queue: dict[str, str]) -> Event | None:
+        """The last event of a run that has ended."""
         one = self._submitted[name]
         one.state = queue.get(one.job.job_id, "")
         if one.state not in ENDED:
@@ -210,10 +221,10 @@ class SlurmEngine:
             return None
         one.ended = one.ended or time.monotonic()
         event = _result(one.job)
-        may_show = one.state in ("COMPLETED", "") and time.monotonic() - one.ended < SHOWS_WITHIN_S
-        if event is None and may_show and not self._stopping:
+        may_appear = one.state in ("COMPLETED", "") and time.monotonic() - one.ended < SHOWS_WITHIN_S
+        if event is None and may_appear and not self._stopping:
             return None
-        del self._submitted[name], self._followers[name]
+        del self._submitted[name], self._tails[name]
         if event is None:
             event = Event(name, "stopped") if self._stopping else self._lost(one)
         if event.kind == "stopped" and not self._stopping:
@@ -230,7 +241,7 @@ class SlurmEngine:
 
 
 class Body:
-    """What a job does. submitit pickles it.
+    """The body of a job, which submitit pickles.
 
     Args:
         folder: of the engine.
@@ -241,13 +252,13 @@ class Body:
         self._run, self._folder, self._threads = run, folder, threads
 
     def __call__(self) -> Event:
-        """Train the run; returns how it ended.
+        """Train the run; returns its last event.
 
         Raises:
-            SystemExit: with status 75, where a signal has stopped it and not the command.
+            SystemExit: with status 75, if a signal has stopped it and not the command.
         """
         try:
-            return train_elsewhere(self._run, self._folder, self._threads)
+            return train_remotely(self._run, self._folder, self._threads)
         except PreemptedError:
             sys.exit(CALL_AGAIN)
 
@@ -265,11 +276,11 @@ def _executor(folder: Path, options: SlurmOptions) -> "SlurmExecutor":
         account=options.account,
         qos=options.qos,
         cpus_per_task=options.cpus,
-        srun_args=[f"--cpus-per-task={options.cpus}"],  # which it does not take over from sbatch since 22.05
+        srun_args=[f"--cpus-per-task={options.cpus}"],  # which srun does not inherit from sbatch since 22.05
         time=round(options.hours * 60),
         array_parallelism=options.at_once or LARGEST_ARRAY,
         additional_parameters={"requeue": True, "signal": f"USR1@{SAVES_WITHIN_S}"},
-        teardown=AGAIN,
+        teardown=REQUEUE,
         **memory,
         **cards,
     )
@@ -277,9 +288,57 @@ def _executor(folder: Path, options: SlurmOptions) -> "SlurmExecutor":
 
 
 def _result(job: "Job[Event]") -> Event | None:
-    """What the body has returned, None where it has not or that does not show yet."""
+    """The value that the body has returned, None if there is none or its file is not visible yet."""
     with suppress(OSError):
         outcome, value = pickle.loads(job.paths.result_pickle.read_bytes())
         if outcome == "success":
             return value
     return None
+
+
+def _require_cluster() -> None:
+    """Check that jobs can be submitted.
+
+    Raises:
+        InputError: submitit or Slurm is not installed here, or no cluster answers.
+    """
+    try:
+        import submitit  # noqa: F401
+    except ImportError as error:
+        raise InputError(f"--engine slurm: submitit is not installed: {install_command('cluster')}") from error
+    for command in ("sbatch", "srun", "squeue", "scancel"):
+        if shutil.which(command) is None:
+            raise InputError(
+                f"--engine slurm: {command} is not on the PATH; call sinklab where the cluster takes jobs from"
+            )
+    try:
+        _output_of("squeue", "--me", "--noheader")
+    except SinklabError as error:
+        where = os.environ.get("SLURM_CONF", "not set")
+        raise InputError(f"--engine slurm: no cluster answers ({error}); SLURM_CONF is {where}") from error
+
+
+def states(folder: Path) -> dict[str, str]:
+    """The states of the jobs of this folder by their ids, including jobs that ended in the last minutes.
+
+    Raises:
+        SinklabError: Slurm does not answer.
+    """
+    listed = _output_of("squeue", "--me", "--array", "--noheader", "--states=all", "--format=%i|%T|%k")
+    jobs = (line.split("|", 2) for line in listed.splitlines())
+    return {job: state for job, state, comment in jobs if comment == str(folder)}
+
+
+def _output_of(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=ANSWERS_WITHIN_S).stdout
+    except subprocess.CalledProcessError as error:
+        raise SinklabError(f"{command[0]} says: {_last_line(error.stderr)}") from error
+    except subprocess.TimeoutExpired as error:
+        raise SinklabError(f"{command[0]} has said nothing for {ANSWERS_WITHIN_S} seconds") from error
+
+
+def _last_line(text: str) -> str:
+    """The last line of a command's output, which has the reason."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "nothing"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from made_runs import reading, run_of
 
-from sinklab.experiments.breaks import FEWEST, jump_at
+from sinklab.experiments.quantities import JUMP_POINTS, discontinuity_at
 
 STEPS = range(50, 1501, 50)
 
@@ -28,7 +28,7 @@ def test_a_jump_is_found_on_a_curve_that_is_a_cubic_in_log_steps(at: int, jump: 
         x = math.log(step)
         return 9 - 1.1 * x + 0.06 * x * x + 0.002 * x**3 + (jump if step >= at else 0.0)
 
-    assert jump_at(STEPS, [curve(step) for step in STEPS], at) == pytest.approx(jump, abs=1e-9)
+    assert discontinuity_at(STEPS, [curve(step) for step in STEPS], at) == pytest.approx(jump, abs=1e-9)
 
 
 @pytest.mark.parametrize("curve", [power_law, exponential])
@@ -37,14 +37,14 @@ def test_a_jump_is_found_on_a_curve_that_is_a_cubic_in_log_steps(at: int, jump: 
 def test_the_bend_of_a_learning_curve_is_not_taken_for_a_jump(
     curve: Callable[[float], float], at: int, jump: float
 ) -> None:
-    found = jump_at(STEPS, [curve(step) + jump * (step >= at) for step in STEPS], at)
+    found = discontinuity_at(STEPS, [curve(step) + jump * (step >= at) for step in STEPS], at)
     assert found == pytest.approx(jump, abs=0.005)
 
 
 def test_noise_of_a_hundredth_moves_it_by_less_than_three() -> None:
     generator = np.random.default_rng(0)
     curves = [[power_law(step) + generator.normal(0, 0.01) for step in STEPS] for _ in range(200)]
-    noisy = np.array([jump_at(STEPS, curve, 850) for curve in curves], dtype=float)
+    noisy = np.array([discontinuity_at(STEPS, curve, 850) for curve in curves], dtype=float)
     assert np.mean(noisy) == pytest.approx(0.0, abs=0.005)
     assert np.std(noisy) < 0.03
 
@@ -53,15 +53,15 @@ def test_what_sets_in_over_several_evaluations_is_no_jump() -> None:
     def curve(step: int) -> float:
         return power_law(step) - 0.2 * min(max((step - 800) / 300, 0), 1)
 
-    found = jump_at(STEPS, [curve(step) for step in STEPS], 850)
+    found = discontinuity_at(STEPS, [curve(step) for step in STEPS], 850)
     assert found == pytest.approx(0.0, abs=0.06)
 
 
 def test_too_few_points_on_a_side_say_nothing() -> None:
-    near_the_end = STEPS[-FEWEST + 1]
-    assert jump_at(STEPS, [power_law(step) for step in STEPS], near_the_end) is None
-    assert jump_at(STEPS, [power_law(step) for step in STEPS], STEPS[-FEWEST]) is not None
-    assert jump_at(STEPS, [power_law(step) for step in STEPS], 700) is None
+    near_the_end = STEPS[-JUMP_POINTS + 1]
+    assert discontinuity_at(STEPS, [power_law(step) for step in STEPS], near_the_end) is None
+    assert discontinuity_at(STEPS, [power_law(step) for step in STEPS], STEPS[-JUMP_POINTS]) is not None
+    assert discontinuity_at(STEPS, [power_law(step) for step in STEPS], 700) is None
 
 
 def test_a_run_has_the_change_at_its_emergence_and_none_without_a_sink() -> None:

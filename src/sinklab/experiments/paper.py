@@ -1,0 +1,185 @@
+"""The paper as data: its numbers (`published.yaml`), its parts and the claims that encode them (`coverage.yaml`), and
+twenty statements at a glance (`glance.yaml`)."""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from sinklab.experiments.quantities import QuantityName, quantity
+from sinklab.files import parse_yaml
+from sinklab.schema import Part
+
+OF_MODELS = ("natural", "random", "repeat", "base", "chat", "sink_t")
+"""Columns of tables about existing models: Sink_1 by kind of input and of training, and the sink at a position t."""
+
+TRAINS = "trains"
+"""A pseudo-quantity, 0.0 if the paper reports that a cell does not train."""
+
+
+def _data(name: str) -> Any:
+    return parse_yaml((resources.files("sinklab") / "experiments" / name).read_text(encoding="utf-8"))
+
+
+class PublishedRow(Part):
+    """A row of a table of the paper.
+
+    Attributes:
+        values: by quantity, or by a column of `OF_MODELS`.
+        trains: whether the paper reports that it trained.
+        without: the reason why no cell corresponds to it, if none does.
+    """
+
+    values: dict[str, float] = Field(default_factory=dict)
+    trains: bool = True
+    without: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _other_keys_are_values(cls, row: object) -> object:
+        if not isinstance(row, dict):
+            return row
+        remarks = {key: row[key] for key in (TRAINS, "without") if key in row}
+        return {"values": {key: value for key, value in row.items() if key not in remarks}, **remarks}
+
+    @field_validator("values")
+    @classmethod
+    def _values_are_of_quantities(cls, values: dict[str, float]) -> dict[str, float]:
+        for name in set(values) - set(OF_MODELS):
+            quantity(name)
+        return values
+
+    @model_validator(mode="after")
+    def _has_values_or_failed(self) -> Self:
+        if self.trains == (not self.values):
+            raise ValueError("a row has values, or says `trains: false`, and not both")
+        return self
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Its values by quantity; of a row that failed to train, {"trains": 0.0}."""
+        return dict(self.values) if self.trains else {TRAINS: 0.0}
+
+
+class PublishedTable(Part):
+    """A table of the paper, its rows by name."""
+
+    rows: dict[str, PublishedRow]
+
+
+@cache
+def published_tables() -> Mapping[str, PublishedTable]:
+    """The tables of `published.yaml` by name."""
+    return {name: PublishedTable.model_validate(table) for name, table in _data("published.yaml").items()}
+
+
+class Published(Part):
+    """The table of the paper that an experiment is compared with.
+
+    Attributes:
+        table: of `published.yaml`.
+        rows: the row of a cell; unless given, the row with the cell's name, if there is one.
+        model: of measured cells the model that the rows are about. Without it a row is a model, and has Sink_1 by cell.
+    """
+
+    table: str
+    rows: dict[str, str] = Field(default_factory=dict)
+    model: str | None = None
+
+    @model_validator(mode="after")
+    def _table_and_rows_exist(self) -> Self:
+        if self.table not in published_tables():
+            raise ValueError(f"there is no published table {self.table!r}; there are: {', '.join(published_tables())}")
+        known = published_tables()[self.table].rows
+        for cell, row in self.rows.items():
+            if row not in known:
+                raise ValueError(
+                    f"published {self.table} has no row {row!r} for cell {cell!r}; it has: {', '.join(known)}"
+                )
+        return self
+
+    def numbers_of(self, cell: str) -> dict[str, float]:
+        """The paper's numbers for a cell by quantity, {"trains": 0.0} if it failed there; {} without a row."""
+        row = published_tables()[self.table].rows.get(self.rows.get(cell, cell))
+        return row.numbers if row else {}
+
+
+class Covered(Part):
+    """A table, figure, takeaway, proposition or section of the paper.
+
+    Attributes:
+        says: its statement, in our words.
+        claims: that encode it, each as EXPERIMENT.CLAIM.
+        without: the reason why there is no claim, or why some of it is not encoded.
+    """
+
+    says: str
+    claims: tuple[str, ...] = Field(default=())
+    without: str = ""
+
+    @model_validator(mode="after")
+    def _is_encoded_or_has_a_reason(self) -> Self:
+        if not self.claims and not self.without:
+            raise ValueError("give claims, or `without`: the reason why there are none")
+        return self
+
+
+@cache
+def paper_coverage() -> Mapping[str, Covered]:
+    """Every part of the paper by its name, such as table_4, figure_7, takeaway_6.1, proposition_2, section_7.3."""
+    return {name: Covered.model_validate(part) for name, part in _data("coverage.yaml").items()}
+
+
+class DrawnNumber(Part):
+    """The number of a statement in the figure that compares ours with the paper's.
+
+    Attributes:
+        cell: of the experiment of the statement's first claim.
+        value: a quantity of it, in percent.
+        row: the paper's, as TABLE.ROW of `published.yaml`.
+    """
+
+    cell: str
+    value: QuantityName
+    row: str
+
+    @property
+    def paper(self) -> float:
+        """The paper's number, percent.
+
+        Raises:
+            KeyError: it prints no such number.
+        """
+        table, row = self.row.split(".", 1)
+        return published_tables()[table].rows[row].values[self.value]
+
+
+class PaperStatement(Part):
+    """One of the twenty.
+
+    Attributes:
+        says: the statement, a few words about the sink.
+        paper: the paper's numbers for it; rates are percent of heads.
+        claims: that encode it, each as EXPERIMENT.CLAIM; a scale judges those that it asks.
+        number: that is drawn; None if the paper prints none in percent.
+        caveat: how our claims differ from the paper's statement, a sentence.
+    """
+
+    says: str
+    paper: str
+    claims: tuple[str, ...] = Field(min_length=1)
+    number: DrawnNumber | None = None
+    caveat: str
+
+    @property
+    def experiment(self) -> str:
+        """The experiment of the first claim."""
+        return self.claims[0].partition(".")[0]
+
+
+@cache
+def statements() -> Sequence[PaperStatement]:
+    """The twenty, in the order of the paper."""
+    return tuple(PaperStatement.model_validate(one) for one in _data("glance.yaml"))

@@ -1,0 +1,259 @@
+"""Runs to be trained, the protocol of an engine that trains them, and the scheduler that hands them over.
+
+The process that trains a run holds its lock, and writes its record before releasing the lock. The scheduler skips runs
+that another process holds and polls them until they have ended; if that process dies, the run is trained here.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import yaml
+
+from sinklab.errors import SinklabError
+from sinklab.experiments.documents import record_of
+from sinklab.signals import INTERRUPTED, PreemptedError, StopRequest, stop_on_signals
+from sinklab.train.directory.history import read_metrics
+from sinklab.train.directory.lock import is_held
+from sinklab.train.recipe import Recipe, build_recipe
+
+Ending = Literal["done", "failed", "stopped", "busy"]
+ENDINGS: tuple[Ending, ...] = ("done", "failed", "stopped", "busy")
+
+EVENT_TIMEOUT_S = 0.2
+HELD_POLL_S = 1.0
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run to be trained. It is pickled, also for other machines that share the file system.
+
+    Attributes:
+        name: for people; unique in the sweep.
+        recipe: resolved, as YAML.
+        directory: of the run.
+        hash: of the run; a worker whose own hash differs, because its text differs, refuses.
+        processes: that train it together; unless given, as many as there are cards for it on the worker's machine.
+    """
+
+    name: str
+    recipe: str
+    directory: Path
+    hash: str
+    processes: int | None = None
+
+    def read_recipe(self) -> Recipe:
+        """The recipe as a value."""
+        return build_recipe(yaml.safe_load(self.recipe), origin=self.name)
+
+
+@dataclass(frozen=True)
+class Event:
+    """A report on the progress of a run.
+
+    Attributes:
+        run: its name.
+        kind: `ready` when the model is built, `step` after an update, `row` after an evaluation, and at the end one of
+            `done`, `stopped` (on request; it continues when it is submitted again), `busy` (another process trains it)
+            and `failed`.
+        step: updates done.
+        row: the evaluation, for `row`.
+        message: the reason of `failed`; the holder of the lock for `busy`.
+    """
+
+    run: str
+    kind: Literal["ready", "step", "row"] | Ending
+    step: int = 0
+    row: dict[str, Any] | None = None
+    message: str = ""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the run has ended, for this engine."""
+        return self.kind in ENDINGS
+
+
+class Engine(Protocol):
+    """Trains runs, each with `worker.train_cell` in a process of its own.
+
+    All results are in the run directory, the record included; events are for display. One process, that of the
+    command, uses an engine, from its main thread.
+    """
+
+    def room(self) -> int:
+        """How many runs it accepts now: free slots on this machine; unlimited for a cluster with a queue."""
+        ...
+
+    def submit(self, runs: Sequence[PlannedRun]) -> None:
+        """Start or queue runs, no more than there is room for; returns at once.
+
+        Raises:
+            SinklabError: they cannot be submitted, such as to a cluster that does not answer.
+        """
+        ...
+
+    def events(self, timeout: float) -> Sequence[Event]:
+        """The events since the last call, in order; waits for the first, at most `timeout` seconds.
+
+        The last event of every submitted run has `is_last`, also if its process was killed (`failed`, with the signal
+        in the message). A run that is `stopped` without a request was preempted.
+        """
+        ...
+
+    def stop(self) -> None:
+        """Ask all runs to save and end; their last events follow. Runs that have not begun end as `stopped`."""
+        ...
+
+    def close(self) -> None:
+        """Release the engine's resources; it is not used afterwards. Jobs on a cluster keep running."""
+        ...
+
+
+class MetricsTail:
+    """Yields each evaluation of a run once, from its directory. Evaluations repeated after a resume are left out.
+
+    Args:
+        directory: of the run; it need not exist yet.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / "metrics.jsonl"
+        self._size, self._step = -1, -1
+
+    def new_rows(self) -> list[dict[str, Any]]:
+        """The evaluations since the last call; none while the file cannot be read."""
+        try:
+            size = self._path.stat().st_size
+            if size == self._size:
+                return []
+            rows = [row for row in read_metrics(self._path) if row["step"] > self._step]
+        except (OSError, SinklabError):
+            return []
+        self._size = size
+        self._step = max([self._step, *(row["step"] for row in rows)])
+        return rows
+
+
+def train_all(runs: Sequence[PlannedRun], engine: Engine, watch: Callable[[Event], None]) -> dict[str, Event]:
+    """Train all runs that are not done yet; returns the last event of each, done or failed.
+
+    Args:
+        runs: in this order.
+        watch: called with every event, also of runs that other processes train.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C, after everything here has saved and stopped.
+        PreemptedError: SIGTERM or SIGUSR1, to this process or to one of the engine's, likewise.
+    """
+    with stop_on_signals() as stop_requested:
+        try:
+            ended = _Scheduler(runs, engine, watch).train(stop_requested)
+        finally:
+            engine.close()
+    if ended is None:
+        raise KeyboardInterrupt if stop_requested.exit_status == INTERRUPTED else PreemptedError
+    return ended
+
+
+class _Scheduler:
+    """The queue of runs, those submitted to the engine, and those that other processes hold.
+
+    Args:
+        runs, engine, watch: as `train_all`.
+    """
+
+    def __init__(self, runs: Sequence[PlannedRun], engine: Engine, watch: Callable[[Event], None]) -> None:
+        self._engine, self._watch = engine, watch
+        self._waiting = deque(runs)
+        self._submitted: dict[str, PlannedRun] = {}
+        self._held: dict[str, tuple[PlannedRun, MetricsTail]] = {}
+        self._ended: dict[str, Event] = {}
+        self._polled = 0.0
+
+    def train(self, stop_requested: StopRequest) -> dict[str, Event] | None:
+        """The last event of every run; None if the sweep was stopped before."""
+        self._report_recorded()
+        stopping = False
+        while self._waiting or self._submitted or self._held:
+            if not stopping and (stop_requested() or self._one_was_stopped()):
+                stopping = True
+                self._engine.stop()
+            if stopping and not self._submitted:
+                return None
+            if not stopping:
+                self._submit()
+                self._poll_held()
+            self._receive()
+        return None if self._one_was_stopped() else self._ended
+
+    def _one_was_stopped(self) -> bool:
+        return any(event.kind == "stopped" for event in self._ended.values())
+
+    def _report_recorded(self) -> None:
+        """Before anything is trained, so that the time left is estimated from the other runs alone."""
+        found = [(run, _recorded_end(run)) for run in self._waiting]
+        self._waiting = deque(run for run, ended in found if ended is None)
+        for _, ended in found:
+            if ended is not None:
+                self._end(ended)
+
+    def _submit(self) -> None:
+        """Submit as many runs as there is room for, in order."""
+        room, batch = self._engine.room(), []
+        while self._waiting and len(batch) < room:
+            run = self._waiting.popleft()
+            if (ended := _recorded_end(run)) is not None:
+                self._end(ended)
+            elif is_held(run.directory):
+                self._set_aside(run)
+            else:
+                batch.append(run)
+        if batch:
+            self._submitted |= {run.name: run for run in batch}
+            self._engine.submit(batch)
+
+    def _receive(self) -> None:
+        if not self._submitted:
+            time.sleep(EVENT_TIMEOUT_S)
+            return
+        for event in self._engine.events(EVENT_TIMEOUT_S):
+            if event.kind == "busy":
+                self._set_aside(self._submitted.pop(event.run))
+            elif event.is_last:
+                self._submitted.pop(event.run, None)
+                self._end(event)
+            else:
+                self._watch(event)
+
+    def _end(self, event: Event) -> None:
+        self._ended[event.run] = event
+        self._watch(event)
+
+    def _set_aside(self, run: PlannedRun) -> None:
+        self._held[run.name] = run, MetricsTail(run.directory)
+
+    def _poll_held(self) -> None:
+        """Report the end or the progress of runs that others hold; requeue those whose lock is free again."""
+        now = time.monotonic()
+        if not self._held or now - self._polled < HELD_POLL_S:
+            return
+        self._polled = now
+        for name, (run, tail) in list(self._held.items()):
+            held = is_held(run.directory)
+            if (ended := _recorded_end(run)) is not None:
+                del self._held[name]
+                self._end(ended)
+            elif not held:
+                del self._held[name]
+                self._waiting.appendleft(run)
+            else:
+                for row in tail.new_rows():
+                    self._watch(Event(name, "row", row["step"], row))
+
+
+def _recorded_end(run: PlannedRun) -> Event | None:
+    record = record_of(run.directory, run.hash)
+    return Event(run.name, record.status, record.step, message=record.message) if record else None

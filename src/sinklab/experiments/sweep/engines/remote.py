@@ -1,0 +1,82 @@
+"""Shared parts of the engines that train on other machines. They communicate through a folder that all machines see.
+
+HASH.stop    asks the run to save and end
+HASH.log     a line per begin, evaluation and end, with time, machine and process
+"""
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+from sinklab.experiments.sweep.engine import Event, MetricsTail, PlannedRun
+from sinklab.files import append_line
+from sinklab.signals import PREEMPTING, PreemptedError, stop_on_signals
+
+STOP_POLL_S = 1.0
+
+
+class StopFile:
+    """A file that asks a run to save and end. Calling the object returns whether it was asked; once True it stays so.
+
+    The file is looked up once a second, which a file system that a thousand runs share can bear.
+
+    Args:
+        folder: that all machines see.
+        run: that is asked.
+    """
+
+    def __init__(self, folder: Path, run: PlannedRun) -> None:
+        self._path = folder / f"{run.hash}.stop"
+        self._polled, self._asked = float("-inf"), False
+
+    def __call__(self) -> bool:
+        if not self._asked and time.monotonic() - self._polled >= STOP_POLL_S:
+            self._polled, self._asked = time.monotonic(), self.exists()
+        return self._asked
+
+    def exists(self) -> bool:
+        """Whether the file exists now."""
+        return self._path.exists()
+
+    def ask(self) -> None:
+        """Ask the run to stop."""
+        self._path.touch()
+
+    def withdraw(self) -> None:
+        """Remove the request, before the run is trained again."""
+        self._path.unlink(missing_ok=True)
+
+
+def new_rows(tails: Mapping[str, MetricsTail]) -> list[Event]:
+    """The evaluations of runs, by their names, since the last call."""
+    return [Event(name, "row", row["step"], row) for name, one in tails.items() for row in one.new_rows()]
+
+
+def train_remotely(run: PlannedRun, folder: Path, threads: int) -> Event:
+    """Train a run in this process, on any machine; returns its last event.
+
+    Args:
+        folder: of the engine.
+        threads: of PyTorch.
+
+    Raises:
+        PreemptedError: a signal has stopped it without a request in `folder`: it is to continue, here or elsewhere.
+    """
+    from sinklab.experiments.sweep.worker import train_cell
+
+    def write(event: Event) -> None:
+        if event.kind != "step":
+            report = f"{event.kind} at step {event.step}" + (f": {event.message}" if event.message else "")
+            when, where = datetime.now(UTC).isoformat(timespec="seconds"), f"{socket.gethostname()} {os.getpid()}"
+            append_line(folder / f"{run.hash}.log", f"{when} {where} {report}")
+
+    stop = StopFile(folder, run)
+    with stop_on_signals(*PREEMPTING) as preempted:
+        ended = train_cell(run, threads, write, lambda: preempted() or stop())
+    write(ended)
+    if ended.kind == "stopped" and not stop.exists():
+        raise PreemptedError
+    return ended

@@ -1,0 +1,73 @@
+"""One run on several cards of a machine: starts the processes with torchrun and waits for them.
+
+Launcher and processes (`worker.main`) share a temporary folder: the pickled run, a file `stop` once they are to save
+and end, and the last event. Progress is read from the run directory.
+"""
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from sinklab.errors import LostProcessError
+from sinklab.experiments.sweep.engine import Event, MetricsTail, PlannedRun
+from sinklab.files import parse_json
+from sinklab.train.recipe import Recipe
+
+ENTRY = "sinklab.experiments.sweep.worker"
+PLANNED, STOP, ENDED, PRINTED = "planned.pickle", "stop", "ended.json", "printed.log"
+POLL_S = 0.2
+PRINTED_TAIL = 2000  # characters
+
+
+def cards_for(recipe: Recipe) -> int:
+    """How many processes train the recipe here: one on a CPU, else the most cards that divide its batch evenly."""
+    if recipe.train.device not in ("auto", "cuda") or not torch.cuda.is_available():
+        return 1
+    cards = torch.cuda.device_count()
+    return next(count for count in range(cards, 0, -1) if recipe.train.batch_size % count == 0)
+
+
+def train_with_torchrun(
+    planned: PlannedRun, processes: int, watch: Callable[[Event], None], should_stop: Callable[[], bool]
+) -> Event:
+    """Train a run with so many processes; returns its last event.
+
+    Raises:
+        LostProcessError: they ended without one.
+    """
+    with tempfile.TemporaryDirectory(prefix="sinklab-") as name:
+        folder = Path(name)
+        (folder / PLANNED).write_bytes(pickle.dumps(planned))
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        with (folder / PRINTED).open("wb") as printed:
+            process = subprocess.Popen(
+                [*torchrun, "-m", ENTRY, str(folder), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=printed,
+            )
+            try:
+                tail = MetricsTail(planned.directory)
+                while process.poll() is None:
+                    if should_stop():
+                        (folder / STOP).touch()
+                    for row in tail.new_rows():
+                        watch(Event(planned.name, "row", row["step"], row))
+                    time.sleep(POLL_S)
+            finally:
+                process.terminate()
+                process.wait()
+        if (folder / ENDED).is_file():
+            return Event(**parse_json((folder / ENDED).read_text(encoding="utf-8")))
+        output = (folder / PRINTED).read_text(encoding="utf-8", errors="replace").strip()
+        raise LostProcessError(
+            f"torchrun ended with status {process.returncode}; the run continues when it is started again:"
+            f"\n{output[-PRINTED_TAIL:]}"
+        )

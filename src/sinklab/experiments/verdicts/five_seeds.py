@@ -1,0 +1,137 @@
+"""Power and earlier verdicts of five seeds, shown beside fewer (docs/verdicts.md).
+
+pilots.json has the spread of pilot runs: which effect five seeds find in 80 % of cases. committed.json has the verdicts
+of committed results.
+"""
+
+from functools import cache
+from importlib import resources
+from math import sqrt
+from typing import Any
+
+from pydantic import ConfigDict, Field
+
+from sinklab.experiments.claims import Alike, All, Check, Differs, Equal, Monotone, Within
+from sinklab.experiments.documents import JUDGED, JudgedClaim, Summary
+from sinklab.experiments.quantities import quantity
+from sinklab.experiments.verdicts.wording import step_unit
+from sinklab.files import parse_json
+from sinklab.schema import ReadDocument
+
+PILOTS, COMMITTED = "pilots.json", "committed.json"
+
+TWO_CELLS = 3.1
+"""Standard deviations between two cells that five and five seeds tell apart in 80 % of cases."""
+
+ONE_CELL = 1.7
+"""Standard deviations beyond a bound, or above a cell at 0 in all seeds, that five seeds detect in 80 %."""
+
+MARGIN = 2.0
+"""Least margin of `equal` in standard deviations of the difference, if there is no difference."""
+
+
+class PilotSpread(ReadDocument):
+    """The spread of a quantity over the seeds of pilot runs, in its unit.
+
+    Attributes:
+        sd: of a cell, pooled over the cells.
+        sd_of_difference: of two cells at the same seed, pooled over their pairs; None with one cell.
+        cells: by name, their seeds.
+    """
+
+    sd: float = Field(ge=0)
+    sd_of_difference: float | None = Field(default=None, ge=0)
+    cells: dict[str, list[int]] = Field(default_factory=dict)
+
+
+class Pilots(ReadDocument):
+    """pilots.json: by scale and quantity. Made by `benchmarks/pilots.py` from seeds that no verdict rests on."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    schema_version: int = Field(default=1, alias="schema")
+    scales: dict[str, dict[str, PilotSpread]] = Field(default_factory=dict)
+
+
+@cache
+def shipped_pilots() -> Pilots:
+    """The pilots that come with sinklab; empty without the file."""
+    return Pilots.model_validate(_shipped(PILOTS))
+
+
+def detectable(check: Check, scale: str, pilots: Pilots | None = None) -> str:
+    """The effect that five seeds find in 80 % of cases, a sentence; empty without pilots of the quantity.
+
+    Args:
+        pilots: those that come with sinklab unless given.
+    """
+    if isinstance(check, All):
+        return "; ".join(dict.fromkeys(said for part in check.of if (said := detectable(part, scale, pilots))))
+    if not isinstance(check, Within | Differs | Equal | Alike | Monotone):
+        return ""
+    found = (pilots or shipped_pilots()).scales.get(scale, {}).get(check.value)
+    if found is None:
+        return ""
+    of = quantity(check.value)
+
+    def size(times: float, sd: float) -> str:
+        return f"{times * sd:.{max(of.decimals, 1)}f}{step_unit(of)}"
+
+    if isinstance(check, Within):
+        return f"five seeds find 80 % of cells that lie {size(ONE_CELL, found.sd)} beyond the bound"
+    if isinstance(check, Equal | Alike):
+        sd = found.sd * sqrt(2) if found.sd_of_difference is None else found.sd_of_difference
+        return f"five seeds find 80 % of equal cells within a margin of {size(MARGIN, sd)}"
+    said = f"five seeds find 80 % of differences of {size(TWO_CELLS, found.sd)} between two cells"
+    at_zero = isinstance(check, Differs) and of.unit == "%"
+    return said + (f", of {size(ONE_CELL, found.sd)} from a cell at 0 in all seeds" if at_zero else "")
+
+
+class CommittedVerdict(ReadDocument):
+    """The verdict on a claim by five seeds or more."""
+
+    verdict: str
+    seeds: int
+    evidence: str
+
+
+class Committed(ReadDocument):
+    """committed.json: by scale and EXPERIMENT.CLAIM. Made by `benchmarks/committed.py` from packed results."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    schema_version: int = Field(default=1, alias="schema")
+    scales: dict[str, dict[str, CommittedVerdict]] = Field(default_factory=dict)
+
+
+@cache
+def shipped_verdicts() -> Committed:
+    """The verdicts that come with sinklab; empty without the file."""
+    return Committed.model_validate(_shipped(COMMITTED))
+
+
+def verdict_of_five(claim: JudgedClaim, committed: Committed | None = None) -> str:
+    """The verdict of five seeds or more at the same scale, a sentence; empty if there is none.
+
+    Args:
+        committed: those that come with sinklab unless given.
+    """
+    known = (committed or shipped_verdicts()).scales.get(claim.scale, {})
+    found = known.get(claim.same_as or f"{claim.experiment}.{claim.id}")
+    return f"{found.seeds} seeds before: {found.verdict} ({found.evidence})" if found else ""
+
+
+def committed_verdicts(summary: Summary) -> dict[str, CommittedVerdict]:
+    """The verdicts of a summary by EXPERIMENT.CLAIM; those on existing models are left out."""
+    return {
+        f"{claim.experiment}.{claim.id}": CommittedVerdict(
+            verdict=claim.verdict, seeds=claim.seeds, evidence=claim.evidence
+        )
+        for claim in summary.claims
+        if claim.verdict in JUDGED and not claim.same_as and claim.replicate == "seed"
+    }
+
+
+def _shipped(name: str) -> Any:
+    file = resources.files("sinklab") / "experiments" / name
+    return parse_json(file.read_text("utf-8")) if file.is_file() else {}
