@@ -1,4 +1,4 @@
-"""Axes of charts as data, which whatever has something to draw declares and `report/charts.py` draws."""
+"""Axes of charts as data: declared beside a result, drawn by `report/charts.py`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -305,7 +305,7 @@ def _said(mark: alt.Chart, tips: Sequence[Tip]) -> alt.Chart:
 
 
 def _apart(seeds: ChartRows) -> ChartRows:
-    """The seeds of a cell a little beside each other, so that equal ones can be told apart."""
+    """The seeds of a cell with an offset each, so that equal values do not overlap."""
     count = {row["cell"]: 0 for row in seeds}
     placed = []
     for row in seeds:

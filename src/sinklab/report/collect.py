@@ -1,6 +1,6 @@
 """From directories to what a report is made of: runs, measurements, claims and suites, as found on disk.
 
-A run that is still being trained is read as far as it has come; its last line of `metrics.jsonl` may be half-written.
+A run in progress is read up to its last complete evaluation; the last line of `metrics.jsonl` may be incomplete.
 """
 
 import re
@@ -74,7 +74,7 @@ def collect(dirs: list[Path]) -> ReportData:
 
 def _checked(top: Path) -> Path:
     if not top.is_dir():
-        raise InputError(f"{top} is not a directory: expected one that holds {LOOKED_FOR}.")
+        raise InputError(f"{top} is not a directory: expected a folder with {LOOKED_FOR}.")
     return top
 
 
@@ -155,7 +155,7 @@ def _name_of(path: Path) -> str:
 
 
 def _read_recipe(path: Path) -> WrittenRecipe | None:
-    """As it is written, of whatever version; what is counted or compared in a report is of its kind."""
+    """The recipe of any version; the values that a report counts or compares are checked."""
     values = read_mapping(path)
     train, metric = values.get("train", {}), values.get("metric", {})
     sound = (
@@ -171,7 +171,7 @@ def _read_recipe(path: Path) -> WrittenRecipe | None:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """What a YAML or JSON file holds, nothing where there is none.
+    """The mapping in a YAML or JSON file, empty without the file.
 
     Raises:
         InputError: it cannot be read, or holds something else than a mapping.

@@ -166,7 +166,7 @@ def _of_length(name: str, cell: CellSummary) -> dict | None:
 
 
 def suite_figures(data: ReportData, width: Width) -> list[Figure]:
-    """What each suite is made for, in the order of the directories."""
+    """The figures of each suite, in the order of the directories."""
     return [figure for number, suite in enumerate(data.suites) for figure in _of_suite(suite, data, width, number)]
 
 

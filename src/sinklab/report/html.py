@@ -196,7 +196,7 @@ def _verdict_counts(data: ReportData) -> list[tuple[str, dict[str, dict[str, int
 
 @dataclass(frozen=True)
 class Provenance:
-    """What is needed to find and repeat a run: its directory, recipe, seed, versions and machine, as texts."""
+    """The provenance of a run: its directory, recipe, seed, versions and machine, as texts."""
 
     name: str
     path: str

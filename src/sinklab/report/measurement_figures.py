@@ -13,7 +13,7 @@ import torch
 from sinklab.measuring import metrics
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.details import STATISTICS, Details
-from sinklab.measuring.statistics.secondary import ALIGNED, ENOUGH, FIRST_FEW
+from sinklab.measuring.statistics.secondary import ALIGNED, ENOUGH, FIRST_FEW, STANDS_OUT
 from sinklab.measuring.statistics.shown import (
     BlockLines,
     BucketLines,
@@ -200,7 +200,7 @@ def _row_sums(data: ReportData, width: Width) -> Figure | None:
     if not maps:
         return None
     caption = (
-        "What the raw scores of a query sum to, as a mean over queries and sequences, for operations whose scores do "
+        "The sum of a query's raw scores, as a mean over queries and sequences, for operations whose scores do "
         "not sum to one. There importance is that of the proxy scores |sim| / Σ |sim|, which hide how much attention "
         "there is in all: this figure shows it. Softmax would be 1 everywhere."
     )
@@ -278,7 +278,7 @@ def details_figures(data: ReportData, width: Width) -> list[Figure]:
 
 
 def _figure(data: ReportData, parts: list[tuple[str, Shown]], width: Width, small: Width) -> Figure | None:
-    """What statistics declare under one key, each by its name; None where no measurement has them."""
+    """The figure that statistics declare under one key; None where no measurement has them."""
     name, shown = parts[0]
     if not _found(data, name):
         return None
@@ -351,7 +351,7 @@ def _blocks(data: ReportData, name: str, shown: BlockLines, width: Width) -> Fig
 
 
 def _sequences(data: ReportData, name: str, shown: SequenceLines, width: Width) -> Figure:
-    """A value of whole sequences by block, and beside it what goes with the first token there."""
+    """A value of whole sequences by block, beside the norm of the first token and the sink."""
     found = _found(data, name)
     after, layer = "After block (0 is the embedding)", "Layer"
     sinks = [(run.cell, 100 * (one.importance_first > one.eps).mean((0, 2))) for run, one, _, _ in found]
@@ -431,7 +431,8 @@ def _secondary(data: ReportData, width: Width) -> Figure | None:
         f"Percent of sequences in which a head has an importance above ε = {data.runs[0].eps:g} at some position past "
         f"the first {FIRST_FEW} and in the first half of the sequence. The numbers below name the strongest "
         f"such tokens from position 2 to where half of the queries, or {ENOUGH} of them, are left, and those whose "
-        f"hidden state has a cosine above {ALIGNED:g} with the first token's where that stands out.",
+        f"hidden state has a cosine above {ALIGNED:g} with the first token's, where the norm of that is at least "
+        f"{STANDS_OUT:g} times the others'.",
         "percent of sequences",
     )
     return replace(_heads(data, "secondary", shown, width), table=table)

@@ -206,7 +206,7 @@ def over_seeds(numbers: Sequence[float]) -> OverSeeds:
 
 
 def headline(data: ReportData) -> list[str]:
-    """What was done and what came out, in at most three plain sentences."""
+    """The runs and their main result, in at most three sentences."""
     rows = cell_rows(data)
     trained = [run for run in data.runs if run.trained]
     sentences = [_what_a_sweep_did(sweep) for sweep in data.sweeps if len(sweep.experiments) > 1]

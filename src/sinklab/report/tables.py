@@ -512,7 +512,7 @@ def assessment_table(document: Assessment, title: str = "Costs and benefits of t
 
 @cache
 def templates() -> jinja2.Environment:
-    """The templates of the page and of its tables; whatever they are given is escaped."""
+    """The templates of the page and of its tables; all values are escaped."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("sinklab.report"),
         autoescape=True,

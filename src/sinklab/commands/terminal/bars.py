@@ -16,7 +16,7 @@ Clock = Callable[[], float]
 
 
 class Lines:
-    """Lines where there is no terminal: whatever else is printed, none for SPEAKS_EVERY seconds makes one due.
+    """Progress lines where there is no terminal: one is due SPEAKS_EVERY seconds after the last line of any kind.
 
     Args:
         clock: seconds.
@@ -71,11 +71,11 @@ class StepProgress:
         self._bar.reset(self._task, description=escape(printable(name)), total=total, completed=done)
 
     def move(self, steps: int, shown: str = "") -> None:
-        """So many more; `shown` stands beside the bar."""
+        """Advance by `steps`; `shown` replaces the name beside the bar."""
         self.reach(self._done + steps, self._total, shown)
 
     def reach(self, done: float, total: int, shown: str = "") -> None:
-        """So many of so many; `shown` stands beside the bar."""
+        """Set the progress; `shown` replaces the name beside the bar."""
         self._done, self._total = done, total
         description = escape(printable(shown or self._name))
         self._bar.update(self._task, completed=done, total=total, description=description)

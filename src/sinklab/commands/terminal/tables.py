@@ -53,7 +53,7 @@ def print_notes(notes: Iterable[str], console: Console) -> None:
 
 
 def print_title(title: str, console: Console, below: Sequence[str] = ()) -> None:
-    """What the tables that follow are about, and facts in a line below."""
+    """The subject of the tables that follow, and facts in a line below."""
     console.print(Text(printable(title), style="bold"))
     if below:
         console.print(Text(printable(", ".join(below)), style="dim"))

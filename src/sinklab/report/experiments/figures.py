@@ -35,7 +35,7 @@ class Ordered:
 
     Attributes:
         what: is varied.
-        labels: of the cells by their names, in order; a cell that varies nothing stands first under its own name.
+        labels: of the cells by their names, in order; a cell that varies nothing is first, under its own name.
     """
 
     what: str
@@ -288,7 +288,7 @@ def point_of(sweep: Sweep, run: CellRun, value: float, page: Path) -> dict[str, 
 def link_to(sweep: Sweep, run: CellRun, page: Path) -> str | None:
     """From the folder of a page to the recipe of a run, None where it is not on the disk.
 
-    Whatever stands in the name of a folder is part of a path: none of it can be taken for a scheme or a query.
+    The names of folders are quoted, so that no part of them is taken for a scheme or a query.
     """
     file = sweep.provenance(run)
     return quote(os.path.relpath(file.resolve(), page.resolve())) if file else None
@@ -300,7 +300,7 @@ def _asked(sweep: Sweep, name: str) -> set[str]:
 
 
 def _growth(sweep: Sweep, name: str, key: str, width: Width) -> Figure | None:
-    """What an experiment asks the time of, against training step; the sink always."""
+    """The quantities whose steps an experiment compares, against training step."""
     asked = _asked(sweep, name)
     charts = [_curve(sweep, name, curve, width) for numbers, curve in _CURVES if numbers & asked]
     shown = [chart for chart in charts if chart is not None]

@@ -131,8 +131,8 @@ def _forest(sweep: Sweep, key: str, page: Path, width: Width) -> Figure | None:
     exploratory = [str(place) for place, found in claims.items() if found and found[0].analysis == "exploratory"]
     caption = (
         "Every point is a run of one seed, and leads to its recipe; the bar is the median over seeds, the line from "
-        "the smallest to the largest. The open diamond is the paper's number, a single run at its own scale: where it "
-        "stands is not what a verdict rests on. Statements for which it prints no percentage are left out."
+        "the smallest to the largest. The open diamond is the paper's number, a single run at its own scale, on "
+        "which no verdict rests. Statements for which it prints no percentage are left out."
         + (f" Exploratory: {', '.join(exploratory)}." if exploratory else "")
     )
     columns = [*names("Statement", "Cell", "Number"), TableColumn("Ours", "every seed, %")]

@@ -170,7 +170,7 @@ def _of_runs(value: Callable[[CellRun], float | None]) -> ScoreOf:
 
 
 def _prices(sweep: Sweep, names: Sequence[str]) -> list[BoardColumn]:
-    """What `sinklab assess` has found out about the runs of some experiments."""
+    """Columns from the assessments of the runs of some experiments."""
     runs = [
         run
         for name in names

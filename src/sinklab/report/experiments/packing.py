@@ -97,7 +97,7 @@ def _check_paths(sweep: Sweep) -> None:
             if isinstance(value, str) and Path(value).is_absolute():
                 raise InputError(
                     f"{path}: {key} is {value}, a path of this machine, which nobody else could use: "
-                    "train with one that is relative to the working directory"
+                    "train with a path relative to the working directory"
                 )
 
 
@@ -129,7 +129,7 @@ def _runs_by_experiment(sweep: Sweep) -> dict[str, list[CellRun]]:
 
 
 def _packed(sweep: Sweep, run: CellRun) -> PackedRun | None:
-    """What is kept of a run; None where it has not ended."""
+    """A run as it is packed; None where it has not ended."""
     folder = sweep.folder(run)
     record = read_record(folder) if folder else None
     if folder is None or record is None or not (folder / RECIPE).is_file():

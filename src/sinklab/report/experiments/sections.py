@@ -1,4 +1,4 @@
-"""What the page shows of a sweep: a section per experiment, and the leaderboard."""
+"""The sections of a sweep on the page: one per experiment, and the leaderboard."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,10 +42,10 @@ class ExperimentSection:
     Attributes:
         key: of its anchor.
         about: as summary.json has it.
-        verdicts: how often there is each, confirmatory and exploratory claims apart.
+        verdicts: counts of each, for confirmatory and exploratory claims.
         run: whether any of its own claims, or without claims any of its cells, has the runs it needs.
         replicate: what its numbers are over: a seed, or a draw of sequences that an existing model is measured on.
-        elsewhere: the paper's numbers of other models than the one that is measured; None without any.
+        elsewhere: the paper's numbers of other models; None without any.
     """
 
     key: str

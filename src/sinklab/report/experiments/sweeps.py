@@ -50,12 +50,12 @@ class Sweep:
 
     @property
     def runs(self) -> list[CellRun]:
-        """Those of all cells, each once, whatever cells it is a run of."""
+        """The runs of all cells, without duplicates."""
         found = {run.hash: run for cell in self.summary.cells.values() for run in cell.runs}
         return list(found.values())
 
     def cells_of(self, experiment: ExperimentSummary) -> dict[str, CellSummary]:
-        """Its cells by name, with its own seeds; one that the summary says nothing of is empty."""
+        """Its cells by name, with its own seeds; one that the summary lacks is empty."""
         return cells_of(self.summary, experiment)
 
     def claims_of(self, name: str) -> list[JudgedClaim]:
@@ -83,7 +83,7 @@ class Sweep:
         return read_history(folder / "metrics.jsonl") if folder else ()
 
     def assessment(self, run: CellRun) -> Assessment | None:
-        """What `sinklab assess RUN --out RUN` left in its directory, None where nothing.
+        """The result of `sinklab assess RUN --out RUN`, None without one.
 
         Raises:
             InputError: assessment.json is damaged.
@@ -103,7 +103,7 @@ class Sweep:
 
 
 def cells_of(summary: Summary, experiment: ExperimentSummary) -> dict[str, CellSummary]:
-    """The cells of an experiment by name, with its own seeds; one that the summary says nothing of is empty."""
+    """The cells of an experiment by name, with its own seeds; one that the summary lacks is empty."""
     found = {name: summary.cells.get(name, CellSummary(seeds=0)) for name in experiment.cells}
     return {name: cell.of_seeds(experiment.seeds) for name, cell in found.items()} if experiment.seeds else found
 
@@ -149,7 +149,7 @@ SHORT = 10
 
 @dataclass(frozen=True)
 class SweepOrigins:
-    """What env.json and record.json say, over the finished and failed runs of some sweeps.
+    """env.json and record.json over the finished and failed runs of some sweeps.
 
     Attributes:
         runs: that have ended.

@@ -18,9 +18,8 @@ from sinklab.measuring.statistics.highest import elsewhere_text
 from sinklab.tables import Table, TableCell, TableColumn, Value, counted, names, number_text
 
 DID_NOT_TRAIN = "did not train"
-SPREAD = "median [smallest, largest]"
 Replicate = Literal["seed", "draw"]
-"""What numbers are repeated over: seeds of training, or draws of the sequences that a model is measured on."""
+"""Replicates: seeds of training, or draws of the sequences that a model is measured on."""
 
 
 def replicate_of(experiment: ExperimentSummary) -> Replicate:
@@ -29,7 +28,7 @@ def replicate_of(experiment: ExperimentSummary) -> Replicate:
 
 
 def quantity_of(name: str) -> Quantity:
-    """What a column shows; one that this version does not know is shown under its name."""
+    """The quantity of a column; an unknown one is labelled with its name."""
     try:
         return quantity(name)
     except ValueError:
@@ -52,7 +51,7 @@ def sink_elsewhere_text(cell: CellSummary, name: str) -> str:
 
 
 def change_text(cell: CellSummary) -> list[str]:
-    """What the cell changes in the base recipe, as `--set` takes it."""
+    """The changes of a cell to the base recipe, as `--set` takes them."""
     return [f"{key}={_setting(value)}" for key, value in cell.change.items()]
 
 
@@ -77,7 +76,7 @@ def experiment_table(experiment: ExperimentSummary, cells: Mapping[str, CellSumm
         TableColumn(f"{replicate_of(experiment)}s".capitalize(), "finished"),
     ]
     for one in shown:
-        unit = ", ".join(filter(None, (one.unit, SPREAD, "measured once, at the end" if one.once else "")))
+        unit = ", ".join(filter(None, (one.unit, "once, at the end" if one.once else "")))
         columns.append(TableColumn(one.label, unit, f",.{one.decimals}f"))
         if one.name in in_paper:
             columns.append(TableColumn("the paper’s", one.unit, f",.{max(one.decimals, 2)}f"))
@@ -90,7 +89,8 @@ def experiment_table(experiment: ExperimentSummary, cells: Mapping[str, CellSumm
                 failed = one.name not in paper[name] and paper[name].get("trains") == 0.0
                 row.append(DID_NOT_TRAIN if failed else paper[name].get(one.name))
         rows.append(row)
-    return Table("", columns, rows)
+    notes = [f"Median [smallest, largest] over {replicate_of(experiment)}s."]
+    return Table("", columns, rows, notes)
 
 
 def _finished(cell: CellSummary) -> TableCell:
@@ -125,7 +125,7 @@ def ends_text(estimate: CellEstimate, decimals: int) -> str:
 
 
 def paper_models(experiment: ExperimentSummary) -> Table | None:
-    """What the paper prints of other models than the one that is measured, a row for each; None where nothing."""
+    """The paper's numbers of other models than the measured one, a row for each; None without any."""
     found = {model: row for model, row in experiment.elsewhere.items() if row}
     printed = list(dict.fromkeys((cell, name) for row in found.values() for cell in row for name in row[cell]))
     if not printed:
