@@ -16,6 +16,7 @@ on AutoModelForCausalLM and AutoConfig of transformers know the models that `sin
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from sinklab import display
 from sinklab.imports import once_imported
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ def __getattr__(name: str) -> Any:
     if name == "Measurement":
         return import_module("sinklab.measuring.measurement").Measurement
     raise AttributeError(f"module 'sinklab' has no attribute {name!r}")
+
+
+display.chart = lambda measurement, what: import_module("sinklab.report.notebook").chart(measurement, what)
+display.html = lambda measurement: import_module("sinklab.report.notebook").html(measurement)
 
 
 def __dir__() -> list[str]:
