@@ -11,12 +11,11 @@ from conftest import Run, on_one_line
 from tiny_models import text_file, tiny_model
 
 OWN = """
-kind: measured
 id: mine
 title: "<b>Mine</b>"
 cells:
-  natural: {sequences: 4, length: 16}
-  repeat: {sequences: 4, length: 16, inputs: repeat}
+  natural: {inputs: natural, sequences: 4, length: 16}
+  repeat: {inputs: repeat, sequences: 4, length: 16}
 columns: [sink_1, norm_ratio]
 claims:
   - {id: some, text: "Text has some", check: {is: within, value: sink_1, cell: natural, at_least: 0.0}}

@@ -13,12 +13,11 @@ from sinklab.experiments.documents import CellEstimate, CellRun, CellSummary, Ex
 from sinklab.report.experiments.scatter import against
 
 OWN = """
-kind: measured
 id: asked
 title: "Asked"
 each: model
 cells:
-  hellaswag: {sequences: 4, length: 16, task: {name: hellaswag, items: 5}}
+  hellaswag: {inputs: natural, sequences: 4, length: 16, task: {name: hellaswag, items: 5}}
 columns: [sink_1, accuracy_norm]
 against: [sink_1, accuracy_norm]
 """
