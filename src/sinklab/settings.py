@@ -21,7 +21,7 @@ Several = Annotated[tuple[T, ...], Strict(False)]
 
 @dataclass(frozen=True)
 class Flag:
-    """What the command line needs beside the field.
+    """How a field is given on the command line, where its type does not tell.
 
     Attributes:
         name: of the option, where it is not that of the field.
@@ -59,7 +59,7 @@ class CommandSettings(BaseModel, frozen=True):
 
 
 def flag_of(settings: type[CommandSettings], field: str) -> Flag:
-    """What the command line needs of a field."""
+    """The command line's view of a field."""
     return next((one for one in settings.model_fields[field].metadata if isinstance(one, Flag)), Flag())
 
 
@@ -69,6 +69,6 @@ def option_name(settings: type[CommandSettings], field: str) -> str:
     return flag_of(settings, field).name or f"--{off}{field.replace('_', '-')}"
 
 
-SequenceCount = Annotated[int, Field(ge=1, le=MOST, description="How many sequences.")]
+SequenceCount = Annotated[int, Field(ge=1, le=MOST, description="Number of sequences.")]
 SequenceLength = Annotated[int, Field(ge=2, le=MOST, description="Tokens per sequence, BOS included.")]
-DrawSeed = Annotated[int, Field(ge=0, le=LARGEST, description="Of random and repeated tokens.")]
+Seed = Annotated[int, Field(ge=0, le=LARGEST)]

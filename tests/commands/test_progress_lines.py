@@ -10,10 +10,9 @@ from rich.console import Console
 from rich.progress import Progress
 from tiny_models import text_file, tiny_model
 
-from sinklab.commands.console import DataBoard, RunBoard
+from sinklab.commands.console import DataBoard, RunBoard, RunLength
 from sinklab.commands.survey_progress import SurveyProgress
 from sinklab.commands.terminal.bars import StepProgress
-from sinklab.commands.timing import RunLength
 from sinklab.experiments.sweep.engine import Event
 from sinklab.measuring.options import Study
 from sinklab.survey.request import Request

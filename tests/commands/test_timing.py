@@ -6,8 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from sinklab.commands.console import RunBoard
-from sinklab.commands.timing import Forecast, RunLength, duration, short_duration
+from sinklab.commands.console import Forecast, RunBoard, RunLength, duration, short_duration
 from sinklab.experiments.sweep.engine import Event
 
 LENGTH = RunLength(steps=100, eval_every=10)

@@ -125,7 +125,7 @@ def test_a_disk_that_is_full_leaves_nothing_behind(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(exporting, "write_tokenizer", full)
+    monkeypatch.setattr(exporting, "write_json", full)
     with pytest.raises(SinklabError, match=r"No space left on device; free some space, or give another directory"):
         export_run(with_bos[0], tmp_path / "hf")
     assert list(tmp_path.iterdir()) == []

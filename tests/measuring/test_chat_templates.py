@@ -15,7 +15,7 @@ from sinklab.data.sources.textfiles import Message
 from sinklab.errors import InputError
 from sinklab.models.huggingface import rendering
 from sinklab.models.huggingface.rendering import render_chat
-from sinklab.tuning.template import DEFAULT, ChatTemplate
+from sinklab.tuning.chats import DEFAULT, ChatTemplate
 
 TALK = [{"role": "user", "content": "héllo \ud800\n"}, {"role": "assistant", "content": "so"}]
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -119,7 +119,7 @@ def test_the_process_that_renders_needs_no_torch() -> None:
 
 def test_a_tuning_names_the_template_that_fails(tokenizer) -> None:
     with pytest.raises(InputError, match=r"line 7: .*ZeroDivisionError.*--chat-template FILE"):
-        ChatTemplate(tokenizer, "{{ 1 // 0 }}").speak(TALK, "chats.jsonl, line 7")
+        ChatTemplate(tokenizer, "{{ 1 // 0 }}").tokenize(TALK, "chats.jsonl, line 7")
 
 
 @pytest.mark.parametrize("template", ["{{ 1 // 0 }}", "{{ raise_exception('no system role') }}"])

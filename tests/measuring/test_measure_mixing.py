@@ -1,5 +1,7 @@
 """How far a change of one token spreads: against hidden states read by hand, with the first key and without it."""
 
+import hashlib
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -132,8 +134,17 @@ def test_what_cannot_spread_is_refused() -> None:
         measure(model, tokens, perturb=4, attention_mask=torch.ones_like(tokens))
 
 
-def test_requests_of_before_there_were_perturbations_are_the_same() -> None:
-    assert "perturb" not in Request().document()["study"]
+def test_the_hash_of_a_request_is_that_of_before_there_were_perturbations() -> None:
+    document = Request().document()
+    assert "perturb" not in document["study"]
+    assert list(document)[:5] == [
+        "inputs",
+        "sequences",
+        "length",
+        "eps",
+        "lengths",
+    ]  # measured experiments hash the text
+    assert hashlib.sha256(json.dumps(document).encode()).hexdigest()[:16] == "5a8fa9b957af650b"
 
 
 def test_the_command_shows_the_change_by_block(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

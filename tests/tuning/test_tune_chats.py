@@ -7,9 +7,8 @@ import transformers as hf
 from chats import MARKED, exported, sheep_chats, tuned_run, write_chats
 
 from sinklab.errors import InputError
-from sinklab.tuning.chats import beginnings, read_chats
+from sinklab.tuning.chats import ChatTemplate, TokenizedChat, first_tokens, read_chats
 from sinklab.tuning.settings import TuneOptions, held_out_for, length_for, settings_for
-from sinklab.tuning.template import ChatTemplate, Spoken
 
 TALK = [
     {"role": "system", "content": "count"},
@@ -33,7 +32,7 @@ def tokenizer(folder: Path) -> hf.PreTrainedTokenizerBase:
     return hf.AutoTokenizer.from_pretrained(folder)
 
 
-def trained_text(spoken: Spoken, tokenizer: hf.PreTrainedTokenizerBase) -> list[str]:
+def trained_text(spoken: TokenizedChat, tokenizer: hf.PreTrainedTokenizerBase) -> list[str]:
     """What is trained on, each stretch on its own."""
     stretches: list[list[int]] = []
     for i, (token, is_trained) in enumerate(zip(spoken.ids, spoken.is_trained, strict=True)):
@@ -46,7 +45,7 @@ def trained_text(spoken: Spoken, tokenizer: hf.PreTrainedTokenizerBase) -> list[
 
 def test_a_tokenizer_without_a_template_is_given_ours_and_learns_what_the_assistant_says_and_to_stop(tokenizer) -> None:
     template = ChatTemplate(tokenizer)
-    spoken = template.speak(TALK, "here")
+    spoken = template.tokenize(TALK, "here")
     assert trained_text(spoken, tokenizer) == ["sheep jumps 4<|endoftext|>", "fence 16<|endoftext|>"]
     said = "<|bos|>system:\ncount\nuser:\n1 and 2\nassistant:\nsheep jumps 4<|endoftext|>\nuser:\nand 9\nassistant:\n"
     assert tokenizer.decode(spoken.ids) == said + "fence 16<|endoftext|>\n"
@@ -56,11 +55,11 @@ def test_a_tokenizer_without_a_template_is_given_ours_and_learns_what_the_assist
 def test_a_run_without_bos_has_a_template_without_it(tmp_path: Path) -> None:
     run, _ = tuned_run(tmp_path, bos=False)
     tokenizer = hf.AutoTokenizer.from_pretrained(exported(tmp_path, run))
-    assert str(tokenizer.decode(ChatTemplate(tokenizer).speak(TALK, "here").ids)).startswith("system:\n")
+    assert str(tokenizer.decode(ChatTemplate(tokenizer).tokenize(TALK, "here").ids)).startswith("system:\n")
 
 
 def test_the_prompt_for_an_answer_is_the_beginning_of_the_answered_conversation(tokenizer) -> None:
-    spoken = ChatTemplate(tokenizer).speak(TALK, "here")
+    spoken = ChatTemplate(tokenizer).tokenize(TALK, "here")
     asked = tokenizer.apply_chat_template(TALK[:-1], add_generation_prompt=True, return_dict=True)["input_ids"]
     assert spoken.ids[: len(asked)] == asked
     assert spoken.is_trained[len(asked)]
@@ -68,8 +67,8 @@ def test_the_prompt_for_an_answer_is_the_beginning_of_the_answered_conversation(
 
 
 def test_a_template_without_marks_trains_on_what_each_answer_adds(tokenizer) -> None:
-    marked = ChatTemplate(tokenizer, MARKED).speak(TALK, "here")
-    unmarked = ChatTemplate(tokenizer, UNMARKED).speak(TALK, "here")
+    marked = ChatTemplate(tokenizer, MARKED).tokenize(TALK, "here")
+    unmarked = ChatTemplate(tokenizer, UNMARKED).tokenize(TALK, "here")
     assert unmarked.ids == marked.ids
     assert trained_text(marked, tokenizer) == ["sheep jumps 4</s>", "fence 16</s>"]
     assert trained_text(unmarked, tokenizer) == ["sheep jumps 4</s>\n", "fence 16</s>\n"]
@@ -78,12 +77,12 @@ def test_a_template_without_marks_trains_on_what_each_answer_adds(tokenizer) -> 
 def test_a_template_that_rewrites_the_beginning_is_refused_with_what_to_do(tokenizer) -> None:
     counting = "{{ messages | length }} " + UNMARKED
     with pytest.raises(InputError, match=r"line 3: .*does not mark what the assistant says.*--chat-template FILE"):
-        ChatTemplate(tokenizer, counting).speak(TALK, "chats.jsonl, line 3")
+        ChatTemplate(tokenizer, counting).tokenize(TALK, "chats.jsonl, line 3")
 
 
 def test_a_conversation_that_the_template_refuses_is_named(tokenizer) -> None:
     with pytest.raises(InputError, match=r"line 7: .*refuses this conversation \(no system role\)"):
-        ChatTemplate(tokenizer, "{{ raise_exception('no system role') }}").speak(TALK, "chats.jsonl, line 7")
+        ChatTemplate(tokenizer, "{{ raise_exception('no system role') }}").tokenize(TALK, "chats.jsonl, line 7")
 
 
 def test_conversations_are_cut_and_those_without_an_answer_before_that_left_out(tokenizer, tmp_path: Path) -> None:
@@ -130,11 +129,11 @@ def test_a_file_without_conversations_is_refused(tokenizer, tmp_path: Path) -> N
         read_chats(tmp_path / "chats.txt", ChatTemplate(tokenizer), 48, 0)
 
 
-def test_the_sink_is_measured_on_whole_beginnings() -> None:
-    chats = [Spoken(list(range(n)), [True] * n) for n in (3, 9, 5, 9)]
-    assert beginnings(chats, 2, 5).tolist() == [[0, 1, 2, 3, 4]] * 2
+def test_the_sink_is_measured_on_the_first_tokens_of_conversations_that_are_long_enough() -> None:
+    chats = [TokenizedChat(list(range(n)), [True] * n) for n in (3, 9, 5, 9)]
+    assert first_tokens(chats, 2, 5).tolist() == [[0, 1, 2, 3, 4]] * 2
     with pytest.raises(InputError, match="none of the 4 conversations held out has 10 tokens"):
-        beginnings(chats, 2, 10)
+        first_tokens(chats, 2, 10)
 
 
 def test_the_defaults_are_those_of_the_paper() -> None:

@@ -17,11 +17,11 @@ from conftest import Run, on_one_line
 from trained_run import trained_run
 
 from sinklab.data.sources.textfiles import read_conversations
+from sinklab.tuning.chats import ChatTemplate
 from sinklab.tuning.documents import TuneUpdate
 from sinklab.tuning.preparing import TuneSources
 from sinklab.tuning.running import TuneListener, tune
 from sinklab.tuning.settings import TuneOptions
-from sinklab.tuning.template import ChatTemplate
 
 if importlib.util.find_spec("trl") is None:
     pytest.skip("trl is not installed (extra sft)", allow_module_level=True)
@@ -180,7 +180,7 @@ def test_labels_are_those_that_trl_makes_of_the_same_template(tmp_path: Path) ->
         processing_class=tokenizer,
     ).train_dataset
     for talk, row in zip(talks, theirs, strict=True):
-        ours = template.speak(talk, "here")
+        ours = template.tokenize(talk, "here")
         assert ours.ids == row["input_ids"]
         assert [t if on else -100 for t, on in zip(ours.ids, ours.is_trained, strict=True)] == row["labels"]
 

@@ -12,8 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from sinklab.data.sources.textfiles import read_conversations
 from sinklab.errors import InputError
-from sinklab.tuning.chats import read_chats
-from sinklab.tuning.template import DEFAULT, ChatTemplate, Spoken
+from sinklab.tuning.chats import DEFAULT, ChatTemplate, TokenizedChat, read_chats
 
 UNMARKED = DEFAULT.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 CHARACTERS = "\nTaehinorstu:"
@@ -33,7 +32,7 @@ def decoded(tokenizer: hf.PreTrainedTokenizerBase, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
-def trained(tokenizer: hf.PreTrainedTokenizerBase, spoken: Spoken) -> str:
+def trained(tokenizer: hf.PreTrainedTokenizerBase, spoken: TokenizedChat) -> str:
     return decoded(
         tokenizer, [one for one, is_trained in zip(spoken.ids, spoken.is_trained, strict=True) if is_trained]
     )
@@ -58,7 +57,7 @@ def test_a_tokenizer_that_drops_characters_trains_on_what_is_said(
 ) -> None:
     tokenizer = dropping_tokenizer()
     talk = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}] * 2
-    spoken = ChatTemplate(tokenizer, template).speak(talk, "here")
+    spoken = ChatTemplate(tokenizer, template).tokenize(talk, "here")
     end = "</s>" if template == DEFAULT else "</s>\n"
     assert trained(tokenizer, spoken) == (written + end) * 2
     assert spoken.is_exact is (said == written)
@@ -67,7 +66,7 @@ def test_a_tokenizer_that_drops_characters_trains_on_what_is_said(
 def test_a_word_that_the_tokenizer_joins_with_the_line_feed_before_it_is_trained_on_alone() -> None:
     tokenizer = dropping_tokenizer()
     talk = [{"role": "user", "content": "so"}, {"role": "assistant", "content": "The"}]
-    spoken = ChatTemplate(tokenizer).speak(talk, "here")
+    spoken = ChatTemplate(tokenizer).tokenize(talk, "here")
     tokens = tokenizer.convert_ids_to_tokens(spoken.ids)
     assert next(token for token, is_trained in zip(tokens, spoken.is_trained, strict=True) if is_trained) == "T"
     prompt: Any = tokenizer.apply_chat_template(talk[:1], add_generation_prompt=True, return_dict=False)
@@ -78,7 +77,7 @@ def test_where_nothing_of_an_answer_is_left_the_tokenizer_is_named_and_not_the_t
     silent = "{% for m in messages %}:{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
     template = ChatTemplate(dropping_tokenizer(), silent)
     with pytest.raises(InputError, match=r"line 3: the model's tokenizer has no token for anything .*take it out"):
-        template.speak([{"role": "assistant", "content": "42"}], "chats.jsonl, line 3")
+        template.tokenize([{"role": "assistant", "content": "42"}], "chats.jsonl, line 3")
 
 
 def test_how_many_conversations_lose_characters_is_noted(tmp_path: Path) -> None:
@@ -116,7 +115,7 @@ def check_real_conversations(tokenizer: hf.PreTrainedTokenizerBase, data_dir: Pa
     for messages, where in conversations[41 % every :: every]:
         said = [message["content"] for message in messages if message["role"] == "assistant"]
         said = said if "im_end" in ends else [text.strip() for text in said]
-        found = trained(tokenizer, template.speak(messages, where))
+        found = trained(tokenizer, template.tokenize(messages, where))
         assert found.strip() == "".join(kept(text) + ends for text in said).strip(), where
 
 

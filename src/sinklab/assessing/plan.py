@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from sinklab.errors import InputError
-from sinklab.settings import MOST, CommandSettings, DrawSeed, Flag, Several, option_name
+from sinklab.settings import MOST, CommandSettings, Flag, Seed, Several, option_name
 
 if TYPE_CHECKING:
     from sinklab.assessing.layers import Patient
@@ -27,7 +27,7 @@ def _names(given: object) -> object:
 
 
 class AssessOptions(CommandSettings, frozen=True):
-    """What is asked of an assessment; None leaves it to the model's context.
+    """The settings of an assessment; None is derived from the model's context.
 
     Attributes:
         where_possible: parts that the model cannot be given are skipped although they are named.
@@ -36,10 +36,10 @@ class AssessOptions(CommandSettings, frozen=True):
     parts: Annotated[Several[str], BeforeValidator(_names), Flag(text=str, default="all")] = Field(
         default=(),
         exclude=True,
-        description="Of streaming, quantisation, eviction, length, carries and heads, with commas; or all.",
+        description="Comma-separated: streaming, quantisation, eviction, length, carries, heads; or all.",
     )
     sequences: int | None = Field(
-        default=None, ge=1, le=MOST, description="How many; default: 2,048 tokens, streaming 4,096."
+        default=None, ge=1, le=MOST, description="Number of sequences; default: 2,048 tokens in all, streaming 4,096."
     )
     length: int | None = Field(
         default=None, ge=8, le=MOST, description="Tokens per sequence; default: the context, at most 1,024."
@@ -48,19 +48,20 @@ class AssessOptions(CommandSettings, frozen=True):
         default=None, ge=8, le=MOST, description="Tokens per sequence of streaming; default: 4 times --length."
     )
     caches: Annotated[Several[int], Flag("--cache")] = Field(
-        default=(), description="Keys in the rolling cache; may be repeated. Default: 1/16 and 1/4 of it."
+        default=(), description="Keys in the rolling cache; repeatable; default: 1/16 and 1/4 of --stream-length."
     )
     kept: Annotated[Several[int], Flag("--keep")] = Field(
-        default=(), description="First tokens that stay in it; may be repeated. Default: 0, 1, 2, 4."
+        default=(), description="First tokens kept in the rolling cache; repeatable; default: 0, 1, 2, 4."
     )
     positions: Placed | None = Field(
-        default=None, description="In the cache or in the text; default: in the cache where that can be."
+        default=None,
+        description="Positions of keys: in the cache or in the text; default: in the cache if the model allows it.",
     )
     budgets: Annotated[Several[int], Flag("--budget")] = Field(
-        default=(), description="Keys that eviction leaves; may be repeated. Default: 1/8 and 1/4."
+        default=(), description="Keys kept by eviction; repeatable; default: 1/8 and 1/4 of --length."
     )
-    sink_tokens: int = Field(default=1, ge=1, description="How many first tokens are the sink.")
-    seed: DrawSeed = 0
+    sink_tokens: int = Field(default=1, ge=1, description="Number of first tokens that form the sink.")
+    seed: Seed = Field(default=0, description="Of the random keys.")
     where_possible: bool = Field(default=False, exclude=True)
 
     @field_validator("caches", "budgets", "kept")
@@ -74,7 +75,7 @@ class AssessOptions(CommandSettings, frozen=True):
 
 
 class AssessSettings(AssessOptions, frozen=True):
-    """What is done, for one model.
+    """The settings with everything derived for one model.
 
     Attributes:
         stream_sequences: N of the streaming part.
@@ -90,7 +91,7 @@ class AssessSettings(AssessOptions, frozen=True):
 
 
 def settings_for(patient: "Patient", options: AssessOptions) -> AssessSettings:
-    """Lengths, caches and budgets: what was asked for, else what suits the context.
+    """The settings that were given, and defaults that suit the context for the others.
 
     Raises:
         InputError: what this model, or this text length, cannot be given.

@@ -1,4 +1,4 @@
-"""The command line: one thin function per command. Results go to standard output, everything else to stderr."""
+"""The command line. Results go to standard output, everything else to stderr; what is heavy is imported when called."""
 
 import json
 from enum import StrEnum
@@ -11,13 +11,15 @@ from rich.console import Console
 from sinklab import __version__
 from sinklab.commands import data, reproduce
 from sinklab.commands.assess import assess
-from sinklab.commands.ending import end, stderr
+from sinklab.commands.ending import PLAIN, end, stderr
 from sinklab.commands.evaluate import evaluate
-from sinklab.commands.export import export
 from sinklab.commands.measure import compare, measure, parity
 from sinklab.commands.options import Json
 from sinklab.commands.sft import sft
+from sinklab.errors import InputError
 from sinklab.signals import keeping_what_is_finished
+
+PROBLEMS = 20  # of a check of packed results that the terminal shows
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -34,7 +36,7 @@ def main() -> None:
 
 
 class TrackerChoice(StrEnum):  # typer takes no lists of literals
-    """Where a run can be followed."""
+    """Trackers of training runs."""
 
     wandb = "wandb"
     tensorboard = "tensorboard"
@@ -67,26 +69,28 @@ def train(
         ),
     ],
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; may be repeated.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; repeatable.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Run directory; default runs/NAME-HASH.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run directory; default: runs/NAME-HASH.")] = None,
     replay: Annotated[
         int | None,
-        typer.Option(metavar="STEP", help="Train nothing: redo this step's batch and say where NaN begins."),
+        typer.Option(
+            metavar="STEP", help="Train nothing: recompute this step's batch and report where NaN first appears."
+        ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Train nothing: say what it would take (parameters, FLOPs, memory).")
+        bool, typer.Option("--dry-run", help="Train nothing: estimate parameters, FLOPs and memory.")
     ] = False,
     anyway: Annotated[
-        bool, typer.Option("--anyway", help="Also where the memory estimate is beyond what this machine has.")
+        bool, typer.Option("--anyway", help="Train even if the memory estimate exceeds this machine's memory.")
     ] = False,
     track: Annotated[
         list[TrackerChoice] | None,
-        typer.Option(help="Also log to W&B (also offline) or TensorBoard; may be repeated."),
+        typer.Option(help="Also log to W&B (also offline) or TensorBoard; repeatable."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train one model; continues what it finds in the run directory.
+    """Train one model; resumes from the run directory.
 
     Example: sinklab train tiny --set model.attention.bias=k --set train.steps=500
 
@@ -131,10 +135,33 @@ app.command("compare")(compare)
 app.command("parity")(parity)
 app.command("assess")(assess)
 app.command("eval")(evaluate)
-app.command("export")(export)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory with a checkpoint.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty directory.")],
+    as_json: Json = False,
+) -> None:
+    """Write a run as a Hugging Face directory: safetensors, config, tokenizer, model card.
+
+    The default variant is a plain Llama, one with a sink logit a Granite; both load with transformers alone. Others
+    load after `import sinklab`, or with trust_remote_code=True from the file of code beside them.
+
+    Example: sinklab export runs/k my-model
+    """
+    from sinklab.export.directory import export_run
+
+    done = export_run(run, directory)
+    if as_json:
+        print(json.dumps(done.document(), indent=2))
+        return
+    how = "loads with transformers alone" if done.code is None else f"loads after `import sinklab`, or with {done.code}"
+    line = f"{done.directory}: {done.architecture}, {done.parameters:,} parameters, step {done.step:,}; {how}"
+    Console().print(line, **PLAIN)
+
+
 app.command("sft")(sft)
-
-
 app.command()(reproduce.experiments)
 app.command()(reproduce.reproduce)
 
@@ -157,16 +184,18 @@ def interventions(as_json: Json = False) -> None:
 @app.command()
 def report(
     directories: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run, measurement or lab directories.")],
-    out: Annotated[Path | None, typer.Option(help="The HTML file; default report.html in the first directory.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The HTML file; default: report.html in the first directory.")
+    ] = None,
     formats: Annotated[
-        list[str] | None, typer.Option("--format", help="Also write every chart as svg, pdf or png; may be repeated.")
+        list[str] | None, typer.Option("--format", help="Also write every chart as svg, pdf or png; repeatable.")
     ] = None,
     pack: Annotated[
         Path | None,
         typer.Option(help="Also copy one sweep without its weights into this folder, small enough to be committed."),
     ] = None,
 ) -> None:
-    """(Re)draw report.html from what is on disk, also while runs go on."""
+    """(Re)draw report.html from the results on disk; runs may be in progress."""
     from sinklab.commands.terminal.report import print_report
     from sinklab.report import write_report
     from sinklab.report.collect import collect
@@ -174,16 +203,18 @@ def report(
     if pack is not None:
         from sinklab.report.experiments.packing import pack_sweep
 
-        stderr().print(f"packed: {pack_sweep(directories, pack)}", highlight=False, soft_wrap=True)
+        stderr().print(f"packed: {pack_sweep(directories, pack)}", **PLAIN)
     path = write_report(directories, out, tuple(formats or ()))
     print_report(collect(directories), Console())
-    stderr().print(f"report: {path}", highlight=False, soft_wrap=True)
+    stderr().print(f"report: {path}", **PLAIN)
 
 
 @app.command()
 def verify(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A folder written by report --pack.")],
-    retrain: Annotated[int, typer.Option(min=0, help="Train so many runs again, drawn at random, and compare.")] = 0,
+    retrain: Annotated[
+        int, typer.Option(min=0, help="Number of runs, drawn at random, to train again and compare.")
+    ] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Of the draw of runs.")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -191,12 +222,34 @@ def verify(
 
     Example: sinklab verify results/tiny --retrain 2
 
-    A run trained again must have the same bits where processor, versions and threads are those of its record, and else
-    the same validation loss within the tolerance that is printed. Exit status 1 where something is not as it should be.
+    A run trained again must be equal to the last bit on the processor, versions and threads of its record. Elsewhere it
+    must have the same validation loss within the printed tolerance. Exit status 1 if a check fails.
     """
-    from sinklab.commands.verify import verify_command
+    from dataclasses import asdict
 
-    verify_command(directory, retrain, seed, as_json)
+    from sinklab.experiments.sweep.verifying import verify_packed
+
+    if not directory.is_dir():
+        raise InputError(f"{directory} is not a folder: expected one that report --pack has written")
+    checks = verify_packed(directory, retrain, seed, lambda text: stderr().print(text, **PLAIN))
+    if as_json:
+        print(json.dumps([asdict(check) for check in checks], indent=2))
+    else:
+        out = Console()
+        for check in checks:
+            wrong = len(check.problems)
+            out.print(
+                f"{check.name}: {check.checked} checked, {f'{wrong} problems' if wrong else 'all as it should be'}",
+                **PLAIN,
+            )
+            for line in [
+                *check.problems[:PROBLEMS],
+                *(["and more: see --json"] if wrong > PROBLEMS else []),
+                *check.notes[:PROBLEMS],
+            ]:
+                out.print(f"  {line}", **PLAIN)
+    if any(check.problems for check in checks):
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -206,9 +259,9 @@ def runs(
     ],
     as_json: Json = False,
 ) -> None:
-    """List training runs: state, step, sink, loss, and in what they differ.
+    """List training runs: state, step, sink, loss, and the recipe keys in which they differ.
 
-    States: running, done, stopped (the same command continues it), failed, not begun, damaged.
+    States: running, done, stopped (the same command resumes it), failed, not begun, damaged.
     """
     from dataclasses import asdict
 

@@ -9,11 +9,11 @@ import typer
 from rich.console import Console
 
 from sinklab.assessing.plan import AssessOptions
+from sinklab.commands.console import duration
 from sinklab.commands.ending import stderr
 from sinklab.commands.from_model import with_options
 from sinklab.commands.options import Json, LoadingOptions, ModelName
 from sinklab.commands.terminal.bars import StepProgress
-from sinklab.commands.timing import duration
 from sinklab.errors import UnsavedError
 from sinklab.signals import keeping_what_is_finished
 
@@ -27,18 +27,16 @@ def assess(
     model: ModelName,
     text: Annotated[
         Path | None,
-        typer.Option(help=".txt or .jsonl, read as one long text; of a run, unless given, what it was validated on."),
+        typer.Option(help=".txt or .jsonl, read as one stream; default for a run: its validation text."),
     ] = None,
     options: AssessOptions,
     loading: LoadingOptions,
-    out: Annotated[
-        Path | None, typer.Option(help="Directory for assessment.json; the same call continues what it finds there.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for assessment.json; the same call resumes.")] = None,
     as_json: Json = False,
 ) -> None:
     """Assess what a sink costs and buys: streaming, quantisation, eviction, length, what the sink carries, heads.
 
-    Every loss stands beside the divergence from the unchanged model; the formulas are in docs/assess.md.
+    Each loss is reported with the divergence from the unchanged model; the formulas are in docs/assess.md.
 
     Example: sinklab assess runs/tiny-0 --text stories.txt --parts streaming,quantisation --out runs/tiny-0/assess
     """

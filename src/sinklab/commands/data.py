@@ -28,28 +28,35 @@ def prepare(
     tokenizer: Annotated[str, typer.Option(help="Hugging Face name or path, or train:SIZE.")],
     out: Annotated[Path, typer.Option(help="Directory for the token shards.")],
     valid_fraction: Annotated[float, typer.Option(help="Share of the documents kept for validation.")] = 0.02,
-    limit_bytes: Annotated[int | None, typer.Option(min=1, max=LARGEST, help="Read no more text than this.")] = None,
-    limit_tokens: Annotated[int | None, typer.Option(min=2, max=LARGEST, help="Write exactly so many tokens.")] = None,
+    limit_bytes: Annotated[
+        int | None, typer.Option(min=1, max=LARGEST, help="Read at most this many bytes of text.")
+    ] = None,
+    limit_tokens: Annotated[
+        int | None, typer.Option(min=2, max=LARGEST, help="Write exactly this many tokens.")
+    ] = None,
     mix: Annotated[
         Literal["weights", "files"] | None,
-        typer.Option(help="Domains by weight, or all files at the same pace; one after the other unless given."),
+        typer.Option(help="Domains by weight, or all files at the same pace; default: one after the other."),
     ] = None,
     weights: Annotated[
-        Path | None, typer.Option(help="With --mix weights: YAML of domain: weight; the paper's 17 unless given.")
+        Path | None, typer.Option(help="With --mix weights: YAML of domain: weight; default: the paper's 17 domains.")
     ] = None,
     absent: Annotated[
         Literal["refuse", "renormalise"],
-        typer.Option(help="With --mix weights: what to do about domains without a file."),
+        typer.Option(help="With --mix weights: how to treat domains without a file."),
     ] = "refuse",
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST, help="With --mix: of the order they take turns in.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=LARGEST, help="With --mix: seed of the order of the domains or files.")
+    ] = 0,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Write nothing: say how many bytes and tokens there are.")
+        bool, typer.Option("--dry-run", help="Write nothing: report the number of bytes and tokens.")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Turn text into token shards that recipes can name as their data.source.
 
-    Killed and called again it goes on, to the same bytes. It encodes on all cores, or RAYON_NUM_THREADS of them.
+    The same call resumes after an interruption and writes the same bytes. Encoding uses all cores, or
+    RAYON_NUM_THREADS of them.
     """
     from sinklab.data.prepare import settings_of
 

@@ -1,4 +1,4 @@
-"""How a command ends: its exit status and, where there is something to say, a sentence on stderr, said once."""
+"""The end of a command: exit status, and errors as one sentence on stderr, from one process."""
 
 import errno
 import os
@@ -52,7 +52,7 @@ def end(app: typer.Typer) -> NoReturn:
 
 
 def _status(app: typer.Typer) -> int:
-    """The exit status of the command, which has been run."""
+    """Run the command; returns its exit status."""
     try:
         status = app(standalone_mode=False)
     except SinklabError as error:
@@ -99,10 +99,10 @@ def _say_error(message: str) -> None:
 
 
 def say_on(console: Console, message: str) -> None:
-    """A line, in which a name can neither steer the terminal nor be taken for markup."""
+    """Print a line as plain text: control characters of a name are replaced, markup is not interpreted."""
     console.print(printable(message), **PLAIN)
 
 
 def stderr() -> Console:
-    """For everything but results."""
+    """The console of everything but results."""
     return Console(stderr=True)

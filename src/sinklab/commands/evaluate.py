@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from rich.console import Console
 
+from sinklab.commands.console import duration
 from sinklab.commands.ending import stderr
 from sinklab.commands.from_model import with_options
 from sinklab.commands.options import Json, LoadingOptions, ModelName
 from sinklab.commands.terminal.bars import StepProgress
-from sinklab.commands.timing import duration
 from sinklab.errors import UnsavedError
 from sinklab.evaluating.request import TaskRequest
 from sinklab.signals import keeping_what_is_finished
@@ -30,15 +30,15 @@ def evaluate(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Directory for evaluation.json and the items; a run's own unless given. The same call continues."
+            help="Directory for evaluation.json and the items; default for a run: its own. The same call resumes."
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Score a model on downstream tasks with lm-eval (extra eval), and measure its sink beside them.
+    """Score a model on downstream tasks with lm-eval (extra eval), and measure its sink.
 
     HellaSwag is read from a file (--data, or eval/hellaswag_val.jsonl.gz in SINKLAB_DATA) and needs no network; other
-    tasks come from the Hugging Face hub. What each number is stands in docs/eval.md.
+    tasks come from the Hugging Face hub. docs/eval.md defines each number.
 
     Example: sinklab eval runs/tiny-0 --tasks hellaswag --limit 200 --data hellaswag_val.jsonl.gz
     """

@@ -80,16 +80,16 @@ def _options(kind: type[CommandSettings], default: CommandSettings | None) -> di
 
 
 def _option(kind: type[CommandSettings], name: str, value: Any) -> inspect.Parameter:
+    """The option of a field, with a default."""
     field, flag = kind.model_fields[name], flag_of(kind, name)
     annotation, limits = field.annotation, field.metadata
-    alternatives = [one for one in get_args(annotation) if one is not NoneType]
     if NoneType in get_args(annotation):
-        (annotation,) = alternatives
+        (annotation,) = (one for one in get_args(annotation) if one is not NoneType)
     if flag.text is not None:
         annotation, value = flag.text, REQUIRED if value is REQUIRED else flag.default
-    elif get_origin(annotation) is tuple and get_args(annotation)[1] is ...:
-        element, *extras = get_args(get_args(annotation)[0]) or get_args(annotation)[:1]
-        annotation, limits, value = list[element], extras, None
+    elif get_origin(annotation) is tuple and get_args(annotation)[1] is ...:  # repeatable; the bounds are its elements'
+        element, *limits = get_args(get_args(annotation)[0]) or get_args(annotation)[:1]
+        annotation, value = list[element], None
     elif annotation is bool:
         value = False
     limits = [bound for one in limits for bound in (one, *getattr(one, "metadata", ()))]

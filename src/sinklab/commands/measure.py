@@ -45,42 +45,44 @@ def measure(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Branch, tag or commit of a model of the hub; several, such as step1000, give the curve of its "
-            "training.",
+            help="Branch, tag or commit on the hub; several, such as step1000, give a curve over training.",
         ),
     ] = None,
     loading: Annotated[SubfolderLoadingOptions, Only("dtype", "device", "subfolder", "trust_remote_code")],
     by_domain: Annotated[
-        bool, typer.Option("--by-domain", help="Each file of the folder --text by itself: one table and chart.")
+        bool,
+        typer.Option("--by-domain", help="Measure each file of the folder --text separately: one table and chart."),
     ] = False,
     by_checkpoint: Annotated[
         bool,
-        typer.Option("--by-checkpoint", help="Each checkpoint below MODEL, a folder of them or a run directory."),
+        typer.Option(
+            "--by-checkpoint", help="Measure each checkpoint below MODEL, a folder of checkpoints or a run directory."
+        ),
     ] = False,
     family: Annotated[
         list[str] | None,
-        typer.Option(help="The paper's: gpt2, llama2, llama3, mistral, pythia, opt, jamba or all; may be repeated."),
+        typer.Option(help="Models of the paper: gpt2, llama2, llama3, mistral, pythia, opt, jamba or all; repeatable."),
     ] = None,
     models_dir: Annotated[
-        Path | None, typer.Option(help="With --family: where the models lie, in directories named as on the hub.")
+        Path | None, typer.Option(help="With --family: folder of the models, each in a directory named as on the hub.")
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="With --family: only list parameters, disk and memory.")
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="Directory for measurements and report.html; with --family runs/families unless given."),
+        typer.Option(help="Directory for measurements and report.html; default with --family: runs/families."),
     ] = None,
     formats: Annotated[
         list[TableFormat] | None,
-        typer.Option("--format", help="Also write the tables of one MODEL to --out; may be repeated."),
+        typer.Option("--format", help="Also write the tables of one MODEL to --out; repeatable."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure the attention sinks of a causal language model: where, how strong, and what goes with them.
+    """Measure the attention sinks of a causal language model: positions, rates, norms and loss.
 
-    With --by-domain, --by-checkpoint, several --revision or --family there are many measurements, each kept in a
-    directory of its own below --out: the same call continues after an interruption.
+    --by-domain, --by-checkpoint, several --revision and --family make many measurements, each in a directory of its own
+    below --out. The same call resumes after an interruption.
     """
     from sinklab.commands.measurements import (
         Invocation,
@@ -137,8 +139,8 @@ def compare(
 ) -> None:
     """Measure models on the same text, side by side: base against chat, small against large.
 
-    Each reads the text through its own tokenizer, and conversations (messages) through its own chat template.
-    Differences are from the first model.
+    Each model reads the text with its own tokenizer, and conversations (messages) with its own chat template.
+    Differences are relative to the first model.
     """
     from sinklab.commands.measurements import Invocation, compare_command
     from sinklab.models.huggingface.subfolder import in_subfolder
@@ -156,15 +158,15 @@ def parity(
     text: Text = None,
     backend: Annotated[
         list[str] | None,
-        typer.Option(help="eager, sdpa, flex_attention or flash_attention_2 to _4; may be repeated, all unless given."),
+        typer.Option(help="eager, sdpa, flex_attention or flash_attention_2 to _4; repeatable; default: all."),
     ] = None,
     request: Annotated[Request, Only("sequences", "length", "seed")] = Request(sequences=4),
     loading: LoadingOptions,
     as_json: Json = False,
 ) -> None:
-    """Whether the attention backends of transformers compute the same for a model, its learned sinks included.
+    """Check that the attention backends of transformers agree on a model, its learned sinks included.
 
-    Reads --text, or random tokens. Status 1 where one differs from eager attention, or drops the sink logits.
+    Reads --text, or random tokens. Exit status 1 if a backend differs from eager attention or drops the sink logits.
     """
     from sinklab.commands.measurements import Invocation, parity_command
 

@@ -1,4 +1,4 @@
-"""How the measuring commands measure, print and draw; `commands/measure.py` has their options and is light."""
+"""The work of the measuring commands: measure, print, draw the report. Their options are in the light `measure.py`."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -44,13 +44,13 @@ Show = Callable[[AnyResult, Console], None]
 
 @dataclass(frozen=True)
 class Invocation:
-    """Everything that the measuring commands have in common.
+    """The arguments that all measuring commands share.
 
     Attributes:
         text: a file or folder.
         request: of every model.
         loading: how every model is loaded.
-        out: where results are kept.
+        out: directory of the results; None keeps none.
         as_json: print the document instead of tables.
         console: for everything but the result.
     """
@@ -77,7 +77,7 @@ class Invocation:
 
     @contextmanager
     def printed_anyway(self, show: Callable[[Any, Console], None]) -> Iterator[None]:
-        """A result that could not be saved is printed before the error is."""
+        """Print a result that could not be saved before the error is raised."""
         try:
             yield
         except UnsavedError as error:
@@ -85,7 +85,7 @@ class Invocation:
             raise
 
     def survey(self, what: str, total: int, measured: Callable[..., AnyResult], show: Show[AnyResult]) -> AnyResult:
-        """Make many measurements under a bar over all of them; the result is printed where it could not be saved."""
+        """Make many measurements under one progress bar; a result that cannot be saved is printed."""
         with self.printed_anyway(show), SurveyProgress(self.console, what, total) as bars:
             return measured(self.text, self.request, loading=self.loading, out=self.out, listener=bars)
 
@@ -99,13 +99,13 @@ def one_model(
     revision: str | None = None,
     over_steps: bool = False,
 ) -> str | None:
-    """The MODEL of `sinklab measure`, or None where families are asked for instead.
+    """The MODEL of `sinklab measure`, or None with --family.
 
     Args:
-        over_steps: whether its checkpoints are asked for.
+        over_steps: whether its checkpoints are measured.
 
     Raises:
-        InputError: neither or both are given, or options that do not go with what is given.
+        InputError: neither or both are given, or options that exclude each other.
     """
     if names:
         if model is not None:
@@ -129,7 +129,7 @@ def model_command(model: str, given: Invocation, tables: Sequence[str] = ()) -> 
     """Measure one model on one text.
 
     Args:
-        tables: formats in which the tables of the result are kept as well (frames.py).
+        tables: formats of the tables that are saved as well (frames.py).
 
     Raises:
         InputError, SinklabError: as `measure_model`.
@@ -193,7 +193,7 @@ def parity_command(model: str, backends: Sequence[str], given: Invocation) -> No
 
     Raises:
         InputError: as `compare_backends`.
-        SinklabError: a backend computes something else; the table has been printed.
+        SinklabError: a backend disagrees; the table has been printed.
     """
     with StepProgress(given.console) as bar:
 
@@ -215,7 +215,7 @@ def parity_command(model: str, backends: Sequence[str], given: Invocation) -> No
 
 
 def sizes_command(names: Sequence[str], models_dir: Path | None, given: Invocation) -> None:
-    """Print what measuring the paper's models would take.
+    """Print the parameters, disk and memory of the paper's models.
 
     Raises:
         InputError: no such family or directory.

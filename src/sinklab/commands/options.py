@@ -21,16 +21,16 @@ class LoadingOptions(CommandSettings, frozen=True):
     """How a model is loaded."""
 
     dtype: Precision = Field(
-        default="auto", description="Of the weights; auto: as in the files, but float32 where a CPU emulates that."
+        default="auto", description="Of the weights; auto: that of the files, or float32 if the CPU only emulates it."
     )
-    device: str = Field(default="auto", description="auto, cpu, cuda, cuda:N, or map: spread over all of them.")
+    device: str = Field(default="auto", description="auto, cpu, cuda, cuda:N, or map: weights spread over all devices.")
     revision: Annotated[str | None, Flag(metavar="NAME")] = Field(
-        default=None, description="Branch, tag or commit of a model of the hub; main unless given."
+        default=None, description="Branch, tag or commit on the hub; default: main."
     )
-    trust_remote_code: bool = Field(default=False, description="Run code that comes with the model.")
+    trust_remote_code: bool = Field(default=False, description="Run code from the model's repository.")
 
     def on(self, console: "Console") -> "Loading":
-        """The same for the loader, which says on the console what takes a while."""
+        """The loader's settings; slow steps are announced on the console."""
         from sinklab.models.huggingface.loading import Loading
 
         return Loading(**dict(self), say=partial(say_on, console))
@@ -40,9 +40,9 @@ class SubfolderLoadingOptions(LoadingOptions, frozen=True):
     """How a model is loaded that may lie in a folder of its repository."""
 
     subfolder: Annotated[str | None, Flag(metavar="FOLDER")] = Field(
-        default=None, description="The model lies in this folder of the directory or repository."
+        default=None, description="Folder of the model within the directory or repository."
     )
 
 
 ModelName = Annotated[str, typer.Argument(help="Run directory, Hugging Face id, model directory or .gguf file.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result document to standard output, nothing else there.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result document, and nothing else, to standard output.")]

@@ -22,22 +22,24 @@ if TYPE_CHECKING:
 def sft(
     *,
     model: ModelName,
-    data: Annotated[Path, typer.Option(help=".jsonl of conversations: messages, each with role and content.")],
-    out: Annotated[Path, typer.Option(help="Directory for sft.json, metrics and, in the end, model/; continued.")],
+    data: Annotated[Path, typer.Option(help="Conversations, .jsonl: messages, each with role and content.")],
+    out: Annotated[
+        Path, typer.Option(help="Directory for sft.json, metrics and the tuned model/; the same call resumes.")
+    ],
     text: Annotated[
-        Path | None, typer.Option(help="Measure the sink on this text; default: the conversations held out.")
+        Path | None, typer.Option(help="Text for the sink metric; default: the held-out conversations.")
     ] = None,
     chat_template: Annotated[
-        Path | None, typer.Option(help="Jinja in place of the model's chat template, best with {% generation %} marks.")
+        Path | None, typer.Option(help="Jinja template in place of the model's own, best with {% generation %} marks.")
     ] = None,
     options: TuneOptions,
     loading: Annotated[LoadingOptions, Only("device", "revision", "trust_remote_code")],
     as_json: Json = False,
 ) -> None:
-    """Tune a model on conversations, on what the assistant says; the sink is measured at every evaluation.
+    """Tune a model on the assistant's tokens of conversations; the sink is measured at every evaluation.
 
     The defaults are the paper's: learning rate 2e-5, cosine, 64 conversations of 2,048 tokens, one epoch. The same
-    command continues what was interrupted. DIR/model is a Hugging Face directory, for `sinklab measure` and others.
+    command resumes an interrupted tuning. DIR/model is a Hugging Face directory.
 
     Example: sinklab sft runs/k --data chats.jsonl --out runs/k-chat
     """

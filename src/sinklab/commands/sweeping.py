@@ -13,8 +13,8 @@ from sinklab.assessing.assessment import ASSESSMENT, load_assessment
 from sinklab.assessing.plan import AssessOptions
 from sinklab.assessing.running import AssessListener, assess
 from sinklab.commands.assess import AssessProgress
-from sinklab.commands.console import PLAIN, RunBoard, data_progress
-from sinklab.commands.timing import RunLength
+from sinklab.commands.console import RunBoard, RunLength, data_progress
+from sinklab.commands.ending import PLAIN
 from sinklab.data.prepare import prepared
 from sinklab.data.shards import TokenDataset
 from sinklab.data.text_tokenizer import StageProgress

@@ -1,15 +1,14 @@
-"""`sinklab train`: a recipe from its name to a trained run, in one process or in those of torchrun."""
+"""`sinklab train`: from a recipe's name to a trained run, in one process or under torchrun."""
 
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from sinklab.commands.console import RunBoard, data_progress
-from sinklab.commands.timing import RunLength
+from sinklab.commands.console import RunBoard, RunLength, data_progress
+from sinklab.commands.ending import PLAIN
 from sinklab.data.prepare import prepared
 from sinklab.data.shards import TokenDataset
 from sinklab.device import keep_freed_memory
@@ -26,17 +25,15 @@ from sinklab.train.start import started
 from sinklab.train.track import Tracker, TrackerName, require, tracked
 from sinklab.train.world import World, joined_world
 
-PLAIN: Any = {"highlight": False, "markup": False, "soft_wrap": True}
-
 
 @dataclass(frozen=True)
 class Ended:
-    """How the command ended.
+    """The end of a training command.
 
     Attributes:
         directory: of the run.
-        exit_status: 0 where the run is done; 130 or 75 where it was asked to stop and has saved.
-        speaks: whether this process is the one that prints results.
+        exit_status: 0 if the run is done; 130 or 75 if it was stopped by a signal and has saved.
+        speaks: whether this process prints the results.
         recipe: of the run, resolved.
     """
 
@@ -54,10 +51,10 @@ def train_command(
     trackers: Sequence[TrackerName] = (),
     anyway: bool = False,
 ) -> Ended:
-    """Train the recipe, continuing what is found in the run directory; `console` and trackers are told how it goes.
+    """Train the recipe, or resume from the run directory; progress goes to `console` and the trackers.
 
     Args:
-        anyway: also where the estimate is beyond the memory there is.
+        anyway: train even if the memory estimate exceeds the machine.
 
     Raises:
         InputError: a recipe, text or directory that cannot be used, a model beyond the memory, or a tracker whose
@@ -126,10 +123,10 @@ def _show_charts(directory: Path, trackers: Sequence[Tracker]) -> None:
 
 
 def plan_command(recipe: str, overrides: Iterable[str]) -> tuple[TrainingPlan, bool]:
-    """What the recipe would take here, with as many processes as were started; nothing is trained.
+    """The cost of the recipe on this machine, with the processes that were started; nothing is trained.
 
     Returns:
-        The plan, and whether this process is the one that prints it.
+        The plan, and whether this process prints it.
 
     Raises:
         InputError: a recipe or text that cannot be used.

@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, field_validator
 
 from sinklab.errors import InputError
-from sinklab.settings import MOST, CommandSettings, DrawSeed, Flag, Several
+from sinklab.settings import MOST, CommandSettings, Flag, Seed, Several
 
 
 def _names(given: object) -> object:
@@ -14,22 +14,20 @@ def _names(given: object) -> object:
 
 
 class TaskRequest(CommandSettings, frozen=True):
-    """What a model is asked."""
+    """Tasks, their items, and the text for the sink metric."""
 
     tasks: Annotated[Several[str], BeforeValidator(_names), Flag(text=str)] = Field(
-        description="Names of lm-eval, with commas: hellaswag, arc_easy, ..."
+        description="Tasks of lm-eval, comma-separated: hellaswag, arc_easy, ..."
     )
-    limit: int | None = Field(
-        default=None, ge=1, le=MOST, description="Items of each task, drawn by --seed; all unless given."
-    )
+    limit: int | None = Field(default=None, ge=1, le=MOST, description="Items per task, drawn by --seed; default: all.")
     data: Path | None = Field(
-        default=None, description="HellaSwag's items, .jsonl or .jsonl.gz; SINKLAB_DATA's or the hub's else."
+        default=None, description="HellaSwag's items, .jsonl or .jsonl.gz; default: from SINKLAB_DATA, else the hub."
     )
     text: Path | None = Field(
-        default=None, description=".txt or .jsonl that the sink is measured on; the task's items unless given."
+        default=None, description="Text for the sink metric, .txt or .jsonl; default: the task's items."
     )
-    batch_size: int = Field(default=4, ge=1, description="Texts at a time.")
-    seed: DrawSeed = 0
+    batch_size: int = Field(default=4, ge=1, description="Texts per batch.")
+    seed: Seed = Field(default=0, description="Of the draw of items.")
 
     @field_validator("tasks")
     @classmethod

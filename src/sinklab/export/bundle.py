@@ -1,8 +1,7 @@
-"""The model's code as one file, for people without sinklab: made from our own modules, never written a second time.
+"""The model's code as one file, for users without sinklab, generated from our own modules.
 
-The modules that the file needs follow each other as they are, those that are imported first first, without their
-imports of each other. That a name means one thing throughout is checked, not arranged: where two modules give a name
-two meanings, there is no bundle, and a test fails.
+The modules are concatenated in the order of their imports, without the imports of each other. Names are checked, not
+mangled: if two modules give a name two meanings, there is no bundle, and a test fails.
 """
 
 import ast
@@ -64,7 +63,7 @@ def bundled(root: str) -> str:
 
 
 def _collect(name: str, modules: dict[str, _Module]) -> None:
-    """Add a module behind those that it imports."""
+    """Add a module after the modules that it imports."""
     if name in modules:
         return
     text = _path(name).read_text(encoding="utf-8")
@@ -92,7 +91,7 @@ def _is_module(name: str) -> bool:
 
 
 def _bound(module: _Module, modules: set[str]) -> list[tuple[str, str]]:
-    """The names that a module binds at its top, and what each is."""
+    """The names that a module binds at its top level, and their meanings."""
     found = []
     for node in module.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -112,7 +111,7 @@ def _bound(module: _Module, modules: set[str]) -> list[tuple[str, str]]:
 
 
 def _by_itself(module: _Module, modules: set[str], known: set[str]) -> str:
-    """The source without imports of what stands before it, and with `other_module.name` written as `name`.
+    """The source without imports of earlier modules, and with `other_module.name` written as `name`.
 
     Args:
         known: names that are bound already.

@@ -1,7 +1,7 @@
-"""A run as a Hugging Face directory, which is whole or not there: written aside, then renamed.
+"""A run as a Hugging Face directory, written in a temporary folder beside it and renamed.
 
-model.safetensors, config.json, generation_config.json, tokenizer.json, tokenizer_config.json, README.md, and
-modeling_sinklab.py where transformers does not know the architecture.
+It holds model.safetensors, config.json, generation_config.json, tokenizer.json, tokenizer_config.json, README.md, and
+modeling_sinklab.py for an architecture that transformers lacks.
 """
 
 import os
@@ -13,27 +13,30 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sinklab.data.tokenizers import load_tokenizer
+from tokenizers import Tokenizer as Backend
+from tokenizers.processors import ByteLevel, TemplateProcessing
+from tokenizers.processors import Sequence as Processors
+
+import sinklab
+from sinklab.data.tokenizers import Tokenizer, load_tokenizer
 from sinklab.errors import InputError, SinklabError
 from sinklab.export.bundle import bundled
-from sinklab.export.card import model_card
-from sinklab.export.forms import CODE, SpecialTokens, form_of
-from sinklab.export.tokenizer import write_tokenizer
-from sinklab.files import is_full, write_text
+from sinklab.export.forms import CODE, Form, SpecialTokens, form_of
+from sinklab.files import is_full, write_json, write_text
 from sinklab.train.directory.history import Evaluation, read_history
 from sinklab.train.directory.run import TrainedRun, load_run
+from sinklab.train.recipe import Recipe
 
 MODELING = "sinklab.model.huggingface.modeling"
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """An exported run.
 
     Attributes:
-        directory: where.
         architecture: the class that transformers loads.
-        code: the file of code beside it; None where transformers has the class.
+        code: the file of code beside the weights; None for an architecture of transformers.
         step: of the run.
         parameters: how many.
     """
@@ -57,43 +60,9 @@ def export_run(run: Path, directory: Path) -> Exported:
         directory: new, or empty.
 
     Raises:
-        InputError: no run, no checkpoint yet, or a directory that holds something.
+        InputError: no run, no checkpoint yet, or a directory that is not empty.
         SinklabError: no valid checkpoint, or the disk is full or not writable; nothing is left behind.
     """
-    _check_free(directory)
-    return write_directory(load_run(run), read_history(run / "metrics.jsonl"), directory)
-
-
-def write_directory(found: TrainedRun, history: Sequence[Evaluation], directory: Path) -> Exported:
-    """The same of a run that is loaded.
-
-    Args:
-        history: its evaluations, for the model card.
-
-    Raises:
-        SinklabError: the disk is full or not writable; nothing is left behind.
-    """
-    tokenizer = load_tokenizer(str(found.tokenizer_path))
-    tokens = SpecialTokens(tokenizer.bos_id, tokenizer.eos_id)
-    form, recipe = form_of(found.model, tokens), found.recipe
-    with whole_directory(directory) as aside:
-        from safetensors.torch import save_file
-        from transformers import GenerationConfig
-
-        form.config.update({"architectures": [form.architecture], "dtype": "float32"})
-        form.config.save_pretrained(aside)
-        GenerationConfig(bos_token_id=tokens.bos, eos_token_id=tokens.eos).save_pretrained(aside)
-        save_file(form.weights, aside / "model.safetensors", metadata={"format": "pt"})
-        write_tokenizer(tokenizer, aside, recipe.data.bos, recipe.model.context)
-        if not form.is_foreign:
-            write_text(aside / f"{CODE}.py", bundled(MODELING))
-        write_text(aside / "README.md", model_card(recipe, found.step, history, form))
-    parameters = sum(parameter.numel() for parameter in found.model.parameters())
-    code = None if form.is_foreign else f"{CODE}.py"
-    return Exported(directory, form.architecture, code, found.step, parameters)
-
-
-def _check_free(directory: Path) -> None:
     try:
         there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
         if not there.is_dir():
@@ -102,11 +71,39 @@ def _check_free(directory: Path) -> None:
             raise InputError(f"{directory} is not empty: give a new directory, or move away what is there")
     except OSError as error:
         raise InputError(f"{directory} cannot be a directory of ours: {error.strerror}. Give another") from error
+    return write_directory(load_run(run), read_history(run / "metrics.jsonl"), directory)
+
+
+def write_directory(found: TrainedRun, history: Sequence[Evaluation], directory: Path) -> Exported:
+    """Write the model of a loaded run, with its last evaluation on the model card."""
+    tokenizer = load_tokenizer(str(found.tokenizer_path))
+    tokens = SpecialTokens(tokenizer.bos_id, tokenizer.eos_id)
+    form, recipe = form_of(found.model, tokens), found.recipe
+    with atomic_directory(directory) as aside:
+        from safetensors.torch import save_file
+        from transformers import GenerationConfig
+
+        form.config.update({"architectures": [form.architecture], "dtype": "float32"})
+        form.config.save_pretrained(aside)
+        GenerationConfig(bos_token_id=tokens.bos, eos_token_id=tokens.eos).save_pretrained(aside)
+        save_file(form.weights, aside / "model.safetensors", metadata={"format": "pt"})
+        _write_tokenizer(tokenizer, aside, recipe.data.bos, recipe.model.context)
+        if not form.is_foreign:
+            write_code(aside)
+        write_text(aside / "README.md", _model_card(recipe, found.step, history, form))
+    parameters = sum(parameter.numel() for parameter in found.model.parameters())
+    code = None if form.is_foreign else f"{CODE}.py"
+    return Exported(directory, form.architecture, code, found.step, parameters)
+
+
+def write_code(folder: Path) -> None:
+    """Write the code of SinklabForCausalLM as one file."""
+    write_text(folder / f"{CODE}.py", bundled(MODELING))
 
 
 @contextmanager
-def whole_directory(directory: Path) -> Iterator[Path]:
-    """A folder beside the directory, new or empty, whose place it takes in the end; on failure it vanishes.
+def atomic_directory(directory: Path) -> Iterator[Path]:
+    """A temporary folder that takes the place of a new or empty directory at the end, and vanishes on failure.
 
     Raises:
         SinklabError: the disk is full or not writable.
@@ -129,3 +126,80 @@ def whole_directory(directory: Path) -> Iterator[Path]:
     finally:
         if aside is not None:
             shutil.rmtree(aside, ignore_errors=True)
+
+
+def _write_tokenizer(tokenizer: Tokenizer, folder: Path, bos: bool, context: int) -> None:
+    """Write tokenizer.json and tokenizer_config.json; with `bos` a text begins with BOS, as the run's sequences did."""
+    names = {"eos_token": tokenizer.eos_id, "bos_token": tokenizer.bos_id}
+    processors: list[Any] = [ByteLevel(trim_offsets=False)]  # adds nothing; one must be given
+    if bos:
+        token = tokenizer.token(tokenizer.bos_id)
+        special = [(token, tokenizer.bos_id)]
+        processors = [TemplateProcessing(single=f"{token}:0 $A:0", pair=f"{token}:0 $A:0 $B:1", special_tokens=special)]
+    backend = Backend.from_str(tokenizer.backend.to_str())
+    backend.post_processor = Processors(processors)
+    backend.save(str(folder / "tokenizer.json"))
+    write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **{name: tokenizer.token(number) for name, number in names.items()},
+            "model_max_length": context,
+            "clean_up_tokenization_spaces": False,
+        },
+    )
+
+
+def card_head(*tags: str) -> str:
+    """The metadata in front of a model card."""
+    listed = "".join(f"  - {tag}\n" for tag in ("sinklab", "attention-sink", *tags))
+    return f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n{listed}---\n"
+
+
+def _model_card(recipe: Recipe, step: int, history: Sequence[Evaluation], form: Form) -> str:
+    """README.md: the model, its last evaluation up to the step, how to load it, and the recipe."""
+    data = recipe.data
+    changed = [name for name in ("fixed_token", "random_tokens") if getattr(data, name) is not None]
+    parts = [
+        f"{card_head()}\n# {recipe.name}",
+        f"A small LLaMA-style language model, step {step:,} of {recipe.train.steps:,} of a training run of sinklab "
+        f"{sinklab.__version__}, a laboratory for attention sinks in language models.",
+        _evaluation_table(recipe, [row for row in history if row.step <= step]),
+        _loading(form),
+        f"The sequences that it was trained on were changed (`data.{'`, `data.'.join(changed)}`), which the tokenizer "
+        "does not do: numbers measured on plain text differ from those of the run."
+        if changed
+        else "",
+        f"## Recipe\n\n```yaml\n{recipe.to_yaml()}```\n",
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _evaluation_table(recipe: Recipe, history: list[Evaluation]) -> str:
+    if not history:
+        return ""
+    last, metric = history[-1], recipe.metric
+    rows = {
+        "validation loss, nats per token": (last.valid_loss, ".4f"),
+        f"Sink_1, percent of heads (eps {metric.eps:g}, {metric.sequences} sequences of {metric.length} tokens)": (
+            next(iter(last.sink_rate), None),
+            ".2f",
+        ),
+        "on the bias, percent of heads": (last.sink_rate_bias, ".2f"),
+        "norm of the first hidden state over the others', largest block": (last.largest_norm_ratio, ".2f"),
+        "tokens trained on": (last.tokens, ",.0f"),
+    }
+    lines = [f"| {name} | {value:{form}} |" for name, (value, form) in rows.items() if value is not None]
+    return f"## At step {last.step:,}\n\n| | |\n|---|---|\n" + "\n".join(lines)
+
+
+def _loading(form: Form) -> str:
+    own, needed = "", ""
+    if not form.is_foreign:
+        own = f" `{CODE}.py` is sinklab's own code in one file; it needs torch and pydantic."
+        needed = f"\nimport sinklab  # or, without it, trust_remote_code=True: {CODE}.py is then run"
+    return (
+        f"## Loading\n\nThe architecture is `{form.architecture}`.{own}\n\n```python\n"
+        f"from transformers import AutoModelForCausalLM, AutoTokenizer{needed}\n\n"
+        "model = AutoModelForCausalLM.from_pretrained(DIR)\ntokenizer = AutoTokenizer.from_pretrained(DIR)\n```"
+    )

@@ -22,13 +22,13 @@ from sinklab.model.transformer import Transformer
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-CODE = "modeling_sinklab"  # the module that stands beside the weights of a variant that transformers does not know
+CODE = "modeling_sinklab"  # the module beside the weights of a variant that transformers lacks
 SINK_LOGITS = ("sink_logit", "off_by_one")
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids of the tokens that begin and end a text."""
+    """Ids of BOS and EOS."""
 
     bos: int
     eos: int
@@ -42,7 +42,7 @@ class Form:
         config: of the architecture, with everything but tokens.
         architecture: its class.
         weights: by the names of that class.
-        is_foreign: whether transformers has the class itself; otherwise code stands beside it.
+        is_foreign: whether transformers has the class; otherwise its code is exported too.
     """
 
     config: "PreTrainedConfig"

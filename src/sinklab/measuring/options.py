@@ -76,8 +76,8 @@ class Options(CommandSettings, frozen=True):
         eps: thresholds of the sink rate, shares of attention in (0, 1); the first is the headline. One number will do.
         lengths: shorter than the sequences, increasing: the sink rate is also that of the sequences cut at each, from
             the same pass. Without padding only.
-        batch_size: sequences per forward pass; changes memory and speed, not the result. None: as many as fit the
-            memory, at most 16 (memory.py). Halved where they do not fit, which the result's notes say.
+        batch_size: sequences per forward pass; changes memory and speed, not the result. None: as many as fit
+            the memory, at most 16 (models/memory.py). Halved on out-of-memory, with a note in the result.
         first_target: the loss is over the targets from this position on, 1-based; under a prefix mask those that
             every query sees are left out as well, as in training.
         loss: False leaves it out, and with it the logits: a third of the work of a small model with many words.
@@ -88,10 +88,10 @@ class Options(CommandSettings, frozen=True):
     inputs: Inputs = Field(default="natural", description="Text, uniform random tokens, or one token repeated.")
     eps: Annotated[tuple[float, ...], BeforeValidator(parse_eps), Flag(text=list[str])] = Field(
         default=EPS,
-        description="A position is a sink above this importance; may be repeated, the first is the headline.",
+        description="Importance above which a position is a sink; repeatable, the first is the main one.",
     )
     lengths: Several[Annotated[int, Field(ge=1)]] = Field(
-        default=(), description="Also of the same sequences cut shorter; may be repeated."
+        default=(), description="Also the sink rate of the sequences truncated to this length; repeatable."
     )
     details: bool = Field(
         default=False, description="Also angles, entropy, distances, secondary sinks and kurtosis; slower."
@@ -100,10 +100,10 @@ class Options(CommandSettings, frozen=True):
         tuple[tuple[int, int], ...],
         BeforeValidator(parse_maps),
         Flag("--map", metavar="LAYER.HEAD", text=list[str]),
-    ] = Field(default=(), description="Details, and the matrix of this head; may be repeated.")
-    loss: bool = Field(default=True, description="Leave out the loss and the logits: a third faster on a small model.")
+    ] = Field(default=(), description="Save the attention matrix of this head; implies --details; repeatable.")
+    loss: bool = Field(default=True, description="Skip the loss and the logits: a third faster on a small model.")
     batch_size: int | None = Field(
-        default=None, ge=1, description="Sequences at a time; default: what fits, at most 16."
+        default=None, ge=1, description="Sequences per batch; default: as many as fit, at most 16."
     )
     first_target: int = 2
     model_name: str = ""
@@ -130,11 +130,11 @@ class Options(CommandSettings, frozen=True):
 
     @property
     def detailed(self) -> bool:
-        """Whether the details are asked for, by themselves or for a map."""
+        """Whether details are measured, for themselves or for a map."""
         return self.details or bool(self.maps)
 
     def check_lengths(self, longest: int) -> None:
-        """Refuse lengths at which sequences of `longest` tokens cannot be cut.
+        """Refuse lengths to which sequences of `longest` tokens cannot be truncated.
 
         Raises:
             InputError: not increasing, or not from 1 to longest - 1.
@@ -145,7 +145,7 @@ class Options(CommandSettings, frozen=True):
             )
 
     def check_maps(self, layers: int, heads: int) -> None:
-        """Refuse maps of what a model of so many attention layers and heads in each does not have.
+        """Refuse maps beyond the model's attention layers, or beyond the heads of each.
 
         Raises:
             InputError: there is no such layer or head.
@@ -169,16 +169,17 @@ class Study(CommandSettings, frozen=True):
 
     ablate: Several[str] = Field(
         default=(),
-        description="Also without something: mask_first:N, no_bos, zero_massive or zero_massive:LAYER; repeatable.",
-    )
-    perturb: Annotated[int | None, Flag(metavar="POSITION")] = Field(
-        default=None, description="Also replace this token: how far it spreads, without key 1 as well."
+        description="Also measure an ablation: mask_first:N, no_bos, zero_massive or zero_massive:LAYER; repeatable.",
     )
     swap_position: Annotated[tuple[int, int] | None, Flag(metavar="I J")] = Field(
-        default=None, description="Measure with two learned positions swapped."
+        default=None, description="Measure with two learned position embeddings swapped."
     )
     replace_position: Annotated[tuple[int, int] | None, Flag(metavar="I J")] = Field(
-        default=None, description="Measure with learned position I replaced by J."
+        default=None, description="Measure with the learned embedding of position I replaced by that of J."
+    )
+    perturb: Annotated[int | None, Flag(metavar="POSITION")] = Field(
+        default=None,
+        description="Also replace this token and measure how far the change spreads, with and without key 1.",
     )
 
     @field_validator("ablate", mode="before")

@@ -8,13 +8,29 @@ from pydantic import Field
 
 from sinklab.errors import InputError
 from sinklab.measuring.options import Options, Study
-from sinklab.settings import CommandSettings, DrawSeed, SequenceCount, SequenceLength
+from sinklab.settings import CommandSettings, Seed, SequenceCount, SequenceLength
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from sinklab.data.sources.textfiles import Render
     from sinklab.measuring.inputs import Encode
+
+DECIDING = (
+    "inputs",
+    "sequences",
+    "length",
+    "eps",
+    "lengths",
+    "no_bos",
+    "seed",
+    "fewer",
+    "loss",
+    "study",
+    "details",
+    "maps",
+)
+"""The settings that decide the result, in the order of request.json, whose text is hashed."""
 
 
 class Request(CommandSettings, frozen=True):
@@ -33,8 +49,8 @@ class Request(CommandSettings, frozen=True):
     options: Options = Options()
     sequences: SequenceCount = 100
     length: SequenceLength = 64
-    no_bos: bool = Field(default=False, description="Without the tokens the tokenizer puts first.")
-    seed: DrawSeed = 0
+    no_bos: bool = Field(default=False, description="Without the special tokens that the tokenizer prepends.")
+    seed: Seed = Field(default=0, description="Of random and repeated tokens.")
     fewer: bool = False
     drawn_text: bool = False
     study: Study = Study()
@@ -113,13 +129,11 @@ class Request(CommandSettings, frozen=True):
 
     def document(self) -> dict[str, Any]:
         """Everything that decides the result, as plain JSON has it."""
-        document = self.model_dump(mode="json", exclude={"options", "drawn_text"})
+        found = self.options.model_dump(mode="json") | self.model_dump(mode="json", exclude={"options"})
         if self.study.perturb is None:
-            del document["study"]["perturb"]
-        if self.drawn_text:
-            document["drawn_text"] = "disjoint"
-        recorded_alone = {"batch_size", "first_target", "model_name", "bos"}
-        return self.options.model_dump(mode="json", exclude=recorded_alone) | document
+            del found["study"]["perturb"]
+        drawn = {"drawn_text": "disjoint"} if self.drawn_text else {}
+        return {key: found[key] for key in DECIDING} | drawn
 
     def _in_order(self) -> Options:
         """The options with the lengths in order, without the full one."""

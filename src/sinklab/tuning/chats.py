@@ -1,19 +1,172 @@
-"""Conversations of a file as what is trained on, what is held out, and what the sink is measured on.
+"""Conversations as tokens for instruction tuning: which tokens are the assistant's, which conversations are used.
 
-A conversation is cut at the length of a sequence; one in which the assistant says nothing before the cut teaches
-nothing, and is left out. Which ones are held out is a matter of the seed and the file alone.
+A chat template may mark the assistant's part, `{% generation %}..{% endgeneration %}`. Without marks, the assistant's
+part of message i is the text that the message adds:
+
+    render(m_1 .. m_i-1, with the generation prompt)  is a prefix of  render(m_1 .. m_i),
+
+which is a prefix of the whole conversation. A template that violates this is refused.
+
+The text is tokenized up to each beginning and end of an assistant's part; the tokens added in between are those of the
+part. A token that would cross such a boundary is split there, as in generation. Character offsets are not used: they
+are wrong for tokenizers that drop characters.
+
+A conversation is cut at the length of a sequence, and left out where the assistant says nothing before the cut. Which
+conversations are held out depends on the seed and the file alone.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from sinklab.data.sources.textfiles import read_conversations
+from sinklab.data.sources.textfiles import Message, read_conversations
 from sinklab.errors import InputError
-from sinklab.tuning.template import ASSISTANT, ChatTemplate, Spoken
+from sinklab.measuring.inputs import default_prefix
+from sinklab.models.huggingface.rendering import MARK, Rendered, render_chat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ASSISTANT = "assistant"
+REMEDY = "take it out, or give another template as --chat-template FILE"
+DEFAULT = (
+    "{% for message in messages %}{{ message['role'] + ':\\n' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] | trim + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] | trim }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}"
+)
+"""For a tokenizer without a template. It needs no tokens of its own: roles are words, and EOS ends a reply."""
+
+
+@dataclass(frozen=True)
+class TokenizedChat:
+    """The tokens of a conversation.
+
+    Attributes:
+        is_trained: per token, whether it is the assistant's.
+        is_exact: whether the tokens decode to exactly what the assistant says.
+    """
+
+    ids: list[int]
+    is_trained: list[bool]
+    is_exact: bool = True
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer.
+
+    Args:
+        tokenizer: keeps the template that is used.
+        given: Jinja in place of its own; None for its own, or DEFAULT where it has none.
+
+    Attributes:
+        notes: on a template that is not the tokenizer's own.
+
+    Raises:
+        InputError: a tokenizer without a template and without EOS, or with several templates.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", given: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self.notes: list[str] = []
+        if given is not None:
+            tokenizer.chat_template = given
+            self.notes.append("the chat template is the one that was given")
+        elif not tokenizer.chat_template:
+            if tokenizer.eos_token is None:
+                raise InputError(
+                    "the tokenizer has neither a chat template nor an EOS token: give --chat-template FILE"
+                )
+            tokenizer.chat_template = ("{{ bos_token }}" if default_prefix(tokenizer) else "") + DEFAULT
+            self.notes.append(
+                "the model has no chat template and was given sinklab's: a line `role:`, what is said, and EOS after "
+                "what the assistant says"
+            )
+        if isinstance(tokenizer.chat_template, dict):
+            raise InputError(
+                "the tokenizer has several chat templates: give the one to be used as --chat-template FILE"
+            )
+        self._is_marked = MARK.search(str(tokenizer.chat_template)) is not None
+
+    def tokenize(self, messages: list[Message], where: str) -> TokenizedChat:
+        """Tokenize a whole conversation.
+
+        Raises:
+            InputError: the template refuses it or does not tell what the assistant says, or the tokenizer has no token
+                for any of that; `where` names the row.
+        """
+        whole = self._rendered(messages, where)
+        spans = whole.marked if self._is_marked else list(self._spans(messages, whole.text, where))
+        if not any(whole.text[start:end].strip() for start, end in spans):
+            raise InputError(
+                f"{where}: the chat template writes nothing of what the assistant says within its "
+                "{% generation %} marks: give another as --chat-template FILE"
+            )
+        chat = self._tokens(whole.text, spans, where)
+        if not any(chat.is_trained):
+            raise InputError(
+                f"{where}: the model's tokenizer has no token for anything that the assistant says: take it out"
+            )
+        return chat
+
+    def _tokens(self, text: str, spans: list[tuple[int, int]], where: str) -> TokenizedChat:
+        """The tokens of a text; none reaches over the beginning or the end of a span."""
+        ids: list[int] = []
+        is_trained: list[bool] = []
+        start, before, is_exact = 0, list[int](), True
+        for end, trained in [*((cut, i % 2 == 1) for i, cut in enumerate(chain(*spans))), (len(text), False)]:
+            until = self._encode(text[:end])
+            added = self._added(before, until, text[start:end], where)
+            if trained:
+                is_exact &= self._decode(added).strip() == text[start:end].strip()
+            ids += added
+            is_trained += [trained] * len(added)
+            start, before = end, until
+        return TokenizedChat(ids, is_trained, is_exact)
+
+    def _added(self, before: list[int], until: list[int], piece: str, where: str) -> list[int]:
+        """The tokens that a piece adds to a text with the tokens `before`; those of both together are `until`."""
+        if until[: len(before)] == before:
+            return until[len(before) :]
+        end = str(self._tokenizer.eos_token or "")  # behind which no space is put in front of a word
+        for found in (self._encode(piece), self._encode(end + piece)[len(self._encode(end)) :]):
+            if self._decode(before + found) == self._decode(until):
+                return found
+        raise InputError(
+            f"{where}: the model's tokenizer joins what the assistant says with what stands beside it, here "
+            f"{piece[:20]!r}, and writes something else where they are kept apart: give a template that puts a special "
+            "token there as --chat-template FILE, or take it out"
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        read: Any = self._tokenizer(text, add_special_tokens=False, verbose=False)
+        return list(read["input_ids"])
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+    def _spans(self, messages: list[Message], text: str, where: str) -> Iterator[tuple[int, int]]:
+        """Characters of `text` that each message of the assistant begins and ends with."""
+        for i, message in enumerate(messages):
+            if message["role"] != ASSISTANT:
+                continue
+            before = self._rendered(messages[:i], where, generation_prompt=True).text
+            after = self._rendered(messages[: i + 1], where).text
+            if not (after.startswith(before) and text.startswith(after)):
+                raise InputError(
+                    f"{where}: the model's chat template does not mark what the assistant says, and writes the "
+                    f"beginning of a conversation otherwise once message {i + 1} follows, so it cannot be told: give a "
+                    "template with {% generation %}..{% endgeneration %} around it as --chat-template FILE"
+                )
+            yield len(before), len(after)
+
+    def _rendered(self, messages: list[Message], where: str, generation_prompt: bool = False) -> Rendered:
+        return render_chat(self._tokenizer, messages, where, generation_prompt=generation_prompt, remedy=REMEDY)
 
 
 @dataclass(frozen=True)
@@ -21,19 +174,19 @@ class Chats:
     """The usable conversations of a file, shuffled, each cut to the length of a sequence.
 
     Attributes:
-        usable: those in which the assistant says something before the cut.
-        read: how many the file has.
-        cut: how many of the usable ones were longer.
-        inexact: in how many the tokenizer has no token for some of what the assistant says.
+        usable: conversations in which the assistant says something before the cut.
+        read: number in the file.
+        cut: number of usable ones that were longer.
+        inexact: number in which the tokenizer has no token for some of what the assistant says.
     """
 
-    usable: list[Spoken]
+    usable: list[TokenizedChat]
     read: int
     cut: int
     inexact: int = 0
 
     def note(self, length: int) -> str:
-        """What was done to them, in a sentence."""
+        """How many were read, cut and left out, in a sentence."""
         silent = self.read - len(self.usable)
         left_out = f", {silent:,} left out, as the assistant says nothing in them before that" if silent else ""
         otherwise = (
@@ -45,36 +198,34 @@ class Chats:
 
 
 def read_chats(path: Path, template: ChatTemplate, length: int, seed: int) -> Chats:
-    """Read and tokenise all conversations.
+    """Read and tokenize all conversations of a file.
 
     Args:
         length: tokens at which they are cut.
         seed: of the shuffling.
 
     Raises:
-        InputError: a file that is none of conversations, or a conversation without a word of the assistant, or one that
-            the template or the tokenizer cannot write; the message names the line.
+        InputError: not a file of conversations, a conversation in which the assistant says nothing, or one that the
+            template or the tokenizer cannot write; the message names the line.
     """
-    spoken = list(_spoken(path, template))
-    if not spoken:
-        raise InputError(f"{path} holds no conversation")
-    usable = [Spoken(one.ids[:length], one.is_trained[:length]) for one in spoken if any(one.is_trained[1:length])]
-    cut = sum(len(one.ids) > length and any(one.is_trained[1:length]) for one in spoken)
-    order = torch.randperm(len(usable), generator=torch.Generator().manual_seed(seed)).tolist()
-    return Chats([usable[i] for i in order], len(spoken), cut, sum(not one.is_exact for one in spoken))
-
-
-def _spoken(path: Path, template: ChatTemplate) -> Iterator[Spoken]:
+    chats = []
     for messages, where in read_conversations(path):
         if not any(message["role"] == ASSISTANT and message["content"].strip() for message in messages):
             raise InputError(
                 f'{where}: nothing is said by the role "{ASSISTANT}", so there is nothing to learn from it: take it out'
             )
-        yield template.speak(messages, where)
+        chats.append(template.tokenize(messages, where))
+    if not chats:
+        raise InputError(f"{path} holds no conversation")
+    taught = [one for one in chats if any(one.is_trained[1:length])]
+    usable = [TokenizedChat(one.ids[:length], one.is_trained[:length]) for one in taught]
+    cut = sum(len(one.ids) > length for one in taught)
+    order = torch.randperm(len(usable), generator=torch.Generator().manual_seed(seed)).tolist()
+    return Chats([usable[i] for i in order], len(chats), cut, sum(not one.is_exact for one in chats))
 
 
-def beginnings(chats: Sequence[Spoken], sequences: int, length: int) -> Tensor:
-    """The first tokens of the conversations that have so many, `sequences` of them at most: (N, T).
+def first_tokens(chats: Sequence[TokenizedChat], sequences: int, length: int) -> Tensor:
+    """The first `length` tokens of at most `sequences` conversations that are long enough: (N, T).
 
     Raises:
         InputError: none is long enough.

@@ -1,6 +1,6 @@
-"""What a tuning leaves: sft.json, metrics.jsonl (its evaluations) and updates.jsonl; docs/sft.md says what is in them.
+"""The files of a tuning: sft.json, metrics.jsonl (evaluations) and updates.jsonl; described in docs/sft.md.
 
-Losses are in nats per token that the assistant says. Sink rates are in percent, position 1 first.
+Losses are in nats per token of the assistant. Sink rates are in percent, position 1 first.
 """
 
 import json
@@ -27,7 +27,7 @@ class TuneUpdate(ReadDocument):
         step: counted from 1.
         loss: of its conversations.
         grad_norm: before clipping.
-        lr: that it was made with.
+        lr: of the update.
     """
 
     step: int
@@ -37,17 +37,17 @@ class TuneUpdate(ReadDocument):
 
 
 class TuneEvaluation(ReadDocument):
-    """One evaluation, that of step 0 before any update.
+    """One evaluation; step 0 is before any update.
 
     Attributes:
         step: updates made.
-        train_loss: mean over the updates since the evaluation before; None where there were none.
-        valid_loss: of the conversations held out.
+        train_loss: mean over the updates since the previous evaluation; None if there were none.
+        valid_loss: of the held-out conversations.
         sink_rate, sink_rate_bias: percent of (sequence, layer, head) triples; of a bias where the model has one.
         hidden_norm_ratio: |h_1| over the mean of the others, before the first block and after every block; infinite,
-            and null in the file, where the others are 0.
-        lr, grad_norm: of the last update; the norm is that before clipping.
-        grad_norm_max: largest since the evaluation before.
+            null in the file, where the others are 0.
+        lr, grad_norm: of the last update; the norm before clipping.
+        grad_norm_max: largest since the previous evaluation.
     """
 
     step: int
@@ -65,16 +65,16 @@ class Tuning(ReadDocument):
     """sft.json.
 
     Attributes:
-        model: as it was called.
+        model: name as given.
         architecture: the class of transformers that was tuned.
-        asked: what decides the numbers; the same call continues, another is refused.
-        conversations: trained on; `held_out` are among `asked`.
-        trained_tokens: of the assistant, in one epoch.
-        sequences: on which the sink is measured.
+        asked: everything that decides the numbers; a call with the same resumes, another is refused.
+        conversations: number trained on; `held_out` is in `asked`.
+        trained_tokens: tokens of the assistant in one epoch.
+        sequences: number on which the sink is measured.
         notes: what a reader must know.
-        base, chat: the first evaluation, and the last one once all updates are made.
+        base, chat: the first evaluation; the last one, after all updates.
         grad_norm_max: of all updates.
-        seconds: of all calls that have worked on it, as far as they came to an end.
+        seconds: of all calls that were not killed.
         versions: of the libraries that trained.
     """
 
@@ -95,13 +95,17 @@ class Tuning(ReadDocument):
     seconds: float = 0.0
     versions: dict[str, str] = Field(default_factory=dict)
 
+    def sides(self) -> dict[str, TuneEvaluation]:
+        """The evaluations of the base and of the chat model that were made."""
+        return {name: side for name, side in (("base", self.base), ("chat", self.chat)) if side is not None}
+
     def document(self) -> dict[str, object]:
         """As JSON has it."""
         return self.model_dump(mode="json", by_alias=True)
 
 
 def load_tuning(folder: Path) -> Tuning | None:
-    """What stands in sft.json; None where there is none.
+    """Read sft.json; None if there is none.
 
     Raises:
         InputError: it is damaged.
@@ -116,7 +120,7 @@ def load_tuning(folder: Path) -> Tuning | None:
 
 
 def read_rows(path: Path, kind: type[AnyRow]) -> list[AnyRow]:
-    """The rows of a .jsonl file of ours; none where there is no file.
+    """The rows of a .jsonl file; none without a file.
 
     Raises:
         InputError: it is damaged.

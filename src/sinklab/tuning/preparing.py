@@ -1,4 +1,4 @@
-"""Everything that a tuning needs before its first update: model, conversations, settings, tokens for the sink."""
+"""Preparation of a tuning: model, conversations, settings, tokens for the sink metric."""
 
 import hashlib
 from dataclasses import dataclass
@@ -13,22 +13,21 @@ from sinklab.files import sha256_of
 from sinklab.measuring.conversations import Conversations
 from sinklab.measuring.inputs import default_prefix, natural_tokens, pretrained_encode
 from sinklab.models.huggingface.loading import Loading
-from sinklab.tuning.chats import Chats, beginnings, read_chats
+from sinklab.tuning.chats import ChatTemplate, TokenizedChat, first_tokens, read_chats
 from sinklab.tuning.documents import Tuning
 from sinklab.tuning.loading import Student, load_student
 from sinklab.tuning.settings import TuneManifest, TuneOptions, TuneSettings, held_out_for, length_for, settings_for
-from sinklab.tuning.template import ChatTemplate, Spoken
 
 LIBRARIES = ("torch", "transformers", "trl", "accelerate")
 
 
 @dataclass(frozen=True)
 class TuneSources:
-    """Files that a tuning reads.
+    """The input files of a tuning.
 
     Attributes:
         chats: .jsonl of conversations.
-        text: on which the sink is measured; None for the conversations held out.
+        text: for the sink metric; None for the held-out conversations.
         template: a chat template in place of the model's own.
     """
 
@@ -38,25 +37,25 @@ class TuneSources:
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """What is done to a model.
+class SftDataset:
+    """A model and the data that it is tuned on.
 
     Attributes:
         trained, held_out: conversations.
         tokens_NT: on which the sink is measured.
-        tuning: sft.json of one that has not begun.
+        tuning: sft.json before the first update.
     """
 
     student: Student
-    trained: list[Spoken]
-    held_out: list[Spoken]
+    trained: list[TokenizedChat]
+    held_out: list[TokenizedChat]
     settings: TuneSettings
     tokens_NT: Tensor
     tuning: Tuning
 
 
-def prepare_lesson(model: str, sources: TuneSources, options: TuneOptions, loading: Loading) -> Lesson:
-    """Load the model, read the conversations, decide what was left open.
+def prepare_dataset(model: str, sources: TuneSources, options: TuneOptions, loading: Loading) -> SftDataset:
+    """Load the model, read the conversations, decide the settings that were left open.
 
     Raises:
         InputError: a model, file or option that cannot be used.
@@ -66,11 +65,14 @@ def prepare_lesson(model: str, sources: TuneSources, options: TuneOptions, loadi
     template = ChatTemplate(student.tokenizer, given)
     length = length_for(options, student.context)
     chats = read_chats(sources.chats, template, length, options.seed)
-    held_out = held_out_for(options, len(chats.usable))
-    trained, kept_back = chats.usable[held_out:], chats.usable[:held_out]
-    settings = settings_for(options, length, held_out, len(trained))
-    tokens_NT = _sink_tokens(sources.text, student, kept_back, settings)
-    found = Tuning(
+    count = held_out_for(options, len(chats.usable))
+    held_out, trained = chats.usable[:count], chats.usable[count:]
+    settings = settings_for(options, length, count, len(trained))
+    tokens_NT = _sink_tokens(sources.text, student, held_out, settings)
+    notes = [*student.notes, *template.notes, chats.note(length)]
+    if len(tokens_NT) < settings.sequences:
+        notes.append(f"the sink is measured on {len(tokens_NT)} of {settings.sequences} sequences: there are no more")
+    tuning = Tuning(
         model=model,
         architecture=type(student.model).__name__,
         parameters=sum(parameter.numel() for parameter in student.model.parameters()),
@@ -84,16 +86,16 @@ def prepare_lesson(model: str, sources: TuneSources, options: TuneOptions, loadi
         conversations=len(trained),
         trained_tokens=sum(sum(chat.is_trained[1:]) for chat in trained),
         sequences=len(tokens_NT),
-        notes=_notes(student, template, chats, tokens_NT, settings),
+        notes=notes,
         versions={name: version(name) for name in LIBRARIES},
     )
-    return Lesson(student, trained, kept_back, settings, tokens_NT, found)
+    return SftDataset(student, trained, held_out, settings, tokens_NT, tuning)
 
 
-def _sink_tokens(text: Path | None, student: Student, held_out: list[Spoken], settings: TuneSettings) -> Tensor:
-    """What the sink is measured on: (N, T)."""
+def _sink_tokens(text: Path | None, student: Student, held_out: list[TokenizedChat], settings: TuneSettings) -> Tensor:
+    """The tokens on which the sink is measured: (N, T)."""
     if text is None:
-        return beginnings(held_out, settings.sequences, settings.sink_length)
+        return first_tokens(held_out, settings.sequences, settings.sink_length)
     prefix = default_prefix(student.tokenizer)
     return natural_tokens(
         text,
@@ -104,15 +106,6 @@ def _sink_tokens(text: Path | None, student: Student, held_out: list[Spoken], se
         fewer=True,
         render=Conversations(student.tokenizer, keep_bos=not prefix).render,
     )
-
-
-def _notes(
-    student: Student, template: ChatTemplate, chats: Chats, tokens_NT: Tensor, settings: TuneSettings
-) -> list[str]:
-    notes = [*student.notes, *template.notes, chats.note(settings.length)]
-    if len(tokens_NT) < settings.sequences:
-        notes.append(f"the sink is measured on {len(tokens_NT)} of {settings.sequences} sequences: there are no more")
-    return notes
 
 
 def _read_template(path: Path) -> str:

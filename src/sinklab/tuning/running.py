@@ -15,7 +15,6 @@ from sinklab.models.huggingface.quiet import without_bars
 from sinklab.outputs import check_results
 from sinklab.signals import stop_on_signals
 from sinklab.train.directory.lock import leave, lock_run
-from sinklab.tuning.card import tuned_card
 from sinklab.tuning.checkpoints import discard_torn, newest, write_model
 from sinklab.tuning.documents import (
     METRICS,
@@ -28,7 +27,7 @@ from sinklab.tuning.documents import (
     read_rows,
 )
 from sinklab.tuning.loading import is_ours
-from sinklab.tuning.preparing import Lesson, TuneSources, prepare_lesson
+from sinklab.tuning.preparing import SftDataset, TuneSources, prepare_dataset
 from sinklab.tuning.settings import TuneOptions
 
 MODEL, CHECKPOINTS = "model", "checkpoints"
@@ -119,22 +118,22 @@ def _tune(
     loading: Loading,
     listener: TuneListener,
 ) -> TuneEnd:
-    lesson = prepare_lesson(model, sources, options, loading)
-    found = _continued(lesson.tuning, before, out)
+    data = prepare_dataset(model, sources, options, loading)
+    found = _continued(data.tuning, before, out)
     if found.chat is not None:
         return TuneEnd(found)
     listener.notes(found.notes)
-    return _trained(found, lesson, out, listener)
+    return _trained(found, data, out, listener)
 
 
-def _trained(found: Tuning, lesson: Lesson, out: Path, listener: TuneListener) -> TuneEnd:
+def _trained(found: Tuning, data: SftDataset, out: Path, listener: TuneListener) -> TuneEnd:
     """Train, and write what has come of it."""
     begun, folder = time.perf_counter(), out / CHECKPOINTS
     write_json(out / SFT, found.document())
     discard_torn(folder)
-    updates, evaluations, exit_status = _updated(lesson, out, listener)
+    updates, evaluations, exit_status = _updated(data, out, listener)
     last = newest(folder)
-    done = last is not None and last[0] == lesson.settings.steps
+    done = last is not None and last[0] == data.settings.steps
     found = found.model_copy(
         update={
             "base": evaluations[0] if evaluations else None,
@@ -144,29 +143,29 @@ def _trained(found: Tuning, lesson: Lesson, out: Path, listener: TuneListener) -
         }
     )
     if last is not None and done and not (out / MODEL).exists():
-        write_model(last[1], out / MODEL, tuned_card(found), is_ours(lesson.student.model))
+        write_model(last[1], out / MODEL, found, is_ours(data.student.model))
     write_json(out / SFT, found.document())
     if done:
         shutil.rmtree(folder, ignore_errors=True)
     return TuneEnd(found, 0 if done else exit_status)
 
 
-def _updated(lesson: Lesson, out: Path, listener: TuneListener) -> tuple[list[TuneUpdate], list[TuneEvaluation], int]:
+def _updated(data: SftDataset, out: Path, listener: TuneListener) -> tuple[list[TuneUpdate], list[TuneEvaluation], int]:
     """Make the updates still to be made: all so far, all evaluations, and the exit status where a signal came."""
     from sinklab.measuring.huggingface.callback import SinkCallback
     from sinklab.tuning.trainer import TuneRecord, tuner
 
-    steps, checkpoint = lesson.settings.steps, newest(out / CHECKPOINTS)
+    steps, checkpoint = data.settings.steps, newest(out / CHECKPOINTS)
     step, place = checkpoint or (0, None)
     updates = [row for row in read_rows(out / UPDATES, TuneUpdate) if row.step <= step]
     evaluations = [row for row in read_rows(out / METRICS, TuneEvaluation) if row.step <= step and place]
     if step == steps:
         return updates, evaluations, 0
-    sink = SinkCallback(lesson.tokens_NT, eps=lesson.settings.eps)
+    sink = SinkCallback(data.tokens_NT, eps=data.settings.eps)
     with stop_on_signals() as should_stop:
         record = TuneRecord(out, updates, evaluations, sink, should_stop, listener.updated, listener.evaluated)
         listener.starts(steps, step)
-        made = tuner(lesson, out / CHECKPOINTS, [sink, record], begins=place is None)
+        made = tuner(data, out / CHECKPOINTS, [sink, record], begins=place is None)
         try:
             made.train(resume_from_checkpoint=str(place) if place else None)
         except Exception as error:

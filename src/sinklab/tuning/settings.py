@@ -1,8 +1,8 @@
-"""What a tuning is made with; the defaults are the paper's, for its models of 1B parameters (2410.10781, figure 30).
+"""The settings of an instruction tuning; the defaults are the paper's for 1B parameters (2410.10781, figure 30).
 
 The paper states UltraChat, the learning rate, its cosine shape, 64 conversations of 2,048 tokens a step and one epoch.
-It says nothing of a warm-up (a tenth of the steps here, as where the same conversations made Zephyr) and of the
-optimiser (AdamW with transformers' defaults: betas 0.9 and 0.999, no weight decay, gradients clipped at 1).
+It does not state the warm-up (a tenth of the steps here, as for Zephyr on the same conversations) nor the optimiser
+(AdamW with transformers' defaults: betas 0.9 and 0.999, no weight decay, gradients clipped at 1).
 """
 
 import math
@@ -22,25 +22,34 @@ TOKENS_AT_A_TIME = 4096  # of a micro-batch
 class TuneOptions(CommandSettings, frozen=True):
     """The settings of an instruction tuning; None is decided by the model and the conversations."""
 
-    lr: float = Field(default=2e-5, ge=1e-12, le=1e3, description="Peak of the learning rate, a cosine to 0.")
-    warmup: float = Field(default=0.1, ge=0.0, le=0.9, description="Share of the steps over which it rises.")
+    lr: float = Field(default=2e-5, ge=1e-12, le=1e3, description="Peak learning rate; cosine decay to 0.")
+    warmup: float = Field(default=0.1, ge=0.0, le=0.9, description="Share of the steps with linear warm-up.")
     batch_size: int = Field(default=64, ge=1, le=10**6, description="Conversations per step.")
-    micro_batch: int | None = Field(default=None, ge=1, description="Of them at a time; default: about 4,096 tokens.")
+    micro_batch: int | None = Field(
+        default=None, ge=1, description="Conversations per forward pass; default: about 4,096 tokens."
+    )
     length: int | None = Field(
-        default=None, ge=4, le=MOST, description="Tokens of a conversation; default: 2,048, or the context."
+        default=None, ge=4, le=MOST, description="Tokens per conversation; default: 2,048, or the context."
     )
-    epochs: float = Field(default=1.0, ge=1e-6, le=1e6, description="Times that every conversation is read.")
-    steps: int | None = Field(default=None, ge=1, le=MOST, description="Updates, in place of --epochs.")
+    epochs: float = Field(default=1.0, ge=1e-6, le=1e6, description="Passes over the conversations.")
+    steps: int | None = Field(default=None, ge=1, le=MOST, description="Number of updates, in place of --epochs.")
     held_out: int | None = Field(
-        default=None, ge=1, description="Conversations not trained on; default: a tenth, at most 100."
+        default=None, ge=1, description="Number of held-out conversations; default: a tenth, at most 100."
     )
-    eval_every: int | None = Field(default=None, ge=1, description="Steps; default: a tenth of all.")
-    save_every: int | None = Field(default=None, ge=1, description="Steps; default: a tenth of all.")
-    sequences: int = Field(default=100, ge=1, le=MOST, description="For the sink metric.")
+    eval_every: int | None = Field(
+        default=None, ge=1, description="Steps between evaluations; default: a tenth of all."
+    )
+    save_every: int | None = Field(
+        default=None, ge=1, description="Steps between checkpoints; default: a tenth of all."
+    )
+    sequences: int = Field(default=100, ge=1, le=MOST, description="Sequences of the sink metric.")
     sink_length: int | None = Field(
-        default=None, ge=2, le=MOST, description="Tokens of each; default: 64, or --length if less."
+        default=None,
+        ge=2,
+        le=MOST,
+        description="Tokens per sequence of the sink metric; default: 64, or --length if less.",
     )
-    eps: float = Field(default=0.3, ge=1e-9, le=1 - 1e-9, description="A position is a sink above this importance.")
+    eps: float = Field(default=0.3, ge=1e-9, le=1 - 1e-9, description="Importance above which a position is a sink.")
     seed: int = Field(default=0, ge=0, le=2**32 - 1, description="Of the order of the conversations.")
 
 
@@ -90,7 +99,7 @@ def length_for(options: TuneOptions, context: int | None) -> int:
 
 
 def held_out_for(options: TuneOptions, conversations: int) -> int:
-    """How many conversations are held out.
+    """The number of held-out conversations.
 
     Raises:
         InputError: too few conversations, or none left for training.
@@ -107,7 +116,7 @@ def held_out_for(options: TuneOptions, conversations: int) -> int:
 
 
 def settings_for(options: TuneOptions, length: int, held_out: int, trained: int) -> TuneSettings:
-    """Everything that was left open, decided.
+    """The settings with everything decided.
 
     Args:
         length: tokens at which a conversation is cut.

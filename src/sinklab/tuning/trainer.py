@@ -1,11 +1,11 @@
-"""trl's SFTTrainer as sinklab uses it; imported only where trl is there.
+"""trl's SFTTrainer as sinklab uses it; imported only with trl installed.
 
-The conversations come tokenised, with labels at what the assistant says and IGNORED elsewhere, so that the trainer
-prepares nothing. It differs from SFTTrainer in two things:
+The conversations are already tokenized, with labels at the assistant's tokens and IGNORED elsewhere, so the trainer
+prepares nothing. It differs from SFTTrainer in two ways:
 
 - A model of sinklab computes its own loss. trl would apply the head to the hidden states of the model below it, which
   it calls as it calls those of transformers.
-- The validation loss is the mean over all tokens that count, not over batches, so it is the same for any batch.
+- The validation loss is the mean over all labelled tokens, not over batches, and so independent of the batch size.
 """
 
 import math
@@ -24,23 +24,23 @@ from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
 from sinklab.errors import SinklabError
 from sinklab.measuring.huggingface.callback import EVALUATION, SinkCallback
 from sinklab.model.loss import IGNORED
+from sinklab.tuning.chats import TokenizedChat
 from sinklab.tuning.checkpoints import mark_complete
 from sinklab.tuning.documents import METRICS, UPDATES, TuneEvaluation, TuneUpdate, write_rows
 from sinklab.tuning.loading import is_ours
-from sinklab.tuning.preparing import Lesson
+from sinklab.tuning.preparing import SftDataset
 from sinklab.tuning.settings import TuneSettings
-from sinklab.tuning.template import Spoken
 
 
 class TuneRecord(TrainerCallback):
-    """Collects updates and evaluations from what the Trainer logs, and writes them beside every checkpoint.
+    """Collects updates and evaluations from the Trainer's logs, and writes them with every checkpoint.
 
     Args:
         folder: of metrics.jsonl and updates.jsonl.
-        updates, evaluations: those made by the time of the checkpoint that is continued from.
-        sink: of the same trainer, standing before this callback.
-        should_stop: asked after every update; the trainer then saves and ends.
-        updated, evaluated: are told of each.
+        updates, evaluations: made before the checkpoint that is resumed from.
+        sink: of the same trainer, called before this callback.
+        should_stop: called after every update; if true the trainer saves and ends.
+        updated, evaluated: called with each.
     """
 
     def __init__(
@@ -78,12 +78,12 @@ class TuneRecord(TrainerCallback):
             self._add_evaluation(state.global_step, logs[f"{EVALUATION}loss"])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Have the trainer save and end where that was asked for."""
+        """Have the trainer save and end after a signal."""
         if self._should_stop():
             control.should_save = control.should_training_stop = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """A checkpoint counts once what led to it is on the disk as well."""
+        """Write the rows up to the checkpoint, and mark it as complete."""
         self.write()
         mark_complete(Path(cast(str, args.output_dir)), state.global_step)
 
@@ -104,7 +104,7 @@ class TuneRecord(TrainerCallback):
 
     def _add_evaluation(self, step: int, loss: float) -> None:
         measurement = self._sink.measurement
-        assert measurement is not None  # it stands before this callback
+        assert measurement is not None  # it is called before this one
         before = self.evaluations[-1].step if self.evaluations else 0
         since = [one for one in self.updates if one.step > before]
         last = self.updates[-1] if self.updates else None
@@ -124,7 +124,7 @@ class TuneRecord(TrainerCallback):
 
 
 class Tuner(SFTTrainer):
-    """SFTTrainer with the two differences that the docstring of this file names."""
+    """SFTTrainer with the two differences named in this file's docstring."""
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -144,25 +144,25 @@ class Tuner(SFTTrainer):
         return output
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """None at a checkpoint: that of the result is sinklab's."""
+        """None for checkpoints; sinklab writes that of the result."""
 
 
-def tuner(lesson: Lesson, folder: Path, callbacks: list[TrainerCallback], begins: bool) -> Tuner:
+def tuner(dataset: SftDataset, folder: Path, callbacks: list[TrainerCallback], begins: bool) -> Tuner:
     """The trainer.
 
     Args:
         folder: of its checkpoints.
-        begins: whether it begins at step 0, with an evaluation.
+        begins: whether it starts at step 0, with an evaluation.
     """
-    student = lesson.student
+    student = dataset.student
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of transformers, about an option that trl sets
-        config = _config(lesson.settings, folder, student.model.device, begins)
+        config = _config(dataset.settings, folder, student.model.device, begins)
     made = Tuner(
         student.model,
         config,
-        train_dataset=_dataset(lesson.trained),
-        eval_dataset=_dataset(lesson.held_out),
+        train_dataset=_rows(dataset.trained),
+        eval_dataset=_rows(dataset.held_out),
         processing_class=student.tokenizer,
         callbacks=callbacks,
     )
@@ -201,7 +201,7 @@ def _config(settings: TuneSettings, folder: Path, device: torch.device, begins: 
     )
 
 
-def _dataset(chats: Sequence[Spoken]) -> Dataset:
+def _rows(chats: Sequence[TokenizedChat]) -> Dataset:
     rows = [
         {
             "input_ids": chat.ids,

@@ -8,10 +8,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from sinklab.commands.console import duration, short_duration
 from sinklab.commands.tables import print_table
 from sinklab.commands.terminal.report import VERDICT_STYLES, counts_line
 from sinklab.commands.terminal.text import printable
-from sinklab.commands.timing import duration, short_duration
 from sinklab.experiments.definition import SCALES, Scale
 from sinklab.experiments.documents import CellSummary, ExperimentSummary, JudgedClaim, Summary
 from sinklab.experiments.paper import Covered

@@ -6,7 +6,6 @@ from rich.table import Table
 
 from sinklab.commands.tables import print_table
 from sinklab.measuring.statistics.highest import elsewhere_text, in_brackets
-from sinklab.tuning.card import sides
 from sinklab.tuning.documents import Tuning
 
 
@@ -18,12 +17,12 @@ def print_tuning(tuning: Tuning, console: Console) -> None:
     table = Table(title=f"Before and after tuning (eps {asked.eps:g}, loss held out in nats)", title_justify="left")
     table.add_column("")
     heads = ["Sink_1, %", "norm ratio", "loss", "max gradient"]
-    has_bias = any(side.sink_rate_bias is not None for _, side in sides(tuning))
+    has_bias = any(side.sink_rate_bias is not None for side in tuning.sides().values())
     if has_bias:
         heads.insert(1, "on the bias, %")
     for head in heads:
         table.add_column(head, justify="right")
-    for name, side in sides(tuning):
+    for name, side in tuning.sides().items():
         numbers = [f"{side.sink_rate[0]:.2f}" + in_brackets(elsewhere_text(side.sink_rate))]
         if has_bias:
             numbers.append("–" if side.sink_rate_bias is None else f"{side.sink_rate_bias:.2f}")
