@@ -17,6 +17,8 @@ Importing it brings in nothing heavy; the first use of a name does. help(sinklab
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from sinklab import display
+
 if TYPE_CHECKING:
     from sinklab.measuring.api import measure
     from sinklab.measuring.huggingface.callback import SinkCallback
@@ -41,6 +43,10 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'sinklab' has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)
+
+
+display.chart = lambda measurement, what: import_module("sinklab.report.notebook").chart(measurement, what)
+display.html = lambda measurement: import_module("sinklab.report.notebook").html(measurement)
 
 
 def __dir__() -> list[str]:

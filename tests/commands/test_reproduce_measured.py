@@ -11,12 +11,11 @@ from conftest import Run, on_one_line
 from tiny_models import text_file, tiny_model
 
 OWN = """
-kind: measured
 id: mine
 title: "<b>Mine</b>"
 cells:
-  natural: {sequences: 4, length: 16}
-  repeat: {sequences: 4, length: 16, inputs: repeat}
+  natural: {inputs: natural, sequences: 4, length: 16}
+  repeat: {inputs: repeat, sequences: 4, length: 16}
 columns: [sink_1, norm_ratio]
 claims:
   - {id: some, text: "Text has some", check: {is: within, value: sink_1, cell: natural, at_least: 0.0}}
@@ -58,7 +57,7 @@ def test_it_leaves_measurements_a_summary_and_a_page_and_prints_the_summary(run:
     status, out, err = run("reproduce", "mine.yaml", "--model", "gpt2", "--text", "text.jsonl", "--seeds", 2)
     assert status == 0, err
     assert err.count("(kept)") == 4
-    assert "<b>Mine</b>: gpt2" in out
+    assert "mine in gpt2: <b>Mine</b>" in out
     assert "2 draws of 4 sequences" in " ".join(out.split())
 
 

@@ -10,8 +10,7 @@ import pytest
 from conftest import Run
 from rich.console import Console
 
-from sinklab.commands.tables import print_table
-from sinklab.commands.terminal.runs import runs_table
+from sinklab.commands.terminal.training import print_runs
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError, SinklabError
@@ -91,7 +90,7 @@ def test_a_folder_that_cannot_be_read_is_named(read: Callable[[list[Path]], obje
 def test_names_are_shown_as_they_are(dataset: TokenDataset, tmp_path: Path) -> None:
     establish(open_run(recipe(), dataset, tmp_path / "[red]run"))
     printed = StringIO()
-    print_table(runs_table(list_runs([tmp_path])), Console(width=400, file=printed))
+    print_runs(list_runs([tmp_path]), Console(width=400, file=printed))
     assert "[red]run" in printed.getvalue()
 
 

@@ -7,16 +7,15 @@ import pytest
 import torch
 from made_measurement import made_measurement
 from rich.console import Console
-from rich.table import Table
 
-from sinklab.commands.tables import print_table
-from sinklab.commands.terminal.measurement import print_measurement
-from sinklab.commands.terminal.survey import print_sizes
+from sinklab.commands.terminal.results import print_measurement, print_sizes
+from sinklab.commands.terminal.tables import print_table
 from sinklab.measuring.accumulate import Accumulator, Batch, measurement_from
 from sinklab.measuring.batches import Cost
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.survey.sizes import Size
+from sinklab.tables import Table, TableCell, TableColumn, markdown, names
 
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
@@ -46,7 +45,7 @@ def large(length: int = 64) -> Measurement:
 @pytest.mark.parametrize("width", [40, 60, 80])
 def test_a_measurement_has_every_number_whole_at_any_width(width: int) -> None:
     wide, narrow = (shown(columns, lambda console: print_measurement(large(), console)) for columns in (300, width))
-    for table in ("Sink rate, eps", "Position 1 by layer"):
+    for table in ("Sink rate and importance", "Position 1 by layer"):
         assert table in narrow
     assert set(NUMBER.findall(wide)) <= set(NUMBER.findall(narrow))
     assert "…" not in narrow
@@ -66,10 +65,8 @@ def test_the_sizes_of_the_families_are_not_cut(width: int) -> None:
 
 
 def test_what_does_not_fit_stands_below_with_the_names_once_more() -> None:
-    table = Table("name", title="numbers")
-    for number in range(6):
-        table.add_column(f"column {number}", justify="right")
-    table.add_row("first", *(f"{number}23456.789" for number in range(6)))
+    columns = [*names("name"), *(TableColumn(f"column {number}") for number in range(6))]
+    table = Table("numbers", columns, [("first", *(f"{number}23456.789" for number in range(6)))])
     narrow = shown(40, lambda console: print_table(table, console))
     assert narrow.count("numbers") == 1
     assert narrow.count("first") == narrow.count("name") == 3
@@ -78,9 +75,8 @@ def test_what_does_not_fit_stands_below_with_the_names_once_more() -> None:
 
 
 def test_a_long_name_wraps_and_numbers_do_not() -> None:
-    table = Table("name")
-    table.add_column("value", justify="right")
-    table.add_row("a-very-long-name-of-a-model-that-nobody-could-print", "92.47")
+    rows = [("a-very-long-name-of-a-model-that-nobody-could-print", 92.47)]
+    table = Table("", [*names("name"), TableColumn("value", form=".2f")], rows)
     narrow = shown(30, lambda console: print_table(table, console))
     assert "92.47" in narrow
     assert max(map(len, narrow.splitlines())) <= 30
@@ -88,3 +84,20 @@ def test_a_long_name_wraps_and_numbers_do_not() -> None:
 
 def test_without_a_mask_that_matters_there_is_one_row_of_rates() -> None:
     assert "queries that see it" not in shown(100, lambda console: print_measurement(made_measurement(), console))
+
+
+def test_markdown_has_the_same_cells_and_no_markup_of_theirs() -> None:
+    columns = [*names("a_b"), TableColumn("value", form=",.1f")]
+    table = Table("title", columns, [("<b>|", TableCell(1234.5, "[1, 2]")), ("x\ny", None)])
+    assert markdown(table).splitlines() == [
+        "| a\\_b | value |",
+        "| --- | --- |",
+        "| &lt;b&gt;\\| | 1,234.5 \\[1, 2\\] |",
+        "| x<br>y | – |",
+    ]
+
+
+def test_columns_without_a_value_are_left_out_and_an_infinity_is_said() -> None:
+    columns = [*names("name"), TableColumn("nothing"), TableColumn("ratio", form=".2f")]
+    table = Table("", columns, [("a", None, float("inf")), ("b", TableCell(None), 0.5)]).without_empty_columns()
+    assert [[text for text, _ in row] for row in table.cells()] == [["a", "∞"], ["b", "0.50"]]

@@ -10,15 +10,14 @@ from hellaswag_files import hellaswag_file, sheep_items
 from tiny_models import text_file, tiny_model
 
 from sinklab.experiments.documents import CellEstimate, CellRun, CellSummary, ExperimentSummary
-from sinklab.report.experiments.scatter import against
+from sinklab.report.experiments.figures import against
 
 OWN = """
-kind: measured
 id: asked
 title: "Asked"
 each: model
 cells:
-  hellaswag: {sequences: 4, length: 16, task: {name: hellaswag, items: 5}}
+  hellaswag: {inputs: natural, sequences: 4, length: 16, task: {name: hellaswag, items: 5}}
 columns: [sink_1, accuracy_norm]
 against: [sink_1, accuracy_norm]
 """

@@ -19,7 +19,7 @@ from sinklab.experiments.definition import Experiment, MeasuredCell
 from sinklab.experiments.measured import (
     MeasuredResults,
     measure_experiment,
-    open_model,
+    paper_model,
     paper_rows,
     passes_of,
     published_numbers,
@@ -286,9 +286,9 @@ def test_the_published_number_stands_beside_the_model_that_the_paper_measured_an
     assert published_numbers(swap, "swapped_5", cell, "gpt2-xl") == {"sink_1": 1.44, "sink_5": 57.63}
     assert published_numbers(swap, "swapped_5", cell, "openai-community/gpt2") == {}
     assert paper_rows(swap)["GPT2-XL"]["replaced_30"] == {"sink_1": 10.21, "sink_30": 0.0}
-    assert open_model("gpt2-xl") == open_model("openai-community/gpt2-xl")
-    assert open_model("gpt2-xl") is not None
-    assert open_model("nobody/gpt2-xxl") is None
+    assert paper_model("gpt2-xl") == paper_model("openai-community/gpt2-xl")
+    assert paper_model("gpt2-xl") is not None
+    assert paper_model("nobody/gpt2-xxl") is None
 
 
 def test_angles_are_means_over_the_heads_with_a_sink(data_dir: Path, tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from tiny_models import text_file
 
-from sinklab.commands.terminal.measurement import print_measurement
-from sinklab.commands.terminal.survey import print_comparison
+from sinklab.commands.terminal.results import print_comparison, print_measurement
 from sinklab.commands.terminal.training import print_end
 from sinklab.data.prepare import prepared
 from sinklab.experiments.results import read_numbers
@@ -109,7 +108,7 @@ def test_nothing_else_than_a_ratio_may_be_infinite_and_no_ratio_nan(measured: Me
 def test_the_terminal_the_tables_and_the_report_show_it(
     measured: Measurement, plain: Measurement, tmp_path: Path
 ) -> None:
-    assert "inf" in text_of(print_measurement, measured)
+    assert "∞" in text_of(print_measurement, measured)
     assert measured.columns("layers")["key_norm_ratio"][0] == math.inf
     assert "eval_norm_ratio" not in sink_numbers(measured)
     measured.save(tmp_path / "zeros")
@@ -137,7 +136,7 @@ def test_a_comparison_names_the_models_in_which_it_is_infinite(
         assert row["values"] == {"plain": max(plain.hidden_norm_ratio), "zeros": None}
         assert (row["infinite"], row["differences"]) == (["zeros"], {second: None})
         assert rows["loss"]["infinite"] == []
-        assert "inf" in text_of(print_comparison, comparison)
+        assert "∞" in text_of(print_comparison, comparison)
         write_report([tmp_path / first], tmp_path / first / "report.html")
         assert "∞" in (tmp_path / first / "report.html").read_text()
 

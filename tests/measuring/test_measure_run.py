@@ -10,7 +10,7 @@ from closeness import assert_close, assert_same_rates
 from rich.console import Console
 from trained_run import LENGTH, trained_run
 
-from sinklab.commands.terminal.measurement import print_measurement
+from sinklab.commands.terminal.results import print_measurement
 from sinklab.data.sources.corpora import documents
 from sinklab.data.tokenizers import load_tokenizer
 from sinklab.errors import InputError

@@ -13,12 +13,12 @@ from test_sweep_report import charts_of
 from sinklab.experiments.paper import statements
 from sinklab.report import write_report
 from sinklab.report.collect import collect
+from sinklab.report.experiments.figures import board_figure
 from sinklab.report.experiments.glance import glance
 from sinklab.report.experiments.leaderboard import leaderboard
-from sinklab.report.experiments.origins import origins
 from sinklab.report.experiments.packing import pack_sweep
-from sinklab.report.experiments.scatter import board_figure
-from sinklab.report.experiments.sections import grouped, shown_experiments
+from sinklab.report.experiments.sections import experiment_sections, grouped
+from sinklab.report.experiments.sweeps import origins
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_the_leaderboard_is_drawn_with_softmax_at_no_change_of_loss(sweep_folder
 
 
 def test_experiments_are_confirmatory_exploratory_or_not_run_which_comes_last(sweep_folder: Path) -> None:
-    groups = grouped(shown_experiments(collect([sweep_folder]).sweeps, sweep_folder))
+    groups = grouped(experiment_sections(collect([sweep_folder]).sweeps, sweep_folder))
     assert [(one.key, one.folded, [e.name for e in one.experiments]) for one in groups] == [
         ("confirmatory", False, ["table_4", "table_2"]),
         ("exploratory", False, ["mitigations", "mitigations_retuned"]),
@@ -132,7 +132,7 @@ def test_a_reference_to_a_confirmatory_claim_makes_no_experiment_confirmatory(
     )
     summary["claims"] += [own, {**other, "same_as": "table_4.k_biases_take_the_sink"}]
     (folder / "summary.json").write_text(json.dumps(summary))
-    groups = {one.key: one for one in grouped(shown_experiments(collect([folder]).sweeps, folder))}
+    groups = {one.key: one for one in grouped(experiment_sections(collect([folder]).sweeps, folder))}
     assert "mitigations" in [one.name for one in groups["exploratory"].experiments]
 
 

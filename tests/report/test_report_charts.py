@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 import vl_convert as vlc
 from report_fixtures import HEADS, HOSTILE, LAB, LAYERS, LENGTH, make_lab, make_measurement, make_run, write
+from table_texts import table_texts
 
 from sinklab.errors import InputError
+from sinklab.plots import PlotAxis
 from sinklab.report import charts, theme
+from sinklab.report.charts import OUTLINE, ColourScale, Figure, heatmap, pooled
 from sinklab.report.collect import collect
 from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.export import export_charts
-from sinklab.report.figure import ColourScale, Figure
 from sinklab.report.figures import figures
-from sinklab.report.heatmaps import OUTLINE, heatmap, pooled
-from sinklab.report.importance_figures import uniform_importance
-from sinklab.report.tables import table_of_cells
+from sinklab.report.measurement_figures import uniform_importance
+from sinklab.report.tables import cells_table
 
 
 @pytest.fixture(scope="module")
@@ -150,8 +151,8 @@ def test_what_a_window_dilutes_is_drawn_a_second_time(tmp_path: Path) -> None:
     assert "uniform" in texts(over_all)
     assert "uniform" not in texts(over_visible)  # a window gives uniform attention more than that over all tokens
     assert "(1 + 1/2 + .. + 1/w) / w" in shown["importance-layers"].caption
-    columns, rows = table_of_cells(data)
-    assert rows[0][[name for name, _ in columns].index("Sink₁ visible")] == "21.2"
+    columns, rows = table_texts(cells_table(data))
+    assert rows[0][[name for name, _ in columns].index("Sink₁ visible")] == "21.20"
 
 
 def test_the_heatmap_shows_the_value_of_each_head_on_hover() -> None:
@@ -190,18 +191,23 @@ def test_a_large_matrix_is_thinned_by_means_and_what_is_unknown_stays_out() -> N
 
 
 def test_importance_that_reaches_zero_is_drawn_on_a_linear_scale() -> None:
-    rows = [{"cell": "a", "position": k + 1, "value": value, "runs": 1} for k, value in enumerate([0.5, 0.0, 0.1])]
-    assert "log" not in texts(charts.importance_by_position(rows, ["a"], 0.3))
+    rows = [{"cell": "a", "position": k + 1, "value": value} for k, value in enumerate([0.5, 0.0, 0.1])]
+    position, importance = PlotAxis("Position", "position"), PlotAxis("Importance", "value", scale="auto")
+    assert "log" not in texts(charts.lines(rows, position, importance, order=["a"]))
 
 
 def test_a_sink_rate_of_zero_lies_on_the_ground_of_a_readable_axis() -> None:
-    row = {"cell": "a", "where": "first token", "mean": 0.0, "low": 0.0, "high": 0.0, "runs": 1}
-    assert "1.0" in texts(charts.sink_by_step([row | {"step": 0}, row | {"step": 10}], ["a"], 0.3))
+    rows = [{"cell": "a", "step": step, "mean": 0.0, "low": 0.0, "high": 0.0} for step in (0, 10)]
+    rate = PlotAxis("Sink rate", "mean", at_least=1.0)
+    assert re.search(
+        r"\b1 \|", texts(charts.lines(rows, PlotAxis("Step", "step"), rate, order=["a"], band=("low", "high")))
+    )
 
 
 def test_large_norm_ratios_are_drawn_on_a_logarithmic_scale() -> None:
-    rows = [{"cell": "a", "layer": k, "mean": v, "low": v, "high": v, "runs": 1} for k, v in enumerate([1.0, 3000.0])]
-    assert "log scale" in texts(charts.norm_ratio_by_layer(rows, ["a"]))
+    rows = [{"cell": "a", "layer": k, "mean": value} for k, value in enumerate([1.0, 3000.0])]
+    ratio = PlotAxis("Norm ratio", "mean", scale="auto")
+    assert "log scale" in texts(charts.lines(rows, charts.layer_axis(rows, "Layer"), ratio, order=["a"]))
 
 
 def test_a_hostile_name_is_drawn_as_text(tmp_path: Path) -> None:

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 from report_fixtures import LAB, make_lab, make_measurement, make_run, write
+from table_texts import table_texts
 
 from sinklab.errors import InputError
 from sinklab.report.collect import collect
 from sinklab.report.summary import cell_rows, headline
-from sinklab.report.tables import table_of_cells
+from sinklab.report.tables import cells_table
 
 
 def test_a_lab_directory_gives_its_cells_in_the_order_of_its_summary(tmp_path: Path) -> None:
@@ -28,7 +29,7 @@ def test_folders_named_by_seed_are_one_cell_with_mean_and_spread(tmp_path: Path)
     assert softmax.sink_first.values == pytest.approx((8.6, 8.6 * 1.05, 8.6 * 1.1))
     assert softmax.sink_first.mean == pytest.approx(9.03)
     assert softmax.sink_first.deviation == pytest.approx(0.43)
-    assert "9.0 ± 0.4" in table_of_cells(data)[1][0]
+    assert "9.0 ± 0.4" in table_texts(cells_table(data))[1][0]
 
 
 def test_a_run_in_progress_is_read_up_to_its_half_written_line(tmp_path: Path) -> None:
@@ -38,14 +39,14 @@ def test_a_run_in_progress_is_read_up_to_its_half_written_line(tmp_path: Path) -
     data = collect([run])
     assert data.runs[0].steps_done == 500
     assert data.runs[0].in_progress
-    assert "step 500 of 2000" in table_of_cells(data)[1][0][1]
+    assert "step 500 of 2000" in table_texts(cells_table(data))[1][0][1]
     assert "one run still in progress" in " ".join(headline(data))
 
 
 def test_a_run_that_has_not_evaluated_yet_is_reported_without_numbers(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", reached=0)
     (run / "metrics.jsonl").unlink()
-    columns, rows = table_of_cells(collect([run]))
+    columns, rows = table_texts(cells_table(collect([run])))
     assert [name for name, _ in columns] == ["Cell", "Runs"]
     assert rows == [["softmax", "1 (step 0 of 2000)"]]
 
@@ -99,7 +100,7 @@ def test_folders_inside_a_run_are_not_taken_for_runs(tmp_path: Path) -> None:
 def test_a_sink_on_another_early_position_gets_its_own_column(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", reached=0)
     write(run / "metrics.jsonl", {"step": 100, "sink_rate": [0.0, 4.3, 0.0, 50.0, 100.0]})
-    columns, rows = table_of_cells(collect([run]))
+    columns, rows = table_texts(cells_table(collect([run])))
     assert rows[0][[name for name, _ in columns].index("Sink elsewhere")] == "4.3 at 2"
 
 

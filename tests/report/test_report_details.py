@@ -12,16 +12,15 @@ import vl_convert as vlc
 from report_fixtures import make_measurement
 from rich.console import Console
 
-from sinklab.commands.terminal.measurement import print_measurement
+from sinklab.commands.terminal.results import print_measurement
 from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 from sinklab.report import theme, write_report
+from sinklab.report.charts import Figure, scale_over
 from sinklab.report.collect import collect
-from sinklab.report.figure import Figure
 from sinklab.report.figures import figures
-from sinklab.report.heatmaps import scale_over
 
 LENGTH = 70  # maps of more than 64 positions are thinned
 
@@ -101,10 +100,12 @@ def test_numbers_of_the_figures_stand_as_text_in_the_page(folder: Path, measured
     cosine_first = details.by_layer["cosine_first"]
     assert cosine_first is not None
     page = write_report([folder], out=tmp_path / "page.html").read_text(encoding="utf-8")
-    assert f">{cosine_first[1]:.3g}<" in page
+    cosine_rest = details.by_layer["cosine_rest"]
+    assert cosine_rest is not None
+    assert f">{cosine_first[1]:.3f} / {cosine_rest[1]:.3f}<" in page
     assert f">{details.by_distance.mean((0, 1))[2]:.4f}<" in page
     first = details.secondary_sinks[0]
-    assert f"small: sequence {first.sequence}, position {first.position}" in page
+    assert f"small, sequence {first.sequence}, position {first.position}" in page
 
 
 def test_a_measurement_without_details_has_none_of_these_figures(tmp_path: Path, drawn: dict[str, Figure]) -> None:
@@ -137,5 +138,5 @@ def test_the_terminal_shows_the_details(measured: Measurement) -> None:
     first, rest = (details.by_layer[name] for name in ("cosine_first", "cosine_rest"))
     assert first is not None
     assert rest is not None
-    assert f"{first[0]:.2f} / {rest[0]:.2f}" in out.getvalue()
-    assert f"in {details.secondary_rate:.2f} % of heads" in out.getvalue()
+    assert f"{first[0]:.3f} / {rest[0]:.3f}" in out.getvalue()
+    assert f"in {details.secondary_rate:.2f} % of heads" in " ".join(out.getvalue().split())

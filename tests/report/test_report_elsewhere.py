@@ -12,15 +12,13 @@ from rich.console import Console
 from sweep_fixtures import make_sweep
 
 from sinklab.commands.console import describe
-from sinklab.commands.terminal.experiments import print_summary
-from sinklab.commands.terminal.measured import print_measured
-from sinklab.commands.terminal.report import compared_table
-from sinklab.commands.terminal.runs import runs_table
+from sinklab.commands.terminal.results import print_report, print_summary
+from sinklab.commands.terminal.training import print_runs
 from sinklab.experiments.documents import CellSummary, Summary
 from sinklab.measuring.statistics.highest import highest_rate, sink_elsewhere
 from sinklab.report.collect import collect
 from sinklab.report.experiments.leaderboard import leaderboard
-from sinklab.report.experiments.sections import shown_experiments
+from sinklab.report.experiments.sections import experiment_sections
 from sinklab.report.runs import ListedRun
 
 MOVED: list[float | None] = [0.4, 76.8, 3.0, 0.0, 0.0, 100.0]
@@ -60,9 +58,8 @@ def test_the_tables_of_experiments_say_where_the_sink_is_beside_the_first_tokens
     [sweep] = collect([sweep_folder]).sweeps
     summary: Summary = sweep.summary
     texts = [
-        printed(lambda console: console.print(compared_table(sweep, "table_4"))),
+        printed(lambda console: print_report(collect([sweep_folder]), console)),
         printed(lambda console: print_summary(summary, ["table_4"], console)),
-        printed(lambda console: print_measured(summary, console)),
     ]
     for text in texts:
         assert SAID in line_of(text, "sink_token")
@@ -71,10 +68,10 @@ def test_the_tables_of_experiments_say_where_the_sink_is_beside_the_first_tokens
 
 def test_so_do_the_page_and_the_leaderboard(sweep_folder: Path) -> None:
     [sweep] = collect([sweep_folder]).sweeps
-    section = next(one for one in shown_experiments([sweep], sweep_folder) if one.name == "table_4")
-    rows = {name: [number.spread for number in numbers] for name, numbers in section.rows}
-    assert [spread.endswith(SAID) for spread in rows["sink_token"]].count(True) == 1
-    assert not any("at position" in spread for spread in rows["softmax"])
+    section = next(one for one in experiment_sections([sweep], sweep_folder) if one.name == "table_4")
+    rows = {name: [cell.note for _, cell in cells] for (name, _), *cells in section.table.cells()}
+    assert [note.endswith(f"({SAID})") for note in rows["sink_token"]].count(True) == 1
+    assert not any("at position" in note for note in rows["softmax"])
     board = leaderboard(sweep)
     assert board is not None
     column = [one.title for one in board.columns].index("Sink₁")
@@ -96,4 +93,4 @@ def test_so_do_the_lines_of_a_run_and_the_list_of_runs(tmp_path: Path) -> None:
     row = evaluation(100, 100, (18.0, None, 2.0, 3.0), np.random.default_rng(0)) | {"sink_rate": MOVED}
     assert f"Sink_1 0.4 % ({SAID})" in describe(row)
     listed = ListedRun("runs/a", "done", steps=100, sink_rate=0.4, sink_elsewhere=SAID)
-    assert f"0.4 ({SAID})" in printed(lambda console: console.print(runs_table([listed])))
+    assert f"0.4 ({SAID})" in printed(lambda console: print_runs([listed], console))

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 from report_fixtures import make_measurement, make_run
+from table_texts import table_texts
 
 from sinklab.errors import InputError
 from sinklab.report.collect import collect
 from sinklab.report.grouping import changes
 from sinklab.report.summary import cell_rows, headline
-from sinklab.report.tables import table_of_cells
+from sinklab.report.tables import cells_table
 from sinklab.train.recipe import load_recipe
 
 RESOLVED = ["model.vocab_size=1024"]
@@ -37,7 +38,7 @@ def test_three_runs_that_differ_in_their_seed_are_one_cell_with_its_spread(given
     assert biased.seeds == 3
     assert biased.sink_first is not None
     assert len(set(biased.sink_first.values)) == 3
-    assert any(biased.sink_first.text(1) in row for row in table_of_cells(data)[1])
+    assert any(biased.sink_first.text(1) in row for row in table_texts(cells_table(data))[1])
     assert "±" in biased.sink_first.text(1)
     assert "Two models trained" in headline(data)[0]
 

@@ -48,7 +48,7 @@ def lab_page(tmp_path_factory: pytest.TempPathFactory) -> Page:
 
 def test_the_page_says_what_was_done_and_how_each_claim_came_out(lab_page: Page) -> None:
     assert "Three models trained for 2,000 steps" in lab_page.text
-    badges = [a["class"] for tag, a in lab_page.elements if tag == "li"]
+    badges = [a["class"] for tag, a in lab_page.elements if tag == "li" and "class" in a]
     assert badges == ["reproduced", "contradicted", "inconclusive"]
     assert "bias 21.9 %, first token 0.0 %" in lab_page.text
 
@@ -82,10 +82,10 @@ def test_the_page_shows_ablations_and_propositions_where_there_are_some(tmp_path
     }
     measured.model_copy(update=found).save(tmp_path / "model")
     page = Page(write_report([tmp_path / "model"]).read_text(encoding="utf-8"))
-    assert "mask_first:4 2.500 3.250 +0.750 12.5 0.0" in page.text
-    assert f"mask_first:4: four keys hidden {HOSTILE}; targets from 6 on." in page.text
+    assert "mask_first:4 2.5000 3.2500 +0.7500 12.50 0.00" in page.text
+    assert f"mask_first:4: four keys hidden {HOSTILE}; targets from position 6 on." in page.text
     assert "none 2.0e-07 1.0e-07 – holds" in page.text
-    assert "Ablations: what the loss becomes" not in lab_page.text
+    assert "Ablations:" not in lab_page.text
 
 
 def test_the_page_shows_the_notes_and_the_row_sums_of_a_measurement(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_reading_and_the_terminal_work_without_the_chart_libraries() -> None:
     program = (
         "import sys; sys.modules['altair'] = sys.modules['vl_convert'] = None\n"
         "import sinklab, sinklab.report, sinklab.report.collect, sinklab.report.summary\n"
-        "import sinklab.commands.terminal.report\n"
+        "import sinklab.commands.terminal.results\n"
         "import importlib.util\n"
         "if importlib.util.find_spec('sinklab.commands.app'): import sinklab.commands.app\n"
     )

@@ -3,7 +3,7 @@
 import pytest
 
 from sinklab.experiments.documents import CellEstimate, CellSummary
-from sinklab.report.length_figures import length_figure
+from sinklab.report.figures import length_figure
 
 
 def cell(eps: float, length: int, low: float | None = None) -> CellSummary:

@@ -6,10 +6,11 @@ from pathlib import Path
 from report_fixtures import make_lab, make_measurement, make_run
 from rich.console import Console
 
-from sinklab.commands.terminal.report import print_report, sparkline
+from sinklab.commands.terminal.results import print_report
 from sinklab.measuring.measurement import Measurement
 from sinklab.report.collect import collect
 from sinklab.report.data import ReportData
+from sinklab.report.tables import sparkline
 
 
 def printed(data: ReportData, width: int = 140) -> str:
@@ -43,13 +44,16 @@ def test_a_name_cannot_steer_the_terminal_or_its_markup(tmp_path: Path) -> None:
     assert "\x1b" not in text
 
 
-def test_a_narrow_terminal_keeps_the_cells_and_their_sinks_and_drops_the_last_columns(tmp_path: Path) -> None:
+def test_a_narrow_terminal_has_the_last_columns_below_with_the_cells_once_more(tmp_path: Path) -> None:
     data = collect([make_lab(tmp_path / "lab")])
     text = printed(data, width=60)
-    for kept in ("sigmoid", "8.6", "21.9"):
+    wide = printed(data, width=200)
+    for kept in ("8.6", "21.9", "seconds"):
         assert kept in text
-    assert "seconds" not in text
-    assert "seconds" in printed(data, width=140)
+        assert kept in wide
+    rows = [[line for line in shown.splitlines() if line.startswith("  sigmoid")] for shown in (text, wide)]
+    assert len(rows[0]) > len(rows[1]) == 1
+    assert max(len(line) for line in text.splitlines() if "─" in line) <= 60
 
 
 def test_a_sparkline_rises_with_its_values_and_is_thinned_to_its_width() -> None:

@@ -12,16 +12,17 @@ import pytest
 from report_fixtures import make_lab
 from rich.console import Console
 from sweep_fixtures import CELLS, EXPERIMENTS, MadeCell, make_sweep
+from table_texts import table_texts
 from test_report_html import Page
 
-from sinklab.commands.terminal.report import print_report
+from sinklab.commands.terminal.results import print_report
 from sinklab.errors import InputError
 from sinklab.experiments.documents import ExperimentSummary
 from sinklab.report import write_report
 from sinklab.report.collect import collect
-from sinklab.report.experiments.comparison import compared
+from sinklab.report.experiments.figures import ordered
 from sinklab.report.experiments.leaderboard import leaderboard
-from sinklab.report.experiments.ordering import ordered
+from sinklab.report.experiments.tables import experiment_table
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 
@@ -224,11 +225,14 @@ def test_the_leaderboard_has_every_mitigation_with_its_loss_at_the_best_learning
 
 
 def test_a_cell_that_trained_is_compared_with_what_the_paper_says_of_it(sweep_folder: Path) -> None:
-    table = compared(collect([sweep_folder]).sweeps[0], "table_6")
-    cells = {cell.name: cell for cell in table.cells}
-    assert (cells["elu1_normalised"].failed, cells["elu1_normalised"].trained_there) == (3, False)
-    assert cells["softmax"].paper["sink_1"] == 18.18
-    assert cells["softmax"].seeds == "3"
+    sweep = collect([sweep_folder]).sweeps[0]
+    experiment = sweep.experiments["table_6"]
+    columns, rows = table_texts(experiment_table(experiment, sweep.cells_of(experiment)))
+    cells = {row[0]: dict(zip([title for title, _ in columns], row, strict=True)) for row in rows}
+    assert cells["elu1_normalised"]["Seeds"] == "0 of 3 three runs failed"
+    assert cells["elu1_normalised"]["the paper’s"] == "did not train"
+    assert "18.18" in rows[[row[0] for row in rows].index("softmax")]
+    assert cells["softmax"]["Seeds"] == "3"
 
 
 def test_runs_of_several_experiments_are_not_listed_a_second_time(sweep_folder: Path) -> None:

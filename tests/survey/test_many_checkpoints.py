@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers as hf
 from conftest import Run
+from table_texts import table_texts
 from tiny_models import text_file, tiny_model
 from trained_run import LENGTH, trained_run
 
@@ -18,7 +19,7 @@ from sinklab.report import write_report
 from sinklab.report.collect import collect
 from sinklab.report.figures import figures
 from sinklab.report.summary import headline
-from sinklab.report.tables import table_of_cells
+from sinklab.report.tables import cells_table
 from sinklab.survey.checkpoints import measure_checkpoints, saved_models, step_in
 from sinklab.survey.items import Listener
 from sinklab.survey.request import Request
@@ -220,9 +221,9 @@ def test_the_report_has_the_curve_with_the_step_on_the_axis(training: Path, text
     measure_checkpoints(str(training), [], text, SMALL, out=tmp_path / "out")
     data = collect([tmp_path / "out"])
     assert headline(data)[0].startswith("growing at three checkpoints")
-    columns, rows = table_of_cells(data)
+    columns, rows = table_texts(cells_table(data))
     assert columns[0] == ("Checkpoint", "after the step")
-    assert [row[0] for row in rows] == ["step_20", "step_100", "step_3000"]
+    assert [row[0].split()[0] for row in rows] == ["step_20", "step_100", "step_3000"]
     drawn = {figure.key: figure for figure in figures(data, width=600)}
     curve = drawn["checkpoints-0"].charts[0].to_dict()["layer"][0]
     assert curve["encoding"]["x"]["field"] == "step"
@@ -231,7 +232,7 @@ def test_the_report_has_the_curve_with_the_step_on_the_axis(training: Path, text
     assert drawn["checkpoint-layers-0"].scale is not None
     page = write_report([tmp_path / "out"]).read_text(encoding="utf-8")
     assert 'id="chart-checkpoints-0-0"' in page
-    assert "When the sink comes" in page
+    assert "When the sink emerges" in page
 
 
 def test_the_command_ends_in_a_table_a_document_and_a_report(
@@ -241,7 +242,7 @@ def test_the_command_ends_in_a_table_a_document_and_a_report(
     call = ("measure", training, "--by-checkpoint", "--text", text, "--sequences", "3", "--length", "8", "--out", "out")
     status, out, err = run(*call)
     assert status == 0, err
-    assert all(word in out for word in ("growing while it was trained", "checkpoint-3000", "3,000", "Sink_1"))
+    assert all(word in out for word in ("growing at", "checkpoints", "checkpoint-3000", "3,000", "Sink₁"))
     status, out, err = run(*call, "--json")
     assert json.loads(out) == json.loads((tmp_path / "out" / "checkpoints.json").read_text())
     assert "step_20: Sink_1" in err

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from table_texts import table_texts
 from tiny_models import text_file, tiny_model
 
 from sinklab.errors import InputError
@@ -15,7 +16,7 @@ from sinklab.opening import model_files
 from sinklab.report import write_report
 from sinklab.report.collect import collect
 from sinklab.report.summary import headline
-from sinklab.report.tables import table_of_cells
+from sinklab.report.tables import cells_table
 from sinklab.survey.domains import domain_files, measure_domains
 from sinklab.survey.items import Listener
 from sinklab.survey.request import Request
@@ -133,7 +134,7 @@ def test_the_report_names_the_model_and_its_domains_and_says_how_many_sequences(
 ) -> None:
     measure_domains(model, texts, SMALL, out=tmp_path / "out")
     data = collect([tmp_path / "out"])
-    columns, rows = table_of_cells(data)
+    columns, rows = table_texts(cells_table(data))
     assert columns[0][0] == "Domain"
     place = [name for name, _ in columns].index("Sequences")
     assert [(row[0], row[place]) for row in rows] == [("alpha", "4"), ("beta", "4"), ("small", "2")]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
+from table_texts import table_texts
 from tiny_models import text_file, tiny_model
 
 from sinklab.errors import InputError
@@ -14,7 +15,7 @@ from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options, Study
 from sinklab.report import write_report
 from sinklab.report.collect import collect
-from sinklab.report.tables import table_of_cells
+from sinklab.report.tables import cells_table
 from sinklab.survey.families import measure_families, published
 from sinklab.survey.items import Listener
 from sinklab.survey.open_models import families, models_of
@@ -129,7 +130,7 @@ def test_a_broken_and_a_missing_model_do_not_stop_the_others(models_dir: Path, t
     assert (xl["published"], xl["source"], xl["sink_1"]) == (77.0, "table 1", xl["measurement"]["sink_rate"][0])
     assert document["models"]["openai-community/gpt2"]["published"] is None
 
-    columns, rows = table_of_cells(collect([tmp_path]))
+    columns, rows = table_texts(cells_table(collect([tmp_path])))
     place = [name for name, _ in columns].index("Published")
     assert [(row[0], row[place]) for row in rows] == [
         ("openai-community/gpt2", "–"),

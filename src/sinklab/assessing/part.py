@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.text import AssessText
 from sinklab.models.adapter import Adapter
+from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
 
 GROWTH = "Loss above the unchanged model's (nats per token)"
@@ -80,30 +81,6 @@ class PartNumber:
     label: str
     column: tuple[str, str] | None = None
     explained: str = ""
-
-
-@dataclass(frozen=True)
-class PlotAxis:
-    """An axis of a figure.
-
-    Attributes:
-        title: with its unit.
-        field: of the rows.
-        short: title in a tooltip.
-        order: the values of a categorical axis; None for a number line.
-        log, zero: whether a number line is logarithmic, and whether it includes 0.
-        domain: its ends, where they are fixed.
-        format: of its labels, in d3's notation.
-    """
-
-    title: str
-    field: str
-    short: str
-    order: Sequence[str] | Sequence[float] | None = None
-    log: bool = False
-    zero: bool = True
-    domain: tuple[float, float] | None = None
-    format: str | None = None
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ def interventions(as_json: Json = False) -> None:
     """List everything a recipe can change: keys, legal values, defaults, and the values that change nothing."""
     from dataclasses import asdict
 
-    from sinklab.commands.terminal.interventions import print_catalogue
+    from sinklab.commands.terminal.experiments import print_catalogue
     from sinklab.interventions.catalogue import catalogue
 
     rows = catalogue()
@@ -197,7 +197,7 @@ def report(
     ] = None,
 ) -> None:
     """(Re)draw report.html from the results on disk; runs may be in progress."""
-    from sinklab.commands.terminal.report import print_report
+    from sinklab.commands.terminal.results import print_report
     from sinklab.report import write_report
     from sinklab.report.collect import collect
 
@@ -266,15 +266,14 @@ def runs(
     """
     from dataclasses import asdict
 
-    from sinklab.commands.tables import print_table
-    from sinklab.commands.terminal.runs import runs_table
+    from sinklab.commands.terminal.training import print_runs
     from sinklab.report.runs import list_runs
 
     found = list_runs(directories)
     if as_json:
         print(json.dumps([asdict(run) for run in found], indent=2))
     else:
-        print_table(runs_table(found), Console())
+        print_runs(found, Console())
 
 
 data_app.command("prepare")(data.prepare)

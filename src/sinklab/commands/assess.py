@@ -41,7 +41,7 @@ def assess(
     Example: sinklab assess runs/tiny-0 --text stories.txt --parts streaming,quantisation --out runs/tiny-0/assess
     """
     from sinklab.assessing.running import assess as assess_model
-    from sinklab.commands.terminal.assess import print_assessment
+    from sinklab.commands.terminal.results import print_assessment
 
     console = stderr()
 

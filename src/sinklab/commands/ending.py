@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import typer
 from rich.console import Console
 
-from sinklab.commands.terminal.text import printable
+from sinklab.commands.terminal.tables import printable
 from sinklab.errors import SinklabError, is_out_of_memory
 from sinklab.files import FULL
 from sinklab.signals import (

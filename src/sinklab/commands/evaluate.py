@@ -42,7 +42,7 @@ def evaluate(
 
     Example: sinklab eval runs/tiny-0 --tasks hellaswag --limit 200 --data hellaswag_val.jsonl.gz
     """
-    from sinklab.commands.terminal.evaluate import print_scores
+    from sinklab.commands.terminal.results import print_scores
     from sinklab.evaluating.running import evaluate_model
     from sinklab.opening import is_run
 

@@ -12,13 +12,13 @@ from rich.console import Console
 
 from sinklab.commands.survey_progress import SurveyProgress
 from sinklab.commands.terminal.bars import StepProgress
-from sinklab.commands.terminal.measurement import print_measurement
-from sinklab.commands.terminal.parity import print_parity
-from sinklab.commands.terminal.survey import (
+from sinklab.commands.terminal.results import (
     print_checkpoints,
     print_comparison,
     print_domains,
     print_families,
+    print_measurement,
+    print_parity,
     print_sizes,
 )
 from sinklab.errors import InputError, SinklabError, UnsavedError

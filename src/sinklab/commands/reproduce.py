@@ -218,7 +218,7 @@ def _run(request: "SweepRequest", as_json: bool) -> None:
         Exit: with status 1, some runs failed that should not have.
     """
     from sinklab.commands.sweeping import sweep
-    from sinklab.commands.terminal.experiments import print_summary
+    from sinklab.commands.terminal.results import print_summary
     from sinklab.outputs import REPORT
 
     console = stderr()

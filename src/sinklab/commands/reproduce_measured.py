@@ -8,7 +8,8 @@ from rich.console import Console
 
 from sinklab.commands.ending import stderr
 from sinklab.commands.survey_progress import SurveyProgress
-from sinklab.commands.terminal.measured import print_measured, print_passes
+from sinklab.commands.terminal.experiments import print_passes
+from sinklab.commands.terminal.results import print_summary
 from sinklab.data.sources.corpora import documents
 from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.definition import Experiment
@@ -94,7 +95,7 @@ def reproduce_measured(
         print(json.dumps(written[0] if len(written) == 1 else written, indent=2))
     else:
         for one in done:
-            print_measured(one.summary(), Console())
+            print_summary(one.summary(), [one.experiment.id], Console())
     for place in places.values():
         if any(place.rglob("measurement.json")):
             console.print(f"report: {write_report([place])}", highlight=False, soft_wrap=True)

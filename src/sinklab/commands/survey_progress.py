@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from sinklab.commands.terminal.bars import Clock, Lines, bars
-from sinklab.commands.terminal.text import printable
+from sinklab.commands.terminal.tables import printable
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.highest import elsewhere_text, in_brackets
 from sinklab.survey.items import Listener

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
+from sinklab import display
 from sinklab.errors import InputError
 from sinklab.files import parse_json, write_json, written_aside
 from sinklab.measuring.activations import MassiveActivation
@@ -196,11 +197,9 @@ class Measurement(WithArrays):
         """An Altair chart: importance of the first token by head, of every position by layer or in all, or the norms.
 
         Raises:
-            InputError: there is no such chart, or altair is not installed.
+            InputError: there is no such chart.
         """
-        from sinklab.commands.notebook import chart
-
-        return chart(self, what)
+        return display.chart(self, what)
 
     def sink_rate_of_heads(self) -> np.ndarray:
         """Percent of the sequences in which alpha of position 1 is above eps (L, H); their mean is Sink_1."""
@@ -286,10 +285,8 @@ class Measurement(WithArrays):
         write_parquet(self.columns(table), Path(path))
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        from sinklab.commands.notebook import html
-
-        return html(self)
+        """Its tables, for notebooks."""
+        return display.html(self)
 
     @classmethod
     def load(cls, folder: Path | str) -> "Measurement":

@@ -1,195 +1,487 @@
-"""The charts, one function each: plain rows in, an Altair chart out.
+"""Figures and the four primitives that draw them: lines, dots, scatter and heatmap, from plain rows to Altair charts.
 
-No function here reads a file or knows what a run is. A row is a dict; `cell` is the name that fixes its colour.
-Positions are 1-based, as a person reads them. Names are data, never parts of an expression or a field name,
-so that no text from a model or a file can be taken for code.
+No function here reads a file or knows what a run is. A row is a dict. Names are data, never parts of an expression or a
+field name, so that no text from a model or a file can be taken for code. Positions and layers count from 1.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import altair as alt
+import numpy as np
 
+from sinklab.plots import PlotAxis
 from sinklab.report import theme
+from sinklab.tables import Table
 
 ChartRows = Sequence[Mapping[str, Any]]
 Width = int | str
 Drawing = alt.LayerChart | alt.FacetChart
+Tip = tuple[str, str, str]
+"""A further field in a tooltip with its title and format; of an empty format a text."""
+Channel = TypeVar("Channel", alt.X, alt.Y)
 
-HEIGHT = 260
+HEIGHT, SHORT, ROW_HEIGHT = 260, 220, 26
+WIDE = 30
+"""A quantity that spans more than this factor is drawn on a logarithmic scale where that is left to the data."""
+DASHES = ([1, 0], [6, 4], [2, 3], [8, 3, 2, 3])
+OURS, PAPER = theme.PALETTE[0], theme.PALETTE[1]
+OUTLINE = "#FF2D87"
+UNIFORM = "uniform"
 
 
-def sink_by_step(rows: ChartRows, cells: Sequence[str], eps: float, width: Width = 640) -> Drawing:
-    """Sink rate against training step.
+@dataclass(frozen=True)
+class ColourScale:
+    """The colour scale that a figure's heatmaps share.
 
-    Args:
-        rows: `cell, where, step, mean, low, high, runs`; `where` names the position the rate is taken at,
-            `mean, low, high` are percent of heads over the seeds.
+    Attributes:
+        what: the quantity, as the reader sees it beside the scale.
+        low, high: its ends.
+        outlined: cells above this value, the threshold ε, get an outline; None for no outlines.
+        diverging: whether the middle of the scale has a meaning (a cosine of zero).
+        references: values that are marked on the scale: those of uniform attention.
     """
-    places = list(dict.fromkeys(row["where"] for row in rows))
-    dashes = [[1, 0], [6, 4], [2, 3], [8, 3, 2, 3]]
-    dash = alt.StrokeDash(
-        "where:N",
-        title=None,
-        scale=alt.Scale(domain=places, range=[dashes[i % len(dashes)] for i in range(len(places))]),
-        legend=legend(columns=2) if len(places) > 1 else None,
-    )
-    return _curves(rows, cells, f"Sink rate (percent of heads, ε = {eps:g})", width, "percent", dash)
+
+    what: str
+    low: float
+    high: float
+    outlined: float | None = None
+    diverging: bool = False
+    references: tuple[float, ...] = ()
+
+    def place(self, value: float) -> float:
+        """The position of a value on the scale, in percent of its length."""
+        return 100 * (value - self.low) / (self.high - self.low)
 
 
-def loss_by_step(rows: ChartRows, cells: Sequence[str], width: Width = 640) -> Drawing:
-    """Validation loss (solid) and training loss (dashed) against step; rows as in `sink_by_step`, in nats."""
-    dash = alt.StrokeDash(
-        "where:N",
-        title=None,
-        scale=alt.Scale(domain=["validation", "training"], range=[[1, 0], [3, 3]]),
-        legend=legend(columns=2),
-    )
-    return _curves(rows, cells, "Loss (nats per token)", width, "loss", dash, zero=False)
+@dataclass(frozen=True)
+class Figure:
+    """One or more charts under one title.
+
+    Attributes:
+        key: names its files and its place in the page.
+        caption: what is shown and how it was computed.
+        scale: the colour scale that its charts share, None where they have none; such charts are small and side by
+            side.
+        small: whether its charts are side by side without a shared scale.
+        table: the same numbers as text.
+    """
+
+    key: str
+    title: str
+    caption: str
+    charts: list[Drawing]
+    scale: ColourScale | None = None
+    small: bool = False
+    table: Table | None = None
 
 
-def _curves(
+def lines(
     rows: ChartRows,
-    cells: Sequence[str],
+    x: PlotAxis,
+    y: PlotAxis,
+    colour: str | None = "cell",
+    order: Sequence[str] | None = None,
+    *,
+    dash: str | None = None,
+    apart: Sequence[str] = (),
+    band: tuple[str, str] | None = None,
+    reference: float | None = None,
+    curves: ChartRows = (),
+    tips: Sequence[Tip] = (),
+    width: Width = 640,
+    height: int = HEIGHT,
+    title: str | None = None,
+) -> Drawing:
+    """A line per value of `colour`, `dash` and `apart`, with points and a band; a click on the legend singles one out.
+
+    Args:
+        rows: with the fields of all of these and of the axes.
+        colour: the field that fixes the colour; None for a single line.
+        order: the values of `colour`, in the order of the palette; None for numbers on a sequential scale.
+        apart: further fields of which each value has a line of its own, drawn thinner.
+        band: fields of its lower and upper end.
+        reference: a dashed horizontal line.
+        curves: rows `x.field`, `y.field` and `of` of dashed grey curves.
+    """
+    fields = [y.field, *(band or ())]
+    across = _channel(alt.X, x, rows, [x.field])
+    up = _channel(alt.Y, y, [*rows, *curves], fields)
+    base = alt.Chart(alt.Data(values=list(rows))).encode(x=across, y=up)
+    if colour is not None:
+        base = base.encode(color=colour_of(order, colour))
+    shown: Any = {"opacity": alt.value(0.75)} if apart else {}
+    chosen = (
+        alt.selection_point(fields=[colour], bind="legend", name="chosen") if colour and len(order or ()) > 1 else None
+    )
+    if chosen is not None:
+        shown = {"opacity": alt.condition(chosen, alt.value(0.75 if apart else 1.0), alt.value(0.12))}
+    detail = [f"{field}:N" for field in apart]
+    layers: list[alt.Chart] = [*_rules(reference, "y")]
+    if curves:
+        gray = alt.Chart(alt.Data(values=list(curves))).encode(x=across, y=up, detail="of:N")
+        said = [_tip("of", "", ""), _tip(x.field, x.name, x.precision), _tip(y.field, y.name, y.precision)]
+        layers.append(gray.mark_line(**_DASHED).encode(tooltip=said))
+    if band is not None:
+        spread = base.encode(
+            y=_channel(alt.Y, y, rows, fields, band[0]), y2=f"{band[1]}:Q", detail=[*detail, *_dashed(dash)]
+        )
+        faint = alt.value(0.16) if chosen is None else alt.condition(chosen, alt.value(0.16), alt.value(0.02))
+        layers.append(spread.mark_area(strokeWidth=0).encode(opacity=faint))
+    drawn = base.mark_line(strokeWidth=1.4 if apart else 2).encode(detail=detail, **shown)
+    if dash is not None:
+        places = list(dict.fromkeys(row[dash] for row in rows))
+        drawn = drawn.encode(
+            strokeDash=alt.StrokeDash(
+                f"{dash}:N",
+                title=None,
+                scale=alt.Scale(domain=places, range=[DASHES[at % len(DASHES)] for at in range(len(places))]),
+                legend=legend(2) if len(places) > 1 else None,
+            )
+        )
+    told = [_tip(field, field, "") for field in (colour, *_only(dash), *apart) if field]
+    told += [_tip_of(x), _tip_of(y), *(_tip(*tip) for tip in tips)]
+    points = base.mark_point(size=18 if apart else 32).encode(tooltip=told, detail=[*detail, *_dashed(dash)], **shown)
+    layers += [drawn, points if chosen is None else points.add_params(chosen)]
+    return _titled(alt.layer(*layers).properties(width=width, height=height), title)
+
+
+def scatter(
+    rows: ChartRows,
+    x: PlotAxis,
+    y: PlotAxis,
+    colour: str,
+    order: Sequence[str],
+    *,
+    join: str | None = None,
+    label: str | None = None,
+    published: ChartRows = (),
+    reference: float | None = None,
+    tips: Sequence[Tip] = (),
+    width: Width = 640,
+) -> Drawing:
+    """A point per row; where y is categorical, a row of points for each of its values.
+
+    Args:
+        rows: with the fields of the axes, of `colour`, `join` and `label`; `FIELD_low` and `FIELD_high` beside that of
+            an axis are the ends of a line through the point.
+        join: the field whose values join points by a line.
+        label: the field with a text beside each point.
+        published: rows that are open diamonds.
+        reference: a dashed line at this value of y; of x where y is categorical.
+    """
+    both = [*rows, *published]
+    ends_x, ends_y = ([axis.field, f"{axis.field}_low", f"{axis.field}_high"] for axis in (x, y))
+    across, up = _channel(alt.X, x, both, ends_x), _channel(alt.Y, y, both, ends_y)
+    base = alt.Chart(alt.Data(values=list(rows))).encode(x=across, y=up)
+    coloured = base.encode(color=colour_of(order, colour) if len(order) > 1 else alt.value(OURS))
+    told = [
+        *(_tip(*tip) for tip in tips if not tip[2]),
+        _tip_of(x),
+        _tip_of(y),
+        *(_tip(*tip) for tip in tips if tip[2]),
+    ]
+    if len(order) > 1:
+        told.insert(0, _tip(colour, colour, ""))
+    layers: list[alt.Chart] = [*_rules(reference, "x" if y.order is not None else "y")]
+    if join is not None:
+        joined: Any = colour_of(order, colour) if join == colour else alt.value("currentColor")
+        layers.append(base.mark_line(strokeWidth=1.2).encode(detail=f"{join}:N", opacity=alt.value(0.4), color=joined))
+    if any(f"{x.field}_low" in row for row in rows):
+        layers.append(
+            coloured.mark_rule(opacity=0.5).encode(
+                x=_channel(alt.X, x, both, ends_x, f"{x.field}_low"), x2=f"{x.field}_high:Q"
+            )
+        )
+    if any(f"{y.field}_low" in row for row in rows):
+        layers.append(
+            coloured.mark_rule(opacity=0.5).encode(
+                y=_channel(alt.Y, y, both, ends_y, f"{y.field}_low"), y2=f"{y.field}_high:Q"
+            )
+        )
+    layers.append(coloured.mark_point(size=56, filled=True, opacity=0.9).encode(tooltip=told))
+    if published:
+        paper = alt.Chart(alt.Data(values=list(published))).encode(x=across, y=up, color=colour_of(order, colour))
+        layers.append(paper.mark_point(shape="diamond", **_OPEN).encode(tooltip=told))
+    if label is not None:
+        layers.append(coloured.mark_text(align="left", dx=8, dy=-8).encode(text=f"{label}:N"))
+    height = HEIGHT if y.order is None else alt.Step(ROW_HEIGHT)
+    return alt.layer(*layers).properties(width=width, height=height)
+
+
+@dataclass(frozen=True)
+class Dots:
+    """The rows of a `dots` chart.
+
+    Attributes:
+        cells: in the order to be shown.
+        labels: of the cells, as `at` in the rows.
+        seeds: rows `cell, at, seed, value, run, link`.
+        middles: rows `cell, at, never_reached`, and `median`, `smallest`, `largest` where there are such; where seeds
+            never reached the step that is asked for, `beyond`, the largest that did: an arrow points beyond it.
+        paper: rows `cell, at, value`.
+        decimals: that a value has.
+    """
+
+    cells: Sequence[str]
+    labels: Sequence[str]
+    seeds: ChartRows
+    middles: ChartRows
+    paper: ChartRows
+    decimals: int
+
+
+_FIELDS = ("value", "median", "smallest", "largest")
+_SEEDS, _MIDDLES, _PAPER = (alt.NamedData(name) for name in ("seeds", "middles", "paper"))
+"""The rows are put beside the layers, which Altair copies again and again while it builds them."""
+
+
+def dots(
+    shown: Dots, values: PlotAxis, varied: str | None = None, *, width: Width = 420, label_width: int = 150
+) -> Drawing:
+    """Seeds of each cell as points, with their median, smallest and largest, and the paper's number as a diamond.
+
+    Args:
+        varied: what is varied from cell to cell, where they have an order: then they run from left to right, the
+            medians joined; else each cell is a row.
+        label_width: pixels for the names of cells.
+    """
+    upright = varied is not None
+    everything = [*shown.seeds, *shown.middles, *shown.paper]
+    named = PlotAxis(varied or "", "at" if upright else "cell", order=shown.labels if upright else shown.cells)
+
+    def placed(mark: alt.Chart, field: str, end: str | None = None) -> alt.Chart:
+        if upright:
+            mark = mark.encode(x=_channel(alt.X, named, [], []), y=_channel(alt.Y, values, everything, _FIELDS, field))
+            return mark if end is None else mark.encode(y2=end)
+        cell = _channel(alt.Y, named, [], [], label_width=label_width)
+        mark = mark.encode(x=_channel(alt.X, values, everything, _FIELDS, field), y=cell)
+        return mark if end is None else mark.encode(x2=end)
+
+    layers: list[alt.Chart] = []
+    if upright and shown.paper:
+        layers.append(placed(alt.Chart(_PAPER).mark_line(strokeWidth=1.2, strokeDash=[4, 3], color=PAPER), "value"))
+    if upright and _have(shown, "median"):
+        layers.append(placed(alt.Chart(_MIDDLES).mark_line(strokeWidth=1.8, color=OURS), "median"))
+    if _have(shown, "smallest"):
+        rule = alt.Chart(_MIDDLES).mark_rule(strokeWidth=2, opacity=0.55, color=OURS)
+        layers.append(placed(rule.transform_filter("isValid(datum.smallest)"), "smallest", "largest:Q"))
+    form = f",.{shown.decimals}f"
+    if _have(shown, "median"):
+        said = [("median", "median over seeds", form), ("smallest", "smallest", form), ("largest", "largest", form)]
+        tick = alt.Chart(_MIDDLES).mark_tick(thickness=2.5, size=15, color=OURS)
+        layers.append(_said(placed(tick.transform_filter("isValid(datum.median)"), "median"), said))
+    if _have(shown, "beyond"):
+        shape = "triangle-up" if upright else "triangle-right"
+        arrow = alt.Chart(_MIDDLES).mark_point(shape=shape, size=90, filled=True, opacity=1, color=OURS)
+        arrow = placed(arrow.transform_filter("isValid(datum.beyond)"), "beyond")
+        layers.append(_said(arrow, [("never_reached", "seeds that did not get there", "d")]))
+    if shown.paper:
+        diamond = alt.Chart(_PAPER).mark_point(shape="diamond", color=PAPER, **_OPEN)
+        layers.append(_said(placed(diamond, "value"), [("value", "the paper's", f",.{max(shown.decimals, 2)}f")]))
+    if shown.seeds:
+        point = alt.Chart(_SEEDS).mark_point(size=38, opacity=0.85, color=OURS, cursor="pointer").encode(href="link:N")
+        offset = alt.Scale(domain=[-4, 4] if upright else [-2, 2])
+        if upright:
+            point = point.encode(xOffset=alt.XOffset("place:Q", scale=offset))
+        else:
+            point = point.encode(yOffset=alt.YOffset("place:Q", scale=offset))
+        said = [("seed", "seed", "d"), ("value", "value", f",.{shown.decimals + 1}f"), ("run", "run", "")]
+        layers.append(_said(placed(point, "value"), said))
+    rows = {"seeds": _apart(shown.seeds), "middles": list(shown.middles), "paper": list(shown.paper)}
+    height = SHORT if upright else ROW_HEIGHT * len(shown.cells)
+    filled = {name: found for name, found in rows.items() if found}
+    return alt.layer(*layers, width=width, height=height, datasets=filled)
+
+
+def _have(shown: Dots, field: str) -> bool:
+    return any(field in row for row in shown.middles)
+
+
+def _said(mark: alt.Chart, tips: Sequence[Tip]) -> alt.Chart:
+    return mark.encode(tooltip=[_tip("cell", "cell", ""), *(_tip(*tip) for tip in tips)])
+
+
+def _apart(seeds: ChartRows) -> ChartRows:
+    """The seeds of a cell with an offset each, so that equal values do not overlap."""
+    count = {row["cell"]: 0 for row in seeds}
+    placed = []
+    for row in seeds:
+        count[row["cell"]] += 1
+        placed.append((row, count[row["cell"]]))
+    return [{**row, "place": number - (count[row["cell"]] + 1) / 2} for row, number in placed]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a heatmap: its title, the number of the first cell, and which way it runs."""
+
+    title: str
+    first: int = 1
+    upwards: bool = False
+
+
+LAYERS = Side("Layer", upwards=True)
+BLOCKS = Side("After block", first=0, upwards=True)
+HEADS = Side("Head")
+POSITIONS = Side("Position (the first token is 1)")
+KEYS = Side("Position of the key")
+QUERIES = Side("Position of the query")
+Named = tuple[str, np.ndarray]
+
+
+def heatmaps(
+    key: str,
     title: str,
+    caption: str,
+    named: Iterable[Named],
+    scale: ColourScale,
     width: Width,
-    quantity: str,
-    dash: alt.StrokeDash,
-    zero: bool = True,
-) -> Drawing:
-    chosen = alt.selection_point(fields=["cell"], bind="legend", name="chosen")
-    faded = alt.condition(chosen, alt.value(1.0), alt.value(0.12))
-    base = alt.Chart(alt.Data(values=list(rows))).encode(
-        x=alt.X("step:Q", title="Training step", axis=alt.Axis(format=",d", tickMinStep=1, grid=False)),
-        color=cell_colour(cells),
-        detail="where:N",
-    )
-    flat = zero and max(row["high"] for row in rows) < 1
-    scale = alt.Scale(domain=[0, 1]) if flat else alt.Scale(zero=zero, nice=True)  # noise is not a sink
-    spread = base.mark_area(strokeWidth=0).encode(
-        y=alt.Y("low:Q", title=title, scale=scale),
-        y2="high:Q",
-        opacity=alt.condition(chosen, alt.value(0.16), alt.value(0.02)),
-    )
-    value = alt.Y("mean:Q", title=title, scale=scale)
-    tooltip = [
-        alt.Tooltip("cell:N", title="cell"),
-        alt.Tooltip("where:N", title="where" if quantity == "percent" else "data"),
-        alt.Tooltip("step:Q", title="step", format=",d"),
-        alt.Tooltip("mean:Q", title=quantity, format=".2f" if quantity == "percent" else ".3f"),
-        alt.Tooltip("low:Q", title="lowest seed", format=".3f"),
-        alt.Tooltip("high:Q", title="highest seed", format=".3f"),
-        alt.Tooltip("runs:Q", title="runs"),
-    ]
-    lines = base.mark_line().encode(y=value, strokeDash=dash, opacity=faded)
-    points = base.mark_point(size=26, opacity=1).encode(y=value, opacity=faded, tooltip=tooltip)
-    return alt.layer(spread, lines, points.add_params(chosen)).properties(width=width, height=HEIGHT)
+    rows: Side = LAYERS,
+    columns: Side = HEADS,
+    height: int | None = None,
+) -> Figure:
+    """Heatmaps that share a colour scale; inside the page it is drawn once for all of them."""
+    own = width != "container"
+    drawn = [heatmap(matrix, scale, name, rows, columns, width, height, own) for name, matrix in named]
+    return Figure(key, title, caption, drawn, scale)
 
 
-def importance_by_position(
-    rows: ChartRows, cells: Sequence[str], eps: float, uniform: ChartRows = (), width: Width = 640
+def heatmap(
+    values_YX: np.ndarray,
+    scale: ColourScale,
+    title: str,
+    rows: Side = LAYERS,
+    columns: Side = HEADS,
+    width: Width = 300,
+    height: int | None = None,
+    own_legend: bool = True,
+    lowest: np.ndarray | None = None,
 ) -> Drawing:
-    """Mean importance over layers and heads against position; logarithmic where every value is above zero.
+    """A matrix as coloured cells; what is NaN or infinite is left out.
 
     Args:
-        rows: `cell, position` (1-based), `value, runs`.
-        eps: the scale reaches up to it at least.
-        uniform: `length, position, value`: what uniform attention gives in sequences of each length, a dashed line.
+        values_YX: one row of cells for each row of the matrix.
+        scale: of the colours, shared by all heatmaps that are to be compared.
+        height: of the whole, in pixels; by default it grows with the rows.
+        own_legend: draw the colour scale below the cells.
+        lowest: another row of cells below the others (X,): that of attention that is uniform over the past.
     """
-    logarithmic = all(row["value"] > 0 for row in rows)
-    values = [row["value"] for row in (*rows, *uniform)]
-    domain = [min(values) if logarithmic else 0, max(*values, eps)]
-    chosen = alt.selection_point(fields=["cell"], bind="legend", name="chosen")
-    base = alt.Chart(alt.Data(values=list(rows))).encode(
-        x=alt.X(
-            "position:Q",
-            title="Position of the key (the first token is 1)",
-            scale=alt.Scale(nice=False, domainMin=1),
-            axis=alt.Axis(grid=False, format="d", values=_every_eighth(rows)),
-        ),
-        y=alt.Y(
-            "value:Q",
-            title="Importance (mean attention received" + (", log scale)" if logarithmic else ")"),
-            scale=alt.Scale(type="log" if logarithmic else "linear", nice=False, domain=domain),
-            axis=alt.Axis(tickCount=6, format="~g"),
-        ),
-        color=cell_colour(cells),
-        opacity=alt.condition(chosen, alt.value(1.0), alt.value(0.12)),
+    Y, X = values_YX.shape
+    numbers = range(rows.first, rows.first + Y)
+    names: list[Any] = [*numbers] if lowest is None else [*map(str, numbers)]
+    order = list(reversed(names)) if rows.upwards else names
+    shown = dict(zip(names, values_YX, strict=True))
+    if lowest is not None:
+        shown[UNIFORM] = lowest
+        order = [*order, UNIFORM]
+    cells = [
+        {"x": x + columns.first, "y": name, "value": round(float(value), 6)}
+        for name, row_X in shown.items()
+        for x, value in enumerate(row_X)
+        if math.isfinite(value)
+    ]
+    down = _thinned(Y, rows.first, more=None if lowest is None else [UNIFORM])
+    base = alt.Chart(alt.Data(values=cells)).encode(
+        x=alt.X("x:O", title=columns.title, axis=_thinned(X, columns.first, labelAngle=0)),
+        y=alt.Y("y:O", title=rows.title, sort=order, axis=down),
     )
     tooltip = [
-        alt.Tooltip("cell:N", title="cell"),
-        alt.Tooltip("position:Q", title="position"),
-        alt.Tooltip("value:Q", title="importance", format=".4f"),
-        alt.Tooltip("runs:Q", title="runs"),
+        alt.Tooltip("y:O", title=rows.title.split(" (")[0].lower()),
+        alt.Tooltip("x:O", title=columns.title.split(" (")[0].lower()),
+        alt.Tooltip("value:Q", title=scale.what, format=".4f"),
     ]
-    points = base.mark_point(size=24).encode(tooltip=tooltip).add_params(chosen)
-    reference = alt.Chart(alt.Data(values=list(uniform))).encode(
-        x="position:Q",
-        y="value:Q",
-        detail="length:N",
-        tooltip=[
-            alt.Tooltip("length:Q", title="uniform attention, T"),
-            alt.Tooltip("position:Q", title="position"),
-            alt.Tooltip("value:Q", title="importance", format=".4f"),
-        ],
+    marked = {"values": [scale.low, *scale.references, scale.high], "format": ".3~f"} if scale.references else {}
+    gradient = alt.Legend(orient="bottom", direction="horizontal", gradientLength=150, gradientThickness=9, **marked)
+    scheme = theme.DIVERGING_SCHEME if scale.diverging else theme.HEAT_SCHEME
+    colour = alt.Color(
+        "value:Q",
+        title=_scale_title(scale),
+        scale=alt.Scale(scheme=scheme, domain=[scale.low, scale.high]),
+        legend=gradient if own_legend else None,
     )
-    layers = [reference.mark_line(strokeWidth=1.4, strokeDash=[4, 3], color=theme.REFERENCE)] if uniform else []
-    layers += [base.mark_line(strokeWidth=1.6), points]
-    return alt.layer(*layers).properties(width=width, height=HEIGHT)
+    layers = [base.mark_rect(stroke=None, xOffset=0).encode(color=colour, tooltip=tooltip)]
+    if scale.outlined is not None:
+        outline = {"stroke": OUTLINE, "strokeWidth": 2 if X <= 16 else 1}
+        above = base.transform_filter(alt.datum.value > scale.outlined)
+        layers.append(above.mark_rect(filled=False, fill=None, tooltip=False, **outline).encode())
+    tall = height or min(34, max(9, 300 // Y)) * len(shown)
+    return _titled(alt.layer(*layers).properties(width=width, height=tall), title)
 
 
-def norm_ratio_by_layer(rows: ChartRows, cells: Sequence[str], width: Width = 640) -> Drawing:
-    """Hidden-state norm at position 1 over that of the rest, by block; logarithmic beyond a ratio of 30.
+def scale_over(what: str, matrices: Iterable[np.ndarray], diverging: bool = False) -> ColourScale:
+    """A scale that holds all values, from zero where none is negative; symmetric where it is diverging."""
+    values = np.concatenate([matrix[np.isfinite(matrix)] for matrix in matrices])
+    low, high = float(values.min(initial=0.0)), float(values.max(initial=0.0))
+    if diverging:
+        high = max(high, -low)
+        low = -_rounded_up(high)
+    step = _rounded_up(high) if high > 0 else 0.0
+    return ColourScale(what, low if diverging or low == 0 else -_rounded_up(-low), step or 1.0, diverging=diverging)
+
+
+def pooled(matrix_TT: np.ndarray, cells: int) -> np.ndarray:
+    """A square matrix thinned to at most `cells` x `cells` by means over squares; NaN only where nothing is known."""
+    size = -(-len(matrix_TT) // cells)
+    if size == 1:
+        return matrix_TT
+    length = -(-len(matrix_TT) // size) * size
+    padded = np.full((length, length), np.nan)
+    padded[: len(matrix_TT), : len(matrix_TT)] = matrix_TT
+    squares = padded.reshape(length // size, size, length // size, size)
+    known = np.isfinite(squares)
+    count = known.sum((1, 3))
+    return np.where(count > 0, np.where(known, squares, 0).sum((1, 3)) / np.maximum(count, 1), np.nan)
+
+
+def _scale_title(scale: ColourScale) -> str:
+    uniform = ", ".join(f"{value:.3f}" for value in scale.references)
+    return scale.what[:1].upper() + scale.what[1:] + (f" ({UNIFORM}: {uniform})" if uniform else "")
+
+
+def _rounded_up(value: float) -> float:
+    """The next number with one digit: 0.37 is 0.4, 23 is 30."""
+    step = 10.0 ** math.floor(math.log10(value))
+    return float(f"{math.ceil(value / step - 1e-9) * step:.12g}")
+
+
+def _thinned(count: int, first: int, more: Sequence[str] | None = None, **settings: Any) -> alt.Axis:
+    """An axis over `count` cells from `first` on with at most a dozen labels, so that they never overlap.
 
     Args:
-        rows: `cell, layer` (0 is the embedding), `mean, low, high, runs`.
+        more: labels of cells after them; the cells are then called by texts, not numbers.
     """
-    largest = max((row["high"] for row in rows), default=1.0)
-    logarithmic = largest > 30 and all(row["low"] > 0 for row in rows)
-    chosen = alt.selection_point(fields=["cell"], bind="legend", name="chosen")
-    scale = alt.Scale(type="log") if logarithmic else alt.Scale(zero=True, nice=True)
-    title = "Norm ratio (first token / mean of the others" + (", log scale)" if logarithmic else ")")
-    axis = alt.Axis(format="~g", tickCount=5)
-    base = alt.Chart(alt.Data(values=list(rows))).encode(
-        x=layers_across(rows, "After block (0 is the embedding)"), color=cell_colour(cells)
-    )
-    spread = base.mark_area(strokeWidth=0).encode(
-        y=alt.Y("low:Q", title=title, scale=scale, axis=axis),
-        y2="high:Q",
-        opacity=alt.condition(chosen, alt.value(0.16), alt.value(0.02)),
-    )
-    value = alt.Y("mean:Q", title=title, scale=scale, axis=axis)
-    faded = alt.condition(chosen, alt.value(1.0), alt.value(0.12))
-    tooltip = [
-        alt.Tooltip("cell:N", title="cell"),
-        alt.Tooltip("layer:Q", title="after block"),
-        alt.Tooltip("mean:Q", title="ratio", format=".3f"),
-        alt.Tooltip("runs:Q", title="runs"),
-    ]
-    even = alt.Chart(alt.Data(values=[{"ratio": 1}])).mark_rule(strokeDash=[2, 3], opacity=0.5).encode(y="ratio:Q")
-    lines = base.mark_line().encode(y=value, opacity=faded)
-    points = base.mark_point(size=42).encode(y=value, opacity=faded, tooltip=tooltip).add_params(chosen)
-    return alt.layer(even, spread, lines, points).properties(width=width, height=HEIGHT)
+    every = -(-count // 12)
+    values = [at for at in range(first, first + count) if every == 1 or at == first or at % every == 0]
+    labels = values if more is None else [*map(str, values), *more]
+    return alt.Axis(values=labels, grid=False, ticks=False, domain=False, **settings)
 
 
-def layers_across(rows: ChartRows, title: str) -> alt.X:
-    """The layers of the rows from left to right, each with a tick where they are few."""
-    ticks = sorted({row["layer"] for row in rows})
-    axis = alt.Axis(grid=False, format="d", values=ticks if len(ticks) <= 14 else alt.Undefined, tickMinStep=1)
-    return alt.X("layer:Q", title=title, axis=axis)
+_DASHED: dict[str, Any] = {"strokeWidth": 1.4, "strokeDash": [4, 3], "color": theme.REFERENCE}
+_OPEN: dict[str, Any] = {"size": 85, "filled": False, "strokeWidth": 2}
 
 
-def cell_colour(cells: Sequence[str], field: str = "cell") -> alt.Color:
-    """The colour of each cell, the same in every chart, with its legend on top."""
-    palette = theme.colours(list(cells))
-    longest = max((len(cell) for cell in cells), default=1)
-    columns = max(1, min(4, 44 // (longest + 4)))
+def layer_axis(rows: ChartRows, title: str) -> PlotAxis:
+    """The layers of rows, each with a tick where they are few."""
+    found = sorted({row["layer"] for row in rows})
+    ticks = found if len(found) <= 14 else None
+    return PlotAxis(title, "layer", whole=True, precision="d", ticks=ticks, zero=False)
+
+
+def colour_of(order: Sequence[str] | None, field: str = "cell") -> alt.Color:
+    """The colour of each cell, the same in every chart, with its legend on top; of numbers a sequential scale."""
+    if order is None:
+        return alt.Color(f"{field}:O", title=field, scale=alt.Scale(scheme=theme.HEAT_SCHEME))
+    palette = theme.colours(list(order))
+    longest = max((len(one) for one in order), default=1)
     return alt.Color(
         f"{field}:N",
         title=None,
-        sort=list(cells),
+        sort=list(order),
         scale=alt.Scale(domain=list(palette), range=list(palette.values())),
-        legend=legend(columns),
+        legend=legend(max(1, min(4, 44 // (longest + 4)))),
     )
 
 
@@ -198,20 +490,82 @@ def legend(columns: int) -> alt.Legend:
     return alt.Legend(orient="top", direction="horizontal", columns=columns, offset=6, symbolOpacity=1)
 
 
-def _every_eighth(rows: ChartRows) -> list[int]:
-    last = max((row["position"] for row in rows), default=1)
-    step = 8 if last > 12 else 1
-    return [1, *range(step if step > 1 else 2, last + 1, step)]
-
-
-def thinned(count: int, first: int = 1, more: Sequence[str] | None = None, **settings: Any) -> alt.Axis:
-    """An axis over `count` cells from `first` on with at most a dozen labels, so that they never overlap.
+def _channel(
+    kind: type[Channel],
+    axis: PlotAxis,
+    rows: ChartRows,
+    fields: Sequence[str],
+    field: str = "",
+    label_width: int = 220,
+) -> Channel:
+    """An axis as an encoding: categories in their order, or a number line that has room for all values of `fields`.
 
     Args:
-        more: labels of cells after them; the cells are then called by texts, not numbers.
+        field: that is drawn, the axis's own unless given.
     """
-    every = -(-count // 12)
-    last = first + count
-    values = [index for index in range(first, last) if every == 1 or index == first or index % every == 0]
-    labels = values if more is None else [*map(str, values), *more]
-    return alt.Axis(values=labels, grid=False, ticks=False, domain=False, **settings)
+    field, across = field or axis.field, kind is alt.X
+    if axis.order is not None:
+        upright = alt.Axis(labelAngle=0, labelOverlap=True, grid=False)
+        listed = alt.Axis(grid=True, ticks=False, domain=False, labelLimit=label_width, labelPadding=8)
+        return kind(
+            f"{field}:N",
+            title=axis.title or None,
+            scale=alt.Scale(domain=list(axis.order)),
+            axis=upright if across else listed,
+        )
+    values = [row[name] for row in rows for name in fields if row.get(name) is not None]
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    scale, title = axis.scale, axis.title
+    if scale == "auto":
+        scale = "log" if low > 0 and high > WIDE * low else "linear"
+    settings: dict[str, Any] = {"zero": axis.zero, "nice": not axis.whole}
+    form = axis.format or (",d" if axis.whole else ",~r")
+    if scale == "log":
+        settings, form = {"type": "log", "nice": False, "padding": 10}, axis.format or "~g"
+    elif scale == "symlog":
+        settings = {"type": "symlog", "constant": axis.constant}
+    if scale in ("log", "symlog"):
+        title = f"{title[:-1]}, log scale)" if title.endswith(")") else f"{title} (log scale)"
+    if axis.domain is not None:
+        settings = {**settings, "domain": list(axis.domain), "nice": False}
+    elif axis.at_least is not None and high < axis.at_least:
+        settings = {**settings, "domain": [low if scale == "log" or not axis.zero else min(low, 0.0), axis.at_least]}
+    settings = {name: value for name, value in settings.items() if name != "zero" or "domain" not in settings}
+    look = alt.Axis(
+        format=form,
+        grid=not across,
+        tickCount=alt.Undefined if axis.ticks is not None else 6 if across else 5,
+        values=alt.Undefined if axis.ticks is None else list(axis.ticks),
+        tickMinStep=1 if axis.whole else alt.Undefined,
+    )
+    return kind(f"{field}:Q", title=title, scale=alt.Scale(**settings), axis=look)
+
+
+def _rules(value: float | None, channel: str) -> list[alt.Chart]:
+    if value is None:
+        return []
+    return [alt.Chart(alt.Data(values=[{"at": value}])).mark_rule(**_DASHED).encode(**{channel: "at:Q"})]
+
+
+def _only(name: str | None) -> list[str]:
+    return [] if name is None else [name]
+
+
+def _dashed(dash: str | None) -> list[str]:
+    return [f"{name}:N" for name in _only(dash)]
+
+
+def _tip(field: str, title: str, form: str) -> alt.Tooltip:
+    if not form:
+        return alt.Tooltip(f"{field}:N", title=title or field)
+    return alt.Tooltip(f"{field}:Q", title=title, format=form)
+
+
+def _tip_of(axis: PlotAxis) -> alt.Tooltip:
+    return _tip(axis.field, axis.name, "" if axis.order is not None else axis.precision)
+
+
+def _titled(drawing: Drawing, title: str | None) -> Drawing:
+    if title is None:
+        return drawing
+    return drawing.properties(title=alt.Title(title, fontSize=13, fontWeight=500, limit=280))

@@ -1,6 +1,6 @@
 """From directories to what a report is made of: runs, measurements, claims and suites, as found on disk.
 
-A run that is still being trained is read as far as it has come; its last line of `metrics.jsonl` may be half-written.
+A run in progress is read up to its last complete evaluation; the last line of `metrics.jsonl` may be incomplete.
 """
 
 import re
@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from sinklab.assessing.assessment import ASSESSMENT
+from sinklab.assessing.assessment import ASSESSMENT, load_assessment
 from sinklab.errors import InputError
 from sinklab.experiments.documents import CellSummary, JudgedClaim, Summary
 from sinklab.experiments.sweep.packed import is_packed
 from sinklab.files import parse_json, parse_yaml
-from sinklab.report.assessments import read_assessments
-from sinklab.report.data import ReportData, ReportedRun, Suite, WrittenRecipe, model_name
+from sinklab.report.data import Assessed, ReportData, ReportedRun, Suite, WrittenRecipe, model_name
 from sinklab.report.experiments.sweeps import Sweep, read_sweep
 from sinklab.report.grouping import grouped
 from sinklab.survey.documents import CheckpointsDocument, ComparisonDocument, DomainsDocument, FamiliesDocument
@@ -66,7 +65,7 @@ def collect(dirs: list[Path]) -> ReportData:
     place = {suite.top / name: number for suite in suites for number, name in enumerate(suite.document.measured)}
     runs = sorted(grouped(runs, cells), key=lambda run: place.get(run.path, -1))
     swept = {sweep.files / run.directory for sweep in sweeps for run in sweep.runs if run.directory}
-    assessed = [one for top in dirs for one in read_assessments(top, swept)]
+    assessed = [one for top in dirs for one in _read_assessments(top, swept)]
     data = ReportData(dirs, runs, claims, cells, suites, sweeps, assessed)
     order = {cell: index for index, cell in enumerate(data.cells)}
     runs.sort(key=lambda run: (order[run.cell], run.seed or 0, str(run.path)))
@@ -75,7 +74,7 @@ def collect(dirs: list[Path]) -> ReportData:
 
 def _checked(top: Path) -> Path:
     if not top.is_dir():
-        raise InputError(f"{top} is not a directory: expected one that holds {LOOKED_FOR}.")
+        raise InputError(f"{top} is not a directory: expected a folder with {LOOKED_FOR}.")
     return top
 
 
@@ -156,7 +155,7 @@ def _name_of(path: Path) -> str:
 
 
 def _read_recipe(path: Path) -> WrittenRecipe | None:
-    """As it is written, of whatever version; what is counted or compared in a report is of its kind."""
+    """The recipe of any version; the values that a report counts or compares are checked."""
     values = read_mapping(path)
     train, metric = values.get("train", {}), values.get("metric", {})
     sound = (
@@ -172,7 +171,7 @@ def _read_recipe(path: Path) -> WrittenRecipe | None:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """What a YAML or JSON file holds, nothing where there is none.
+    """The mapping in a YAML or JSON file, empty without the file.
 
     Raises:
         InputError: it cannot be read, or holds something else than a mapping.
@@ -224,3 +223,14 @@ def _read_suites(top: Path) -> Iterator[Suite]:
                 f"{path} is damaged: run the command that wrote it again, or take the file out."
             ) from error
         yield Suite(top, document)
+
+
+def _read_assessments(top: Path, without: Collection[Path]) -> list[Assessed]:
+    """Those in and below a folder, except below some others."""
+    found = []
+    for path in sorted(top.rglob(ASSESSMENT)):
+        if any(path.is_relative_to(other) for other in without):
+            continue
+        document = load_assessment(path)
+        found.append(Assessed(Path(document.model).name or document.model, path.parent, document))
+    return found

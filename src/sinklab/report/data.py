@@ -1,4 +1,4 @@
-"""What a report is made of: runs with their numbers, claims with their evidence, and suites of measurements.
+"""The data of a report: runs with their numbers, claims with their evidence, and suites of measurements.
 
 Nothing here reads a file (`collect` does) or knows about charts.
 """
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from sinklab.assessing.assessment import Assessment
 from sinklab.experiments.documents import CellSummary, JudgedClaim
-from sinklab.report.assessments import Assessed
 from sinklab.report.experiments.sweeps import Sweep
 from sinklab.survey.documents import SuiteDocument
 from sinklab.train.directory.history import Evaluation
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MEASURED = ("sink_rate", "sink_rate_visible", "sink_rate_bias", "hidden_norm_ratio")
-"""What an evaluation and a measurement hold alike."""
+"""Fields of both an evaluation and a measurement."""
 
 
 @dataclass(frozen=True)
 class WrittenRecipe:
-    """The recipe of a run as it was written, by whatever version; a value of another kind than expected is None.
+    """The recipe of a run as written by any version; a value of an unexpected type is None.
 
     Attributes:
         values: nested, of every key.
@@ -122,12 +122,12 @@ class ReportedRun:
 
     @property
     def details(self) -> "Details | None":
-        """What was measured with --details."""
+        """The results of --details."""
         return self.measurement.details if self.measurement else None
 
     @property
     def notes(self) -> list[str]:
-        """What the reader of the measurement must know, in its own words."""
+        """The notes of its measurement."""
         return self.measurement.notes if self.measurement else []
 
     @property
@@ -144,10 +144,10 @@ class ReportedRun:
 
 @dataclass(frozen=True)
 class Suite:
-    """What one command says of the measurements that it made together: which belong to it, and what they do not hold.
+    """The document of a command that made several measurements, with their directory.
 
     Attributes:
-        top: the directory that its document stands in, and the measurements below it.
+        top: the directory of the document; the measurements are below it.
     """
 
     top: Path
@@ -157,6 +157,20 @@ class Suite:
         """The measurements by their names in the document, in its order."""
         by_path = {run.path: run for run in data.runs}
         return [(name, by_path[self.top / name]) for name in self.document.measured if self.top / name in by_path]
+
+
+@dataclass(frozen=True)
+class Assessed:
+    """One assessment.json.
+
+    Attributes:
+        name: of the model, for people.
+        folder: of the file.
+    """
+
+    name: str
+    folder: Path
+    document: Assessment
 
 
 @dataclass(frozen=True)
@@ -179,6 +193,12 @@ class ReportData:
     suites: list[Suite] = field(default_factory=list)
     sweeps: list[Sweep] = field(default_factory=list)
     assessed: list[Assessed] = field(default_factory=list)
+
+    @classmethod
+    def of_suite(cls, document: SuiteDocument, measured: "Mapping[str, Measurement]") -> "ReportData":
+        """Measurements that are in memory, by the names in their document."""
+        runs = [ReportedRun(Path(name), name, measurement=one) for name, one in measured.items()]
+        return cls([Path()], runs, suites=[Suite(Path(), document)])
 
     @property
     def cells(self) -> list[str]:
@@ -203,7 +223,7 @@ class ReportData:
 
     @property
     def failures(self) -> list[tuple[str, str]]:
-        """What could not be measured, and why."""
+        """Failed measurements, each with the reason."""
         return [(name, f"not measured: {why}") for suite in self.suites for name, why in suite.document.failed.items()]
 
     @property

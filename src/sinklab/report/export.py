@@ -18,7 +18,7 @@ from sinklab.report import theme
 from sinklab.report.data import ReportData
 from sinklab.report.experiments.figures import all_experiment_figures
 from sinklab.report.experiments.glance import forests
-from sinklab.report.experiments.sections import shown_boards
+from sinklab.report.experiments.sections import board_sections
 from sinklab.report.figures import figures
 
 # No chart refers to data elsewhere, and none may: the converter is given no address it could load from.
@@ -50,7 +50,7 @@ def export_charts(data: ReportData, out_dir: Path, formats: Sequence[str] = ("sv
         raise InputError(f"unknown chart format {', '.join(unknown)}: choose from {', '.join(WRITERS)}.")
     drawn = [
         *forests(data.sweeps, out_dir, ALONE),
-        *(board.figure for board in shown_boards(data.sweeps, ALONE) if board.figure),
+        *(board.figure for board in board_sections(data.sweeps, ALONE) if board.figure),
         *all_experiment_figures(data.sweeps, out_dir, EXPERIMENT_WIDTH),
         *figures(data, ALONE),
     ]

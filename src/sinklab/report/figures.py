@@ -1,20 +1,36 @@
-"""Which charts the data at hand allows, each with its title and a caption that says how it was computed."""
+"""The figures of a page: curves over training and lengths, of suites, of assessments; each with how it was computed."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from sinklab.report import charts
-from sinklab.report.assessment_page import assessment_figures
-from sinklab.report.data import ReportData
-from sinklab.report.details_figures import details_figures
-from sinklab.report.figure import Figure
-from sinklab.report.importance_figures import importance_figures
-from sinklab.report.length_figures import length_figure
-from sinklab.report.suite_figures import suite_figures
-from sinklab.report.summary import CurvePoint, by_key, cell_rows, curve, over_seeds
+import numpy as np
+
+from sinklab.assessing.part import PartFigure
+from sinklab.experiments.documents import CellSummary
+from sinklab.measuring.measurement import Measurement
+from sinklab.plots import PlotAxis
+from sinklab.report.charts import Drawing, Figure, Side, Width, heatmaps, layer_axis, lines, scale_over, scatter
+from sinklab.report.data import Assessed, ReportData, ReportedRun, Suite
+from sinklab.report.measurement_figures import details_figures, importance_figures
+from sinklab.report.summary import CurvePoint, cell_rows, curve, norm_ratios
+from sinklab.survey.documents import (
+    CheckpointsDocument,
+    ComparisonDocument,
+    DomainsDocument,
+    FamiliesDocument,
+    MeasuredCheckpoint,
+)
+
+SPREAD = (("low", "lowest seed", ".3f"), ("high", "highest seed", ".3f"), ("runs", "runs", "d"))
+SMALL = 300
+"""Pixels of a chart beside others, outside a page."""
+FAR = 100
+"""The last step over the first one after 0: from here on the axis is logarithmic, as public runs save their first
+steps at powers of two."""
+FEWEST = 2
+"""Lengths that a line joins."""
 
 
-def figures(data: ReportData, width: int | str = "container") -> list[Figure]:
+def figures(data: ReportData, width: Width = "container") -> list[Figure]:
     """All figures the data allows, in reading order. `width` is in pixels, or "container" inside a page."""
     made = [
         *suite_figures(data, width),
@@ -29,11 +45,10 @@ def figures(data: ReportData, width: int | str = "container") -> list[Figure]:
     return [figure for figure in made if figure is not None]
 
 
-def _sink_by_step(data: ReportData, width: int | str) -> Figure | None:
+def _sink_by_step(data: ReportData, width: Width) -> Figure | None:
     elsewhere = sorted({row.sink_elsewhere[0] for row in cell_rows(data) if row.sink_elsewhere})
-    positions = [1, *elsewhere][:3]
     rows: list[CurvePoint] = []
-    for position in positions:
+    for position in [1, *elsewhere][:3]:
         where = "first token" if position == 1 else f"position {position}"
         rows += curve(data.runs, lambda one, k=position: _at(one.sink_rate, k - 1), where)
     rows += curve(data.runs, lambda one: one.sink_rate_bias, "bias or sink token")
@@ -43,14 +58,17 @@ def _sink_by_step(data: ReportData, width: int | str) -> Figure | None:
     caption = (
         f"Share of (sequence, layer, head) triples whose importance exceeds ε = {eps:g}, at every evaluation. "
         "The threshold is applied to each sequence before any averaging. "
-        + ("Line styles tell where the attention goes. " if len({row["where"] for row in rows}) > 1 else "")
+        + ("Line styles: the position of the sink. " if len({row["where"] for row in rows}) > 1 else "")
         + _band(data)
     )
-    chart = charts.sink_by_step(rows, data.cells, eps, width)
+    rate = PlotAxis(
+        f"Sink rate (percent of heads, ε = {eps:g})", "mean", "percent", at_least=1, format="~g", precision=".2f"
+    )
+    chart = _over_steps(rows, data, rate, width)
     return Figure("sink-by-step", "The sink while the model trains", caption, [chart])
 
 
-def _loss(data: ReportData, width: int | str) -> Figure | None:
+def _loss(data: ReportData, width: Width) -> Figure | None:
     rows = curve(data.runs, lambda one: one.valid_loss, "validation")
     rows += curve(data.runs, lambda one: one.train_loss, "training")
     if not rows:
@@ -59,30 +77,47 @@ def _loss(data: ReportData, width: int | str) -> Figure | None:
         "Mean cross-entropy of the next token on held-out documents (solid) and on the training batches (dashed). "
         "Sinks are worth comparing only between models that have learned about equally well. " + _band(data)
     )
-    return Figure(
-        "loss-by-step", "Loss while the model trains", caption, [charts.loss_by_step(rows, data.cells, width)]
+    loss = PlotAxis("Loss (nats per token)", "mean", zero=False, precision=".3f")
+    chart = _over_steps(rows, data, loss, width)
+    return Figure("loss-by-step", "Loss while the model trains", caption, [chart])
+
+
+def _over_steps(rows: Sequence[CurvePoint], data: ReportData, y: PlotAxis, width: Width) -> Drawing:
+    return lines(
+        rows,
+        PlotAxis("Training step", "step", "step", whole=True, precision=",d"),
+        y,
+        order=data.cells,
+        dash="where",
+        band=("low", "high"),
+        tips=SPREAD,
+        width=width,
     )
 
 
-def _norm_ratio(data: ReportData, width: int | str) -> Figure | None:
-    found = by_key(
-        ((run.cell, layer), ratio)
-        for run in data.runs
-        for layer, ratio in enumerate(run.latest.hidden_norm_ratio)
-        if math.isfinite(ratio)
-    )
-    if not found:
+def _norm_ratio(data: ReportData, width: Width) -> Figure | None:
+    rows, infinite = norm_ratios(data.runs)
+    if not rows:
         return None
-    infinite = any(run.latest.largest_norm_ratio == math.inf for run in data.runs)
-    rows = [{"cell": cell, "layer": layer, **over_seeds(numbers)} for (cell, layer), numbers in found.items()]
     caption = (
         "Norm of the hidden state at the first position over the mean norm at the others, after each block (the last "
-        "one before the final normalisation). A ratio of 1, the dotted line, means that the first token is like any "
-        "other; large ratios are the massive activations that come with a sink. "
+        "one before the final normalisation). A ratio of 1, the dashed line, means that the first token is like any "
+        "other; large ratios are the massive activations that accompany a sink. "
         + ("Where the others are all zero the ratio is infinite, and left out. " if infinite else "")
         + _band(data)
     )
-    chart = charts.norm_ratio_by_layer(rows, data.cells, width)
+    chart = lines(
+        rows,
+        layer_axis(rows, "After block (0 is the embedding)"),
+        PlotAxis(
+            "Norm ratio (first token / mean of the others)", "mean", "ratio", scale="auto", format="~g", precision=".3f"
+        ),
+        order=data.cells,
+        band=("low", "high"),
+        reference=1.0,
+        tips=SPREAD,
+        width=width,
+    )
     return Figure("norm-ratio", "Size of the first token's hidden state", caption, [chart])
 
 
@@ -93,3 +128,233 @@ def _at(values: Sequence[float | None], index: int) -> float | None:
 def _band(data: ReportData) -> str:
     several = any(len(data.runs_of(cell)) > 1 for cell in data.cells)
     return "Lines are means over seeds, bands reach from the lowest to the highest seed." if several else ""
+
+
+def length_figure(cells: Mapping[str, CellSummary], width: Width) -> Figure | None:
+    """Sink_1 of cells that say their eps and length (figure 3 of the paper); None unless there are several lengths.
+
+    Args:
+        cells: of a summary, by name.
+    """
+    rows = [row for name, cell in cells.items() if (row := _of_length(name, cell))]
+    lengths = sorted({row["length"] for row in rows})
+    if len(lengths) < FEWEST:
+        return None
+    rows.sort(key=lambda row: (row["eps"], row["length"]))
+    caption = (
+        "Sink rate of the first token of the same sequences cut at different lengths, for several thresholds ε. Points "
+        "are medians over draws of sequences, bands reach from the smallest to the largest."
+    )
+    chart = lines(
+        rows,
+        PlotAxis("Tokens per sequence", "length", "tokens", scale="log", whole=True, precision="d", ticks=lengths),
+        PlotAxis("Sink₁ (percent of heads)", "median", "percent", domain=(0, 100), precision=".1f"),
+        order=list(dict.fromkeys(row["cell"] for row in rows)),
+        band=("low", "high"),
+        tips=(("name", "cell", ""), ("low", "from", ".1f"), ("high", "to", ".1f")),
+        width=width,
+    )
+    return Figure("sink-by-length", "The sink by threshold and length", caption, [chart])
+
+
+def _of_length(name: str, cell: CellSummary) -> dict | None:
+    eps, length, found = cell.change.get("eps"), cell.change.get("length"), cell.values.get("sink_1")
+    if not isinstance(eps, float) or not isinstance(length, int) or found is None:
+        return None
+    numbers = {"median": found.median, "low": found.smallest, "high": found.largest}
+    return {"cell": f"ε = {eps:g}", "name": name, "eps": eps, "length": length, **numbers}
+
+
+def suite_figures(data: ReportData, width: Width) -> list[Figure]:
+    """The figures of each suite, in the order of the directories."""
+    return [figure for number, suite in enumerate(data.suites) for figure in _of_suite(suite, data, width, number)]
+
+
+def _of_suite(suite: Suite, data: ReportData, width: Width, number: int) -> list[Figure]:
+    measured = [(run, run.measurement) for _, run in suite.runs(data) if run.measurement]
+    match suite.document:
+        case FamiliesDocument() as document:
+            return _families(document, width, number)
+        case _ if not measured:
+            return []
+        case DomainsDocument():
+            return [_domains(measured, width, number)]
+        case ComparisonDocument():
+            return [_comparison(measured, data.cells, width, number)]
+        case CheckpointsDocument() as document:
+            return _checkpoints(document.measured, measured[0][1].eps, width, number)
+
+
+Measured = list[tuple[ReportedRun, Measurement]]
+
+
+def _domains(measured: Measured, width: Width, number: int) -> Figure:
+    measured = sorted(measured, key=lambda pair: -pair[1].sink_rate[0])
+    domain = PlotAxis("", "domain", "domain", order=[run.cell for run, _ in measured])
+    rates = [
+        {"domain": run.cell, "threshold": f"ε = {eps}", "value": rate[0], "sequences": one.sequences}
+        for run, one in measured
+        for eps, rate in (one.sink_rates or {f"{one.eps:g}": one.sink_rate}).items()
+    ]
+    losses = [
+        {"domain": run.cell, "threshold": "loss", "value": one.loss, "sequences": one.sequences}
+        for run, one in measured
+        if one.loss is not None
+    ]
+    drawn = [
+        scatter(
+            rows,
+            PlotAxis(title, "value", zero=zero),
+            domain,
+            "threshold",
+            list(dict.fromkeys(row["threshold"] for row in rows)),
+            join="domain",
+            tips=[("sequences", "sequences", "d")],
+            width=width,
+        )
+        for rows, title, zero in ((rates, "Sink₁ (percent of heads)", True), (losses, "Loss (nats per token)", False))
+        if rows
+    ]
+    caption = (
+        "Sink rate of the first token and loss on each text, the text with the strongest sink first. One model, one "
+        "tokenizer, the same number of tokens per sequence. A text may have fewer sequences than were asked for; the "
+        "table and the points say how many."
+    )
+    return Figure(f"domains-{number}", "The sink by domain", caption, drawn)
+
+
+def _comparison(measured: Measured, cells: Sequence[str], width: Width, number: int) -> Figure:
+    rows = [
+        {"cell": run.cell, "layer": layer, "value": float(100 * np.mean(first_NH > one.eps))}
+        for run, one in measured
+        for layer, first_NH in enumerate(np.swapaxes(one.importance_first, 0, 1), start=1)
+    ]
+    eps = measured[0][1].eps
+    caption = (
+        f"Share of the (sequence, head) pairs of a layer in which the importance of position 1 exceeds "
+        f"ε = {eps:g}. The mean over layers is Sink₁."
+    )
+    title = f"Sink₁ of the layer (percent of heads, ε = {eps:g})"
+    y = PlotAxis(title, "value", "percent", domain=(0, 100), precision=".2f")
+    chart = lines(rows, layer_axis(rows, "Layer"), y, order=cells, width=width)
+    return Figure(f"comparison-layers-{number}", "The sink by layer", caption, [chart])
+
+
+def _families(document: FamiliesDocument, width: Width, number: int) -> list[Figure]:
+    found = document.measured
+    if not found:
+        return []
+    about = {name: {"model": name, "family": one.family, "parameters": one.parameters} for name, one in found.items()}
+    chart = scatter(
+        [{**about[name], "value": one.sink_1} for name, one in found.items()],
+        PlotAxis("Parameters", "parameters", scale="log", format="~s", precision=",d"),
+        PlotAxis("Sink₁ (percent of heads)", "value", "Sink₁, percent", domain=(0, 100), precision=".2f"),
+        "family",
+        list(dict.fromkeys(one.family for one in found.values())),
+        join="family",
+        published=[{**about[name], "value": one.published} for name, one in found.items() if one.published is not None],
+        tips=[("model", "model", "")],
+        width=width,
+    )
+    caption = (
+        "Sink rate of the first token against the number of parameters, joined within a family. Diamonds are what "
+        "arXiv 2410.10781 prints, only where the setting is the paper's (100 sequences of 64 tokens, ε = 0.3, the same "
+        "kind of input). The text that the paper measured on was not released."
+    )
+    return [Figure(f"families-{number}", "Measured and published", caption, [chart])]
+
+
+CURVES: tuple[tuple[str, Callable[[MeasuredCheckpoint], float | None]], ...] = (
+    ("Sink₁ (percent of heads)", lambda one: one.sink_1),
+    ("Sink on the bias (percent of heads)", lambda one: one.sink_bias),
+    ("First token, times uniform attention", lambda one: one.uniform_ratio),
+    ("Loss (nats per token)", lambda one: one.loss),
+    ("Norm of the first token over the others'", lambda one: one.norm_ratio),
+)
+
+
+def _checkpoints(checkpoints: Mapping[str, MeasuredCheckpoint], eps: float, width: Width, number: int) -> list[Figure]:
+    """Curves over steps, and which layers have the sink when."""
+    found = sorted(checkpoints.values(), key=lambda one: one.step)
+    small = width if width == "container" else SMALL
+    steps = [one.step for one in found if one.step > 0]
+    far = bool(steps) and steps[-1] >= FAR * steps[0]
+    counted = "tokens" if found[0].unit == "tokens" else "steps"
+    x = PlotAxis(
+        "Tokens read" if counted == "tokens" else "Training step",
+        "step",
+        found[0].unit,
+        scale="symlog" if far else "linear",
+        zero=False,
+        whole=True,
+        precision=",d",
+        ticks=[0, *(10**power for power in range(len(str(found[-1].step))))] if far else None,
+    )
+    drawn = []
+    for title, number_of in CURVES:
+        rows = [
+            {"step": one.step, "checkpoint": one.checkpoint, "value": value}
+            for one in found
+            if (value := number_of(one)) is not None
+        ]
+        if rows:
+            y = PlotAxis(title, "value", "value", zero=not title.startswith("Loss"), precision=".3f")
+            drawn.append(lines(rows, x, y, None, tips=[("checkpoint", "checkpoint", "")], width=small))
+    caption = (
+        "The same sequences read by every checkpoint: the share of (sequence, layer, head) triples in which the "
+        f"importance of the first token is above ε = {eps:g}, that importance over the one of uniform attention, the "
+        "loss, and the norm of the first token's hidden state over the mean of the others in the block where it is "
+        "largest."
+    )
+    curves = Figure(f"checkpoints-{number}", "When the sink emerges", caption, drawn, small=True)
+    layers_LS = np.array([one.by_layer for one in found]).T
+    layers = heatmaps(
+        f"checkpoint-layers-{number}",
+        "Which layers have the sink when",
+        f"Share of the (sequence, head) pairs of a layer in which the importance of the first token is above ε = "
+        f"{eps:g}; checkpoints in the order of their {counted}, from {found[0].step:,} to {found[-1].step:,}.",
+        [("first token", layers_LS)],
+        scale_over("percent of heads", [layers_LS]),
+        width,
+        columns=Side("Checkpoint"),
+    )
+    return [curves, layers]
+
+
+def assessment_figures(assessed: Sequence[Assessed], width: Width) -> list[Figure]:
+    """The figures of every assessment; where there are several, their titles name the model."""
+    found = []
+    for number, one in enumerate(assessed):
+        of = f": {one.name}" if len(assessed) > 1 else ""
+        for name, part in one.document.results.items():
+            if figure := part.figure():
+                found.append(
+                    Figure(f"{name}-{number}", figure.title + of, figure.caption, [_part_drawn(figure, width)])
+                )
+    return found
+
+
+def _part_drawn(figure: PartFigure, width: Width) -> Drawing:
+    order = figure.series or list(dict.fromkeys(str(row[figure.colour]) for row in figure.rows))
+    if figure.kind == "lines":
+        return lines(
+            figure.rows,
+            figure.x,
+            figure.y,
+            figure.colour,
+            order,
+            reference=figure.reference,
+            tips=figure.tooltip,
+            width=width,
+        )
+    return scatter(
+        figure.rows,
+        figure.x,
+        figure.y,
+        figure.colour,
+        order,
+        join=figure.y.field if figure.kind == "dots" else None,
+        reference=figure.reference,
+        tips=figure.tooltip,
+        width=width,
+    )

@@ -1,4 +1,4 @@
-"""Which runs are one cell, and what it is called: runs that differ in their seed alone, named by what was changed."""
+"""Cells of runs that differ in their seed alone, and their names: by the changed settings."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def grouped(runs: list[ReportedRun], named: Collection[str]) -> list[ReportedRun
 
 
 def _without_seed(recipe: WrittenRecipe) -> str:
-    """What decides the result, but for the seed."""
+    """The settings that decide the result, except the seed."""
     kept = {key: value for key, value in recipe.values.items() if key not in ("seed", "name")}
     if isinstance(train := kept.get("train"), dict):
         kept["train"] = {key: value for key, value in train.items() if key not in MANNER}
@@ -64,7 +64,7 @@ def _base_name(run: ReportedRun) -> str:
 
 
 def _changes(run: ReportedRun) -> list[str] | None:
-    """What the run changes in the recipe of its name, None where there is none such."""
+    """The changes of a run against the recipe of its name, None without such a recipe."""
     try:
         return changes(run.recipe.values, _base_name(run)) if run.recipe else None
     except InputError:

@@ -17,7 +17,6 @@ from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 
-import jinja2
 import vl_convert as vlc
 import yaml
 from markupsafe import Markup
@@ -25,22 +24,19 @@ from markupsafe import Markup
 import sinklab
 from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.definition import SCALES
-from sinklab.experiments.documents import VERDICTS, verdict_counts
+from sinklab.experiments.documents import verdict_counts
 from sinklab.files import cache_folder, write_text
 from sinklab.outputs import REPORT, REPORT_MARK, check_report
-from sinklab.report import theme
-from sinklab.report.assessment_page import assessment_tables
+from sinklab.report import charts, theme
 from sinklab.report.collect import collect
 from sinklab.report.data import ReportData, ReportedRun
-from sinklab.report.experiments import dots
 from sinklab.report.experiments.glance import forests, glance
-from sinklab.report.experiments.origins import origins
-from sinklab.report.experiments.sections import grouped, shown_boards, shown_experiments
-from sinklab.report.experiments.sweeps import Sweep
+from sinklab.report.experiments.sections import board_sections, experiment_sections, grouped
+from sinklab.report.experiments.sweeps import Sweep, origins
 from sinklab.report.export import export_charts
-from sinklab.report.figures import Figure, figures
+from sinklab.report.figures import figures
 from sinklab.report.summary import headline
-from sinklab.report.tables import table_of_cells, tables
+from sinklab.report.tables import assessment_table, cells_table, tables, templates
 
 SNIPPET = "window.vegaEmbed = vegaEmbed;"
 
@@ -78,52 +74,49 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
     Raises:
         InputError: the metrics of a run are damaged.
     """
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("sinklab.report"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters["verdict_class"] = verdict_class
-    drawn, experiments = figures(data), shown_experiments(data.sweeps, page)
-    compared, boards = forests(data.sweeps, page, "container"), shown_boards(data.sweeps, "container")
+    drawn, experiments = figures(data), experiment_sections(data.sweeps, page)
+    compared, boards = forests(data.sweeps, page, "container"), board_sections(data.sweeps, "container")
     charted = [
         *compared,
         *(board.figure for board in boards if board.figure),
         *(one for shown in experiments for one in shown.figures),
         *drawn,
     ]
-    columns, rows = table_of_cells(data)
+    cells = [cells_table(data)] if data.cells else []
+    assessed = [
+        assessment_table(one.document, f"Costs and benefits of the sink: {one.name}", f"assessment-{number}")
+        for number, one in enumerate(data.assessed)
+    ]
     scripts = [vega_bundle(), *(_template(name) for name in ("report.js", "board.js"))]
-    return environment.get_template("report.html.j2").render(
-        title=_title(data),
-        mark=Markup(REPORT_MARK),
-        headline=headline(data),
-        claims=data.claims,
-        verdicts=_verdict_counts(data),
-        lines=glance(data.sweeps),
-        forests=compared,
-        origins=origins(data.sweeps),
-        boards=boards,
-        experiments=experiments,
-        groups=grouped(experiments),
-        ours=dots.OURS,
-        paper=dots.PAPER,
-        columns=columns,
-        rows=rows,
-        proxied=list(dict.fromkeys(run.cell for run, measured in data.measured if measured.proxy)),
-        notes=[*((data.label(run), note) for run in data.runs for note in run.notes), *data.failures],
-        tables=[*tables(data), *assessment_tables(data.assessed)],
-        swatches=theme.colours(data.cells),
-        figures=drawn,
-        charts=Markup(json_for_script(_charts_document(charted))),
-        scripts=[Markup(script) for script in scripts],
-        style=Markup(_template("report.css") + _template("experiments.css")),
-        policy=content_policy(scripts),
-        runs=[_provenance(data, run, page) for run in data.runs],
-        written=written.strftime(" %Y-%m-%d %H:%M UTC") if written else "",
-        version=sinklab.__version__,
+    return (
+        templates()
+        .get_template("report.html.j2")
+        .render(
+            title=_title(data),
+            mark=Markup(REPORT_MARK),
+            headline=headline(data),
+            claims=data.claims,
+            verdicts=_verdict_counts(data),
+            lines=glance(data.sweeps),
+            forests=compared,
+            origins=origins(data.sweeps),
+            boards=boards,
+            experiments=experiments,
+            groups=grouped(experiments),
+            ours=charts.OURS,
+            paper=charts.PAPER,
+            notes=[*((data.label(run), note) for run in data.runs for note in run.notes), *data.failures],
+            tables=[*cells, *tables(data), *assessed],
+            swatches=theme.colours(data.cells),
+            figures=drawn,
+            charts=Markup(json_for_script(_charts_document(charted))),
+            scripts=[Markup(script) for script in scripts],
+            style=Markup(_template("report.css") + _template("experiments.css")),
+            policy=content_policy(scripts),
+            runs=[_provenance(data, run, page) for run in data.runs],
+            written=written.strftime(" %Y-%m-%d %H:%M UTC") if written else "",
+            version=sinklab.__version__,
+        )
     )
 
 
@@ -170,12 +163,7 @@ def content_policy(scripts: list[str]) -> str:
     return f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:"
 
 
-def verdict_class(verdict: str) -> str:
-    """The style of a claim's badge; an unknown verdict looks inconclusive."""
-    return verdict.replace(" ", "-") if verdict in VERDICTS else "inconclusive"
-
-
-def _charts_document(drawn: list[Figure]) -> dict[str, object]:
+def _charts_document(drawn: list[charts.Figure]) -> dict[str, object]:
     specs = {}
     for figure in drawn:
         for index, chart in enumerate(figure.charts):
@@ -208,7 +196,7 @@ def _verdict_counts(data: ReportData) -> list[tuple[str, dict[str, dict[str, int
 
 @dataclass(frozen=True)
 class Provenance:
-    """What is needed to find and repeat a run: its directory, recipe, seed, versions and machine, as texts."""
+    """The provenance of a run: its directory, recipe, seed, versions and machine, as texts."""
 
     name: str
     path: str

@@ -114,7 +114,7 @@ def _listed(path: Path, recipes: dict[Path, WrittenRecipe]) -> ListedRun:
 
 
 def _failure(path: Path) -> str:
-    """What the run ended with, nothing where it did not fail."""
+    """The message of a failed run, empty for others."""
     try:
         return str(parse_json((path / "failed.json").read_text(encoding="utf-8"))["message"])
     except (OSError, ValueError, KeyError, TypeError):

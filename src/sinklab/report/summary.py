@@ -12,12 +12,10 @@ from sinklab.measuring.statistics.highest import sink_elsewhere
 from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.experiments.sweeps import Sweep
 from sinklab.survey.documents import CheckpointsDocument, ComparisonDocument, DomainsDocument
+from sinklab.tables import INFINITE, counted
 from sinklab.train.directory.history import Evaluation, seconds_spent
 
 K = TypeVar("K", bound=Hashable)
-
-INFINITE = "∞"
-
 
 SHOWN = 0.05
 """Percent from which a rate is not written as 0.0."""
@@ -165,6 +163,35 @@ def curve(runs: Sequence[ReportedRun], value: Callable[[Evaluation], float | Non
     ]
 
 
+class LayerPoint(OverSeeds):
+    """A quantity of a cell in a layer, or after a block (0 is the embedding)."""
+
+    cell: str
+    layer: int
+
+
+def norm_ratios(runs: Sequence[ReportedRun]) -> tuple[list[LayerPoint], bool]:
+    """Norm of the first token over the others' by block, at last; and whether some are infinite, which are left out."""
+    found = by_key(
+        ((run.cell, layer), ratio)
+        for run in runs
+        for layer, ratio in enumerate(run.latest.hidden_norm_ratio)
+        if math.isfinite(ratio)
+    )
+    infinite = any(run.latest.largest_norm_ratio == math.inf for run in runs)
+    return [{"cell": cell, "layer": layer, **over_seeds(numbers)} for (cell, layer), numbers in found.items()], infinite
+
+
+def growth_of_sink(data: ReportData, cell: str) -> list[float]:
+    """By step, mean over seeds: the sink rate of the first token or of the bias, whichever is larger."""
+    rows = curve(
+        data.runs_of(cell),
+        lambda one: max(one.sink_rate[0] or 0.0, one.sink_rate_bias or 0.0) if one.sink_rate else None,
+        "anywhere",
+    )
+    return [row["mean"] for row in sorted(rows, key=lambda row: row["step"])]
+
+
 def by_key(pairs: Iterable[tuple[K, float]]) -> dict[K, list[float]]:
     """The numbers of each key together, keys in the order of their first."""
     found: dict[K, list[float]] = {}
@@ -179,7 +206,7 @@ def over_seeds(numbers: Sequence[float]) -> OverSeeds:
 
 
 def headline(data: ReportData) -> list[str]:
-    """What was done and what came out, in at most three plain sentences."""
+    """The runs and their main result, in at most three sentences."""
     rows = cell_rows(data)
     trained = [run for run in data.runs if run.trained]
     sentences = [_what_a_sweep_did(sweep) for sweep in data.sweeps if len(sweep.experiments) > 1]
@@ -253,12 +280,3 @@ def _what_came_out(rows: list[CellRow]) -> str:
     if rate.mean >= SHOWN:
         text += f"; the largest sink on a bias is in “{top}” ({rate.text(1)} % of heads)"
     return text + "."
-
-
-NUMBER_WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
-
-
-def counted(number: int, noun: str) -> str:
-    """`three runs`, `one run`, `17 runs`."""
-    word = NUMBER_WORDS[number] if number < len(NUMBER_WORDS) else str(number)
-    return f"{word} {noun}{'' if number == 1 else 's'}"

@@ -1,10 +1,19 @@
-"""The tables of a report: that of its cells, comparisons side by side, ablations and propositions."""
+"""Tables of runs, measurements and assessments, for the page, the terminal and notebooks."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 
+import jinja2
+
+from sinklab.assessing.assessment import Assessment
+from sinklab.experiments.documents import VERDICTS
+from sinklab.measuring.findings import Propositions
+from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.statistics.details import Details
+from sinklab.measuring.statistics.secondary import FIRST_FEW, SecondarySink, first_of_each, stretches
 from sinklab.report.data import ReportData
-from sinklab.report.summary import INFINITE, CellRow, Spread, cell_rows
+from sinklab.report.summary import CellRow, Spread, cell_rows, growth_of_sink
 from sinklab.survey.documents import (
     CheckpointsDocument,
     ComparedQuantity,
@@ -12,73 +21,107 @@ from sinklab.survey.documents import (
     DomainsDocument,
     FamiliesDocument,
     FamilyMember,
+    MeasuredCheckpoint,
 )
+from sinklab.tables import NOTHING, Table, TableCell, TableColumn, Value, names, numbers
 
-NOTHING = "–"
-VERDICTS = {True: "holds", False: "does not hold", None: "the precision cannot decide"}
-
-
-@dataclass(frozen=True)
-class Table:
-    """A section of the page that is a table.
-
-    Attributes:
-        key: of its anchor.
-        columns: name and unit.
-        rows: texts; the first cell of a row is its heading.
-        notes: what the reader must know to read it.
-    """
-
-    key: str
-    title: str
-    columns: list[tuple[str, str]]
-    rows: list[list[str]]
-    notes: list[str]
+BARS = "▁▂▃▄▅▆▇█"
+POSITIONS = 6  # that a measurement's table shows one by one
+SHOWN_SINKS = 3  # secondary sinks among the first few positions, and past them
+Labelled = Sequence[tuple[str, Measurement]]
+"""Measurements by their names; an empty name where there is only one."""
 
 
-TableColumn = tuple[tuple[str, str], Callable[[CellRow], str]]
+def cells_table(data: ReportData, curves: bool = False) -> Table:
+    """A row per cell, in the order of `data.cells`; columns in which no cell has a value are left out.
 
-
-def table_of_cells(data: ReportData) -> tuple[list[tuple[str, str]], list[list[str]]]:
-    """The table of cells as texts: columns (name, unit) and one line per cell, in the order of `data.cells`.
-
-    A column in which no cell has anything to say is left out; an en dash stands for a value that is not there.
+    Args:
+        curves: whether the last column draws the growth of the sink, where there are no charts.
     """
     rows = cell_rows(data)
     trained = not data.runs or any(run.trained for run in data.runs)
-    members = _members(data)
-    columns: list[TableColumn] = [
-        (_first_column(data, trained), lambda row: row.cell),
-        (("Runs", "seeds"), lambda row: str(row.seeds) + row.progress),
-        (("Sink₁", "% of heads"), lambda row: _text(row.sink_first, 1)),
-        (("Sink₁ visible", "% of heads"), lambda row: _text(row.sink_visible, 1)),
-        (("Sink elsewhere", "% at position"), _elsewhere),
-        (("First token", "times uniform"), lambda row: _text(row.uniform_ratio, 1)),
-        (("Sequences", "measured"), lambda row: _sequences(data, row.cell)),
-        (("Published", "Sink₁, % of heads"), lambda row: _published(members.get(row.cell))),
-        (("Parameters", "millions"), lambda row: _millions(members.get(row.cell))),
-        (("On the bias", "% of heads"), lambda row: _text(row.sink_bias, 1)),
-        (("Valid. loss" if trained else "Loss", "nats / token"), lambda row: _text(row.loss, 3)),
-        (("Bits per byte", "of the text"), lambda row: _text(row.bits_per_byte, 3)),
-        (("Norm ratio", "largest block"), lambda row: _text(row.norm_ratio, 1)),
-        (("Row sum", "of raw scores"), lambda row: _text(row.row_sum, 2)),
-        (("Time", "seconds"), lambda row: _text(row.seconds, 0)),
+    rate, loss = (".1f", ".3f") if trained else (".2f", ".4f")
+    members, saved = _members(data), _checkpoints(data)
+    grown = iter(sparklines([growth_of_sink(data, row.cell) if curves else [] for row in rows]))
+    title, unit = _first_column(data, trained)
+    unit_of_steps = next((one.unit for one in saved.values()), "step")
+
+    def published(row: CellRow) -> float | None:
+        return members[row.cell].published if row.cell in members else None
+
+    def difference(row: CellRow) -> float | None:
+        printed = published(row)
+        return None if printed is None else members[row.cell].sink_1 - printed
+
+    columns: list[tuple[TableColumn, Callable[[CellRow], Value]]] = [
+        (
+            TableColumn(title, unit, text=True),
+            lambda row: TableCell(row.cell, _checkpoint(saved.get(row.cell), row.cell)),
+        ),
+        (TableColumn("Runs", "seeds"), lambda row: TableCell(row.seeds, row.progress.strip())),
+        (
+            TableColumn("Tokens" if unit_of_steps == "tokens" else "Step", form=",d"),
+            lambda row: saved[row.cell].step if row.cell in saved else None,
+        ),
+        (TableColumn("Sink₁", "% of heads", rate), lambda row: _spread(row.sink_first, rate)),
+        *(
+            (TableColumn(f"at ε = {eps}", "% of heads", rate), _at_threshold(data, eps, rate))
+            for eps in _other_thresholds(data)
+        ),
+        (TableColumn("Sink₁ visible", "% of heads", rate), lambda row: _spread(row.sink_visible, rate)),
+        (TableColumn("Sink elsewhere", "% at position"), lambda row: _at_position(row.sink_elsewhere)),
+        (TableColumn("First token", "times uniform", rate), lambda row: _spread(row.uniform_ratio, rate)),
+        (TableColumn("Sequences", "measured"), lambda row: _sequences(data, row.cell)),
+        (TableColumn("Published", "Sink₁, % of heads", ",.2f"), published),
+        (TableColumn("Difference", "measured − published", "+.2f"), difference),
+        (
+            TableColumn("Parameters", "millions", ",.1f"),
+            lambda row: members[row.cell].parameters * 1e-6 if row.cell in members else None,
+        ),
+        (TableColumn("On the bias", "% of heads", rate), lambda row: _spread(row.sink_bias, rate)),
+        (
+            TableColumn("Valid. loss" if trained else "Loss", "nats / token", loss),
+            lambda row: _spread(row.loss, loss),
+        ),
+        (TableColumn("Bits per byte", "of the text", loss), lambda row: _spread(row.bits_per_byte, loss)),
+        (TableColumn("Norm ratio", "largest block", rate), lambda row: _spread(row.norm_ratio, rate)),
+        (TableColumn("Row sum", "of raw scores", ".2f"), lambda row: _spread(row.row_sum, ".2f")),
+        (TableColumn("Time", "seconds", ".0f"), lambda row: _spread(row.seconds, ".0f")),
+        (TableColumn("Sink", "by step"), lambda row: next(grown)),
     ]
-    said = [(head, text) for head, text in columns if any(text(row) != NOTHING for row in rows)]
-    return [head for head, _ in said], [[text(row) for _, text in said] for row in rows]
+    heads = [head for head, _ in columns]
+    table = Table(f"{title}s", heads, [[value(row) for _, value in columns] for row in rows], key="cells")
+    return replace(table.without_empty_columns(), notes=_notes_on_cells(data, rows))
 
 
-def _elsewhere(row: CellRow) -> str:
-    peak = row.sink_elsewhere
-    return f"{peak[1]:.1f} at {peak[0]}" if peak else NOTHING
+def _notes_on_cells(data: ReportData, rows: Sequence[CellRow]) -> list[str]:
+    notes = [
+        "Rates are percent of (sequence, layer, head) triples whose importance exceeds ε."
+        + (" Mean ± sample standard deviation over seeds." if any(row.seeds > 1 for row in rows) else "")
+        + " The norm ratio is the largest over blocks. An en dash: not recorded, or does not apply."
+    ]
+    if any(row.sink_visible for row in rows):
+        notes.append("Sink₁ averages over all queries from a key on; Sink₁ visible over those that may see it.")
+    if proxied := list(dict.fromkeys(run.cell for run, measured in data.measured if measured.proxy)):
+        notes.append(
+            f"In {', '.join(proxied)} the attention scores do not sum to one: importance is computed from the proxy "
+            "scores |sim| / Σ |sim|."
+        )
+    return notes
 
 
-def _text(spread: Spread | None, decimals: int) -> str:
-    return NOTHING if spread is None else spread.text(decimals)
+def _spread(spread: Spread | None, form: str) -> TableCell | None:
+    if spread is None:
+        return None
+    return TableCell(spread.mean, "" if spread.deviation is None else f"± {spread.deviation:{form}}")
+
+
+def _at_position(highest: tuple[int, float] | None) -> str | None:
+    return f"{highest[1]:.1f} at {highest[0]}" if highest else None
 
 
 def _first_column(data: ReportData, trained: bool) -> tuple[str, str]:
-    """Name and unit of the column that names the cells."""
+    """Title and unit of the column that names the cells."""
     match data.only_suite:
         case DomainsDocument():
             return "Domain", "a file each"
@@ -99,115 +142,388 @@ def _members(data: ReportData) -> dict[str, FamilyMember]:
     }
 
 
-def _sequences(data: ReportData, cell: str) -> str:
-    """How many were measured; nothing where there are no domains, which alone differ in that."""
+def _checkpoints(data: ReportData) -> dict[str, MeasuredCheckpoint]:
+    """The checkpoints of one model among the cells."""
+    return {
+        run.cell: suite.document.measured[name]
+        for suite in data.suites
+        if isinstance(suite.document, CheckpointsDocument)
+        for name, run in suite.runs(data)
+    }
+
+
+def _checkpoint(saved: MeasuredCheckpoint | None, cell: str) -> str:
+    """Its own name, where that differs from the cell's."""
+    return saved.checkpoint if saved and saved.checkpoint != cell else ""
+
+
+def _other_thresholds(data: ReportData) -> list[str]:
+    """Thresholds beside the first at which models were measured."""
+    return list(dict.fromkeys(eps for _, one in data.measured for eps in list(one.sink_rates or {})[1:]))
+
+
+def _at_threshold(data: ReportData, eps: str, form: str) -> Callable[[CellRow], Value]:
+    def value(row: CellRow) -> Value:
+        measured = [run.measurement for run in data.runs_of(row.cell) if run.measurement]
+        rates = [one.sink_rates[eps][0] for one in measured if one.sink_rates and eps in one.sink_rates]
+        return _spread(Spread(tuple(rates)), form) if rates else None
+
+    return value
+
+
+def _sequences(data: ReportData, cell: str) -> str | None:
+    """How many were measured; None where there are no domains, which alone differ in that."""
     if not any(isinstance(suite.document, DomainsDocument) for suite in data.suites):
-        return NOTHING
+        return None
     values = {str(run.measurement.sequences) for run in data.runs_of(cell) if run.measurement}
-    return ", ".join(sorted(values)) or NOTHING
+    return ", ".join(sorted(values)) or None
 
 
-def _published(model: FamilyMember | None) -> str:
-    return NOTHING if model is None or model.published is None else f"{model.published:,.2f}"
+def sparklines(curves: Sequence[Sequence[float]]) -> list[str]:
+    """Curves as bars on a scale from 0 that they share, to 1 at least."""
+    highest = max((value for values in curves for value in values), default=0.0)
+    return [sparkline(values, max(highest, 1.0)) for values in curves]
 
 
-def _millions(model: FamilyMember | None) -> str:
-    return NOTHING if model is None else f"{model.parameters * 1e-6:,.1f}"
+def sparkline(values: Sequence[float], highest: float | None = None, width: int = 16) -> str:
+    """Values as bars of height 0..`highest` (default: their maximum), thinned to at most `width` characters."""
+    if not values:
+        return ""
+    top = max(highest if highest is not None else max(values), 1e-12)
+    count = min(width, len(values))
+    picked = [values[(index + 1) * len(values) // count - 1] for index in range(count)]
+    return "".join(BARS[min(len(BARS) - 1, max(0, int(value / top * len(BARS))))] for value in picked)
 
 
 def tables(data: ReportData) -> list[Table]:
-    """Those that some measurement, or some comparison, has something for."""
-    comparisons = [
-        _comparison(suite.document, number)
+    """The tables of a page below that of its cells."""
+    compared = [
+        replace(comparison_table(suite.document.rows, list(suite.document.measured)), key=f"comparison-{number}")
         for number, suite in enumerate(data.suites)
         if isinstance(suite.document, ComparisonDocument)
     ]
-    return [*comparisons, *(table for table in (_ablations(data), _propositions(data)) if table.rows)]
+    measured = [(data.label(run), one) for run, one in data.measured]
+    return [*compared, *filter(None, (ablations_table(measured), propositions_table(measured)))]
 
 
-def _comparison(document: ComparisonDocument, number: int) -> Table:
-    first, *others = document.measured
-    columns = [("Quantity", "unit"), (first, "first model")]
+def comparison_table(rows: Iterable[ComparedQuantity], models: Sequence[str]) -> Table:
+    """A row per quantity; of each model its value and the difference from the first."""
+    first, *others = models
+    columns = [TableColumn("Quantity", text=True), TableColumn(first, "first model", ".3f")]
     for model in others:
-        columns += [(model, ""), ("Difference", f"from {first}")]
-    rows = [_line(row, first, others) for row in document.rows]
+        columns += [TableColumn(model, form=".3f"), TableColumn("Difference", f"from {first}", "+.3f")]
+    lines: list[list[Value]] = []
+    for row in rows:
+        values = row.values | dict.fromkeys(row.infinite, float("inf"))
+        line: list[Value] = [f"{row.quantity} ({row.unit})", values.get(first)]
+        for model in others:
+            line += [values.get(model), row.differences.get(model)]
+        lines.append(line)
     note = (
         "Sink rates are percent of (sequence, layer, head) triples. Ratios compare position 1 with the mean of the "
         "others. Each model reads the text through its own tokenizer. Losses are per token: where the vocabularies "
         "differ they have no difference; bits per byte of the text are comparable."
     )
-    return Table(f"comparison-{number}", "Side by side", columns, rows, [note])
+    return Table("Side by side", columns, lines, [note])
 
 
-def _line(row: ComparedQuantity, first: str, others: list[str]) -> list[str]:
-    shown = {model: INFINITE if model in row.infinite else _number(row.values.get(model)) for model in (first, *others)}
-    cells = [f"{row.quantity} ({row.unit})", shown[first]]
-    for model in others:
-        cells += [shown[model], _number(row.differences.get(model), signed=True)]
-    return cells
-
-
-def _number(value: float | None, signed: bool = False) -> str:
-    return NOTHING if value is None else f"{value:{'+' if signed and value else ''}.3f}"
-
-
-def _ablations(data: ReportData) -> Table:
-    found = [(data.label(run), one) for run, measured in data.measured for one in measured.ablations or ()]
+def ablations_table(measured: Labelled) -> Table | None:
+    """A row per ablation; None without any."""
+    found = [(label, one) for label, m in measured for one in m.ablations or ()]
+    if not found:
+        return None
+    columns = [
+        *names("Model", "Without"),
+        TableColumn("Loss", "nats / token", ".4f"),
+        TableColumn("Ablated", "nats / token", ".4f"),
+        TableColumn("Change", "nats / token", "+.4f"),
+        TableColumn("Sink₁", "% of heads", ".2f"),
+        TableColumn("Ablated", "% of heads", ".2f"),
+        TableColumn("Highest sink, ablated", "% at position"),
+    ]
     rows = [
-        [
+        (
             label,
             one.name,
-            f"{one.loss_before:.3f}",
-            f"{one.loss_after:.3f}",
-            f"{one.loss_change:+.3f}",
-            f"{one.sink_rate_before:.1f}",
-            f"{one.sink_rate_after:.1f}",
+            one.loss_before,
+            one.loss_after,
+            one.loss_change,
+            one.sink_rate_before,
+            one.sink_rate_after,
             one.highest_after,
-        ]
+        )
         for label, one in found
     ]
-    said = [
-        f"{label}, {one.name}: {'; '.join(one.sentences)}; targets from {one.first_target} on." for label, one in found
+    notes = [
+        "Both losses of an ablation are over the same targets.",
+        "The highest sink is of positions 1 to T / 2: it may have moved from the first token to another.",
+        *(
+            f"{_of(label)}{one.name}: {'; '.join(one.sentences)}; targets from position {one.first_target} on."
+            for label, one in found
+        ),
     ]
+    return _without_model(Table("Ablations: loss and sink without something", columns, rows, notes, "ablations"))
+
+
+def propositions_table(measured: Labelled) -> Table | None:
+    """A row per measurement of repeated tokens; None without any."""
+    found = [(label, one) for label, m in measured if (one := m.propositions)]
+    if not found:
+        return None
     columns = [
-        ("Model", "as measured"),
-        ("Without", "ablation"),
-        ("Loss", "nats / token"),
-        ("Ablated", "nats / token"),
-        ("Change", "nats / token"),
-        ("Sink₁", "% of heads"),
-        ("Ablated", "% of heads"),
-        ("Highest sink, ablated", "% at position"),
+        *names("Model"),
+        TableColumn("Positions", "embedding", text=True),
+        TableColumn("Hidden states", "relative difference", ".1e"),
+        TableColumn("Attention", "off the closed form, or 1/t", ".1e"),
+        TableColumn("Bound", "least distance below", ".1e"),
+        TableColumn("Proposition", "within rounding", text=True),
     ]
-    highest = "The highest sink is of positions 1 to T / 2: it may have moved from the first token to another."
-    notes = ["Both losses of an ablation are over the same targets.", highest, *said]
-    return Table("ablations", "Ablations: what the loss becomes", columns, rows, notes)
-
-
-def _propositions(data: ReportData) -> Table:
-    found = [(data.label(run), one) for run, measured in data.measured if (one := measured.propositions)]
     rows = [
-        [
-            label,
-            one.position,
-            _power(one.hidden_deviation),
-            _power(one.attention_deviation),
-            _power(one.bound_slack),
-            VERDICTS[one.holds],
-        ]
+        (label, one.position, one.hidden_deviation, one.attention_deviation, one.bound_slack, _verdict(one))
         for label, one in found
     ]
-    columns = [
-        ("Model", "as measured"),
-        ("Positions", "embedding"),
-        ("Hidden states", "relative difference"),
-        ("Attention", "off the closed form"),
-        ("Bound", "least distance below"),
-        ("Proposition", "within rounding"),
+    notes = [f"{_of(label)}{_proposition(one)}: {one.statement}." for label, one in found]
+    title = "Repeated tokens: the paper's propositions"
+    return _without_model(Table(title, columns, rows, notes, "propositions"))
+
+
+def _proposition(one: Propositions) -> str:
+    return f"proposition {one.number} of the paper" if one.number else "no proposition of the paper"
+
+
+def _verdict(one: Propositions) -> str:
+    if one.holds is None:
+        return f"{one.dtype or 'the precision'} cannot decide"
+    if one.number is None:
+        return "as equal as without positions" if one.holds else "not equal"
+    return "holds" if one.holds else "does not hold"
+
+
+def _of(label: str) -> str:
+    return f"{label}, " if label else ""
+
+
+def _without_model(table: Table) -> Table:
+    """Without the column that names the model, where it is empty."""
+    if any(row[0] for row in table.rows):
+        return table
+    return replace(table, columns=table.columns[1:], rows=[row[1:] for row in table.rows])
+
+
+def measurement_tables(m: Measurement) -> list[Table]:
+    """The tables of one measurement, for the terminal and notebooks."""
+    one = [("", m)]
+    made = [
+        _positions(m),
+        _by_length(m),
+        layers_table(one),
+        _massive(m),
+        ablations_table(one),
+        mixing_table(one),
+        propositions_table(one),
+        secondary_table(one, SHOWN_SINKS),
     ]
-    said = [f"{label}: {one.statement}." for label, one in found]
-    return Table("propositions", "Repeated tokens: the paper's propositions", columns, rows, said)
+    return [table for table in made if table is not None]
 
 
-def _power(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.1e}"
+def measurement_facts(m: Measurement) -> list[str]:
+    """Facts about a measurement in a few words each."""
+    facts = [
+        None if m.step is None else f"step {m.step:,} of {m.planned_steps:,}",
+        "position 1 is BOS" if m.bos else "no BOS",
+        f"loss {m.loss:.4f} nats/token" if m.loss is not None else None,
+        f"{m.bits_per_byte:.4f} bits/byte" if m.bits_per_byte is not None else None,
+        "proxy scores" if m.proxy else None,
+        f"{m.backend}, {m.dtype}, {m.seconds:.1f} s",
+    ]
+    return [fact for fact in facts if fact]
+
+
+def _positions(m: Measurement) -> Table:
+    """Sink rates by threshold, and importance, of the bias, the first positions and the highest of the later ones.
+
+    The last half of the positions is left out of the highest: few queries see them, among which each position's own
+    weighs heavily.
+    """
+    shown, half = min(POSITIONS, m.length), m.length // 2
+    later = half > POSITIONS
+    heads = [TableColumn("", text=True), TableColumn("bias", form=".2f")]
+    heads += numbers(".2f", *(str(k + 1) for k in range(shown)))
+    heads += [TableColumn(f"highest of {POSITIONS + 1}..{half}")] if later else []
+
+    def row(name: str, values: Sequence[float], bias: float | None = None) -> list[Value]:
+        top = max(range(POSITIONS, half), key=values.__getitem__) if later else 0
+        return [name, bias, *values[:shown], *([f"{values[top]:.2f} at {top + 1}"] if later else [])]
+
+    rates = m.sink_rates or {f"{m.eps:g}": m.sink_rate}
+    biases = m.sink_rates_bias or {f"{m.eps:g}": m.sink_rate_bias}
+    visible = m.sink_rates_visible or ({f"{m.eps:g}": m.sink_rate_visible} if m.sink_rate_visible else {})
+    rows = [row(f"sink rate, %, eps {eps}", found, biases.get(eps)) for eps, found in rates.items()]
+    rows += [row(f"of the queries that see it, eps {eps}", found) for eps, found in visible.items()]
+    rows.append(row("importance, times uniform", m.uniform_ratio))
+    return Table("Sink rate and importance by position", heads, rows).without_empty_columns()
+
+
+def _by_length(m: Measurement) -> Table | None:
+    if not m.sink_rate_by_length:
+        return None
+    thresholds = next(iter(m.sink_rate_by_length.values()))
+    heads = [*names("T"), *numbers(".2f", *(f"eps {eps}" for eps in thresholds))]
+    whole = m.sink_rates or {f"{m.eps:g}": m.sink_rate}
+    lengths = {**m.sink_rate_by_length, str(m.length): whole}
+    rows = [[length, *(rate[0] for rate in rates.values())] for length, rates in lengths.items()]
+    return Table("Sink rate of position 1 by length (%)", heads, rows)
+
+
+def _massive(m: Measurement) -> Table | None:
+    if not m.massive_activations:
+        return None
+    heads = [*numbers("d", "after layer", "position", "dimension"), *numbers(".1f", "value")]
+    heads += numbers(".0f", "times the median")
+    rows = [
+        (one.layer, one.position, one.dimension, one.value, one.ratio_to_median) for one in m.massive_activations[:3]
+    ]
+    return Table("Largest activations", heads, rows)
+
+
+def layers_table(measured: Labelled) -> Table:
+    """The first token in every layer, and the statistics of details that declare a column."""
+    heads = [
+        TableColumn("layer", text=True),
+        *numbers(".3f", "importance", "visible"),
+        TableColumn("highest head"),
+        *numbers(".2f", "|h|", "|k|", "|v|", "row sum"),
+    ]
+    statistics = {label: _statistics(m.details, m.layers) if m.details else {} for label, m in measured}
+    titles = list(dict.fromkeys(title for found in statistics.values() for title in found))
+    rows: list[list[Value]] = []
+    for label, m in measured:
+        hidden = m.hidden_norm_ratio or []
+        aligned = len(hidden) == m.layers + 1  # a hybrid has blocks without attention
+        if hidden:
+            rows.append([f"{_of(label)}input", None, None, None, hidden[0], *[None] * (3 + len(titles))])
+        for layer in range(m.layers):
+            heads_H = m.importance[layer, :, 0]
+            found = [
+                f"{_of(label)}{'layer ' if label else ''}{layer + 1}",
+                float(heads_H.mean()),
+                None if m.importance_visible is None else float(m.importance_visible[layer, :, 0].mean()),
+                f"{heads_H.max():.3f} (head {int(heads_H.argmax()) + 1})",
+                hidden[layer + 1] if aligned else None,
+                m.key_norm_ratio[layer] if m.key_norm_ratio else None,
+                m.value_norm_ratio[layer] if m.value_norm_ratio else None,
+                None if m.row_sums is None else float(m.row_sums[layer].mean()),
+            ]
+            rows.append([*found, *(statistics[label].get(title, {}).get(layer) for title in titles)])
+    heads += [TableColumn(title) for title in titles]
+    notes = ["|h|, |k|, |v| are norms over the mean of the other positions. " * bool(rows)]
+    notes = [notes[0] + "a / b: with key 1 / with the others." * bool(titles)]
+    return Table("Position 1 by layer", heads, rows, [note.strip() for note in notes]).without_empty_columns()
+
+
+def _statistics(d: Details, layers: int) -> Mapping[str, Mapping[int, str]]:
+    """By title of a statistic's column, its numbers by layer (from 0); those of angles first."""
+    columns: dict[str, dict[int, str]] = {}
+    for statistic, array in sorted(d.present(), key=lambda one: not one[0].angles):
+        if (column := statistic.column) is None:
+            continue
+        found = [column.of(array)] if column.of else [d.by_layer[field] for field in statistic.fields]
+        known = [values for values in found if values is not None]
+        if statistic.axes.startswith("M"):
+            known = [values[1:] for values in known if len(values) == layers + 1]  # where every block has attention
+        if known:
+            columns[column.title] = {
+                layer: " / ".join(f"{value:.{column.decimals}f}" for value in pair)
+                for layer, pair in enumerate(zip(*known, strict=True))
+            }
+    return columns
+
+
+def mixing_table(measured: Labelled) -> Table | None:
+    """How far a change of one token spreads, block by block; None where it was not measured."""
+    found = [(label, one) for label, m in measured if (one := m.mixing)]
+    if not found:
+        return None
+    heads = [TableColumn("after block", text=True), *numbers(".4f", "as it is", "without key 1")]
+    heads += numbers(".2f", "times")
+    rows = [
+        (f"{_of(label)}{block or 'input'}", whole, without, without / whole if whole else None)
+        for label, one in found
+        for block, (whole, without) in enumerate(zip(one.spread, one.spread_without_first, strict=True))
+    ]
+    position = " or ".join(map(str, sorted({one.position for _, one in found})))
+    title = f"How far another token at position {position} spreads: change of later tokens, over their norm"
+    return Table(title, heads, rows)
+
+
+def secondary_table(measured: Labelled, shown: int | None = None) -> Table | None:
+    """Sinks past position 1; None where there are none.
+
+    Args:
+        shown: how many of the first few positions, and of those past them; all unless given.
+    """
+    found: list[tuple[str, SecondarySink]] = []
+    rates: list[str] = []
+    for label, m in measured:
+        if m.details is not None and m.details.secondary_sinks:
+            sinks = m.details.secondary_sinks
+            found += [(label, one) for one in (first_of_each(sinks, shown) if shown else sinks)]
+            rates.append(f"{_of(label)}{m.details.secondary_rate:.2f} %")
+    if not found:
+        return None
+    heads = [*names("sequence and position"), *numbers("", "token id"), *numbers(".1f", "heads (%)")]
+    heads += [*numbers(".3f", "importance"), *numbers(".2f", "cosine with token 1")]
+    heads += numbers("", "sink in layers", "like token 1 after blocks")
+    rows = [
+        (
+            f"{_of(label)}sequence {one.sequence}, position {one.position}",
+            str(one.token),
+            one.heads,
+            one.importance,
+            None if one.alignment is None else TableCell(one.alignment, f"after block {one.block}"),
+            *(stretches(found) if found else NOTHING for found in (one.layers, one.alike)),
+        )
+        for label, one in found
+    ]
+    title = f"Sinks past position 1; at positions {FIRST_FEW + 1} to T / 2 in {', '.join(rates)} of heads and sequences"
+    return Table(title, heads, rows)
+
+
+def assessment_table(document: Assessment, title: str = "Costs and benefits of the sink", key: str = "") -> Table:
+    """Loss, perplexity and KL divergence of the model under every change, part by part."""
+    columns = [
+        *names("Change"),
+        TableColumn("Loss", "nats / token", ".4f"),
+        TableColumn("Perplexity"),
+        TableColumn("KL", "from the unchanged model", ".4f"),
+        *names(""),
+    ]
+    rows = [
+        (f"{part}: {row.what}", row.effect.loss, row.perplexity, row.effect.kl, row.more)
+        for part, row in document.rows()
+    ]
+    notes = [
+        *(f"{remark}." for remark in document.remarks()),
+        *(f"Skipped: {part}: {why}" for part, why in document.skipped.items()),
+        *document.notes,
+    ]
+    return Table(title, columns, rows, notes, key)
+
+
+@cache
+def templates() -> jinja2.Environment:
+    """The templates of the page and of its tables; all values are escaped."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("sinklab.report"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["verdict_class"] = verdict_class
+    return environment
+
+
+def verdict_class(verdict: str) -> str:
+    """The style of a claim's badge; an unknown verdict looks inconclusive."""
+    return verdict.replace(" ", "-") if verdict in VERDICTS else "inconclusive"

@@ -24,7 +24,7 @@ PALETTE = [
     "#A6761D",
 ]
 HEAT_SCHEME = "viridis"
-REFERENCE = "#8a8f98"  # lines that stand for no cell; readable on light and dark
+REFERENCE = "#8a8f98"  # lines of no cell; readable on light and dark
 DIVERGING_SCHEME = "blueorange"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 INK_ON_PAPER = "#1d2430"
@@ -85,5 +85,5 @@ def config(ink: str = "currentColor", background: str | None = None, font: str =
 
 
 def on_paper() -> dict[str, Any]:
-    """The configuration for files that stand alone: dark text on white, in a font every converter has."""
+    """The configuration for chart files: dark text on white, in a font every converter has."""
     return config(ink=INK_ON_PAPER, background="white", font="DejaVu Sans, Liberation Sans, sans-serif")

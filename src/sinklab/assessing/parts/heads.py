@@ -84,7 +84,6 @@ class Heads(AssessPart):
         kinds = [kind for kind in get_args(HeadKind) if self.counts.get(kind)]
         counts = ", ".join(f"{self.counts[kind]} {kind}" for kind in kinds)
         logarithmic = all(head.value_norm > 0 for head in self.heads)
-        title = "|v| of the sink over that of the others" + (" (log scale)" if logarithmic else "")
         return PartFigure(
             "scatter",
             "What heads do with their sink",
@@ -93,7 +92,13 @@ class Heads(AssessPart):
             f"{counts}.",
             [{**head.model_dump(), "percent": 100 * head.share} for head in self.heads],
             PlotAxis("Share of attention on the sink (percent)", "percent", "share, percent", domain=(0, 100)),
-            PlotAxis(title, "value_norm", "value's norm, times the others'", log=logarithmic, format="~g"),
+            PlotAxis(
+                "|v| of the sink over that of the others",
+                "value_norm",
+                "value's norm, times the others'",
+                scale="log" if logarithmic else "linear",
+                format="~g",
+            ),
             reference=1.0,
             colour="kind",
             series=kinds,

@@ -108,7 +108,7 @@ class Streaming(AssessPart):
             "model, which reads the text in windows of its context.",
             rows,
             PlotAxis("Keys in the cache", "x", "keys", order=sorted({one.cache for one in self.caches})),
-            PlotAxis("Perplexity (log scale)", "y", "perplexity", log=True, format="~g"),
+            PlotAxis("Perplexity", "y", scale="log"),
             reference=math.exp(self.unchanged.loss),
         )
 

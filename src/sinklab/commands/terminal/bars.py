@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from sinklab.commands.terminal.text import printable
+from sinklab.commands.terminal.tables import printable
 
 SPEAKS_EVERY = 10.0  # seconds, where there is no terminal
 
@@ -16,7 +16,7 @@ Clock = Callable[[], float]
 
 
 class Lines:
-    """Lines where there is no terminal: whatever else is printed, none for SPEAKS_EVERY seconds makes one due.
+    """Progress lines where there is no terminal: one is due SPEAKS_EVERY seconds after the last line of any kind.
 
     Args:
         clock: seconds.
@@ -71,11 +71,11 @@ class StepProgress:
         self._bar.reset(self._task, description=escape(printable(name)), total=total, completed=done)
 
     def move(self, steps: int, shown: str = "") -> None:
-        """So many more; `shown` stands beside the bar."""
+        """Advance by `steps`; `shown` replaces the name beside the bar."""
         self.reach(self._done + steps, self._total, shown)
 
     def reach(self, done: float, total: int, shown: str = "") -> None:
-        """So many of so many; `shown` stands beside the bar."""
+        """Set the progress; `shown` replaces the name beside the bar."""
         self._done, self._total = done, total
         description = escape(printable(shown or self._name))
         self._bar.update(self._task, completed=done, total=total, description=description)

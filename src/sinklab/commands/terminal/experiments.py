@@ -1,25 +1,23 @@
-"""Experiments in a terminal: what there is, what a sweep will take, and what has come of one."""
+"""Experiments before they are run, in a terminal: lists, coverage of the paper, plans, interventions."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from sinklab.commands.console import duration, short_duration
-from sinklab.commands.tables import print_table
-from sinklab.commands.terminal.report import VERDICT_STYLES, counts_line
-from sinklab.commands.terminal.text import printable
+from sinklab.commands.terminal.tables import print_table, printable
 from sinklab.experiments.definition import SCALES, Scale
-from sinklab.experiments.documents import CellSummary, ExperimentSummary, JudgedClaim, Summary
 from sinklab.experiments.paper import Covered
-from sinklab.experiments.quantities import quantity
 from sinklab.experiments.shipped import ListedExperiment, jobs_here
 from sinklab.experiments.sweep.preview import CellPreview, Preview
-from sinklab.measuring.statistics.highest import in_brackets
-from sinklab.report.experiments.numbers import NOTHING, estimate_text, sink_elsewhere_text
+from sinklab.tables import NOTHING, Table, TableColumn, names
+
+if TYPE_CHECKING:
+    from sinklab.experiments.measured import Pass
+    from sinklab.interventions.catalogue import Intervention
 
 
 def print_experiments(found: Sequence[ListedExperiment], console: Console) -> None:
@@ -84,14 +82,8 @@ def _print_estimates(found: Sequence[ListedExperiment], jobs: int, console: Cons
 
 def print_coverage(parts: Mapping[str, Covered], console: Console) -> None:
     """A line per table, figure, takeaway and proposition of the paper: what it says, its claims, what is left out."""
-    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    table.add_column("of the paper", no_wrap=True)
-    table.add_column("says", min_width=24)
-    table.add_column("claims", overflow="fold")
-    table.add_column("not encoded")
-    for name, part in parts.items():
-        table.add_row(Text(name, style="bold"), part.says, "\n".join(part.claims), part.without)
-    print_table(table, console, names=1)
+    rows = [(name, part.says, "\n".join(part.claims), part.without or "") for name, part in parts.items()]
+    print_table(Table("", names("of the paper", "says", "claims", "not encoded"), rows), console)
 
 
 def hours_line(ahead: Preview) -> str:
@@ -107,16 +99,17 @@ def hours_line(ahead: Preview) -> str:
 
 def print_preview(ahead: Preview, console: Console) -> None:
     """A line per cell, what it changes and what of it is done; and the time it all takes."""
-    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    table.add_column("cell", overflow="fold")
-    table.add_column("changes", overflow="fold")
-    table.add_column("done", justify="right")
-    table.add_column("a run takes", justify="right")
-    for cell in ahead.cells:
-        done = f"{cell.done} of {cell.seeds}"
-        takes = NOTHING if cell.hours is None else duration(cell.hours * 3600)
-        table.add_row(Text(printable(cell.name)), Text(printable(_change(cell))), done, takes)
-    console.print(table)
+    rows = [
+        (
+            cell.name,
+            _change(cell),
+            f"{cell.done} of {cell.seeds}",
+            None if cell.hours is None else duration(cell.hours * 3600),
+        )
+        for cell in ahead.cells
+    ]
+    columns = [*names("cell", "changes"), TableColumn("done"), TableColumn("a run takes")]
+    print_table(Table("", columns, rows), console)
     console.print(hours_line(ahead), highlight=False, soft_wrap=True)
 
 
@@ -125,63 +118,31 @@ def _change(cell: CellPreview) -> str:
     return f"{changed} (the runs of {cell.same_as})" if cell.same_as else changed
 
 
-def print_summary(summary: Summary, wanted: Sequence[str], console: Console) -> None:
-    """Our numbers beside the paper's and the verdict of each claim, of the experiments that were asked for."""
-    for name in wanted:
-        one = summary.experiments[name]
-        console.print(Text(printable(f"{name}: {one.title} ({one.scale})"), style="bold"))
-        print_table(_numbers(one, summary), console)
-        for why in one.adapted:
-            console.print(Text(printable(f"adapted: {why}"), style="dim"))
-        print_claims(summary, name, console)
+def print_passes(planned: Mapping[str, "Sequence[Pass]"], draws: int, console: Console) -> None:
+    """A line for each pass over sequences: what it reads, and which cells it is for."""
+    rows = [
+        (
+            experiment,
+            one.model,
+            f"{draws} x {(request := one.request(0)).sequences} x {request.length}",
+            request.options.inputs,
+            ", ".join(one.cells),
+        )
+        for experiment, passes in planned.items()
+        for one in passes
+    ]
+    print_table(Table("", names("experiment", "model", "sequences", "tokens", "cells"), rows), console)
 
 
-def print_claims(summary: Summary, experiment: str, console: Console) -> None:
-    """A line per claim of an experiment: verdict, what is claimed, evidence."""
-    claims = [claim for claim in summary.claims if claim.experiment == experiment]
-    if not claims:
-        return
-    console.print(Text(printable(counts_line(claims))))
-    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for name in ("verdict", "claim", "evidence"):
-        table.add_column(name, overflow="fold")
-    for claim in claims:
-        verdict = Text(printable(claim.verdict_said), style=VERDICT_STYLES.get(claim.verdict, "bold yellow"))
-        table.add_row(verdict, Text(printable(claim.said)), Text(printable(_evidence(claim))))
-    console.print(table)
-
-
-def _evidence(claim: JudgedClaim) -> str:
-    return "; ".join(filter(None, (claim.evidence, *claim.remarks)))
-
-
-def _numbers(one: ExperimentSummary, summary: Summary) -> Table:
-    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    table.add_column("cell", overflow="fold")
-    table.add_column("seeds", justify="right")
-    for name in one.columns:
-        known = quantity(name)
-        once = ", once at the end" if known.once else ""
-        table.add_column(f"{known.label}\n[dim]{known.unit}{once}", justify="right")
-        if _is_published(one, name):
-            table.add_column("the paper's", justify="right", style="dim")
-    for cell in one.cells:
-        found = summary.cells.get(cell, CellSummary(seeds=0))
-        own = found.of_seeds(one.seeds) if one.seeds else found
-        table.add_row(Text(printable(cell)), *_row(one, cell, own))
-    return table
-
-
-def _row(one: ExperimentSummary, name: str, cell: CellSummary) -> Iterable[str]:
-    failed = sum(run.status == "failed" for run in cell.runs)
-    yield f"{cell.seeds}" + (f", {failed} failed" if failed else "")
-    for column in one.columns:
-        text = estimate_text(cell.values.get(column), quantity(column).decimals)
-        yield text + in_brackets(sink_elsewhere_text(cell, column))
-        if _is_published(one, column):
-            value = one.published.get(name, {}).get(column)
-            yield NOTHING if value is None else f"{value:.{quantity(column).decimals}f}"
-
-
-def _is_published(one: ExperimentSummary, column: str) -> bool:
-    return any(column in values for values in one.published.values())
+def print_catalogue(found: "Iterable[Intervention]", console: Console) -> None:
+    """A line per intervention; the kinds of a choice are followed by their own values."""
+    rows = []
+    for one in found:
+        notes = [one.explanation.removesuffix(".")]
+        if not one.is_kind:
+            notes += [f"values: {one.values}", f"default: {one.default}" if one.default else "must be given"]
+        if one.neutral:
+            notes.append(f"changes nothing: {one.neutral}")
+        name = f"{one.key}={one.kind}" if one.is_kind else f"  {one.key} ({one.kind})" if one.kind else one.key
+        rows.append((name, "; ".join(filter(None, notes))))
+    print_table(Table("", names("key", "what it does"), rows), console)

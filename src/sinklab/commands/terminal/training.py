@@ -1,19 +1,25 @@
-"""How a plan, the end of a run, and a replayed step look in a terminal."""
+"""Training in a terminal: a plan, the end of a run, a replayed step, the list of runs, a tuning, data to prepare."""
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Column, Table
-from rich.text import Text
 
-from sinklab.commands.tables import print_table
-from sinklab.measuring.statistics.highest import elsewhere_text
+from sinklab.commands.terminal.tables import print_notes, print_table, print_title
+from sinklab.measuring.statistics.highest import elsewhere_text, in_brackets
+from sinklab.report.runs import ListedRun
+from sinklab.tables import Table, TableCell, TableColumn, names, number_text, numbers
 from sinklab.train.directory.history import Evaluation, read_history
 from sinklab.train.planning.plan import TrainingPlan, megabytes
 from sinklab.train.recipe import Recipe
 from sinklab.train.replay import Replay
+
+if TYPE_CHECKING:
+    from sinklab.data.estimate import Estimate
+    from sinklab.tuning.documents import Tuning
 
 LARGEST = 12
 
@@ -35,9 +41,7 @@ def print_end(directory: Path, recipe: Recipe, console: Console) -> None:
 
 
 def _end_table(last: Evaluation, recipe: Recipe) -> Table:
-    title = Text(f"{recipe.name}, step {last.step:,} of {recipe.train.steps:,}", "table.title")
-    table = Table(show_header=False, title=title)
-    shown = {
+    found = {
         "tokens": (last.tokens, ",", ""),
         "validation loss": (last.valid_loss, ".3f", " nats / token"),
         "Sink_1": (next(iter(last.sink_rate), None), ".1f", " % of heads"),
@@ -45,10 +49,12 @@ def _end_table(last: Evaluation, recipe: Recipe) -> Table:
         "on the bias": (last.sink_rate_bias, ".1f", " % of heads"),
         "norm ratio": (last.largest_norm_ratio, ".1f", ", largest block"),
     }
-    for name, (value, form, unit) in shown.items():
-        if value is not None:
-            table.add_row(name, f"{value:{form}}{unit}")
-    return table
+    rows = [
+        (name, value if isinstance(value, str) else number_text(value, form) + unit)
+        for name, (value, form, unit) in found.items()
+        if value is not None
+    ]
+    return Table(f"{recipe.name}, step {last.step:,} of {recipe.train.steps:,}", names("", ""), rows)
 
 
 def print_replay(found: Replay, console: Console) -> None:
@@ -57,21 +63,13 @@ def print_replay(found: Replay, console: Console) -> None:
     console.print(f"step {found.step} from {begin}, {found.repeated} updates repeated", highlight=False, soft_wrap=True)
     console.print(f"loss {found.loss:.6g}, gradient norm {found.grad_norm:.6g}", highlight=False)
     console.print(f"first tensor that is not finite: {found.first_not_finite or 'none'}", highlight=False)
-    table = Table(
-        "parameter",
-        Column("gradient norm", justify="right"),
-        title=f"the {LARGEST} largest gradients, not finite ones first",
-    )
     ranked = sorted(found.grad_norms.items(), key=lambda item: (item[1] == item[1], -item[1]))
-    for name, norm in ranked[:LARGEST]:
-        table.add_row(name, f"{norm:.4g}")
-    print_table(table, console)
+    columns = [*names("parameter"), TableColumn("gradient norm", form=".4g")]
+    print_table(Table(f"the {LARGEST} largest gradients, not finite ones first", columns, ranked[:LARGEST]), console)
 
 
 def print_plan(plan: TrainingPlan, console: Console) -> None:
     """A table of the plan."""
-    title = Text(f"{plan.name} on {plan.processes} x {plan.device}", "table.title")
-    table = Table(show_header=False, title=title)
     per_token = plan.flops_per_step / plan.tokens_per_step
     rows = {
         "parameters": f"{plan.parameters:,}",
@@ -84,6 +82,62 @@ def print_plan(plan: TrainingPlan, console: Console) -> None:
     }
     if plan.hours_at_peak is not None:
         rows["at the full speed of the card"] = f"{plan.hours_at_peak:.1f} hours"
-    for name, value in rows.items():
-        table.add_row(name, value)
-    console.print(table)
+    title = f"{plan.name} on {plan.processes} x {plan.device}"
+    print_table(Table(title, names("", ""), list(rows.items())), console)
+
+
+def print_runs(runs: Sequence[ListedRun], console: Console) -> None:
+    """A line per run."""
+    columns = [*names("Run", "State"), TableColumn("Step"), TableColumn("Sink_1", "%", ".1f")]
+    columns += [TableColumn("bias", "%", ".1f"), TableColumn("loss", form=".3f"), TableColumn("seed")]
+    columns += names("Changes")
+    rows = [
+        (
+            run.directory,
+            run.state,
+            f"{run.step:,}/{run.steps:,}" if run.steps is not None else None,
+            TableCell(run.sink_rate, in_brackets(run.sink_elsewhere).strip()),
+            run.sink_rate_bias,
+            run.valid_loss,
+            run.seed,
+            run.why or ", ".join(run.differs),
+        )
+        for run in runs
+    ]
+    print_table(Table("Runs", columns, rows), console)
+
+
+def print_tuning(tuning: "Tuning", console: Console) -> None:
+    """The base and the chat model side by side, and the notes."""
+    asked = tuning.asked
+    about = f"{asked.steps} updates of {asked.batch_size} conversations of at most {asked.length} tokens"
+    print_title(tuning.model, console, [about])
+    columns = [*names(""), *numbers(".2f", "Sink_1", "on the bias", unit="%"), *numbers(".2f", "norm ratio")]
+    columns += [TableColumn("loss", form=".4f"), TableColumn("max gradient", form=".4g")]
+    rows = [
+        (
+            name,
+            TableCell(side.sink_rate[0], in_brackets(elsewhere_text(side.sink_rate)).strip()),
+            side.sink_rate_bias,
+            max(side.hidden_norm_ratio) if side.hidden_norm_ratio else None,
+            side.valid_loss,
+            tuning.grad_norm_max if name == "chat" else None,
+        )
+        for name, side in tuning.sides().items()
+    ]
+    title = f"Before and after tuning (eps {asked.eps:g}, loss held out in nats)"
+    print_table(Table(title, columns, rows).without_empty_columns(), console)
+    print_notes(tuning.notes, console)
+
+
+def print_estimate(found: "Estimate", console: Console) -> None:
+    """An estimate of what `sinklab data prepare` would read and write."""
+    from sinklab.data.estimate import total
+
+    columns = [*names("domain"), *numbers(",d", "bytes of text files", "tokens in them", "tokens taken")]
+    rows = [(amount.name, amount.bytes, amount.tokens, amount.taken) for amount in found.amounts]
+    sizes, tokens = [amount.bytes for amount in found.amounts], [amount.tokens for amount in found.amounts]
+    rows.append(("all", total(sizes), total(tokens), found.tokens))
+    written = "not known" if found.shard_bytes is None else f"{found.shard_bytes:,}"
+    notes = [f"shards: {written} bytes. Estimated; nothing was written. An en dash: not known."]
+    print_table(Table("", columns, rows, notes), console)

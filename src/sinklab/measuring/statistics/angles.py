@@ -13,7 +13,7 @@ class Cosine(OfRows):
     axes = "LHT"
     angles = True
     fields = ("cosine_first", "cosine_rest")
-    column = Column("cos(q, k)", 2)
+    column = Column("cos(q, k)", 3)
     figures = (
         PositionMap(
             "angles-cosine",

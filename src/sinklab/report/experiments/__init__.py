@@ -1,1 +1,1 @@
-"""What a page says of the experiments of a sweep: tables, figures, claims, runs, and the leaderboard."""
+"""The experiments of a sweep on the page: tables, figures, claims, runs, and the leaderboard."""

@@ -1,28 +1,57 @@
-"""The figures of experiments: each number of their tables by cell, and how the sink grows where they ask when."""
+"""The figures of experiments: numbers by cell, one number against another, curves over training, the leaderboard."""
 
 import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from sinklab.experiments.documents import CellEstimate, CellRun, CellSummary, ExperimentSummary
 from sinklab.experiments.quantities import Quantity
-from sinklab.report.charts import Drawing, Width
-from sinklab.report.experiments.dots import Dots, by_cell, in_order
-from sinklab.report.experiments.emergence import curve_of_every_seed, sink_of_every_layer
-from sinklab.report.experiments.models import replicate_of
-from sinklab.report.experiments.numbers import by_seed, estimate_of, quantity_of
-from sinklab.report.experiments.ordering import Ordered, ordered
-from sinklab.report.experiments.scatter import against
+from sinklab.plots import PlotAxis
+from sinklab.report.charts import Dots, Drawing, Figure, Width, dots, lines, scatter
+from sinklab.report.experiments.leaderboard import LOSS, SINK, Leaderboard
 from sinklab.report.experiments.sweeps import Sweep
-from sinklab.report.figure import Figure
+from sinklab.report.experiments.tables import by_seed, estimate_of, quantity_of, replicate_of
 from sinklab.schema import finite_or_none
 from sinklab.train.directory.history import Evaluation
 
+OTHERS = "other models"
+FAR = 1.0
+"""Nats per token above the baseline from which losses are drawn on a scale that is linear near the baseline alone."""
+NAME = re.compile(r"(.+)_(\d+(?:\.\d+)?(?:e-?\d+)?)([kMB]?)")
+TIMES = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9}
+FEWEST = 3
+"""Cells that are an order."""
 LAYERS = ("sink_layer_", "layer_step_")
 """Beginnings of numbers of one layer: an experiment about one shows them all."""
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """Cells from the smallest value to the largest.
+
+    Attributes:
+        what: is varied.
+        labels: of the cells by their names, in order; a cell that varies nothing is first, under its own name.
+    """
+
+    what: str
+    labels: dict[str, str]
+
+
+def ordered(cells: Sequence[str]) -> Ordered | None:
+    """The order that the names of cells say: None unless all but at most one are `WORD_NUMBER` with the same word."""
+    found = {name: match for name in cells if (match := NAME.fullmatch(name))}
+    others = [name for name in cells if name not in found]
+    words = {match[1] for match in found.values()}
+    if len(words) != 1 or len(found) < FEWEST or len(others) > 1:
+        return None
+    rising = sorted(found, key=lambda name: float(found[name][2]) * TIMES[found[name][3]])
+    labels = {name: found[name][2] + found[name][3] for name in rising}
+    return Ordered(words.pop().replace("_", " "), {name: name for name in others} | labels)
 
 
 def keyed(sweeps: Sequence[Sweep]) -> list[tuple[Sweep, str, str]]:
@@ -42,7 +71,7 @@ def all_experiment_figures(sweeps: Sequence[Sweep], page: Path, width: Width) ->
 
 
 def experiment_figures(sweep: Sweep, name: str, key: str, page: Path, width: Width) -> list[Figure]:
-    """What an experiment of a sweep shows.
+    """The figures of an experiment of a sweep.
 
     Args:
         key: of its section.
@@ -86,6 +115,103 @@ def _against(sweep: Sweep, name: str, key: str, width: Width) -> Figure | None:
     return Figure(f"{key}-against", f"{experiment.title}: {second} against {first}", caption, [chart])
 
 
+def against(cells: dict[str, CellSummary], experiment: ExperimentSummary, width: Width) -> Drawing | None:
+    """The second quantity of `against` over the first; None where no cell has both.
+
+    Models of one family of the paper's list have one colour.
+    """
+    across, up = (quantity_of(name) for name in experiment.against)
+    rows = [
+        {
+            "model": name.rpartition("/")[0] or name,
+            "family": experiment.families.get(name, OTHERS),
+            **_ends("x", x.median, [x.smallest, x.largest] if len(x.seeds) > 1 else []),
+            **_ends("y", y.median, [y.smallest, y.largest] if len(y.seeds) > 1 else []),
+        }
+        for name, cell in cells.items()
+        if (x := estimate_of(cell, across.name)) and (y := estimate_of(cell, up.name))
+        if x.median is not None and y.median is not None
+    ]
+    if not rows:
+        return None
+    return scatter(
+        rows,
+        PlotAxis(_title(across), "x", across.label, zero=False, precision=f".{across.decimals}f"),
+        PlotAxis(_title(up), "y", up.label, zero=False, precision=f".{up.decimals}f"),
+        "family",
+        list(dict.fromkeys(row["family"] for row in rows)),
+        label="model",
+        tips=[("model", "model", "")],
+        width=width,
+    )
+
+
+def _ends(field: str, value: float, spread: Sequence[float | None], above: float = 0.0) -> dict[str, Any]:
+    """The fields of a point on one axis, with the smallest and the largest of several."""
+    known = [one - above for one in spread if one is not None]
+    ends = {f"{field}_low": min(known), f"{field}_high": max(known)} if len(known) > 1 else {}
+    return {field: value - above, **ends}
+
+
+def _title(one: Quantity) -> str:
+    return f"{one.label} ({one.unit})" if one.unit else one.label
+
+
+def board_figure(board: Leaderboard, key: str, width: Width) -> Figure | None:
+    """Sink_1 of every cell of a leaderboard against its loss above the baseline's; None without the baseline's loss.
+
+    Named are the baseline, and the cells that no other is as good as in both and better in one.
+    """
+    at = {column.quantity: number for number, column in enumerate(board.columns) if column.quantity}
+    scores = {
+        one.cell: (loss, sink)
+        for one in board.standings
+        if (loss := one.scores[at[LOSS]]) is not None and (sink := one.scores[at[SINK]]) is not None
+    }
+    if board.baseline not in scores or len(scores) < 2:
+        return None
+    least = scores[board.baseline][0].median
+    points = {cell: (loss.median - least, sink.median) for cell, (loss, sink) in scores.items()}
+
+    def is_named(cell: str) -> bool:
+        x, y = points[cell]
+        return cell == board.baseline or not any(a <= x and b <= y and (a, b) != (x, y) for a, b in points.values())
+
+    rows = [
+        {
+            "model": cell,
+            "kind": board.baseline if cell == board.baseline else "mitigations",
+            "named": cell if is_named(cell) else "",
+            **_ends("x", loss.median, loss.seeds, least),
+            **_ends("y", sink.median, sink.seeds),
+        }
+        for cell, (loss, sink) in scores.items()
+    ]
+    chart = scatter(
+        rows,
+        PlotAxis(
+            f"Validation loss above {board.baseline} (nats / token)",
+            "x",
+            f"loss above {board.baseline}",
+            scale="symlog" if max(abs(x) for x, _ in points.values()) > FAR else "linear",
+            constant=0.05,
+            zero=False,
+            precision="+.3f",
+        ),
+        PlotAxis("Sink₁ (% of heads)", "y", "Sink₁", precision=".1f"),
+        "kind",
+        ["mitigations", board.baseline],
+        label="named",
+        tips=[("model", "cell", "")],
+        width=width,
+    )
+    caption = (
+        "Medians over seeds, the lines from the smallest to the largest. Named are the baseline and the cells to which "
+        "no other is better in both. A sink may be at another position: the board says where."
+    )
+    return Figure(key, f"Sink₁ against the loss at scale {board.scale}", caption, [chart])
+
+
 def _caption(experiment: ExperimentSummary, bounds: bool) -> str:
     if replicate_of(experiment) == "seed":
         one, place, many = f"a run of one seed at scale {experiment.scale}", "recipe", "seeds"
@@ -113,8 +239,7 @@ def _chart(
 ) -> Drawing:
     labels = order.labels if order else {cell: cell for cell in cells}
     estimates = {cell: estimate_of(cells[cell], shown.name) for cell in labels}
-    dots = Dots(
-        title=f"{shown.label} ({shown.unit})" if shown.unit else shown.label,
+    rows = Dots(
         cells=list(labels),
         labels=list(labels.values()),
         seeds=[
@@ -131,9 +256,14 @@ def _chart(
             if shown.name in experiment.published.get(cell, {})
         ],
         decimals=shown.decimals,
-        from_zero=shown.unit == "%" or shown.unit == "steps",
     )
-    return in_order(dots, order.what, width) if order else by_cell(dots, width)
+    return dots(rows, values_axis(_title(shown), shown.unit in ("%", "steps")), order and order.what, width=width)
+
+
+def values_axis(title: str, from_zero: bool) -> PlotAxis:
+    """The axis of the values of dots: from zero, and to one at least, or logarithmic where they span much."""
+    scale = "linear" if from_zero else "auto"
+    return PlotAxis(title, "value", scale=scale, zero=from_zero, at_least=1.0 if from_zero else None)
 
 
 def middle_of(one: CellEstimate) -> dict[str, float]:
@@ -158,7 +288,7 @@ def point_of(sweep: Sweep, run: CellRun, value: float, page: Path) -> dict[str, 
 def link_to(sweep: Sweep, run: CellRun, page: Path) -> str | None:
     """From the folder of a page to the recipe of a run, None where it is not on the disk.
 
-    Whatever stands in the name of a folder is part of a path: none of it can be taken for a scheme or a query.
+    The names of folders are quoted, so that no part of them is taken for a scheme or a query.
     """
     file = sweep.provenance(run)
     return quote(os.path.relpath(file.resolve(), page.resolve())) if file else None
@@ -170,12 +300,15 @@ def _asked(sweep: Sweep, name: str) -> set[str]:
 
 
 def _growth(sweep: Sweep, name: str, key: str, width: Width) -> Figure | None:
-    """What an experiment asks the time of, against training step; the sink always."""
+    """The quantities whose steps an experiment compares, against training step."""
     asked = _asked(sweep, name)
     charts = [_curve(sweep, name, curve, width) for numbers, curve in _CURVES if numbers & asked]
     shown = [chart for chart in charts if chart is not None]
     title = f"{sweep.experiments[name].title}: while the models train"
     return Figure(f"{key}-growth", title, "A line per seed.", shown) if shown else None
+
+
+_STEPS = PlotAxis("Training step", "step", "step", whole=True, precision=",d")
 
 
 @dataclass(frozen=True)
@@ -207,7 +340,11 @@ def _curve(sweep: Sweep, name: str, curve: _Curve, width: Width) -> Drawing | No
         for one in sweep.history(run)
         if (value := curve.number(one)) is not None
     ]
-    return curve_of_every_seed(rows, curve.title, _with_rows(cells, rows), curve.from_zero, width) if rows else None
+    if not rows:
+        return None
+    y = PlotAxis(curve.title, "value", zero=curve.from_zero, at_least=1.0 if curve.from_zero else None, precision=".2f")
+    known = {row["cell"] for row in rows}
+    return lines(rows, _STEPS, y, order=[cell for cell in cells if cell in known], apart=["seed"], width=width)
 
 
 def _by_layer(sweep: Sweep, name: str, key: str, width: Width) -> Figure | None:
@@ -226,9 +363,6 @@ def _by_layer(sweep: Sweep, name: str, key: str, width: Width) -> Figure | None:
     if not rows:
         return None
     caption = "Of each layer the head that most often sinks into the first token; a line per seed."
-    return Figure(f"{key}-layers", f"{experiment.title}: layer by layer", caption, [sink_of_every_layer(rows, width)])
-
-
-def _with_rows(cells: dict[str, CellSummary], rows: Sequence[dict[str, object]]) -> list[str]:
-    known = {row["cell"] for row in rows}
-    return [cell for cell in cells if cell in known]
+    y = PlotAxis("Sequences in which a head sinks (percent)", "value", at_least=1.0, precision=".2f")
+    chart = lines(rows, _STEPS, y, "layer", apart=["cell", "seed"], width=width)
+    return Figure(f"{key}-layers", f"{experiment.title}: layer by layer", caption, [chart])

@@ -9,12 +9,11 @@ from sinklab.experiments.documents import CellSummary, JudgedClaim, Summary, est
 from sinklab.experiments.paper import PaperStatement, statements
 from sinklab.experiments.quantities import Quantity
 from sinklab.experiments.verdicts.wording import number, unit
-from sinklab.report.charts import Width
-from sinklab.report.experiments.dots import Dots, by_cell
-from sinklab.report.experiments.figures import keyed, middle_of, point_of
-from sinklab.report.experiments.numbers import NOTHING, by_seed, number_text, quantity_of
+from sinklab.report.charts import Dots, Figure, Width, dots
+from sinklab.report.experiments.figures import keyed, middle_of, point_of, values_axis
 from sinklab.report.experiments.sweeps import Sweep
-from sinklab.report.figure import DataTable, Figure
+from sinklab.report.experiments.tables import by_seed, quantity_of
+from sinklab.tables import NOTHING, Table, TableColumn, names
 
 LABELS = 215
 """Pixels for the statements beside the drawing."""
@@ -118,9 +117,8 @@ def _forest(sweep: Sweep, key: str, page: Path, width: Width) -> Figure | None:
         estimate = estimated(cell.runs, shown.value)
         middles += [{"cell": label, "at": label, **middle_of(estimate)}] if estimate else []
         ours = ", ".join(number(value, of) for _, value in values) or NOTHING
-        rows.append([label, shown.cell, of.label, ours, number_text(shown.paper, 2)])
-    dots = Dots(
-        title="Percent of heads",
+        rows.append([label, shown.cell, of.label, ours, shown.paper])
+    drawing = Dots(
         cells=[row[0] for row in rows],
         labels=[row[0] for row in rows],
         seeds=seeds,
@@ -129,16 +127,16 @@ def _forest(sweep: Sweep, key: str, page: Path, width: Width) -> Figure | None:
             {"cell": row[0], "at": row[0], "value": shown.paper} for row, (_, _, shown) in zip(rows, drawn, strict=True)
         ],
         decimals=1,
-        from_zero=True,
     )
     exploratory = [str(place) for place, found in claims.items() if found and found[0].analysis == "exploratory"]
     caption = (
         "Every point is a run of one seed, and leads to its recipe; the bar is the median over seeds, the line from "
-        "the smallest to the largest. The open diamond is the paper's number, a single run at its own scale: where it "
-        "stands is not what a verdict rests on. Statements for which it prints no percentage are left out."
+        "the smallest to the largest. The open diamond is the paper's number, a single run at its own scale, on "
+        "which no verdict rests. Statements for which it prints no percentage are left out."
         + (f" Exploratory: {', '.join(exploratory)}." if exploratory else "")
     )
-    table = DataTable(["PaperStatement", "Cell", "Number", "Ours, every seed (%)", "The paper's (%)"], rows)
+    columns = [*names("Statement", "Cell", "Number"), TableColumn("Ours", "every seed, %")]
+    table = Table("", [*columns, TableColumn("The paper’s", "%", ".2f")], rows)
     scale = f" at {sweep.summary.scale}" if sweep.summary.scale else ""
-    chart = by_cell(dots, width, LABELS)
+    chart = dots(drawing, values_axis("Percent of heads", True), width=width, label_width=LABELS)
     return Figure(key, f"Ours{scale} beside the paper's", caption, [chart], small=True, table=table)

@@ -1,15 +1,16 @@
 """The leaderboard of mitigations: every cell of the experiments about them, each number with its spread over seeds."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from sinklab.assessing.assessment import comparable
 from sinklab.assessing.part import PartNumber
 from sinklab.assessing.parts import NUMBERS
 from sinklab.experiments.documents import CellRun, CellSummary
-from sinklab.report.experiments.numbers import by_seed, estimate_of, sink_elsewhere_text
 from sinklab.report.experiments.sweeps import Sweep
+from sinklab.report.experiments.tables import by_seed, estimate_of, sink_elsewhere_text
+from sinklab.tables import Table, TableCell, TableColumn, counted
 
 MITIGATIONS, RETUNED = "mitigations", "mitigations_retuned"
 RETUNED_IS = "the lowest of the losses at several learning rates, since one rate for all is unfair"
@@ -114,6 +115,36 @@ def leaderboard(sweep: Sweep) -> Leaderboard | None:
     return Leaderboard(first.scale, first.baseline or first.cells[0], bool(prices), columns, standings)
 
 
+def leaderboard_table(board: Leaderboard, key: str) -> Table:
+    """A row per cell, with the lowest and the highest seed behind each median."""
+    columns = [TableColumn("Cell", "what was changed", text=True)]
+    columns += [TableColumn(one.title, one.unit, f",.{one.decimals}f", help=one.explained) for one in board.columns]
+    rows = [
+        [
+            one.cell + (f" ({counted(one.failed, 'run')} failed)" if one.failed else ""),
+            *(_cell(score, column.form) for score, column in zip(one.scores, columns[1:], strict=True)),
+        ]
+        for one in board.standings
+    ]
+    table = Table("Leaderboard of mitigations", columns, rows, key=key).without_empty_columns()
+    notes = [
+        f"At scale {board.scale}. Medians over seeds, with the lowest and the highest seed. A heading sorts by its "
+        "column, and once more in reverse; missing values come last.",
+        *(f"{column.title}: {column.help}." for column in table.columns if column.help),
+    ]
+    if board.assessed:
+        notes.append("Added loss is in nats per token, above the unchanged model (sinklab assess).")
+    return replace(table, notes=notes)
+
+
+def _cell(score: SeedScore | None, form: str) -> TableCell | None:
+    if score is None:
+        return None
+    low, high = f"{min(score.seeds):{form}}", f"{max(score.seeds):{form}}"
+    ends = [f"{low} … {high}" if low != high else f"all {low}"] if len(score.seeds) > 1 else []
+    return TableCell(score.median, " ".join([*ends, score.note]).strip())
+
+
 def _by_loss(standing: Standing) -> tuple[bool, float]:
     loss = standing.scores[0]
     return (True, 0.0) if loss is None else (False, loss.median)
@@ -139,7 +170,7 @@ def _of_runs(value: Callable[[CellRun], float | None]) -> ScoreOf:
 
 
 def _prices(sweep: Sweep, names: Sequence[str]) -> list[BoardColumn]:
-    """What `sinklab assess` has found out about the runs of some experiments."""
+    """Columns from the assessments of the runs of some experiments."""
     runs = [
         run
         for name in names

@@ -9,12 +9,12 @@ The same sweep gives the same bytes. `sinklab verify` checks it, `sinklab reprod
 """
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from sinklab.assessing.assessment import ASSESSMENT
 from sinklab.errors import InputError
-from sinklab.experiments.documents import RECORD, SUMMARY, CellRun, Summary, read_record
+from sinklab.experiments.documents import RECORD, SUMMARY, CellRun, Summary, read_record, verdict_counts
 from sinklab.experiments.sweep.packed import (
     METRICS,
     PACKED_FILES,
@@ -28,11 +28,12 @@ from sinklab.experiments.sweep.packed import (
 from sinklab.files import parse_json, parse_yaml, write_text
 from sinklab.outputs import REPORT, check_results
 from sinklab.report.collect import collect
-from sinklab.report.experiments.readme import readme
+from sinklab.report.experiments.glance import GlanceLine, GlancePart, lines_of
 from sinklab.report.experiments.sweeps import Sweep
 from sinklab.report.export import export_charts
 from sinklab.report.html import render
 from sinklab.schema import leaves
+from sinklab.tables import NOTHING, Table, counted, escaped, markdown, names
 from sinklab.train.directory.environment import read_environment
 
 CHECKED = (RECIPE, METRICS)
@@ -96,7 +97,7 @@ def _check_paths(sweep: Sweep) -> None:
             if isinstance(value, str) and Path(value).is_absolute():
                 raise InputError(
                     f"{path}: {key} is {value}, a path of this machine, which nobody else could use: "
-                    "train with one that is relative to the working directory"
+                    "train with a path relative to the working directory"
                 )
 
 
@@ -128,7 +129,7 @@ def _runs_by_experiment(sweep: Sweep) -> dict[str, list[CellRun]]:
 
 
 def _packed(sweep: Sweep, run: CellRun) -> PackedRun | None:
-    """What is kept of a run; None where it has not ended."""
+    """A run as it is packed; None where it has not ended."""
     folder = sweep.folder(run)
     record = read_record(folder) if folder else None
     if folder is None or record is None or not (folder / RECIPE).is_file():
@@ -176,3 +177,80 @@ def _kept(edited: Sequence[str]) -> list[str]:
 def _without_place(message: str, sweep: Sweep) -> str:
     """A message that names files of the sweep by where they lie in it."""
     return message.replace(f"{sweep.top.resolve()}/", "").replace(f"{sweep.top}/", "")
+
+
+def readme(summary: Summary) -> str:
+    """Markdown; what comes from files is escaped."""
+    runs = {run.hash: run for cell in summary.cells.values() for run in cell.runs}
+    done = sum(run.status == "done" for run in runs.values())
+    failed = sum(run.status == "failed" for run in runs.values())
+    lines = [
+        f"# Results at scale {escaped(summary.scale)}" if summary.scale else "# Results",
+        "",
+        f"{counted(len(summary.experiments), 'experiment').capitalize()}, {counted(len(summary.cells), 'cell')}, "
+        f"{counted(done, 'finished run')}, {failed} failed, {len(runs) - done - failed} not finished. "
+        "`report.html` shows them with every seed; their recipes and metrics lie in a folder for each experiment. "
+        "Verdicts follow the rule in `docs/verdicts.md`.",
+        "",
+        *(f"{_named(kind)}: {_counted(found)}." for kind, found in verdict_counts(summary.claims).items()),
+        "",
+        *_glance(lines_of([(summary, {})])),
+        "## Every claim",
+        "",
+        markdown(_claims(summary)),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _claims(summary: Summary) -> Table:
+    rows = [
+        (
+            claim.experiment,
+            claim.said,
+            claim.analysis,
+            f"{claim.verdict_said} at {claim.scale}",
+            "; ".join(filter(None, (claim.evidence, *claim.remarks))),
+        )
+        for claim in summary.claims
+    ]
+    return Table("Every claim", names("experiment", "claim", "", "verdict", "evidence"), rows)
+
+
+def _glance(lines: Sequence[GlanceLine]) -> list[str]:
+    if not lines:
+        return []
+    columns = names("", "statement", "the paper (% of heads)", "ours, every seed", "verdict", "caveat")
+    rows = [
+        (
+            str(place),
+            line.statement.says,
+            line.statement.paper,
+            "\n".join(map(_ours, line.parts)) or NOTHING,
+            "\n".join(map(_verdict, line.parts)) or "not run",
+            line.statement.caveat,
+        )
+        for place, line in enumerate(lines, 1)
+    ]
+    return ["## The paper at a glance", "", markdown(Table("The paper at a glance", columns, rows)), ""]
+
+
+def _ours(part: GlancePart) -> str:
+    return "; ".join(f"{cell} {text}" for cell, text in part.ours) or part.claim.evidence
+
+
+def _verdict(part: GlancePart) -> str:
+    """`reproduced at tiny (figure_4.default_has_a_sink)`, exploratory ones marked."""
+    claim = part.claim
+    kind = f", {claim.analysis}" if claim.analysis != "confirmatory" else ""
+    return f"{claim.verdict_said} at {claim.scale} ({claim.experiment}.{claim.id}{kind})"
+
+
+def _named(kind: str) -> str:
+    """`Confirmatory claims`."""
+    return f"{kind} claims".strip().capitalize()
+
+
+def _counted(verdicts: Mapping[str, int]) -> str:
+    """`3 reproduced, 1 contradicted`."""
+    return ", ".join(f"{number} {escaped(verdict)}" for verdict, number in verdicts.items())

@@ -1,0 +1,485 @@
+"""Figures of measurements: importance by head, layer and position, norms, and the statistics of --details."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+
+from sinklab.measuring import metrics
+from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.statistics.details import STATISTICS, Details
+from sinklab.measuring.statistics.secondary import ALIGNED, ENOUGH, FIRST_FEW, STANDS_OUT
+from sinklab.measuring.statistics.shown import (
+    BlockLines,
+    BucketLines,
+    HeadMap,
+    Heatmap,
+    MatrixMap,
+    PositionMap,
+    SequenceLines,
+    Shown,
+)
+from sinklab.plots import PlotAxis
+from sinklab.report import charts
+from sinklab.report.charts import (
+    SHORT,
+    ChartRows,
+    ColourScale,
+    Drawing,
+    Figure,
+    Named,
+    Width,
+    heatmap,
+    heatmaps,
+    layer_axis,
+    lines,
+    pooled,
+    scale_over,
+)
+from sinklab.report.data import ReportData, ReportedRun
+from sinklab.report.summary import by_key, over_seeds
+from sinklab.report.tables import layers_table, mixing_table, secondary_table
+from sinklab.tables import Table, TableColumn, names
+
+SHOWN_POSITIONS = 64
+VISIBLE = "visible queries"
+AFTER_BLOCK = "After block (0 is the embedding)"
+MAP_CELLS = 64  # larger maps are thinned: every cell is an element of the page
+FIRST = ("angles-cosine", "angles-norms", "angles-heads", "value-ratio")  # why a sink has large logits, what it gives
+LAST = ("secondary", "map-attention", "map-cosine", "map-norms")
+
+
+def importance_figures(data: ReportData, width: Width) -> list[Figure | None]:
+    """In reading order; None where the data does not allow one."""
+    small = width if width == "container" else 300
+    return [
+        _by_head(data, small),
+        _by_layer(data, small),
+        _by_position(data, width),
+        _row_sums(data, small),
+        _norms(data, small),
+        _mixing(data, width),
+    ]
+
+
+def _by_head(data: ReportData, width: Width) -> Figure | None:
+    maps: list[Named] = []
+    lengths: list[int] = []
+    for run, measured in data.measured:
+        label = data.label(run)
+        maps.append((f"{label}: first token", measured.importance[:, :, 0]))
+        lengths.append(measured.length)
+        if measured.importance_visible is not None:
+            maps.append((f"{label}: first token, {VISIBLE}", measured.importance_visible[:, :, 0]))
+        if measured.importance_bias is not None:
+            maps.append((f"{label}: bias", measured.importance_bias))
+    if not maps:
+        return None
+    caption = (
+        "Mean over sequences of the attention a head pays to the first token (or to an added bias), averaged over all "
+        "queries. The colour scale is shared and reaches from 0 to ε at least. Outlined heads exceed ε on average. "
+        + _said_of_uniform(lengths)
+        + _said_of_masks(data)
+        + "Point at a square for its value."
+    )
+    references = tuple(float(uniform_importance(length)[0]) for length in sorted(set(lengths)))
+    scale = _importance_scale(maps, data)
+    scale = replace(scale, outlined=data.runs[0].eps, references=references)
+    return heatmaps("importance-heads", "Which heads have the sink", caption, maps, scale, width)
+
+
+def _by_layer(data: ReportData, width: Width) -> Figure | None:
+    found = data.arrays(lambda m: m.importance)
+    visible = [(f"{label}, {VISIBLE}", array) for label, array in data.arrays(lambda m: m.importance_visible)]
+    if not found:
+        return None
+    maps = [(label, array.mean(1)[:, :SHOWN_POSITIONS]) for label, array in [*found, *visible]]
+    uniform = [uniform_importance(array.shape[2])[:SHOWN_POSITIONS] for _, array in found] + [None] * len(visible)
+    caption = (
+        f"Importance of each of the first {max(matrix.shape[1] for _, matrix in maps)} positions in every layer: mean "
+        "over sequences and over the layer's heads. A sink is a column brighter than the lowest row, which is what "
+        "attention that is uniform over all tokens so far would give. The last positions are seen by few queries, "
+        "which raises them. " + _said_of_masks(data)
+    )
+    scale = _importance_scale(maps, data)
+    drawn = [
+        heatmap(
+            matrix, scale, name, columns=charts.POSITIONS, width=width, own_legend=width != "container", lowest=lowest
+        )
+        for (name, matrix), lowest in zip(maps, uniform, strict=True)
+    ]
+    return Figure("importance-layers", "Which layers attend where", caption, drawn, scale)
+
+
+def uniform_importance(length: int) -> np.ndarray:
+    """alpha of every position, (T,), where each query attends to all tokens so far alike (metrics.py)."""
+    return metrics.uniform_importance(torch.tensor([length]), length)[0].numpy()
+
+
+def _said_of_uniform(lengths: Iterable[int]) -> str:
+    values = [f"{uniform_importance(length)[0]:.3f} at T = {length}" for length in sorted(set(lengths))]
+    return f"Uniform attention would give the first token {' and '.join(values)}. " if values else ""
+
+
+def _said_of_masks(data: ReportData) -> str:
+    if not data.arrays(lambda m: m.importance_visible):
+        return ""
+    return (
+        f"“{VISIBLE.capitalize()}” is the mean over those queries alone that may see the key; uniform attention gives "
+        "more there: in a window of w tokens the first has (1 + 1/2 + .. + 1/w) / w. "
+    )
+
+
+def _importance_scale(maps: list[Named], data: ReportData) -> ColourScale:
+    """From 0 to eps at least, so that a model without a sink looks like one."""
+    highest = max(float(matrix.max()) for _, matrix in maps)
+    return ColourScale("importance", 0, max(*(run.eps for run in data.runs), math.ceil(highest * 10) / 10))
+
+
+def _by_position(data: ReportData, width: Width) -> Figure | None:
+    found = by_key(
+        ((run.cell, position), float(value))
+        for run, measured in data.measured
+        for position, value in enumerate(measured.importance.mean((0, 1))[:SHOWN_POSITIONS], start=1)
+    )
+    if not found:
+        return None
+    rows = [
+        {"cell": cell, "position": position, "value": spread["mean"], "runs": spread["runs"]}
+        for (cell, position), numbers in found.items()
+        for spread in [over_seeds(numbers)]
+    ]
+    shown = max(position for _, position in found)
+    caption = (
+        f"Attention received by each of the first {shown} positions: for every key the mean over the "
+        "queries from it on, itself included, then the mean over sequences, layers and heads. A sink stands out at the "
+        "left above the dashed line, which is attention that is uniform over all tokens so far. The last positions are "
+        "seen by few queries, which raises them."
+    )
+    uniform = [
+        {"of": f"uniform attention, T = {length}", "position": k + 1, "value": float(value)}
+        for length in sorted({measured.length for _, measured in data.measured})
+        for k, value in enumerate(uniform_importance(length)[:shown])
+    ]
+    positions = [1, *range(8, shown + 1, 8)] if shown > 12 else list(range(1, shown + 1))
+    chart = lines(
+        rows,
+        PlotAxis(
+            "Position of the key (the first token is 1)",
+            "position",
+            "position",
+            domain=(1, shown),
+            whole=True,
+            precision="d",
+            ticks=positions,
+        ),
+        PlotAxis(
+            "Importance (mean attention received)",
+            "value",
+            "importance",
+            at_least=data.runs[0].eps,
+            precision=".4f",
+            scale="log" if all(row["value"] > 0 for row in rows) else "linear",
+            format="~g",
+        ),
+        order=data.cells,
+        curves=uniform,
+        tips=[("runs", "runs", "d")],
+        width=width,
+    )
+    return Figure("importance-positions", "Where the attention goes", caption, [chart])
+
+
+def _row_sums(data: ReportData, width: Width) -> Figure | None:
+    maps = data.arrays(lambda m: m.row_sums)
+    if not maps:
+        return None
+    caption = (
+        "The sum of a query's raw scores, as a mean over queries and sequences, for operations whose scores do "
+        "not sum to one. There importance is that of the proxy scores |sim| / Σ |sim|, which hide how much attention "
+        "there is in all: this figure shows it. Softmax would be 1 everywhere."
+    )
+    scale = scale_over("row sum", [matrix for _, matrix in maps])
+    return heatmaps("row-sums", "How much attention there is in all", caption, maps, scale, width)
+
+
+NORMS: dict[str, Callable[[Measurement], np.ndarray | None]] = {
+    "Hidden states": lambda m: m.hidden_norm,
+    "Keys": lambda m: m.key_norm,
+    "Values": lambda m: m.value_norm,
+}
+
+
+def _norms(data: ReportData, width: Width) -> Figure | None:
+    drawn = []
+    for title, norm in NORMS.items():
+        arrays = ((run.cell, norms) for run, measured in data.measured if (norms := norm(measured)) is not None)
+        if rows := first_and_rest(arrays, first_layer=int(title != "Hidden states")):
+            at = "Layer" if rows[0]["layer"] else "After block (0 is the embedding)"
+            drawn.append(_by_layer_lines(rows, data.cells, at, "Norm", width, title))
+    if not drawn:
+        return None
+    caption = (
+        "l2 norm of hidden states, keys and values at the first position (solid) and as a mean over the others "
+        "(dashed), mean over sequences, heads and seeds. A sink usually comes with a large hidden state, and with a "
+        "small key and a small value: it takes attention and gives nothing."
+    )
+    return Figure("norms", "Hidden states, keys and values of the first token", caption, drawn, small=True)
+
+
+def _mixing(data: ReportData, width: Width) -> Figure | None:
+    arrays = [
+        (run.cell, where, np.array(values))
+        for run, measured in data.measured
+        if (mixing := measured.mixing)
+        for where, values in (("as it is", mixing.spread), ("first key hidden", mixing.spread_without_first))
+    ]
+    if not arrays:
+        return None
+    rows = [
+        {**row, "where": where}
+        for cell, where, values_M in arrays
+        for row in means([(cell, values_M)])
+        if row["layer"] > 0
+    ]
+    positions = sorted({mixing.position for _, measured in data.measured if (mixing := measured.mixing)})
+    caption = (
+        f"The token at position {' or '.join(map(str, positions))} was replaced by another: norm of the change of the "
+        "later tokens' hidden states over their norm, mean over positions and sequences, as the model is (solid) and "
+        "with the first key hidden from all later queries (dashed). Where the dashed line is higher, resting on the "
+        "first token kept the change from spreading."
+    )
+    chart = _by_layer_lines(rows, data.cells, "After block", "Change over norm", width)
+    table = mixing_table([(data.label(run), one) for run, one in data.measured])
+    return Figure("mixing", "How far a change of one token spreads", caption, [chart], table=table)
+
+
+def details_figures(data: ReportData, width: Width) -> list[Figure]:
+    """In reading order: those above first and last, between them the others as their statistics are registered."""
+    small = width if width == "container" else 300
+    declared: dict[str, list[tuple[str, Shown]]] = {}
+    for name, statistic in STATISTICS.items():
+        for shown in statistic.figures:
+            declared.setdefault(shown.key, []).append((name, shown))
+    drawn = {key: figure for key, parts in declared.items() if (figure := _figure(data, parts, width, small))}
+    if "angles-cosine" in drawn:
+        drawn["angles-cosine"] = replace(
+            drawn["angles-cosine"], table=layers_table([(data.label(run), one) for run, one, _ in data.detailed])
+        )
+    if secondary := _secondary(data, small):
+        drawn["secondary"] = secondary
+    between = [key for key in drawn if key not in FIRST + LAST]
+    return [drawn[key] for key in (*FIRST, *between, *LAST) if key in drawn]
+
+
+def _figure(data: ReportData, parts: list[tuple[str, Shown]], width: Width, small: Width) -> Figure | None:
+    """The figure that statistics declare under one key; None where no measurement has them."""
+    name, shown = parts[0]
+    if not _found(data, name):
+        return None
+    match shown:
+        case HeadMap():
+            return _heads(data, name, shown, small)
+        case PositionMap():
+            return _positions(data, name, shown, small)
+        case MatrixMap():
+            return _matrices(data, name, shown, small)
+        case BlockLines():
+            return _blocks(data, name, shown, width)
+        case SequenceLines():
+            return _sequences(data, name, shown, small)
+        case _:
+            return _buckets(data, [(one, part) for one, part in parts if isinstance(part, BucketLines)], width)
+
+
+def _found(data: ReportData, name: str) -> list[tuple[ReportedRun, Measurement, Details, np.ndarray]]:
+    """Every run that has the statistic, with its array."""
+    found = [(run, measured, details, getattr(details, name)) for run, measured, details in data.detailed]
+    return [one for one in found if one[-1] is not None and one[-1].size]
+
+
+def _heads(data: ReportData, name: str, shown: HeadMap, width: Width) -> Figure:
+    maps = [(data.label(run), array[..., 0] if array.ndim == 3 else array) for run, _, _, array in _found(data, name)]
+    caption = shown.caption
+    if shown.uniform:
+        lengths = sorted({measured.length for _, measured, _ in data.detailed})
+        means = ", ".join(f"{shown.uniform(length):.2f} for T = {length}" for length in lengths)
+        caption += f" Attention that is uniform over all keys has {means}."
+    return heatmaps(shown.key, shown.title, caption, maps, _scale(shown, maps), width)
+
+
+def _positions(data: ReportData, name: str, shown: PositionMap, width: Width) -> Figure:
+    """Means over heads of the first positions."""
+    maps = [
+        (data.label(run), (array.mean(1) if array.ndim == 3 else array)[:, :SHOWN_POSITIONS])
+        for run, _, _, array in _found(data, name)
+    ]
+    rows = charts.BLOCKS if STATISTICS[name].axes == "MT" else charts.LAYERS
+    sides = (rows, charts.POSITIONS)
+    return heatmaps(shown.key, shown.title, shown.caption, maps, _scale(shown, maps), width, *sides)
+
+
+def _matrices(data: ReportData, name: str, shown: MatrixMap, width: Width) -> Figure:
+    maps: list[Named] = []
+    for run, _, details, array_PTT in _found(data, name):
+        for (layer, head), map_TT in zip(details.maps, array_PTT, strict=True):
+            later = np.triu(np.ones_like(map_TT, dtype=bool), 1)
+            thin = pooled(np.where(later, np.nan, map_TT), MAP_CELLS)
+            maps.append((f"{data.label(run)}: layer {layer}, head {head}", thin))
+    thinned = any(measured.length > MAP_CELLS for _, measured, _ in data.detailed)
+    how = "; maps of long sequences are thinned by means over squares of positions, which the axes count."
+    caption = shown.caption + (how if thinned else ".")
+    sides = (charts.QUERIES, charts.KEYS)
+    return heatmaps(shown.key, shown.title, caption, maps, _scale(shown, maps), width, *sides, height=260)
+
+
+def _scale(shown: Heatmap, maps: list[Named]) -> ColourScale:
+    return scale_over(shown.what, [matrix for _, matrix in maps], shown.diverging)
+
+
+def _blocks(data: ReportData, name: str, shown: BlockLines, width: Width) -> Figure | None:
+    rows = first_and_rest((run.cell, array_MT) for run, _, _, array_MT in _found(data, name))
+    if not rows:
+        return None
+    chart = _by_layer_lines(rows, data.cells, "After block (0 is the embedding)", shown.what, width)
+    return Figure(shown.key, shown.title, shown.caption, [chart])
+
+
+def _sequences(data: ReportData, name: str, shown: SequenceLines, width: Width) -> Figure:
+    """A value of whole sequences by block, beside the norm of the first token and the sink."""
+    found = _found(data, name)
+    after, layer = "After block (0 is the embedding)", "Layer"
+    sinks = [(run.cell, 100 * (one.importance_first > one.eps).mean((0, 2))) for run, one, _, _ in found]
+    norms = [(run.cell, np.array(one.hidden_norm_ratio or ())) for run, one, _, _ in found]
+    drawn = [
+        _by_layer_lines(rows, data.cells, at, title, width, title)
+        for title, at, of_runs in (
+            (shown.what, after, [(run.cell, array_M) for run, _, _, array_M in found]),
+            ("Norm of the first token over the others'", after, norms),
+            ("Sink₁ of the layer (percent of heads)", layer, sinks),
+        )
+        if (rows := means(of_runs, first_layer=int(at == layer)))
+    ]
+    return Figure(shown.key, shown.title, shown.caption, drawn, small=True)
+
+
+def _buckets(data: ReportData, parts: list[tuple[str, BucketLines]], width: Width) -> Figure:
+    """A line for each of the statistics."""
+    rows = [row for name, part in parts for row in _bucket_rows(data, name, part.series)]
+    shown = parts[0][1]
+    drawn = [row for row in rows if not shown.logarithmic or row["value"] > 0]
+    buckets = list(dict.fromkeys(row["bucket"] for row in sorted(drawn, key=lambda row: row["order"])))
+    chart = lines(
+        drawn,
+        PlotAxis(shown.x_title, "bucket", order=buckets),
+        PlotAxis(
+            shown.y_title,
+            "value",
+            "value",
+            scale="log" if shown.logarithmic else "linear",
+            format="~g",
+            precision=".4f",
+        ),
+        order=data.cells,
+        dash="where",
+        width=width,
+        height=SHORT,
+    )
+    return Figure(shown.key, shown.title, shown.caption, [chart], table=_bucket_table(rows, shown.bucket))
+
+
+def _bucket_rows(data: ReportData, name: str, series: str) -> list[dict[str, Any]]:
+    collected = by_key(
+        ((run.cell, start, str(start) if end - start == 1 else f"{start}..{end - 1}"), float(share))
+        for run, measured, details, shares_LHX in _found(data, name)
+        for (start, end), share in zip(_buckets_of(name, measured, details), shares_LHX.mean((0, 1)), strict=True)
+    )
+    return [
+        {"cell": cell, "where": series, "bucket": called, "order": start, "value": fmean(shares)}
+        for (cell, start, called), shares in collected.items()
+    ]
+
+
+def _buckets_of(name: str, measured: Measurement, details: Details) -> Iterator[tuple[int, int]]:
+    """First of each bucket, and first of the next."""
+    if STATISTICS[name].axes == "LHQ":
+        return pairwise([*details.queries, measured.length + 1])
+    return pairwise([*details.distances, measured.length])
+
+
+def _bucket_table(rows: list[dict[str, Any]], title: str) -> Table:
+    """One line per bucket, one column per cell and series."""
+    series = list(dict.fromkeys((row["cell"], row["where"]) for row in rows))
+    values = {(row["cell"], row["where"], row["bucket"]): row["value"] for row in rows}
+    buckets = dict.fromkeys(row["bucket"] for row in sorted(rows, key=lambda row: row["order"]))
+    columns = [*names(title), *(TableColumn(cell, where, ".4f") for cell, where in series)]
+    return Table("", columns, [[bucket, *(values.get((*one, bucket)) for one in series)] for bucket in buckets])
+
+
+def _secondary(data: ReportData, width: Width) -> Figure | None:
+    table = secondary_table([(data.label(run), one) for run, one, _ in data.detailed])
+    if table is None:
+        return None
+    shown = HeadMap(
+        "secondary",
+        "Sinks other than the first token",
+        f"Percent of sequences in which a head has an importance above ε = {data.runs[0].eps:g} at some position past "
+        f"the first {FIRST_FEW} and in the first half of the sequence. The numbers below name the strongest "
+        f"such tokens from position 2 to where half of the queries, or {ENOUGH} of them, are left, and those whose "
+        f"hidden state has a cosine above {ALIGNED:g} with the first token's, where the norm of that is at least "
+        f"{STANDS_OUT:g} times the others'.",
+        "percent of sequences",
+    )
+    return replace(_heads(data, "secondary", shown, width), table=table)
+
+
+def first_and_rest(arrays: Iterable[tuple[str, np.ndarray]], first_layer: int = 0) -> ChartRows:
+    """Rows for `_by_layer_lines`: the first position and the mean of the others, mean over the runs of a cell.
+
+    Args:
+        arrays: (layers, positions) of each run, with its cell; those of one position are left out.
+        first_layer: number of the first layer.
+    """
+    collected = by_key(
+        ((cell, where, layer), float(value))
+        for cell, array_LT in arrays
+        if array_LT.shape[1] > 1
+        for where, values in (("first token", array_LT[:, 0]), ("the others", array_LT[:, 1:].mean(1)))
+        for layer, value in enumerate(values, first_layer)
+    )
+    return [
+        {"cell": cell, "where": where, "layer": layer, "value": fmean(values)}
+        for (cell, where, layer), values in collected.items()
+    ]
+
+
+def means(arrays: Iterable[tuple[str, np.ndarray]], first_layer: int = 0) -> ChartRows:
+    """Rows for `_by_layer_lines`: one value per layer, mean over the runs of a cell; what is not finite is left out.
+
+    Args:
+        arrays: (layers,) of each run, with its cell.
+        first_layer: number of the first layer.
+    """
+    collected = by_key(
+        ((cell, layer), float(value))
+        for cell, array_L in arrays
+        for layer, value in enumerate(array_L, first_layer)
+        if math.isfinite(value)
+    )
+    return [
+        {"cell": cell, "where": "mean", "layer": layer, "value": fmean(values)}
+        for (cell, layer), values in collected.items()
+    ]
+
+
+def _by_layer_lines(
+    rows: ChartRows, cells: Sequence[str], at: str, y_title: str, width: Width, title: str | None = None
+) -> Drawing:
+    """A quantity layer by layer; rows: `cell, where, layer, value`."""
+    y = PlotAxis(y_title, "value", "value", scale="auto", precision=".4f")
+    return lines(rows, layer_axis(rows, at), y, order=cells, dash="where", width=width, height=SHORT, title=title)

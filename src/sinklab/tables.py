@@ -1,0 +1,152 @@
+"""Tables of results, drawn by the terminal (`commands/terminal/tables.py`), the page (`report/templates/table.html.j2`)
+and Markdown.
+
+Cells hold numbers, not texts: a column's format makes the text, the same wherever the table is drawn.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+NOTHING = "–"
+INFINITE = "∞"
+
+
+def number_text(value: float | None, form: str = "") -> str:
+    """A number by a format specification such as `,.2f`; an en dash for None, `∞` for an infinity."""
+    if value is None:
+        return NOTHING
+    if isinstance(value, float) and math.isinf(value):
+        return INFINITE if value > 0 else f"-{INFINITE}"
+    if "+" in form and value == 0:
+        return format(value, form.replace("+", ""))
+    return format(value, form)
+
+
+NUMBER_WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+
+
+def counted(number: int, noun: str) -> str:
+    """`three runs`, `one run`, `17 runs`."""
+    word = NUMBER_WORDS[number] if number < len(NUMBER_WORDS) else str(number)
+    return f"{word} {noun}{'' if number == 1 else 's'}"
+
+
+@dataclass(frozen=True)
+class TableCell:
+    """A value with what is shown beside it.
+
+    Attributes:
+        value: a number, which its column formats, or text; None where there is none.
+        note: smaller, behind the value: its spread, a position, a warning.
+        tone: a verdict, or `warn`, by which it is coloured.
+        link: an address the value leads to; not in the terminal.
+    """
+
+    value: float | str | None
+    note: str = ""
+    tone: str = ""
+    link: str = ""
+
+
+Value = TableCell | float | str | None
+
+
+@dataclass(frozen=True)
+class TableColumn:
+    """A column.
+
+    Attributes:
+        title: its heading.
+        unit: below the title.
+        form: format specification of its numbers.
+        text: left-aligned and wrapped; the leading ones name the rows.
+        help: what title and unit do not say.
+    """
+
+    title: str
+    unit: str = ""
+    form: str = ""
+    text: bool = False
+    help: str = ""
+
+    def text_of(self, value: Value) -> str:
+        """The value of a cell as text, without its note."""
+        found = value.value if isinstance(value, TableCell) else value
+        return found if isinstance(found, str) else number_text(found, self.form)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of values under columns.
+
+    Attributes:
+        rows: a value for each column.
+        notes: what is to be known to read it, below it.
+        key: of its anchor in the page.
+    """
+
+    title: str
+    columns: Sequence[TableColumn]
+    rows: Sequence[Sequence[Value]]
+    notes: Sequence[str] = field(default_factory=list)
+    key: str = ""
+
+    @property
+    def names(self) -> int:
+        """How many leading columns name the rows: those of text."""
+        return next((at for at, column in enumerate(self.columns) if not column.text), len(self.columns))
+
+    def cells(self) -> list[list[tuple[str, TableCell]]]:
+        """Every value as text, with its cell."""
+        return [
+            [
+                (column.text_of(value), value if isinstance(value, TableCell) else TableCell(value))
+                for column, value in zip(self.columns, row, strict=True)
+            ]
+            for row in self.rows
+        ]
+
+    def without_empty_columns(self) -> "Table":
+        """Without the columns in which no row has a value; those that name the rows stay."""
+        kept = [
+            at
+            for at in range(len(self.columns))
+            if at < self.names or any(_value(row[at]) not in (None, "", NOTHING) for row in self.rows)
+        ]
+        return replace(
+            self, columns=[self.columns[at] for at in kept], rows=[[row[at] for at in kept] for row in self.rows]
+        )
+
+
+def _value(value: Value) -> float | str | None:
+    return value.value if isinstance(value, TableCell) else value
+
+
+def names(*titles: str) -> list[TableColumn]:
+    """Columns of text."""
+    return [TableColumn(title, text=True) for title in titles]
+
+
+def numbers(form: str, *titles: str, unit: str = "") -> list[TableColumn]:
+    """Columns of numbers of one format."""
+    return [TableColumn(title, unit, form) for title in titles]
+
+
+def markdown(table: Table) -> str:
+    """A Markdown table, without its title and notes; what Markdown or HTML would take for markup is escaped."""
+    lines = [_row(column.title for column in table.columns), _row("---" for _ in table.columns)]
+    lines += [_row(" ".join(filter(None, (text, cell.note))) for text, cell in row) for row in table.cells()]
+    return "\n".join(lines)
+
+
+def _row(texts: Iterable[str]) -> str:
+    return f"| {' | '.join('<br>'.join(escaped(line) for line in text.split(chr(10))) for text in texts)} |"
+
+
+def escaped(text: str) -> str:
+    """One line of Markdown without anything that it, or HTML, would take for markup."""
+    plain = " ".join(text.split()).replace("\\", "\\\\")
+    for character in "|`*_[]":
+        plain = plain.replace(character, f"\\{character}")
+    return plain.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
