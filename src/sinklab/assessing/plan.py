@@ -1,13 +1,15 @@
 """The settings of an assessment, and what follows from them for one model: lengths, caches and budgets that suit it."""
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from sinklab.errors import InputError
-from sinklab.models.adapter import Adapter
-from sinklab.opening import Model
 from sinklab.settings import MOST, CommandSettings, Flag, Seed, Several, option_name
+
+if TYPE_CHECKING:
+    from sinklab.models.adapter import Adapter
+    from sinklab.opening import Model
 
 Placed = Literal["cache", "text"]
 WITHIN = 2**10  # tokens of a sequence within the context, unless told
@@ -89,7 +91,7 @@ class AssessSettings(AssessOptions, frozen=True):
     long_length: int | None
 
 
-def settings_for(model: Model, options: AssessOptions) -> AssessSettings:
+def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
     """The settings that were given, and defaults that suit the context for the others.
 
 
@@ -141,5 +143,5 @@ def settings_for(model: Model, options: AssessOptions) -> AssessSettings:
     return AssessSettings(**{**dict(options), **decided})
 
 
-def _stream_length(adapter: Adapter, length: int) -> int:
+def _stream_length(adapter: "Adapter", length: int) -> int:
     return min(4 * length, adapter.context) if adapter.ends else 4 * length
