@@ -19,7 +19,7 @@ from sinklab.files import parse_json, parse_yaml
 from sinklab.report.data import Assessed, ReportData, ReportedRun, Suite, WrittenRecipe, model_name
 from sinklab.report.experiments.sweeps import Sweep, read_sweep
 from sinklab.report.grouping import grouped
-from sinklab.survey.documents import CheckpointsDocument, ComparisonDocument, DomainsDocument, FamiliesDocument
+from sinklab.survey.suites import CheckpointsDocument, ComparisonDocument, DomainsDocument, FamiliesDocument
 from sinklab.train.directory.history import finite, read_history
 
 if TYPE_CHECKING:

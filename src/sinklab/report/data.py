@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from sinklab.assessing.assessment import Assessment
 from sinklab.experiments.documents import CellSummary, JudgedClaim
 from sinklab.report.experiments.sweeps import Sweep
-from sinklab.survey.documents import SuiteDocument
+from sinklab.survey.suites import SuiteDocument
 from sinklab.train.directory.history import Evaluation
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from sinklab.experiments.documents import CellSummary
 from sinklab.measuring.statistics.highest import sink_elsewhere
 from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.experiments.sweeps import Sweep
-from sinklab.survey.documents import CheckpointsDocument, ComparisonDocument, DomainsDocument
+from sinklab.survey.suites import CheckpointsDocument, ComparisonDocument, DomainsDocument
 from sinklab.tables import INFINITE, counted
 from sinklab.train.directory.history import Evaluation, seconds_spent
 

@@ -14,7 +14,7 @@ from sinklab.measuring.statistics.details import Details
 from sinklab.measuring.statistics.secondary import FIRST_FEW, SecondarySink, first_of_each, stretches
 from sinklab.report.data import ReportData
 from sinklab.report.summary import CellRow, Spread, cell_rows, growth_of_sink
-from sinklab.survey.documents import (
+from sinklab.survey.suites import (
     CheckpointsDocument,
     ComparedQuantity,
     ComparisonDocument,

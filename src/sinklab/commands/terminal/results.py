@@ -20,19 +20,18 @@ from sinklab.report.tables import (
     measurement_tables,
     tables,
 )
-from sinklab.survey.documents import CheckpointsDocument, DomainsDocument, FamiliesDocument
+from sinklab.survey.suites import CheckpointsDocument, DomainsDocument, FamiliesDocument
 from sinklab.tables import Table, TableCell, TableColumn, Value, names, numbers
 
 if TYPE_CHECKING:
     from sinklab.assessing.assessment import Assessment
-    from sinklab.evaluating.documents import DownstreamScores, TaskMetric, TaskScores
+    from sinklab.evaluating.evaluation import DownstreamScores, TaskMetric, TaskScores
     from sinklab.measuring.measurement import Measurement
     from sinklab.survey.backends import Parity
     from sinklab.survey.checkpoints import Checkpoints
     from sinklab.survey.compare import Comparison
-    from sinklab.survey.domains import Domains
-    from sinklab.survey.families import Families
-    from sinklab.survey.sizes import Size
+    from sinklab.survey.families import Families, Size
+    from sinklab.survey.measure_many import Domains
 
 SHARES = ("acc", "exact_match")
 """Beginnings of the metrics of downstream tasks that are shown in percent."""

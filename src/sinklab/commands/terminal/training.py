@@ -19,7 +19,7 @@ from sinklab.train.replay import Replay
 
 if TYPE_CHECKING:
     from sinklab.data.estimate import Estimate
-    from sinklab.tuning.documents import Tuning
+    from sinklab.tuning.tuned_directory import Tuning
 
 LARGEST = 12
 
