@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from sinklab.data.spelling import spelling, vocabulary_digest
 from sinklab.data.tokenizers import Tokenizer
 from sinklab.device import pick_device
-from sinklab.measuring.conversations import Conversations
 from sinklab.measuring.inputs import Encode, default_prefix, pretrained_encode
 from sinklab.models.adapter import Adapter, adapt
 from sinklab.models.huggingface.loading import (
     AS_IT_IS,
+    TOKENIZER_FILES,
     Loading,
     check_name,
     check_revision,
     load_pretrained,
     pick_dtype,
 )
-from sinklab.models.huggingface.subfolder import TOKENIZER_FILES
+from sinklab.models.huggingface.rendering import Conversations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,10 +9,10 @@ import transformers as hf
 from tiny_models import REFUSING, TEMPLATE, chat_file, text_file, tiny_model
 
 from sinklab.errors import InputError
-from sinklab.measuring.conversations import Conversations
 from sinklab.measuring.inputs import default_prefix, natural_tokens, pretrained_encode
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
+from sinklab.models.huggingface.rendering import Conversations
 from sinklab.report import write_report
 from sinklab.survey.compare import compare_models, labels
 from sinklab.survey.request import Request

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sinklab.attention.masks import Mask
 from sinklab.attention.scores import Score
-from sinklab.attention.visible import Mask
 
 BLOCK_ELEMENTS = 2**18  # scores held at a time: 1 MB in float32, which stays in a core's cache
 BLOCK_ELEMENTS_CUDA = 2**24  # 64 MB: there, fewer and larger kernels

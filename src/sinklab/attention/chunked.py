@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sinklab.attention import blocks as bl
+from sinklab.attention.masks import Mask
 from sinklab.attention.scores import Score
-from sinklab.attention.visible import Mask
 
 LARGEST_LOG_SUM = 60.0  # row sums between exp(-60) and exp(60) leave room for products in float32
 

@@ -49,7 +49,7 @@ class AttentionCore(nn.Module):
         bias: the tensors of the bias.
         learned: the operation's own parameters, or None.
         hidden_first: numbers n: keys 1..n of the sequence are seen by no query after the n-th; none but in an ablation
-            (measuring/surgery/keys.py).
+            (measuring/surgery/changes.py).
         door: computes the output in the place of the core, for the length of an `intercept` (models/intercept.py).
 
     Raises:

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sinklab.attention.blocks import accumulate_dtype
-from sinklab.attention.linear import CHUNK
+from sinklab.attention.operations.kernel import CHUNK
 
 
 def gated_delta(

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
+from sinklab.attention.masks import Mask
 from sinklab.attention.scores import Score, apart
-from sinklab.attention.visible import Mask
 from sinklab.compiling import compiled
 
 NARROWEST = 16  # the kernel's smallest head width

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from sinklab.attention import blocks as bl
 from sinklab.attention.chunked import exponentials_, finite_normaliser
-from sinklab.attention.masks import CAUSAL, Mask
+from sinklab.attention.masks import CAUSAL, Mask, visible_queries
 from sinklab.attention.scores import Score
-from sinklab.attention.visible import visible_queries
 
 
 @dataclass(frozen=True)

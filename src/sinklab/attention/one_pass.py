@@ -17,9 +17,9 @@ from torch import Tensor
 
 from sinklab.attention import blocks as bl
 from sinklab.attention.importance import ColumnSums
+from sinklab.attention.masks import Mask
 from sinklab.attention.operations.call import Call
 from sinklab.attention.scores import Score
-from sinklab.attention.visible import Mask
 
 BLOCK_SCORES = 2**21  # scores of a block: 8 MB in float32
 MOST_SCORES = 2**24  # where threads ask for more heads at a time, or a key head has many queries: 64 MB

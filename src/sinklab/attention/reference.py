@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from sinklab.attention.biases import BiasParameters
+from sinklab.attention.masks import Mask
 from sinklab.attention.scores import Score
-from sinklab.attention.visible import Mask
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from sinklab.attention.real_tokens import real_tokens
 from sinklab.errors import InputError
 from sinklab.measuring.driver import check_shape
 from sinklab.measuring.driver import measure as measure_tokens
-from sinklab.measuring.input_checks import token_matrix
+from sinklab.measuring.inputs import token_matrix
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Inputs, Options, Study, thresholds
 from sinklab.measuring.surgery.study import measure_with_study

@@ -1,6 +1,6 @@
 """The one way of measuring: batches of tokens through a model, reduced while they come.
 
-The model is behind an `Adapter`; its attention layers are recorded by native_records.py, or by huggingface/probe.py.
+The model is behind an `Adapter`; its attention layers are recorded by records.py, or by huggingface/probe.py.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,9 @@ from sinklab.measuring.accumulate import Accumulator, measurement_from
 from sinklab.measuring.activations import largest_activations, strongest
 from sinklab.measuring.batches import costing, in_batches, reporting
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.native_records import native_records
 from sinklab.measuring.options import Options
-from sinklab.measuring.records import LayerRecord, batch_of
-from sinklab.measuring.statistics.watch import DetailsWatch
+from sinklab.measuring.records import LayerRecord, batch_of, native_records
+from sinklab.measuring.statistics.collecting import DetailsWatch
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import Progress, entering_norms, evaluating, residual_norms
 from sinklab.models.memory import fitting_batch

@@ -19,9 +19,9 @@ from sinklab.measuring.findings import Ablation, Mixing, Propositions
 from sinklab.measuring.frames import TABLES, Columns, TableName, data_frame, write_csv, write_parquet
 from sinklab.measuring.metrics import uniform_ratio_of_means
 from sinklab.measuring.options import Inputs
-from sinklab.measuring.statistics.arrays import Array, ArrayOrNone, Axes, WithArrays
 from sinklab.measuring.statistics.details import Details
 from sinklab.measuring.statistics.secondary import Percent
+from sinklab.measuring.statistics.statistic_base import Array, ArrayOrNone, Axes, WithArrays
 from sinklab.outputs import MEASUREMENT, check_files
 from sinklab.schema import Ratio
 

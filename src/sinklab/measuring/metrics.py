@@ -25,6 +25,11 @@ def importance_from_sums(keys_BHT: Tensor, queries_B: Tensor) -> Tensor:
     return torch.where(left_BT[:, None] > 0, keys_BHT / left_BT.clamp(min=1)[:, None], 0)
 
 
+def prefix_importance(sums_BHS: Tensor, length: int) -> Tensor:
+    """alpha (B, H, length) from sums over the first `length` queries, of sequences without padding."""
+    return importance_from_sums(sums_BHS[..., :length], torch.full((len(sums_BHS),), length))
+
+
 def uniform_importance(queries_B: Tensor, length: int) -> Tensor:
     """alpha_BT, float64, where each query attends to all tokens so far alike: A[t, k] = 1/t for k <= t.
 

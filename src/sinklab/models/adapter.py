@@ -11,10 +11,9 @@ from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.real_tokens import RealTokens
 from sinklab.errors import InputError
 from sinklab.model.transformer import Transformer
-from sinklab.models.huggingface.exported import own_transformer
 from sinklab.models.layer_kinds import LayerKinds
 from sinklab.models.memory import Sizes
-from sinklab.models.native import NativeAdapter
+from sinklab.models.native import NativeAdapter, own_transformer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

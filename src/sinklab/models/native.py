@@ -1,4 +1,4 @@
-"""Our own transformer behind `Adapter`: its cores hand their calls to a door."""
+"""Our own transformer behind `Adapter`, also inside a model that `sinklab export` has written."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -161,3 +161,26 @@ def shift_rope(config: ModelConfig) -> ShiftRope | None:
         return torch.cat((still, rotate(turned, cos_L1C, sin_L1C)), dim=-1).flatten(-2)
 
     return shift
+
+
+def is_exported(model: Any) -> bool:
+    """Whether it is a SinklabForCausalLM, also of the code that came beside its weights."""
+    return getattr(getattr(model, "config", None), "model_type", "") == "sinklab"
+
+
+def own_transformer(model: Any) -> Transformer | None:
+    """The transformer of ours that a model is or holds; None for other models.
+
+    One that came with its own code (`trust_remote_code`) is of another class: a transformer with its weights.
+    """
+    if isinstance(model, Transformer):
+        return model
+    if not isinstance(model, nn.Module) or not is_exported(model):
+        return None
+    config, held = cast("Any", model.config), getattr(model, "transformer", None)
+    if isinstance(held, Transformer) or not isinstance(held, nn.Module):
+        return held if isinstance(held, Transformer) else None
+    first = next(held.parameters())
+    own = Transformer(ModelConfig.model_validate(config.model)).to(first.device, first.dtype)
+    own.load_state_dict(held.state_dict())
+    return own.eval()

@@ -10,7 +10,7 @@ from transformers.training_args import TrainingArguments
 
 from sinklab.errors import InputError
 from sinklab.measuring.api import measure
-from sinklab.measuring.input_checks import token_matrix
+from sinklab.measuring.inputs import token_matrix
 from sinklab.measuring.measurement import Measurement
 from sinklab.schema import finite_or_none
 

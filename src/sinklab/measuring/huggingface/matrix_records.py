@@ -16,16 +16,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from sinklab.attention.blocks import Block, accumulate_dtype
 from sinklab.attention.importance import Rows
-from sinklab.attention.masks import CAUSAL, Mask, Window
+from sinklab.attention.masks import CAUSAL, Mask, Window, visible_queries
 from sinklab.attention.real_tokens import RealTokens, real_tokens
-from sinklab.attention.visible import visible_queries
 from sinklab.errors import SinklabError
 from sinklab.measuring.huggingface.recorder import Recorder
-from sinklab.measuring.huggingface.totals import prefix_importance
 from sinklab.measuring.mask_coverage import View, seen_over
-from sinklab.measuring.metrics import importance_from_sums
+from sinklab.measuring.metrics import importance_from_sums, prefix_importance
 from sinklab.measuring.records import LayerRecord
-from sinklab.measuring.statistics.watch import DetailsWatch
+from sinklab.measuring.statistics.collecting import DetailsWatch
 from sinklab.models.hooks import hooked, token_norms
 from sinklab.models.huggingface.anatomy import attention_implementation, attention_layers, decoder_blocks
 

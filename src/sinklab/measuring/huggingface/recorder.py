@@ -1,4 +1,4 @@
-"""What a probe keeps, however it watches: the records of all sequences, those watched now being the last."""
+"""Base class of the probes: the records of all sequences read, and of those being read."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from sinklab.attention.real_tokens import RealTokens, real_tokens
 from sinklab.errors import SinklabError
-from sinklab.measuring.huggingface.totals import READ_AFTERWARDS
 from sinklab.measuring.records import LayerRecord
-from sinklab.measuring.statistics.watch import DetailsWatch
+from sinklab.measuring.statistics.collecting import DetailsWatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+READ_AFTERWARDS = "Generate outside of the probe, then call model(sequences) inside it"
 
 
 class Generated:

@@ -6,9 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinklab.measuring.statistics.block import ScoreBlock
-from sinklab.measuring.statistics.declared import Statistic
-from sinklab.measuring.statistics.shown import MatrixMap
+from sinklab.measuring.statistics.plot_specs import MatrixMap
+from sinklab.measuring.statistics.statistic_base import ScoreBlock, Statistic
 
 MAP_POSITIONS = 4096  # a map of so many positions takes 64 MB, and there are three of each head
 CAPTION = "Query by key, mean over sequences"

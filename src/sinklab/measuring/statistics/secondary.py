@@ -17,7 +17,7 @@ import torch
 from pydantic import Field, FiniteFloat
 from torch import Tensor
 
-from sinklab.measuring.statistics.declared import Statistic
+from sinklab.measuring.statistics.statistic_base import Statistic
 from sinklab.schema import Part
 
 FIRST_FEW = 4  # positions that are not secondary: sinks of a first token often cover its neighbours

@@ -9,7 +9,6 @@ as it was found, also after an exception. Positions and layers are 1-based, as i
 is the first real token of each sequence. Sequences are read whole, without a cache.
 """
 
-from sinklab.measuring.surgery.changes import replaced_position, swapped_positions, zeroed
-from sinklab.measuring.surgery.keys import masked_first_keys
+from sinklab.measuring.surgery.changes import masked_first_keys, replaced_position, swapped_positions, zeroed
 
 __all__ = ["masked_first_keys", "replaced_position", "swapped_positions", "zeroed"]

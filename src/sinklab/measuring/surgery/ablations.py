@@ -25,9 +25,7 @@ from sinklab.measuring.activations import MassiveActivation, largest_activations
 from sinklab.measuring.findings import Ablation
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.highest import highest_rate
-from sinklab.measuring.surgery.changes import zeroed
-from sinklab.measuring.surgery.keys import masked_first_keys
-from sinklab.measuring.surgery.places import residual_blocks
+from sinklab.measuring.surgery.changes import masked_first_keys, residual_blocks, zeroed
 from sinklab.model.transformer import Transformer
 from sinklab.models.hooks import evaluating
 from sinklab.models.huggingface.anatomy import input_device

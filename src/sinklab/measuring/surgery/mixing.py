@@ -5,10 +5,10 @@ every block
 
     spread = mean over sequences and positions t behind it of |h'_t - h_t| / |h_t|
 
-once as the model is, and once with the first key hidden from all later queries (keys.py), so that no head can rest on
-it. Before the first block it is 0. The paper removes BOS from the text and shows the norm of the difference; in a model
-that sees distances only, hiding and removing are the same. The norm is divided by that of the state here, as norms
-grow from block to block.
+once as the model is, and once with the first key hidden from all later queries (changes.py), so that no head can rest
+on it. Before the first block it is 0. The paper removes BOS from the text and shows the norm of the difference; in a
+model that sees distances only, hiding and removing are the same. The norm is divided by that of the state here, as
+norms grow from block to block.
 """
 
 from contextlib import nullcontext
@@ -19,8 +19,7 @@ from torch import Tensor
 
 from sinklab.errors import InputError
 from sinklab.measuring.findings import Mixing
-from sinklab.measuring.surgery.keys import masked_first_keys
-from sinklab.measuring.surgery.places import residual_blocks
+from sinklab.measuring.surgery.changes import masked_first_keys, residual_blocks
 from sinklab.model.transformer import Transformer
 from sinklab.models.hooks import evaluating, residual_stream, token_norms
 from sinklab.models.huggingface.anatomy import input_device

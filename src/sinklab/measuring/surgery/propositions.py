@@ -15,28 +15,152 @@ models, unless xi is large. Positions added to the embedding, learned or not, ma
 forbids a sink there, and the same check, against 1 / t, fails.
 
 Rounding grows with the blocks: in bfloat16 equal hidden states of a real model come out different by 42 percent. So a
-model is checked in float32 where the memory suffices (precision.py), and what a coarser precision shows beyond its
+model is checked in float32 where the memory suffices (`in_float32`), and what a coarser precision shows beyond its
 rounding decides nothing.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sinklab.attention.config import CausalMask
+from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.operations import Softmax
 from sinklab.errors import InputError
 from sinklab.measuring.findings import PositionKind, Propositions
-from sinklab.measuring.surgery.matrices import Matrices, attention_matrices
-from sinklab.measuring.surgery.places import learned_positions, residual_blocks
-from sinklab.measuring.surgery.precision import in_float32, is_coarse
+from sinklab.measuring.surgery.changes import learned_positions, residual_blocks
 from sinklab.model.position import T5, Relative, alibi_slopes, bucket_numbers
 from sinklab.model.transformer import Transformer
+from sinklab.models.adapter import Adapter, adapt
+from sinklab.models.hooks import evaluating, hidden_states, hooked
+from sinklab.models.huggingface.anatomy import input_device, quantisation
+from sinklab.models.intercept import intercept
+from sinklab.models.memory import FLOAT, SHARE, free_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """What one forward pass showed.
+
+    Attributes:
+        attention: A (B, H, T, T) of every attention layer.
+        logit_bounds: the largest |q_t| |k_j| times the scale, (B, H) per layer, which no logit exceeds in size; empty
+            where queries cannot be read.
+        hidden: the residual stream (B, T, C) after every block.
+    """
+
+    attention: list[Tensor]
+    logit_bounds: list[Tensor]
+    hidden: list[Tensor]
+
+
+def attention_matrices(model: "PreTrainedModel | Transformer", tokens_BT: Tensor) -> Matrices:
+    """Read short sequences and keep everything: memory grows with T * T; the model is left as it was found.
+
+    Raises:
+        SinklabError: the blocks of the model could not be found.
+    """
+    found, adapter = Matrices([], [], []), adapt(model)
+    options = {} if isinstance(model, Transformer) else {"use_cache": False}
+    options |= {} if adapter.dispatches else {"output_attentions": True}
+    with evaluating(model), _keeping(adapter, found), _kept_hidden(residual_blocks(model), found.hidden):
+        output = model(tokens_BT.to(adapter.device), **options)
+    if not found.attention:
+        found.attention.extend(output.attentions)
+    return found
+
+
+@contextmanager
+def _kept_hidden(blocks: list[nn.Module], hidden: list[Tensor]) -> Iterator[None]:
+    def leaving(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        hidden.append(hidden_states(output))
+
+    with hooked(block.register_forward_hook(leaving) for block in blocks):
+        yield
+
+
+def _keeping(adapter: Adapter, found: Matrices) -> AbstractContextManager[Any]:
+    """Every attention call leaves its matrix; or the model makes its own, in its output."""
+    if not adapter.dispatches:
+        from sinklab.measuring.huggingface.matrix_records import eager_attention
+
+        return eager_attention(cast("PreTrainedModel", adapter.module))
+
+    def keep(layer: LayerCall) -> Tensor:
+        layer = layer if layer.library is None else layer.changed(backend="chunked")
+        call = layer.call
+        found.attention.append(replace(layer, value_BGSV=_identity(call.k_BGTD)).output())
+        scale = call.q_BHTD.shape[-1] ** -0.5 if call.scale is None else call.scale
+        found.logit_bounds.append(_largest_product(call.q_BHTD, call.k_BGTD, scale))
+        return layer.output()
+
+    return intercept(adapter, observe=keep)
+
+
+def _identity(key_BGTD: Tensor) -> Tensor:
+    B, G, T, _ = key_BGTD.shape
+    return torch.eye(T, dtype=key_BGTD.dtype, device=key_BGTD.device).expand(B, G, T, T)
+
+
+def _largest_product(q_BHTD: Tensor, k_BGTD: Tensor, scale: float) -> Tensor:
+    q_BH, k_BG = (x.double().norm(dim=-1).amax(-1) for x in (q_BHTD, k_BGTD))
+    return q_BH * k_BG.repeat_interleave(q_BH.shape[1] // k_BG.shape[1], 1) * abs(scale)
+
+
+def is_coarse(dtype: torch.dtype) -> bool:
+    """Whether a floating dtype rounds more than float32."""
+    return torch.finfo(dtype).eps > torch.finfo(torch.float32).eps
+
+
+@contextmanager
+def in_float32(model: "PreTrainedModel | Transformer") -> Iterator[None]:
+    """Weights and buffers that are coarser than float32 are in float32; afterwards they are the tensors they were.
+
+    A model stays as it is where that cannot be had: quantised, with weights left on disk, or where half of the free
+    memory does not hold the copies. The dtype of its hidden states tells.
+    """
+    weights = [(weight, weight.data) for weight in model.parameters() if _is_coarse(weight)]
+    buffers = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if _is_coarse(buffer)
+    ]
+    copied = sum(tensor.numel() for *_, tensor in (*weights, *buffers)) * FLOAT
+    if not _can_be_copied(model, copied):
+        yield
+        return
+    try:
+        for weight, before in weights:
+            weight.data = before.float()
+        for module, name, before in buffers:
+            setattr(module, name, before.float())
+        yield
+    finally:
+        for weight, before in weights:
+            weight.data = before
+        for module, name, before in buffers:
+            setattr(module, name, before)
+
+
+def _is_coarse(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and is_coarse(tensor.dtype)
+
+
+def _can_be_copied(model: "PreTrainedModel | Transformer", size: int) -> bool:
+    plain = all(type(weight.data) is Tensor and not weight.is_meta for weight in model.parameters())
+    if not plain or (not isinstance(model, Transformer) and quantisation(model.config)):
+        return False
+    free = free_bytes(input_device(model))
+    return free is None or size <= SHARE * free
+
 
 LENGTH = 64  # tried at most, unless told: whole matrices are kept
 NUMBERS: dict[PositionKind, int] = {"none": 1, "relative": 2, "t5": 2, "alibi": 3, "rotary": 4}

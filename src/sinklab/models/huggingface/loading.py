@@ -1,27 +1,30 @@
-"""Loading a Hugging Face model and its tokenizer, with a sentence for everything that cannot be loaded.
+"""Loading a Hugging Face model and its tokenizer; every failure becomes an InputError that says what to do.
 
-Weights come from safetensors and gguf files only: pickle files (.bin, .pt) can run code and are never opened. Code
-that a model brings along runs only with `trust_remote_code`.
+Weights are read from safetensors and gguf files only: pickle files (.bin, .pt) can run code and are never opened. Code
+that a model brings along runs only with `trust_remote_code`. With `--subfolder` the model lies in a folder of a
+directory or of a repository of the hub, its tokenizer there or above: a folder of a directory is joined to its path,
+and the hub is asked for a name and a subfolder, which stay apart until a result is named.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from importlib.metadata import version
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sinklab.device import float32_if_emulated, pick_device
-from sinklab.errors import InputError
+from sinklab.errors import InputError, cause
 from sinklab.model.huggingface.registration import register
-from sinklab.models.huggingface.advice import advice
 from sinklab.models.huggingface.anatomy import quantisation, vocabulary_size
 from sinklab.models.huggingface.gguf import Gguf, as_ordinary, check_memory, find_gguf, read_header
-from sinklab.models.huggingface.subfolder import commit_of, tokenizer_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 DEVICE_MAP = "map"  # a --device
@@ -40,7 +43,7 @@ class Loading:
             cards, memory and disk (accelerate's `device_map="auto"`).
         trust_remote_code: run the code that comes with it.
         revision: branch, tag or commit of a model of the hub; None for its main branch.
-        subfolder: in which the model lies (subfolder.py); of a directory, what its path ends with.
+        subfolder: in which the model lies; of a directory, what its path ends with.
         say: is told of what takes a while.
     """
 
@@ -298,3 +301,125 @@ def _check_vocabulary(name: str, model: "PreTrainedModel", tokenizer: "PreTraine
             f"the tokenizer of {name} has token ids up to {largest} and the model knows {rows} tokens: "
             "it belongs to another model; put the right tokenizer files beside the weights"
         )
+
+
+TOKENIZER_FILES = ("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges.txt", "spiece*")
+
+
+def in_subfolder(name: str, subfolder: str | None) -> str:
+    """The path of the subfolder of a directory that lies here; a name on the hub stays as it is.
+
+    Raises:
+        InputError: the subfolder is empty, absolute or leads upwards; the name is that of a file.
+    """
+    if subfolder is None:
+        return name
+    parts = PurePosixPath(subfolder).parts
+    if not parts or subfolder.startswith("/") or ".." in parts:
+        raise InputError(f"--subfolder {subfolder!r}: give a folder below {name}, such as checkpoints/final")
+    place = Path(name).expanduser()
+    if place.is_file():
+        raise InputError(f"--subfolder {subfolder}: {name} is a file; give the directory, or leave --subfolder out")
+    return str(Path(name, *parts)) if place.is_dir() else name
+
+
+def name_in_results(name: str, subfolder: str | None) -> str:
+    """What a model is called in results: with its subfolder, which a path already ends with."""
+    return name if subfolder is None or _lies_here(name) else f"{name}/{subfolder.strip('/')}"
+
+
+def commit_of(name: str, revision: str | None, subfolder: str | None) -> str | None:
+    """Which commit of the hub has been read, from where it was put; None for a model that lies here."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if _lies_here(name):
+        return None
+    config = PurePosixPath(subfolder or "", "config.json")
+    found = try_to_load_from_cache(name, str(config), revision=revision)
+    return Path(found).parents[len(config.parts) - 1].name if isinstance(found, str) else None
+
+
+def tokenizer_options(name: str, place: str, options: Mapping[str, Any], subfolder: str | None) -> dict[str, Any]:
+    """Where the tokenizer is read from, as arguments of from_pretrained: beside the weights, else above the subfolder.
+
+    Without any file of a tokenizer transformers makes one that knows no text.
+
+    Args:
+        name: as the user calls the model.
+        place: the weights' folder here, or a name on the hub.
+        options: with which the weights are read.
+
+    Raises:
+        InputError: there is no tokenizer here.
+    """
+    beside = {"pretrained_model_name_or_path": place, **options}
+    folder = Path(place).expanduser()
+    if not folder.is_dir():
+        if subfolder is None or _on_the_hub(place, options):
+            return beside
+        return {**beside, "subfolder": ""}
+    places = [folder] if subfolder is None else [folder, folder.parents[len(PurePosixPath(subfolder).parts) - 1]]
+    for one in places:
+        if any(path for pattern in TOKENIZER_FILES for path in one.glob(pattern)):
+            return {**beside, "pretrained_model_name_or_path": str(one)}
+    if options["trust_remote_code"]:
+        return beside  # it may need no file
+    above = "" if len(places) == 1 else f", nor has {places[1]}"
+    raise InputError(
+        f"{name} has no tokenizer{above}: put the files of its tokenizer (such as tokenizer.json) beside the weights"
+    )
+
+
+def _on_the_hub(name: str, options: Mapping[str, Any]) -> bool:
+    from transformers.utils.hub import cached_file
+
+    where = {key: options[key] for key in ("revision", "subfolder")}
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    return any(cached_file(name, file, **where, **quiet) for file in ("tokenizer_config.json", "tokenizer.json"))
+
+
+def _lies_here(name: str) -> bool:
+    return Path(name).expanduser().exists()
+
+
+def advice(error: Exception, place: str, revision: str | None, gguf: str | None) -> str:
+    """A sentence for the user, with the error's own first line in brackets where that helps.
+
+    Args:
+        place: where it was looked for: a folder, or a name on the hub.
+        revision: of the hub, that was asked for.
+        gguf: the architecture of the gguf file that was read; None for other files.
+    """
+    said = str(error)
+    if "ignore_mismatched_sizes" in said:  # which refers to a table that is not shown
+        return "they have other shapes than its config.json says; put the config and the weights of one model there"
+    return f"{_what_to_do(error, said, place, revision, gguf)} ({cause(error)})"
+
+
+def _what_to_do(error: Exception, said: str, place: str, revision: str | None, gguf: str | None) -> str:
+    if "trust_remote_code" in said:
+        return "it brings code of its own; --trust-remote-code runs it, if you trust its author"
+    if "does not recognize this architecture" in said:
+        return f"transformers {version('transformers')} does not know this type of model; try a newer version"
+    if isinstance(error, ImportError) or "pip install" in said:
+        return "install the package that it needs"
+    if gguf is not None:
+        return f"transformers does not read this gguf file of architecture {gguf!r}"
+    if Path(place).expanduser().is_dir():
+        return "check that the directory is complete"
+    asked = "" if revision is None else ", the revision"
+    return f"check the name{asked} and the connection to the hub, or give the directory of a downloaded model"
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Within it transformers draws no progress bars of its own."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,10 +1,10 @@
-"""Chat templates, rendered in a process of their own, which may be ended.
+"""Conversations as text: chat templates, rendered in a process of their own with limits on time and memory.
 
 A chat template is a program that comes with a model. Jinja's sandbox keeps it from files and network, not from running
-for ever or asking for all memory there is, and nothing stops one of our own threads. So a second process renders, which
-has transformers' sandbox and neither torch nor the model. The system ends it after SECONDS of processor time for one
-conversation and refuses it more than MEMORY (macOS does not hold a process to that; there the time ends it). It is
-started once, renders everything that this process wants rendered, and ends with it.
+for ever or asking for all memory, and nothing stops a thread of ours. So a second process renders, which has
+transformers' sandbox and neither torch nor the model. The system ends it after SECONDS of processor time for one
+conversation and refuses it more than MEMORY (macOS does not enforce that; there the time limit ends it). It is started
+once and renders every conversation of this process.
 """
 
 import contextlib
@@ -19,11 +19,12 @@ import threading
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
-from sinklab.data.sources.textfiles import Message
+from sinklab.data.sources.textfiles import Message, plain_conversation
 from sinklab.errors import InputError, SinklabError, cause
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 SECONDS = 10
 MEMORY = 2 * 2**30  # bytes
@@ -194,3 +195,48 @@ def _limit_memory() -> None:
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     with contextlib.suppress(ValueError, OSError):  # macOS
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY if hard < 0 else min(MEMORY, hard), hard))
+
+
+class Conversations:
+    """Renders conversations and remembers how, for the notes of a measurement.
+
+    Args:
+        tokenizer: whose chat template is applied; None, or one without a template, gives lines `role: content`.
+        keep_bos: leave the BOS that a template writes first; otherwise it goes, so that it is not there twice.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase | None" = None, keep_bos: bool = False) -> None:
+        self._tokenizer, self._keep_bos = tokenizer, keep_bos
+        self._seen = False
+        self.bos = False
+        """Whether a template's own BOS was left in place."""
+
+    def render(self, messages: list[Message], where: str) -> str:
+        """One conversation as text.
+
+        Raises:
+            InputError: the chat template refuses it, or does not end; `where` names the row.
+        """
+        self._seen = True
+        if not self._templated:
+            return plain_conversation(messages, where)
+        assert self._tokenizer is not None
+        rendered = render_chat(self._tokenizer, messages, where).text
+        first = self._tokenizer.bos_token
+        if isinstance(first, str) and rendered.startswith(first):
+            if not self._keep_bos:
+                return rendered.removeprefix(first)
+            self.bos = True
+        return rendered
+
+    def notes(self) -> list[str]:
+        """What was done to conversations; empty where there were none."""
+        if not self._seen:
+            return []
+        if self._templated:
+            return ["conversations were written with the model's chat template"]
+        return ["conversations were written as plain lines `role: content`: the model has no chat template"]
+
+    @property
+    def _templated(self) -> bool:
+        return bool(getattr(self._tokenizer, "chat_template", None))

@@ -1,4 +1,4 @@
-"""How a statistic is shown: as a column of the terminal's table, and as figures of the report."""
+"""Specifications of a statistic's table column in the terminal and of its figures in the report."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
