@@ -187,7 +187,7 @@ class Prefix(Mask):
 
 
 @dataclass(frozen=True)
-class Around(Mask):
+class WrappedMask(Mask):
     """A mask put around another, which changes what queries see of some keys and tells apart what `rest` does."""
 
     rest: Mask
@@ -213,7 +213,7 @@ class Around(Mask):
 
 
 @dataclass(frozen=True)
-class Leading(Around):
+class Leading(WrappedMask):
     """Another mask behind `count` learned tokens: every query sees them, they see only themselves causally."""
 
     count: int = 1
@@ -241,7 +241,7 @@ class Leading(Around):
 
 
 @dataclass(frozen=True)
-class HiddenFirst(Around):
+class HiddenFirst(WrappedMask):
     """Another mask from which the first `count` keys are taken away for every query after them.
 
     Queries among the first `count` keep what they saw, so that no row is empty.
@@ -263,7 +263,7 @@ class HiddenFirst(Around):
 
 
 @dataclass(frozen=True, eq=False)
-class Padded(Around):
+class Padded(WrappedMask):
     """Another mask behind padding, of which every row has its own number: the rest begins after it.
 
     No query sees padding, and a query at padding sees itself alone, so that no row is empty.

@@ -39,38 +39,6 @@ POOL = 64  # times the sequences that are wanted: so many of a text, from its be
 SHARES = 5  # draws that a text too short for full ones is shared out over: it takes five for a verdict
 
 
-def natural_tokens(
-    text: Path,
-    encode: Encode,
-    *,
-    sequences: int,
-    length: int,
-    prefix: Sequence[int] = (),
-    fewer: bool = False,
-    render: Render = plain_conversation,
-) -> Tensor:
-    """Sequences of real text.
-
-    Args:
-        text: a .txt or .jsonl file, or a folder of them; or the name of a corpus (data/sources/corpora.py).
-        encode: text to token ids, without special tokens.
-        sequences, length: N and T, `prefix` included in T.
-        prefix: token ids put before every sequence.
-        fewer: one sequence is enough, where there are no more.
-        render: writes conversations (`messages`) as text.
-
-    Returns:
-        tokens_NT, int64.
-
-    Raises:
-        InputError: the file is missing, empty or malformed, or too little of it is long enough; says how much is.
-    """
-    return with_prefix(
-        natural_text(text, encode, sequences=sequences, length=length, prefix=prefix, fewer=fewer, render=render),
-        prefix,
-    )
-
-
 def natural_text(
     text: Path,
     encode: Encode,
@@ -81,7 +49,19 @@ def natural_text(
     fewer: bool = False,
     render: Render = plain_conversation,
 ) -> list[Sequence[int]]:
-    """The sequences of `natural_tokens` without their prefix, each as `encode` gives them; the same arguments."""
+    """Sequences of real text without their prefix, each as `encode` returns it (`with_prefix` adds the prefix).
+
+    Args:
+        text: a .txt or .jsonl file, or a folder of them; or the name of a corpus (data/sources/corpora.py).
+        encode: text to token ids, without special tokens.
+        sequences, length: N and T, `prefix` included in T.
+        prefix: token ids that each sequence will begin with.
+        fewer: one sequence is enough, where there are no more.
+        render: writes conversations (`messages`) as text.
+
+    Raises:
+        InputError: the file is missing, empty or malformed, or too little of it is long enough; says how much is.
+    """
     _check_shape(sequences, length, len(prefix))
     cutter = _Cutter(encode, length - len(prefix), render)
     rows = list(islice(cutter.sequences(text), sequences))

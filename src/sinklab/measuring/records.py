@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sinklab.attention.layer_call import LayerCall
-from sinklab.attention.masks import Around, Window
+from sinklab.attention.masks import Window, WrappedMask
 from sinklab.attention.real_tokens import RealTokens
 from sinklab.device import on_host
 from sinklab.measuring.mask_coverage import View, view_of, visible_layers
@@ -206,7 +206,7 @@ def _window_start(layer: LayerCall) -> Tensor | None:
     None without a window, with learned positions in front, or where every query sees position 1.
     """
     mask, T = layer.call.mask, layer.length
-    while isinstance(mask, Around):
+    while isinstance(mask, WrappedMask):
         mask = mask.rest
     width = mask.width if isinstance(mask, Window) else T
     if width >= T or layer.leading:

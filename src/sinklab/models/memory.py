@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sinklab.models.families import FFN_WIDTHS, first_named
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -70,8 +72,8 @@ def sizes_of_pretrained(config: "PretrainedConfig", *, matrices: bool, padded: b
     """
     text = config.get_text_config(decoder=True)
     width, heads = text.hidden_size, text.num_attention_heads
-    given = (getattr(text, name, None) for name in ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"))
-    ffn_width = next((max(size) if isinstance(size, Sequence) else size for size in given if size), 4 * width)
+    ffn_width = first_named(text, FFN_WIDTHS) or 4 * width
+    ffn_width = max(ffn_width) if isinstance(ffn_width, Sequence) else ffn_width
     window = getattr(text, "sliding_window", None) is not None
     return Sizes(
         width=width,

@@ -18,6 +18,7 @@ from sinklab.model.config import ModelConfig
 from sinklab.model.loss import next_token_loss
 from sinklab.model.position import Absolute, Learnable, Rotary, rotate
 from sinklab.model.transformer import Transformer
+from sinklab.models.families import family_of
 from sinklab.models.layer_kinds import LayerKinds
 from sinklab.models.memory import Sizes, sizes_of_run
 
@@ -165,7 +166,7 @@ def shift_rope(config: ModelConfig) -> ShiftRope | None:
 
 def is_exported(model: Any) -> bool:
     """Whether it is a SinklabForCausalLM, also of the code that came beside its weights."""
-    return getattr(getattr(model, "config", None), "model_type", "") == "sinklab"
+    return family_of(model).exported
 
 
 def own_transformer(model: Any) -> Transformer | None:

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from sinklab.attention import blocks as bl
 from sinklab.attention.importance import Rows
-from sinklab.attention.masks import Around, Mask
+from sinklab.attention.masks import Mask, WrappedMask
 from sinklab.attention.operations.base import OperationPart
 from sinklab.attention.operations.call import Call
 from sinklab.attention.primitive import eager_logits
@@ -119,7 +119,7 @@ EXACT_TO = 40.0  # from here on the softplus is its argument: 4e-18 off, where t
 
 
 @dataclass(frozen=True)
-class OtherKeys(Around):
+class OtherKeys(WrappedMask):
     """What another mask allows, without the query's own key."""
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from sinklab.attention.blocks import Block, accumulate_dtype
 from sinklab.attention.importance import Rows
@@ -24,6 +24,7 @@ from sinklab.measuring.mask_coverage import View, seen_over
 from sinklab.measuring.metrics import importance_from_sums, prefix_importance
 from sinklab.measuring.records import LayerRecord
 from sinklab.measuring.statistics.collecting import DetailsWatch
+from sinklab.models.families import family_of
 from sinklab.models.hooks import hooked, token_norms
 from sinklab.models.huggingface.anatomy import attention_implementation, attention_layers, decoder_blocks
 
@@ -69,13 +70,18 @@ class MatrixRecords(Recorder):
         T = self._real.mask_BT.shape[1]
         for place, part in enumerate(output):
             if isinstance(part, Tensor) and part.ndim == 4 and part.shape[2:] == (T, T):
-                mask = _mask(self._model.config, len(self._importance))
-                sums_BHR, seen_by_BGR, count_B = _sums(part.detach(), self._real, mask)
+                config, local_layers = self._model.config, family_of(self._model).local_layers
+                kinds = getattr(config, local_layers) if local_layers else None
+                is_local = kinds is not None and kinds[len(self._importance)] == "local"
+                mask = Window(config.window_size) if is_local else CAUSAL
+                weights_BHTT = part.detach()
+                sums_BHR, seen_by_BGR, count_B = _sums(weights_BHTT, self._real, mask)
                 self._importance.append(importance_from_sums(sums_BHR, count_B))
                 self._visible.append(seen_over(sums_BHR, seen_by_BGR, count_B))
                 if self._details is not None:
-                    self._details.attention([_rows(part.detach())], part.shape[1], angles=None)
-                sums = [(length, part.detach()[:, :, :length].float().sum(2)) for length in self._lengths]
+                    lower = weights_BHTT.to(accumulate_dtype(part.dtype)).tril()
+                    self._details.attention([Rows(Block(0, T, 0, T), lower, None)], part.shape[1], angles=None)
+                sums = [(length, weights_BHTT[:, :, :length].float().sum(2)) for length in self._lengths]
                 self._prefixes.append(tuple(prefix_importance(sums_BHS, length) for length, sums_BHS in sums))
                 return (*output[:place], part.new_empty(0), *output[place + 1 :])
         return None
@@ -122,17 +128,6 @@ def _sums(weights_BHTT: Tensor, real: RealTokens, mask: Mask) -> tuple[Tensor, T
     return real.align(sums_BHT), real.align(seen_by_BGT), real.count_B.to(device)
 
 
-def _mask(config: PretrainedConfig, layer: int) -> Mask:
-    """Who sees whom: of these models only GPT-Neo has layers that look back a limited way."""
-    kinds = getattr(config, "attention_layers", None)
-    return Window(config.window_size) if kinds and kinds[layer] == "local" else CAUSAL
-
-
-def _rows(weights_BHTT: Tensor) -> Rows:
-    T = weights_BHTT.shape[-1]
-    return Rows(Block(0, T, 0, T), weights_BHTT.to(accumulate_dtype(weights_BHTT.dtype)).tril(), None)
-
-
 @contextmanager
 def matrix_records(
     model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsWatch | None = None
@@ -155,7 +150,8 @@ def matrix_records(
 @contextmanager
 def eager_attention(model: PreTrainedModel) -> Iterator[None]:
     """The model computes its attention matrices itself."""
-    once = (module.register_forward_pre_hook(_alibi_once, with_kwargs=True) for module in _inside_blocks(model))
+    twice = _inside_blocks(model) if family_of(model).alibi_twice else []
+    once = (module.register_forward_pre_hook(_alibi_once, with_kwargs=True) for module in twice)
     with hooked(once), attention_implementation(model, "eager"):
         yield
 
@@ -165,10 +161,7 @@ def _inside_blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _alibi_once(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Falcon's eager attention adds ALiBi to its scores and then a mask that, differing by head, holds it already.
-
-    Its fused attention, which the model has by default, has it once (transformers 5.17 to 5.23).
-    """
+    """A hook: no ALiBi of its own where the mask, differing by head, holds it already."""
     alibi, mask = kwargs.get("alibi"), kwargs.get("attention_mask")
     if isinstance(alibi, Tensor) and isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] > 1:
         return args, kwargs | {"alibi": torch.zeros_like(alibi)}

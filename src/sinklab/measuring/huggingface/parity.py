@@ -23,6 +23,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from sinklab.errors import InputError, SinklabError, cause
 from sinklab.measuring.huggingface.call_records import call_records
 from sinklab.measuring.metrics import importance_from_sums
+from sinklab.models.families import EXPERT_COUNTS
 from sinklab.models.hooks import evaluating
 from sinklab.models.huggingface.adapter import HuggingFaceAdapter
 from sinklab.models.huggingface.anatomy import attention_implementation
@@ -31,7 +32,6 @@ from sinklab.schema import Part
 EAGER, OWN = "eager", "sinklab"
 BACKENDS = (EAGER, "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
-NUMBERS_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 EXPERTS = (
     "its importance is that of eager attention: rounding may have led tokens to other experts, which --dtype float32 "
     "makes rarer"
@@ -186,7 +186,7 @@ def _read(
 ) -> _BackendReading | str:
     """What the model gives with a backend, or why it cannot be had."""
     text = model.config.get_text_config(decoder=True)
-    reading = _BackendReading(has_experts=any((getattr(text, name, None) or 0) > 1 for name in NUMBERS_OF_EXPERTS))
+    reading = _BackendReading(has_experts=any((getattr(text, name, None) or 0) > 1 for name in EXPERT_COUNTS))
     before = str(model.config._attn_implementation)
     with attention_implementation(model, before):  # which is put back at the end
         try:

@@ -1,4 +1,4 @@
-"""Changing one thing in a model for the length of a `with` block: what it does without it shows what it is for.
+"""Changes of a model within a `with` block: its behaviour without a part shows the use of that part.
 
     with masked_first_keys(model, 4):            # no query after the fourth sees the first four keys
     with zeroed(model, layer=2, position=1, dimension=447):

@@ -20,7 +20,7 @@ rounding decides nothing.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,7 +35,8 @@ from sinklab.measuring.findings import PositionKind, Propositions
 from sinklab.measuring.surgery.changes import learned_positions, residual_blocks
 from sinklab.model.position import T5, Relative, alibi_slopes, bucket_numbers
 from sinklab.model.transformer import Transformer
-from sinklab.models.adapter import Adapter, adapt
+from sinklab.models.adapter import adapt
+from sinklab.models.families import ROTARY_CLASS, SINK_LOGITS, family_of
 from sinklab.models.hooks import evaluating, hidden_states, hooked
 from sinklab.models.huggingface.anatomy import input_device, quantisation
 from sinklab.models.intercept import intercept
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Matrices:
-    """What one forward pass showed.
+    """Attention matrices and hidden states of one forward pass.
 
     Attributes:
         attention: A (B, H, T, T) of every attention layer.
@@ -62,7 +63,10 @@ class Matrices:
 
 
 def attention_matrices(model: "PreTrainedModel | Transformer", tokens_BT: Tensor) -> Matrices:
-    """Read short sequences and keep everything: memory grows with T * T; the model is left as it was found.
+    """Whole attention matrices of short sequences: memory grows with T * T; the model is left as it was found.
+
+    Models with intercepted calls are read through their own code: the output for values that are the identity is the
+    matrix. The others return their matrices themselves.
 
     Raises:
         SinklabError: the blocks of the model could not be found.
@@ -70,71 +74,58 @@ def attention_matrices(model: "PreTrainedModel | Transformer", tokens_BT: Tensor
     found, adapter = Matrices([], [], []), adapt(model)
     options = {} if isinstance(model, Transformer) else {"use_cache": False}
     options |= {} if adapter.dispatches else {"output_attentions": True}
-    with evaluating(model), _keeping(adapter, found), _kept_hidden(residual_blocks(model), found.hidden):
+
+    def leaving(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        found.hidden.append(hidden_states(output))
+
+    def observe(layer: LayerCall) -> Tensor:
+        layer = layer if layer.library is None else layer.changed(backend="chunked")
+        q_BHTD, k_BGTD = layer.call.q_BHTD, layer.call.k_BGTD
+        (B, G, T, _), scale = k_BGTD.shape, layer.call.scale
+        unit_BGTT = torch.eye(T, dtype=k_BGTD.dtype, device=k_BGTD.device).expand(B, G, T, T)
+        found.attention.append(replace(layer, value_BGSV=unit_BGTT).output())
+        q_BH, k_BG = (x.double().norm(dim=-1).amax(-1) for x in (q_BHTD, k_BGTD))
+        products_BH = q_BH * k_BG.repeat_interleave(q_BH.shape[1] // G, 1)
+        found.logit_bounds.append(products_BH * abs(q_BHTD.shape[-1] ** -0.5 if scale is None else scale))
+        return layer.output()
+
+    if adapter.dispatches:
+        reading = intercept(adapter, observe=observe)
+    else:
+        from sinklab.measuring.huggingface.matrix_records import eager_attention
+
+        reading = eager_attention(cast("PreTrainedModel", adapter.module))
+    hooks = (block.register_forward_hook(leaving) for block in residual_blocks(model))
+    with evaluating(model), reading, hooked(hooks):
         output = model(tokens_BT.to(adapter.device), **options)
     if not found.attention:
         found.attention.extend(output.attentions)
     return found
 
 
-@contextmanager
-def _kept_hidden(blocks: list[nn.Module], hidden: list[Tensor]) -> Iterator[None]:
-    def leaving(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        hidden.append(hidden_states(output))
-
-    with hooked(block.register_forward_hook(leaving) for block in blocks):
-        yield
-
-
-def _keeping(adapter: Adapter, found: Matrices) -> AbstractContextManager[Any]:
-    """Every attention call leaves its matrix; or the model makes its own, in its output."""
-    if not adapter.dispatches:
-        from sinklab.measuring.huggingface.matrix_records import eager_attention
-
-        return eager_attention(cast("PreTrainedModel", adapter.module))
-
-    def keep(layer: LayerCall) -> Tensor:
-        layer = layer if layer.library is None else layer.changed(backend="chunked")
-        call = layer.call
-        found.attention.append(replace(layer, value_BGSV=_identity(call.k_BGTD)).output())
-        scale = call.q_BHTD.shape[-1] ** -0.5 if call.scale is None else call.scale
-        found.logit_bounds.append(_largest_product(call.q_BHTD, call.k_BGTD, scale))
-        return layer.output()
-
-    return intercept(adapter, observe=keep)
-
-
-def _identity(key_BGTD: Tensor) -> Tensor:
-    B, G, T, _ = key_BGTD.shape
-    return torch.eye(T, dtype=key_BGTD.dtype, device=key_BGTD.device).expand(B, G, T, T)
-
-
-def _largest_product(q_BHTD: Tensor, k_BGTD: Tensor, scale: float) -> Tensor:
-    q_BH, k_BG = (x.double().norm(dim=-1).amax(-1) for x in (q_BHTD, k_BGTD))
-    return q_BH * k_BG.repeat_interleave(q_BH.shape[1] // k_BG.shape[1], 1) * abs(scale)
-
-
 def is_coarse(dtype: torch.dtype) -> bool:
-    """Whether a floating dtype rounds more than float32."""
-    return torch.finfo(dtype).eps > torch.finfo(torch.float32).eps
+    """Whether a dtype is a floating one that rounds more than float32."""
+    return dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(torch.float32).eps
 
 
 @contextmanager
 def in_float32(model: "PreTrainedModel | Transformer") -> Iterator[None]:
     """Weights and buffers that are coarser than float32 are in float32; afterwards they are the tensors they were.
 
-    A model stays as it is where that cannot be had: quantised, with weights left on disk, or where half of the free
-    memory does not hold the copies. The dtype of its hidden states tells.
+    A model is not converted where that is impossible: quantised, with weights left on disk, or where half of the free
+    memory does not hold the copies. The dtype of its hidden states shows it.
     """
-    weights = [(weight, weight.data) for weight in model.parameters() if _is_coarse(weight)]
+    weights = [(weight, weight.data) for weight in model.parameters() if is_coarse(weight.dtype)]
     buffers = [
         (module, name, buffer)
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
-        if _is_coarse(buffer)
+        if is_coarse(buffer.dtype)
     ]
     copied = sum(tensor.numel() for *_, tensor in (*weights, *buffers)) * FLOAT
-    if not _can_be_copied(model, copied):
+    plain = all(type(weight.data) is Tensor and not weight.is_meta for weight in model.parameters())
+    quantised = not isinstance(model, Transformer) and quantisation(model.config)
+    if not plain or quantised or not _fits(copied, input_device(model)):
         yield
         return
     try:
@@ -150,19 +141,12 @@ def in_float32(model: "PreTrainedModel | Transformer") -> Iterator[None]:
             setattr(module, name, before)
 
 
-def _is_coarse(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and is_coarse(tensor.dtype)
-
-
-def _can_be_copied(model: "PreTrainedModel | Transformer", size: int) -> bool:
-    plain = all(type(weight.data) is Tensor and not weight.is_meta for weight in model.parameters())
-    if not plain or (not isinstance(model, Transformer) and quantisation(model.config)):
-        return False
-    free = free_bytes(input_device(model))
+def _fits(size: int, device: torch.device) -> bool:
+    free = free_bytes(device)
     return free is None or size <= SHARE * free
 
 
-LENGTH = 64  # tried at most, unless told: whole matrices are kept
+LENGTH = 64  # of the check, at most, by default: whole matrices are kept
 NUMBERS: dict[PositionKind, int] = {"none": 1, "relative": 2, "t5": 2, "alibi": 3, "rotary": 4}
 STATEMENTS = {
     1: "attention to a repeated token is 1/t on every key",
@@ -176,14 +160,14 @@ STATEMENTS = {
 def check_propositions(
     model: "PreTrainedModel | Transformer", token: int | Sequence[int], length: int = LENGTH
 ) -> Propositions:
-    """How far the model is from what the paper proves of its positional embedding, in float32 if that can be had.
+    """How far the model is from what the paper proves of its positional embedding, in float32 if possible.
 
     Args:
         token: one, or several, each read alone.
         length: how often it is repeated. Whole matrices of this size are kept.
 
     Raises:
-        InputError: nothing to repeat, or a model of which none of the propositions speaks.
+        InputError: nothing to repeat, or a model that none of the propositions covers.
         SinklabError: the blocks of the model could not be found.
     """
     ids = [token] if isinstance(token, int) else list(token)
@@ -222,8 +206,8 @@ def position_kind(model: "PreTrainedModel | Transformer") -> PositionKind:
     """The model's positional embedding.
 
     Raises:
-        InputError: one of which the propositions do not speak, or attention that is not causal softmax on the
-            sequence's own keys.
+        InputError: one that the propositions do not cover, or attention that is not causal softmax on the sequence's
+            own keys.
     """
     if isinstance(model, Transformer):
         attention = model.config.attention
@@ -241,13 +225,13 @@ def position_kind(model: "PreTrainedModel | Transformer") -> PositionKind:
     if attention_layers(model.config) == len(residual_blocks(model)):
         if learned_positions(model) is not None:
             return "learnable"
-        if kind in ("bloom", "mpt"):
+        if family_of(model).alibi:
             return "alibi"
-        rotary = any(type(part).__name__.endswith("RotaryEmbedding") for part in model.modules())
-        sink_logits = any(hasattr(part, "sinks") for part in model.modules())
+        rotary = any(type(part).__name__.endswith(ROTARY_CLASS) for part in model.modules())
+        sink_logits = any(hasattr(part, SINK_LOGITS) for part in model.modules())
         if rotary and not sink_logits and HuggingFaceAdapter(model).dispatches:
             return "rotary"
-    raise InputError(f"which of the paper's propositions would speak of a {kind!r} model is not known")
+    raise InputError(f"it is not known which of the paper's propositions covers a {kind!r} model")
 
 
 def softmax_of_distances(terms_HT: Tensor) -> Tensor:
@@ -267,11 +251,8 @@ def _distance_terms(model: "PreTrainedModel | Transformer", kind: PositionKind, 
     """g of every head and distance, (H, T); zero where positions do not act on the scores."""
     distance_T = torch.arange(length)
     if kind == "alibi":
-        steepest = (
-            8
-            if isinstance(model, Transformer)
-            else getattr(getattr(model.config, "attn_config", None), "alibi_bias_max", 8)
-        )
+        ours = isinstance(model, Transformer)
+        steepest = 8 if ours else getattr(getattr(model.config, "attn_config", None), "alibi_bias_max", 8)
         return -(alibi_slopes(heads).double() ** (steepest / 8))[:, None] * distance_T
     if isinstance(model, Transformer) and isinstance(position := model.config.position, Relative | T5):
         bucket_T = bucket_numbers(position.buckets, position.max_distance)[distance_T.clamp(max=position.max_distance)]

@@ -16,6 +16,7 @@ from sinklab.attention.blocks import accumulate_dtype
 from sinklab.attention.layer_call import LayerCall, ShiftRope
 from sinklab.attention.real_tokens import RealTokens
 from sinklab.errors import InputError, SinklabError, cause
+from sinklab.models.families import ROTARY_EMBEDDING
 from sinklab.models.hooks import evaluating, hooked
 from sinklab.models.huggingface import anatomy
 from sinklab.models.huggingface.gguf import is_unpacked
@@ -269,7 +270,7 @@ class HuggingFaceAdapter:
 
 def shift_rope(model: PreTrainedModel) -> ShiftRope | None:
     """Half-split rotation of the first dimensions, as far as the model's one rotary embedding reaches."""
-    found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
+    found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == ROTARY_EMBEDDING]
     if len(found) != 1:
         return None
 

@@ -8,24 +8,24 @@ import torch
 from torch import Tensor, nn
 
 from sinklab.errors import InputError, SinklabError
+from sinklab.models.families import LAYER_KINDS, POSITION_TABLES, TOKEN_WISE_LAYERS, first_named
 from sinklab.models.layer_kinds import LayerKinds
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-FEED_FORWARD = ("moe", "mlp", "dense", "sparse")  # kinds of layers that read every token alone
-POSITION_TABLES = ("wpe", "embed_positions", "positions_embed", "position_embedding", "position_embeddings")
-
 
 def layer_kinds(config: "PretrainedConfig") -> LayerKinds:
     """Which layers of the language model have softmax attention, and which something linear or recurrent."""
     text = config.get_text_config(decoder=True)
-    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
+    kinds = first_named(text, LAYER_KINDS)
     if not kinds:
         return LayerKinds(text.num_hidden_layers, tuple(range(1, text.num_hidden_layers + 1)))
     both = [n for n, kind in enumerate(kinds, 1) if kind.startswith("hybrid")]
     attention = [n for n, kind in enumerate(kinds, 1) if ("attention" in kind and "linear" not in kind) or n in both]
-    carrying = [n for n, kind in enumerate(kinds, 1) if n in both or (n not in attention and kind not in FEED_FORWARD)]
+    carrying = [
+        n for n, kind in enumerate(kinds, 1) if n in both or (n not in attention and kind not in TOKEN_WISE_LAYERS)
+    ]
     return LayerKinds(len(kinds), tuple(attention), tuple(carrying))
 
 

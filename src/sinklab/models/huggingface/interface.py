@@ -30,9 +30,9 @@ from sinklab.attention.operations.similarity import Softmax
 from sinklab.attention.primitive import attend
 from sinklab.attention.scores import Score, broadcast_index, compose, softcap
 from sinklab.errors import SinklabError
+from sinklab.models.families import UNREADABLE_EXTRAS
 from sinklab.models.huggingface.anatomy import attention_implementation
 
-NOT_UNDERSTOOD = ("sinks", "block_indices")  # extras that change the scores in ways not implemented here
 SOFTMAX = Softmax()
 _numbers = itertools.count()
 
@@ -51,7 +51,7 @@ def read_call(
     Raises:
         SinklabError: the attention is not causal, or an extra is not understood.
     """
-    for name in NOT_UNDERSTOOD:
+    for name in UNREADABLE_EXTRAS:
         if extras.get(name) is not None:
             raise SinklabError(f"{type(module).__name__} passes `{name}`, which sinklab cannot measure yet")
     cap, sinks, bias = (extras.get(name) for name in ("softcap", "s_aux", "position_bias"))
