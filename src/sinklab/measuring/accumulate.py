@@ -1,6 +1,6 @@
-"""Reducing a measurement while it runs: nothing of size sequences x layers x heads x positions is kept.
+"""Running sums of a measurement, so that no array of size sequences x layers x heads x positions is stored.
 
-Kept are counts of alpha > eps per position, sums over sequences, and alpha of the first position per sequence. The
+Stored are counts of alpha > eps per position, sums over sequences, and alpha of the first position per sequence. The
 threshold is applied to every sequence before anything is averaged.
 """
 
@@ -59,18 +59,18 @@ class Accumulator:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, batch: Batch) -> None:
-        """Take in one batch.
+        """Add one batch.
 
         Raises:
             SinklabError: NaN or infinity in the attention or the activations; the layer is named.
         """
-        batch = batch.on_cpu()  # a card that is full would otherwise stop in the middle of the counting (batches.py)
+        batch = batch.on_cpu()  # else a full card would raise in the middle of the counting (batches.py)
         importance, valid_BT = batch.importance_ABHT, batch.valid_BT
         _, B, _, T = importance.shape
         valid_BT = torch.ones(B, T, dtype=torch.bool) if valid_BT is None else valid_BT
         self.sequences += B
         self.sequences_T[:T] += valid_BT.sum(0)
-        if batch.visible_ABHT is not None and self.visible_hits_ET is None:  # until now it was the same
+        if batch.visible_ABHT is not None and self.visible_hits_ET is None:  # so far equal
             self.visible_hits_ET = self.hits_ET.clone()
             if "attention scores" in self._sums:
                 self._sums[VISIBLE] = self._sums["attention scores"].clone()

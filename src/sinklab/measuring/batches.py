@@ -1,4 +1,4 @@
-"""Batches that fit the memory, halved when they do not; how far they have come; what they cost in time and memory."""
+"""Batches that are halved where memory runs out, with their progress, time and peak memory."""
 
 import sys
 import time
@@ -18,10 +18,10 @@ def in_batches(sequences: int, batch_size: int, step: Callable[[int, int], None]
     """Call step(start, stop) over all sequences; out of memory halves the batch and repeats the part that failed.
 
     Args:
-        step: must leave no trace where it raises.
+        step: without side effects where it raises.
 
     Returns:
-        notes for the reader of the result; empty where every batch fitted.
+        notes for the reader of the result; empty where no batch was halved.
 
     Raises:
         SinklabError: one sequence alone does not fit.
@@ -49,14 +49,14 @@ def in_batches(sequences: int, batch_size: int, step: Callable[[int, int], None]
 
 
 class Steps:
-    """Tells a progress display how many sequences are done; a block that has run is a part of its batch."""
+    """Reports progress in sequences; each block of the model that has run counts as a part of its batch."""
 
     def __init__(self, progress: Progress | None, blocks: int, sequences: int) -> None:
         self._progress, self._blocks, self._sequences = progress, blocks, sequences
         self._start = self._stop = self._ran = 0
 
     def begin(self, start: int, stop: int) -> None:
-        """A batch begins, or is begun once more."""
+        """A batch begins, or is repeated."""
         self._start, self._stop, self._ran = start, stop, 0
 
     def end(self) -> None:
@@ -65,7 +65,7 @@ class Steps:
             self._progress(self._stop, self._sequences)
 
     def block_ran(self, *_: Any) -> None:
-        """A hook: what is left after the last block is the head."""
+        """A forward hook of a block; after the last block the head remains."""
         self._ran += 1
         if self._progress:
             done = (self._stop - self._start) * self._ran / (self._blocks + 1)
@@ -74,7 +74,7 @@ class Steps:
 
 @contextmanager
 def reporting(blocks: Sequence[nn.Module], progress: Progress | None, sequences: int) -> Iterator[Steps]:
-    """Report the blocks and batches of a measurement: one long sequence may take minutes."""
+    """Report progress block by block, as one long sequence may take minutes."""
     steps = Steps(progress, len(blocks), sequences)
     with hooked(block.register_forward_hook(steps.block_ran) for block in blocks):
         yield steps
@@ -82,7 +82,7 @@ def reporting(blocks: Sequence[nn.Module], progress: Progress | None, sequences:
 
 @dataclass
 class Cost:
-    """Filled in when the block that is timed ends."""
+    """Time and peak memory, set when the timed block ends."""
 
     seconds: float = 0.0
     peak_memory_mb: float | None = None
@@ -92,7 +92,7 @@ class Cost:
 def costing(device: torch.device) -> Iterator[Cost]:
     """Time the block; peak memory is the device's for CUDA, else the peak of the whole process so far (MB = 2**20).
 
-    None where the system does not report it.
+    Peak memory is None where the system does not report it.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

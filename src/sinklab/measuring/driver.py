@@ -1,6 +1,6 @@
-"""The one way of measuring: batches of tokens through a model, reduced while they come.
+"""The measuring loop: batches of tokens through a model behind an `Adapter`, reduced batch by batch.
 
-The model is behind an `Adapter`; its attention layers are recorded by records.py, or by huggingface/probe.py.
+Attention layers are recorded by records.py (native models) or huggingface/probe.py.
 """
 
 from collections.abc import Sequence
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 class Records(Protocol):
-    """What forward passes show of the attention layers.
+    """Records of the attention layers in forward passes.
 
     Attributes:
         backend: what computed the attention.
-        layers: of the passes since the last `clear`, in the order of the layers.
+        layers: records of the passes since the last `clear`, in the order of the layers.
     """
 
     @property
@@ -44,7 +44,7 @@ class Records(Protocol):
     def layers(self) -> Sequence[LayerRecord]: ...
 
     def clear(self) -> None:
-        """Forget what was recorded."""
+        """Drop all records."""
         ...
 
     def paused(self) -> AbstractContextManager[None]:
@@ -70,11 +70,11 @@ def measure(
 
     Raises:
         InputError: nothing to measure, token ids outside the vocabulary, more tokens than the model has positions,
-            lengths, layers or heads that are not there, a mask that is not a padding mask.
+            lengths, layers or heads that do not exist, a mask that is not a padding mask.
         SinklabError: attention that could not be recorded, or NaN or infinity in the activations (the layer is named).
     """
     check_shape(tokens_NT)
-    tokens_NT = tokens_NT.cpu()  # what is looked at before a batch is looked at here, without waiting for a card
+    tokens_NT = tokens_NT.cpu()  # checked here, without waiting for a card
     mask_NT = _padding_mask(tokens_NT, attention_mask_NT)
     padded = not bool(mask_NT.all())
     longest = int(real_tokens(mask_NT).count_B.max())
@@ -140,7 +140,7 @@ def _recording(
 
 
 def check_shape(tokens_NT: Tensor) -> None:
-    """Refuse what are no sequences.
+    """Refuse tokens that are not sequences.
 
     Raises:
         InputError: not a matrix of N x T tokens, or an empty one.
@@ -161,5 +161,5 @@ def _padding_mask(tokens_NT: Tensor, attention_mask_NT: Tensor | None) -> Tensor
 
 
 def _behind(leading: int, mask_BT: Tensor) -> RealTokens:
-    """Where the real tokens stand among the positions: after the learned ones."""
+    """The real tokens among the positions, which begin with the learned ones."""
     return real_tokens(F.pad(mask_BT, (leading, 0)))

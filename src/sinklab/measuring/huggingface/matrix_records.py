@@ -1,9 +1,8 @@
 """Models that ignore the attention interface (Falcon, Bloom, MPT, GPT-J, GPT-Neo), through `output_attentions`.
 
-Each such model computes its attention matrices itself and returns them. They are reduced as they come, layer by
-layer, by hooks that pass on an empty matrix in their place, so that one layer's matrix is held at a time, never all.
-Keys and values are read from the cache that the model returns. This costs O(T^2) memory and eager attention's time:
-the result names it ("eager").
+Each such model computes its attention matrices itself and returns them. Hooks reduce them layer by layer and return an
+empty matrix instead, so that only one layer's matrix is in memory at a time. Keys and values are read from the cache
+that the model returns. This costs O(T^2) memory and the time of eager attention; the backend of the result is "eager".
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ from sinklab.models.huggingface.anatomy import attention_implementation, attenti
 
 
 class MatrixRecords(Recorder):
-    """What was recorded of the sequences read, from the matrices that the model returns."""
+    """Records of the sequences read, from the matrices that the model returns."""
 
     def __init__(
         self, model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsWatch | None = None
@@ -45,7 +44,7 @@ class MatrixRecords(Recorder):
     def _latest(self) -> list[LayerRecord]:
         return self._records
 
-    def _forget_latest(self) -> None:
+    def _drop_latest(self) -> None:
         self._records, self._importance, self._visible, self._prefixes = [], [], [], []
 
     def _entering(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -54,7 +53,7 @@ class MatrixRecords(Recorder):
         given = self._signature.bind_partial(*args, **kwargs).arguments
         if given.get("past_key_values") is not None:
             raise SinklabError(
-                f"a {self._model.config.model_type!r} model is read from its own attention matrices, which works on "
+                f"a {self._model.config.model_type!r} model is measured by its own attention matrices, which works on "
                 "whole sequences only: call the model without past_key_values"
             )
         tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
@@ -64,7 +63,7 @@ class MatrixRecords(Recorder):
         return args, kwargs | {"output_attentions": True, "use_cache": True, "return_dict": True}
 
     def _matrix(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-        """Reduce the attention matrix in a module's output, and pass on an empty one."""
+        """A hook: reduce the attention matrix in a module's output, and return an empty one."""
         if self._paused or self._real is None or not isinstance(output, tuple):
             return None
         T = self._real.mask_BT.shape[1]
@@ -119,7 +118,7 @@ class MatrixRecords(Recorder):
 
 @torch.no_grad()
 def _sums(weights_BHTT: Tensor, real: RealTokens, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
-    """Column sums over the real queries, how many of them may see each key, and how many there are."""
+    """Column sums over the real queries, the number of them that may see each key, and their number."""
     device, T = weights_BHTT.device, weights_BHTT.shape[-1]
     real_BT = real.mask_BT.to(device)
     counted_BT = real_BT.to(accumulate_dtype(weights_BHTT.dtype))

@@ -21,14 +21,14 @@ from sinklab.models.model_lock import probed_alone
 from sinklab.models.native import NativeAdapter, is_exported
 
 ONCE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-"""Read every token of what they return once, but the last, and no other."""
+"""Modes that read every token of their output once, except the last, and no other."""
 
 
 @contextmanager
 def generating(model: PreTrainedModel, watch: Recorder) -> Iterator[None]:
-    """Have `model.generate` refuse what the records could not follow, and say what ends a sequence.
+    """Make `model.generate` refuse modes that the records cannot follow, and pass on the ids that end a sequence.
 
-    Beam search orders sequences anew after the last pass as well, which no later pass shows.
+    Beam search also reorders sequences after the last pass, which no later pass shows.
     """
     generate: Any = getattr(model, "generate", None)
     before = vars(model).get("generate")
@@ -42,8 +42,8 @@ def generating(model: PreTrainedModel, watch: Recorder) -> Iterator[None]:
         mode = config.get_generation_mode(given.get("assistant_model"))
         if mode not in ONCE:
             raise SinklabError(
-                f"{mode.value.replace('_', ' ')} reads tokens that it takes back, or exchanges sequences, and the "
-                f"records of a probe would be of others than it returns. {READ_AFTERWARDS}"
+                f"{mode.value.replace('_', ' ')} discards tokens that it has read, or reorders sequences, and the "
+                f"records of a probe would not match its output. {READ_AFTERWARDS}"
             )
         with watch.generating(_ends(config)):
             return generate(*args, **kwargs)
@@ -58,7 +58,7 @@ def generating(model: PreTrainedModel, watch: Recorder) -> Iterator[None]:
 
 
 def _config(model: PreTrainedModel, given: GenerationConfig | None, named: dict[str, Any]) -> GenerationConfig:
-    """What holds: what is given by name, else in a config, else in the model's."""
+    """The effective config: arguments by name override a given config, which overrides the model's."""
     config = GenerationConfig()
     for source in (vars(model.generation_config), {} if given is None else vars(given), named):
         for name, value in source.items():
@@ -80,24 +80,25 @@ def probe(
 ) -> Iterator[Recorder]:
     """Record the attention of every forward pass of `model` inside the block.
 
-    The sequences of several passes stand one after the other in the records, as if they had been one batch; passes
-    that continue from a cache, or read a sequence once more with tokens added, go on with their sequences. Records
-    are kept until `clear()`, one number per layer, head and token.
+    The records of several passes are concatenated, as if they had been one batch; passes that continue from a cache, or
+    read a sequence again with tokens appended, extend the records of their sequences. Records are kept until
+    `clear()`, one number per layer, head and token.
 
     The model, its configs and its hooks are left as they were found, also after an exception. Padding given as
     `attention_mask` of shape (sequences, positions) never counts.
 
-    Inside `model.generate` what follows the end of a sequence is padding.
+    Inside `model.generate` everything after the end of a sequence is padding.
 
     Args:
         lengths: increasing; the records also hold the importance that the sequences cut at each would have. For
             forward passes of whole sequences of at least the last length, without padding and gradients.
-        details: is shown every layer of forward passes of whole sequences as well.
+        details: receives every layer of forward passes of whole sequences as well.
 
     Raises:
-        SinklabError: in a forward pass, where the attention of some layer could not be recorded; never a zero; or a
-            cache that was cut, or whose sequences were exchanged. In `generate`, a way of generating that does so.
-            Another thread has a probe on the model.
+        SinklabError: in a forward pass, where the attention of some layer could not be recorded (it is never reported
+        as
+            zero), or the cache was cut or its sequences reordered. In `generate`, a mode that does so. Another thread
+            has a probe on the model.
         InputError: no Hugging Face model; in a forward pass, where the attention mask is not a padding mask.
     """
     check_causal_lm(model)
