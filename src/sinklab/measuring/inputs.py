@@ -1,10 +1,10 @@
 """The N x T token matrix that a model is measured on.
 
 natural   the first T tokens of each document that is long enough, documents in order;
-          of plain text files, which do not say where documents begin, consecutive pieces of T tokens;
-          the files of a folder take turns, a sequence each time
-drawn     the same, but of every document all pieces of T tokens, in an order of chance that is cut into draws: no two
-          draws share a piece, so that they say how well what is measured is known of the text
+          of plain text files, which have no document boundaries, consecutive pieces of T tokens;
+          the files of a folder in turn, one sequence each time
+drawn     all pieces of T tokens of every document, in a random order that is cut into draws: no two draws share a
+          piece, so that their spread is the uncertainty of a measurement on this text
 random    every token drawn uniformly from the vocabulary
 repeat    one random token per sequence, T times
 
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 Encode = Callable[[str], Sequence[int]]
 
-CHARACTERS = 2**16  # of a document that are tokenised at once, at least; a document may have a hundred million
-PER_TOKEN = 16  # characters that are tokenised for each token that is wanted, at least
-POOL = 64  # times the sequences that are wanted: so many of a text, from its beginning, are drawn from
-SHARES = 5  # draws that a text too short for full ones is shared out over: it takes five for a verdict
+CHARACTERS = 2**16  # of a document, tokenised at once, at least; a document may have a hundred million
+PER_TOKEN = 16  # characters tokenised for each requested token, at least
+POOL = 64  # times the requested sequences: the size of the pool at the beginning of a text that draws are taken from
+SHARES = 5  # draws that a text too short for full ones is divided into: a verdict needs five
 
 
 def natural_text(
@@ -60,7 +60,7 @@ def natural_text(
         render: writes conversations (`messages`) as text.
 
     Raises:
-        InputError: the file is missing, empty or malformed, or too little of it is long enough; says how much is.
+        InputError: the file is missing, empty or malformed, or too little of it is long enough, with the amount.
     """
     _check_shape(sequences, length, len(prefix))
     cutter = _Cutter(encode, length - len(prefix), render)
@@ -82,10 +82,10 @@ def drawn_text(
 ) -> list[Sequence[int]]:
     """Sequences of real text from anywhere in it, without replacement across draws: no two draws share a piece.
 
-    A text that has fewer pieces than five draws take is shared out over five, of at least one sequence.
+    A text with fewer pieces than five draws need is divided into five draws, of at least one sequence.
 
     Args:
-        draw: its number, from 0 on; the same number gives the same sequences, however many draws there are.
+        draw: its number, from 0; the sequences of a number do not depend on the number of draws.
 
     Raises:
         InputError: the file is missing, empty or malformed, or it has no sequence, or none is left for this draw.
@@ -114,9 +114,9 @@ def with_prefix(bodies: Sequence[Sequence[int]], prefix: Sequence[int]) -> Tenso
 
 
 def sizes_of(bodies: Sequence[Sequence[int]], prefix: Sequence[int]) -> Tensor | None:
-    """sizes_NT: bytes of text that each token of `with_prefix` stands for, 0 for the prefix; None where not known.
+    """sizes_NT: bytes of text of each token of `with_prefix`, 0 for the prefix; None if unknown.
 
-    UNKNOWN (data/spelling.py) where a token does not spell the text.
+    A token that does not spell the text has UNKNOWN (data/spelling.py).
     """
     known = [body for body in bodies if isinstance(body, Spelled)]
     if len(known) < len(bodies):
@@ -129,8 +129,8 @@ class _Cutter:
     """Cuts sequences of `body` tokens out of texts.
 
     Attributes:
-        everything: all pieces of a document, not its first only; of a very long one those of its beginning.
-        documents: how many were read; the pieces of plain text are none.
+        everything: cut all pieces of a document, not only its first; of a very long one those of its beginning.
+        documents: how many were read; pieces of plain text do not count.
     """
 
     encode: Encode
@@ -140,7 +140,7 @@ class _Cutter:
     documents: int = 0
 
     def too_few(self, text: Path, found: int, sequences: int) -> InputError:
-        """What to say of a text that gives less than is needed."""
+        """The error for a text with fewer sequences than requested."""
         usable = f"of its {self.documents} documents" if self.documents else "pieces"
         less = f"lower --sequences to {found}, " if found else ""
         return InputError(
@@ -149,7 +149,7 @@ class _Cutter:
         )
 
     def none_long_enough(self, text: Path) -> InputError:
-        """What to say of a text of which not even one sequence can be cut."""
+        """The error for a text with no sequence at all."""
         of = f"none of its {self.documents} documents" if self.documents else "it"
         return InputError(f"{text} gives no sequence: {of} has {self.body} tokens of text; give a longer text")
 
@@ -187,7 +187,7 @@ class _Cutter:
             yield ids[start : start + self.body]
 
     def _first(self, document: str) -> Sequence[int]:
-        """The document's tokens, or of a long one enough of the first; the last of those may depend on the cut."""
+        """The document's tokens; of a long one enough of the first, the last of which may depend on the cut."""
         size = max(CHARACTERS, PER_TOKEN * self.body)
         while size < len(document):
             ids = self.encode(document[:size])
@@ -197,7 +197,7 @@ class _Cutter:
         return self.encode(document)
 
     def _of_pieces(self, pieces: Iterator[tuple[str, bool]]) -> Iterator[Sequence[int]]:
-        """Of pieces that are too short for one sequence as many are joined as it takes."""
+        """Joins pieces that are too short for one sequence."""
         held, enough = "", 0
         for text, ends in pieces:
             held += text

@@ -15,7 +15,7 @@ def importance_from_sums(keys_BHT: Tensor, queries_B: Tensor) -> Tensor:
 
     Args:
         keys_BHT: column sums of the attention matrix, aligned so that index 0 is the first real token.
-        queries_B: n, the number of real tokens of each sequence; positions past it get 0.
+        queries_B: n, the number of real tokens of each sequence; 0 at positions past it.
 
     Returns:
         alpha_BHT in [0, 1], in the dtype of the sums.
@@ -36,7 +36,7 @@ def uniform_importance(queries_B: Tensor, length: int) -> Tensor:
     alpha_k = (1/k + .. + 1/n) / (n - k + 1); the first is the harmonic number of n over n.
 
     Args:
-        queries_B: n, the number of real tokens of each sequence; positions past it get 1, to be divided by.
+        queries_B: n, the number of real tokens of each sequence; 1, a divisor, at positions past it.
         length: T, of the result.
     """
     t_T = torch.arange(1, length + 1, dtype=torch.float64)
@@ -92,13 +92,13 @@ def first_to_rest(norm_LT: Tensor) -> Tensor:
         norm_LT: mean l2 norm per layer and position, T >= 2.
 
     Returns:
-        ratio_L; 1 where all are zero, as weight decay makes the keys of a layer that nothing is learned in: none is
-        larger than another. Infinite where the others alone are zero, as closed value gates make them.
+        ratio_L; 1 where all are zero, as with keys that weight decay has removed; infinite where only the others are
+        zero, as with closed value gates.
     """
     first_L, rest_L = norm_LT[..., 0], norm_LT[..., 1:].mean(-1)
     return torch.where((first_L == 0) & (rest_L == 0), 1.0, first_L / rest_L)
 
 
 def stacked(parts: Sequence[Tensor]) -> Tensor:
-    """torch.stack for layers that may lie on several devices."""
+    """torch.stack of tensors that may be on several devices."""
     return torch.stack([part.to(parts[0].device) for part in parts])

@@ -22,15 +22,15 @@ from sinklab.models.native import NativeAdapter
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """What one attention layer showed, index 0 being the first real token of each sequence.
+    """Importance and norms of one attention layer, index 0 being the first real token of each sequence.
 
     Attributes:
         importance_BHT: alpha, float32 or, of a float64 model, float64; 0 past the end of a sequence.
         bias_BH: alpha of the sink logit, added bias or sink token; None where the layer has none.
         key_norm_BT, value_norm_BT: l2 norm, mean over key heads.
-        prefixes: alpha (B, H, length) of the sequences cut at each of the lengths asked for.
+        prefixes: alpha (B, H, length) of the sequences cut at each of the requested lengths.
         visible_BHT: mean over the queries that may see each position; None where these are all from it on.
-        view: what is seen otherwise; None likewise.
+        view: the difference between the two; None likewise.
         row_sums_BH: mean raw row sum of scores that do not sum to one; None where they do.
         registers_BHN: alpha of each register; None where there are not several.
         window_start_BH: mean score of the first key of a window, over the queries past the first window; None
@@ -51,7 +51,7 @@ class LayerRecord:
 
 @dataclass(frozen=True)
 class Batch:
-    """What one forward pass shows, index 0 being the first real token. A attention layers, M blocks.
+    """One forward pass, index 0 being the first real token. A attention layers, M blocks.
 
     Attributes:
         importance_ABHT: alpha per sequence.
@@ -64,13 +64,13 @@ class Batch:
         valid_BT: bool, False past the end of a sequence; None where all sequences are whole.
         row_sums_ABH: mean raw row sum of scores that do not sum to one; None where they do.
         prefixes: alpha (A, B, H, length) of the sequences cut at each of the accumulator's lengths.
-        details: what was asked for beyond; None where nothing was.
+        details: of `--details`; None without.
         visible_ABHT: mean over the queries that may see each key; None where that is alpha in every layer.
-        views: by layer what is seen otherwise (mask_coverage.py); empty where it is nothing.
+        views: by layer, how masks limit what is seen (mask_coverage.py).
         registers_ABHN: alpha of each register; None where there are not several.
         window_start_ABH: mean score of the first key of a window that has moved on; None without one.
-        leading_MB: l2 norm of the residual stream at the first learned position; None where nothing leads.
-        before_MBT: l2 norm of what entered each norm of a post-norm model; None elsewhere.
+        leading_MB: l2 norm of the residual stream at the first learned position; None without learned positions.
+        before_MBT: l2 norm of the input of each norm of a post-norm model; None elsewhere.
     """
 
     importance_ABHT: Tensor
@@ -92,7 +92,7 @@ class Batch:
     before_MBT: Tensor | None = None
 
     def on_cpu(self) -> "Batch":
-        """The same in the machine's own memory, after one wait; the details are read where they are."""
+        """A copy on the CPU, after one synchronisation; the details stay on their device."""
         tensors = {one.name: x for one in fields(self) if isinstance(x := getattr(self, one.name), Tensor)}
         copies = on_host([*tensors.values(), *self.prefixes])
         return replace(self, **dict(zip(tensors, copies, strict=False)), prefixes=copies[len(tensors) :])
@@ -113,7 +113,7 @@ def batch_of(
         hidden: norms (B, T) before the first block and after each, all columns; empty where blocks cannot be read.
         loss: summed over the targets, and their number.
         leading: learned positions in front.
-        before: norms (B, T) of what entered each norm of a post-norm model, all columns.
+        before: norms (B, T) of the input of each norm of a post-norm model, all columns.
     """
     window_starts = [layer.window_start_BH for layer in layers if layer.window_start_BH is not None]
     bias = [layer.bias_BH for layer in layers if layer.bias_BH is not None]
@@ -143,7 +143,7 @@ def batch_of(
 
 
 class NativeRecords:
-    """What every attention layer showed since the last `clear`.
+    """Records of every attention layer since the last `clear`.
 
     Attributes:
         backend: of the attention primitive.
@@ -154,11 +154,11 @@ class NativeRecords:
         self._lengths, self._details = lengths, details
 
     def clear(self) -> None:
-        """Forget what was recorded."""
+        """Drop all records."""
         self.layers.clear()
 
     def paused(self) -> AbstractContextManager[None]:
-        """Nothing is called twice."""
+        """Does nothing: no layer is called twice."""
         return nullcontext()
 
     def observe(self, layer: LayerCall) -> None:

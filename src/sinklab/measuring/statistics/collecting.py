@@ -34,7 +34,7 @@ class LayerDetails:
 
     Attributes:
         means: over the queries of each sequence, by name of the statistic: (B, H), (B, H, distances) or (B, H, R),
-            of every key or query; without those that need angles where queries are not seen.
+            of every key or query; without those that need angles where queries cannot be read.
         maps: sums over the batch (3, R, R) by head, 0-based.
     """
 
@@ -46,13 +46,13 @@ class LayerDetails:
 def layer_details(
     rows: Iterable[Rows], real: RealTokens, angles: Angles | None, mapped: Sequence[int] = ()
 ) -> LayerDetails:
-    """Read the rows of one layer.
+    """The statistics and maps of one layer, whose rows are read once for all of them.
 
     Args:
         rows: of all T queries over T keys.
         real: which columns of the batch are real tokens.
-        angles: of the same queries and keys; None where queries are not seen.
-        mapped: heads whose maps are wanted, 0-based.
+        angles: of the same queries and keys; None where queries cannot be read.
+        mapped: heads whose maps are requested, 0-based.
     """
     reading: _Reading | None = None
     for one in rows:
@@ -90,15 +90,15 @@ class _Reading:
 
 @dataclass(frozen=True)
 class BatchDetails:
-    """What one forward pass shows, for the accumulator. R aligned positions.
+    """The details of one forward pass, for the accumulator. R aligned positions.
 
     Attributes:
-        layers: what every attention layer has, by name of the statistic, in the order of their calls: (B, H) or (B, H,
-            R), of the value ratio the norms of the values, repeated over the heads that share them.
+        layers: by statistic a tensor of every attention layer, in the order of their calls: (B, H) or (B, H, R); of the
+            value ratio the norms of the values, repeated over the heads that share them.
         stream: before the first block and after each, by name, of tokens (places, B, R) or of sequences (places, B);
             empty where blocks cannot be read.
         tokens_BR: ids.
-        maps: sums over the batch (3, R, R) by (layer, head), 1-based, in the order they were asked for.
+        maps: sums over the batch (3, R, R) by (layer, head), 1-based, in the order of the request.
     """
 
     layers: Mapping[str, Sequence[Tensor]]
@@ -111,7 +111,7 @@ class DetailsWatch:
     """Collects the details of one forward pass at a time.
 
     Args:
-        maps: (layer, head) of the maps wanted, 1-based.
+        maps: (layer, head) of the requested maps, 1-based.
         length: of the longest sequence.
 
     Raises:
@@ -137,19 +137,19 @@ class DetailsWatch:
             yield
 
     def begin(self, real: RealTokens) -> None:
-        """Forget the last pass; the next one has its real tokens here."""
+        """Drop the last pass; `real` are the real tokens of the next one."""
         self._layers, self._values, self._real = [], [], real
 
     def values(self, values_BGTV: Tensor) -> None:
-        """Take in the values of the next attention layer."""
+        """Add the values of the next attention layer."""
         assert self._real is not None
         self._values.append(self._real.align(token_norms(values_BGTV.detach())))
 
     def attention(self, rows: Iterable[Rows], heads: int, angles: Angles | None) -> None:
-        """Take in the rows of the next attention layer, and the angles where queries are seen.
+        """Add the rows of the next attention layer, and the angles where queries can be read.
 
         Raises:
-            InputError: a map was asked for of a head that the layer does not have, where layers differ.
+            InputError: a requested map is of a head that the layer does not have, where layers differ.
         """
         assert self._real is not None
         layer = len(self._layers) + 1
@@ -160,7 +160,7 @@ class DetailsWatch:
         self._layers.append(layer_details(rows, self._real, angles, mapped))
 
     def batch(self, tokens_BT: Tensor) -> BatchDetails:
-        """What the pass has shown."""
+        """The details of the pass."""
         assert self._real is not None
         align, known = self._real.align, self._hidden[0] if self._hidden else ()
         layers = {name: [one.means[name] for one in self._layers] for name in self._layers[0].means}
@@ -205,7 +205,7 @@ class DetailTotals:
         self._search, self._maps = SecondarySearch(eps), MapTotals(length)
 
     def add(self, batch: BatchDetails, importance_ABHR: Tensor, hidden_MBR: Tensor | None, valid_BR: Tensor) -> None:
-        """Take in one batch, these tensors on the CPU.
+        """Add one batch; tensors on the CPU.
 
         Args:
             importance_ABHR: alpha per sequence.
@@ -262,7 +262,6 @@ class _Mean:
     """The running mean of one statistic over the sequences that have it, float64 on the CPU.
 
     Args:
-        statistic: what is averaged.
         widths: to which the last axis is padded, by axis.
     """
 
@@ -274,7 +273,7 @@ class _Mean:
         self._over_tokens_M, self._tokens = torch.zeros(1, dtype=torch.float64), 0
 
     def add(self, values_XBY: Tensor, valid_BY: Tensor) -> None:
-        """X layers or places, Y what there is of each sequence; `valid_BY` says which sequences have positions."""
+        """X layers or places, Y positions or buckets; `valid_BY` is False where a sequence has no such position."""
         values, count = values_XBY.cpu().double(), torch.tensor(float(values_XBY.shape[1]))
         if self.axes[-1] in "TQ":
             valid = valid_BY[:, None] if "H" in self.axes else valid_BY
@@ -293,7 +292,7 @@ class _Mean:
         return self._statistic.of_mean((self._sum / self._count.clamp(min=1)).float().numpy())
 
     def fields(self, array: np.ndarray | None) -> Iterable[tuple[str, list[float] | None]]:
-        """What measurement.json holds of the statistic, by name."""
+        """The fields of the statistic in measurement.json, by name."""
         if not self._statistic.fields:
             return ()
         if array is None:

@@ -350,7 +350,7 @@ class Details(WithArrays):
         return {name: document[name] for name in (*self.by_layer, *document)}
 
     def present(self) -> Iterator[tuple[Statistic, np.ndarray]]:
-        """Declaration and array of every statistic that there is."""
+        """Declaration and array of every statistic that is not None."""
         for name, statistic in STATISTICS.items():
             array: np.ndarray | None = getattr(self, name)
             if array is not None:

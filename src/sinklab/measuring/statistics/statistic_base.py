@@ -36,10 +36,10 @@ ArrayOrNone = Annotated[np.ndarray | None, Field(exclude=True, repr=False)]
 
 
 class Axes:
-    """What the axes of an array are, a letter for each: `Annotated[Array, Axes("LHT")]`.
+    """The axes of an array, a letter for each: `Annotated[Array, Axes("LHT")]`.
 
     Attributes:
-        infinite: whether its numbers may be infinite; NaN they never are.
+        infinite: whether its numbers may be infinite; they are never NaN.
     """
 
     axes: str
@@ -50,10 +50,10 @@ class Axes:
 
 
 class WithArrays(Part):
-    """A part of measurement.json, whose document leaves its arrays to measurement.npz.
+    """A part of measurement.json whose arrays are in measurement.npz.
 
     Attributes:
-        prefix: of the names there.
+        prefix: of their names there.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -61,7 +61,7 @@ class WithArrays(Part):
 
     @classmethod
     def declared(cls) -> Iterator[tuple[str, Axes]]:
-        """The name of every array and what declares its axes."""
+        """The name and axes of every array."""
         for name, field in cls.model_fields.items():
             yield from ((name, one) for one in field.metadata if isinstance(one, Axes))
 
@@ -71,15 +71,15 @@ class WithArrays(Part):
         return {name: arrays[cls.prefix + name] for name, _ in cls.declared() if cls.prefix + name in arrays}
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What measurement.npz holds of this, under its names there."""
+        """Its arrays in measurement.npz, by their names there."""
         found = {self.prefix + name: getattr(self, name) for name, _ in self.declared()}
         return {name: array for name, array in found.items() if array is not None}
 
     def check_arrays(self, **sizes: int) -> None:
-        """Refuse arrays that do not go together.
+        """Refuse arrays whose shapes contradict each other.
 
         Args:
-            sizes: of axes, by letter; those of the others are what the first array has.
+            sizes: of axes, by letter; the first array with another axis decides its size.
 
         Raises:
             ValueError: an array of another shape, with NaN, or with infinity where it is not declared.
@@ -107,7 +107,7 @@ def bucket_starts(first: int, last: int) -> list[int]:
 
 
 class Angles:
-    """Cosines and norm products of the queries and keys of one layer, whose masks say who sees whom."""
+    """Cosines and norm products of the queries and keys of one layer."""
 
     def __init__(self, q_BHTD: Tensor, k_BGTD: Tensor, mask: Mask) -> None:
         dtype = accumulate_dtype(q_BHTD.dtype)
@@ -126,13 +126,13 @@ class Angles:
 
 
 class Layer:
-    """What holds for all blocks of one layer in one batch.
+    """Shared by all blocks of one layer in one batch.
 
     Attributes:
         real: which columns of the batch are real tokens.
         sees_queries: whether there are angles.
         first_B11: column of the first real token.
-        count_B1: how many real tokens there are.
+        count_B1: number of real tokens.
         counted_BT: 1 where a query is a real token, else 0.
         starts_D: first distance of each bucket.
     """
@@ -154,18 +154,18 @@ class Layer:
 
     @property
     def angles(self) -> Angles:
-        """Of the layer's queries and keys; only where queries are seen."""
+        """Of the layer's queries and keys; only where queries can be read."""
         assert self._angles is not None
         return self._angles
 
     @property
     def seen_by_BHT(self) -> Tensor:
-        """How many queries of the blocks so far see each key, at least 1; only where queries are seen."""
+        """How many queries of the blocks so far see each key, at least 1; only where queries can be read."""
         assert self.sees_queries
         return self._pairs_BHT.clamp(min=1)
 
     def count(self, block: "ScoreBlock") -> None:
-        """Take in who sees whom in the next block."""
+        """Count the visible keys of the next block."""
         if self.sees_queries:
             self._pairs_BHT[:, :, block.keys] += block.cosine_and_seen[1].sum(-2)
 
@@ -175,12 +175,12 @@ class ScoreBlock:
 
     Attributes:
         part: which queries and keys.
-        layer: where the block belongs to.
+        layer: of the block.
         queries, keys: the same as slices of the columns of the batch.
         counted_B1Q: 1 where a query is a real token, else 0.
         weights_BHQS: shares of the row, 0 in the rows of padding.
         bias_BHQ: the share of an added bias; None where there is no bias.
-        earlier_BQ: how many real tokens stand before a query.
+        earlier_BQ: number of real tokens before a query.
     """
 
     def __init__(self, rows: Rows, layer: Layer) -> None:
@@ -207,15 +207,15 @@ class ScoreBlock:
 
     @cached_property
     def cosine_and_seen(self) -> tuple[Tensor, Tensor]:
-        """Cosines of the block (B, H, Q, S), 0 where a query may not look, and 1 where a real query sees a key that is
-        not later, else 0; only where queries are seen.
+        """Cosines of the block (B, H, Q, S), 0 where a key is hidden, and 1 where a real query sees a key that is not
+        later, else 0; only where queries can be read.
         """
         cosine, seen = self.layer.angles.block(self.part)
         return cosine, seen.mul_(self.counted_B1Q[..., None])
 
     @cached_property
     def _before(self) -> Tensor:
-        """The sum over the block's first so many keys, 0 first."""
+        """Cumulative sums over the block's keys, from 0."""
         return F.pad(self.weights_BHQS.cumsum(-1), (1, 0))
 
     def _up_to(self, column_BQX: Tensor) -> Tensor:
@@ -233,10 +233,10 @@ class Statistic(Axes):
 
     Attributes:
         axes: of its array, as above.
-        averaged: axes of what is averaged over sequences, where that is not the array itself.
-        angles: whether it needs the queries, which a model that returns its own matrices does not show.
-        fields: of measurement.json: means over heads of each layer (LH), that of position 1 and that of the others
-            (LHT), means over tokens of each place (MT), or the array itself (M); () for none.
+        averaged: axes of the array that is averaged over sequences, where that is another one.
+        angles: whether it needs the queries, which cannot be read in a model that returns its own matrices.
+        fields: in measurement.json: means over heads of each layer (LH), those of position 1 and of the others (LHT),
+            means over tokens of each place (MT), or the array itself (M); () for none.
         column: in the terminal; None for none.
         figures: of the report.
     """
@@ -272,7 +272,7 @@ class OfRows(Statistic, ABC):
         """Add a block of queries to the sums of its layer.
 
         Args:
-            block: of the rows, with what statistics share.
+            block: of the rows.
             sums: of each sequence and head (B, H), of each distance (B, H, D), or of each column of the batch (B, H,
                 T): of each key, over queries, or of each query, which is the whole value of that query.
         """
