@@ -17,7 +17,7 @@ from sinklab.survey.request import Request
 
 
 class TableFormat(StrEnum):  # typer takes no lists of literals
-    """What a measurement's tables are written as."""
+    """Formats of a measurement's tables."""
 
     csv = "csv"
     parquet = "parquet"

@@ -24,7 +24,7 @@ from sinklab.models.memory import Sizes, sizes_of_run
 
 
 def attention_cores(model: nn.Module) -> list[AttentionCore]:
-    """Where queries meet keys, in the order of the layers; also of the code that came with an exported model."""
+    """The attention cores in the order of the layers; also of the code in an exported model."""
     blocks = cast("Sequence[Any]", model.blocks)
     return [block.attention.core for block in blocks if hasattr(getattr(block, "attention", None), "core")]
 
@@ -64,7 +64,7 @@ class NativeAdapter:
             )
 
     def check(self, tokens_NT: Tensor, longest: int, lengths: Sequence[int]) -> None:
-        """Refuse sequences beyond the context, and lengths at which a prefix mask cuts other ones.
+        """Refuse sequences beyond the context, and lengths within a prefix mask.
 
         Raises:
             InputError: either of them.
@@ -114,17 +114,17 @@ class NativeAdapter:
         return sizes_of_run(self.module.config)
 
     def notes(self) -> list[str]:
-        """Nothing that its recipe does not say."""
+        """None: its recipe has everything."""
         return []
 
     def inseparable(self) -> str | None:
-        """Under a prefix mask a cache holds less than queries see."""
+        """Under a prefix mask queries see later tokens, which no cache holds."""
         if self.module.config.attention.mask.kind != "prefix":
             return None
         return "under its prefix mask queries see later tokens, and a cache holds earlier ones"
 
     def fixed_positions(self) -> str | None:
-        """Those that are added to the embeddings."""
+        """Positions that are added to the embeddings."""
         position = self.module.config.position
         if isinstance(position, Learnable | Absolute):
             return f"its {position.kind} positions are added to the embeddings"
@@ -132,7 +132,7 @@ class NativeAdapter:
 
     @contextmanager
     def intercepted(self, door: Callable[[LayerCall], Tensor]) -> Iterator[None]:
-        """Every core computes what `door` makes of its call."""
+        """Every core passes its calls through `door`."""
         shift = shift_rope(self.module.config)
 
         def through(index: int, layer: LayerCall) -> Tensor:
@@ -165,14 +165,14 @@ def shift_rope(config: ModelConfig) -> ShiftRope | None:
 
 
 def is_exported(model: Any) -> bool:
-    """Whether it is a SinklabForCausalLM, also of the code that came beside its weights."""
+    """Whether it is a SinklabForCausalLM, also of the code beside its weights."""
     return family_of(model).exported
 
 
 def own_transformer(model: Any) -> Transformer | None:
-    """The transformer of ours that a model is or holds; None for other models.
+    """The transformer of ours that a model is or contains; None for other models.
 
-    One that came with its own code (`trust_remote_code`) is of another class: a transformer with its weights.
+    A model loaded with its own code (`trust_remote_code`) is of another class and is copied.
     """
     if isinstance(model, Transformer):
         return model

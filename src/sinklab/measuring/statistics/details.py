@@ -287,8 +287,8 @@ def matrix_entropy(x_BRC: Tensor, count_B: Tensor) -> Tensor:
 class Details(WithArrays):
     """The statistics of a measurement, each by the name of its array, in the order of the files.
 
-    What a model or older files do not have is None. Beside the fields below there are those that the statistics
-    declare, such as `entropy_by_layer` : lists of a number for each layer or block, in `by_layer`.
+    Statistics that the model or an older file does not have are None. The fields that statistics declare, such as
+    `entropy_by_layer`, are lists of a number for each layer or block, in `by_layer`.
 
     Attributes:
         secondary_rate: percent of (sequence, layer, head) triples with a secondary sink at a position of 5 .. T / 2.

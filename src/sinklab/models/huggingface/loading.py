@@ -39,12 +39,12 @@ class Loading:
     Attributes:
         dtype: auto (as its files have it, but float32 on a CPU that emulates that, and for gguf files), float32,
             bfloat16, float16 or float64.
-        device: auto (CUDA where there is one, else the CPU), cpu, cuda, cuda:N, or map: the weights are spread over
+        device: auto (CUDA if available, else the CPU), cpu, cuda, cuda:N, or map: the weights are spread over
             cards, memory and disk (accelerate's `device_map="auto"`).
-        trust_remote_code: run the code that comes with it.
+        trust_remote_code: run the model's own code.
         revision: branch, tag or commit of a model of the hub; None for its main branch.
-        subfolder: in which the model lies; of a directory, what its path ends with.
-        say: is told of what takes a while.
+        subfolder: of the model; of a directory, the end of its path.
+        say: called with a message before slow steps.
     """
 
     dtype: str = "auto"
@@ -63,8 +63,8 @@ class Pretrained:
     """A causal language model in evaluation mode, and its tokenizer.
 
     Attributes:
-        notes: what a reader of its numbers must know of how it was loaded.
-        commit: of the hub, of a model that came from there.
+        notes: remarks on how it was loaded, for the reader of its numbers.
+        commit: of the hub; None for a local model.
     """
 
     model: "PreTrainedModel"
@@ -80,7 +80,7 @@ def load_pretrained(
 
     Args:
         name: a directory, a .gguf file or a directory that holds one, or a name on the Hugging Face hub.
-        check: is given the tokenizer before the weights are read, which may take minutes; what it raises is raised.
+        check: called with the tokenizer before the weights are read, which may take minutes.
 
     Raises:
         InputError: no such directory, file or name, no config, no weights, only pickled weights, weights that do not
@@ -110,7 +110,7 @@ def load_pretrained(
     load: dict[str, Any] = {"dtype": wanted, "use_safetensors": True, "output_loading_info": True}
     if target is None:
         load["device_map"] = "auto"
-    elif quantisation(config):  # its weights are unpacked for the device they are loaded to, and stay there
+    elif quantisation(config):  # the device it is loaded to is final
         load["device_map"] = {"": target}
     model, info = source.read("weights", AutoModelForCausalLM.from_pretrained, load | source.weight_options())
     if missing := sorted(info["missing_keys"]):
@@ -119,7 +119,7 @@ def load_pretrained(
             "Copy the whole model again; untrained weights are not measured."
         )
     ignored = _without_a_place(info["unexpected_keys"])
-    if source.gguf is None:  # else they come from one file; transformers adds <|endoftext|> where it is not in it
+    if source.gguf is None:  # else one file has both; transformers adds a missing <|endoftext|>
         _check_vocabulary(name, model, tokenizer)
     if "device_map" not in load:
         if wanted == "auto" and declared is None:
@@ -135,8 +135,8 @@ class _Source:
     """Where the parts of a model are read from.
 
     Attributes:
-        name: as the user calls it.
-        place: as transformers does: a folder, or a name on the hub.
+        name: as entered by the user.
+        place: the folder or name on the hub that transformers reads.
         options: of every from_pretrained.
         gguf: the file, if it is one.
     """
@@ -147,7 +147,7 @@ class _Source:
     gguf: Gguf | None
 
     def read(self, part: str, from_pretrained: Any, more: dict[str, Any] | None = None) -> Any:
-        """Call a from_pretrained; whatever it raises becomes a sentence."""
+        """Call a from_pretrained; any exception becomes an InputError with advice."""
         try:
             return from_pretrained(self.place, **self.options, **(more or {}))
         except Exception as error:  # transformers raises OSError, ValueError, KeyError, RuntimeError and its parts' own
@@ -156,7 +156,7 @@ class _Source:
             raise InputError(f"the {part} of {self.name}{revision} could not be loaded: {why}") from error
 
     def weight_options(self) -> dict[str, Any]:
-        """What only the weights are read with."""
+        """Arguments for the weights only."""
         return {} if self.gguf is None else self.gguf.weight_options()
 
 
@@ -184,14 +184,14 @@ def _tokenizer(source: _Source, config: Any, subfolder: str | None) -> "PreTrain
 
 
 def check_revision(name: str, revision: str | None) -> None:
-    """Refuse a revision of what is not on the hub.
+    """Refuse a revision of a local model.
 
     Raises:
-        InputError: the name is a path here.
+        InputError: the name is a local path.
     """
     if revision is not None and Path(name).expanduser().exists():
         raise InputError(
-            f"--revision {revision} names a version on the Hugging Face hub, and {name} lies here: leave it out"
+            f"--revision {revision} names a version on the Hugging Face hub, and {name} is local: leave it out"
         )
 
 
@@ -212,7 +212,7 @@ def _faster_dtype(own: torch.dtype, target: torch.device | None) -> "tuple[torch
 
 
 def _without_a_place(names: Iterable[str]) -> list[str]:
-    """A note on tensors of the checkpoint that the model's config has no place for."""
+    """A note on tensors of the checkpoint that the model's config does not use."""
     ignored = sorted(names)
     if not ignored:
         return []
@@ -223,7 +223,7 @@ def _without_a_place(names: Iterable[str]) -> list[str]:
 
 
 def pick_dtype(dtype: str) -> "torch.dtype | str":
-    """The dtype of a --dtype option; "auto" stays.
+    """The dtype of a --dtype option, or "auto".
 
     Raises:
         InputError: not one of DTYPES.
@@ -234,7 +234,7 @@ def pick_dtype(dtype: str) -> "torch.dtype | str":
 
 
 def check_config(name: str, loading: Loading = AS_IT_IS) -> None:
-    """Refuse a model whose config cannot be read; neither its tokenizer nor its weights are looked at.
+    """Refuse a model whose config cannot be read; neither its tokenizer nor its weights are read.
 
     Raises:
         InputError: no such directory or name, or no config.
@@ -258,10 +258,10 @@ def load_pretrained_tokenizer(name: str, loading: Loading = AS_IT_IS) -> "PreTra
 
 
 def check_name(name_or_dir: str) -> None:
-    """Refuse what is neither there nor could be a name on the hub, which is then not asked.
+    """Refuse a name that is neither a local model nor a possible name on the hub, without a request to the hub.
 
     Raises:
-        InputError: says what a MODEL may be.
+        InputError: with the kinds of MODEL.
     """
     folder = Path(name_or_dir).expanduser()
     maybe_on_hub = HUB_NAME.fullmatch(name_or_dir) and not folder.exists()
@@ -307,7 +307,7 @@ TOKENIZER_FILES = ("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges.txt"
 
 
 def in_subfolder(name: str, subfolder: str | None) -> str:
-    """The path of the subfolder of a directory that lies here; a name on the hub stays as it is.
+    """The path of the subfolder of a local directory; a name on the hub is returned unchanged.
 
     Raises:
         InputError: the subfolder is empty, absolute or leads upwards; the name is that of a file.
@@ -324,15 +324,15 @@ def in_subfolder(name: str, subfolder: str | None) -> str:
 
 
 def name_in_results(name: str, subfolder: str | None) -> str:
-    """What a model is called in results: with its subfolder, which a path already ends with."""
-    return name if subfolder is None or _lies_here(name) else f"{name}/{subfolder.strip('/')}"
+    """The name of a model in results, with its subfolder, which a path already contains."""
+    return name if subfolder is None or _is_local(name) else f"{name}/{subfolder.strip('/')}"
 
 
 def commit_of(name: str, revision: str | None, subfolder: str | None) -> str | None:
-    """Which commit of the hub has been read, from where it was put; None for a model that lies here."""
+    """The commit of the hub that was read, from its path in the cache; None for a local model."""
     from huggingface_hub import try_to_load_from_cache
 
-    if _lies_here(name):
+    if _is_local(name):
         return None
     config = PurePosixPath(subfolder or "", "config.json")
     found = try_to_load_from_cache(name, str(config), revision=revision)
@@ -340,17 +340,17 @@ def commit_of(name: str, revision: str | None, subfolder: str | None) -> str | N
 
 
 def tokenizer_options(name: str, place: str, options: Mapping[str, Any], subfolder: str | None) -> dict[str, Any]:
-    """Where the tokenizer is read from, as arguments of from_pretrained: beside the weights, else above the subfolder.
+    """The location of the tokenizer as arguments of from_pretrained: beside the weights, else above the subfolder.
 
-    Without any file of a tokenizer transformers makes one that knows no text.
+    Without any tokenizer file transformers would make an empty tokenizer.
 
     Args:
-        name: as the user calls the model.
-        place: the weights' folder here, or a name on the hub.
-        options: with which the weights are read.
+        name: of the model, as entered by the user.
+        place: the local folder of the weights, or a name on the hub.
+        options: for reading the weights.
 
     Raises:
-        InputError: there is no tokenizer here.
+        InputError: a local folder without a tokenizer.
     """
     beside = {"pretrained_model_name_or_path": place, **options}
     folder = Path(place).expanduser()
@@ -378,7 +378,7 @@ def _on_the_hub(name: str, options: Mapping[str, Any]) -> bool:
     return any(cached_file(name, file, **where, **quiet) for file in ("tokenizer_config.json", "tokenizer.json"))
 
 
-def _lies_here(name: str) -> bool:
+def _is_local(name: str) -> bool:
     return Path(name).expanduser().exists()
 
 
@@ -386,12 +386,12 @@ def advice(error: Exception, place: str, revision: str | None, gguf: str | None)
     """A sentence for the user, with the error's own first line in brackets where that helps.
 
     Args:
-        place: where it was looked for: a folder, or a name on the hub.
-        revision: of the hub, that was asked for.
+        place: a folder, or a name on the hub.
+        revision: the requested one, of the hub.
         gguf: the architecture of the gguf file that was read; None for other files.
     """
     said = str(error)
-    if "ignore_mismatched_sizes" in said:  # which refers to a table that is not shown
+    if "ignore_mismatched_sizes" in said:  # and refers to a table that is not shown
         return "they have other shapes than its config.json says; put the config and the weights of one model there"
     return f"{_what_to_do(error, said, place, revision, gguf)} ({cause(error)})"
 
@@ -413,7 +413,7 @@ def _what_to_do(error: Exception, said: str, place: str, revision: str | None, g
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Within it transformers draws no progress bars of its own."""
+    """Inside the block transformers draws no progress bars."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

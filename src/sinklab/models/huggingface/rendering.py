@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 SECONDS = 10
 MEMORY = 2 * 2**30  # bytes
-CHARACTERS = 2**24  # that may be written beyond REPEATED times those of the conversation
+CHARACTERS = 2**24  # of output beyond REPEATED times those of the conversation
 REPEATED = 4
 MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # numpy's threads would count as memory
@@ -36,7 +36,7 @@ ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # numpy's th
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as its template writes it.
+    """A conversation rendered by its template.
 
     Attributes:
         text: all of it.
@@ -59,12 +59,12 @@ def render_chat(
 
     Args:
         where: names the conversation in errors.
-        generation_prompt: end with what the assistant's next message begins with.
-        remedy: what to do about a refusal.
+        generation_prompt: append the beginning of the assistant's next message.
+        remedy: advice after a refusal.
 
     Raises:
-        InputError: the template fails on it, does not end, or takes or writes too much; or there are several templates
-            and none is the default.
+        InputError: the template fails on it, does not end, or exceeds the limits; or there are several templates and
+            none is the default.
         SinklabError: no process could be started.
     """
     conversation = [{key: value for key, value in message.items() if value is not None} for message in messages]
@@ -88,7 +88,7 @@ def render_chat(
 
 
 class _Process:
-    """The process that renders; any thread may ask it."""
+    """The rendering process, shared by all threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -96,7 +96,7 @@ class _Process:
         self._complaints: IO[bytes] | None = None
 
     def ask(self, line: str) -> dict[str, Any]:
-        """Its answer to a line, or what ended it as the `error` of one."""
+        """The response to a line; an `error` where the process ended."""
         with self._lock:
             process = self._process or self._start()
             assert process.stdin is not None
@@ -107,14 +107,14 @@ class _Process:
                     process.stdin.write(line + "\n")
                     process.stdin.flush()
                     answer = process.stdout.readline()
-            except BaseException:  # Ctrl-C: the answer that is still to come is not one to the next line
+            except BaseException:  # Ctrl-C: the pending response would be read as that to the next line
                 process.kill()
                 self._forget(process)
                 raise
             return json.loads(answer) if answer.endswith("\n") else {"error": _what_ended(*self._forget(process))}
 
     def _start(self) -> "subprocess.Popen[str]":
-        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  # open for as long as the process
+        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
         code = f"from {__name__} import serve; serve()"
         try:
             self._process = subprocess.Popen(
@@ -123,7 +123,7 @@ class _Process:
                 stdout=subprocess.PIPE,
                 stderr=self._complaints,
                 env={**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
-                start_new_session=True,  # Ctrl-C is for us
+                start_new_session=True,  # Ctrl-C is for this process alone
                 encoding="ascii",
             )
         except OSError as error:
@@ -131,7 +131,7 @@ class _Process:
         return self._process
 
     def _forget(self, process: "subprocess.Popen[str]") -> tuple[int, str]:
-        """The exit status of one that has ended, and its last words."""
+        """The exit status and standard error of a process that has ended."""
         assert self._complaints is not None
         self._process, status = None, process.wait()
         with contextlib.suppress(BrokenPipeError), process:
@@ -153,7 +153,7 @@ _PROCESS = _Process()
 
 
 def serve() -> None:
-    """Render what standard input asks for, a line of JSON for each conversation, until it ends."""
+    """Render the conversations on standard input, a line of JSON each, until it is closed."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     _limit_memory()
@@ -182,7 +182,7 @@ def serve() -> None:
 
 
 def _sentence(error: Exception) -> str:
-    """A template's own complaint as it is, another error with its name."""
+    """The message of a template's own error; of another error with its type."""
     from jinja2 import TemplateError
 
     said = cause(error)[:400]
@@ -198,24 +198,24 @@ def _limit_memory() -> None:
 
 
 class Conversations:
-    """Renders conversations and remembers how, for the notes of a measurement.
+    """Renders conversations, and notes how, for the notes of a measurement.
 
     Args:
         tokenizer: whose chat template is applied; None, or one without a template, gives lines `role: content`.
-        keep_bos: leave the BOS that a template writes first; otherwise it goes, so that it is not there twice.
+        keep_bos: keep the BOS that a template writes first; otherwise it is removed, so that it is not doubled.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase | None" = None, keep_bos: bool = False) -> None:
         self._tokenizer, self._keep_bos = tokenizer, keep_bos
         self._seen = False
         self.bos = False
-        """Whether a template's own BOS was left in place."""
+        """Whether a template's own BOS was kept."""
 
     def render(self, messages: list[Message], where: str) -> str:
         """One conversation as text.
 
         Raises:
-            InputError: the chat template refuses it, or does not end; `where` names the row.
+            InputError: the chat template fails on it or does not end; `where` names the row.
         """
         self._seen = True
         if not self._templated:
@@ -230,7 +230,7 @@ class Conversations:
         return rendered
 
     def notes(self) -> list[str]:
-        """What was done to conversations; empty where there were none."""
+        """How conversations were written; empty where there were none."""
         if not self._seen:
             return []
         if self._templated:
