@@ -15,13 +15,13 @@ from sinklab.attention.real_tokens import RealTokens, real_tokens
 from sinklab.errors import InputError
 from sinklab.measuring.accumulate import Accumulator, measurement_from
 from sinklab.measuring.activations import largest_activations, strongest
-from sinklab.measuring.batches import costing, in_batches, reporting
+from sinklab.measuring.batches import Batches, costing
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.measuring.records import LayerRecord, batch_of, native_records
 from sinklab.measuring.statistics.collecting import DetailsWatch
 from sinklab.models.adapter import Adapter
-from sinklab.models.hooks import Progress, entering_norms, evaluating, residual_norms
+from sinklab.models.hooks import Progress, entering_norms, evaluating, hooked, residual_norms
 from sinklab.models.memory import fitting_batch
 from sinklab.models.native import NativeAdapter
 
@@ -97,24 +97,23 @@ def measure(
         largest = stack.enter_context(largest_activations(adapter.blocks, real))
         if details is not None:
             stack.enter_context(details.watching(adapter.blocks))
-        steps = stack.enter_context(reporting(adapter.blocks, progress, len(tokens_NT)))
-
-        def step(start: int, stop: int) -> None:
-            tokens_BT = tokens_NT[start:stop].to(adapter.device, non_blocking=True)
-            real = _behind(adapter.leading, mask_NT[start:stop]).to(adapter.device)
-            if details is not None:
-                details.begin(real)
-            steps.begin(start, stop)
-            records.clear()
-            loss = adapter.read(tokens_BT, real, first_target, records.paused())
-            shown = None if details is None else details.batch(F.pad(tokens_BT, (adapter.leading, 0)))
-            totals.add(batch_of(records.layers, hidden, real, loss, shown, adapter.leading, before))
-            steps.end()
-
         N, T = tokens_NT.shape
         sizes = adapter.sizes(padded, matrices=records.backend == "eager")
-        together = options.batch_size or fitting_batch(sizes, T, adapter.device)
-        notes = [*adapter.kinds.notes(), *adapter.notes(), *in_batches(N, together, step)]
+        batch_size = options.batch_size or fitting_batch(sizes, T, adapter.device)
+        batches = Batches(N, batch_size, progress, len(adapter.blocks))
+        stack.enter_context(hooked(block.register_forward_hook(batches.block_ran) for block in adapter.blocks))
+        for start, stop in batches:
+            with batches.attempt():
+                tokens_BT = tokens_NT[start:stop].to(adapter.device, non_blocking=True)
+                real = _behind(adapter.leading, mask_NT[start:stop]).to(adapter.device)
+                records.clear()
+                if details is not None:
+                    details.begin(real)
+                loss = adapter.read(tokens_BT, real, first_target, records.paused())
+                found = details and details.batch(F.pad(tokens_BT, (adapter.leading, 0)))
+                totals.add(batch_of(records.layers, hidden, real, loss, found, adapter.leading, before))
+                del found  # the next batch needs the memory
+        notes = [*adapter.kinds.notes(), *adapter.notes(), *batches.notes()]
     if options.loss and longest > 1 and not totals.targets:
         notes.append(f"no loss: of {longest} tokens the prefix mask leaves none to predict")
     return measurement_from(
