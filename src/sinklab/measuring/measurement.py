@@ -52,7 +52,7 @@ class Measurement(WithArrays):
         commit: the commit of the hub that was loaded; None for local models.
         step, planned_steps: of a run of ours, the step it was measured at and its last one; None for other models.
         vocabulary: digest of the tokenizer's vocabulary (spelling.py); None where the input was tokens, or in older
-        files.
+            files.
         inputs: the kind of sequences.
         sequences: N.
         length: T, the positions of the longest sequence, BOS included.
@@ -73,8 +73,7 @@ class Measurement(WithArrays):
             position 1 first: 1 is no sink, at any T.
         loss: nats per token over targets 2..T, those after the prefix under a prefix mask; None where there are none.
         bits_per_byte: the loss over the bytes of the targets' text (bits.py); None where the input is not text, or for
-        the
-            reason in the notes.
+            the reason in the notes.
         hidden_norm_ratio: |h_1| / mean over t > 1 of |h_t| before the first block and after every block (M + 1).
             inf, which is null in measurement.json, where the others are 0 and the first is not; 1 where all are 0.
         norm_ratio_before_norm: of a post-norm model the same of what enters each norm, two per block; None elsewhere.

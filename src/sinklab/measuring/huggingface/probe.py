@@ -96,9 +96,8 @@ def probe(
 
     Raises:
         SinklabError: in a forward pass, where the attention of some layer could not be recorded (it is never reported
-        as
-            zero), or the cache was cut or its sequences reordered. In `generate`, a mode that does so. Another thread
-            has a probe on the model.
+            as zero), or the cache was cut or its sequences reordered. In `generate`, a mode that does so. Another
+            thread has a probe on the model.
         InputError: no Hugging Face model; in a forward pass, where the attention mask is not a padding mask.
     """
     check_causal_lm(model)
