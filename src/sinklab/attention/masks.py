@@ -18,7 +18,7 @@ COUNTED_ROWS = 128  # at a time
 
 @dataclass(frozen=True)
 class RunningSum:
-    """Rows that add up from left to right, so that linear attention serves them: causal, but for two numbers.
+    """Rows that are running sums, as linear attention needs: causal, except for two numbers.
 
     Attributes:
         leading: queries before this position are causal in any case.
@@ -30,7 +30,7 @@ class RunningSum:
 
 
 class Mask(ABC):
-    """The rule of who may attend to whom."""
+    """Which keys each query may attend to."""
 
     @property
     def causal(self) -> bool:
@@ -39,17 +39,17 @@ class Mask(ABC):
 
     @property
     def plain(self) -> bool:
-        """True for the causal rule and nothing else, which fused kernels know."""
+        """True for the plain causal mask, which fused kernels support."""
         return False
 
     @property
     def rows(self) -> int:
-        """Rows of the batch that the mask tells apart; 1 where one rule serves all."""
+        """Number of rows of the batch with masks of their own; 1 where all have the same."""
         return 1
 
     @property
     def heads(self) -> int:
-        """Heads that the mask tells apart; 1 where one rule serves all."""
+        """Number of heads with masks of their own; 1 where all have the same."""
         return 1
 
     @property
@@ -59,7 +59,7 @@ class Mask(ABC):
 
     @property
     def running_sum(self) -> RunningSum | None:
-        """How the keys of a row are a running sum; None where they are not."""
+        """The running sum of a row's keys; None where they are not one."""
         return None
 
     @abstractmethod
@@ -92,7 +92,7 @@ def visible_keys(mask: Mask, queries: int, device: torch.device, keys: int | Non
     """How many keys each query sees: (rows, T), of the first head; counted in blocks of rows.
 
     Args:
-        queries: T; they stand at the last T of `keys` positions.
+        queries: T, at the last T of `keys` positions.
         keys: S; as many as queries unless given.
     """
     keys = queries if keys is None else keys
@@ -108,7 +108,7 @@ def visible_queries(
     """How many of the counted queries may see each key: (B or 1, H or 1, keys), counted in blocks of rows.
 
     Args:
-        queries: T; they stand at the last T of `keys` positions.
+        queries: T, at the last T of `keys` positions.
         counted_BT: bool, which queries count (padding does not); None counts all.
     """
     if mask.plain and counted_BT is None:
@@ -188,7 +188,7 @@ class Prefix(Mask):
 
 @dataclass(frozen=True)
 class WrappedMask(Mask):
-    """A mask put around another, which changes what queries see of some keys and tells apart what `rest` does."""
+    """A mask that modifies another, `rest`."""
 
     rest: Mask
 
@@ -214,7 +214,7 @@ class WrappedMask(Mask):
 
 @dataclass(frozen=True)
 class Leading(WrappedMask):
-    """Another mask behind `count` learned tokens: every query sees them, they see only themselves causally."""
+    """Another mask after `count` learned tokens: every query sees them, and they see only each other, causally."""
 
     count: int = 1
 
@@ -242,9 +242,9 @@ class Leading(WrappedMask):
 
 @dataclass(frozen=True)
 class HiddenFirst(WrappedMask):
-    """Another mask from which the first `count` keys are taken away for every query after them.
+    """Another mask, with the first `count` keys hidden from every query after them.
 
-    Queries among the first `count` keep what they saw, so that no row is empty.
+    Queries among the first `count` are unchanged, so that no row is empty.
     """
 
     count: int = 1
@@ -264,7 +264,7 @@ class HiddenFirst(WrappedMask):
 
 @dataclass(frozen=True, eq=False)
 class Padded(WrappedMask):
-    """Another mask behind padding, of which every row has its own number: the rest begins after it.
+    """Another mask after padding, of which every row has its own number of positions.
 
     No query sees padding, and a query at padding sees itself alone, so that no row is empty.
 
@@ -311,7 +311,7 @@ class Document(Mask):
         return Document(self.documents_BS[row : row + 1])
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        # A mask behind leading tokens is asked about positions before its first, and the answer is not used.
+        # Within `Leading` positions may be negative; the answers there are not used.
         return (k <= q) & (self.documents_BS[b, q.clamp(min=0)] == self.documents_BS[b, k.clamp(min=0)])
 
     def __eq__(self, other: object) -> bool:
@@ -323,10 +323,10 @@ class Document(Mask):
 
 @dataclass(frozen=True)
 class Dense(Mask):
-    """An explicit mask, as model libraries hand it over; a query may see nothing, as padding does.
+    """An explicit mask, as model libraries have it; a query may see no key, such as one at padding.
 
     Args:
-        allowed_BHTS: bool, True = attend; batch and head may be 1. T queries stand at the last T key positions.
+        allowed_BHTS: bool, True = attend; batch and head may be 1. T queries at the last T key positions.
         later: whether some query is allowed a later key.
     """
 
@@ -368,7 +368,7 @@ class Dense(Mask):
 
 @dataclass(frozen=True)
 class Both(Mask):
-    """What two masks allow."""
+    """The keys that two masks both allow."""
 
     one: Mask
     other: Mask
@@ -410,7 +410,7 @@ class Both(Mask):
 
 
 def both(one: Mask, other: Mask) -> Mask:
-    """What two masks allow."""
+    """The keys that two masks both allow."""
     return other if one.plain and other.causal else Both(one, other)
 
 

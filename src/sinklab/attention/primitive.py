@@ -1,10 +1,10 @@
 """The one attention primitive: attend(q, k, v, score, mask) -> (out, lse), with its backends.
 
-Everything softmax-like is algebra on the normalised average `out` and the log-normaliser `lse` (operations/).
+Every softmax-like operation is algebra on the normalised average `out` and the log-normaliser `lse` (operations/).
 
-Backends: `eager` is the specification; `sdpa` PyTorch's fused kernel, where the plain softmax applies; `chunked`
-walks blocks of queries on any device; `flex` is FlexAttention on CUDA. `auto` chooses per call by what the call needs,
-never by what it is called.
+Backends: `eager`, at the end of this file, is the specification; `sdpa` PyTorch's fused kernel, where the plain softmax
+applies; `chunked` walks blocks of queries on any device; `flex` is FlexAttention on CUDA. `auto` chooses per call by
+what the call needs, never by what it is called.
 """
 
 import math
@@ -41,10 +41,10 @@ def attend(
         q_BHTD: queries, the last T of S positions.
         k_BGSD: keys; H must be a multiple of G (grouped-query attention), nothing is repeated in memory.
         v_BGSV: values; V may differ from D.
-        score: what is done to a scaled score before the exponential; None is the identity.
-        mask: who sees whom.
+        score: applied to a scaled score before the exponential; None is the identity.
+        mask: which keys each query sees.
         scale: default 1 / sqrt(D).
-        backend: force one; `auto` takes `flex` on a GPU where it serves the call, else `chunked`, which serves every
+        backend: force one; `auto` is `flex` on a GPU where it supports the call, else `chunked`, which supports every
             call (see also `attend_output`).
 
     Returns:
@@ -52,7 +52,7 @@ def attend(
         nothing has out 0 and lse -inf.
 
     Raises:
-        ValueError: shapes that do not go together, or a backend that cannot serve the call.
+        ValueError: shapes that do not match, or a backend that does not support the call.
     """
     check_shapes(q_BHTD, k_BGSD)
     scale = default_scale(q_BHTD) if scale is None else scale

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from sinklab.attention.blocks import accumulate_dtype, default_scale, grouped_product
+from sinklab.attention.blocks import CHUNK, accumulate_dtype, default_scale, grouped_product
 from sinklab.attention.importance import Rows
 from sinklab.attention.masks import Mask, RunningSum
 from sinklab.attention.operations.base import OperationPart
@@ -181,9 +181,6 @@ class MlpKernel(Kernel):
         inner, outer = given.learned.inner.weight, given.learned.outer.weight
         similarity = given.products(lambda x: F.relu(x @ inner.T) @ outer.T)
         return similarity / similarity.sum(-1, keepdim=True).abs().clamp(min=1) if self.normalised else similarity
-
-
-CHUNK = 64
 
 
 def linear_sums(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor, rows: RunningSum) -> Tensor:

@@ -44,12 +44,12 @@ class StickRest(nn.Module):
 class StickBreaking(OperationPart):
     """A_ts = sigmoid(z_ts) prod over s < j < t of (1 - sigmoid(z_tj)): shares of what is left (2410.17980).
 
-    The query's own key takes no part, and whatever a mask lets a query see breaks the stick in the order of positions,
-    the last one first. What no key takes is an implicit sink, 1 - sum of A, and is reported as the share of a bias;
-    with it rows sum to one. What it carries: nothing, as the paper's formula has it; the query's own value, as its
+    The query's own key takes no part; the other visible keys break the stick in the order of positions, the last one
+    first. The rest that no key takes is an implicit sink, 1 - sum of A, reported as the share of a bias; with it rows
+    sum to one. The rest carries nothing, as in the paper's formula; the query's own value, as in its
     released model (`sb_remainder` in github.com/IBM/dolomite-engine, `sb_dolomite`); or a learned vector per head that
     starts at zero, as its later code (`head_bias`, followed there by a norm per head, which is not part of this).
-    Biases that are keys or logits are refused: there is no row sum to join, and the rest is last in line already.
+    Biases that are keys or logits are refused: there is no row sum to join, and the rest is the last share already.
     """
 
     kind: Literal["stick_breaking"] = "stick_breaking"
@@ -120,7 +120,7 @@ EXACT_TO = 40.0  # from here on the softplus is its argument: 4e-18 off, where t
 
 @dataclass(frozen=True)
 class OtherKeys(WrappedMask):
-    """What another mask allows, without the query's own key."""
+    """Another mask, without the query's own key."""
 
     @property
     def may_be_empty(self) -> bool:
