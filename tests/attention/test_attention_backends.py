@@ -162,5 +162,5 @@ def test_output_without_lse_is_the_same() -> None:
 
 def test_shapes_that_do_not_go_together_are_refused() -> None:
     q, k, v = tensors(SHAPES["one_block"])
-    with pytest.raises(ValueError, match="do not go together"):
+    with pytest.raises(ValueError, match="do not match"):
         attend(q[:, :3], k[:, :2], v[:, :2])

@@ -17,10 +17,9 @@ from sinklab.errors import InputError
 from sinklab.files import parse_json, write_json
 from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.statistics.block import Angles
-from sinklab.measuring.statistics.declared import OfRows, OfStream
+from sinklab.measuring.statistics.collecting import layer_details
 from sinklab.measuring.statistics.details import STATISTICS, Details
-from sinklab.measuring.statistics.layer import layer_details
+from sinklab.measuring.statistics.statistic_base import Angles, OfRows, OfStream
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 

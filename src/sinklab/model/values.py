@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from sinklab.attention.blocks import accumulate_dtype
 from sinklab.attention.config import AttentionConfig
-from sinklab.attention.visible import Mask, visible_keys
+from sinklab.attention.masks import Mask, visible_keys
 from sinklab.schema import Part
 
 

@@ -13,8 +13,7 @@ import torch
 from sinklab.measuring import metrics
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.details import STATISTICS, Details
-from sinklab.measuring.statistics.secondary import ALIGNED, ENOUGH, FIRST_FEW, STANDS_OUT
-from sinklab.measuring.statistics.shown import (
+from sinklab.measuring.statistics.plot_specs import (
     BlockLines,
     BucketLines,
     HeadMap,
@@ -24,6 +23,7 @@ from sinklab.measuring.statistics.shown import (
     SequenceLines,
     Shown,
 )
+from sinklab.measuring.statistics.secondary import ALIGNED, ENOUGH, FIRST_FEW, STANDS_OUT
 from sinklab.plots import PlotAxis
 from sinklab.report import charts
 from sinklab.report.charts import (

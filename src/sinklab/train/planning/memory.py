@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinklab.attention.linear import CHUNK
+from sinklab.attention.blocks import CHUNK
 from sinklab.errors import InputError
 from sinklab.model.config import ModelConfig
 from sinklab.model.loss import WHOLE, rows_per_chunk
