@@ -96,7 +96,8 @@ def test_the_wheel_trains_measures_and_reports_outside_the_checkout(installed: P
     small = {
         "data.source": "text.txt", "data.tokenizer": "train:300", "model.layers": 1, "model.width": 16,
         "model.heads": 1, "model.ffn_width": 16, "model.context": 16, "train.steps": 2, "train.batch_size": 2,
-        "train.eval_every": 2, "train.eval_sequences": 4, "train.precision": "fp32", "metric.length": 16, "metric.sequences": 4,
+        "train.eval_every": 2, "train.eval_sequences": 4, "train.precision": "fp32", "metric.length": 16,
+        "metric.sequences": 4,
     }  # fmt: skip
     changes = [part for key, value in small.items() for part in ("--set", f"{key}={value}")]
     run("sinklab", "train", "tiny", *changes, "--out", "run")  # a shipped recipe
