@@ -1,7 +1,7 @@
 """How a measurement is drawn in a notebook.
 
 Drawing is a layer above measuring, and `Measurement.plot()` is where users look for it: `sinklab/__init__.py`, which
-every import of the package runs, fills in the functions of `report/notebook.py`.
+every import of the package runs, fills in the functions of `report/result_tables.py`.
 """
 
 from collections.abc import Callable
