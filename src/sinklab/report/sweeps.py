@@ -214,7 +214,7 @@ def experiment_table(experiment: ExperimentSummary, cells: Mapping[str, CellSumm
     rows: list[list[Value]] = []
     for name, cell in cells.items():
         done, planned = (cell.count("done"), len(cell.runs)) if cell.runs else (cell.seeds, cell.seeds)
-        failed = f"{counted(cell.count('failed'), 'run')} failed" if cell.count("failed") else ""
+        failed = f"({cell.count('failed')} failed)" if cell.count("failed") else ""
         row: list[Value] = [name, TableCell(str(done) if done == planned else f"{done} of {planned}", failed)]
         for one in shown:
             row.append(_estimate(estimates[name][one.name], one.decimals, sink_elsewhere_text(cell, one.name)))
