@@ -43,7 +43,7 @@ def sft(
 
     Example: sinklab sft runs/k --data chats.jsonl --out runs/k-chat
     """
-    from sinklab.commands.terminal.training import print_tuning
+    from sinklab.commands.terminal.results import print_tuning
     from sinklab.tuning.preparing import TuneSources
     from sinklab.tuning.running import tune
 

@@ -1,6 +1,7 @@
-"""Experiments before they are run, in a terminal: lists, coverage of the paper, plans, interventions."""
+"""Plans in the terminal: experiments, coverage of the paper, previews, interventions, training and data estimates."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -12,12 +13,14 @@ from sinklab.commands.terminal.tables import print_table, printable
 from sinklab.experiments.definition import SCALES, Scale
 from sinklab.experiments.paper import Covered
 from sinklab.experiments.shipped import ListedExperiment, jobs_here
-from sinklab.experiments.sweep.preview import CellPreview, Preview
-from sinklab.tables import NOTHING, Table, TableColumn, names
+from sinklab.experiments.sweep.preview import Preview
+from sinklab.tables import NOTHING, Table, TableColumn, names, numbers
 
 if TYPE_CHECKING:
+    from sinklab.data.estimate import Estimate
     from sinklab.experiments.measured import Pass
     from sinklab.interventions.catalogue import Intervention
+    from sinklab.train.planning.plan import TrainingPlan
 
 
 def print_experiments(found: Sequence[ListedExperiment], console: Console) -> None:
@@ -102,7 +105,8 @@ def print_preview(ahead: Preview, console: Console) -> None:
     rows = [
         (
             cell.name,
-            _change(cell),
+            (", ".join(f"{key}={value}" for key, value in cell.change.items()) or "nothing")
+            + (f" (the runs of {cell.same_as})" if cell.same_as else ""),
             f"{cell.done} of {cell.seeds}",
             None if cell.hours is None else duration(cell.hours * 3600),
         )
@@ -111,11 +115,6 @@ def print_preview(ahead: Preview, console: Console) -> None:
     columns = [*names("cell", "changes"), TableColumn("done"), TableColumn("a run takes")]
     print_table(Table("", columns, rows), console)
     console.print(hours_line(ahead), highlight=False, soft_wrap=True)
-
-
-def _change(cell: CellPreview) -> str:
-    changed = ", ".join(f"{key}={value}" for key, value in cell.change.items()) or "nothing"
-    return f"{changed} (the runs of {cell.same_as})" if cell.same_as else changed
 
 
 def print_passes(planned: Mapping[str, "Sequence[Pass]"], draws: int, console: Console) -> None:
@@ -146,3 +145,36 @@ def print_catalogue(found: "Iterable[Intervention]", console: Console) -> None:
         name = f"{one.key}={one.kind}" if one.is_kind else f"  {one.key} ({one.kind})" if one.kind else one.key
         rows.append((name, "; ".join(filter(None, notes))))
     print_table(Table("", names("key", "what it does"), rows), console)
+
+
+def print_plan(plan: "TrainingPlan", console: Console) -> None:
+    """Parameters, steps, FLOPs and memory of a training run."""
+    from sinklab.train.planning.plan import megabytes
+
+    per_token = plan.flops_per_step / plan.tokens_per_step
+    rows = {
+        "parameters": f"{plan.parameters:,}",
+        "steps": f"{plan.steps:,}",
+        "tokens": f"{plan.tokens:,}, {plan.tokens_per_step:,} a step",
+        "operations": f"{plan.flops_per_step:.3g} a step, {per_token:.3g} a token",
+        **{f"  {name}": f"{part / plan.flops.total:.0%}" for name, part in asdict(plan.flops).items()},
+        "memory per process": f"{megabytes(plan.memory.total)} MB",
+        **{f"  {name}": f"{megabytes(size)} MB" for name, size in asdict(plan.memory).items()},
+    }
+    if plan.hours_at_peak is not None:
+        rows["at the full speed of the card"] = f"{plan.hours_at_peak:.1f} hours"
+    title = f"{plan.name} on {plan.processes} x {plan.device}"
+    print_table(Table(title, names("", ""), list(rows.items())), console)
+
+
+def print_estimate(found: "Estimate", console: Console) -> None:
+    """An estimate of what `sinklab data prepare` would read and write."""
+    from sinklab.data.estimate import total
+
+    columns = [*names("domain"), *numbers(",d", "bytes of text files", "tokens in them", "tokens taken")]
+    rows = [(amount.name, amount.bytes, amount.tokens, amount.taken) for amount in found.amounts]
+    sizes, tokens = [amount.bytes for amount in found.amounts], [amount.tokens for amount in found.amounts]
+    rows.append(("all", total(sizes), total(tokens), found.tokens))
+    written = "not known" if found.shard_bytes is None else f"{found.shard_bytes:,}"
+    notes = [f"shards: {written} bytes. Estimated; nothing was written. An en dash: not known."]
+    print_table(Table("", columns, rows, notes), console)

@@ -1,10 +1,11 @@
-"""Tables of runs, measurements and assessments, for the page, the terminal and notebooks."""
+"""Tables of measurements, comparisons and assessments, for the page and the terminal; a measurement in a notebook."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
 import jinja2
+from markupsafe import Markup
 
 from sinklab.assessing.assessment import Assessment
 from sinklab.experiments.documents import VERDICTS
@@ -13,190 +14,17 @@ from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.details import Details
 from sinklab.measuring.statistics.secondary import FIRST_FEW, SecondarySink, first_of_each, stretches
 from sinklab.report.data import ReportData
-from sinklab.report.summary import CellRow, Spread, cell_rows, growth_of_sink
-from sinklab.survey.documents import (
-    CheckpointsDocument,
-    ComparedQuantity,
-    ComparisonDocument,
-    DomainsDocument,
-    FamiliesDocument,
-    FamilyMember,
-    MeasuredCheckpoint,
-)
+from sinklab.survey.documents import ComparedQuantity, ComparisonDocument
 from sinklab.tables import NOTHING, Table, TableCell, TableColumn, Value, names, numbers
 
-BARS = "▁▂▃▄▅▆▇█"
 POSITIONS = 6  # that a measurement's table shows one by one
 SHOWN_SINKS = 3  # secondary sinks among the first few positions, and past them
 Labelled = Sequence[tuple[str, Measurement]]
 """Measurements by their names; an empty name where there is only one."""
 
 
-def cells_table(data: ReportData, curves: bool = False) -> Table:
-    """A row per cell, in the order of `data.cells`; columns in which no cell has a value are left out.
-
-    Args:
-        curves: whether the last column draws the growth of the sink, where there are no charts.
-    """
-    rows = cell_rows(data)
-    trained = not data.runs or any(run.trained for run in data.runs)
-    rate, loss = (".1f", ".3f") if trained else (".2f", ".4f")
-    members, saved = _members(data), _checkpoints(data)
-    grown = iter(sparklines([growth_of_sink(data, row.cell) if curves else [] for row in rows]))
-    title, unit = _first_column(data, trained)
-    unit_of_steps = next((one.unit for one in saved.values()), "step")
-
-    def published(row: CellRow) -> float | None:
-        return members[row.cell].published if row.cell in members else None
-
-    def difference(row: CellRow) -> float | None:
-        printed = published(row)
-        return None if printed is None else members[row.cell].sink_1 - printed
-
-    columns: list[tuple[TableColumn, Callable[[CellRow], Value]]] = [
-        (
-            TableColumn(title, unit, text=True),
-            lambda row: TableCell(row.cell, _checkpoint(saved.get(row.cell), row.cell)),
-        ),
-        (TableColumn("Runs", "seeds"), lambda row: TableCell(row.seeds, row.progress.strip())),
-        (
-            TableColumn("Tokens" if unit_of_steps == "tokens" else "Step", form=",d"),
-            lambda row: saved[row.cell].step if row.cell in saved else None,
-        ),
-        (TableColumn("Sink₁", "% of heads", rate), lambda row: _spread(row.sink_first, rate)),
-        *(
-            (TableColumn(f"at ε = {eps}", "% of heads", rate), _at_threshold(data, eps, rate))
-            for eps in _other_thresholds(data)
-        ),
-        (TableColumn("Sink₁ visible", "% of heads", rate), lambda row: _spread(row.sink_visible, rate)),
-        (TableColumn("Sink elsewhere", "% at position"), lambda row: _at_position(row.sink_elsewhere)),
-        (TableColumn("First token", "times uniform", rate), lambda row: _spread(row.uniform_ratio, rate)),
-        (TableColumn("Sequences", "measured"), lambda row: _sequences(data, row.cell)),
-        (TableColumn("Published", "Sink₁, % of heads", ",.2f"), published),
-        (TableColumn("Difference", "measured − published", "+.2f"), difference),
-        (
-            TableColumn("Parameters", "millions", ",.1f"),
-            lambda row: members[row.cell].parameters * 1e-6 if row.cell in members else None,
-        ),
-        (TableColumn("On the bias", "% of heads", rate), lambda row: _spread(row.sink_bias, rate)),
-        (
-            TableColumn("Valid. loss" if trained else "Loss", "nats / token", loss),
-            lambda row: _spread(row.loss, loss),
-        ),
-        (TableColumn("Bits per byte", "of the text", loss), lambda row: _spread(row.bits_per_byte, loss)),
-        (TableColumn("Norm ratio", "largest block", rate), lambda row: _spread(row.norm_ratio, rate)),
-        (TableColumn("Row sum", "of raw scores", ".2f"), lambda row: _spread(row.row_sum, ".2f")),
-        (TableColumn("Time", "seconds", ".0f"), lambda row: _spread(row.seconds, ".0f")),
-        (TableColumn("Sink", "by step"), lambda row: next(grown)),
-    ]
-    heads = [head for head, _ in columns]
-    table = Table(f"{title}s", heads, [[value(row) for _, value in columns] for row in rows], key="cells")
-    return replace(table.without_empty_columns(), notes=_notes_on_cells(data, rows))
-
-
-def _notes_on_cells(data: ReportData, rows: Sequence[CellRow]) -> list[str]:
-    notes = [
-        "Rates are percent of (sequence, layer, head) triples whose importance exceeds ε."
-        + (" Mean ± sample standard deviation over seeds." if any(row.seeds > 1 for row in rows) else "")
-        + " The norm ratio is the largest over blocks. An en dash: not recorded, or does not apply."
-    ]
-    if any(row.sink_visible for row in rows):
-        notes.append("Sink₁ averages over all queries from a key on; Sink₁ visible over those that may see it.")
-    if proxied := list(dict.fromkeys(run.cell for run, measured in data.measured if measured.proxy)):
-        notes.append(
-            f"In {', '.join(proxied)} the attention scores do not sum to one: importance is computed from the proxy "
-            "scores |sim| / Σ |sim|."
-        )
-    return notes
-
-
-def _spread(spread: Spread | None, form: str) -> TableCell | None:
-    if spread is None:
-        return None
-    return TableCell(spread.mean, "" if spread.deviation is None else f"± {spread.deviation:{form}}")
-
-
-def _at_position(highest: tuple[int, float] | None) -> str | None:
-    return f"{highest[1]:.1f} at {highest[0]}" if highest else None
-
-
-def _first_column(data: ReportData, trained: bool) -> tuple[str, str]:
-    """Title and unit of the column that names the cells."""
-    match data.only_suite:
-        case DomainsDocument():
-            return "Domain", "a file each"
-        case ComparisonDocument():
-            return "Model", "on the same text"
-        case CheckpointsDocument():
-            return "Checkpoint", "after the step"
-    return ("Cell", "what was changed") if trained else ("Model", "as measured")
-
-
-def _members(data: ReportData) -> dict[str, FamilyMember]:
-    """The open models among the cells."""
-    return {
-        run.cell: suite.document.measured[name]
-        for suite in data.suites
-        if isinstance(suite.document, FamiliesDocument)
-        for name, run in suite.runs(data)
-    }
-
-
-def _checkpoints(data: ReportData) -> dict[str, MeasuredCheckpoint]:
-    """The checkpoints of one model among the cells."""
-    return {
-        run.cell: suite.document.measured[name]
-        for suite in data.suites
-        if isinstance(suite.document, CheckpointsDocument)
-        for name, run in suite.runs(data)
-    }
-
-
-def _checkpoint(saved: MeasuredCheckpoint | None, cell: str) -> str:
-    """Its own name, where that differs from the cell's."""
-    return saved.checkpoint if saved and saved.checkpoint != cell else ""
-
-
-def _other_thresholds(data: ReportData) -> list[str]:
-    """Thresholds beside the first at which models were measured."""
-    return list(dict.fromkeys(eps for _, one in data.measured for eps in list(one.sink_rates or {})[1:]))
-
-
-def _at_threshold(data: ReportData, eps: str, form: str) -> Callable[[CellRow], Value]:
-    def value(row: CellRow) -> Value:
-        measured = [run.measurement for run in data.runs_of(row.cell) if run.measurement]
-        rates = [one.sink_rates[eps][0] for one in measured if one.sink_rates and eps in one.sink_rates]
-        return _spread(Spread(tuple(rates)), form) if rates else None
-
-    return value
-
-
-def _sequences(data: ReportData, cell: str) -> str | None:
-    """How many were measured; None where there are no domains, which alone differ in that."""
-    if not any(isinstance(suite.document, DomainsDocument) for suite in data.suites):
-        return None
-    values = {str(run.measurement.sequences) for run in data.runs_of(cell) if run.measurement}
-    return ", ".join(sorted(values)) or None
-
-
-def sparklines(curves: Sequence[Sequence[float]]) -> list[str]:
-    """Curves as bars on a scale from 0 that they share, to 1 at least."""
-    highest = max((value for values in curves for value in values), default=0.0)
-    return [sparkline(values, max(highest, 1.0)) for values in curves]
-
-
-def sparkline(values: Sequence[float], highest: float | None = None, width: int = 16) -> str:
-    """Values as bars of height 0..`highest` (default: their maximum), thinned to at most `width` characters."""
-    if not values:
-        return ""
-    top = max(highest if highest is not None else max(values), 1e-12)
-    count = min(width, len(values))
-    picked = [values[(index + 1) * len(values) // count - 1] for index in range(count)]
-    return "".join(BARS[min(len(BARS) - 1, max(0, int(value / top * len(BARS))))] for value in picked)
-
-
-def tables(data: ReportData) -> list[Table]:
-    """The tables of a page below that of its cells."""
+def suite_tables(data: ReportData) -> list[Table]:
+    """The tables of a page below that of its cells: comparisons, ablations, propositions."""
     compared = [
         replace(comparison_table(suite.document.rows, list(suite.document.measured)), key=f"comparison-{number}")
         for number, suite in enumerate(data.suites)
@@ -527,3 +355,18 @@ def templates() -> jinja2.Environment:
 def verdict_class(verdict: str) -> str:
     """The style of a claim's badge; an unknown verdict looks inconclusive."""
     return verdict.replace(" ", "-") if verdict in VERDICTS else "inconclusive"
+
+
+def html(m: Measurement) -> str:
+    """The tables of the terminal as an HTML fragment without scripts or external resources."""
+    draw = templates().get_template("table.html.j2").module.draw  # type: ignore[attr-defined]
+    parts = [
+        Markup("<p><b>{}</b><br>{}</p>").format(
+            f"{m.model or 'model'}: {m.sequences} sequences of {m.length} tokens, {m.inputs}",
+            ", ".join(measurement_facts(m)),
+        )
+    ]
+    for table in measurement_tables(m):
+        parts += [Markup("<h4>{}</h4>").format(table.title), draw(table)]
+    parts += [Markup("<p>note: {}</p>").format(note) for note in m.notes]
+    return str(Markup("").join(parts))
