@@ -9,7 +9,7 @@ from assessed import small, some_tokens
 from closeness import assert_close
 from families import family_tokens, pair_of
 
-from sinklab.assessing.parts import kv_cache
+from sinklab.assessing.parts import PARTS, USUAL, kv_cache
 from sinklab.assessing.parts.kv_cache import KVCache, RoundedCache, assess_kv_cache, outlier_tokens, rounded
 from sinklab.assessing.reading import PairedReader, changed_attention, key_heads
 from sinklab.models.adapter import adapt
@@ -168,7 +168,5 @@ def test_a_latent_cache_is_refused() -> None:
 
 
 def test_it_runs_where_it_is_named_alone() -> None:
-    from sinklab.assessing.parts import PARTS, USUAL
-
     assert "kv_cache" in PARTS
     assert "kv_cache" not in USUAL

@@ -7,8 +7,8 @@ Of the numbers x that share a scale, as in KIVI (2402.02750; jy-yuan/KIVI 876b4d
     keys     per channel: 32 successive tokens of one channel of a key head, positions already turned
     values   per token: 32 successive channels of one token of a key head
 
-A last group may be shorter. Every key that a query reads is rounded, its own included: KIVI keeps up to 128 recent tokens
-in full precision. Three bits are not in that code; the formula is the same.
+A last group may be shorter. Every key that a query reads is rounded, its own included: KIVI keeps up to 128 recent
+tokens in full precision. Three bits are not in that code; the formula is the same.
 
 Spared positions keep their keys and values and are in no scale: none; the first n; or the outlier tokens that
 PrefixQuant's rule finds (2410.05265; ChenMnZ/PrefixQuant 97cc15b, utils/stat_utils.py, its option of block outputs):
@@ -25,6 +25,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -144,12 +145,12 @@ class KVCache(AssessPart):
         yield self.unchanged_row()
         for one in self.settings:
             due = f"due to the sink {one.due_to_sink:+.4f}"
-            yield ResultRow(f"keys and values in {one.bits} bits", one.everything, due)
-            yield ResultRow(f"the same, first {counted(self.sink_positions, 'token')} spared", one.first_spared)
-            yield ResultRow("the same, outlier tokens spared", one.found_spared)
-        exempt = counted(len(self.exempt), "key head")
-        yield ResultRow(f"{self.head_bits} bits but for the dearest {exempt}", self.without_exempt)
-        yield ResultRow(f"{self.head_bits} bits but for {exempt} at random", self.without_random)
+            yield ResultRow(f"{one.bits} bits", one.everything, due)
+            yield ResultRow(f"{one.bits} bits, first {counted(self.sink_positions, 'token')} spared", one.first_spared)
+            yield ResultRow(f"{one.bits} bits, outliers spared", one.found_spared)
+        heads = f"key head{'s' * (len(self.exempt) > 1)}"
+        yield ResultRow(f"{self.head_bits} bits but {len(self.exempt)} dearest {heads}", self.without_exempt)
+        yield ResultRow(f"{self.head_bits} bits but {len(self.exempt)} random {heads}", self.without_random)
 
     def remark(self) -> str:
         found = sum(map(len, self.found))
@@ -285,9 +286,7 @@ def assess_kv_cache(
 
 def joined(read: Sequence[ByPosition]) -> ByPosition:
     """Sequences that were read apart."""
-    return ByPosition(
-        read[0].first, torch.cat([one.loss_NP for one in read]), torch.cat([one.kl_NP for one in read])
-    )
+    return ByPosition(read[0].first, torch.cat([one.loss_NP for one in read]), torch.cat([one.kl_NP for one in read]))
 
 
 def outlier_tokens(adapter: Adapter, tokens_NT: Tensor) -> Tensor:
@@ -297,12 +296,13 @@ def outlier_tokens(adapter: Adapter, tokens_NT: Tensor) -> Tensor:
         for tokens_1T in tokens_NT.split(1):
             adapter.hidden(tokens_1T.to(adapter.device))
             M_LS = torch.cat(largest[1:])
-            found.append((M_LS > OUTLIER * M_LS.median(-1, keepdim=True).values).any(0).cpu())
+            ratio_LS = M_LS / M_LS.median(-1, keepdim=True).values
+            found.append((ratio_LS > OUTLIER).any(0).cpu())
     return torch.stack(found)
 
 
 def _latent(adapter: Adapter) -> bool:
     """Whether keys and values are made of a latent, in a run or a model of transformers."""
-    config: object = getattr(adapter.module, "config", None)
+    config: Any = adapter.module.config
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     return bool(getattr(text, "latent", None) or getattr(text, "kv_lora_rank", None))
