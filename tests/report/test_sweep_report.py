@@ -229,7 +229,7 @@ def test_a_cell_that_trained_is_compared_with_what_the_paper_says_of_it(sweep_fo
     experiment = sweep.experiments["table_6"]
     columns, rows = table_texts(experiment_table(experiment, sweep.cells_of(experiment)))
     cells = {row[0]: dict(zip([title for title, _ in columns], row, strict=True)) for row in rows}
-    assert cells["elu1_normalised"]["Seeds"] == "0 of 3 three runs failed"
+    assert cells["elu1_normalised"]["Seeds"] == "0 of 3 (3 failed)"
     assert cells["elu1_normalised"]["the paper’s"] == "did not train"
     assert "18.18" in rows[[row[0] for row in rows].index("softmax")]
     assert cells["softmax"]["Seeds"] == "3"

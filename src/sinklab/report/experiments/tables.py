@@ -98,9 +98,7 @@ def _finished(cell: CellSummary) -> TableCell:
     done = sum(run.status == "done" for run in cell.runs) if cell.runs else cell.seeds
     failed = sum(run.status == "failed" for run in cell.runs)
     planned = len(cell.runs) or cell.seeds
-    return TableCell(
-        str(done) if done == planned else f"{done} of {planned}", f"{counted(failed, 'run')} failed" if failed else ""
-    )
+    return TableCell(str(done) if done == planned else f"{done} of {planned}", f"({failed} failed)" if failed else "")
 
 
 def _estimate(estimate: CellEstimate | None, decimals: int, elsewhere: str) -> TableCell | None:
