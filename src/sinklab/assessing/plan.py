@@ -38,7 +38,7 @@ class AssessOptions(CommandSettings, frozen=True):
         default=(),
         exclude=True,
         description="Comma-separated: streaming, quantisation, eviction, length, carries, heads; all of these; or "
-        "kv_cache, which takes longer.",
+        "kv_cache, pruning, which take longer.",
     )
     sequences: int | None = Field(
         default=None, ge=1, le=MOST, description="Number of sequences; default: 2,048 tokens in all, streaming 4,096."
@@ -64,7 +64,11 @@ class AssessOptions(CommandSettings, frozen=True):
     )
     sink_tokens: int = Field(default=1, ge=1, description="Number of first tokens that form the sink.")
     head_sequences: int = Field(
-        default=1, ge=1, le=MOST, description="Sequences that kv_cache and budgets read once for every key head."
+        default=1,
+        ge=1,
+        le=MOST,
+        exclude_if=lambda sequences: sequences == 1,
+        description="Sequences that kv_cache and budgets read once for every key head.",
     )
     seed: Seed = Field(default=0, description="Of the random keys and heads.")
     where_possible: bool = Field(default=False, exclude=True)
