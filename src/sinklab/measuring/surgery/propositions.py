@@ -125,7 +125,8 @@ def in_float32(model: "PreTrainedModel | Transformer") -> Iterator[None]:
     copied = sum(tensor.numel() for *_, tensor in (*weights, *buffers)) * FLOAT
     plain = all(type(weight.data) is Tensor and not weight.is_meta for weight in model.parameters())
     quantised = not isinstance(model, Transformer) and quantisation(model.config)
-    if not plain or quantised or not _fits(copied, input_device(model)):
+    free = free_bytes(input_device(model)) if plain and not quantised else 0
+    if free is not None and copied > SHARE * free:
         yield
         return
     try:
@@ -139,11 +140,6 @@ def in_float32(model: "PreTrainedModel | Transformer") -> Iterator[None]:
             weight.data = before
         for module, name, before in buffers:
             setattr(module, name, before)
-
-
-def _fits(size: int, device: torch.device) -> bool:
-    free = free_bytes(device)
-    return free is None or size <= SHARE * free
 
 
 LENGTH = 64  # of the check, at most, by default: whole matrices are kept
