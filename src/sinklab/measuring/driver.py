@@ -22,7 +22,7 @@ from sinklab.measuring.records import LayerRecord, batch_of, native_records
 from sinklab.measuring.statistics.collecting import DetailsWatch
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import Progress, entering_norms, evaluating, hooked, residual_norms
-from sinklab.models.memory import fitting_batch
+from sinklab.models.memory_budget import fitting_batch
 from sinklab.models.native import NativeAdapter
 
 if TYPE_CHECKING:

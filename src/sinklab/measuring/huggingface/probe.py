@@ -16,7 +16,7 @@ from sinklab.measuring.huggingface.recorder import READ_AFTERWARDS, Recorder
 from sinklab.measuring.statistics.collecting import DetailsWatch
 from sinklab.model.transformer import Transformer
 from sinklab.models.adapter import check_causal_lm
-from sinklab.models.huggingface.adapter import HuggingFaceAdapter
+from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
 from sinklab.models.model_lock import probed_alone
 from sinklab.models.native import NativeAdapter, is_exported
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sinklab.attention.blocks import accumulate_dtype
 from sinklab.attention.importance import Rows
+from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.attention.real_tokens import RealTokens
 from sinklab.errors import InputError
 from sinklab.measuring.statistics.details import STATISTICS, Details

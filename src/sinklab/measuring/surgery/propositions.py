@@ -40,7 +40,7 @@ from sinklab.models.families import ROTARY_CLASS, SINK_LOGITS, family_of
 from sinklab.models.hooks import evaluating, hidden_states, hooked
 from sinklab.models.huggingface.anatomy import input_device, quantisation
 from sinklab.models.intercept import intercept
-from sinklab.models.memory import FLOAT, SHARE, free_bytes
+from sinklab.models.memory_budget import FLOAT, SHARE, free_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -214,8 +214,8 @@ def position_kind(model: "PreTrainedModel | Transformer") -> PositionKind:
                 "the paper's propositions are about causal softmax attention without biases, in every layer"
             )
         return model.config.position.kind
-    from sinklab.models.huggingface.adapter import HuggingFaceAdapter
     from sinklab.models.huggingface.anatomy import attention_layers
+    from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
 
     kind = model.config.model_type
     if attention_layers(model.config) == len(residual_blocks(model)):

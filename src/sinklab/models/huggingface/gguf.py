@@ -14,7 +14,7 @@ import torch
 
 from sinklab.errors import InputError, cause
 from sinklab.extras import install_command
-from sinklab.models.memory import free_bytes
+from sinklab.models.memory_budget import free_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
