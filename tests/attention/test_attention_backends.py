@@ -32,8 +32,8 @@ SHAPES = {"one_block": (2, 4, 4, 20, 20), "grouped": (2, 4, 2, 45, 45), "later_q
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of a few queries, so that short sequences cross block borders."""
-    monkeypatch.setattr("sinklab.attention.blocks.SMALLEST_BLOCK", 8)
-    monkeypatch.setattr("sinklab.attention.blocks.BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr("sinklab.attention.query_blocks.SMALLEST_BLOCK", 8)
+    monkeypatch.setattr("sinklab.attention.query_blocks.BLOCK_ELEMENTS", 1)
 
 
 def tensors(shape: tuple[int, int, int, int, int], seed: int = 0, width: int = 6) -> tuple[Tensor, Tensor, Tensor]:

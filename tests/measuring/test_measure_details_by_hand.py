@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from sinklab.attention.blocks import Block
 from sinklab.attention.importance import Rows, score_rows
 from sinklab.attention.masks import CAUSAL, Window
+from sinklab.attention.query_blocks import Block
 from sinklab.attention.real_tokens import real_tokens
 from sinklab.measuring.statistics.collecting import BatchDetails, DetailTotals, LayerDetails, layer_details
 from sinklab.measuring.statistics.details import kurtosis, matrix_entropy

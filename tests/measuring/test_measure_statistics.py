@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sinklab.attention.blocks import Block
 from sinklab.attention.importance import score_rows
 from sinklab.attention.masks import CAUSAL
+from sinklab.attention.query_blocks import Block
 from sinklab.attention.real_tokens import real_tokens
 from sinklab.errors import InputError
 from sinklab.files import parse_json, write_json

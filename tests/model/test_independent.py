@@ -17,9 +17,9 @@ from independent_recipes import (
 )
 from torch import Tensor
 
-from sinklab.attention.blocks import CHUNK
 from sinklab.attention.config import WindowMask
 from sinklab.attention.core import AttentionCore
+from sinklab.attention.query_blocks import CHUNK
 from sinklab.measuring.api import measure
 from sinklab.model.transformer import Transformer
 from sinklab.train.recipe import Recipe, build_recipe

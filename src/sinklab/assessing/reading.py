@@ -21,7 +21,7 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import evaluating
 from sinklab.models.intercept import Compute, Edit, intercept
-from sinklab.models.memory import LOGITS_AT_ONCE
+from sinklab.models.memory_budget import LOGITS_AT_ONCE
 
 TOKENS_AT_ONCE = 2**11
 Step = Callable[[], None]

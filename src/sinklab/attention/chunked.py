@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sinklab.attention import blocks as bl
+from sinklab.attention import query_blocks as bl
 from sinklab.attention.masks import Mask
 from sinklab.attention.scores import Score
 

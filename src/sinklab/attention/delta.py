@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinklab.attention.blocks import CHUNK, accumulate_dtype
+from sinklab.attention.query_blocks import CHUNK, accumulate_dtype
 
 
 def gated_delta(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sinklab.attention import blocks as bl
+from sinklab.attention import query_blocks as bl
 from sinklab.attention.chunked import exponentials_, finite_normaliser
 from sinklab.attention.masks import CAUSAL, Mask, visible_queries
 from sinklab.attention.scores import Score

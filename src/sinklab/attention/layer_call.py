@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from sinklab.attention import masks
-from sinklab.attention.blocks import accumulate_dtype
 from sinklab.attention.importance import ColumnSums, Importance, Rows, importance_of, sum_rows
 from sinklab.attention.masks import Mask, visible_queries
 from sinklab.attention.operations import Operation
 from sinklab.attention.operations.base import LogSimilarity
 from sinklab.attention.operations.call import Call
+from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.errors import InputError
 
 ShiftRope = Callable[[Tensor, Tensor], Tensor]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sinklab.attention import blocks as bl
+from sinklab.attention import query_blocks as bl
 from sinklab.attention.importance import ColumnSums
 from sinklab.attention.masks import Mask
 from sinklab.attention.operations.call import Call

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinklab.attention.blocks import Block, accumulate_dtype, check_shapes, default_scale, indices
 from sinklab.attention.chunked import chunked_attend
 from sinklab.attention.flex import flex_attend, flex_serves
 from sinklab.attention.masks import CAUSAL, Mask
+from sinklab.attention.query_blocks import Block, accumulate_dtype, check_shapes, default_scale, indices
 from sinklab.attention.scores import Score
 
 Backend = Literal["auto", "eager", "sdpa", "chunked", "flex"]

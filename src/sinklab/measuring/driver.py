@@ -22,7 +22,7 @@ from sinklab.measuring.records import LayerRecord, batch_of, native_records
 from sinklab.measuring.statistics.collecting import DetailsWatch
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import Progress, entering_norms, evaluating, hooked, residual_norms
-from sinklab.models.memory import fitting_batch
+from sinklab.models.memory_budget import fitting_batch
 from sinklab.models.native import NativeAdapter
 
 if TYPE_CHECKING:
@@ -92,7 +92,13 @@ def measure(
         stack.enter_context(evaluating(adapter.module))
         hidden = stack.enter_context(residual_norms(adapter.blocks))
         before = stack.enter_context(entering_norms(adapter.post_norms))
-        records = stack.enter_context(_recording(adapter, options.lengths, details))  # may try the model on two tokens
+        if isinstance(adapter, NativeAdapter):
+            recording: AbstractContextManager[Records] = native_records(adapter, options.lengths, details)
+        else:
+            from sinklab.measuring.huggingface.probe import probe
+
+            recording = probe(cast("PreTrainedModel", adapter.module), options.lengths, details)
+        records = stack.enter_context(recording)  # may run the model on two tokens
         real = _behind(adapter.leading, mask_NT[:1])
         largest = stack.enter_context(largest_activations(adapter.blocks, real))
         if details is not None:
@@ -126,16 +132,6 @@ def measure(
         massive_activations=strongest(largest) if adapter.blocks else None,
         notes=notes,
     )
-
-
-def _recording(
-    adapter: Adapter, lengths: Sequence[int], details: DetailsWatch | None
-) -> AbstractContextManager[Records]:
-    if isinstance(adapter, NativeAdapter):
-        return native_records(adapter, lengths, details)
-    from sinklab.measuring.huggingface.probe import probe
-
-    return probe(cast("PreTrainedModel", adapter.module), lengths, details)
 
 
 def check_shape(tokens_NT: Tensor) -> None:

@@ -159,7 +159,12 @@ class _Cutter:
         if not here.exists():
             yield from self._of_documents(documents(str(text), render=self.render))
             return
-        turns = [self._of_file(file) for file in text_files(here)]
+        turns = [
+            self._of_pieces(read_pieces(file))
+            if file.suffix.lower() == ".txt"
+            else self._of_documents(read_documents(file, self.render))
+            for file in text_files(here)
+        ]
         while turns:
             for turn in list(turns):
                 ids = next(turn, None)
@@ -167,11 +172,6 @@ class _Cutter:
                     turns.remove(turn)
                 else:
                     yield ids
-
-    def _of_file(self, file: Path) -> Iterator[Sequence[int]]:
-        if file.suffix.lower() == ".txt":
-            return self._of_pieces(read_pieces(file))
-        return self._of_documents(read_documents(file, self.render))
 
     def _of_documents(self, texts: Iterator[str]) -> Iterator[Sequence[int]]:
         for document in texts:

@@ -77,7 +77,7 @@ class Options(CommandSettings, frozen=True):
         lengths: shorter than the sequences, increasing: the sink rate is also that of the sequences cut at each, from
             the same pass. Without padding only.
         batch_size: sequences per forward pass; changes memory and speed, not the result. None: as many as fit
-            the memory, at most 16 (models/memory.py). Halved on out-of-memory, with a note in the result.
+            the memory, at most 16 (models/memory_budget.py). Halved on out-of-memory, with a note in the result.
         first_target: the loss is over the targets from this position on, 1-based; under a prefix mask those that
             every query sees are left out as well, as in training.
         loss: False leaves it out, and with it the logits: a third of the work of a small model with many words.

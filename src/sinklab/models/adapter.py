@@ -12,7 +12,7 @@ from sinklab.attention.real_tokens import RealTokens
 from sinklab.errors import InputError
 from sinklab.model.transformer import Transformer
 from sinklab.models.layer_kinds import LayerKinds
-from sinklab.models.memory import Sizes
+from sinklab.models.memory_budget import Sizes
 from sinklab.models.native import NativeAdapter, own_transformer
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def adapt(model: "PreTrainedModel | Transformer") -> Adapter:
         return NativeAdapter(own)
     check_causal_lm(model)
     assert not isinstance(model, Transformer)
-    from sinklab.models.huggingface.adapter import HuggingFaceAdapter
+    from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
 
     return HuggingFaceAdapter(model)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from sinklab.attention.blocks import accumulate_dtype
+from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.errors import SinklabError
 
 Progress = Callable[[float, int], None]  # sequences done (parts of them count), sequences in all

@@ -9,9 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from sinklab.attention.blocks import accumulate_dtype
 from sinklab.attention.core import AttentionCore
 from sinklab.attention.layer_call import LayerCall, ShiftRope
+from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.attention.real_tokens import RealTokens
 from sinklab.errors import InputError
 from sinklab.model.config import ModelConfig
@@ -20,7 +20,7 @@ from sinklab.model.position import Absolute, Learnable, Rotary, rotate
 from sinklab.model.transformer import Transformer
 from sinklab.models.families import family_of
 from sinklab.models.layer_kinds import LayerKinds
-from sinklab.models.memory import Sizes, sizes_of_run
+from sinklab.models.memory_budget import Sizes, sizes_of_run
 
 
 def attention_cores(model: nn.Module) -> list[AttentionCore]:

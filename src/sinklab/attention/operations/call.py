@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from sinklab.attention.biases import ExtraKey, extra_logits
-from sinklab.attention.blocks import accumulate_dtype, default_scale
 from sinklab.attention.importance import Rows, score_rows
 from sinklab.attention.masks import Mask, visible_keys
 from sinklab.attention.primitive import Backend, attend, attend_output, log_normaliser
+from sinklab.attention.query_blocks import accumulate_dtype, default_scale
 from sinklab.attention.scores import Score, compose
 
 

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from sinklab.attention.blocks import CHUNK, accumulate_dtype, default_scale, grouped_product
 from sinklab.attention.importance import Rows
 from sinklab.attention.masks import Mask, RunningSum
 from sinklab.attention.operations.base import OperationPart
 from sinklab.attention.operations.call import Call
+from sinklab.attention.query_blocks import CHUNK, accumulate_dtype, default_scale, grouped_product
 from sinklab.attention.reference import Explicit
 from sinklab.attention.scores import log_magnitude, log_relu
 from sinklab.schema import Example

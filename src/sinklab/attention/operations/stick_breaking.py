@@ -21,7 +21,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sinklab.attention import blocks as bl
+from sinklab.attention import query_blocks as bl
 from sinklab.attention.importance import Rows
 from sinklab.attention.masks import Mask, WrappedMask
 from sinklab.attention.operations.base import OperationPart

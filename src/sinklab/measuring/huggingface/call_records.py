@@ -23,7 +23,7 @@ from sinklab.attention.one_pass import attend_and_sum
 from sinklab.attention.real_tokens import RealTokens, real_tokens
 from sinklab.errors import SinklabError
 from sinklab.measuring.huggingface.recorder import READ_AFTERWARDS, Recorder
-from sinklab.measuring.mask_coverage import View, seen_over
+from sinklab.measuring.mask_coverage import seen_over
 from sinklab.measuring.metrics import importance_from_sums, prefix_importance
 from sinklab.measuring.records import LayerRecord
 from sinklab.measuring.statistics.collecting import DetailsWatch
@@ -111,7 +111,12 @@ class LayerTotals:
         assert self._sums_BHT is not None
         count_B = real.count_B.to(self._sums_BHT.device)
         importance_BHT = importance_from_sums(real.align(self._sums_BHT), count_B)
-        visible_BHT, view = self._visible(real, count_B)
+        assert self._seen_by_BGT is not None
+        all_BHT = self._sums_BHT  # over all queries, the earlier ones of a prefix mask included
+        if self._earlier_BHT is not None:
+            all_BHT = all_BHT + F.pad(self._earlier_BHT, (0, all_BHT.shape[-1] - self._earlier_BHT.shape[-1]))
+        seen_by_BGT = real.align(self._seen_by_BGT.expand(len(all_BHT), -1, -1))
+        visible_BHT, view = seen_over(real.align(all_BHT), seen_by_BGT, count_B)
         bias_BH, registers_BHN = None if self._bias_BH is None else self._bias_BH / count_B[:, None], None
         if self._leading:
             at_BN = real.index_BR[:, :1] - self._leading + torch.arange(self._leading, device=real.index_BR.device)
@@ -129,15 +134,6 @@ class LayerTotals:
             row_sums_BH=None if self._row_sums_BH is None else self._row_sums_BH / count_B[:, None],
             registers_BHN=registers_BHN if self._leading > 1 else None,
         )
-
-    def _visible(self, real: RealTokens, count_B: Tensor) -> tuple[Tensor | None, View | None]:
-        assert self._sums_BHT is not None
-        assert self._seen_by_BGT is not None
-        sums_BHT = self._sums_BHT
-        if self._earlier_BHT is not None:
-            sums_BHT = sums_BHT + F.pad(self._earlier_BHT, (0, sums_BHT.shape[-1] - self._earlier_BHT.shape[-1]))
-        seen_by_BGT = real.align(self._seen_by_BGT.expand(len(sums_BHT), -1, -1))
-        return seen_over(real.align(sums_BHT), seen_by_BGT, count_B)
 
 
 def _grown(total_BHT: Tensor | None, part_BHS: Tensor, positions: int) -> Tensor:

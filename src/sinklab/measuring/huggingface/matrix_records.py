@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sinklab.attention.blocks import Block, accumulate_dtype
 from sinklab.attention.importance import Rows
 from sinklab.attention.masks import CAUSAL, Mask, Window, visible_queries
+from sinklab.attention.query_blocks import Block, accumulate_dtype
 from sinklab.attention.real_tokens import RealTokens, real_tokens
 from sinklab.errors import SinklabError
 from sinklab.measuring.huggingface.recorder import Recorder

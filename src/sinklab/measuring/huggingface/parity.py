@@ -25,8 +25,8 @@ from sinklab.measuring.huggingface.call_records import call_records
 from sinklab.measuring.metrics import importance_from_sums
 from sinklab.models.families import EXPERT_COUNTS
 from sinklab.models.hooks import evaluating
-from sinklab.models.huggingface.adapter import HuggingFaceAdapter
 from sinklab.models.huggingface.anatomy import attention_implementation
+from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
 from sinklab.schema import Part
 
 EAGER, OWN = "eager", "sinklab"

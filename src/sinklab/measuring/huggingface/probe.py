@@ -16,7 +16,7 @@ from sinklab.measuring.huggingface.recorder import READ_AFTERWARDS, Recorder
 from sinklab.measuring.statistics.collecting import DetailsWatch
 from sinklab.model.transformer import Transformer
 from sinklab.models.adapter import check_causal_lm
-from sinklab.models.huggingface.adapter import HuggingFaceAdapter
+from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
 from sinklab.models.model_lock import probed_alone
 from sinklab.models.native import NativeAdapter, is_exported
 
@@ -45,7 +45,9 @@ def generating(model: PreTrainedModel, watch: Recorder) -> Iterator[None]:
                 f"{mode.value.replace('_', ' ')} discards tokens that it has read, or reorders sequences, and the "
                 f"records of a probe would not match its output. {READ_AFTERWARDS}"
             )
-        with watch.generating(_ends(config)):
+        ends = config.eos_token_id
+        ends = ends.flatten().tolist() if isinstance(ends, Tensor) else [ends] if isinstance(ends, int) else ends or ()
+        with watch.generating(tuple(ends)):
             return generate(*args, **kwargs)
 
     model.generate = watched  # type: ignore[method-assign]
@@ -65,13 +67,6 @@ def _config(model: PreTrainedModel, given: GenerationConfig | None, named: dict[
             if value is not None and hasattr(config, name):
                 setattr(config, name, value)  # not `update`, whose warnings `generate` gives as well
     return config
-
-
-def _ends(config: GenerationConfig) -> tuple[int, ...]:
-    ends = config.eos_token_id
-    if isinstance(ends, Tensor):
-        ends = ends.flatten().tolist()
-    return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
 
 
 @contextmanager

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sinklab.attention.blocks import accumulate_dtype
 from sinklab.attention.importance import Rows
+from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.attention.real_tokens import RealTokens
 from sinklab.errors import InputError
 from sinklab.measuring.statistics.details import STATISTICS, Details
@@ -213,7 +213,8 @@ class DetailTotals:
             valid_BR: bool, False past the end of a sequence.
         """
         alignment_MBR = batch.stream.get("alignment")
-        seen = {name: _over_layers(parts) for name, parts in batch.layers.items()} | dict(batch.stream)
+        seen = {name: torch.stack([part.cpu().double() for part in parts]) for name, parts in batch.layers.items()}
+        seen |= batch.stream  # layers may be on several devices
         seen["secondary"] = self._search.find(importance_ABHR, hidden_MBR, alignment_MBR, batch.tokens_BR, valid_BR)
         for name, values in seen.items():
             mean = self._means[name]
@@ -222,15 +223,11 @@ class DetailTotals:
 
     def _by_bucket(self, values_ABHR: Tensor, valid_BR: Tensor) -> tuple[Tensor, Tensor]:
         """Means over the queries of each bucket (A, B, H, Q), and which sequences have such queries (B, Q)."""
-        member_RQ = self._buckets(valid_BR.shape[1])
+        starts_Q, positions_R = torch.tensor(self._queries), torch.arange(1, valid_BR.shape[1] + 1)
+        bucket_R = torch.searchsorted(starts_Q, positions_R, right=True) - 1
+        member_RQ = torch.nn.functional.one_hot(bucket_R, len(starts_Q)).double()
         count_BQ = valid_BR.double() @ member_RQ
         return values_ABHR @ member_RQ / count_BQ[:, None].clamp(min=1), count_BQ > 0
-
-    def _buckets(self, positions: int) -> Tensor:
-        """1 where a query (row, 1-based) belongs to a bucket (column)."""
-        starts_Q = torch.tensor(self._queries)
-        bucket_R = torch.searchsorted(starts_Q, torch.arange(1, positions + 1), right=True) - 1
-        return torch.nn.functional.one_hot(bucket_R, len(starts_Q)).double()
 
     def details(self) -> Details:
         """The means over everything that was added."""
@@ -305,8 +302,3 @@ class _Mean:
 
     def _wide(self, x: Tensor) -> Tensor:
         return x if self._width is None else torch.nn.functional.pad(x, (0, self._width - x.shape[-1]))
-
-
-def _over_layers(parts: Sequence[Tensor]) -> Tensor:
-    """Stacked, float64, on the CPU: layers may lie on several devices."""
-    return torch.stack([part.cpu().double() for part in parts])

@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
-from sinklab.attention import blocks as bl
-from sinklab.attention.blocks import accumulate_dtype
+from sinklab.attention import query_blocks as bl
 from sinklab.attention.importance import Rows
 from sinklab.attention.masks import Mask
+from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.attention.real_tokens import RealTokens
 from sinklab.measuring.statistics.plot_specs import Column, Shown
 from sinklab.models.hooks import token_norms

@@ -40,7 +40,7 @@ from sinklab.models.families import ROTARY_CLASS, SINK_LOGITS, family_of
 from sinklab.models.hooks import evaluating, hidden_states, hooked
 from sinklab.models.huggingface.anatomy import input_device, quantisation
 from sinklab.models.intercept import intercept
-from sinklab.models.memory import FLOAT, SHARE, free_bytes
+from sinklab.models.memory_budget import FLOAT, SHARE, free_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -125,7 +125,8 @@ def in_float32(model: "PreTrainedModel | Transformer") -> Iterator[None]:
     copied = sum(tensor.numel() for *_, tensor in (*weights, *buffers)) * FLOAT
     plain = all(type(weight.data) is Tensor and not weight.is_meta for weight in model.parameters())
     quantised = not isinstance(model, Transformer) and quantisation(model.config)
-    if not plain or quantised or not _fits(copied, input_device(model)):
+    free = free_bytes(input_device(model)) if plain and not quantised else 0
+    if free is not None and copied > SHARE * free:
         yield
         return
     try:
@@ -139,11 +140,6 @@ def in_float32(model: "PreTrainedModel | Transformer") -> Iterator[None]:
             weight.data = before
         for module, name, before in buffers:
             setattr(module, name, before)
-
-
-def _fits(size: int, device: torch.device) -> bool:
-    free = free_bytes(device)
-    return free is None or size <= SHARE * free
 
 
 LENGTH = 64  # of the check, at most, by default: whole matrices are kept
@@ -218,8 +214,8 @@ def position_kind(model: "PreTrainedModel | Transformer") -> PositionKind:
                 "the paper's propositions are about causal softmax attention without biases, in every layer"
             )
         return model.config.position.kind
-    from sinklab.models.huggingface.adapter import HuggingFaceAdapter
     from sinklab.models.huggingface.anatomy import attention_layers
+    from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
 
     kind = model.config.model_type
     if attention_layers(model.config) == len(residual_blocks(model)):

@@ -5,7 +5,6 @@ quantised values in an ordinary dtype, and can be saved.
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 
 from sinklab.errors import InputError, cause
 from sinklab.extras import install_command
-from sinklab.models.memory import free_bytes
+from sinklab.models.memory_budget import free_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -84,9 +83,8 @@ def find_gguf(name_or_dir: str) -> Path | None:
         return None
     files = sorted(file for file in path.iterdir() if file.suffix.lower() == SUFFIX)
     if len(files) > 1:
-        raise InputError(
-            f"{name_or_dir} has {len(files)} .gguf files ({_few(files)}): name one of them, such as {files[0]}"
-        )
+        few = ", ".join([file.name for file in files[:3]] + [".."] * (len(files) > 3))
+        raise InputError(f"{name_or_dir} has {len(files)} .gguf files ({few}): name one of them, such as {files[0]}")
     return files[0].absolute() if files else None
 
 
@@ -162,8 +160,3 @@ def _value(reader: Any, key: str, default: Any = None) -> Any:
     if field is None and default is None:
         raise ValueError(f"it has no {key}")
     return default if field is None else field.contents()
-
-
-def _few(files: Sequence[Path]) -> str:
-    names = [file.name for file in files]
-    return ", ".join(names if len(names) < 4 else [*names[:3], ".."])

@@ -7,7 +7,7 @@ and the hub is asked for a name and a subfolder, which stay apart until a result
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -118,9 +118,18 @@ def load_pretrained(
             f"the weights of {name} are incomplete: {len(missing)} tensors are missing, such as {missing[0]}. "
             "Copy the whole model again; untrained weights are not measured."
         )
-    ignored = _without_a_place(info["unexpected_keys"])
-    if source.gguf is None:  # else one file has both; transformers adds a missing <|endoftext|>
-        _check_vocabulary(name, model, tokenizer)
+    ignored = []
+    if unused := sorted(info["unexpected_keys"]):
+        ignored.append(
+            f"{len(unused)} tensors of the checkpoint were ignored, such as {unused[0]}: the config has no place for "
+            "them, so what was measured is not the whole checkpoint"
+        )
+    largest, rows = max(tokenizer.get_vocab().values()), vocabulary_size(model)
+    if source.gguf is None and largest >= rows:  # a gguf file has both; transformers adds a missing <|endoftext|>
+        raise InputError(
+            f"the tokenizer of {name} has token ids up to {largest} and the model knows {rows} tokens: "
+            "it belongs to another model; put the right tokenizer files beside the weights"
+        )
     if "device_map" not in load:
         if wanted == "auto" and declared is None:
             wanted, notes = _faster_dtype(model.dtype, target)
@@ -211,17 +220,6 @@ def _faster_dtype(own: torch.dtype, target: torch.device | None) -> "tuple[torch
     ]
 
 
-def _without_a_place(names: Iterable[str]) -> list[str]:
-    """A note on tensors of the checkpoint that the model's config does not use."""
-    ignored = sorted(names)
-    if not ignored:
-        return []
-    return [
-        f"{len(ignored)} tensors of the checkpoint were ignored, such as {ignored[0]}: the config has no place for "
-        "them, so what was measured is not the whole checkpoint"
-    ]
-
-
 def pick_dtype(dtype: str) -> "torch.dtype | str":
     """The dtype of a --dtype option, or "auto".
 
@@ -292,15 +290,6 @@ def _check_directory(name_or_dir: str) -> None:
             "loaded. Where you trust it, convert it: save_pretrained of transformers writes model.safetensors."
         )
     raise InputError(f"{name_or_dir} has a config.json and no weights: put its .safetensors files there as well")
-
-
-def _check_vocabulary(name: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> None:
-    largest, rows = max(tokenizer.get_vocab().values()), vocabulary_size(model)
-    if largest >= rows:
-        raise InputError(
-            f"the tokenizer of {name} has token ids up to {largest} and the model knows {rows} tokens: "
-            "it belongs to another model; put the right tokenizer files beside the weights"
-        )
 
 
 TOKENIZER_FILES = ("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges.txt", "spiece*")
@@ -393,22 +382,20 @@ def advice(error: Exception, place: str, revision: str | None, gguf: str | None)
     said = str(error)
     if "ignore_mismatched_sizes" in said:  # and refers to a table that is not shown
         return "they have other shapes than its config.json says; put the config and the weights of one model there"
-    return f"{_what_to_do(error, said, place, revision, gguf)} ({cause(error)})"
-
-
-def _what_to_do(error: Exception, said: str, place: str, revision: str | None, gguf: str | None) -> str:
     if "trust_remote_code" in said:
-        return "it brings code of its own; --trust-remote-code runs it, if you trust its author"
-    if "does not recognize this architecture" in said:
-        return f"transformers {version('transformers')} does not know this type of model; try a newer version"
-    if isinstance(error, ImportError) or "pip install" in said:
-        return "install the package that it needs"
-    if gguf is not None:
-        return f"transformers does not read this gguf file of architecture {gguf!r}"
-    if Path(place).expanduser().is_dir():
-        return "check that the directory is complete"
-    asked = "" if revision is None else ", the revision"
-    return f"check the name{asked} and the connection to the hub, or give the directory of a downloaded model"
+        what = "it brings code of its own; --trust-remote-code runs it, if you trust its author"
+    elif "does not recognize this architecture" in said:
+        what = f"transformers {version('transformers')} does not know this type of model; try a newer version"
+    elif isinstance(error, ImportError) or "pip install" in said:
+        what = "install the package that it needs"
+    elif gguf is not None:
+        what = f"transformers does not read this gguf file of architecture {gguf!r}"
+    elif Path(place).expanduser().is_dir():
+        what = "check that the directory is complete"
+    else:
+        revised = "" if revision is None else ", the revision"
+        what = f"check the name{revised} and the connection to the hub, or give the directory of a downloaded model"
+    return f"{what} ({cause(error)})"
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from sinklab.model.loss import IGNORED
 from sinklab.models.huggingface.anatomy import bodies
-from sinklab.models.memory import LOGITS_AT_ONCE, LOGITS_AT_ONCE_CUDA
+from sinklab.models.memory_budget import LOGITS_AT_ONCE, LOGITS_AT_ONCE_CUDA
 
 LOGITS_IN_CACHE = 2**20  # whose log-probabilities are computed at a time: 4 MB in float32
 

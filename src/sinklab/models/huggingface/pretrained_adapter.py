@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sinklab.attention.blocks import accumulate_dtype
 from sinklab.attention.layer_call import LayerCall, ShiftRope
+from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.attention.real_tokens import RealTokens
 from sinklab.errors import InputError, SinklabError, cause
 from sinklab.models.families import ROTARY_EMBEDDING
@@ -22,7 +22,7 @@ from sinklab.models.huggingface import anatomy
 from sinklab.models.huggingface.gguf import is_unpacked
 from sinklab.models.huggingface.interface import attention_function, read_call
 from sinklab.models.huggingface.piecewise_loss import fixed_output, forward_loss, forward_only, has_piecewise_logits
-from sinklab.models.memory import Sizes, sizes_of_pretrained
+from sinklab.models.memory_budget import Sizes, sizes_of_pretrained
 
 TRIED = 8  # tokens
 _dispatch: "WeakKeyDictionary[PreTrainedModel, bool]" = WeakKeyDictionary()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from sinklab.model.config import ModelConfig
 
+
 LARGEST = 16  # sequences: more are no faster, and progress is shown after each batch
 TOKENS = 2**13  # of a batch: the same for long sequences
 SHARE = 0.5  # of the free memory
