@@ -17,10 +17,9 @@ from sinklab.errors import InputError
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.report import write_report
+from sinklab.report.cells import cells_table, headline
 from sinklab.report.collect import collect
 from sinklab.report.figures import figures
-from sinklab.report.summary import headline
-from sinklab.report.tables import cells_table
 from sinklab.survey.checkpoints import measure_checkpoints, saved_models, step_in
 from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request

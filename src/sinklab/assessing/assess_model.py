@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sinklab.assessing.assessment import ASSESSMENT, HELD_OUT, Assessment, load_assessment
 from sinklab.assessing.part import AssessText, PartJob
-from sinklab.assessing.parts import PARTS
+from sinklab.assessing.parts import PARTS, USUAL
 from sinklab.assessing.plan import AssessOptions, AssessSettings, settings_for
 from sinklab.data.sources.corpora import documents
 from sinklab.errors import InputError
@@ -135,7 +135,7 @@ def _jobs(
     """The parts that apply, and the reasons why others do not; every named part must apply."""
     jobs: dict[str, PartJob] = {}
     skipped: dict[str, str] = {}
-    for name in options.parts or PARTS:
+    for name in options.parts or USUAL:
         part = PARTS[name]
         why = part.refusal(text.model.adapter, settings)
         if why is None:

@@ -168,6 +168,7 @@ class AssessPart(ReadDocument, ABC):
         name: in `--parts`, in assessment.json and in experiments.
         rank: parts run and are shown by this number.
         long_text: skip the part if the text is too short for it; other parts then raise an error.
+        on_request: run the part only if it is named, as it takes long.
         numbers: its single numbers.
         sequences, length: N and T.
         unchanged: the unchanged model on the same text, within its context.
@@ -176,6 +177,7 @@ class AssessPart(ReadDocument, ABC):
     name: ClassVar[str]
     rank: ClassVar[int]
     long_text: ClassVar[bool] = False
+    on_request: ClassVar[bool] = False
     numbers: ClassVar[tuple[PartNumber, ...]] = ()
 
     sequences: int

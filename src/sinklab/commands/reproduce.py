@@ -66,7 +66,7 @@ def experiments(
     as_json: Json = False,
 ) -> None:
     """List the experiments that `sinklab reproduce` runs: question, cells, and the time they take on this machine."""
-    from sinklab.commands.terminal.experiments import print_coverage, print_experiment, print_experiments
+    from sinklab.commands.terminal.plans import print_coverage, print_experiment, print_experiments
     from sinklab.experiments.paper import paper_coverage
     from sinklab.experiments.shipped import list_experiments
 
@@ -165,7 +165,7 @@ def reproduce(
     changes = _changes(steps, text)
     request = SweepRequest(questions, out or RUNS / scale, changes, jobs, engine, engine_options or (), packed)
     if dry_run:
-        from sinklab.commands.terminal.experiments import print_preview
+        from sinklab.commands.terminal.plans import print_preview
 
         ahead = look_ahead(request)
         if as_json:
@@ -175,7 +175,7 @@ def reproduce(
         return
     with keeping_what_is_finished():
         if ALL in names:
-            from sinklab.commands.terminal.experiments import hours_line
+            from sinklab.commands.terminal.plans import hours_line
 
             stderr().print(hours_line(look_ahead(request)), highlight=False, soft_wrap=True)
         _run(request, as_json)

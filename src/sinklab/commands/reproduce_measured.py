@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.console import Console
 
 from sinklab.commands.ending import stderr
-from sinklab.commands.terminal.experiments import print_passes
 from sinklab.commands.terminal.job_progress import JobProgress
+from sinklab.commands.terminal.plans import print_passes
 from sinklab.commands.terminal.results import print_summary
 from sinklab.data.sources.corpora import documents
 from sinklab.errors import InputError, SinklabError

@@ -40,7 +40,7 @@ def sft(
 
     Example: sinklab sft runs/k --data chats.jsonl --out runs/k-chat
     """
-    from sinklab.commands.terminal.training import print_tuning
+    from sinklab.commands.terminal.results import print_tuning
     from sinklab.tuning.sft_dataset import TuneSources
     from sinklab.tuning.tune import tune
 

@@ -18,8 +18,7 @@ from sinklab.errors import InputError
 from sinklab.jobs.progress import Observer, ignore
 from sinklab.measuring.measurement import Measurement
 from sinklab.models.hooks import Progress
-from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision
-from sinklab.models.huggingface.subfolder import name_in_results
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision, name_in_results
 from sinklab.schema import finite_or_none
 from sinklab.survey.measure_many import Item, Outcome, deciding_request, measure_all
 from sinklab.survey.measure_one import check_loadable, check_readable, load_model, measure_loaded

@@ -15,7 +15,7 @@ from sinklab.jobs.progress import Observer, ignore
 from sinklab.measuring.measurement import Measurement
 from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import AS_IT_IS, DEVICE_MAP, Loading
-from sinklab.models.memory import LARGEST, LOGITS_AT_ONCE, Sizes
+from sinklab.models.memory_budget import LARGEST, LOGITS_AT_ONCE, Sizes
 from sinklab.survey.measure_many import Item, Outcome, deciding_request, measure_all
 from sinklab.survey.measure_one import load_model, measure_loaded
 from sinklab.survey.open_models import EVERY, OpenModel, models_of, setting

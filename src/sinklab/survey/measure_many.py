@@ -22,8 +22,7 @@ from sinklab.jobs.progress import Observer, StepProgress, ignore
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.highest import elsewhere_text, in_brackets
 from sinklab.models.hooks import Progress
-from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name
-from sinklab.models.huggingface.subfolder import name_in_results
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name, name_in_results
 from sinklab.opening import Model, model_files
 from sinklab.outputs import MEASUREMENT, REPORT, check_results
 from sinklab.survey.measure_one import load_model, measure_loaded

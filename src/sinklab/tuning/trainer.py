@@ -25,7 +25,7 @@ from sinklab.errors import SinklabError
 from sinklab.jobs.progress import StepProgress
 from sinklab.measuring.huggingface.callback import EVALUATION, SinkCallback
 from sinklab.model.loss import IGNORED
-from sinklab.models.huggingface.exported import is_exported
+from sinklab.models.native import is_exported
 from sinklab.tuning.chats import TokenizedChat
 from sinklab.tuning.settings import TuneSettings
 from sinklab.tuning.sft_dataset import SftDataset

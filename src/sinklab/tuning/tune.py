@@ -12,9 +12,8 @@ from sinklab.extras import install_command
 from sinklab.files import is_full
 from sinklab.jobs.ledger import Ledger, check_request
 from sinklab.jobs.progress import JobEvent, Observer, StepProgress, ignore
-from sinklab.models.huggingface.exported import is_exported
-from sinklab.models.huggingface.loading import AS_IT_IS, Loading
-from sinklab.models.huggingface.quiet import without_bars
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading, without_bars
+from sinklab.models.native import is_exported
 from sinklab.signals import stop_on_signals
 from sinklab.tuning.settings import TuneOptions
 from sinklab.tuning.sft_dataset import SftDataset, TuneSources, prepare_dataset

@@ -38,7 +38,7 @@ from sinklab.assessing.part import (
 )
 from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step
-from sinklab.measuring.statistics.stream import kurtosis
+from sinklab.measuring.statistics.details import kurtosis
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import evaluating, hooked, residual_stream, token_norms
 from sinklab.schema import ReadDocument
