@@ -14,7 +14,7 @@ precision; SmoothQuant (2211.10438) leaves out the first three.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -250,19 +250,25 @@ def quantised_weight(weight_OI: Tensor, kind: Weights) -> Tensor:
 
 @dataclass(frozen=True)
 class LinearMap:
-    """A linear map and how its weight lies: GPT-2's have their output channels in columns."""
+    """A linear map of a block.
+
+    Attributes:
+        transposed: the output channels are in the columns of the weight, as in GPT-2.
+        block: the block that it is in; None if its inputs are always (B, T, I).
+    """
 
     module: nn.Module
     transposed: bool
+    block: nn.Module | None = None
 
     @property
     def weight(self) -> Tensor:
-        """The parameter itself."""
+        """The parameter."""
         found: Any = self.module.weight
         return found.data
 
     def quantised(self, kind: Weights) -> Tensor:
-        """Its weight, quantised, as it lies."""
+        """The quantised weight, in the layout of the parameter."""
         return quantised_weight(self.weight.T, kind).T if self.transposed else quantised_weight(self.weight, kind)
 
     def apply(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -272,29 +278,30 @@ class LinearMap:
 
 
 def linear_maps(blocks: Sequence[nn.Module]) -> list[LinearMap]:
-    """Of the blocks, in order; the gates of ours count, as they are matrix products too."""
+    """The linear maps of the blocks in order, gates included."""
     found = []
     for block in blocks:
         for module in block.modules():
             if isinstance(module, nn.Linear):
-                found.append(LinearMap(module, transposed=False))
+                found.append(LinearMap(module, False, block))
             elif type(module).__name__ == "Conv1D":
-                found.append(LinearMap(module, transposed=True))
+                found.append(LinearMap(module, True, block))
     return found
 
 
 @contextmanager
 def watched_maxima(maps: Sequence[LinearMap], skipped: int) -> Iterator[Maxima]:
-    """The largest |x| that enters each map in the block; the first `skipped` positions are not looked at."""
+    """The largest |x| of the inputs of each map, without the first `skipped` positions."""
     found: Maxima = {}
+    shape = _SequenceShape()
 
     def entering(module: nn.Module, args: tuple[Any, ...]) -> None:
-        rest = args[0][:, skipped:]
+        rest = shape.unflattened(args[0])[:, skipped:]
         if rest.numel():
             here = rest.abs().amax()
             found[module] = torch.maximum(found[module], here) if module in found else here
 
-    with hooked(one.module.register_forward_pre_hook(entering) for one in maps):
+    with shape.watched(maps), hooked(one.module.register_forward_pre_hook(entering) for one in maps):
         yield found
 
 
@@ -302,35 +309,57 @@ def watched_maxima(maps: Sequence[LinearMap], skipped: int) -> Iterator[Maxima]:
 def quantised(
     maps: Sequence[LinearMap], weights: Weights, activations: Activations, maxima: Maxima, spared: int
 ) -> Iterator[None]:
-    """Weights and inputs of the maps are quantised for the length of the block, and put back bit for bit.
+    """Quantise weights and inputs of the maps within the context; the weights are then restored bit for bit.
 
     Args:
         maxima: of every map's input, for static scales.
-        spared: so many first positions are computed in full precision, and are left out of dynamic scales.
+        spared: number of first positions in full precision and outside dynamic scales.
     """
     by_module = {one.module: (one, one.weight.clone()) for one in maps}
-    whole: dict[nn.Module, Tensor] = {}
+    exact: dict[nn.Module, Tensor] = {}
+    shape = _SequenceShape()
 
     def entering(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x_BTI = args[0]
-        whole[module] = x_BTI[:, :spared]
-        return (torch.cat((x_BTI[:, :spared], _rounded(x_BTI[:, spared:], activations, maxima.get(module))), 1),)
+        x_BTI = shape.unflattened(args[0])
+        exact[module] = x_BTI[:, :spared]
+        rounded_BTI = _rounded(x_BTI[:, spared:], activations, maxima.get(module))
+        return (torch.cat((exact[module], rounded_BTI), 1).view_as(args[0]),)
 
     def leaving(module: nn.Module, _: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        first = whole.pop(module)
+        first = exact.pop(module)
         if not spared:
             return None
         one, weight = by_module[module]
-        return torch.cat((one.apply(first, weight), output[:, spared:]), 1)
+        rest = shape.unflattened(output)[:, spared:]
+        return torch.cat((one.apply(first, weight), rest), 1).view_as(output)
 
     try:
         for one in maps:
             one.weight.copy_(one.quantised(weights))
-        with hooked(_around(maps, entering, leaving)):
+        with shape.watched(maps), hooked(_around(maps, entering, leaving)):
             yield
     finally:
         for one, weight in by_module.values():
             one.weight.copy_(weight)
+
+
+class _SequenceShape:
+    """The batch size and length of the sequences, which OPT flattens before its feed-forward layers."""
+
+    def __init__(self) -> None:
+        self._shape = torch.Size((1, 1))
+
+    def watched(self, maps: Sequence[LinearMap]) -> AbstractContextManager[None]:
+        """Read the shape from the input of each block."""
+        blocks = dict.fromkeys(one.block for one in maps if one.block is not None)
+        return hooked(block.register_forward_pre_hook(self._read, with_kwargs=True) for block in blocks)
+
+    def unflattened(self, x: Tensor) -> Tensor:
+        """(B T, I) as (B, T, I)."""
+        return x.unflatten(0, self._shape) if x.ndim == 2 else x
+
+    def _read(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._shape = (args[0] if args else kwargs["hidden_states"]).shape[:2]
 
 
 def _around(maps: Sequence[LinearMap], entering: Any, leaving: Any) -> Iterator[Any]:
