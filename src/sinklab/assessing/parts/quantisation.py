@@ -62,14 +62,14 @@ DEVIATIONS = 6  # from the mean, beyond which a value is an outlier (2306.12929)
 
 
 class Quantised(ReadDocument):
-    """One way of quantising.
+    """One setting of quantisation.
 
     Attributes:
-        weights, activations: what is done to each.
+        weights, activations: their quantisation.
         everything: all tokens quantised.
-        without_sink: the sink positions in full precision, and left out of the scales.
-        due_to_sink: loss of the one less loss of the other.
-        destroyed: whether the loss has grown tenfold.
+        without_sink: the sink positions in full precision and outside the scales.
+        due_to_sink: loss of `everything` less that of `without_sink`.
+        destroyed: the loss is at least ten times that of the unchanged model.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Outliers(ReadDocument):
 
 
 class Quantisation(AssessPart):
-    """Loss after simulated quantisation, and the outliers that make it hard, by block."""
+    """Loss after simulated quantisation, and the outliers of each block."""
 
     name = "quantisation"
     rank = 2
@@ -138,7 +138,7 @@ class Quantisation(AssessPart):
             yield ResultRow(one.name, one.everything, due)
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """Everything in int8 with static scales per tensor."""
+        """Int8 with static scales per tensor."""
         for one in self.settings:
             if one.name == STATIC:
                 yield "int8_added", self.added(one.everything)
@@ -153,8 +153,8 @@ class Quantisation(AssessPart):
         return PartFigure(
             "dots",
             "Quantisation with and without the sink",
-            f"What simulated quantisation adds to the loss of {self.unchanged.loss:.3f}, and how much of it is left "
-            f"where the first {counted(self.sink_positions, 'token')} stays in full precision and out of the scales.",
+            f"Loss added to {self.unchanged.loss:.3f} by simulated quantisation of everything, and with the first "
+            f"{counted(self.sink_positions, 'token')} in full precision and outside the scales.",
             rows,
             PlotAxis(GROWTH, "x", "nats per token"),
             PlotAxis("", "y", "setting", order=[one.name for one in self.settings]),
@@ -165,11 +165,11 @@ class Quantisation(AssessPart):
 def assess_quantisation(
     adapter: Adapter, tokens_NT: Tensor, calibration_NT: Tensor, sink_tokens: int, step: Step
 ) -> Quantisation:
-    """Loss under every way of quantising, with and without the sink positions.
+    """Loss under every setting, with and without the sink positions.
 
     Args:
         calibration_NT: other text, for static scales.
-        sink_tokens: so many first tokens are sinks, beside a learned sink token.
+        sink_tokens: number of first tokens that form the sink, beside a learned sink token.
     """
     spared = adapter.leading + sink_tokens
     maps = linear_maps(adapter.blocks)
@@ -209,7 +209,7 @@ def _calibrated(adapter: Adapter, tokens_NT: Tensor, skipped: int, step: Step) -
 
 
 def outliers_by_block(adapter: Adapter, tokens_NT: Tensor) -> list[Outliers]:
-    """Of the residual stream of the first sequence, after each block."""
+    """Outliers in the residual stream of the first sequence, after each block."""
     with ExitStack() as stack:
         stack.enter_context(evaluating(adapter.module))
         found = stack.enter_context(residual_stream(adapter.blocks, _outliers))
@@ -232,7 +232,7 @@ def _outliers(x_BTC: Tensor) -> Outliers:
 
 
 def on_grid(x: Tensor, bits: int, largest: Tensor) -> Tensor:
-    """q(x), where `largest` (broadcast) is the maximum of |x| that the scale is made for; zero stays zero."""
+    """q(x) for a scale made for the maximum `largest` (broadcast); zero remains zero."""
     steps = 2 ** (bits - 1) - 1
     scale = largest / steps
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
@@ -240,7 +240,7 @@ def on_grid(x: Tensor, bits: int, largest: Tensor) -> Tensor:
 
 
 def quantised_weight(weight_OI: Tensor, kind: Weights) -> Tensor:
-    """A weight with its output channels in rows; a last group may be shorter."""
+    """The quantised weight, output channels in rows; a last group may be shorter."""
     if kind == "int8 per channel":
         return on_grid(weight_OI, INT8, weight_OI.abs().amax(1, keepdim=True))
     width = weight_OI.shape[1]
