@@ -13,7 +13,7 @@ from tiny_models import text_file, tiny_model
 from trained_run import trained_run
 
 from sinklab.assessing.assessment import Assessment
-from sinklab.assessing.parts import PARTS
+from sinklab.assessing.parts import PARTS, USUAL
 from sinklab.assessing.parts.streaming import Streaming
 from sinklab.assessing.plan import AssessOptions
 from sinklab.assessing.running import AssessListener, assess, load_assessment
@@ -29,7 +29,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def test_every_part_of_a_run_is_assessed(made: tuple[Path, Path], run: Run, tmp_path: Path) -> None:
     directory, text = made
-    status, out, err = run("assess", directory, "--text", text, *SMALL, "--out", tmp_path / "a", "--json")
+    parts = ("--parts", ",".join(PARTS))
+    status, out, err = run("assess", directory, "--text", text, *SMALL, *parts, "--out", tmp_path / "a", "--json")
     assert status == 0, err
     document = json.loads(out)
     assert document == json.loads((tmp_path / "a" / "assessment.json").read_text())
@@ -119,6 +120,7 @@ def test_a_model_without_rotary_positions_streams_by_those_of_the_text(run: Run,
     found = Assessment.model_validate(json.loads(out))
     assert found.result(Streaming).positions == "text"
     assert found.skipped == {"length": "its learned table of positions ends at 64"}
+    assert {*found.results, "length"} == set(USUAL)
     assert any("positions in the streaming part are those in the text" in note for note in found.notes)
 
 

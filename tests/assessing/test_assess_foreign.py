@@ -15,7 +15,7 @@ from sinklab.assessing.caches import RollingCache
 from sinklab.assessing.parts.eviction import HeavyHitters
 from sinklab.assessing.reading import PairedReader, changed_attention
 from sinklab.models.hooks import evaluating
-from sinklab.models.huggingface.adapter import HuggingFaceAdapter
+from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
 
 CONFIGS: dict[str, Any] = {
     "llama": lambda: hf.LlamaConfig(**GROUPED),

@@ -9,8 +9,9 @@ from measure_reference import importance_by_loops, sink_rate_by_loops, uniform_r
 
 from sinklab.attention.real_tokens import real_tokens
 from sinklab.errors import InputError, SinklabError
-from sinklab.measuring.accumulate import Accumulator, Batch
+from sinklab.measuring.accumulate import Accumulator
 from sinklab.measuring.metrics import first_to_rest, importance_from_sums, sink_rate
+from sinklab.measuring.records import Batch
 
 SHAPES = st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.integers(1, 6))
 SEEDS = st.integers(0, 2**31 - 1)

@@ -136,7 +136,7 @@ def test_a_coarse_model_is_checked_in_float32_and_left_as_it_was(kind: str, dtyp
 
 def test_what_a_coarse_precision_shows_beyond_its_rounding_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _deep().bfloat16()
-    monkeypatch.setattr("sinklab.measuring.surgery.precision.free_bytes", lambda device: 0)  # no room for float32
+    monkeypatch.setattr("sinklab.measuring.surgery.propositions.free_bytes", lambda device: 0)  # no room for float32
     found = check_propositions(model, [3, 17], length=40)
     assert (found.dtype, found.holds) == ("bfloat16", None)
     assert found.hidden_deviation > found.tolerance

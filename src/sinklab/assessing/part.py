@@ -117,6 +117,7 @@ class AssessPart(ReadDocument, ABC):
         name: in `--parts`, in assessment.json and in experiments.
         rank: parts run and are shown by this number.
         long_text: whether it is skipped where the text is too short for it; other parts then refuse.
+        on_request: whether it runs only where it is named, as it takes long.
         numbers: its single numbers.
         sequences, length: N and T of the text it read.
         unchanged: the unchanged model on that text, within its context.
@@ -125,6 +126,7 @@ class AssessPart(ReadDocument, ABC):
     name: ClassVar[str]
     rank: ClassVar[int]
     long_text: ClassVar[bool] = False
+    on_request: ClassVar[bool] = False
     numbers: ClassVar[tuple[PartNumber, ...]] = ()
 
     sequences: int

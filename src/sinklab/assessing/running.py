@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sinklab.assessing.assessment import ASSESSMENT, HELD_OUT, Assessment, load_assessment
 from sinklab.assessing.part import PartJob
-from sinklab.assessing.parts import PARTS
+from sinklab.assessing.parts import PARTS, USUAL
 from sinklab.assessing.plan import AssessOptions, AssessSettings, settings_for
 from sinklab.assessing.text import AssessText, open_separable
 from sinklab.data.sources.corpora import documents
@@ -98,7 +98,7 @@ def _assessed(
         notes=_notes(source, settings, options),
     )
     found = _continued(found, out)
-    for part in options.parts or PARTS:
+    for part in options.parts or USUAL:
         if part in skipped:
             found = found.model_copy(update={"skipped": {**found.skipped, part: skipped[part]}})
             listener.skips(part, skipped[part])
@@ -122,7 +122,7 @@ def _jobs(
     """The parts that can be done, and why the others cannot; parts asked for by name must be possible."""
     jobs: dict[str, PartJob] = {}
     skipped: dict[str, str] = {}
-    for name in options.parts or PARTS:
+    for name in options.parts or USUAL:
         part = PARTS[name]
         why = part.refusal(text.model.adapter, settings)
         if why is None:

@@ -1,18 +1,16 @@
-"""Reducing a measurement while it runs: nothing of size sequences x layers x heads x positions is kept.
+"""Running sums of a measurement, so that no array of size sequences x layers x heads x positions is stored.
 
-Kept are counts of alpha > eps per position, sums over sequences, and alpha of the first position per sequence. The
+Stored are counts of alpha > eps per position, sums over sequences, and alpha of the first position per sequence. The
 threshold is applied to every sequence before anything is averaged.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sinklab.device import on_host
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring import metrics
 from sinklab.measuring.activations import MassiveActivation
@@ -20,62 +18,13 @@ from sinklab.measuring.batches import Cost
 from sinklab.measuring.mask_coverage import View, joined, visibility_note
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
-from sinklab.measuring.statistics.totals import DetailTotals
-from sinklab.measuring.statistics.watch import BatchDetails
+from sinklab.measuring.records import Batch
+from sinklab.measuring.statistics.collecting import DetailTotals
 
 Rate = TypeVar("Rate", float, list[float])
 
 VISIBLE = "attention scores over visible queries"
 BEFORE = "hidden states before their norms"
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What one forward pass shows, index 0 being the first real token. A attention layers, M blocks.
-
-    Attributes:
-        importance_ABHT: alpha per sequence.
-        bias_ABH: alpha of the added bias or sink token, of the layers that have one; None where none has.
-        hidden_MBT: l2 norm of the residual stream before the first block and after every block; None if unknown.
-        key_ABT: l2 norm of the keys, mean over heads.
-        value_ABT: l2 norm of the values, mean over heads.
-        loss: summed over the batch's targets, nats (float64 scalar).
-        targets: how many tokens were predicted.
-        valid_BT: bool, False past the end of a sequence; None where all sequences are whole.
-        row_sums_ABH: mean raw row sum of scores that do not sum to one; None where they do.
-        prefixes: alpha (A, B, H, length) of the sequences cut at each of the accumulator's lengths.
-        details: what was asked for beyond; None where nothing was.
-        visible_ABHT: mean over the queries that may see each key; None where that is alpha in every layer.
-        views: by layer what is seen otherwise (mask_coverage.py); empty where it is nothing.
-        registers_ABHN: alpha of each register; None where there are not several.
-        window_start_ABH: mean score of the first key of a window that has moved on; None without one.
-        leading_MB: l2 norm of the residual stream at the first learned position; None where nothing leads.
-        before_MBT: l2 norm of what entered each norm of a post-norm model; None elsewhere.
-    """
-
-    importance_ABHT: Tensor
-    bias_ABH: Tensor | None
-    hidden_MBT: Tensor | None
-    key_ABT: Tensor
-    value_ABT: Tensor
-    loss: Tensor
-    targets: int
-    valid_BT: Tensor | None = None
-    row_sums_ABH: Tensor | None = None
-    prefixes: Sequence[Tensor] = ()
-    details: BatchDetails | None = None
-    visible_ABHT: Tensor | None = None
-    views: Sequence[View | None] = ()
-    registers_ABHN: Tensor | None = None
-    window_start_ABH: Tensor | None = None
-    leading_MB: Tensor | None = None
-    before_MBT: Tensor | None = None
-
-    def on_cpu(self) -> "Batch":
-        """The same in the machine's own memory, after one wait; the details are read where they are."""
-        tensors = {one.name: x for one in fields(self) if isinstance(x := getattr(self, one.name), Tensor)}
-        copies = on_host([*tensors.values(), *self.prefixes])
-        return replace(self, **dict(zip(tensors, copies, strict=False)), prefixes=copies[len(tensors) :])
 
 
 class Accumulator:
@@ -110,18 +59,18 @@ class Accumulator:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, batch: Batch) -> None:
-        """Take in one batch.
+        """Add one batch.
 
         Raises:
             SinklabError: NaN or infinity in the attention or the activations; the layer is named.
         """
-        batch = batch.on_cpu()  # a card that is full would otherwise stop in the middle of the counting (batches.py)
+        batch = batch.on_cpu()  # else a full card would raise in the middle of the counting (batches.py)
         importance, valid_BT = batch.importance_ABHT, batch.valid_BT
         _, B, _, T = importance.shape
         valid_BT = torch.ones(B, T, dtype=torch.bool) if valid_BT is None else valid_BT
         self.sequences += B
         self.sequences_T[:T] += valid_BT.sum(0)
-        if batch.visible_ABHT is not None and self.visible_hits_ET is None:  # until now it was the same
+        if batch.visible_ABHT is not None and self.visible_hits_ET is None:  # so far equal
             self.visible_hits_ET = self.hits_ET.clone()
             if "attention scores" in self._sums:
                 self._sums[VISIBLE] = self._sums["attention scores"].clone()

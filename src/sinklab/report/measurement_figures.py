@@ -16,8 +16,7 @@ from sinklab.errors import InputError
 from sinklab.measuring import metrics
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.details import STATISTICS, Details
-from sinklab.measuring.statistics.secondary import ALIGNED, ENOUGH, FIRST_FEW, STANDS_OUT
-from sinklab.measuring.statistics.shown import (
+from sinklab.measuring.statistics.plot_specs import (
     BlockLines,
     BucketLines,
     HeadMap,
@@ -27,6 +26,7 @@ from sinklab.measuring.statistics.shown import (
     SequenceLines,
     Shown,
 )
+from sinklab.measuring.statistics.secondary import ALIGNED, ENOUGH, FIRST_FEW, STANDS_OUT
 from sinklab.plots import PlotAxis
 from sinklab.report import charts, theme
 from sinklab.report.cells import by_key, over_seeds

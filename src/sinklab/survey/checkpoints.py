@@ -17,8 +17,7 @@ from sinklab.data.sources.corpora import identity
 from sinklab.errors import InputError
 from sinklab.measuring.measurement import Measurement
 from sinklab.models.hooks import Progress
-from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision
-from sinklab.models.huggingface.subfolder import name_in_results
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision, name_in_results
 from sinklab.opening import is_run
 from sinklab.schema import finite_or_none
 from sinklab.survey.documents import MeasuredCheckpoint, StepUnit

@@ -15,8 +15,7 @@ from sinklab.data.sources.textfiles import text_files
 from sinklab.errors import InputError
 from sinklab.measuring.measurement import Measurement
 from sinklab.models.hooks import Progress
-from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name
-from sinklab.models.huggingface.subfolder import name_in_results
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name, name_in_results
 from sinklab.opening import Model
 from sinklab.survey.items import Item, Listener, Outcome, measure_all, what_decides
 from sinklab.survey.loaded import load_model, measure_loaded

@@ -18,8 +18,7 @@ from sinklab.errors import InputError, SinklabError, UnsavedError
 from sinklab.files import parse_json, write_json
 from sinklab.measuring.measurement import Measurement
 from sinklab.models.hooks import Progress
-from sinklab.models.huggingface.loading import Loading
-from sinklab.models.huggingface.subfolder import name_in_results
+from sinklab.models.huggingface.loading import Loading, name_in_results
 from sinklab.opening import model_files
 from sinklab.outputs import MEASUREMENT, REPORT, check_results
 from sinklab.survey.request import Request

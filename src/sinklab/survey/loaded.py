@@ -13,13 +13,12 @@ from sinklab.data.sources.corpora import documents
 from sinklab.data.sources.textfiles import text_files
 from sinklab.data.spelling import UNKNOWN
 from sinklab.errors import InputError
-from sinklab.measuring.conversations import Conversations
 from sinklab.measuring.inputs import SHARES, default_prefix, pretrained_encode
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.surgery.study import changed_positions, measure_with_study
 from sinklab.models.hooks import Progress
-from sinklab.models.huggingface.loading import Loading, check_config, load_pretrained_tokenizer
-from sinklab.models.huggingface.subfolder import name_in_results
+from sinklab.models.huggingface.loading import Loading, check_config, load_pretrained_tokenizer, name_in_results
+from sinklab.models.huggingface.rendering import Conversations
 from sinklab.opening import Model, is_run, open_model
 from sinklab.survey.bits import with_bits_per_byte
 from sinklab.survey.request import Request

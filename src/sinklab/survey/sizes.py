@@ -9,7 +9,7 @@ import torch
 
 from sinklab.device import float32_if_emulated, pick_device
 from sinklab.models.huggingface.loading import DEVICE_MAP
-from sinklab.models.memory import LARGEST, LOGITS_AT_ONCE, Sizes
+from sinklab.models.memory_budget import LARGEST, LOGITS_AT_ONCE, Sizes
 from sinklab.survey.families import check_models_dir, directory_of, published
 from sinklab.survey.open_models import OpenModel, models_of
 from sinklab.survey.request import Request

@@ -12,7 +12,7 @@ from torch import Tensor
 from sinklab.device import pick_device
 from sinklab.errors import InputError
 from sinklab.files import sha256_of
-from sinklab.measuring.inputs import natural_tokens
+from sinklab.measuring.inputs import natural_text, with_prefix
 from sinklab.models.huggingface.anatomy import quantisation
 from sinklab.models.huggingface.loading import DEVICE_MAP, Loading
 from sinklab.opening import Model, open_model
@@ -135,7 +135,7 @@ def _sink_tokens(text: Path | None, model: Model, held_out: list[TokenizedChat],
     """The tokens on which the sink is measured: (N, T)."""
     if text is None:
         return first_tokens(held_out, settings.sequences, settings.sink_length)
-    return natural_tokens(
+    bodies = natural_text(
         text,
         model.encode,
         sequences=settings.sequences,
@@ -144,6 +144,7 @@ def _sink_tokens(text: Path | None, model: Model, held_out: list[TokenizedChat],
         fewer=True,
         render=model.conversations(keep_bos=not model.special).render,
     )
+    return with_prefix(bodies, model.special)
 
 
 def _read_template(path: Path) -> str:

@@ -10,9 +10,8 @@ from pathlib import Path
 from sinklab.errors import InputError, SinklabError
 from sinklab.extras import install_command
 from sinklab.files import is_full, write_json
-from sinklab.models.huggingface.exported import is_exported
-from sinklab.models.huggingface.loading import AS_IT_IS, Loading
-from sinklab.models.huggingface.quiet import without_bars
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading, without_bars
+from sinklab.models.native import is_exported
 from sinklab.outputs import check_results
 from sinklab.signals import stop_on_signals
 from sinklab.train.directory.lock import leave, lock_run

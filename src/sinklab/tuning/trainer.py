@@ -24,7 +24,7 @@ from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
 from sinklab.errors import SinklabError
 from sinklab.measuring.huggingface.callback import EVALUATION, SinkCallback
 from sinklab.model.loss import IGNORED
-from sinklab.models.huggingface.exported import is_exported
+from sinklab.models.native import is_exported
 from sinklab.tuning.chats import TokenizedChat
 from sinklab.tuning.checkpoints import mark_complete
 from sinklab.tuning.documents import METRICS, UPDATES, TuneEvaluation, TuneUpdate, write_rows

@@ -28,7 +28,7 @@ from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.quantiser import Activations, Weights, linear_maps, quantised, watched_maxima
 from sinklab.assessing.reading import PairedReader, Step
 from sinklab.assessing.text import AssessText
-from sinklab.measuring.statistics.stream import kurtosis
+from sinklab.measuring.statistics.details import kurtosis
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import evaluating, residual_stream, token_norms
 from sinklab.schema import ReadDocument

@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinklab.attention.linear import CHUNK
+from sinklab.attention.query_blocks import CHUNK
 from sinklab.errors import InputError
 from sinklab.model.config import ModelConfig
 from sinklab.model.loss import WHOLE, rows_per_chunk
 from sinklab.model.transformer import Transformer
 from sinklab.model.values import NoValueResidual
-from sinklab.models.memory import total_bytes
+from sinklab.models.memory_budget import total_bytes
 from sinklab.train.config import Muon, OptimConfig, Sgd
 from sinklab.train.optim import hidden_matrices
 from sinklab.train.planning.flops import shape_of

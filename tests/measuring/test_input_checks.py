@@ -74,9 +74,9 @@ def test_what_are_no_tokens_is_named(model: Any, tokens: Any, says: str) -> None
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"eps": "0.3"}, "eps is '0.3', which is no number"),
-        ({"eps": None}, "eps is None, which is no number"),
-        ({"eps": [0.3, "x"]}, "eps is 'x', which is no number"),
+        ({"eps": "0.3"}, "eps is '0.3', which is not a number"),
+        ({"eps": None}, "eps is None, which is not a number"),
+        ({"eps": [0.3, "x"]}, "eps is 'x', which is not a number"),
         ({"eps": []}, "eps is empty"),
         ({"eps": np.array([0.3, 2])}, "eps is 2.0; expected a share"),
         ({"batch_size": "2"}, "batch size is '2'"),

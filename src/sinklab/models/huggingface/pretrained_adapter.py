@@ -1,4 +1,4 @@
-"""A Hugging Face causal language model behind `Adapter`: a function of ours stands in for its attention."""
+"""A Hugging Face causal language model behind `Adapter`: its attention is replaced by a function of ours."""
 
 import dataclasses
 import inspect
@@ -12,16 +12,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sinklab.attention.blocks import accumulate_dtype
 from sinklab.attention.layer_call import LayerCall, ShiftRope
+from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.attention.real_tokens import RealTokens
 from sinklab.errors import InputError, SinklabError, cause
+from sinklab.models.families import ROTARY_EMBEDDING
 from sinklab.models.hooks import evaluating, hooked
 from sinklab.models.huggingface import anatomy
 from sinklab.models.huggingface.gguf import is_unpacked
 from sinklab.models.huggingface.interface import attention_function, read_call
-from sinklab.models.huggingface.piecewise_loss import answering, forward_loss, forward_only, makes_logits_in_pieces
-from sinklab.models.memory import Sizes, sizes_of_pretrained
+from sinklab.models.huggingface.piecewise_loss import fixed_output, forward_loss, forward_only, has_piecewise_logits
+from sinklab.models.memory_budget import Sizes, sizes_of_pretrained
 
 TRIED = 8  # tokens
 _dispatch: "WeakKeyDictionary[PreTrainedModel, bool]" = WeakKeyDictionary()
@@ -64,7 +65,7 @@ class HuggingFaceAdapter:
 
     @property
     def dispatches(self) -> bool:
-        """Whether its attention passes through transformers' interface; tried once where the model does not say."""
+        """Whether its attention uses transformers' interface; tried once where the model does not declare it."""
         if self.module not in _dispatch:
             said = getattr(self.module, "_supports_attention_backend", False)
             _dispatch[self.module] = said or self._dispatches_two_tokens()
@@ -87,7 +88,7 @@ class HuggingFaceAdapter:
         return calls == self.attention_layers
 
     def check_length(self, length: int) -> None:
-        """Refuse sequences beyond the context that the config says.
+        """Refuse sequences beyond the context of the config.
 
         Raises:
             InputError: with the longest length possible.
@@ -95,7 +96,7 @@ class HuggingFaceAdapter:
         anatomy.check_length(self.module.config, length)
 
     def check(self, tokens_NT: Tensor, longest: int, lengths: Sequence[int]) -> None:
-        """Refuse ids outside the vocabulary, too long sequences, lengths that one pass cannot give.
+        """Refuse ids outside the vocabulary, too long sequences, lengths that need passes of their own.
 
         Raises:
             InputError: any of them.
@@ -124,7 +125,7 @@ class HuggingFaceAdapter:
     ) -> tuple[Tensor, int]:
         """One forward pass, and the loss over the real targets."""
         arguments: dict[str, Any] = {"use_cache": False}
-        if real.padded:  # learned positions start at the first real token
+        if real.padded:  # positions start at the first real token
             arguments["attention_mask"] = real.mask_BT.long()
             if "position_ids" in inspect.signature(self.module.forward).parameters:
                 arguments["position_ids"] = (real.mask_BT.long().cumsum(-1) - 1).clamp(min=0)
@@ -142,7 +143,7 @@ class HuggingFaceAdapter:
         return torch.tensor(loss, dtype=torch.float64), targets
 
     def run(self, tokens_BT: Tensor) -> None:
-        """One forward pass, with the logits of one position where the model can be asked for that."""
+        """One forward pass, with the logits of one position where the model can compute single ones."""
         forward_only(self.module, tokens_BT, {"use_cache": False})
 
     def hidden(self, tokens_BT: Tensor) -> Tensor:
@@ -150,34 +151,34 @@ class HuggingFaceAdapter:
         return self.module.base_model(tokens_BT, use_cache=False).last_hidden_state
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """By the model's own head, and whatever it does between body and logits."""
-        answer = dataclasses.replace(self._answer, last_hidden_state=hidden_RE[None])
+        """By the model's own code between body and logits."""
+        answer = dataclasses.replace(self._body_output, last_hidden_state=hidden_RE[None])
         with ExitStack() as stack:
             for body in anatomy.bodies(self.module):
-                stack.enter_context(answering(body, answer))
+                stack.enter_context(fixed_output(body, answer))
             tokens_1R = torch.zeros(1, len(hidden_RE), dtype=torch.long, device=self.device)
             logits_RV = self.module(tokens_1R, use_cache=False).logits[0]
         return logits_RV.to(accumulate_dtype(logits_RV.dtype))
 
     @cached_property
-    def _answer(self) -> Any:
-        """What the body answers, here for one token."""
+    def _body_output(self) -> Any:
+        """An output of the body, of one token."""
         return self.module.base_model(self._some_tokens()[:, :1], use_cache=False)
 
     def sizes(self, padded: bool, matrices: bool) -> Sizes:
         """Of the model's config."""
-        logits = not makes_logits_in_pieces(self.module)
+        logits = not has_piecewise_logits(self.module)
         return sizes_of_pretrained(self.module.config, matrices=matrices, padded=padded, logits=logits)
 
     def notes(self) -> list[str]:
-        """How the weights are quantised, or were."""
+        """On quantised weights."""
         method = anatomy.quantisation(self.module.config)
         if method == "gguf" and is_unpacked(self.module):
             return ["the weights come from a gguf file and are unpacked"]
         return [f"the weights are quantised ({method}); dtype is that of the rest"] if method else []
 
     def inseparable(self) -> str | None:
-        """Read a few tokens through the door, and compare with what the model itself makes of them."""
+        """Compare the logits of a few intercepted tokens with the model's own."""
         why = self._why_inseparable()
         return why and (
             f"the attention of a {self.module.config.model_type!r} model cannot be taken apart ({why}): assess a model "
@@ -186,7 +187,7 @@ class HuggingFaceAdapter:
 
     def _why_inseparable(self) -> str | None:
         if not self.blocks or self.module.base_model is self.module:
-            return "its blocks or its head stand where none were found"
+            return "its blocks or its head could not be found"
         tokens_1T, calls = self._some_tokens(), 0
 
         def count(layer: LayerCall) -> Tensor:
@@ -203,13 +204,13 @@ class HuggingFaceAdapter:
                     return f"{calls} of {self.attention_layers} layers use transformers' interface"
                 given_RV = self.logits(hidden_1TE[0]).float()
             except (AttributeError, KeyError, TypeError, ValueError, IndexError, SinklabError) as error:
-                return cause(error)  # the code of a model that is used otherwise than it expects can raise anything
+                return cause(error)  # the model's own code can raise anything here
         if (given_RV - expected_RV).abs().max() > 1e-2 * expected_RV.abs().max():
-            return "put together again, its logits are others"
+            return "its logits differ when body and head run separately"
         return None
 
     def fixed_positions(self) -> str | None:
-        """None where `shift_rope` moves the queries of the first layer from position 0 to their own."""
+        """None where `shift_rope` rotates the queries of the first layer from position 0 to their own."""
         shift = shift_rope(self.module)
         if shift is None:
             return "it has no rotary embedding that turns queries and keys"
@@ -268,14 +269,14 @@ class HuggingFaceAdapter:
 
 
 def shift_rope(model: PreTrainedModel) -> ShiftRope | None:
-    """Half-split rotation of the first dimensions, as far as the model's one rotary embedding reaches."""
-    found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
+    """Half-split rotation of the dimensions that the model's rotary embedding covers; None unless there is just one."""
+    found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == ROTARY_EMBEDDING]
     if len(found) != 1:
         return None
 
     def shift(x_BHLD: Tensor, by_L: Tensor) -> Tensor:
         cos_LR, sin_LR = (table[0].float() for table in found[0](x_BHLD.float(), by_L[None].to(x_BHLD.device)))
-        scale_LR = (cos_LR.square() + sin_LR.square()).sqrt()  # yarn and longrope lengthen what they turn
+        scale_LR = (cos_LR.square() + sin_LR.square()).sqrt()  # yarn and longrope scale as they rotate
         turned, rest = x_BHLD[..., : cos_LR.shape[-1]].float(), x_BHLD[..., cos_LR.shape[-1] :]
         first, second = turned.chunk(2, -1)
         turned = (turned * cos_LR + torch.cat((-second, first), -1) * sin_LR) / scale_LR

@@ -1,8 +1,8 @@
-"""How many sequences to read at a time, when nobody says: a cheap estimate against the memory that is free.
+"""The default batch size: a cheap estimate of the memory per sequence against the free memory.
 
-On a CPU it must not be too bold: Linux grants memory that it does not have and ends the process when it is used, so
-that nothing can be halved afterwards (batches.py). The estimate counts what grows with a sequence: the activations of
-one block, what is recorded, and the matrices of models that make them. Logits come in pieces and hardly count.
+On a CPU it is conservative: Linux overcommits memory and kills the process when it is used, so that no batch can be
+halved afterwards (batches.py). The estimate counts tensors that grow with a sequence: the activations of one block, the
+records, and whole attention matrices of models that compute them. Logits are computed in pieces and hardly count.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sinklab.models.families import FFN_WIDTHS, first_named
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from sinklab.model.config import ModelConfig
+
 
 LARGEST = 16  # sequences: more are no faster, and progress is shown after each batch
 TOKENS = 2**13  # of a batch: the same for long sequences
@@ -28,15 +31,15 @@ CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model, as far as a forward pass holds them.
+    """Sizes of a model's tensors in a forward pass.
 
     Attributes:
         width: of the residual stream.
         ffn_width: of the hidden layer of an MLP.
         layers, heads: attention layers and query heads.
-        matrices: T x T scores that are alive at a time, in float32: 0 where attention comes in blocks.
-        masks: T x T booleans of a sequence: 1 where windows or padding make a mask, else 0.
-        vocabulary: of logits that are held whole; 0 where they come in pieces.
+        matrices: T x T score matrices in memory at a time, in float32; 0 where attention is computed in blocks.
+        masks: T x T boolean masks of a sequence: 1 with windows or padding, else 0.
+        vocabulary: of logits that are computed at once; 0 where they are computed in pieces.
     """
 
     width: int
@@ -48,7 +51,7 @@ class Sizes:
     vocabulary: int = 0
 
     def bytes_per_sequence(self, length: int) -> int:
-        """What one sequence of that length adds to the peak of a measurement, roughly and rather too much."""
+        """Upper estimate of the peak memory that one sequence of that length adds to a measurement."""
         activations = 16 * self.width + 4 * self.ffn_width + 3 * self.vocabulary
         recorded = 6 * self.layers * self.heads  # sums, alpha, and alpha in float64
         square = FLOAT * self.matrices + self.masks
@@ -64,14 +67,14 @@ def sizes_of_pretrained(config: "PretrainedConfig", *, matrices: bool, padded: b
     """Of a Hugging Face model, from its config.
 
     Args:
-        matrices: whether the model makes its attention matrices itself (huggingface/matrix_records.py).
+        matrices: whether the model computes whole attention matrices (huggingface/matrix_records.py).
         padded: whether there is padding.
-        logits: whether the model can only make the logits of all positions.
+        logits: whether the model can only compute the logits of all positions at once.
     """
     text = config.get_text_config(decoder=True)
     width, heads = text.hidden_size, text.num_attention_heads
-    given = (getattr(text, name, None) for name in ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"))
-    ffn_width = next((max(size) if isinstance(size, Sequence) else size for size in given if size), 4 * width)
+    ffn_width = first_named(text, FFN_WIDTHS) or 4 * width
+    ffn_width = max(ffn_width) if isinstance(ffn_width, Sequence) else ffn_width
     window = getattr(text, "sliding_window", None) is not None
     return Sizes(
         width=width,
@@ -92,7 +95,7 @@ def fitting_batch(sizes: Sizes, length: int, device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that can be had on the device; the machine's, or its control group's (v2), on a CPU. None if unknown."""
+    """Free memory of the device; on a CPU that of the machine or its control group (v2). None if unknown."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
@@ -102,7 +105,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def total_bytes(device: torch.device) -> int | None:
-    """All memory of the device; the machine's, or its control group's (v2), on a CPU. None if unknown."""
+    """Total memory of the device; on a CPU that of the machine or its control group (v2). None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     if device.type != "cpu":
@@ -135,4 +138,4 @@ def _of_control_group() -> int | None:
         return None
     if limit == "max":
         return None
-    return max(0, int(limit) - int(used) + int(statistics.get("inactive_file", 0)))  # cached files give way
+    return max(0, int(limit) - int(used) + int(statistics.get("inactive_file", 0)))  # cached files can be evicted

@@ -1,4 +1,4 @@
-"""Blocks of queries: how a T x S score matrix is walked without being built.
+"""Blocks of queries: a T x S score matrix in pieces, without building it.
 
 B batch, H query heads, G key heads (H a multiple of G), R = H / G, T queries, S keys, D key width, V value width.
 """
@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sinklab.attention.masks import Mask
 from sinklab.attention.scores import Score
-from sinklab.attention.visible import Mask
 
 BLOCK_ELEMENTS = 2**18  # scores held at a time: 1 MB in float32, which stays in a core's cache
 BLOCK_ELEMENTS_CUDA = 2**24  # 64 MB: there, fewer and larger kernels
 SMALLEST_BLOCK = 32
+CHUNK = 64  # positions of linear attention whose scores are explicit
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,11 @@ def default_scale(q_BHTD: Tensor) -> float:
 
 
 def check_shapes(q_BHTD: Tensor, k_BGSD: Tensor) -> None:
-    """Raise ValueError where queries and keys cannot go together."""
+    """Raise ValueError where the shapes of queries and keys do not match."""
     (B, H, T, D), (Bk, G, S, Dk) = q_BHTD.shape, k_BGSD.shape
     if Bk != B or Dk != D or H % G or S < T:
         raise ValueError(
-            f"queries {tuple(q_BHTD.shape)} and keys {tuple(k_BGSD.shape)} do not go together: batch and width must "
+            f"queries {tuple(q_BHTD.shape)} and keys {tuple(k_BGSD.shape)} do not match: batch and width must "
             "be equal, query heads a multiple of key heads, keys at least as many as queries"
         )
 
@@ -105,7 +106,7 @@ def score_block(z_BHTS: Tensor, block: Block, offset: int, score: Score | None) 
 
 
 def floored_exp_(exponents: Tensor) -> Tensor:
-    """Exponentials, in place; of what would be less, the smallest normal number: a CPU takes ten times as long for it.
+    """Exponentials, in place, of at least the smallest normal number: a CPU needs ten times as long below it.
 
     So nothing is zero afterwards: what is to be, is to be masked again.
     """

@@ -1,4 +1,4 @@
-"""How a statistic is shown: as a column of the terminal's table, and as figures of the report."""
+"""Specifications of a statistic's table column in the terminal and of its figures in the report."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,12 +23,12 @@ class Column:
 
 @dataclass(frozen=True)
 class Shown:
-    """One figure for all measurements of a report.
+    """A figure over all measurements of a report.
 
     Attributes:
-        key: names its files and its place in the page; statistics with the same key are drawn into one figure.
-        title: what the figure says.
-        caption: what is shown and how it was computed.
+        key: of its files and of its place in the page; statistics with the same key share one figure.
+        title: of the figure.
+        caption: the quantity and how it was computed.
     """
 
     key: str
@@ -41,8 +41,8 @@ class Heatmap(Shown):
     """Coloured cells that share a scale.
 
     Attributes:
-        what: the quantity that the colour means.
-        diverging: whether the middle of the scale has a meaning (a cosine of zero).
+        what: the quantity of the colour.
+        diverging: whether zero is the middle of the scale (a cosine).
     """
 
     what: str
@@ -54,7 +54,7 @@ class HeadMap(Heatmap):
     """Layer by head (LH); of a statistic with positions (LHT) that of the first.
 
     Attributes:
-        uniform: what attention that is uniform over all keys has, by the number of tokens; said in the caption.
+        uniform: its value for uniform attention, by the number of tokens; part of the caption.
     """
 
     uniform: Callable[[int], float] | None = None
@@ -67,7 +67,7 @@ class PositionMap(Heatmap):
 
 @dataclass(frozen=True)
 class MatrixMap(Heatmap):
-    """Query by key, one for each head asked for (PTT)."""
+    """Query by key, one for each requested head (PTT)."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ class BucketLines(Shown):
     """A share of the attention by buckets of distances (LHD) or queries (LHQ), mean over layers and heads.
 
     Attributes:
-        series: what this line is.
+        series: the label of this line.
         x_title, y_title: of the axes.
-        bucket: heads the first column of the table of numbers.
+        bucket: title of the first column in the table of numbers.
         logarithmic: of the share.
     """
 
