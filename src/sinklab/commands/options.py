@@ -49,7 +49,7 @@ class SubfolderLoadingOptions(LoadingOptions, frozen=True):
 
 
 class ReproduceSettings(CommandSettings, frozen=True):
-    """The settings of `sinklab reproduce` and `lab`; experiments on existing models use `models`, `text`, `data` and `out`."""
+    """The settings of `sinklab reproduce` and `lab`; experiments on existing models use five of them."""
 
     scale: str = Field(default="tiny", description="tiny, mini, small, 60m or 1b, of those that the experiment has.")
     seeds: int | None = Field(
