@@ -47,8 +47,9 @@ def _without_links(text: str) -> str:
 
 def commands() -> str:
     """Every command with its help, as the terminal prints it."""
-    from sinklab.commands.app import app  # noqa: PLC0415 - the page alone needs it
     from typer.main import get_command
+
+    from sinklab.commands.app import app
 
     found = get_command(app)
     lines = ["# Commands", "", "Each section is what `--help` prints.", ""]
