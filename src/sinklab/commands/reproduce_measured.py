@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from sinklab.commands.ending import stderr
-from sinklab.commands.survey_progress import SurveyProgress
+from sinklab.commands.terminal.job_progress import JobProgress
 from sinklab.commands.terminal.plans import print_passes
 from sinklab.commands.terminal.results import print_summary
 from sinklab.data.sources.corpora import documents
@@ -159,7 +159,7 @@ def _measured(
     data: Path | None,
 ) -> MeasuredResults:
     total = draws * len(passes_of(experiment, subjects_of(experiment, models, text)))
-    with SurveyProgress(console, experiment.id, total) as bars:
+    with JobProgress(console, experiment.id, total) as observe:
         return measure_experiment(
             experiment,
             models,
@@ -167,7 +167,7 @@ def _measured(
             draws,
             loading=loading,
             out=place,
-            listener=bars,
+            observe=observe,
             data=data if downstream_tasks(experiment) else None,
         )
 
