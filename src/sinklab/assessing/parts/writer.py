@@ -17,11 +17,11 @@ where g is 1, or what a norm behind the part makes of c. W_down are the weights 
 that output, so that no names are needed; a_j is that gradient, which within an expert includes the routing weight. An
 expert adds the sum over its neurons.
 
-The single weight W_down[c, j] is, of the 8 neurons that add most, the one without which the largest |x| at the first
+The single weight W_down[c, j] is, of the 8 neurons that add most, the one without which the largest |x_c| at the first
 position is smallest. `super_weight`: whether it is the one that the public code of super weights takes (2411.07191;
 mengxiayu/LLMSuperWeight 232e4ee, analyze.py): c the largest |output| of the down map, j its largest |input|. Beside it
 the neuron, the expert (super experts, 2507.23279, are removed by zeroing their down map) and the part's output at the
-first position (2510.06477, section 3.3) are zeroed, and as the control the largest other weight of that map.
+first position (2510.06477, section 3.3) are zeroed, and as the control the map's largest weight to another channel.
 """
 
 import re
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from sinklab.assessing.part import AssessPart, Effect, PartFigure, PartJob, PartNumber, PlotAxis, ResultRow
 from sinklab.assessing.plan import AssessSettings
-from sinklab.assessing.reading import PairedReader, Step
+from sinklab.assessing.reading import PairedReader, Step, first_importance
 from sinklab.assessing.text import AssessText
 from sinklab.attention.layer_call import LayerCall
 from sinklab.models.adapter import Adapter
@@ -91,13 +91,15 @@ class ZeroedWriter(Effect):
     """Something zeroed, or nothing.
 
     Attributes:
-        largest: |x| at the first position over blocks and channels, mean over sequences.
+        channel: |x_c| at the first position, largest over blocks, mean over sequences.
+        largest: the same over all channels.
         elsewhere: the same of the largest other position.
         sink: percent of (sequence, layer, head) with a share of the first position above 0.3; a learned token in front
             is that position.
     """
 
     what: str
+    channel: float
     largest: float
     elsewhere: float
     sink: float
@@ -168,7 +170,7 @@ class Writer(AssessPart):
 
     def rows(self) -> Iterator[ResultRow]:
         for one in self.zeroed:
-            more = f"largest at first {one.largest:,.4g}, elsewhere {one.elsewhere:,.4g}, sink {one.sink:.1f} %"
+            more = f"channel {self.channel}: {one.channel:,.0f}, all: {one.largest:,.0f}, sink {one.sink:.1f} %"
             yield ResultRow(one.what, one, more)
 
     def remark(self) -> str:
@@ -313,7 +315,7 @@ def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
         blocks.append(BlockWrites(layer=layer, attention=without - before, feed_forward=whole - without))
     sign = 1 if value > 0 else -1
     kinds: tuple[Sublayer, Sublayer] = ("attention", "feed-forward")
-    additions = [
+    additions: list[tuple[float, int, Sublayer]] = [
         (sign * adds, one.layer, kind)
         for one in blocks[:block]
         for kind, adds in zip(kinds, (one.attention, one.feed_forward), strict=True)
@@ -330,19 +332,18 @@ def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
     def left(one: NeuronWrites) -> float:
         here = by_name[one.name]
         with zeroed_entries(here.weight, here.entry(one.expert, one.neuron, channel)):
-            return float(_first_position(adapter, tokens_N1)[1:].abs().amax((0, 2)).mean())
+            return float(_first_position(adapter, tokens_N1)[1:, :, channel].abs().amax(0).mean())
 
     chosen = min(neurons, key=left)
     here = by_name[chosen.name]
     reader = PairedReader(adapter, tokens_NT, step)
     everywhere = slice(None)
-    single = here.entry(chosen.expert, chosen.neuron, channel)
     changes: dict[str, AbstractContextManager[None]] = {
         "nothing zeroed": nullcontext(),
-        WEIGHT: zeroed_entries(here.weight, single),
+        WEIGHT: zeroed_entries(here.weight, here.entry(chosen.expert, chosen.neuron, channel)),
         "neuron": zeroed_entries(here.weight, here.entry(chosen.expert, chosen.neuron, everywhere)),
         "feed-forward at the first position": silenced(part, S),
-        "largest other weight": zeroed_entries(here.weight, _largest_other(here.weight, single)),
+        "largest weight to others": zeroed_entries(here.weight, _largest_to_others(here)),
     }
     if chosen.expert is not None:
         changes["expert"] = zeroed_entries(here.weight, (chosen.expert,))
@@ -366,7 +367,7 @@ def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
         neurons=neurons,
         weight=chosen,
         super_weight=rule,
-        zeroed=[_zeroed(reader, what, change) for what, change in changes.items()],
+        zeroed=[_zeroed(reader, channel, what, change) for what, change in changes.items()],
     )
 
 
@@ -409,24 +410,23 @@ def _experts(maps: Sequence[DownMap], behind: float, sign: int) -> list[ExpertWr
     return sorted(found, key=lambda expert: -sign * expert.adds)
 
 
-def _largest_other(weight: Tensor, single: tuple[int, ...]) -> tuple[int, ...]:
-    magnitude = weight.detach().abs().clone()
-    magnitude[single] = 0
-    return tuple(int(one) for one in torch.unravel_index(magnitude.argmax(), weight.shape))
+def _largest_to_others(one: DownMap) -> tuple[int, ...]:
+    magnitude = one.weight.detach().abs().clone()
+    magnitude.movedim(one.axis, 0)[one.channel] = 0
+    return tuple(int(place) for place in torch.unravel_index(magnitude.argmax(), magnitude.shape))
 
 
-def _zeroed(reader: PairedReader, what: str, change: AbstractContextManager[None]) -> ZeroedWriter:
+def _zeroed(reader: PairedReader, channel: int, what: str, change: AbstractContextManager[None]) -> ZeroedWriter:
     """The text read under a change of weights, with the stream and the sink at the first position."""
     largest: list[Tensor] = []
     above: list[Tensor] = []
 
     def stream(x_BSE: Tensor) -> None:
-        largest.append(x_BSE.abs().amax(-1).float().cpu())
+        found_BS = x_BSE.abs().amax(-1)
+        largest.append(torch.cat((x_BSE[:, :1, channel].abs(), found_BS), 1).float().cpu())
 
     def observe(layer: LayerCall) -> None:
-        alpha = layer.importance()
-        first_BH = alpha.bias_BH if layer.leading and alpha.bias_BH is not None else alpha.positions_BHT[..., 0]
-        above.append((first_BH > EPS).flatten().cpu())
+        above.append((first_importance(layer) > EPS).flatten().cpu())
 
     @contextmanager
     def watched() -> Iterator[None]:
@@ -437,11 +437,12 @@ def _zeroed(reader: PairedReader, what: str, change: AbstractContextManager[None
     effect = reader.under(surgery=watched()).effect()
     M = len(reader.adapter.blocks) + 1
     forwards = [torch.stack(largest[start + 1 : start + M]).amax(0) for start in range(0, len(largest), M)]
-    largest_NS = torch.cat(forwards)
+    largest_NS = torch.cat(forwards)  # the channel, then every position
     return ZeroedWriter(
         what=what,
-        largest=float(largest_NS[:, 0].mean()),
-        elsewhere=float(largest_NS[:, 1:].amax(-1).mean()),
+        channel=float(largest_NS[:, 0].mean()),
+        largest=float(largest_NS[:, 1].mean()),
+        elsewhere=float(largest_NS[:, 2:].amax(-1).mean()),
         sink=100 * float(torch.cat(above).float().mean()),
         **effect.model_dump(),
     )
