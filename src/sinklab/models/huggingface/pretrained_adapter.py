@@ -111,8 +111,8 @@ class HuggingFaceAdapter:
         for length in lengths:
             if anatomy.rope_depends_on_length(self.module.config, length, T):
                 raise InputError(
-                    f"the model's RoPE scaling depends on the sequence length and differs between {T} and {length} tokens, "
-                    f"so one pass cannot measure both: measure {length} separately"
+                    "the model's RoPE scaling depends on the sequence length and differs between "
+                    f"{T} and {length} tokens, so one pass cannot measure both: measure {length} separately"
                 )
         self.check_length(longest)
 
