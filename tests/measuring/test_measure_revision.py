@@ -16,8 +16,8 @@ from sinklab.errors import InputError
 from sinklab.measuring.options import Options
 from sinklab.models.huggingface.loading import Loading
 from sinklab.survey.compare import compare_models
+from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
-from sinklab.survey.single import measure_model
 
 NAME = "nobody/tiny"
 COMMITS = {"main": "a" * 40, "step3": "b" * 40, "stage1-step20-tokens1B": "c" * 40}
