@@ -9,18 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import cast
 
 from rich.console import Console
 
+from sinklab.assessing.assess_model import assess
 from sinklab.assessing.assessment import ASSESSMENT, load_assessment
 from sinklab.assessing.plan import AssessOptions
-from sinklab.assessing.running import AssessListener, assess
-from sinklab.commands.assess import AssessProgress
 from sinklab.commands.console import RunBoard, data_progress
 from sinklab.commands.ending import PLAIN
 from sinklab.commands.options import ReproduceSettings
-from sinklab.commands.survey_progress import SurveyProgress
+from sinklab.commands.terminal.job_progress import JobProgress
 from sinklab.commands.terminal.plans import print_passes
 from sinklab.commands.terminal.results import print_summary
 from sinklab.data.prepare import prepared
@@ -59,6 +57,7 @@ from sinklab.experiments.sweep.store import (
     unassessed,
 )
 from sinklab.files import parse_json
+from sinklab.jobs.progress import Observer
 from sinklab.outputs import REPORT, check_results
 from sinklab.report import write_report
 from sinklab.survey.compare import labels
@@ -187,15 +186,15 @@ def _assess(manifests: Sequence[SweepManifest], out: Path, console: Console) -> 
     """Run the missing parts of `assess` that the experiments ask for; returns the errors by run."""
     left: dict[str, str] = {}
     done = set[str]()
-    with AssessProgress(console) as listener:
+    with JobProgress(console) as progress:
         while runs := [run for run in unassessed(manifests, out) if run.name not in done | left.keys()]:
             free = [run for run in runs if not is_written(run.directory / ASSESSMENT)]
             if not free:  # other processes of this sweep are assessing them
                 time.sleep(LOOKS_EVERY_S)
             for number, run in enumerate(free, 1):
-                listener.say(f"assessing {run.name}, {number} of {len(free)}")
+                progress.say(f"assessing {run.name}, {number} of {len(free)}")
                 try:
-                    _assess_run(run, cast(AssessListener, listener))
+                    _assess_run(run, progress)
                     done.add(run.name)
                 except HeldError:
                     pass
@@ -204,7 +203,7 @@ def _assess(manifests: Sequence[SweepManifest], out: Path, console: Console) -> 
     return left
 
 
-def _assess_run(run: Unassessed, listener: AssessListener) -> None:
+def _assess_run(run: Unassessed, observe: Observer) -> None:
     """Assess a run on its own validation text; parts that do not apply to it are skipped.
 
     Raises:
@@ -217,7 +216,7 @@ def _assess_run(run: Unassessed, listener: AssessListener) -> None:
             "the run assessed as its experiment wants"
         )
     options = AssessOptions(parts=tuple(run.parts), where_possible=True)
-    assess(str(run.directory), None, options, out=run.directory, listener=listener)
+    assess(str(run.directory), None, options, out=run.directory, observe=observe)
 
 
 def _summarised(manifests: Mapping[str, SweepManifest], out: Path) -> Summary:
@@ -271,9 +270,9 @@ def measure_experiments(
         check_results(place, (REPORT,))
     done: list[MeasuredResults] = []
     for one in experiments:
-        with SurveyProgress(console, one.id, draws * len(passes[one.id])) as bars:
+        with JobProgress(console, one.id, draws * len(passes[one.id])) as observe:
             place, file = places[one.id], data if downstream_tasks(one) else None
-            done.append(measure_experiment(one, models, text, draws, out=place, listener=bars, data=file))
+            done.append(measure_experiment(one, models, text, draws, out=place, observe=observe, data=file))
     if as_json:
         written = [one.document() for one in done]
         print(json.dumps(written[0] if len(written) == 1 else written, indent=2))
