@@ -15,7 +15,7 @@ from sinklab.measuring.batches import Cost
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.measuring.records import Batch
-from sinklab.survey.sizes import Size
+from sinklab.survey.families import Size
 from sinklab.tables import Table, TableCell, TableColumn, markdown, names
 
 NUMBER = re.compile(r"\d+(?:\.\d+)?")

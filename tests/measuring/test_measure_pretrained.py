@@ -16,8 +16,8 @@ from sinklab.measuring.huggingface.probe import probe
 from sinklab.measuring.inputs import default_prefix, natural_text, pretrained_encode, with_prefix
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
+from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
-from sinklab.survey.single import measure_model
 
 EPS = 0.2  # at which some of this small model's heads are above and some below
 SEQUENCES, LENGTH = 12, 32

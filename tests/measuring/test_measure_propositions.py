@@ -20,8 +20,8 @@ from sinklab.measuring.options import Options
 from sinklab.measuring.surgery.propositions import check_propositions, softmax_of_distances
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
+from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
-from sinklab.survey.single import measure_model
 
 NUMBERS = {"none": 1, "relative": 2, "t5": 2, "alibi": 3, "rotary": 4, "absolute": None, "learnable": None}
 HUGGING_FACE = {

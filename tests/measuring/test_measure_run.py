@@ -19,8 +19,8 @@ from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.report.cells import cell_rows
 from sinklab.report.collect import collect
+from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
-from sinklab.survey.single import measure_model
 from sinklab.train.directory.run import load_run
 
 

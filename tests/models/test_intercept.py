@@ -11,7 +11,7 @@ from assessed import small, some_tokens
 from families import family_tokens, hooks_on, pair_of
 
 import sinklab
-from sinklab.assessing.caches import RollingCache
+from sinklab.assessing.parts.streaming import RollingCache
 from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import SinklabError
 from sinklab.measuring.surgery import masked_first_keys

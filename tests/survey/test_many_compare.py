@@ -15,8 +15,8 @@ from sinklab.measuring.options import Options
 from sinklab.models.huggingface.rendering import Conversations
 from sinklab.report import write_report
 from sinklab.survey.compare import compare_models, labels
+from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
-from sinklab.survey.single import measure_model
 
 SMALL = Request(options=Options(eps=(0.3, 0.2)), sequences=4, length=16)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypedDict, TypeVar
 from sinklab.experiments.documents import CellSummary
 from sinklab.measuring.statistics.highest import sink_elsewhere
 from sinklab.report.data import ReportData, ReportedRun
-from sinklab.survey.documents import CheckpointsDocument, ComparisonDocument, DomainsDocument, FamiliesDocument
+from sinklab.survey.suites import CheckpointsDocument, ComparisonDocument, DomainsDocument, FamiliesDocument
 from sinklab.tables import INFINITE, Table, TableCell, TableColumn, Value, counted
 from sinklab.train.directory.history import Evaluation, seconds_spent
 

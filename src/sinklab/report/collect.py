@@ -29,7 +29,7 @@ from sinklab.report.data import (
 )
 from sinklab.report.sweeps import Sweep, read_sweep
 from sinklab.schema import leaves
-from sinklab.survey.documents import CheckpointsDocument, ComparisonDocument, DomainsDocument, FamiliesDocument
+from sinklab.survey.suites import CheckpointsDocument, ComparisonDocument, DomainsDocument, FamiliesDocument
 from sinklab.train.directory.checkpoint import steps_saved
 from sinklab.train.directory.history import Evaluation, finite, read_history
 from sinklab.train.directory.lock import is_held

@@ -16,7 +16,7 @@ from sinklab.errors import InputError
 from sinklab.experiments.documents import CellSummary, JudgedClaim
 from sinklab.report.sweeps import Sweep
 from sinklab.schema import leaves
-from sinklab.survey.documents import (
+from sinklab.survey.suites import (
     CheckpointsDocument,
     FamiliesDocument,
     FamilyMember,

@@ -14,7 +14,7 @@ from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.details import Details
 from sinklab.measuring.statistics.secondary import FIRST_FEW, SecondarySink, first_of_each, stretches
 from sinklab.report.data import ReportData
-from sinklab.survey.documents import ComparedQuantity, ComparisonDocument
+from sinklab.survey.suites import ComparedQuantity, ComparisonDocument
 from sinklab.tables import NOTHING, Table, TableCell, TableColumn, Value, names, numbers
 
 POSITIONS = 6  # that a measurement's table shows one by one

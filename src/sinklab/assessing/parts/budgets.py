@@ -30,6 +30,7 @@ from sinklab.assessing.caches import Kept, RollingCache
 from sinklab.assessing.part import (
     GROWTH,
     AssessPart,
+    AssessText,
     Effect,
     PartFigure,
     PartJob,
@@ -50,7 +51,6 @@ from sinklab.assessing.reading import (
     mean_effect,
     refused,
 )
-from sinklab.assessing.text import AssessText
 from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Dense
 from sinklab.models.adapter import Adapter

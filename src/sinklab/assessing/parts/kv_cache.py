@@ -34,6 +34,7 @@ from torch import Tensor
 from sinklab.assessing.part import (
     GROWTH,
     AssessPart,
+    AssessText,
     Effect,
     PartFigure,
     PartJob,
@@ -54,7 +55,6 @@ from sinklab.assessing.reading import (
     key_heads,
     refused,
 )
-from sinklab.assessing.text import AssessText
 from sinklab.attention.layer_call import LayerCall
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import evaluating, residual_stream

@@ -27,6 +27,7 @@ from torch import Tensor
 from sinklab.assessing.part import (
     GROWTH,
     AssessPart,
+    AssessText,
     Effect,
     PartFigure,
     PartJob,
@@ -39,7 +40,6 @@ from sinklab.assessing.part import (
 from sinklab.assessing.parts.heads import HeadRole, Heads, assess_heads
 from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step, mean_effect
-from sinklab.assessing.text import AssessText
 from sinklab.attention.layer_call import LayerCall
 from sinklab.models.adapter import Adapter
 

@@ -35,10 +35,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sinklab.assessing.part import AssessPart, Effect, PartFigure, PartJob, PartNumber, PlotAxis, ResultRow
+from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PlotAxis, ResultRow
 from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step, first_importance
-from sinklab.assessing.text import AssessText
 from sinklab.attention.layer_call import LayerCall
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import evaluating, hidden_states, hooked, residual_stream

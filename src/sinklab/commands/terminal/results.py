@@ -22,23 +22,22 @@ from sinklab.report.result_tables import (
     suite_tables,
 )
 from sinklab.report.sweeps import claims_table, experiment_table, paper_models
-from sinklab.survey.documents import CheckpointsDocument, DomainsDocument, FamiliesDocument
+from sinklab.survey.suites import CheckpointsDocument, DomainsDocument, FamiliesDocument
 from sinklab.tables import Table, TableCell, TableColumn, Value, names, number_text, numbers
 from sinklab.train.directory.history import read_history
 
 if TYPE_CHECKING:
     from sinklab.assessing.assessment import Assessment
-    from sinklab.evaluating.documents import DownstreamScores, TaskMetric
+    from sinklab.evaluating.evaluation import DownstreamScores, TaskMetric
     from sinklab.measuring.measurement import Measurement
     from sinklab.survey.backends import Parity
     from sinklab.survey.checkpoints import Checkpoints
     from sinklab.survey.compare import Comparison
-    from sinklab.survey.domains import Domains
-    from sinklab.survey.families import Families
-    from sinklab.survey.sizes import Size
+    from sinklab.survey.families import Families, Size
+    from sinklab.survey.measure_many import Domains
     from sinklab.train.recipe import Recipe
     from sinklab.train.replay import Replay
-    from sinklab.tuning.documents import Tuning
+    from sinklab.tuning.tuned_directory import Tuning
 
 GRADIENTS = 12
 """Parameters that a replay lists."""

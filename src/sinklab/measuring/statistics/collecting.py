@@ -107,7 +107,7 @@ class BatchDetails:
     maps: Mapping[Head, Tensor]
 
 
-class DetailsWatch:
+class DetailsCollector:
     """Collects the details of one forward pass at a time.
 
     Args:

@@ -1,6 +1,6 @@
-"""domains.json, comparison.json, families.json and checkpoints.json as a report reads them.
+"""domains.json, comparison.json, families.json and checkpoints.json, as reports read them.
 
-Each stands beside a folder for every measurement that it names, which holds the same and more.
+Each is saved beside one directory per measurement that it names.
 """
 
 from typing import Literal
@@ -14,9 +14,9 @@ class DomainsDocument(ReadDocument):
     """domains.json: one model on many texts.
 
     Attributes:
-        model: name or path of what was measured.
-        measured: by the names of the folders.
-        failed: why the others could not be measured, by name.
+        model: name or path.
+        measured: by the names of the directories.
+        failed: reasons for the others, by name.
     """
 
     model: str
@@ -28,11 +28,11 @@ class ComparedQuantity(ReadDocument):
     """One line of a comparison.
 
     Attributes:
-        quantity, unit: what is compared.
-        values: by model; None where a model has no such thing, or it is infinite.
-        differences: from the first model, by model; None where one of the two is, and of a loss per token where the
-            vocabularies of the two differ.
-        infinite: the models in which it is.
+        quantity, unit: name and unit.
+        values: by model; None if the model lacks the quantity, or the value is infinite.
+        differences: from the first model, by model; None if one of the two values is None, or for a loss per token
+            between different vocabularies.
+        infinite: models with an infinite value.
     """
 
     quantity: str
@@ -43,10 +43,10 @@ class ComparedQuantity(ReadDocument):
 
 
 class ComparisonDocument(ReadDocument):
-    """comparison.json: several models on the same text, the first being the one the others are held against.
+    """comparison.json: several models on the same text; the first is the reference.
 
     Attributes:
-        measured: by the names of the folders; all, or there is no document.
+        measured: by the names of the directories; all of them, as the document is written last.
     """
 
     rows: list[ComparedQuantity]
@@ -60,7 +60,7 @@ class FamilyMember(ReadDocument):
     Attributes:
         parameters: tied embeddings counted once.
         sink_1: measured, percent.
-        published: what the paper prints, percent; None where there is nothing for that setting.
+        published: by the paper, percent; None if it has no value for the settings.
     """
 
     family: str
@@ -70,27 +70,27 @@ class FamilyMember(ReadDocument):
 
 
 class FamiliesDocument(ReadDocument):
-    """families.json: the paper's open models; attributes as those of the others."""
+    """families.json: the paper's open models; attributes as in the other documents."""
 
     measured: dict[str, FamilyMember] = Field(alias="models")
     failed: dict[str, str] = Field(default_factory=dict)
 
 
 StepUnit = Literal["step", "tokens"]
-"""What the names of checkpoints count."""
+"""The unit of the numbers in the names of checkpoints."""
 
 
 class MeasuredCheckpoint(ReadDocument):
     """One checkpoint of a training run.
 
     Attributes:
-        step: after which it was saved, or the tokens that it had read then.
-        unit: which of these.
-        checkpoint: the revision or the folder.
+        step: number of updates or of tokens before it was saved.
+        unit: of `step`.
+        checkpoint: revision or folder.
         sink_1, sink_bias: percent of (sequence, layer, head) triples; None without a bias.
         uniform_ratio: importance of the first token over that of uniform attention.
-        loss: nats per token; None where there is none.
-        norm_ratio: |h_1| over the mean of the others, in the block where it is largest; None where unknown or infinite.
+        loss: nats per token; None if not measured.
+        norm_ratio: |h_1| over the mean of the others, in the block with the largest; None if unknown or infinite.
         by_layer: Sink_1 of each attention layer, percent.
     """
 
@@ -106,7 +106,7 @@ class MeasuredCheckpoint(ReadDocument):
 
 
 class CheckpointsDocument(ReadDocument):
-    """checkpoints.json: one model while it was trained; attributes as those of the others."""
+    """checkpoints.json: one model during its training; attributes as in the other documents."""
 
     model: str
     measured: dict[str, MeasuredCheckpoint] = Field(alias="checkpoints")

@@ -1,27 +1,56 @@
-"""evaluation.json: how a model does on downstream tasks, task by task, with its sink; formulas in docs/eval.md."""
+"""evaluation.json: scores on downstream tasks, the sink, and the request. Formulas: docs/eval.md."""
 
 import gzip
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from sinklab.errors import InputError
 from sinklab.files import parse_json, written_aside
 from sinklab.schema import ReadDocument
+from sinklab.settings import MOST, CommandSettings, Flag, Seed, Several
 
 EVALUATION = "evaluation.json"
 RECORDS = ".jsonl.gz"
+
+
+def _names(given: object) -> object:
+    return tuple(name.strip() for name in given.split(",")) if isinstance(given, str) else given
+
+
+class TaskRequest(CommandSettings, frozen=True):
+    """The settings of an evaluation."""
+
+    tasks: Annotated[Several[str], BeforeValidator(_names), Flag(text=str)] = Field(
+        description="Tasks of lm-eval, comma-separated: hellaswag, arc_easy, ..."
+    )
+    limit: int | None = Field(default=None, ge=1, le=MOST, description="Items per task, drawn by --seed; default: all.")
+    data: Path | None = Field(
+        default=None, description="HellaSwag's items, .jsonl or .jsonl.gz; default: from SINKLAB_DATA, else the hub."
+    )
+    text: Path | None = Field(
+        default=None, description="Text for the sink metric, .txt or .jsonl; default: the task's items."
+    )
+    batch_size: int = Field(default=4, ge=1, description="Texts per batch.")
+    seed: Seed = Field(default=0, description="Of the draw of items.")
+
+    @field_validator("tasks")
+    @classmethod
+    def _are_named(cls, tasks: tuple[str, ...]) -> tuple[str, ...]:
+        if not tasks or not all(tasks):
+            raise InputError("--tasks: give the names of tasks of lm-eval with commas, such as hellaswag,arc_easy")
+        return tasks
 
 
 class TaskMetric(ReadDocument):
     """One metric over the items of a task.
 
     Attributes:
-        value: as lm-eval has it: accuracies are shares, from 0 to 1.
-        stderr: standard error of that mean over items; None where lm-eval knows none.
+        value: of lm-eval; accuracies are shares, from 0 to 1.
+        stderr: standard error over items; None if lm-eval has none.
     """
 
     value: float
@@ -29,14 +58,14 @@ class TaskMetric(ReadDocument):
 
 
 class TextSink(ReadDocument):
-    """The sink of the model on natural text, measured as `sinklab measure` does.
+    """The sink of the model on natural text, as measured by `sinklab measure`.
 
     Attributes:
-        text: the file that was given, or "task": the items of the task, each with its right answer.
+        text: file, or "task" for the items of the task, each with its right answer.
         sequences, length, eps: of the measurement.
         bos: whether position 1 is a special token.
         sink_1: percent of (sequence, layer, head) triples whose importance of position 1 is above eps.
-        bias: percent on an added bias, sink logit or sink token; None where the model has none.
+        bias: percent on an added bias, sink logit or sink token; None if the model has none.
     """
 
     text: str
@@ -49,21 +78,21 @@ class TextSink(ReadDocument):
 
 
 class TaskScores(ReadDocument):
-    """A task.
+    """The scores of a task.
 
     Attributes:
         version: of the task in lm-eval.
-        data: the file, or "hub".
-        sha256: of the file's bytes; None for the hub.
-        limit: how many items were asked for; None for all.
-        seed: draws them.
-        items: how many were scored, of `available`.
-        left_out: items that were drawn and have an answer longer than the model's context.
-        cut: items whose context lost its first words, as it is longer than the model's.
-        metrics: by lm-eval's name.
-        sink: None where the text gives no sequence.
+        data: file, or "hub".
+        sha256: of the file; None for the hub.
+        limit: number of items requested; None for all.
+        seed: of the draw of items.
+        items: number scored, of `available`.
+        left_out: drawn items with an answer longer than the model's context.
+        cut: items whose context was cut to the length of the model's.
+        metrics: by lm-eval's names.
+        sink: None if the text gives no sequence.
         records: file of the items, beside this one.
-        seconds: of scoring; of the last call where there were several.
+        seconds: of scoring in the last call.
     """
 
     version: str
@@ -82,7 +111,7 @@ class TaskScores(ReadDocument):
 
     @property
     def settings(self) -> dict[str, object]:
-        """What decides the numbers, beside the model."""
+        """The settings that decide the numbers, beside the model."""
         return {"limit": self.limit, "seed": self.seed, "data": self.sha256 or self.data}
 
 
@@ -90,9 +119,9 @@ class DownstreamScores(ReadDocument):
     """evaluation.json.
 
     Attributes:
-        asked: what the model is: its files, revision and dtype.
-        lm_eval: its version.
-        notes: what a reader must know of how the model was loaded, and of the tasks.
+        asked: identity of the model: name, files, revision and dtype.
+        lm_eval: version.
+        notes: on loading and on the tasks.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, populate_by_name=True)
@@ -105,7 +134,7 @@ class DownstreamScores(ReadDocument):
     tasks: dict[str, TaskScores] = Field(default_factory=dict)
 
     def document(self) -> dict[str, object]:
-        """As JSON has it."""
+        """As JSON."""
         return self.model_dump(mode="json", by_alias=True)
 
 
@@ -115,9 +144,9 @@ class ItemRecord(ReadDocument):
     Attributes:
         item: its number in the task, from 0.
         doc_hash: lm-eval's SHA-256 of the item.
-        target: the right answer, as the task has it.
-        responses: of the model, one for each request: of a choice, log-likelihood (nats) and whether it is what the
-            model would say by itself; else a text or a number.
+        target: the right answer, in the form of the task.
+        responses: one per request: log-likelihood (nats) and whether greedy decoding gives the choice; else a text or
+            a number.
         metrics: of this item.
     """
 
@@ -132,7 +161,7 @@ def load_scores(path: Path) -> DownstreamScores:
     """Read an evaluation.json.
 
     Raises:
-        InputError: it is not there or damaged.
+        InputError: it is missing or damaged.
     """
     try:
         return DownstreamScores.model_validate(parse_json(path.read_text("utf-8")))
@@ -141,7 +170,7 @@ def load_scores(path: Path) -> DownstreamScores:
 
 
 def write_records(path: Path, records: Sequence[ItemRecord]) -> None:
-    """Write a gzip file of a line for each item, the same bytes for the same items.
+    """Write a gzip file with a line per item; the same items give the same bytes.
 
     Raises:
         SinklabError: it cannot be written.

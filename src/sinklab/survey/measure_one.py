@@ -1,5 +1,14 @@
-"""A model that is loaded once and measured as often as wanted: which sequences it reads, and what is noted of them."""
+"""One measurement: a model by its name, the sequences that it reads, and the notes on both.
 
+Bits per byte are the loss over the bytes of the text, and can be compared between tokenizers:
+
+    bits per byte = (sum over predicted tokens of -log2 p) / (sum over predicted tokens of their UTF-8 bytes)
+
+Tokens that are not predicted are in neither sum: BOS, and without BOS the first token of every sequence. Of a character
+that is cut at the end of a sequence, the bytes of the tokens inside are counted.
+"""
+
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,18 +22,59 @@ from sinklab.data.sources.corpora import documents
 from sinklab.data.sources.textfiles import text_files
 from sinklab.data.spelling import UNKNOWN
 from sinklab.errors import InputError
+from sinklab.jobs.ledger import unsaved
 from sinklab.measuring.inputs import SHARES, default_prefix, pretrained_encode
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.surgery.study import changed_positions, measure_with_study
 from sinklab.models.hooks import Progress
-from sinklab.models.huggingface.loading import Loading, check_config, load_pretrained_tokenizer, name_in_results
+from sinklab.models.huggingface.loading import (
+    AS_IT_IS,
+    Loading,
+    check_config,
+    check_name,
+    load_pretrained_tokenizer,
+    name_in_results,
+)
 from sinklab.models.huggingface.rendering import Conversations
 from sinklab.opening import Model, is_run, open_model
-from sinklab.survey.bits import with_bits_per_byte
+from sinklab.outputs import MEASUREMENT, REPORT, check_results
 from sinklab.survey.request import Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+def measure_model(
+    model: str,
+    text: Path | None,
+    request: Request,
+    *,
+    loading: Loading = AS_IT_IS,
+    out: Path | None = None,
+    progress: Progress | None = None,
+) -> Measurement:
+    """Measure a model on one text.
+
+    Args:
+        model: a run directory (it has a recipe.yaml), a model directory, or a name on the Hugging Face hub.
+        text: a .txt or .jsonl file or a folder of them; needed for natural inputs only.
+        out: directory of the result; None saves nothing.
+        progress: called with (sequences done, sequences in all).
+
+    Raises:
+        InputError: an unusable model, text or option, or an `out` that cannot hold the result.
+        UnsavedError: the result could not be saved; the error has it.
+        SinklabError: the model cannot be measured.
+    """
+    check_name(model)
+    request.check(text)
+    if out is not None:
+        check_results(out, (*MEASUREMENT, REPORT))
+    measurement = measure_loaded(load_model(model, loading, request=request, text=text), text, request, progress)
+    if out is not None:
+        with unsaved(lambda: measurement):
+            measurement.save(out)
+    return measurement
 
 
 def load_model(
@@ -33,31 +83,32 @@ def load_model(
     """Open a model to be measured.
 
     Args:
-        step: of the checkpoint, of a run directory; the newest unless given.
-        request, text: what it will be asked; what its tokenizer rules out is refused before the weights are read.
+        step: of the checkpoint, for a run directory; default: the newest.
+        request, text: of the measurement; a request that the tokenizer rules out is refused before the weights are
+            read.
 
     Raises:
-        InputError: it cannot be loaded, or it could not be asked that.
+        InputError: the model cannot be loaded, or the request does not fit it.
     """
     check = None if request is None else partial(_check_bos, name, request, text)
     return open_model(name, loading, step=step, check=check)
 
 
 def check_loadable(name: str, loading: Loading) -> None:
-    """Refuse a model that is not there or has no config, before others are loaded.
+    """Refuse a model that does not exist or has no config.
 
     Raises:
-        InputError: it could not be loaded.
+        InputError: the model cannot be loaded.
     """
     if not is_run(name):
         check_config(name, loading)
 
 
 def check_readable(name: str, loading: Loading, text: Path | None, request: Request) -> None:
-    """Refuse a model whose chat template fails on the text, before others are measured; its weights are not loaded.
+    """Refuse a model whose chat template fails on the text; its weights are not loaded.
 
     Raises:
-        InputError: it has no tokenizer, or that makes too few sequences of the text.
+        InputError: the model has no tokenizer, or the text gives too few sequences with it.
     """
     if is_run(name) or request.options.inputs != "natural":
         return
@@ -75,32 +126,31 @@ def check_readable(name: str, loading: Loading, text: Path | None, request: Requ
 
 
 def _check_bos(name: str, request: Request, text: Path | None, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Refuse to leave out a BOS that no sequence has: neither the tokenizer nor its chat template writes one."""
+    """Refuse to leave out BOS if neither the tokenizer nor its chat template writes one."""
     if "no_bos" not in request.study.ablate or default_prefix(tokenizer):
         return
     conversations = Conversations(tokenizer, keep_bos=not request.drawn_text)
     if text is not None:
         next(documents(str(text), render=conversations.render))
     if not conversations.bos:
-        raise _no_bos_to_leave_out(f"the tokenizer of {name} puts no BOS first")
+        raise _no_bos_to_leave_out(f"the tokenizer of {name} does not add BOS")
 
 
 def _no_bos_to_leave_out(why: str) -> InputError:
     return InputError(
-        f"--ablate no_bos: {why}, so there is none to leave out; --ablate mask_first:1 hides the first token, "
-        "whatever it is"
+        f"--ablate no_bos: {why}, so there is none to leave out; --ablate mask_first:1 hides the first token instead"
     )
 
 
 @dataclass(frozen=True)
 class ReadTokens:
-    """What a model is measured on.
+    """The sequences of a measurement.
 
     Attributes:
-        tokens_NT: the sequences.
-        sizes_NT: bytes of text that each token stands for (`inputs.sizes_of`); None where they are of no text.
-        bos_tokens: special tokens that each sequence begins with.
-        conversations: how chats were written.
+        tokens_NT: token ids.
+        sizes_NT: bytes of text per token (`inputs.sizes_of`); None for random and repeated tokens.
+        bos_tokens: number of special tokens at the start of each sequence.
+        conversations: rendering of chats.
     """
 
     tokens_NT: Tensor
@@ -110,10 +160,10 @@ class ReadTokens:
 
 
 def check_request(model: Model, request: Request) -> None:
-    """Refuse what this model cannot answer, before anything is measured.
+    """Refuse a request that does not fit the model.
 
     Raises:
-        InputError: sequences beyond its context, or a change of learned positions that it does not have.
+        InputError: sequences beyond the context, or changed learned positions in a model without any.
     """
     model.adapter.check_length(request.length)
     with changed_positions(cast("Any", model.adapter.module), request.study, request.length):
@@ -121,10 +171,10 @@ def check_request(model: Model, request: Request) -> None:
 
 
 def read_tokens(model: Model, text: Path | None, request: Request) -> ReadTokens:
-    """The sequences that are asked for.
+    """The sequences of a request.
 
     Raises:
-        InputError: sequences beyond its context, a text that cannot be used, or no BOS that could be left out.
+        InputError: sequences beyond the context, an unusable text, or no BOS to leave out.
     """
     model.adapter.check_length(request.length)
     drawn_NT = request.drawn(model.vocabulary)
@@ -139,21 +189,17 @@ def read_tokens(model: Model, text: Path | None, request: Request) -> ReadTokens
     )
     bare_NS = plain_NT[:, len(prefix) :]
     tokens_NT = model.arrange(bare_NS, bool(prefix), request.seed)
-    if sizes_NT is not None:  # a recipe may put other tokens in the place of the text's
+    if sizes_NT is not None:  # a recipe may replace tokens of the text
         replaced_NS = tokens_NT[:, len(prefix) :] != bare_NS
         sizes_NT = sizes_NT.masked_fill(F.pad(replaced_NS, (len(prefix), 0)), UNKNOWN)
     return ReadTokens(tokens_NT, sizes_NT, len(prefix) or int(conversations.bos), conversations)
 
 
 def measure_loaded(model: Model, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
-    """Measure a model that is loaded.
-
-    Args:
-        text: a .txt or .jsonl file or a folder of them; needed for natural inputs only.
-        progress: called with (sequences done, sequences in all).
+    """Measure a loaded model; arguments as those of `measure_model`.
 
     Raises:
-        InputError: a text or option that cannot be used.
+        InputError: an unusable text or option.
         SinklabError: the model cannot be measured.
     """
     read = read_tokens(model, text, request)
@@ -168,10 +214,31 @@ def measure_loaded(model: Model, text: Path | None, request: Request, progress: 
     if model.step is not None and model.planned_steps is not None:
         measurement = measurement.of_step(model.step, model.planned_steps)
     found = {"revision": model.loading.revision, "commit": model.commit, "vocabulary": model.vocabulary_hash}
-    measurement = with_bits_per_byte(
+    measurement = _with_bits_per_byte(
         measurement.model_copy(update=found), read.sizes_NT, first_target=model.adapter.first_target
     )
     return _annotated(measurement, request, text, read.conversations, model.notes)
+
+
+def _with_bits_per_byte(measurement: Measurement, sizes_NT: Tensor | None, first_target: int) -> Measurement:
+    """Add `bits_per_byte`, or a note on why there is none.
+
+    Args:
+        sizes_NT: bytes of text per token, 0 for BOS, negative if the token does not spell the text; None for random and
+            repeated tokens.
+        first_target: 1-based position of the first predicted token.
+    """
+    if sizes_NT is None or measurement.loss is None:
+        return measurement
+    predicted_NT = sizes_NT[:, first_target - 1 :]
+    unknown = int((predicted_NT < 0).any(1).sum())
+    if unknown:
+        why = f"in {unknown} of {len(sizes_NT)} sequences the tokens do not spell the text"
+        note = f"no bits per byte: {why}: the tokenizer changes or leaves out characters, or the recipe replaces tokens"
+        return measurement.model_copy(update={"notes": [*measurement.notes, note]})
+    size = int(predicted_NT.sum())
+    bits = measurement.loss * predicted_NT.numel() / math.log(2)
+    return measurement.model_copy(update={"bits_per_byte": bits / size if size else None})
 
 
 def _annotated(
@@ -181,13 +248,13 @@ def _annotated(
     conversations: Conversations,
     loaded: Sequence[str] = (),
 ) -> Measurement:
-    """The measurement with what its reader must know about how the model was loaded, and about the text."""
+    """Add the notes on how the model was loaded and on the text."""
     notes = [*loaded, *conversations.notes()]
     folder = text if request.options.inputs == "natural" and text is not None and text.is_dir() else None
     if folder is not None and len(files := text_files(folder)) > 1:
-        notes.append(f"the {len(files)} files of {text} gave their sequences in turn, one each time")
+        notes.append(f"the sequences are taken from the {len(files)} files of {text} in turn")
     if measurement.sequences < request.sequences:
-        shared = f"the pieces of the text are shared out over {SHARES} draws"
+        shared = f"the pieces of the text are divided among {SHARES} draws"
         why = shared if request.drawn_text else "the text has no more that are long enough"
         notes.append(f"{measurement.sequences} of {request.sequences} sequences: {why}")
     return measurement.model_copy(update={"notes": [*measurement.notes, *notes]}) if notes else measurement

@@ -1,4 +1,4 @@
-"""Preparation of a tuning: model, conversations, settings, tokens for the sink metric."""
+"""The dataset of a tuning: model, conversations, settings, and the tokens of the sink metric."""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -18,8 +18,8 @@ from sinklab.models.huggingface.loading import DEVICE_MAP, Loading
 from sinklab.opening import Model, open_model
 from sinklab.train.recipe import load_recipe
 from sinklab.tuning.chats import ChatTemplate, TokenizedChat, first_tokens, read_chats
-from sinklab.tuning.documents import Tuning
 from sinklab.tuning.settings import TuneManifest, TuneOptions, TuneSettings, held_out_for, length_for, settings_for
+from sinklab.tuning.tuned_directory import Tuning
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,10 +61,10 @@ class SftDataset:
 
 
 def prepare_dataset(model: str, sources: TuneSources, options: TuneOptions, loading: Loading) -> SftDataset:
-    """Load the model, read the conversations, decide the settings that were left open.
+    """Load the model, read the conversations, derive the open settings.
 
     Raises:
-        InputError: a model, file or option that cannot be used.
+        InputError: an unusable model, file or option.
     """
     given = None if sources.template is None else _read_template(sources.template)
     opened = open_trainable(model, loading)
@@ -77,7 +77,9 @@ def prepare_dataset(model: str, sources: TuneSources, options: TuneOptions, load
     tokens_NT = _sink_tokens(sources.text, opened, held_out, settings)
     notes = [*_notes_of_loading(opened), *template.notes, chats.note(length)]
     if len(tokens_NT) < settings.sequences:
-        notes.append(f"the sink is measured on {len(tokens_NT)} of {settings.sequences} sequences: there are no more")
+        notes.append(
+            f"the sink is measured on {len(tokens_NT)} of {settings.sequences} sequences: the text has no more"
+        )
     tuning = Tuning(
         model=model,
         architecture=type(opened.module).__name__,
@@ -99,10 +101,10 @@ def prepare_dataset(model: str, sources: TuneSources, options: TuneOptions, load
 
 
 def open_trainable(name: str, loading: Loading) -> Model:
-    """A model of transformers to be trained, with its weights in float32, whatever the dtype of its files.
+    """Open a model of transformers for training, with its weights in float32.
 
     Raises:
-        InputError: it cannot be loaded, or its weights are quantised and would stay so.
+        InputError: it cannot be loaded, or its weights are quantised.
     """
     if loading.device == DEVICE_MAP:
         raise InputError("--device map: a model is tuned on one device; give auto, cpu or cuda:N")
@@ -115,7 +117,7 @@ def open_trainable(name: str, loading: Loading) -> Model:
 
 
 def _context(model: Model) -> int | None:
-    """The number of positions of the model; None where it has no limit."""
+    """The number of positions of the model; None without a limit."""
     config = cast("PreTrainedModel", model.module).config.get_text_config(decoder=True)
     context = getattr(config, "max_position_embeddings", None)
     return int(context) if context else None
@@ -124,10 +126,12 @@ def _context(model: Model) -> int | None:
 def _notes_of_loading(model: Model) -> list[str]:
     if model.step is None:
         return [*model.notes]
-    notes = [f"the run stands at step {model.step:,}", *model.notes]
+    notes = [f"the run is at step {model.step:,}", *model.notes]
     data = load_recipe(str(Path(model.name) / "recipe.yaml")).data
     if data.fixed_token is not None or data.random_tokens is not None:
-        notes.append("the run's own text had changed tokens (data.fixed_token, data.random_tokens); the chats have not")
+        notes.append(
+            "the run was trained with replaced tokens (data.fixed_token, data.random_tokens); the chats have none"
+        )
     return notes
 
 
