@@ -17,7 +17,7 @@ from sinklab.tables import NOTHING, Table, TableColumn, names
 
 if TYPE_CHECKING:
     from sinklab.experiments.measured import Pass
-    from sinklab.interventions.catalogue import Intervention
+    from sinklab.interventions import Intervention
 
 
 def print_experiments(found: Sequence[ListedExperiment], console: Console) -> None:

@@ -13,12 +13,12 @@ from sinklab.measuring.statistics.highest import elsewhere_text, in_brackets
 from sinklab.report.runs import ListedRun
 from sinklab.tables import Table, TableCell, TableColumn, names, number_text, numbers
 from sinklab.train.directory.history import Evaluation, read_history
-from sinklab.train.planning.plan import TrainingPlan, megabytes
+from sinklab.train.planning import TrainingPlan, megabytes
 from sinklab.train.recipe import Recipe
 from sinklab.train.replay import Replay
 
 if TYPE_CHECKING:
-    from sinklab.data.estimate import Estimate
+    from sinklab.data.texts import Estimate
     from sinklab.tuning.documents import Tuning
 
 LARGEST = 12
@@ -132,12 +132,12 @@ def print_tuning(tuning: "Tuning", console: Console) -> None:
 
 def print_estimate(found: "Estimate", console: Console) -> None:
     """An estimate of what `sinklab data prepare` would read and write."""
-    from sinklab.data.estimate import total
+    from sinklab.data.texts import known_sum
 
     columns = [*names("domain"), *numbers(",d", "bytes of text files", "tokens in them", "tokens taken")]
     rows = [(amount.name, amount.bytes, amount.tokens, amount.taken) for amount in found.amounts]
     sizes, tokens = [amount.bytes for amount in found.amounts], [amount.tokens for amount in found.amounts]
-    rows.append(("all", total(sizes), total(tokens), found.tokens))
+    rows.append(("all", known_sum(sizes), known_sum(tokens), found.tokens))
     written = "not known" if found.shard_bytes is None else f"{found.shard_bytes:,}"
     notes = [f"shards: {written} bytes. Estimated; nothing was written. An en dash: not known."]
     print_table(Table("", columns, rows, notes), console)
