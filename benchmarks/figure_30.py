@@ -17,7 +17,7 @@ from scipy.stats import t
 from sinklab.experiments.sweep.packed import RUNS, is_packed, read_packed
 from sinklab.files import parse_yaml
 from sinklab.train.recipe import load_recipe
-from sinklab.tuning.documents import UPDATES, TuneEvaluation, TuneUpdate, load_tuning, read_rows
+from sinklab.tuning.tuned_directory import SFT, UPDATES, TuneEvaluation, TuneUpdate, load_tuning, read_rows
 
 SETTLED = 13
 """Updates after which gradient norms are averaged: the first epoch."""
@@ -64,8 +64,8 @@ def seeds_of(runs: Path) -> dict[str, int]:
 
 def read_tuned(folder: Path, seeds: Mapping[str, int]) -> Tuned:
     """What lies in a folder that is called like its run."""
-    tuning = load_tuning(folder)
-    if tuning is None or tuning.base is None or tuning.chat is None:
+    tuning = load_tuning(folder / SFT)
+    if tuning.base is None or tuning.chat is None:
         raise SystemExit(f"{folder} holds no tuning that has ended")
     seed = seeds[folder.name]
     norms = [row.grad_norm for row in read_rows(folder / UPDATES, TuneUpdate)]

@@ -18,6 +18,7 @@ FLOORS = (
     ("tuning",),
     ("evaluating",),
     ("survey",),
+    ("jobs",),
     ("opening",),
     ("interventions",),
     ("export",),

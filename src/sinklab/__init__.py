@@ -53,8 +53,8 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(_MODULES[name]), name)
 
 
-display.chart = lambda measurement, what: import_module("sinklab.report.notebook").chart(measurement, what)
-display.html = lambda measurement: import_module("sinklab.report.notebook").html(measurement)
+display.chart = lambda measurement, what: import_module("sinklab.report.measurement_figures").chart(measurement, what)
+display.html = lambda measurement: import_module("sinklab.report.result_tables").html(measurement)
 
 
 def __dir__() -> list[str]:

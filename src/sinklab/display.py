@@ -1,7 +1,7 @@
-"""How a measurement is drawn in a notebook.
+"""Drawing of a measurement in a notebook.
 
-Drawing is a layer above measuring, and `Measurement.plot()` is where users look for it: `sinklab/__init__.py`, which
-every import of the package runs, fills in the functions of `report/notebook.py`.
+Drawing is a layer above measuring, but users expect `Measurement.plot()`. So `sinklab/__init__.py` assigns the
+functions of `report/result_tables.py` to these names.
 """
 
 from collections.abc import Callable

@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from sinklab.data.spelling import spelling, vocabulary_digest
 from sinklab.data.tokenizers import Tokenizer
 from sinklab.device import pick_device
-from sinklab.measuring.conversations import Conversations
 from sinklab.measuring.inputs import Encode, default_prefix, pretrained_encode
 from sinklab.models.adapter import Adapter, adapt
 from sinklab.models.huggingface.loading import (
     AS_IT_IS,
+    TOKENIZER_FILES,
     Loading,
     check_name,
     check_revision,
     load_pretrained,
     pick_dtype,
 )
-from sinklab.models.huggingface.subfolder import TOKENIZER_FILES
+from sinklab.models.huggingface.rendering import Conversations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,19 +41,19 @@ class Model:
     """A model with its tokenizer.
 
     Attributes:
-        name: as the user calls it.
+        name: as entered by the user.
         module: our transformer, or a model of transformers.
         tokenizer: likewise ours, or one of transformers.
         encode: text to token ids, without special tokens.
         special: ids of the special tokens that a sequence begins with by default.
         vocabulary: ids below this number are tokens.
-        arrange: (bare tokens (N, S), whether special tokens are put first, seed) -> sequences as the model was trained
-            on; without a seed, with that of the recipe.
-        files: changes when the model's files may have changed; None for a model of the hub.
-        commit: of the hub, of a model from there.
+        arrange: (bare tokens (N, S), whether special tokens are prepended, seed) -> sequences as in the model's
+            training; without a seed, with that of the recipe.
+        files: hash that changes when the model's files may have changed; None for a model of the hub.
+        commit: of the hub; None for a local model.
         step: of a run, also of an exported one.
         planned_steps: of a run that was opened as our own.
-        notes: what a reader of its numbers must know of how it was loaded.
+        notes: remarks on how it was loaded, for the reader of its numbers.
         held_out: the first so many tokens of the text that a run was validated on; None for other models.
     """
 
@@ -74,25 +74,25 @@ class Model:
 
     @cached_property
     def adapter(self) -> Adapter:
-        """For measuring it, and for changing its attention."""
+        """The adapter of `module`."""
         return adapt(cast("Any", self.module))
 
     @property
     def spelled(self) -> Encode:
-        """`encode`, with the bytes of text that each token stands for."""
+        """`encode`, with the bytes of text of each token."""
         if isinstance(self.tokenizer, Tokenizer):
             return spelling(self.encode, self.tokenizer.token, set(self.tokenizer.backend.get_added_tokens_decoder()))
         return spelling(self.encode, self.tokenizer.convert_ids_to_tokens, set(self.tokenizer.added_tokens_decoder))
 
     @property
     def vocabulary_hash(self) -> str:
-        """Of the vocabulary without what was added to it: a chat model has its base model's."""
+        """Hash of the vocabulary without added tokens: a chat model has its base model's."""
         own = isinstance(self.tokenizer, Tokenizer)
         backend = self.tokenizer.backend if own else getattr(self.tokenizer, "backend_tokenizer", None)
         return vocabulary_digest(backend.get_vocab(with_added_tokens=False) if backend else self.tokenizer.get_vocab())
 
     def conversations(self, keep_bos: bool) -> Conversations:
-        """How it reads conversations: by its chat template, where it has one."""
+        """The renderer of its conversations: its chat template, if it has one."""
         own = isinstance(self.tokenizer, Tokenizer)
         return Conversations() if own else Conversations(self.tokenizer, keep_bos)
 
@@ -108,9 +108,9 @@ def open_model(
     """Open a run directory (it has a recipe.yaml), a model directory or .gguf file, or a model of the hub by its name.
 
     Args:
-        step: of the checkpoint of a run; the newest unless given.
-        as_transformers: open a run as what `sinklab export` makes of its newest checkpoint.
-        check: is given the tokenizer of transformers before the weights are read; what it raises is raised.
+        step: of the checkpoint of a run; by default the newest.
+        as_transformers: open a run as `sinklab export` writes its newest checkpoint.
+        check: called with the tokenizer of transformers before the weights are read.
 
     Raises:
         InputError: it cannot be loaded.
@@ -135,7 +135,7 @@ def is_run(name: str) -> bool:
 
 
 def model_files(place: Path) -> str | None:
-    """A SHA-256 that changes when the model in a directory or file may have changed; None where there is neither."""
+    """A SHA-256 that changes when the model in a directory or file may have changed; None where neither exists."""
     if not place.exists():
         return None
     files = {path for pattern in MODEL_FILES for path in place.rglob(pattern)} if place.is_dir() else {place}
@@ -146,7 +146,7 @@ def model_files(place: Path) -> str | None:
 def _pretrained(
     name: str, place: str, loading: Loading, check: "Callable[[PreTrainedTokenizerBase], None] | None"
 ) -> Model:
-    """A model of transformers that lies at `place`."""
+    """A model of transformers at `place`."""
     from sinklab.models.huggingface.anatomy import vocabulary_size
 
     loaded = load_pretrained(place, loading, check)
@@ -172,7 +172,7 @@ def _pretrained(
 
 
 def _run(name: str, loading: Loading, step: int | None) -> Model:
-    """A run of ours. It reads text as it was trained on it: its loader puts BOS, fixed and random tokens."""
+    """A run of ours. It reads text as in its training: its loader inserts BOS, fixed and random tokens."""
     from sinklab.data.loader import Loader
     from sinklab.data.shards import TokenFile
     from sinklab.data.tokenizers import load_tokenizer
@@ -196,7 +196,7 @@ def _run(name: str, loading: Loading, step: int | None) -> Model:
         return loader.batch(0)
 
     @cache
-    def validated_on() -> TokenFile:  # verified when it is opened, which takes a while where there is much
+    def validated_on() -> TokenFile:  # verified when it is opened, which is slow for large data
         return validation_tokens(Path(name))
 
     return Model(

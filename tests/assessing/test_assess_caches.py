@@ -8,8 +8,8 @@ from assessed import ASSESSED, small, some_tokens
 from closeness import assert_close
 from streaming_reference import Policy, first_and_recent, heavy_hitters, streamed
 
-from sinklab.assessing.caches import RollingCache
 from sinklab.assessing.parts.eviction import HeavyHitters, RandomKeys
+from sinklab.assessing.parts.streaming import RollingCache
 from sinklab.assessing.reading import PairedReader, changed_attention
 from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import InputError

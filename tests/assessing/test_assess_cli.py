@@ -1,7 +1,6 @@
 """`sinklab assess`: what it prints and keeps, how it goes on, and what it refuses."""
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,11 +11,12 @@ from tiny_gguf import needed
 from tiny_models import text_file, tiny_model
 from trained_run import trained_run
 
+from sinklab.assessing.assess_model import assess, load_assessment
 from sinklab.assessing.assessment import Assessment
-from sinklab.assessing.parts import PARTS
+from sinklab.assessing.parts import PARTS, USUAL
 from sinklab.assessing.parts.streaming import Streaming
 from sinklab.assessing.plan import AssessOptions
-from sinklab.assessing.running import AssessListener, assess, load_assessment
+from sinklab.jobs.progress import JobEvent, Observer, ignore
 from sinklab.train.directory.lock import HeldError
 
 SMALL = ("--sequences", 2, "--stream-length", 24, "--cache", 8, "--length", 16, "--budget", 6)
@@ -29,7 +29,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def test_every_part_of_a_run_is_assessed(made: tuple[Path, Path], run: Run, tmp_path: Path) -> None:
     directory, text = made
-    status, out, err = run("assess", directory, "--text", text, *SMALL, "--out", tmp_path / "a", "--json")
+    parts = ("--parts", ",".join(PARTS))
+    status, out, err = run("assess", directory, "--text", text, *SMALL, *parts, "--out", tmp_path / "a", "--json")
     assert status == 0, err
     document = json.loads(out)
     assert document == json.loads((tmp_path / "a" / "assessment.json").read_text())
@@ -74,28 +75,21 @@ def test_the_same_call_goes_on_with_the_parts_that_are_missing(
     assert "streaming" in both.results
 
 
-class Meanwhile(AssessListener):
-    """Calls the same command once a part has begun."""
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self._call, self.refused = call, ""
-
-    def starts(self, part: str, passes: int) -> None:
-        with pytest.raises(HeldError) as refused:
-            self._call()
-        self.refused = str(refused.value)
-
-
 def test_of_two_calls_at_a_time_one_is_refused_and_no_result_is_lost(made: tuple[Path, Path], tmp_path: Path) -> None:
     directory, text = made
     out, small = tmp_path / "a", {"sequences": 2, "stream_length": 24, "caches": (8,), "length": 16, "budgets": (6,)}
 
-    def call(part: str, listener: AssessListener | None = None) -> Assessment:
-        return assess(str(directory), text, AssessOptions(parts=(part,), **small), out=out, listener=listener)
+    def call(part: str, observe: Observer = ignore) -> Assessment:
+        return assess(str(directory), text, AssessOptions(parts=(part,), **small), out=out, observe=observe)
 
-    meanwhile = Meanwhile(lambda: call("streaming"))
+    def meanwhile(event: JobEvent) -> None:
+        if event.kind == "started":
+            with pytest.raises(
+                HeldError, match=r"/a is being written to by process \d+ on .*: wait until it has ended"
+            ):
+                call("streaming")
+
     call("heads", meanwhile)
-    assert re.search(r"/a is being written to by process \d+ on .*: wait until it has ended, or", meanwhile.refused)
     both = call("streaming")
     assert set(both.results) == {"heads", "streaming"}
     assert [path.name for path in out.iterdir()] == ["assessment.json"]
@@ -119,7 +113,8 @@ def test_a_model_without_rotary_positions_streams_by_those_of_the_text(run: Run,
     found = Assessment.model_validate(json.loads(out))
     assert found.result(Streaming).positions == "text"
     assert found.skipped == {"length": "its learned table of positions ends at 64"}
-    assert any("positions in the streaming part are those in the text" in note for note in found.notes)
+    assert {*found.results, "length"} == set(USUAL)
+    assert any("the streaming part uses positions in the text" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
@@ -131,8 +126,11 @@ def test_a_model_without_rotary_positions_streams_by_those_of_the_text(run: Run,
         (("--length", 999), "is beyond the context"),
         (("--stream-length", 100), "cannot read beyond 64 tokens"),
         (("--positions", "cache"), "give --positions text"),
-        (("--parts", "length"), "the part `length` cannot be done: its learned table of positions ends at 64"),
-        (("--parts", "streaming,sinks"), "'sinks' is none"),
+        (
+            ("--parts", "length"),
+            "the part `length` does not apply to the model: its learned table of positions ends at 64",
+        ),
+        (("--parts", "streaming,sinks"), "'sinks' is unknown"),
         (("--length", 64, "--sequences", 2, "--parts", "heads,quantisation", "--stream-length", 64), "give more text"),
     ],
 )
@@ -156,7 +154,7 @@ def test_a_part_that_the_attention_does_not_allow_is_skipped_and_said(run: Run, 
     assert set(json.loads(out)["skipped"]) == {"carries", "heads"}
     status, _, err = on_one_line(run)("assess", directory, "--text", text, *SMALL, "--parts", "heads")
     assert status == 2
-    assert "the part `heads` cannot be done" in err
+    assert "the part `heads` does not apply to the model" in err
 
 
 def _differential(folder: Path) -> tuple[Path, Path]:

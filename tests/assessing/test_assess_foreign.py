@@ -11,11 +11,11 @@ from families import GROUPED, SMALL
 from foreign_streaming_reference import streamed_llama
 from streaming_reference import first_and_recent
 
-from sinklab.assessing.caches import RollingCache
 from sinklab.assessing.parts.eviction import HeavyHitters
+from sinklab.assessing.parts.streaming import RollingCache
 from sinklab.assessing.reading import PairedReader, changed_attention
 from sinklab.models.hooks import evaluating
-from sinklab.models.huggingface.adapter import HuggingFaceAdapter
+from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
 
 CONFIGS: dict[str, Any] = {
     "llama": lambda: hf.LlamaConfig(**GROUPED),

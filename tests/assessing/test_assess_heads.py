@@ -8,7 +8,7 @@ from details_reference import captured
 from families import family_tokens, pair_of
 
 from sinklab.assessing.parts.heads import assess_heads, kind_of
-from sinklab.models.huggingface.adapter import HuggingFaceAdapter
+from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
 
 CHECKED = [
     "llama",

@@ -10,10 +10,10 @@ from tiny_models import tiny_model
 from trained_run import trained_run
 
 from sinklab.assessing.assessment import Assessment
+from sinklab.assessing.part import AssessText
 from sinklab.assessing.parts import NUMBERS
 from sinklab.assessing.parts.quantisation import Quantisation
 from sinklab.assessing.parts.streaming import Streaming
-from sinklab.assessing.text import AssessText
 from sinklab.opening import open_model
 from sinklab.train.directory.run import validation_tokens
 

@@ -7,8 +7,16 @@ import torch
 from assessed import small, some_tokens
 from closeness import assert_close
 
-from sinklab.assessing.parts.quantisation import assess_quantisation, outliers_by_block
-from sinklab.assessing.quantiser import LinearMap, linear_maps, on_grid, quantised, quantised_weight, watched_maxima
+from sinklab.assessing.parts.quantisation import (
+    LinearMap,
+    assess_quantisation,
+    linear_maps,
+    on_grid,
+    outliers_by_block,
+    quantised,
+    quantised_weight,
+    watched_maxima,
+)
 from sinklab.assessing.reading import PairedReader
 
 TOKENS, OTHERS = some_tokens(2, 16), some_tokens(3, 12)[2:]

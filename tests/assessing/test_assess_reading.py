@@ -5,9 +5,8 @@ import torch
 from assessed import CONTEXT, small, some_tokens
 from closeness import assert_close
 
-from sinklab.assessing.caches import RollingCache
 from sinklab.assessing.parts.length import assess_length
-from sinklab.assessing.parts.streaming import assess_streaming
+from sinklab.assessing.parts.streaming import RollingCache, assess_streaming
 from sinklab.assessing.reading import PairedReader, changed_attention
 from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import SinklabError

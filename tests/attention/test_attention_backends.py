@@ -32,8 +32,8 @@ SHAPES = {"one_block": (2, 4, 4, 20, 20), "grouped": (2, 4, 2, 45, 45), "later_q
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of a few queries, so that short sequences cross block borders."""
-    monkeypatch.setattr("sinklab.attention.blocks.SMALLEST_BLOCK", 8)
-    monkeypatch.setattr("sinklab.attention.blocks.BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr("sinklab.attention.query_blocks.SMALLEST_BLOCK", 8)
+    monkeypatch.setattr("sinklab.attention.query_blocks.BLOCK_ELEMENTS", 1)
 
 
 def tensors(shape: tuple[int, int, int, int, int], seed: int = 0, width: int = 6) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,5 +162,5 @@ def test_output_without_lse_is_the_same() -> None:
 
 def test_shapes_that_do_not_go_together_are_refused() -> None:
     q, k, v = tensors(SHAPES["one_block"])
-    with pytest.raises(ValueError, match="do not go together"):
+    with pytest.raises(ValueError, match="do not match"):
         attend(q[:, :3], k[:, :2], v[:, :2])

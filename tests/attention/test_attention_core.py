@@ -47,10 +47,10 @@ def pairs(others: Iterable[str], chosen: Callable[[str, str], bool]) -> list[tup
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of a few queries and chunks of a few positions, so that short sequences cross their borders."""
-    monkeypatch.setattr("sinklab.attention.blocks.SMALLEST_BLOCK", 4)
-    monkeypatch.setattr("sinklab.attention.blocks.BLOCK_ELEMENTS", 1)
-    monkeypatch.setattr("sinklab.attention.linear.CHUNK", 4)
-    monkeypatch.setattr("sinklab.attention.visible.COUNTED_ROWS", 5)
+    monkeypatch.setattr("sinklab.attention.query_blocks.SMALLEST_BLOCK", 4)
+    monkeypatch.setattr("sinklab.attention.query_blocks.BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr("sinklab.attention.operations.kernel.CHUNK", 4)
+    monkeypatch.setattr("sinklab.attention.masks.COUNTED_ROWS", 5)
 
 
 @pytest.mark.parametrize(("operation", "bias"), pairs(BIASES, lambda o, b: legal(o, b, "causal", None, "none")))

@@ -16,8 +16,8 @@ from torch.fx import GraphModule
 
 from sinklab.attention import primitive
 from sinklab.attention.chunked import chunked_attend
-from sinklab.attention.eager import eager_attend
 from sinklab.attention.flex import score_mod
+from sinklab.attention.primitive import eager_attend
 from sinklab.attention.scores import Score, apart
 from sinklab.errors import InputError
 from sinklab.interventions import VARIANTS

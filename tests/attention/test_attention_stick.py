@@ -39,8 +39,8 @@ def matrix(core: AttentionCore, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("backend", ["chunked", "eager"])
 def test_shares_and_rest_are_those_of_the_published_code(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sinklab.attention.blocks.SMALLEST_BLOCK", 4)
-    monkeypatch.setattr("sinklab.attention.blocks.BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr("sinklab.attention.query_blocks.SMALLEST_BLOCK", 4)
+    monkeypatch.setattr("sinklab.attention.query_blocks.BLOCK_ELEMENTS", 1)
     core = core_of(config_of("stick_breaking", "none", "causal", backend=backend))
     q, k, v = (x.detach() for x in qkv())
     shares, rest = published(q, k)

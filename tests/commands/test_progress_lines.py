@@ -11,12 +11,12 @@ from rich.progress import Progress
 from tiny_models import text_file, tiny_model
 
 from sinklab.commands.console import DataBoard, RunBoard
-from sinklab.commands.survey_progress import SurveyProgress
-from sinklab.commands.terminal.bars import StepProgress
+from sinklab.commands.terminal.job_progress import JobProgress
 from sinklab.experiments.sweep.engine import Event
+from sinklab.jobs.progress import StepProgress
 from sinklab.measuring.options import Study
+from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
-from sinklab.survey.single import measure_model
 
 
 class Clock:
@@ -29,21 +29,21 @@ class Clock:
 
 
 def steps(console: Console, clock: Clock) -> Callable[[int], Any]:
-    bar = StepProgress(console, clock)
-    bar.begin("measuring", 100)
-    return lambda second: bar.reach(second, 100)
+    step = StepProgress("measuring", JobProgress(console, clock=clock))
+    step.begin(100)
+    return lambda second: step.reach(second, 100)
 
 
 def requests(console: Console, clock: Clock) -> Callable[[int], Any]:
-    bar = StepProgress(console, clock)
-    bar.begin("arc_easy", 100)
-    return lambda second: bar.move(1)
+    step = StepProgress("arc_easy", JobProgress(console, clock=clock))
+    step.begin(100)
+    return lambda second: step.advance()
 
 
 def survey(console: Console, clock: Clock) -> Callable[[int], Any]:
-    bars = SurveyProgress(console, "models", 2, clock)
-    bars.starts("gpt2")
-    return lambda second: bars.advances(second, 100)
+    step = StepProgress("gpt2", JobProgress(console, "models", 2, clock))
+    step.begin()
+    return lambda second: step.reach(second, 100)
 
 
 def data(console: Console, clock: Clock) -> Callable[[int], Any]:

@@ -134,7 +134,7 @@ def test_a_text_with_fewer_pieces_than_five_draws_take_is_shared_out_over_five(r
     assert 0 < pieces < 60
     for one in natural:
         assert one["sequences"] == pieces
-        assert f"{pieces} of 60 sequences: the pieces of the text are shared out over 5 draws" in one["notes"]
+        assert f"{pieces} of 60 sequences: the pieces of the text are divided among 5 draws" in one["notes"]
     evidence = next(claim["evidence"] for claim in json.loads(out)["claims"] if claim["cells"] == ["natural"])
     assert f"2 draws of {pieces} sequences" in evidence
 

@@ -10,12 +10,11 @@ import pytest
 from conftest import Run
 from rich.console import Console
 
-from sinklab.commands.terminal.training import print_runs
+from sinklab.commands.terminal.results import print_runs
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError, SinklabError
-from sinklab.report.collect import collect
-from sinklab.report.runs import list_runs
+from sinklab.report.collect import collect, list_runs
 from sinklab.train.directory.run import establish, open_run
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import Recipe, load_recipe

@@ -10,11 +10,12 @@ from rich.console import Console
 
 from sinklab.commands.terminal.results import print_measurement, print_sizes
 from sinklab.commands.terminal.tables import print_table
-from sinklab.measuring.accumulate import Accumulator, Batch, measurement_from
+from sinklab.measuring.accumulate import Accumulator, measurement_from
 from sinklab.measuring.batches import Cost
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
-from sinklab.survey.sizes import Size
+from sinklab.measuring.records import Batch
+from sinklab.survey.families import Size
 from sinklab.tables import Table, TableCell, TableColumn, markdown, names
 
 NUMBER = re.compile(r"\d+(?:\.\d+)?")

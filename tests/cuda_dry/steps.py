@@ -23,7 +23,8 @@ pretend()
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from sinklab.attention import blocks, importance, primitive  # noqa: E402
+from sinklab.attention import importance, primitive  # noqa: E402
+from sinklab.attention import query_blocks as blocks  # noqa: E402
 from sinklab.attention.flex import score_mod  # noqa: E402
 from sinklab.attention.masks import Mask  # noqa: E402
 from sinklab.attention.scores import Score, apart  # noqa: E402

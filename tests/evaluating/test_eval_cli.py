@@ -1,9 +1,8 @@
 """`sinklab eval`: what it prints and keeps, how it goes on, and what it refuses."""
 
 import json
-import re
+import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,10 @@ from conftest import Run, on_one_line
 from hellaswag_files import hellaswag_file, sheep_items
 from trained_run import trained_run
 
-from sinklab.evaluating.answers import Answers
-from sinklab.evaluating.documents import DownstreamScores, load_scores, read_records
-from sinklab.evaluating.request import TaskRequest
-from sinklab.evaluating.running import TaskListener, evaluate_model
+from sinklab.evaluating.evaluate_model import evaluate_model
+from sinklab.evaluating.evaluation import DownstreamScores, TaskRequest, load_scores, read_records
 from sinklab.extras import install_command
+from sinklab.jobs.progress import JobEvent
 from sinklab.train.directory.lock import HeldError, lock_run, one_writer
 
 Made = tuple[Path, Path]
@@ -33,16 +31,17 @@ def made(needs_lm_eval: None, tmp_path: Path) -> Made:
     return run, hellaswag_file(tmp_path / "items.jsonl", sheep_items(30))
 
 
-class Stops(TaskListener):
-    """Ctrl-C when so many requests are answered; remembers how many were asked for anew."""
+class StopsMidway:
+    """Ctrl-C once so many requests are answered; remembers how many were, after each event."""
 
-    def __init__(self, after: int) -> None:
-        self._after, self.steps = after, list[int]()
+    def __init__(self, after: float = math.inf) -> None:
+        self._after, self.answered = after, list[float]()
 
-    def advances(self, requests: int) -> None:
-        self.steps.append(requests)
-        if sum(self.steps) >= self._after:
-            raise KeyboardInterrupt
+    def __call__(self, event: JobEvent) -> None:
+        if event.kind == "advanced":
+            self.answered.append(event.done)
+            if event.done >= self._after:
+                raise KeyboardInterrupt
 
 
 def without_cost(scores: DownstreamScores) -> dict[str, object]:
@@ -81,37 +80,31 @@ def test_a_table_is_printed_and_nothing_written_where_there_is_no_place(made: Ma
 def test_an_interrupted_call_goes_on_and_ends_as_an_undisturbed_one(made: Made, tmp_path: Path) -> None:
     directory, file = made
     request = TaskRequest(tasks=("hellaswag",), data=file, batch_size=2)
-    stops = Stops(after=60)
+    stops = StopsMidway(after=60)
     with pytest.raises(KeyboardInterrupt):
-        evaluate_model(str(directory), request, out=tmp_path / "cut", listener=stops)
+        evaluate_model(str(directory), request, out=tmp_path / "cut", observe=stops)
     assert not (tmp_path / "cut" / "evaluation.json").exists()
-    after = Stops(after=10**9)
-    went_on = evaluate_model(str(directory), request, out=tmp_path / "cut", listener=after)
-    assert after.steps[0] == sum(stops.steps) == 64  # answered before, and not asked for again
+    after = StopsMidway()
+    went_on = evaluate_model(str(directory), request, out=tmp_path / "cut", observe=after)
+    assert after.answered[0] == stops.answered[-1] == 64  # answered before, and not asked for again
     whole = evaluate_model(str(directory), request, out=tmp_path / "whole")
     assert without_cost(went_on) == without_cost(whole)
     records = [(tmp_path / name / "items_hellaswag.jsonl.gz").read_bytes() for name in ("cut", "whole")]
     assert records[0] == records[1]
 
 
-class Meanwhile(TaskListener):
-    """Evaluates into the same directory once a task has begun."""
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self._call, self.refused = call, ""
-
-    def starts(self, task: str, requests: int) -> None:
-        with pytest.raises(HeldError) as refused:
-            self._call()
-        self.refused = str(refused.value)
-
-
 def test_of_two_calls_at_a_time_one_is_refused(made: Made, tmp_path: Path) -> None:
     directory, file = made
     request, out = TaskRequest(tasks=("hellaswag",), limit=4, data=file), tmp_path / "e"
-    meanwhile = Meanwhile(lambda: evaluate_model(str(directory), request, out=out))
-    evaluate_model(str(directory), request, out=out, listener=meanwhile)
-    assert re.search(r"/e is being written to by process \d+ on .*: wait until it has ended, or", meanwhile.refused)
+
+    def meanwhile(event: JobEvent) -> None:
+        if event.kind == "started":
+            with pytest.raises(
+                HeldError, match=r"/e is being written to by process \d+ on .*: wait until it has ended"
+            ):
+                evaluate_model(str(directory), request, out=out)
+
+    evaluate_model(str(directory), request, out=out, observe=meanwhile)
     assert sorted(path.name for path in out.iterdir()) == ["evaluation.json", "items_hellaswag.jsonl.gz"]
 
 
@@ -141,9 +134,13 @@ def test_what_is_scored_is_kept_and_other_settings_are_refused(made: Made, run: 
 @pytest.mark.parametrize(
     ("tasks", "options", "said"),
     [
-        ("helaswag", (), "no task 'helaswag'; near it are hellaswag"),
+        ("helaswag", (), "no task 'helaswag'; similar names: hellaswag"),
         ("", (), "--tasks: give the names of tasks"),
-        ("arc_easy", ("--data", "items.jsonl"), "is the file of hellaswag, which is not among --tasks arc_easy"),
+        (
+            "arc_easy",
+            ("--data", "items.jsonl"),
+            "is the file of one task (hellaswag), and --tasks arc_easy has none of them",
+        ),
         ("hellaswag", ("--data", "absent.jsonl"), "cannot read absent.jsonl: No such file"),
         ("hellaswag", ("--text", "absent.jsonl"), "no text at absent.jsonl"),
     ],
@@ -179,7 +176,7 @@ def test_a_hub_out_of_reach_is_said_with_what_to_do(made: Made, run: Run, monkey
     monkeypatch.delenv("SINKLAB_DATA", raising=False)
     status, _, err = on_one_line(run)("eval", made[0], "--tasks", "hellaswag")
     assert status == 2
-    assert "could not be fetched from the Hugging Face hub (ConnectionError: Couldn't reach the Hub)" in err
+    assert "could not be downloaded from the Hugging Face hub (ConnectionError: Couldn't reach the Hub)" in err
     assert "--data hellaswag_val.jsonl" in err
 
 
@@ -202,19 +199,3 @@ def test_an_absent_extra_is_named_with_the_command_that_installs_it(
     status, _, err = on_one_line(run)("eval", tmp_path, "--tasks", "hellaswag")
     assert status == 2
     assert f"lm-eval, and it is not installed: {install_command('eval')}" in err
-
-
-def test_a_torn_line_is_asked_for_again_and_answers_of_others_are_refused(tmp_path: Path) -> None:
-    from sinklab.errors import InputError
-
-    path, whose = tmp_path / "answers.jsonl", {"model": "a", "dtype": "auto"}
-    Answers(path, whose).add([("first", (-1.5, True)), ("second", "text")])
-    path.write_text(path.read_text() + '{"request": "third", "ans')
-    again = Answers(path, whose)
-    assert (again.get("first"), again.get("second"), again.get("third")) == ((-1.5, True), "text", None)
-    again.add([("third", -2.0)])
-    assert Answers(path, whose).get("third") == -2.0
-    with pytest.raises(InputError, match="the answers of another model"):
-        Answers(path, {**whose, "dtype": "float32"})
-    path.write_text("my notes\n")
-    Answers(path, whose)

@@ -10,7 +10,7 @@ from hellaswag_files import hellaswag_file, sheep_items
 from tiny_models import text_file, tiny_model
 
 from sinklab.experiments.documents import CellEstimate, CellRun, CellSummary, ExperimentSummary
-from sinklab.report.experiments.figures import against
+from sinklab.report.sweep_figures import against
 
 OWN = """
 id: asked

@@ -13,11 +13,10 @@ from loglikelihood_reference import hellaswag_answers, reference_model
 from trained_run import trained_run
 
 from sinklab.data.tokenizers import load_tokenizer
-from sinklab.evaluating.documents import ItemRecord, TaskScores, read_records
-from sinklab.evaluating.request import TaskRequest
-from sinklab.evaluating.running import evaluate_model
+from sinklab.evaluating.evaluate_model import evaluate_model
+from sinklab.evaluating.evaluation import ItemRecord, TaskRequest, TaskScores, read_records
+from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
-from sinklab.survey.single import measure_model
 from sinklab.train.directory.run import load_run
 
 pytest.importorskip("lm_eval", reason="needs lm-eval (extra eval)")

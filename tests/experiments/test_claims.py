@@ -15,7 +15,7 @@ from sinklab.experiments.quantities import RunNumbers
 from sinklab.experiments.shipped import experiment_ids, load_experiment
 from sinklab.experiments.sweep.plan import Question, plan_sweep
 from sinklab.experiments.sweep.store import ManifestCell, SweepManifest, merged_manifests
-from sinklab.experiments.sweep.verifying import begun_on, late_claims
+from sinklab.experiments.sweep.verifying import check_dates
 
 LESS: dict[str, Any] = {"is": "less", "value": "sink_1", "cell": "sigmoid", "than": "softmax"}
 CLAIM: dict[str, Any] = {
@@ -119,13 +119,14 @@ def test_claims_that_were_stated_after_their_runs_began_are_listed(tmp_path: Pat
         {**CLAIM, "id": "of_softmax", "check": {"is": "absent", "cell": "softmax"}, "stated": "2026-11-24"},
         {**CLAIM, "id": "referring", "same_as": "mine.none"},
     ]
-    experiment = made(claims=claims, stated="2026-11-23")
-    begun = begun_on(tmp_path)
-    assert set(begun) == {"softmax0", "sigmoid0", "sigmoid1"}
-    (late,) = late_claims([manifest(experiment, 0, 1, 2)], begun)
-    assert (late.claim, late.runs) == ("mine.none", {"sigmoid0": date(2026, 11, 22)})
-    assert late.said == "mine.none was stated on 2026-11-23, and one run began before, the first on 2026-11-22"
-    assert late_claims([manifest(made(), 0)], begun) == []  # which says no day
+    runs = {path.name: path for path in tmp_path.iterdir()}
+    confirmatory = made(claims=claims, stated="2026-11-23", evidence="confirmatory")
+    late = "mine.none was stated on 2026-11-23, and 1 run of its cells began before, the first on 2026-11-22"
+    found = check_dates([manifest(confirmatory, 0, 1, 2)], runs)
+    assert (found.problems, found.notes, found.checked) == ([late], [], 3)
+    exploratory = made(claims=claims, stated="2026-11-23", evidence="exploratory")
+    assert check_dates([manifest(exploratory, 0, 1, 2)], runs).notes == [late]
+    assert check_dates([manifest(made(), 0)], runs).checked == 0  # a claim without a day
 
 
 @pytest.mark.parametrize("name", experiment_ids())

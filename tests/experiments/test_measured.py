@@ -11,6 +11,7 @@ import pytest
 import torch
 from made_measurement import made_measurement
 from pydantic import ValidationError
+from stops import Stops
 from tiny_models import text_file, tiny_model
 from trained_run import trained_run
 
@@ -27,28 +28,11 @@ from sinklab.experiments.measured import (
 )
 from sinklab.experiments.results import measured_numbers
 from sinklab.experiments.shipped import load_experiment
-from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
-from sinklab.survey.items import Listener
+from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
-from sinklab.survey.single import measure_model
 
 SMALL = {"sequences": 6, "length": 16}
-
-
-class Stops(Listener):
-    """Ctrl-C when so many measurements are done; remembers what was started."""
-
-    def __init__(self, after: int) -> None:
-        self.after, self.started = after, []
-
-    def starts(self, name: str) -> None:
-        self.started.append(name)
-
-    def ends(self, name: str, measurement: Measurement) -> None:
-        self.after -= 1
-        if not self.after:
-            raise KeyboardInterrupt
 
 
 @pytest.fixture(scope="module")
@@ -132,14 +116,14 @@ def test_an_interrupted_experiment_goes_on_and_more_draws_keep_those_there_are(
         [{"id": "some", "text": "..", "check": {"is": "within", "value": "sink_1", "cell": "natural", "at_least": 0}}],
     )
     with pytest.raises(KeyboardInterrupt):
-        measure_experiment(experiment, [gpt2], text, 2, out=tmp_path / "cut", listener=Stops(3))
-    after = Stops(-1)
-    went_on = measure_experiment(experiment, [gpt2], text, 2, out=tmp_path / "cut", listener=after)
+        measure_experiment(experiment, [gpt2], text, 2, out=tmp_path / "cut", observe=Stops(3))
+    after = Stops()
+    went_on = measure_experiment(experiment, [gpt2], text, 2, out=tmp_path / "cut", observe=after)
     assert after.started == ["random/seed_1"]
     whole = measure_experiment(experiment, [gpt2], text, 2, out=tmp_path / "whole")
     assert without_cost(went_on.document()) == without_cost(whole.document())
-    more = Stops(-1)
-    measure_experiment(experiment, [gpt2], text, 3, out=tmp_path / "cut", listener=more)
+    more = Stops()
+    measure_experiment(experiment, [gpt2], text, 3, out=tmp_path / "cut", observe=more)
     assert more.started == ["natural/seed_2", "random/seed_2"]
 
 

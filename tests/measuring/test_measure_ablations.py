@@ -23,8 +23,8 @@ from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options, Study
 from sinklab.measuring.surgery import zeroed
 from sinklab.measuring.surgery.ablations import emerging_activation
+from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
-from sinklab.survey.single import measure_model
 
 ABLATED = ("mask_first:1", "mask_first:4", "no_bos", "zero_massive")
 

@@ -20,9 +20,9 @@ from sinklab.errors import InputError
 from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import parse_maps
-from sinklab.measuring.statistics.block import Angles
+from sinklab.measuring.statistics.collecting import layer_details
 from sinklab.measuring.statistics.details import Details
-from sinklab.measuring.statistics.layer import layer_details
+from sinklab.measuring.statistics.statistic_base import Angles
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 from sinklab.models.hooks import hooked

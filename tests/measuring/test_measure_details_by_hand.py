@@ -5,17 +5,14 @@ import math
 import pytest
 import torch
 
-from sinklab.attention.blocks import Block
 from sinklab.attention.importance import Rows, score_rows
 from sinklab.attention.masks import CAUSAL, Window
+from sinklab.attention.query_blocks import Block
 from sinklab.attention.real_tokens import real_tokens
-from sinklab.measuring.statistics.block import Angles, bucket_starts
-from sinklab.measuring.statistics.compression import matrix_entropy
-from sinklab.measuring.statistics.layer import LayerDetails, layer_details
+from sinklab.measuring.statistics.collecting import BatchDetails, DetailTotals, LayerDetails, layer_details
+from sinklab.measuring.statistics.details import kurtosis, matrix_entropy
 from sinklab.measuring.statistics.secondary import SecondarySearch, SecondaryToken, stretches
-from sinklab.measuring.statistics.stream import kurtosis
-from sinklab.measuring.statistics.totals import DetailTotals
-from sinklab.measuring.statistics.watch import BatchDetails
+from sinklab.measuring.statistics.statistic_base import Angles, bucket_starts
 
 UNIFORM = torch.ones(4, 4).tril() / torch.arange(1, 5)[:, None]
 

@@ -13,16 +13,16 @@ import transformers as hf
 from tiny_models import tiny_model
 
 from sinklab.device import float32_if_emulated, multiplies_natively
+from sinklab.survey.families import GB, sizes
 from sinklab.survey.open_models import models_of
 from sinklab.survey.request import Request
-from sinklab.survey.sizes import GB, sizes
 from sinklab.train.directory.run import resolved_precision
 
 CPU = torch.device("cpu")
 WITHOUT_NATIVE = """
 import json, sys
-from sinklab.survey.single import measure_model
-from sinklab.survey.sizes import sizes
+from sinklab.survey.measure_one import measure_model
+from sinklab.survey.families import sizes
 from sinklab.models.huggingface.loading import Loading
 from sinklab.measuring.options import Options
 from sinklab.survey.request import Request

@@ -14,8 +14,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from tiny_models import text_file
 
-from sinklab.commands.terminal.results import print_comparison, print_measurement
-from sinklab.commands.terminal.training import print_end
+from sinklab.commands.terminal.results import print_comparison, print_end, print_measurement
 from sinklab.data.prepare import prepared
 from sinklab.experiments.results import read_numbers
 from sinklab.files import write_json

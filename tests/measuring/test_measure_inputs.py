@@ -1,13 +1,15 @@
 """The token matrix: which tokens of which documents, and what is said where there are too few."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from sinklab.errors import InputError
-from sinklab.measuring.inputs import drawn_text, natural_tokens, random_tokens, repeated_tokens
+from sinklab.measuring.inputs import Encode, drawn_text, natural_text, random_tokens, repeated_tokens, with_prefix
 
 
 def _letters(text: str) -> list[int]:
@@ -17,6 +19,10 @@ def _letters(text: str) -> list[int]:
 def _jsonl(path: Path, *documents: str) -> Path:
     path.write_text("\n".join(json.dumps({"text": document}) for document in documents))
     return path
+
+
+def natural_tokens(text: Path, encode: Encode, *, prefix: Sequence[int] = (), **wanted: int) -> Tensor:
+    return with_prefix(natural_text(text, encode, prefix=prefix, **wanted), prefix)
 
 
 def test_each_sequence_is_the_start_of_a_document_that_is_long_enough(tmp_path: Path) -> None:

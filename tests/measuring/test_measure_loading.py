@@ -13,8 +13,8 @@ from sinklab.device import pick_device
 from sinklab.errors import InputError
 from sinklab.measuring.options import Options
 from sinklab.models.huggingface.loading import load_pretrained, pick_dtype
+from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
-from sinklab.survey.single import measure_model
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import torch
 import transformers as hf
 
 import sinklab
-from sinklab.models import memory
-from sinklab.models.memory import Sizes, fitting_batch, free_bytes, sizes_of_pretrained
+from sinklab.models import memory_budget as memory
+from sinklab.models.memory_budget import Sizes, fitting_batch, free_bytes, sizes_of_pretrained
 
 TOKENS = torch.randint(3, 64, (6, 12), generator=torch.Generator().manual_seed(1))
 CPU = torch.device("cpu")

@@ -9,8 +9,9 @@ from measure_reference import importance_by_loops, sink_rate_by_loops, uniform_r
 
 from sinklab.attention.real_tokens import real_tokens
 from sinklab.errors import InputError, SinklabError
-from sinklab.measuring.accumulate import Accumulator, Batch
+from sinklab.measuring.accumulate import Accumulator
 from sinklab.measuring.metrics import first_to_rest, importance_from_sums, sink_rate
+from sinklab.measuring.records import Batch
 
 SHAPES = st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.integers(1, 6))
 SEEDS = st.integers(0, 2**31 - 1)
@@ -54,7 +55,7 @@ def test_streaming_in_batches_gives_what_all_at_once_gives(
     assert totals.sink_rate() == pytest.approx(sink_rate_by_loops(alpha, 0.3), abs=1e-12)
     assert totals.uniform_ratio() == pytest.approx(uniform_ratio_by_loops(alpha), rel=1e-6)
     assert_close(mean.float(), alpha.mean(0))
-    torch.testing.assert_close(totals.importance_first(), alpha[..., 0])
+    torch.testing.assert_close(torch.cat(totals.first), alpha[..., 0])
 
 
 @settings(deadline=None, max_examples=40)

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sinklab.measuring.api import measure
 from sinklab.measuring.huggingface.probe import probe
-from sinklab.measuring.inputs import default_prefix, natural_tokens, pretrained_encode
+from sinklab.measuring.inputs import default_prefix, natural_text, pretrained_encode, with_prefix
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
+from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
-from sinklab.survey.single import measure_model
 
 EPS = 0.2  # at which some of this small model's heads are above and some below
 SEQUENCES, LENGTH = 12, 32
@@ -42,13 +42,8 @@ def model(folder: Path) -> Any:
 @pytest.fixture(scope="module")
 def tokens(folder: Path, text: Path) -> torch.Tensor:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    return natural_tokens(
-        text,
-        pretrained_encode(tokenizer),
-        sequences=SEQUENCES,
-        length=LENGTH,
-        prefix=default_prefix(tokenizer),
-    )
+    encode, prefix = pretrained_encode(tokenizer), default_prefix(tokenizer)
+    return with_prefix(natural_text(text, encode, sequences=SEQUENCES, length=LENGTH, prefix=prefix), prefix)
 
 
 @cache

@@ -17,10 +17,10 @@ from sinklab.errors import InputError
 from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
+from sinklab.report.cells import cell_rows
 from sinklab.report.collect import collect
-from sinklab.report.summary import cell_rows
+from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
-from sinklab.survey.single import measure_model
 from sinklab.train.directory.run import load_run
 
 

@@ -9,18 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from sinklab.attention.blocks import Block
 from sinklab.attention.importance import score_rows
 from sinklab.attention.masks import CAUSAL
+from sinklab.attention.query_blocks import Block
 from sinklab.attention.real_tokens import real_tokens
 from sinklab.errors import InputError
 from sinklab.files import parse_json, write_json
 from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.statistics.block import Angles
-from sinklab.measuring.statistics.declared import OfRows, OfStream
+from sinklab.measuring.statistics.collecting import layer_details
 from sinklab.measuring.statistics.details import STATISTICS, Details
-from sinklab.measuring.statistics.layer import layer_details
+from sinklab.measuring.statistics.statistic_base import Angles, OfRows, OfStream
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 

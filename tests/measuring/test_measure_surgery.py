@@ -23,7 +23,7 @@ from sinklab.measuring.api import measure
 from sinklab.measuring.huggingface.probe import probe
 from sinklab.measuring.options import Options
 from sinklab.measuring.surgery import masked_first_keys, replaced_position, swapped_positions, zeroed
-from sinklab.measuring.surgery.places import learned_positions
+from sinklab.measuring.surgery.changes import learned_positions
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 from sinklab.models.adapter import adapt

@@ -21,8 +21,8 @@ from transformers.masking_utils import eager_mask
 import sinklab
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options, Study
+from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
-from sinklab.survey.single import measure_model
 
 pytestmark = pytest.mark.real
 EPS, SEQUENCES, LENGTH = 0.3, 100, 64

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sinklab.attention.config import WindowMask
 from sinklab.attention.core import AttentionCore
-from sinklab.attention.linear import CHUNK
+from sinklab.attention.query_blocks import CHUNK
 from sinklab.measuring.api import measure
 from sinklab.model.transformer import Transformer
 from sinklab.train.recipe import Recipe, build_recipe

@@ -1,18 +1,20 @@
-"""The door to attention calls: edits before observers before outputs, whoever entered first."""
+"""`intercept`: edits run before observers and outputs, in any order of entering, and leave the model unchanged."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from assessed import small, some_tokens
-from families import family_tokens, pair_of
+from families import family_tokens, hooks_on, pair_of
 
 import sinklab
-from sinklab.assessing.caches import RollingCache
+from sinklab.assessing.parts.streaming import RollingCache
 from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import SinklabError
+from sinklab.measuring.surgery import masked_first_keys
 from sinklab.models.adapter import Adapter, adapt
 from sinklab.models.hooks import evaluating
 from sinklab.models.intercept import intercept
@@ -99,3 +101,62 @@ def test_two_computes_are_refused() -> None:
     inner = intercept(adapter, compute=LayerCall.output)
     with intercept(adapter, compute=LayerCall.output), pytest.raises(SinklabError, match="in another way"), inner:
         pass
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_ablation_and_an_edit_give_the_same_numbers_in_either_order(name: str) -> None:
+    model, tokens = MODELS[name]()
+
+    def measured(edit_first: bool) -> tuple[Any, float | None]:
+        with ExitStack() as stack:
+            for is_edit in (edit_first, not edit_first):
+                stack.enter_context(
+                    intercept(adapt(model), edit=RollingCache(6, 0, in_cache=False))
+                    if is_edit
+                    else masked_first_keys(model, 2)
+                )
+            found = sinklab.measure(model, tokens)
+        return found.importance, found.loss
+
+    (one, one_loss), (other, other_loss) = measured(True), measured(False)
+    np.testing.assert_array_equal(one, other)
+    assert one_loss == other_loss
+    assert one_loss not in (sinklab.measure(model, tokens).loss, None)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("edit_at", [0, 1, 2])
+def test_nested_observers_each_see_every_edited_call_once(name: str, edit_at: int) -> None:
+    model, tokens = MODELS[name]()
+    adapter = adapt(model)
+    seen: tuple[list[LayerCall], list[LayerCall]] = ([], [])
+    uses: list[dict[str, Any]] = [{"observe": seen[0].append}, {"observe": seen[1].append}]
+    uses.insert(edit_at, {"edit": EDIT})
+    with ExitStack() as stack:
+        stack.enter_context(evaluating(adapter.module))
+        for use in uses:
+            stack.enter_context(intercept(adapter, **use))
+        adapter.run(tokens)
+    for calls in seen:
+        assert [call.index for call in calls] == list(range(1, adapter.attention_layers + 1))
+        assert max(int(call.visible_queries().max()) for call in calls) == 4
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("use", ["edit", "compute", "observe"])
+@torch.no_grad()
+def test_an_intercept_that_raises_leaves_the_model_as_it_was(name: str, use: str) -> None:
+    model, tokens = MODELS[name]()
+    adapter = adapt(model)
+    expected, hooks = adapter.hidden(tokens), hooks_on(adapter.module)
+
+    def fails(_: LayerCall) -> Any:
+        raise ZeroDivisionError
+
+    arguments: dict[str, Any] = {use: fails}
+    with pytest.raises(ZeroDivisionError), intercept(adapter, edit=EDIT), intercept(adapter, **arguments):
+        adapter.run(tokens)
+    assert hooks_on(adapter.module) == hooks
+    torch.testing.assert_close(adapter.hidden(tokens), expected, rtol=0, atol=0)
+    with intercept(adapter, edit=EDIT):  # and it can be intercepted again
+        assert not torch.equal(adapter.hidden(tokens), expected)

@@ -13,12 +13,10 @@ from test_sweep_report import charts_of
 from sinklab.experiments.paper import statements
 from sinklab.report import write_report
 from sinklab.report.collect import collect
-from sinklab.report.experiments.figures import board_figure
-from sinklab.report.experiments.glance import glance
-from sinklab.report.experiments.leaderboard import leaderboard
-from sinklab.report.experiments.packing import pack_sweep
-from sinklab.report.experiments.sections import experiment_sections, grouped
-from sinklab.report.experiments.sweeps import origins
+from sinklab.report.leaderboard import leaderboard
+from sinklab.report.packing import pack_sweep
+from sinklab.report.sections import experiment_sections, glance, grouped
+from sinklab.report.sweeps import origins
 
 
 @pytest.fixture(scope="module")
@@ -95,14 +93,14 @@ def test_ours_are_drawn_beside_the_papers_percentages(html: str) -> None:
 def test_the_leaderboard_is_drawn_with_softmax_at_no_change_of_loss(sweep_folder: Path) -> None:
     board = leaderboard(collect([sweep_folder]).sweeps[0])
     assert board is not None
-    figure = board_figure(board, "board", 640)
+    figure = board.figure("board", 640)
     assert figure is not None
     (chart,) = figure.charts
     drawn = chart.to_dict()
     rows = {row["model"]: row for row in drawn.get("data", drawn["layer"][0].get("data"))["values"]}
     assert set(rows) == {"softmax", "k_biases", "sink_token", "sigmoid"}
     assert (rows["softmax"]["x"], rows["softmax"]["kind"], rows["softmax"]["named"]) == (0.0, "softmax", "softmax")
-    loss = {one.cell: one.scores[0].median for one in board.standings if one.scores[0]}
+    loss = {cell: score.median for cell, score in board.column("Valid. loss").items()}
     assert rows["sigmoid"]["x"] == pytest.approx(loss["sigmoid"] - loss["softmax"])
     best = [
         row
@@ -167,7 +165,7 @@ def with_environments(top: Path, **changed: object) -> Path:
 def test_the_page_says_with_what_its_runs_were_trained(tmp_path: Path) -> None:
     changed = {"begun": "2026-11-24T01:00:00+00:00", "git": "0123456789abcdef", "changed_files": True}
     top = with_environments(make_sweep(tmp_path / "tiny", {"table_4": EXPERIMENTS["table_4"]}), **changed)
-    done = [run for run in collect([top]).sweeps[0].runs if run.status == "done"]
+    done = [run for run in collect([top]).sweeps[0].summary.runs if run.status == "done"]
     hours = sum(run.seconds or 0 for run in done) * 2 / 3600
     text = Page(write_report([top]).read_text(encoding="utf-8")).text
     for said in (

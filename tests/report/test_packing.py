@@ -14,8 +14,8 @@ from sweep_fixtures import EXPERIMENTS, make_sweep
 from sinklab.errors import InputError
 from sinklab.experiments.sweep.packed import read_checksums, read_packed, unpack
 from sinklab.report.collect import collect
-from sinklab.report.experiments.packing import pack_sweep
-from sinklab.report.experiments.sweeps import Sweep
+from sinklab.report.packing import pack_sweep
+from sinklab.report.sweeps import Sweep
 
 TWO = {name: EXPERIMENTS[name] for name in ("table_4", "table_6")}
 
@@ -95,9 +95,9 @@ def test_a_packed_run_outside_of_the_sweep_is_refused(packed: Path, tmp_path: Pa
 def test_a_packed_sweep_reads_as_the_sweep_it_was_made_from(sweep_folder: Path, packed: Path) -> None:
     before, after = only_sweep(sweep_folder), only_sweep(packed)
     assert after.summary == before.summary
-    run = after.runs[0]
+    run = after.summary.runs[0]
     assert after.history(run) == before.history(run)
-    assert [one.edited for one in after.runs].count(["metrics.jsonl"]) == 1
+    assert [one.edited for one in after.summary.runs].count(["metrics.jsonl"]) == 1
 
 
 def test_what_is_edited_in_a_packed_sweep_is_noticed(sweep_folder: Path, tmp_path: Path) -> None:
@@ -109,7 +109,9 @@ def test_what_is_edited_in_a_packed_sweep_is_noticed(sweep_folder: Path, tmp_pat
     )
     lines[number] = json.dumps(row | {"valid_loss": 0.5}) + "\n"
     file.write_bytes(gzip.compress("".join(lines).encode()))
-    edited = {run.directory for run in only_sweep(packed).runs if run.edited and run.directory.startswith("sigmoid")}
+    edited = {
+        run.directory for run in only_sweep(packed).summary.runs if run.edited and run.directory.startswith("sigmoid")
+    }
     assert edited == {row["run"]}
 
 

@@ -12,8 +12,8 @@ from sinklab.errors import InputError
 from sinklab.experiments.sweep.packed import read_packed
 from sinklab.report import write_report
 from sinklab.report.collect import collect
-from sinklab.report.experiments.leaderboard import Leaderboard, leaderboard
-from sinklab.report.experiments.packing import pack_sweep
+from sinklab.report.leaderboard import Leaderboard, leaderboard
+from sinklab.report.packing import pack_sweep
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 PARTS = ("streaming", "quantisation", "eviction", "length", "carries", "heads")
@@ -30,10 +30,8 @@ def board_of(folder: Path) -> Leaderboard:
 
 
 def numbers(board: Leaderboard, cell: str) -> dict[str, tuple[float, ...]]:
-    (line,) = [one for one in board.standings if one.cell == cell]
-    return {
-        column.title: score.seeds for column, score in zip(board.columns, line.scores, strict=True) if score is not None
-    }
+    scores = zip(board.columns, board.scores[cell], strict=True)
+    return {column.title: score.seeds for column, score in scores if score is not None}
 
 
 def assess_runs(folder: Path, cell: str, costs: list[float], **changes: object) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from sinklab.errors import InputError
 from sinklab.files import cache_folder
-from sinklab.report import html
+from sinklab.report import page
 
 
 @pytest.fixture
@@ -17,23 +17,23 @@ def made(monkeypatch, tmp_path):
         return f"/* Vega */ {snippet}"
 
     monkeypatch.setenv("SINKLAB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(html.vlc, "javascript_bundle", bundled)
+    monkeypatch.setattr(page.vlc, "javascript_bundle", bundled)
     return calls
 
 
 def bundled_anew():
     """As in a process that has not asked yet."""
-    return html.vega_bundle.__wrapped__()
+    return page.vega_bundle.__wrapped__()
 
 
 def test_it_is_bundled_once_for_all_processes(made):
-    assert bundled_anew() == bundled_anew() == f"/* Vega */ {html.SNIPPET}"
-    assert made == [html.SNIPPET]
+    assert bundled_anew() == bundled_anew() == f"/* Vega */ {page.SNIPPET}"
+    assert made == [page.SNIPPET]
 
 
 def test_another_version_is_bundled_again(made, monkeypatch):
     bundled_anew()
-    monkeypatch.setattr(html, "version", lambda _: "99")
+    monkeypatch.setattr(page, "version", lambda _: "99")
     bundled_anew()
     assert len(made) == 2
 

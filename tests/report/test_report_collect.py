@@ -8,9 +8,8 @@ from report_fixtures import LAB, make_lab, make_measurement, make_run, write
 from table_texts import table_texts
 
 from sinklab.errors import InputError
+from sinklab.report.cells import cell_rows, cells_table, headline
 from sinklab.report.collect import collect
-from sinklab.report.summary import cell_rows, headline
-from sinklab.report.tables import cells_table
 
 
 def test_a_lab_directory_gives_its_cells_in_the_order_of_its_summary(tmp_path: Path) -> None:

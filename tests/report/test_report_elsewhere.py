@@ -12,14 +12,12 @@ from rich.console import Console
 from sweep_fixtures import make_sweep
 
 from sinklab.commands.console import describe
-from sinklab.commands.terminal.results import print_report, print_summary
-from sinklab.commands.terminal.training import print_runs
+from sinklab.commands.terminal.results import print_report, print_runs, print_summary
 from sinklab.experiments.documents import CellSummary, Summary
 from sinklab.measuring.statistics.highest import highest_rate, sink_elsewhere
-from sinklab.report.collect import collect
-from sinklab.report.experiments.leaderboard import leaderboard
-from sinklab.report.experiments.sections import experiment_sections
-from sinklab.report.runs import ListedRun
+from sinklab.report.collect import ListedRun, collect
+from sinklab.report.leaderboard import leaderboard
+from sinklab.report.sections import experiment_sections
 
 MOVED: list[float | None] = [0.4, 76.8, 3.0, 0.0, 0.0, 100.0]
 SAID = "76.8 % at position 2"
@@ -74,8 +72,7 @@ def test_so_do_the_page_and_the_leaderboard(sweep_folder: Path) -> None:
     assert not any("at position" in note for note in rows["softmax"])
     board = leaderboard(sweep)
     assert board is not None
-    column = [one.title for one in board.columns].index("Sink₁")
-    notes = {one.cell: one.scores[column].note for one in board.standings if one.scores[column]}  # type: ignore[union-attr]
+    notes = {cell: score.note for cell, score in board.column("Sink₁").items()}
     assert notes["sink_token"] == SAID
     assert notes["softmax"] == ""
 

@@ -15,7 +15,7 @@ from sinklab.errors import InputError
 from sinklab.measuring.findings import Ablation, Propositions
 from sinklab.measuring.measurement import Measurement
 from sinklab.report import write_report
-from sinklab.report.html import content_policy, json_for_script
+from sinklab.report.page import content_policy, json_for_script
 
 
 class Page(HTMLParser):
@@ -178,7 +178,7 @@ def test_a_directory_without_runs_leaves_no_report_behind(tmp_path: Path) -> Non
 def test_reading_and_the_terminal_work_without_the_chart_libraries() -> None:
     program = (
         "import sys; sys.modules['altair'] = sys.modules['vl_convert'] = None\n"
-        "import sinklab, sinklab.report, sinklab.report.collect, sinklab.report.summary\n"
+        "import sinklab, sinklab.report, sinklab.report.collect, sinklab.report.cells\n"
         "import sinklab.commands.terminal.results\n"
         "import importlib.util\n"
         "if importlib.util.find_spec('sinklab.commands.app'): import sinklab.commands.app\n"

@@ -8,9 +8,9 @@ from rich.console import Console
 
 from sinklab.commands.terminal.results import print_report
 from sinklab.measuring.measurement import Measurement
+from sinklab.report.cells import sparkline
 from sinklab.report.collect import collect
 from sinklab.report.data import ReportData
-from sinklab.report.tables import sparkline
 
 
 def printed(data: ReportData, width: int = 140) -> str:

@@ -9,7 +9,7 @@ from sweep_fixtures import CELLS, EXPERIMENTS, MadeCell, make_sweep
 from test_report_html import Page
 
 from sinklab.report import write_report
-from sinklab.report.experiments.packing import pack_sweep
+from sinklab.report.packing import pack_sweep
 
 ONE = {"table_4": EXPERIMENTS["table_4"]}
 BOARD = {"mitigations": EXPERIMENTS["mitigations"]}

@@ -20,9 +20,9 @@ from sinklab.errors import InputError
 from sinklab.experiments.documents import ExperimentSummary
 from sinklab.report import write_report
 from sinklab.report.collect import collect
-from sinklab.report.experiments.figures import ordered
-from sinklab.report.experiments.leaderboard import leaderboard
-from sinklab.report.experiments.tables import experiment_table
+from sinklab.report.leaderboard import leaderboard
+from sinklab.report.sweep_figures import cell_order
+from sinklab.report.sweeps import experiment_table
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 
@@ -186,30 +186,31 @@ def charts_of(text: str) -> dict[str, Any]:
 
 
 def test_cells_are_ordered_by_the_numbers_in_their_names() -> None:
-    found = ordered(["weight_decay_0.5", "weight_decay_0", "weight_decay_0.001", "weight_decay_5"])
+    found = cell_order(["weight_decay_0.5", "weight_decay_0", "weight_decay_0.001", "weight_decay_5"])
     assert found is not None
-    assert (found.what, [*found.labels.values()]) == ("weight decay", ["0", "0.001", "0.5", "5"])
-    sizes = ordered(["data_5B", "data_2.5B", "data_500M"])
+    assert (found[0], [*found[1].values()]) == ("weight decay", ["0", "0.001", "0.5", "5"])
+    sizes = cell_order(["data_5B", "data_2.5B", "data_500M"])
     assert sizes is not None
-    assert [*sizes.labels] == ["data_500M", "data_2.5B", "data_5B"]
-    windows = ordered(["softmax", "window_64", "window_32", "window_128"])
+    assert [*sizes[1]] == ["data_500M", "data_2.5B", "data_5B"]
+    windows = cell_order(["softmax", "window_64", "window_32", "window_128"])
     assert windows is not None
-    assert [*windows.labels] == ["softmax", "window_32", "window_64", "window_128"]
+    assert [*windows[1]] == ["softmax", "window_32", "window_64", "window_128"]
 
 
 @pytest.mark.parametrize(
     "cells", [["softmax", "sigmoid"], ["lr_1_2k", "lr_2_4k", "lr_2_8k"], ["a_1", "a_2", "b_3"], []]
 )
 def test_cells_whose_names_say_no_order_have_none(cells: list[str]) -> None:
-    assert ordered(cells) is None
+    assert cell_order(cells) is None
 
 
 def test_the_leaderboard_has_every_mitigation_with_its_loss_at_the_best_learning_rate(sweep_folder: Path) -> None:
     board = leaderboard(collect([sweep_folder]).sweeps[0])
     assert board is not None
-    assert {one.cell for one in board.standings} == set(EXPERIMENTS["mitigations"].cells)
+    assert set(board.scores) == set(EXPERIMENTS["mitigations"].cells)
     by_cell = {
-        one.cell: dict(zip([c.title for c in board.columns], one.scores, strict=True)) for one in board.standings
+        cell: dict(zip([one.title for one in board.columns], scores, strict=True))
+        for cell, scores in board.scores.items()
     }
     softmax, sigmoid = by_cell["softmax"], by_cell["sigmoid"]
     assert softmax["Retuned"] is not None
@@ -221,15 +222,14 @@ def test_the_leaderboard_has_every_mitigation_with_its_loss_at_the_best_learning
     assert softmax["Speed"] is not None
     assert len(softmax["Speed"].seeds) == 3
     assert by_cell["elu1_normalised"]["Valid. loss"] is None
-    assert board.standings[-1].cell == "elu1_normalised"
+    assert list(board.scores)[-1] == "elu1_normalised"
 
 
 def test_a_cell_that_trained_is_compared_with_what_the_paper_says_of_it(sweep_folder: Path) -> None:
-    sweep = collect([sweep_folder]).sweeps[0]
-    experiment = sweep.experiments["table_6"]
-    columns, rows = table_texts(experiment_table(experiment, sweep.cells_of(experiment)))
+    summary = collect([sweep_folder]).sweeps[0].summary
+    columns, rows = table_texts(experiment_table(summary.experiments["table_6"], summary.cells_of("table_6")))
     cells = {row[0]: dict(zip([title for title, _ in columns], row, strict=True)) for row in rows}
-    assert cells["elu1_normalised"]["Seeds"] == "0 of 3 three runs failed"
+    assert cells["elu1_normalised"]["Seeds"] == "0 of 3 (3 failed)"
     assert cells["elu1_normalised"]["the paper’s"] == "did not train"
     assert "18.18" in rows[[row[0] for row in rows].index("softmax")]
     assert cells["softmax"]["Seeds"] == "3"
@@ -239,7 +239,7 @@ def test_runs_of_several_experiments_are_not_listed_a_second_time(sweep_folder: 
     data = collect([sweep_folder])
     assert data.runs == []
     assert data.cells == []
-    assert len(data.sweeps[0].runs) < sum(cell.seeds for cell in CELLS.values())  # a run of two cells is one
+    assert len(data.sweeps[0].summary.runs) < sum(cell.seeds for cell in CELLS.values())  # a run of two cells is one
 
 
 def test_the_runs_of_a_single_experiment_have_their_curves_and_their_section(tmp_path: Path) -> None:

@@ -2,10 +2,11 @@
 
 import torch
 
-from sinklab.measuring.accumulate import Accumulator, Batch, measurement_from
+from sinklab.measuring.accumulate import Accumulator, measurement_from
 from sinklab.measuring.batches import Cost
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
+from sinklab.measuring.records import Batch
 
 L, H, T, N = 2, 3, 16, 4
 

@@ -21,8 +21,8 @@ from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.report import write_report
 from sinklab.survey.compare import compare_models
+from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
-from sinklab.survey.single import measure_model
 
 SMALL = Request(sequences=4, length=16)
 MANY_BYTES = "Ünïcödé 日本語 😀👩‍👧 naïve ﬁn. "

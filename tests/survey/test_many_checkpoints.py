@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers as hf
 from conftest import Run
+from stops import Stops
 from table_texts import table_texts
 from tiny_models import text_file, tiny_model
 from trained_run import LENGTH, trained_run
@@ -16,14 +17,12 @@ from sinklab.errors import InputError
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.report import write_report
+from sinklab.report.cells import cells_table, headline
 from sinklab.report.collect import collect
 from sinklab.report.figures import figures
-from sinklab.report.summary import headline
-from sinklab.report.tables import cells_table
 from sinklab.survey.checkpoints import measure_checkpoints, saved_models, step_in
-from sinklab.survey.items import Listener
+from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
-from sinklab.survey.single import measure_model
 from sinklab.train.directory.run import load_run
 
 SMALL = Request(options=Options(eps=(0.15,)), sequences=4, length=12)
@@ -50,20 +49,6 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     return text_file(tmp_path / "text.jsonl")
-
-
-class Stops(Listener):
-    """Ctrl-C after so many measurements; remembers what was started."""
-
-    def __init__(self, after: int | None = None) -> None:
-        self.after, self.started = after, []
-
-    def starts(self, name: str) -> None:
-        self.started.append(name)
-
-    def ends(self, name: str, measurement: Measurement) -> None:
-        if len(self.started) == self.after:
-            raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(
@@ -156,13 +141,13 @@ def test_an_interrupted_curve_continues_and_takes_in_what_came_later(
     folder = shutil.copytree(training, tmp_path / "growing")
     shutil.move(folder / "checkpoint-3000", tmp_path / "later")
     with pytest.raises(KeyboardInterrupt):
-        measure_checkpoints(str(folder), [], text, SMALL, out=tmp_path / "out", listener=Stops(1))
+        measure_checkpoints(str(folder), [], text, SMALL, out=tmp_path / "out", observe=Stops(1))
     again = Stops()
-    measure_checkpoints(str(folder), [], text, SMALL, out=tmp_path / "out", listener=again)
+    measure_checkpoints(str(folder), [], text, SMALL, out=tmp_path / "out", observe=again)
     assert again.started == ["step_100"]
     shutil.move(tmp_path / "later", folder / "checkpoint-3000")
     more = Stops()
-    continued = measure_checkpoints(str(folder), [], text, SMALL, out=tmp_path / "out", listener=more)
+    continued = measure_checkpoints(str(folder), [], text, SMALL, out=tmp_path / "out", observe=more)
     assert more.started == ["step_3000"]
     whole = measure_checkpoints(str(folder), [], text, SMALL)
     assert continued.rows() == whole.rows()
@@ -210,7 +195,10 @@ def test_folders_that_make_no_curve_are_refused(
 
 @pytest.mark.parametrize(
     ("revisions", "sentence"),
-    [(["step1", "main"], "--revision main does not say its step"), ([], "name the checkpoints of a model of the hub")],
+    [
+        (["step1", "main"], "--revision main does not contain its step"),
+        ([], "name the checkpoints of a model on the hub"),
+    ],
 )
 def test_names_on_the_hub_that_make_no_curve_are_refused(revisions: list[str], sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
@@ -253,7 +241,7 @@ def test_the_command_ends_in_a_table_a_document_and_a_report(
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--by-domain", "--text", "texts"], "ask for one of them"),
+        (["--by-domain", "--text", "texts"], "exclude each other"),
         (["--family", "gpt2"], "give a MODEL or --family"),
         (["--format", "csv", "--out", "here"], "one MODEL"),
     ],

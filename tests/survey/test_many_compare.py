@@ -9,14 +9,14 @@ import transformers as hf
 from tiny_models import REFUSING, TEMPLATE, chat_file, text_file, tiny_model
 
 from sinklab.errors import InputError
-from sinklab.measuring.conversations import Conversations
-from sinklab.measuring.inputs import default_prefix, natural_tokens, pretrained_encode
+from sinklab.measuring.inputs import default_prefix, natural_text, pretrained_encode, with_prefix
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
+from sinklab.models.huggingface.rendering import Conversations
 from sinklab.report import write_report
 from sinklab.survey.compare import compare_models, labels
+from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
-from sinklab.survey.single import measure_model
 
 SMALL = Request(options=Options(eps=(0.3, 0.2)), sequences=4, length=16)
 
@@ -107,15 +107,10 @@ def test_models_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:
 
 def rows_of(folder: Path, text: Path, keep_bos: bool, prefixed: bool) -> list[str]:
     tokenizer = hf.AutoTokenizer.from_pretrained(folder)
-    tokens_NT = natural_tokens(
-        text,
-        pretrained_encode(tokenizer),
-        sequences=2,
-        length=12,
-        prefix=default_prefix(tokenizer) if prefixed else [],
-        render=Conversations(tokenizer, keep_bos).render,
-    )
-    return [str(tokenizer.decode(row)) for row in tokens_NT]
+    encode, prefix = pretrained_encode(tokenizer), default_prefix(tokenizer) if prefixed else []
+    render = Conversations(tokenizer, keep_bos).render
+    bodies = natural_text(text, encode, sequences=2, length=12, prefix=prefix, render=render)
+    return [str(tokenizer.decode(row)) for row in with_prefix(bodies, prefix)]
 
 
 def test_a_chat_template_is_applied_and_its_bos_is_there_once(folder: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from stops import Stops
 from table_texts import table_texts
 from tiny_models import text_file, tiny_model
 
@@ -14,30 +15,14 @@ from sinklab.errors import InputError
 from sinklab.measuring.measurement import Measurement
 from sinklab.opening import model_files
 from sinklab.report import write_report
+from sinklab.report.cells import cells_table, headline
 from sinklab.report.collect import collect
-from sinklab.report.summary import headline
-from sinklab.report.tables import cells_table
-from sinklab.survey.domains import domain_files, measure_domains
-from sinklab.survey.items import Listener
+from sinklab.survey.measure_many import domain_files, measure_domains
+from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
-from sinklab.survey.single import measure_model
 
 SMALL = Request(sequences=4, length=16)
 COST = ("seconds", "peak_memory_mb")
-
-
-class Stops(Listener):
-    """Ctrl-C after the first measurement; remembers what was started."""
-
-    def __init__(self, stops: bool) -> None:
-        self.stops, self.started = stops, []
-
-    def starts(self, name: str) -> None:
-        self.started.append(name)
-
-    def ends(self, name: str, measurement: Measurement) -> None:
-        if self.stops:
-            raise KeyboardInterrupt
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +60,10 @@ def test_a_table_of_domains_holds_what_measuring_each_by_itself_gives(data_dir: 
 
 def test_an_interrupted_call_continues_and_gives_the_same_documents(model: str, texts: Path, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        measure_domains(model, texts, SMALL, out=tmp_path / "out", listener=Stops(True))
+        measure_domains(model, texts, SMALL, out=tmp_path / "out", observe=Stops(1))
     first = (tmp_path / "out" / "alpha" / "measurement.json").read_bytes()
-    again = Stops(False)
-    continued = measure_domains(model, texts, SMALL, out=tmp_path / "out", listener=again)
+    again = Stops()
+    continued = measure_domains(model, texts, SMALL, out=tmp_path / "out", observe=again)
     assert again.started == ["beta", "small"]
     assert (tmp_path / "out" / "alpha" / "measurement.json").read_bytes() == first
     whole = measure_domains(model, texts, SMALL)

@@ -7,20 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
+from stops import Stops
 from table_texts import table_texts
 from tiny_models import text_file, tiny_model
 
 from sinklab.errors import InputError
-from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options, Study
 from sinklab.report import write_report
+from sinklab.report.cells import cells_table
 from sinklab.report.collect import collect
-from sinklab.report.tables import cells_table
-from sinklab.survey.families import measure_families, published
-from sinklab.survey.items import Listener
+from sinklab.survey.families import measure_families, published, sizes
 from sinklab.survey.open_models import families, models_of
 from sinklab.survey.request import Request
-from sinklab.survey.sizes import sizes
 
 PAPERS = Request(sequences=100, length=64)
 
@@ -39,22 +37,6 @@ def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return text_file(tmp_path_factory.mktemp("text") / "text.jsonl", documents=100, words=80)
-
-
-class Started(Listener):
-    """Remembers what was started; stops after as many measurements."""
-
-    def __init__(self, stop_after: int | None = None) -> None:
-        self.started, self.left = [], stop_after
-
-    def starts(self, name: str) -> None:
-        self.started.append(name)
-
-    def ends(self, name: str, measurement: Measurement) -> None:
-        if self.left is not None:
-            self.left -= 1
-            if not self.left:
-                raise KeyboardInterrupt
 
 
 def test_the_list_holds_the_papers_models_with_what_it_prints_of_them() -> None:
@@ -144,12 +126,12 @@ def test_a_broken_and_a_missing_model_do_not_stop_the_others(models_dir: Path, t
 def test_finished_models_are_not_measured_again(models_dir: Path, text: Path, tmp_path: Path) -> None:
     small = Request(sequences=2, length=8)
     with pytest.raises(KeyboardInterrupt):
-        measure_families(["gpt2"], text, small, models_dir=models_dir, out=tmp_path, listener=Started(1))
+        measure_families(["gpt2"], text, small, models_dir=models_dir, out=tmp_path, observe=Stops(1))
     first = (tmp_path / "openai-community" / "gpt2" / "measurement.json").read_bytes()
-    again = Started()
+    again = Stops()
     there = tmp_path / "models"  # the finished one has been deleted since
     shutil.copytree(models_dir, there, ignore=shutil.ignore_patterns("gpt2"))
-    measure_families(["gpt2"], text, small, models_dir=there, out=tmp_path, listener=again)
+    measure_families(["gpt2"], text, small, models_dir=there, out=tmp_path, observe=again)
     assert again.started == [f"openai-community/gpt2-{size}" for size in ("medium", "large", "xl")]
     assert (tmp_path / "openai-community" / "gpt2" / "measurement.json").read_bytes() == first
 

@@ -18,7 +18,7 @@ def test_a_model_without_bos_is_refused_before_its_weights_are_read(run: Run, tm
     given = (text.parent, "--by-domain") if by_domain else (text,)
     status, out, err = on_one_line(run)("measure", model, *ABLATE, "--text", *given)
     assert (status, out) == (2, "")
-    assert f"the tokenizer of {model} puts no BOS first" in err
+    assert f"the tokenizer of {model} does not add BOS" in err
     assert TO_DO in err
     assert "weights" not in err
 

@@ -8,8 +8,8 @@ import pytest
 from report_fixtures import make_run
 
 from sinklab.errors import InputError, SinklabError
+from sinklab.report.cells import cell_rows
 from sinklab.report.collect import collect
-from sinklab.report.summary import cell_rows
 from sinklab.train.directory.history import Evaluation, read_history, read_metrics, seconds_spent
 
 

@@ -16,7 +16,7 @@ import torch
 import yaml
 from rich.console import Console
 
-from sinklab.commands.terminal.training import print_plan
+from sinklab.commands.terminal.plans import print_plan
 from sinklab.commands.train import plan_command, train_command
 from sinklab.errors import InputError
 from sinklab.extras import install_command

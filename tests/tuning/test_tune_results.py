@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sinklab.tuning.documents import METRICS, UPDATES, TuneEvaluation, TuneUpdate, load_tuning, read_rows
+from sinklab.tuning.tuned_directory import METRICS, SFT, UPDATES, TuneEvaluation, TuneUpdate, load_tuning, read_rows
 
 FOLDER = Path(__file__).parents[2] / "results" / "sft"
 TUNED = sorted(path.parent for path in FOLDER.glob("*/sft.json"))
@@ -17,8 +17,7 @@ def test_there_are_softmax_and_sigmoid_runs() -> None:
 
 @pytest.mark.parametrize("folder", TUNED, ids=lambda path: path.name)
 def test_the_loss_fell_and_every_gradient_was_finite(folder: Path) -> None:
-    tuning = load_tuning(folder)
-    assert tuning is not None
+    tuning = load_tuning(folder / SFT)
     assert tuning.base is not None
     assert tuning.chat is not None
     assert tuning.chat.valid_loss < tuning.base.valid_loss

@@ -17,11 +17,11 @@ from conftest import Run, on_one_line
 from trained_run import trained_run
 
 from sinklab.data.sources.textfiles import read_conversations
+from sinklab.jobs.progress import JobEvent
 from sinklab.tuning.chats import ChatTemplate
-from sinklab.tuning.documents import TuneUpdate
-from sinklab.tuning.preparing import TuneSources
-from sinklab.tuning.running import TuneListener, tune
 from sinklab.tuning.settings import TuneOptions
+from sinklab.tuning.sft_dataset import TuneSources
+from sinklab.tuning.tune import tune
 
 if importlib.util.find_spec("trl") is None:
     pytest.skip("trl is not installed (extra sft)", allow_module_level=True)
@@ -30,15 +30,10 @@ SHORT = TuneOptions(lr=0.01, steps=6, batch_size=8, eval_every=4, save_every=2, 
 QUICK = ("--steps", 6, "--lr", 0.01, "--batch-size", 8, "--eval-every", 3, "--save-every", 2, "--sink-length", 12)
 
 
-class Interrupting(TuneListener):
-    """Presses Ctrl-C once after an update."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def updated(self, update: TuneUpdate) -> None:
-        if update.step == self._step:
-            os.kill(os.getpid(), signal.SIGINT)
+def interrupt(event: JobEvent) -> None:
+    """Presses Ctrl-C after the third update."""
+    if event.kind == "advanced" and event.done == 3:
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.mark.parametrize("operation", ["softmax", "sigmoid"])
@@ -108,7 +103,7 @@ def test_interrupted_and_continued_it_is_the_undisturbed_tuning(tmp_path: Path) 
     model, chats = tuned_run(tmp_path / "base", "sigmoid")
     sources = TuneSources(chats)
     whole = tune(str(model), sources, SHORT, tmp_path / "whole").tuning
-    stopped = tune(str(model), sources, SHORT, tmp_path / "two", listener=Interrupting(3))
+    stopped = tune(str(model), sources, SHORT, tmp_path / "two", observe=interrupt)
     assert stopped.exit_status == 130
     assert stopped.tuning.chat is None
     assert not (tmp_path / "two" / "model").exists()
@@ -121,7 +116,7 @@ def test_interrupted_and_continued_it_is_the_undisturbed_tuning(tmp_path: Path) 
 
 def test_a_checkpoint_that_was_torn_is_passed_over(tmp_path: Path) -> None:
     model, chats = tuned_run(tmp_path / "base")
-    tune(str(model), TuneSources(chats), SHORT, tmp_path / "out", listener=Interrupting(3))
+    tune(str(model), TuneSources(chats), SHORT, tmp_path / "out", observe=interrupt)
     checkpoints = tmp_path / "out" / "checkpoints"
     torn = max(checkpoints.iterdir(), key=lambda path: int(path.name.rpartition("-")[2]))
     (torn / "complete").unlink()
@@ -131,11 +126,11 @@ def test_a_checkpoint_that_was_torn_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_the_command_stops_with_130_and_goes_on(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sinklab.commands.sft import TuneProgress
+    from sinklab.commands.terminal.job_progress import JobProgress
 
     model, chats = tuned_run(tmp_path / "base")
     with monkeypatch.context() as patched:
-        patched.setattr(TuneProgress, "updated", lambda self, update: Interrupting(3).updated(update))
+        patched.setattr(JobProgress, "__call__", lambda self, event: interrupt(event))
         status, out, err = run("sft", model, "--data", chats, "--out", "tuned", *QUICK)
     assert (status, out) == (130, "")
     assert "what was finished is kept" in err
@@ -248,7 +243,7 @@ def test_another_tuning_is_not_continued_and_a_folder_of_another_kind_not_used(r
     (tmp_path / "tuned" / "sft.json").unlink()
     status, _, err = on_one_line(run)("sft", model, "--data", chats, "--out", "tuned", *QUICK)
     assert status == 2
-    assert "is no part of a tuning" in err
+    assert "is not part of a tuning" in err
     shutil.rmtree(tmp_path / "tuned")
     (tmp_path / "tuned").mkdir()
     (tmp_path / "tuned" / "sft.json").write_text('{"mine": 1}')
@@ -262,7 +257,7 @@ def test_the_directory_of_the_model_or_of_a_run_is_no_place_for_it(run: Run, tmp
     model, chats = tuned_run(tmp_path / "base")
     other, _ = tuned_run(tmp_path / "other")
     before = (other / "metrics.jsonl").read_bytes()
-    for out, says in ((model / "chat", "lies in the directory of the model"), (other, "is no part of a tuning")):
+    for out, says in ((model / "chat", "is inside the directory of the model"), (other, "is not part of a tuning")):
         status, _, err = on_one_line(run)("sft", model, "--data", chats, "--out", out, *QUICK)
         assert status == 2
         assert says in err

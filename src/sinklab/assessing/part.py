@@ -1,23 +1,74 @@
-"""The declaration of a part of an assessment: result, passes over the text, table rows, single numbers and figure.
+"""The declaration of a part of an assessment: text, passes, result, table rows, single numbers and figure.
 
 A part is a subclass of `AssessPart` in a file of its own in `parts/`, which finds it. Its fields are its entry in
-assessment.json. Losses and divergences are in nats per token; positions and layers count from 1, a sink token in front
-as position 0.
+assessment.json. Losses and divergences are in nats per token; positions and layers count from 1, a learned sink token
+is position 0.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal
 
+import torch
+from torch import Tensor
+
 from sinklab.assessing.plan import AssessSettings
-from sinklab.assessing.text import AssessText
+from sinklab.data.sources.corpora import documents
+from sinklab.errors import InputError
 from sinklab.models.adapter import Adapter
+from sinklab.opening import Model
 from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
 
 GROWTH = "Loss above the unchanged model's (nats per token)"
+
+
+class AssessText:
+    """A model and the text that it is assessed on: one stream, cut into sequences.
+
+    Args:
+        text: a .txt or .jsonl file or a folder of them; None for the validation text of a run.
+    """
+
+    def __init__(self, model: Model, text: Path | None) -> None:
+        self.model, self._text = model, text
+        self.conversations = model.conversations(keep_bos=not model.special)
+
+    def sequences(self, most: int, length: int, fewest: int = 1) -> Tensor:
+        """The stream cut into `fewest` to `most` sequences of `length` tokens: (N, T).
+
+        Raises:
+            InputError: too little text, an unreadable one, or none for a model that is not a run.
+        """
+        special = len(self.model.special)
+        body = length - special
+        if body < 2:
+            raise InputError(f"sequences of {length} tokens, {special} of them special: give longer ones")
+        stream = self._stream(most * body)
+        count = min(most, len(stream) // body)
+        if count < fewest:
+            raise InputError(
+                f"{self._text or 'the validation text of the run'} has {len(stream):,} tokens, and {fewest * body:,} "
+                f"are needed ({fewest} of {body:,} tokens): give more text, or shorter sequences and caches (--length, "
+                "--stream-length, --cache)"
+            )
+        return self.model.arrange(torch.tensor(stream[: count * body]).view(count, body), special > 0, None)
+
+    def _stream(self, tokens: int) -> list[int]:
+        """At least this many tokens of the text, or all of it."""
+        if self._text is None:
+            if self.model.held_out is None:
+                raise InputError(f"--text is needed: {self.model.name} is not a run, so it has no validation text")
+            return self.model.held_out(tokens)
+        stream: list[int] = []
+        for document in documents(str(self._text), render=self.conversations.render):
+            stream += self.model.encode(f"{document}\n\n")
+            if len(stream) >= tokens:
+                break
+        return stream
 
 
 class Effect(ReadDocument):
@@ -25,8 +76,8 @@ class Effect(ReadDocument):
 
     Attributes:
         loss: mean over the targets.
-        kl: mean divergence of the changed model's predictions from the unchanged one's.
-        targets: how many there were.
+        kl: mean divergence of the changed model's predictions from those of the unchanged model.
+        targets: number of them.
     """
 
     loss: float
@@ -39,7 +90,7 @@ class PartJob:
     """A part, ready to run.
 
     Attributes:
-        passes: sequences that it reads, each as often as it is read.
+        passes: number of sequences over all passes.
         run: reads them, calls its argument after each, and returns the result.
     """
 
@@ -88,10 +139,10 @@ class PartFigure:
     """A figure as data; `report` draws it.
 
     Attributes:
-        kind: a line per series, a row of joined dots per category of y, or a cloud of points.
-        rows: values by field, those of `colour` and of the axes among them.
-        colour: the field with the series, of which `series` has the order in the legend.
-        reference: a dashed line at this value of y (of dots: of x).
+        kind: a line per series, joined dots per category of y, or a scatter plot.
+        rows: values by field, including those of `colour` and the axes.
+        colour: field of the series; `series` is their order in the legend.
+        reference: a dashed line at this value of y (for dots, of x).
         tooltip: further fields, each with its title and format.
     """
 
@@ -116,15 +167,17 @@ class AssessPart(ReadDocument, ABC):
     Attributes:
         name: in `--parts`, in assessment.json and in experiments.
         rank: parts run and are shown by this number.
-        long_text: whether it is skipped where the text is too short for it; other parts then refuse.
+        long_text: skip the part if the text is too short for it; other parts then raise an error.
+        on_request: run the part only if it is named, as it takes long.
         numbers: its single numbers.
-        sequences, length: N and T of the text it read.
-        unchanged: the unchanged model on that text, within its context.
+        sequences, length: N and T.
+        unchanged: the unchanged model on the same text, within its context.
     """
 
     name: ClassVar[str]
     rank: ClassVar[int]
     long_text: ClassVar[bool] = False
+    on_request: ClassVar[bool] = False
     numbers: ClassVar[tuple[PartNumber, ...]] = ()
 
     sequences: int
@@ -133,20 +186,20 @@ class AssessPart(ReadDocument, ABC):
 
     @classmethod
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
-        """Why the model cannot be given this part, None where it can."""
+        """Why the part does not apply to the model; None if it applies."""
         return None
 
     @classmethod
     @abstractmethod
     def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
-        """Read the text that the part needs and prepare its passes.
+        """Read the text and prepare the passes.
 
         Raises:
             InputError: the text is too short.
         """
 
     def rows(self) -> Iterator[ResultRow]:
-        """Everything that has a loss."""
+        """The rows of the table."""
         yield from ()
 
     def remark(self) -> str | None:

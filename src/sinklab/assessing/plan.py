@@ -37,7 +37,8 @@ class AssessOptions(CommandSettings, frozen=True):
     parts: Annotated[Several[str], BeforeValidator(_names), Flag(text=str, default="all")] = Field(
         default=(),
         exclude=True,
-        description="Comma-separated: streaming, quantisation, eviction, length, carries, heads; or all.",
+        description="Comma-separated: streaming, quantisation, eviction, length, carries, heads, writer; all of "
+        "these; or kv_cache, pruning, budgets, which take longer.",
     )
     sequences: int | None = Field(
         default=None, ge=1, le=MOST, description="Number of sequences; default: 2,048 tokens in all, streaming 4,096."
@@ -62,7 +63,14 @@ class AssessOptions(CommandSettings, frozen=True):
         default=(), description="Keys kept by eviction; repeatable; default: 1/8 and 1/4 of --length."
     )
     sink_tokens: int = Field(default=1, ge=1, description="Number of first tokens that form the sink.")
-    seed: Seed = Field(default=0, description="Of the random keys.")
+    head_sequences: int = Field(
+        default=1,
+        ge=1,
+        le=MOST,
+        exclude_if=lambda sequences: sequences == 1,
+        description="Sequences that kv_cache and budgets read once for every key head.",
+    )
+    seed: Seed = Field(default=0, description="Of the random keys and heads.")
     where_possible: bool = Field(default=False, exclude=True)
 
     @field_validator("caches", "budgets", "kept")

@@ -7,9 +7,10 @@ Where sequences are longer than the context, the unchanged model reads them in w
 the one before; of a window only the second half counts, so that every token has at least half a context before it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +22,12 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import evaluating
 from sinklab.models.intercept import Compute, Edit, intercept
-from sinklab.models.memory import LOGITS_AT_ONCE
+from sinklab.models.memory_budget import LOGITS_AT_ONCE
 
 TOKENS_AT_ONCE = 2**11
 Step = Callable[[], None]
+KeyHeads = frozenset[tuple[int, int]]
+"""Layer, from 1 among those with attention, and key head, from 1; query heads that share keys share a key head."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,13 @@ class ByPosition:
         return Effect(loss=loss, kl=max(kl, 0.0), targets=loss_NP.numel())
 
 
+class HeadCost(Effect):
+    """The effect of a change to one key head; layer and head count from 1, layers among those with attention."""
+
+    layer: int
+    head: int
+
+
 class PairedReader:
     """Sequences, and what the unchanged model makes of them.
 
@@ -73,7 +83,7 @@ class PairedReader:
         edit: Edit | None = None,
         *,
         compute: Compute = LayerCall.output,
-        surgery: AbstractContextManager[None] | None = None,
+        surgery: AbstractContextManager[object] | None = None,
     ) -> ByPosition:
         """The text read once more, under a change of the attention calls and, beside it, of the model itself.
 
@@ -84,6 +94,14 @@ class PairedReader:
         self._passed()
         with evaluating(self.adapter.module):
             return self._against(hidden_NTE)
+
+    def by_key_head(self, edit: Callable[[KeyHeads], Edit]) -> list[HeadCost]:
+        """The text read once for every key head, under the edit that changes this head alone."""
+        heads = sorted(key_heads(self.adapter))
+        return [
+            HeadCost(layer=layer, head=head, **self.under(edit(frozenset({(layer, head)}))).effect().model_dump())
+            for layer, head in heads
+        ]
 
     def _within_context(self) -> Tensor:
         """Read by the unchanged model: whole, or in windows of its context that overlap by half."""
@@ -140,6 +158,38 @@ def changed_attention(
         return layer if edit is None else edit(layer)
 
     return intercept(adapter, edit=edited, compute=compute)
+
+
+def first_importance(layer: LayerCall) -> Tensor:
+    """Importance of the first position, or of learned tokens in front: (B, H)."""
+    alpha = layer.importance()
+    return alpha.bias_BH if layer.leading and alpha.bias_BH is not None else alpha.positions_BHT[..., 0]
+
+
+def mean_effect(effects: Sequence[Effect]) -> Effect:
+    """Of several draws on the same targets."""
+    return Effect(
+        loss=fmean(one.loss for one in effects), kl=fmean(one.kl for one in effects), targets=effects[0].targets
+    )
+
+
+def key_heads(adapter: Adapter) -> KeyHeads:
+    """All of a model, which reads two tokens for it."""
+    found: set[tuple[int, int]] = set()
+
+    def watch(layer: LayerCall) -> None:
+        found.update((layer.index, head) for head in range(1, layer.call.k_BGTD.shape[1] + 1))
+
+    with evaluating(adapter.module), intercept(adapter, observe=watch):
+        adapter.hidden(torch.tensor([[1, 0]], device=adapter.device))
+    return frozenset(found)
+
+
+def chosen_heads(layer: LayerCall, heads: KeyHeads) -> Tensor:
+    """Which key heads of a layer are among these: (G,)."""
+    G = layer.call.k_BGTD.shape[1]
+    chosen = [(layer.index, head) in heads for head in range(1, G + 1)]
+    return torch.tensor(chosen, device=layer.call.k_BGTD.device)
 
 
 def refused(adapter: Adapter, edit: Edit | None = None, compute: Compute = LayerCall.output) -> str | None:

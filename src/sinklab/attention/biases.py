@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from sinklab.schema import LARGEST, Example, Kind, NeutralExample, Part
 
 ASIDE = -12.0
-"""A logit at which a bias takes next to nothing: 6e-6 of a row whose sum of exponentials is 1, and less of a larger."""
+"""A logit with a negligible share: 6e-6 of a row whose sum of exponentials is 1, and less of a larger sum."""
 
 
 class BiasPart(Kind):
-    """What every bias tells the rules of combination."""
+    """Base of the biases: the properties that the rules of combination read."""
 
     adds_logit: ClassVar[bool] = False  # a logit that is not a product with a key
-    may_start: ClassVar[bool] = False  # whether `start` says where its logit begins
+    may_start: ClassVar[bool] = False  # whether `start` sets its initial logit
 
     @property
     def starts_at(self) -> float | None:
-        """`start`; None where it is not given, or there is no such value."""
+        """`start`; None without it."""
         return getattr(self, "start", None)
 
     @property
@@ -173,12 +173,12 @@ class BiasParameters(nn.Module):
     """The tensors of a bias.
 
     Attributes:
-        key: learned, (G, d_a) or (1, d_a) when shared; d_a is the head width unless the recipe says less.
+        key: learned, (G, d_a) or (1, d_a) when shared; d_a is the head width unless the recipe has less.
         value: learned, (G, V) or (1, V) when shared.
         fixed: a value that is not learned, the same for all heads.
         logit: (H,), a learned sink logit. Each is None where there is none.
         offset: (H,), learned and added to the logit of the key.
-        initial: mean and std of those that the recipe has start somewhere.
+        initial: mean and std of the parameters with a `start` in the recipe.
     """
 
     def __init__(self, bias: Bias, kv_heads: int, head_width: int, heads: int, value_width: int) -> None:
@@ -203,7 +203,7 @@ class BiasParameters(nn.Module):
         return self._per_head(F.pad(self.key, (0, missing)) if missing else self.key)
 
     def value_per_head(self) -> Tensor | None:
-        """v_s per query head, (H, V); None stands for zero."""
+        """v_s per query head, (H, V); None means zero."""
         if self.fixed is not None and self.key is not None:
             return self._per_head(self.fixed.build(self.value_width, self.key)[None])
         return None if self.value is None else self._per_head(self.value)
@@ -219,7 +219,7 @@ class BiasParameters(nn.Module):
         return parameter.expand(self.heads, -1) if rows == 1 else parameter.repeat_interleave(self.heads // rows, 0)
 
 
-SMALLEST_LOGIT = -1e30  # stands for log 0 where two of them meet, whose difference would have no gradient
+SMALLEST_LOGIT = -1e30  # in place of log 0, because the difference of two infinities has no gradient
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class ExtraKey:
 
     Attributes:
         logits_BHT: log sim of every query with it.
-        value_HV: its value; None stands for zero.
+        value_HV: its value; None means zero.
     """
 
     logits_BHT: Tensor

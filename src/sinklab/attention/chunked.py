@@ -2,7 +2,7 @@
 
 Forward keeps (out, lse) only. Backward walks the blocks again: with P = exp(logit - lse), the gradient of a logit is
 P * (dout.v - dout.out + dlse), which is carried through the score function by autograd, block by block, and through
-z = q.k * scale by hand. A score that knows its similarity is taken without logarithm and exponential wherever the row
+z = q.k * scale by hand. A score with a similarity is computed without logarithm and exponential wherever the row
 sums are in range: the gradient of a similarity is (dout.v - dout.out + dlse) / Z. Rejected:
 `torch.utils.checkpoint` around each block (twice the traffic in key and value gradients, which autograd materialises
 whole for every slice).
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sinklab.attention import blocks as bl
+from sinklab.attention import query_blocks as bl
+from sinklab.attention.masks import Mask
 from sinklab.attention.scores import Score
-from sinklab.attention.visible import Mask
 
 LARGEST_LOG_SUM = 60.0  # row sums between exp(-60) and exp(60) leave room for products in float32
 
@@ -55,7 +55,7 @@ class _Chunked(torch.autograd.Function):
         score: Score | None = ctx.score
         T, S, groups = q.shape[2], k.shape[2], k.shape[1]
         dout = dout.to(q.dtype)
-        # What the normaliser takes back from every logit of a row.
+        # The normaliser's part in the gradient of every logit of a row.
         row = (dout * out).sum(-1, dtype=lse.dtype).sub_(dlse)
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         dtensors: list[Tensor | None] = [None] * len(tensors)
@@ -93,14 +93,14 @@ def finite_normaliser(lse: Tensor) -> Tensor:
 
 
 def exponentials_(exponents: Tensor, score: Score | None) -> Tensor:
-    """In place; those of a deep score are above zero, and are to be masked again."""
+    """In place; those of a deep score are above zero, and have to be masked again."""
     return bl.floored_exp_(exponents) if score is not None and score.deep else exponents.exp_()
 
 
 def _weights(
     z: Tensor, block: bl.Block, offset: int, keys: int, score: Score | None, mask: Mask
 ) -> tuple[Tensor, Tensor, Tensor | float]:
-    """exp(logit - peak) of a block, its row sums and the peak, 0 where the similarity could be taken as it is."""
+    """exp(logit - peak) of a block, its row sums and the peak, which is 0 where the similarity itself is in range."""
     if score is not None and score.similarity is not None:
         where = bl.indices(z, block, offset)
         weights = bl.mask_block_(score.similarity(z, *where, *score.tensors), block, offset, keys, mask, 0.0)
@@ -116,7 +116,7 @@ def _weights(
 
 
 def _in_range(lse: Tensor, score: Score) -> bool:
-    """Whether every row sum can be held without a peak taken out."""
+    """Whether every row sum is in range without subtracting a peak."""
     fits = lse.abs() < LARGEST_LOG_SUM
     return bool((fits | (lse == -math.inf) if score.vanishes else fits).all())
 

@@ -1,6 +1,6 @@
-"""The attention part of a recipe: operation, bias, mask, softcap, backend, and which of them go together.
+"""The attention part of a recipe: operation, bias, mask, softcap, backend, and their valid combinations.
 
-A combination that means nothing is refused here with its reason; everything else is legal, and is tested as such.
+A meaningless combination is refused here with its reason; everything else is legal, and is tested as such.
 """
 
 import typing
@@ -58,12 +58,12 @@ class DocumentMask(Kind):
     neutral: ClassVar = {"": NeutralExample("document, on text without EOS", {"eos_id": BEYOND})}
 
     def build(self) -> masks.Mask:
-        """What holds whatever the documents are; the core narrows it to the documents of the batch."""
+        """The causal mask; the core adds the documents of the batch."""
         return masks.CAUSAL
 
 
 class AttentionConfig(Part):
-    """What happens between q, k, v and the attention output."""
+    """The computation from q, k, v to the attention output."""
 
     operation: Operation = Softmax()
     bias: Bias = NoBias()
@@ -82,7 +82,7 @@ class AttentionConfig(Part):
             )
         if operation.sequential and (bias.adds_logit or bias.key_shape(1, 1) is not None):
             raise ValueError(
-                f"bias {bias.kind} adds a key to the row, and under operation {name} the rest that no key takes stands "
+                f"bias {bias.kind} adds a key to the row, and under operation {name} the rest that no key takes is "
                 "in its place: use operation.rest"
             )
         if operation.sequential and self.backend == "flex":
@@ -117,7 +117,7 @@ class AttentionConfig(Part):
         return self
 
     def check_fit(self, head_width: int, position_on_scores: bool) -> None:
-        """Refuse what only the model's sizes and position can tell.
+        """Refuse combinations with the model's sizes and position.
 
         Args:
             head_width: of queries and keys.

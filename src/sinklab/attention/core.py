@@ -1,8 +1,7 @@
 """The attention core: from queries, keys and values to outputs, under a recipe's operation, bias and mask.
 
-It is a module so that a probe can watch its inputs from outside, and so that training and measuring run the same
-code. Projections, and positions applied to q and k, belong to the model; a position that acts on the scores is handed
-in.
+It is a module so that a probe can read its inputs from outside, and so that training and measuring run the same code.
+Projections, and positions applied to q and k, belong to the model; a position that acts on the scores is an argument.
 """
 
 from collections.abc import Callable
@@ -26,7 +25,7 @@ class PositionScore(Protocol):
     """A position that acts on the scores (ALiBi, relative, T5): a module of the model with a score function."""
 
     def score(self) -> Score:
-        """What is done to a scaled score before the operation's similarity; its tensors may require gradients."""
+        """The score function, applied before the operation's similarity; its tensors may require gradients."""
         ...
 
 
@@ -48,9 +47,9 @@ class AttentionCore(nn.Module):
         proxy: True where the operation's own scores do not sum to one and importance is that of proxy scores.
         bias: the tensors of the bias.
         learned: the operation's own parameters, or None.
-        hidden_first: numbers n: keys 1..n of the sequence are seen by no query after the n-th; none but in an ablation
-            (measuring/surgery/keys.py).
-        door: computes the output in the place of the core, for the length of an `intercept` (models/intercept.py).
+        hidden_first: numbers n: keys 1..n of the sequence are seen by no query after the n-th; empty except in an
+            ablation (measuring/surgery/changes.py).
+        call_handler: computes the output instead of the core, within an `intercept` (models/intercept.py).
 
     Raises:
         ValueError: the parts of the config do not fit the sizes or the position (`AttentionConfig.check_fit`), or the
@@ -83,7 +82,7 @@ class AttentionCore(nn.Module):
         self.by_document = config.mask.kind == "document"
         self.mask = config.mask.build()
         self.hidden_first: tuple[int, ...] = ()
-        self.door: Callable[[LayerCall], Tensor] | None = None
+        self.call_handler: Callable[[LayerCall], Tensor] | None = None
 
     def forward(
         self,
@@ -105,7 +104,7 @@ class AttentionCore(nn.Module):
         """
         with torch.autocast(q_BHTD.device.type, enabled=False):  # the primitive chooses its own precision
             layer = self.layer_call(q_BHTD, k_BGTD, v_BGTD, documents_BL, log_kept_BLH, padding_B)
-            return layer.output() if self.door is None else self.door(layer)
+            return layer.output() if self.call_handler is None else self.call_handler(layer)
 
     def layer_call(
         self,
@@ -116,7 +115,7 @@ class AttentionCore(nn.Module):
         log_kept_BLH: Tensor | None = None,
         padding_B: Tensor | None = None,
     ) -> LayerCall:
-        """What `forward` computes; the same arguments."""
+        """The call that `forward` computes; the same arguments."""
         call = self.call(q_BHTD, k_BGTD, documents_BL, log_kept_BLH, padding_B)
         return LayerCall(self.operation, call, v_BGTD, self.leading, padding_B)
 
@@ -128,7 +127,7 @@ class AttentionCore(nn.Module):
         documents_BL: Tensor | None = None,
         log_kept_BLH: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(out_BHTD, A_BHTS) by the papers' formulas on explicit matrices: what tests hold all the rest against.
+        """(out_BHTD, A_BHTS) by the papers' formulas on explicit matrices: the reference of all tests.
 
         A bias key, a sink logit or the rest of the row is column 0 of A; where there is one, S = T + 1. For exact
         numbers, all in float64.
@@ -144,7 +143,7 @@ class AttentionCore(nn.Module):
         return out_BHTD + given.offset_HV[:, None], scores_BHTS
 
     def visible(self, documents_BL: Tensor | None = None, padding_B: Tensor | None = None) -> masks.Mask:
-        """Who sees whom, leading token included.
+        """The mask, leading token included.
 
         Raises:
             ValueError: the document mask without documents.
@@ -168,7 +167,7 @@ class AttentionCore(nn.Module):
         log_kept_BLH: Tensor | None = None,
         padding_B: Tensor | None = None,
     ) -> Call:
-        """What the operation is called with.
+        """The arguments of the operation.
 
         Raises:
             ValueError: the document mask without documents, or an operation that forgets without its gates.

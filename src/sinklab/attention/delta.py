@@ -2,11 +2,11 @@
 
     S_t = a_t S_t-1 + b_t k_t (v_t - a_t S_t-1^T k_t)^T        o_t = S_t^T q_t        a_t = exp(g_t)
 
-S is a D x V matrix per head that maps keys to values: it decays by a_t, and what it then gives for k_t is replaced by
+S is a D x V matrix per head that maps keys to values: it decays by a_t, and its value for k_t is then replaced by
 v_t, wholly where b_t is 1 (with keys of length 1). Time and memory are linear in T.
 
-Within a chunk of C positions that begins with the state S, with c_i the sum of g up to position i of the chunk, what
-every position writes is a row of
+Within a chunk of C positions that begins with the state S, with c_i the sum of g up to position i of the chunk, every
+position writes a row of
 
     W = X - Y S,   (I + L) [X, Y] = b [v, exp(c) k],   L_ij = b_i exp(c_i - c_j) k_i.k_j  for j < i
 
@@ -15,7 +15,7 @@ every position writes is a row of
     o_i = exp(c_i) S^T q_i + sum over j <= i of exp(c_i - c_j) (q_i.k_j) W_j
     S  <- exp(c_C) S + sum over j of exp(c_C - c_j) k_j W_j^T
 
-so that only the walk from chunk to chunk is sequential. Differences of c are at most 0: nothing overflows.
+so that only the recurrence over chunks is sequential. Differences of c are at most 0: nothing overflows.
 
 B batch, H heads, T positions, D key width, V value width, N chunks of C positions.
 """
@@ -24,8 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinklab.attention.blocks import accumulate_dtype
-from sinklab.attention.linear import CHUNK
+from sinklab.attention.query_blocks import CHUNK, accumulate_dtype
 
 
 def gated_delta(

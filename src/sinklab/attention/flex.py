@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
+from sinklab.attention.masks import Mask
 from sinklab.attention.scores import Score, apart
-from sinklab.attention.visible import Mask
 from sinklab.compiling import compiled
 
 NARROWEST = 16  # the kernel's smallest head width
@@ -30,7 +30,7 @@ def flex_serves(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor) -> bool:
 def flex_attend(
     q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, score: Score | None, mask: Mask, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(out_BHTV, lse_BHT) of `primitive.attend`; values of width zero stand for "lse only".
+    """(out_BHTV, lse_BHT) of `primitive.attend`; values of width zero mean "lse only".
 
     Raises:
         ValueError: a gradient is wanted on a CPU, where FlexAttention has none.
@@ -84,7 +84,7 @@ def _compiled_flex() -> Any:
 
 @functools.cache
 def _lse_argument() -> dict[str, Any]:
-    """How this version of PyTorch is asked for the log-normaliser."""
+    """The argument for the log-normaliser in this version of PyTorch."""
     if "return_aux" in inspect.signature(flex.flex_attention).parameters:
         return {"return_aux": flex.AuxRequest(lse=True)}
     return {"return_lse": True}

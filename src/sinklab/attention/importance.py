@@ -2,8 +2,8 @@
 
 alpha_k is the mean over queries t = k .. T of the attention score that t gives k; the query k itself counts
 (2410.10781, section 3.2). It is a column mean of the attention matrix, summed up block by block: a block of
-queries sees all its keys, so its rows can be normalised where they stand. For operations whose scores do not sum to
-one the scores are the proxy |sim_ts| / sum_s |sim_ts|, which is what normalising exp(log sim) gives.
+queries has all its keys, so its rows can be normalised in place. For operations whose scores do not sum to one the
+scores are the proxy |sim_ts| / sum_s |sim_ts|, which is exp(log sim), normalised.
 
 Under a mask other than the causal one not every query from k on sees k, and earlier ones may. The mean over the
 queries that may see k is a second number, from the same sums: `over_visible`.
@@ -16,11 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sinklab.attention import blocks as bl
+from sinklab.attention import query_blocks as bl
 from sinklab.attention.chunked import exponentials_, finite_normaliser
-from sinklab.attention.masks import CAUSAL, Mask
+from sinklab.attention.masks import CAUSAL, Mask, visible_queries
 from sinklab.attention.scores import Score
-from sinklab.attention.visible import visible_queries
 
 
 @dataclass(frozen=True)
@@ -66,11 +65,11 @@ class Importance:
 
 @dataclass(frozen=True)
 class Rows:
-    """The normalised scores of a block of queries, as they pass by.
+    """The normalised scores of a block of queries.
 
     Attributes:
         block: which queries and keys.
-        weights_BHQS: shares of the row, float32 (float64 for float64 input); 0 where a query may not look.
+        weights_BHQS: shares of the row, float32 (float64 for float64 input); 0 where a key is hidden.
         bias_BHQ: the share of an added bias; None where there is no bias.
     """
 
@@ -95,14 +94,14 @@ def score_rows(
     Args:
         q_BHTD: queries, the last T of S positions.
         k_BGSD: keys, H a multiple of G.
-        mask: who sees whom.
-        score: what is done to a scaled score before the exponential; None is the identity.
+        mask: which keys each query sees.
+        score: applied to a scaled score before the exponential; None is the identity.
         scale: default 1 / sqrt(D).
         bias_logits_BHT: logit of an added bias or sink that takes part in the normalisation (broadcastable).
         block: queries at a time; by default as many as fit a few megabytes.
 
     Raises:
-        ValueError: shapes that do not go together.
+        ValueError: shapes that do not match.
     """
     bl.check_shapes(q_BHTD, k_BGSD)
     (B, H, T, _), S = q_BHTD.shape, k_BGSD.shape[2]
@@ -131,8 +130,8 @@ def sum_rows(
 
     Args:
         rows: may be changed in place.
-        q_BHTD: the queries they came from, the last T of `keys` positions.
-        mask: who sees whom.
+        q_BHTD: their queries, the last T of `keys` positions.
+        mask: which keys each query sees.
         counted_BT: bool, which queries count; None counts all.
     """
     B, H, T, _ = q_BHTD.shape
@@ -162,11 +161,11 @@ def importance_of(
 
     Args:
         sums: of the whole sequence, learned leading tokens included.
-        mask: who sees whom.
-        leading: how many learned tokens stand before the first real one. A leading token is a bias: its alpha is the
+        mask: which keys each query sees.
+        leading: number of learned tokens before the first real one. A leading token is a bias: its alpha is the
             mean over all real queries, and rows of leading tokens do not count. The rest of an operation that has one
-            is added to it: both are what goes to no token.
-        row_sums_BH: mean sums of raw scores, handed through.
+            is added to it: both are attention on no token.
+        row_sums_BH: mean sums of raw scores, copied to the result.
     """
     S = sums.keys_BHS.shape[-1]
     queries = torch.arange(S, 0, -1, device=sums.keys_BHS.device, dtype=sums.keys_BHS.dtype)
@@ -186,7 +185,7 @@ def importance_of(
 
 @functools.lru_cache(maxsize=4)
 def _seen_by(mask: Mask, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """`visible_queries` on the device and on the CPU: a card is waited for once for all layers under one mask."""
+    """`visible_queries` on the device and on the CPU: one synchronisation for all layers under one mask."""
     counts_BGS = visible_queries(mask, positions, positions, device)
     return counts_BGS, counts_BGS.cpu()
 
@@ -196,8 +195,8 @@ def over_visible(sums_BHT: Tensor, seen_by_BGT: Tensor, later: Tensor) -> Tensor
 
     Args:
         sums_BHT: over all queries that may see the key.
-        seen_by_BGT: their number, batch and head may be 1; a key that nobody sees gets 0.
-        later: how many queries there are from the key on, of a shape that goes with `seen_by_BGT`.
+        seen_by_BGT: their number, batch and head may be 1; the mean is 0 for a key that no query sees.
+        later: how many queries there are from the key on, broadcastable to `seen_by_BGT`.
     """
     if bool((seen_by_BGT == later).all()):
         return None

@@ -1,4 +1,4 @@
-"""One call of an attention layer, ours or a foreign one: what is computed, on what, and what measuring takes from it.
+"""One call of an attention layer, ours or of transformers: operation, arguments, and the quantities that are measured.
 
 B batch, H query heads, G key heads (H a multiple of G), T queries, S keys, V value width. The T queries are the last of
 the S positions; learned leading tokens are among these.
@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 from sinklab.attention import masks
-from sinklab.attention.blocks import accumulate_dtype
 from sinklab.attention.importance import ColumnSums, Importance, Rows, importance_of, sum_rows
+from sinklab.attention.masks import Mask, visible_queries
 from sinklab.attention.operations import Operation
 from sinklab.attention.operations.base import LogSimilarity
 from sinklab.attention.operations.call import Call
-from sinklab.attention.visible import Mask, visible_queries
+from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.errors import InputError
 
 ShiftRope = Callable[[Tensor, Tensor], Tensor]
-"""(x_BHTD, by_T) -> x with the rotary embedding of every position moved on by so many positions."""
+"""(x_BHTD, by_T) -> x with the rotary embedding of every position shifted by so many positions."""
 
 
 class LibraryKernel(NamedTuple):
-    """The library's own way of computing a call, by the name of its backend."""
+    """The library's own computation of a call, and the name of its backend."""
 
     name: str
     output: Callable[[], Tensor]
@@ -41,9 +41,9 @@ class LayerCall:
         leading: learned tokens in front of the sequence.
         padding_B: how many positions of each row, before the leading tokens, are padding; None for none.
         index: of the layer among those with attention, from 1; 0 outside of `intercept`.
-        shift_rope: moves positions; None where no rotary embedding turns queries and keys.
-        library: computes the output as the model would; None where the call has been changed, where the output is
-            computed otherwise, and in our own models.
+        shift_rope: shifts positions; None without a rotary embedding of queries and keys.
+        library: computes the output as the model itself does; None where the call has been changed, where the output
+            is computed otherwise, and in our own models.
     """
 
     operation: Operation
@@ -67,7 +67,7 @@ class LayerCall:
 
     @property
     def fusible(self) -> bool:
-        """Whether one_pass.py may take the place of the library's kernel: on a CPU, without gradients."""
+        """Whether one_pass.py may replace the library's kernel: on a CPU, without gradients."""
         return self.library is not None and not torch.is_grad_enabled() and not self.call.q_BHTD.is_cuda
 
     def output(self) -> Tensor:
@@ -78,22 +78,22 @@ class LayerCall:
         return out
 
     def changed(self, **call: Any) -> "LayerCall":
-        """The same with other fields of `call`, which the library's kernel does not know."""
+        """A copy with other fields of `call`, without the library's kernel, which ignores them."""
         return replace(self, call=replace(self.call, **call), library=None)
 
     def under(self, mask: Mask) -> "LayerCall":
-        """The same where a query sees only what this mask allows as well."""
+        """A copy in which this mask hides keys as well."""
         return self.changed(mask=masks.both(self.call.mask, mask))
 
     def exact(self) -> "LayerCall":
-        """The same without gradients, in float32 (float64 for float64)."""
+        """A copy without gradients, in float32 (float64 for float64)."""
         q, k, v = (
             x.detach().to(accumulate_dtype(x.dtype)) for x in (self.call.q_BHTD, self.call.k_BGTD, self.value_BGSV)
         )
         return replace(self, call=replace(self.call, q_BHTD=q, k_BGTD=k), value_BGSV=v, library=None)
 
     def cut(self, positions: int) -> "LayerCall":
-        """That of the sequences cut after so many positions; nothing before the cut depends on what comes after."""
+        """The call of the sequences cut after so many positions; nothing before the cut depends on later positions."""
         q, k = (x[:, :, :positions] for x in (self.call.q_BHTD, self.call.k_BGTD))
         return replace(self, call=replace(self.call, q_BHTD=q, k_BGTD=k), value_BGSV=self.value_BGSV[:, :, :positions])
 

@@ -1,12 +1,129 @@
-"""The masks, as small closures in FlexAttention's signature; positions are absolute key positions, 0-based."""
+"""Masks: which keys each query may see, as small closures in FlexAttention's signature, and counts of visible keys.
 
+Positions are absolute key positions, 0-based: with S keys and T queries, query t is at position S - T + t. Besides the
+rule itself (`allowed`) a mask knows, for a block of queries, which keys any of them may see (`key_range`, so that
+blocks outside are never computed) and which keys all of them see (`full_range`, so that no mask is applied there).
+"""
+
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from sinklab.attention.scores import broadcast_index
-from sinklab.attention.visible import Mask, RunningSum
+
+COUNTED_ROWS = 128  # at a time
+
+
+@dataclass(frozen=True)
+class RunningSum:
+    """Rows that are running sums, as linear attention needs: causal, except for two numbers.
+
+    Attributes:
+        leading: queries before this position are causal in any case.
+        shared: every later query also sees the keys before this position; 0 for a causal mask.
+    """
+
+    leading: int = 0
+    shared: int = 0
+
+
+class Mask(ABC):
+    """Which keys each query may attend to."""
+
+    @property
+    def causal(self) -> bool:
+        """True when no query sees a later key."""
+        return True
+
+    @property
+    def plain(self) -> bool:
+        """True for the plain causal mask, which fused kernels support."""
+        return False
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the batch with masks of their own; 1 where all have the same."""
+        return 1
+
+    @property
+    def heads(self) -> int:
+        """Number of heads with masks of their own; 1 where all have the same."""
+        return 1
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether a query may see no key at all."""
+        return False
+
+    @property
+    def running_sum(self) -> RunningSum | None:
+        """The running sum of a row's keys; None where they are not one."""
+        return None
+
+    @abstractmethod
+    def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """Whether query position `q` may see key position `k` in batch row `b`, head `h` (broadcast, bool)."""
+
+    def key_range(self, first: int, end: int, keys: int) -> tuple[int, int]:
+        """The half-open range of keys that some query in positions [first, end) may see; it may be wider."""
+        return 0, (min(end, keys) if self.causal else keys)
+
+    def full_range(self, first: int, end: int, keys: int) -> tuple[int, int]:
+        """A half-open range of keys that every query in positions [first, end) sees (may be empty)."""
+        return 0, 0
+
+    def block(self, first: int, end: int, low: int, high: int, device: torch.device) -> Tensor:
+        """`allowed` of query positions [first, end) and keys [low, high); broadcasts to (rows, heads, Q, K)."""
+        return self.allowed(
+            torch.arange(self.rows, device=device).view(-1, 1, 1, 1),
+            torch.arange(self.heads, device=device).view(-1, 1, 1),
+            torch.arange(first, end, device=device).view(-1, 1),
+            torch.arange(low, high, device=device),
+        )
+
+    def of(self, row: int, heads: slice) -> "Mask":
+        """The mask of one row of the batch and some of its heads, as a batch of its own."""
+        return self
+
+
+def visible_keys(mask: Mask, queries: int, device: torch.device, keys: int | None = None) -> Tensor:
+    """How many keys each query sees: (rows, T), of the first head; counted in blocks of rows.
+
+    Args:
+        queries: T, at the last T of `keys` positions.
+        keys: S; as many as queries unless given.
+    """
+    keys = queries if keys is None else keys
+    starts = range(keys - queries, keys, COUNTED_ROWS)
+    blocks = (mask.block(start, min(start + COUNTED_ROWS, keys), 0, keys, device) for start in starts)
+    counts = [block.expand(mask.rows, mask.heads, -1, -1)[:, 0].sum(-1) for block in blocks]
+    return torch.cat(counts, dim=-1)
+
+
+def visible_queries(
+    mask: Mask, queries: int, keys: int, device: torch.device, counted_BT: Tensor | None = None
+) -> Tensor:
+    """How many of the counted queries may see each key: (B or 1, H or 1, keys), counted in blocks of rows.
+
+    Args:
+        queries: T, at the last T of `keys` positions.
+        counted_BT: bool, which queries count (padding does not); None counts all.
+    """
+    if mask.plain and counted_BT is None:
+        return torch.arange(keys, 0, -1, device=device).clamp(max=queries).view(1, 1, -1)
+    rows = max(mask.rows, 1 if counted_BT is None else len(counted_BT))
+    counts_BHS = torch.zeros(rows, mask.heads, keys, device=device, dtype=torch.long)
+    offset = keys - queries
+    for start in range(0, queries, COUNTED_ROWS):
+        stop = min(start + COUNTED_ROWS, queries)
+        low, high = mask.key_range(start + offset, stop + offset, keys)
+        seen = mask.block(start + offset, stop + offset, low, high, device)
+        if counted_BT is not None:
+            seen = seen & counted_BT[:, None, start:stop, None]
+        counts_BHS[..., low:high] += seen.sum(-2)
+    return counts_BHS
 
 
 @dataclass(frozen=True)
@@ -70,8 +187,8 @@ class Prefix(Mask):
 
 
 @dataclass(frozen=True)
-class Around(Mask):
-    """A mask put around another, which changes what queries see of some keys and tells apart what `rest` does."""
+class WrappedMask(Mask):
+    """A mask that modifies another, `rest`."""
 
     rest: Mask
 
@@ -96,8 +213,8 @@ class Around(Mask):
 
 
 @dataclass(frozen=True)
-class Leading(Around):
-    """Another mask behind `count` learned tokens: every query sees them, they see only themselves causally."""
+class Leading(WrappedMask):
+    """Another mask after `count` learned tokens: every query sees them, and they see only each other, causally."""
 
     count: int = 1
 
@@ -124,10 +241,10 @@ class Leading(Around):
 
 
 @dataclass(frozen=True)
-class HiddenFirst(Around):
-    """Another mask from which the first `count` keys are taken away for every query after them.
+class HiddenFirst(WrappedMask):
+    """Another mask, with the first `count` keys hidden from every query after them.
 
-    Queries among the first `count` keep what they saw, so that no row is empty.
+    Queries among the first `count` are unchanged, so that no row is empty.
     """
 
     count: int = 1
@@ -146,8 +263,8 @@ class HiddenFirst(Around):
 
 
 @dataclass(frozen=True, eq=False)
-class Padded(Around):
-    """Another mask behind padding, of which every row has its own number: the rest begins after it.
+class Padded(WrappedMask):
+    """Another mask after padding, of which every row has its own number of positions.
 
     No query sees padding, and a query at padding sees itself alone, so that no row is empty.
 
@@ -194,7 +311,7 @@ class Document(Mask):
         return Document(self.documents_BS[row : row + 1])
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        # A mask behind leading tokens is asked about positions before its first, and the answer is not used.
+        # Within `Leading` positions may be negative; the answers there are not used.
         return (k <= q) & (self.documents_BS[b, q.clamp(min=0)] == self.documents_BS[b, k.clamp(min=0)])
 
     def __eq__(self, other: object) -> bool:
@@ -206,10 +323,10 @@ class Document(Mask):
 
 @dataclass(frozen=True)
 class Dense(Mask):
-    """An explicit mask, as model libraries hand it over; a query may see nothing, as padding does.
+    """An explicit mask, as model libraries have it; a query may see no key, such as one at padding.
 
     Args:
-        allowed_BHTS: bool, True = attend; batch and head may be 1. T queries stand at the last T key positions.
+        allowed_BHTS: bool, True = attend; batch and head may be 1. T queries at the last T key positions.
         later: whether some query is allowed a later key.
     """
 
@@ -251,7 +368,7 @@ class Dense(Mask):
 
 @dataclass(frozen=True)
 class Both(Mask):
-    """What two masks allow."""
+    """The keys that two masks both allow."""
 
     one: Mask
     other: Mask
@@ -293,7 +410,7 @@ class Both(Mask):
 
 
 def both(one: Mask, other: Mask) -> Mask:
-    """What two masks allow."""
+    """The keys that two masks both allow."""
     return other if one.plain and other.causal else Both(one, other)
 
 

@@ -1,9 +1,9 @@
-"""Attention output and column sums from the same blocks of scores: what measuring costs beside a forward pass.
+"""Attention output and column sums from the same blocks of scores.
 
-The fused kernels of PyTorch give the output and hide the scores, so sums taken beside them repeat q.k and exp. Here a
-block of queries against all its keys, small enough to stay in the cache, is normalised in place and used twice: times
-`v` it is the output, summed over its rows it is the importance. What that costs beside the fused kernel alone is
-measured by benchmarks/measure.py. Rejected: the kernel's own `lse` and one exp beside it, a matrix product with ones
+The fused kernels of PyTorch return the output without the scores, so computing sums separately repeats q.k and exp.
+Here a block of queries against all its keys, small enough for the cache, is normalised in place and used twice: times
+`v` it is the output, summed over its rows it is the importance. benchmarks/measure.py compares the cost with that of
+the fused kernel alone. Rejected: the kernel's own `lse` and one exp beside it, a matrix product with ones
 for the sums; neither was faster on the machine they were tried on.
 
 B batch, H query heads, G key heads, T queries, S keys, D key width, V value width; no gradients.
@@ -15,14 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sinklab.attention import blocks as bl
+from sinklab.attention import query_blocks as bl
 from sinklab.attention.importance import ColumnSums
+from sinklab.attention.masks import Mask
 from sinklab.attention.operations.call import Call
 from sinklab.attention.scores import Score
-from sinklab.attention.visible import Mask
 
 BLOCK_SCORES = 2**21  # scores of a block: 8 MB in float32
-MOST_SCORES = 2**24  # where threads ask for more heads at a time, or a key head has many queries: 64 MB
+MOST_SCORES = 2**24  # with more threads than heads in a block, or many queries of a key head: 64 MB
 BLOCK_QUERIES = 128
 
 
@@ -34,7 +34,7 @@ def attend_and_sum(
     ends: Sequence[int] = (),
 ) -> tuple[Tensor, ColumnSums, Tensor]:
     """The attention output (B, H, T, V); per key the sum of its scores over the counted queries t >= k; and the same
-    over the queries before each of `ends` only (B, H, E, S), which is what a sequence cut there would give.
+    over the queries before each of `ends` only (B, H, E, S), the sums of a sequence cut there.
 
     Args:
         call: of softmax, without a bias key; a sink logit has no value.
@@ -42,7 +42,7 @@ def attend_and_sum(
         ends: increasing numbers of queries, at most T.
 
     Raises:
-        ValueError: shapes that do not go together.
+        ValueError: shapes that do not match.
     """
     q_BHTD, k_BGSD, mask, score = call.q_BHTD, call.k_BGTD, call.mask, call.score()
     scale = bl.default_scale(q_BHTD) if call.scale is None else call.scale
@@ -54,7 +54,7 @@ def attend_and_sum(
     bias_BH = None if call.logit_H is None else q_BHTD.new_zeros(B, H, dtype=dtype)
     earlier_BHS = None if mask.causal else q_BHTD.new_zeros(B, H, S, dtype=dtype)
     uniform = mask.plain and score is None and bias_BH is None and counted_BT is None
-    rows = 1 if uniform else B  # where all sequences are treated alike, they are one sequence with B times the heads
+    rows = 1 if uniform else B  # equal sequences are one sequence with B times the heads
     turned_BGDS = k_BGSD.mT.contiguous()  # once, and not in every product
     q, k, v = (x.to(dtype).reshape(rows, -1, *x.shape[2:]) for x in (q_BHTD * scale, turned_BGDS, v_BGSV))
     walk = _Walk(mask, score, call.logit_H, q.shape[1] // k.shape[1], S, (*ends, T), q.new_empty(0))
@@ -165,7 +165,7 @@ class _Walk:
         return z_HQS, share
 
     def _hide(self, z_HQS: Tensor, b: int, heads: slice, block: bl.Block, offset: int) -> Tensor | None:
-        """-inf where a query may not look; which rows see nothing at all, where a mask can have such."""
+        """Set hidden keys to -inf; returns which rows see no key, if the mask can have such rows."""
         mask = self.mask.of(b, heads)
         bl.mask_block_(z_HQS[None], block, offset, self.keys, mask)
         if not mask.may_be_empty:

@@ -1,23 +1,23 @@
 """The one attention primitive: attend(q, k, v, score, mask) -> (out, lse), with its backends.
 
-Everything softmax-like is algebra on the normalised average `out` and the log-normaliser `lse` (operations/).
+Every softmax-like operation is algebra on the normalised average `out` and the log-normaliser `lse` (operations/).
 
-Backends: `eager` is the specification; `sdpa` PyTorch's fused kernel, where the plain softmax applies; `chunked`
-walks blocks of queries on any device; `flex` is FlexAttention on CUDA. `auto` chooses per call by what the call needs,
-never by what it is called.
+Backends: `eager`, at the end of this file, is the specification; `sdpa` PyTorch's fused kernel, where the plain softmax
+applies; `chunked` walks blocks of queries on any device; `flex` is FlexAttention on CUDA. `auto` chooses per call by
+what the call needs, never by what it is called.
 """
 
+import math
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinklab.attention.blocks import check_shapes, default_scale
 from sinklab.attention.chunked import chunked_attend
-from sinklab.attention.eager import eager_attend
 from sinklab.attention.flex import flex_attend, flex_serves
 from sinklab.attention.masks import CAUSAL, Mask
+from sinklab.attention.query_blocks import Block, accumulate_dtype, check_shapes, default_scale, indices
 from sinklab.attention.scores import Score
 
 Backend = Literal["auto", "eager", "sdpa", "chunked", "flex"]
@@ -41,10 +41,10 @@ def attend(
         q_BHTD: queries, the last T of S positions.
         k_BGSD: keys; H must be a multiple of G (grouped-query attention), nothing is repeated in memory.
         v_BGSV: values; V may differ from D.
-        score: what is done to a scaled score before the exponential; None is the identity.
-        mask: who sees whom.
+        score: applied to a scaled score before the exponential; None is the identity.
+        mask: which keys each query sees.
         scale: default 1 / sqrt(D).
-        backend: force one; `auto` takes `flex` on a GPU where it serves the call, else `chunked`, which serves every
+        backend: force one; `auto` is `flex` on a GPU where it supports the call, else `chunked`, which supports every
             call (see also `attend_output`).
 
     Returns:
@@ -52,7 +52,7 @@ def attend(
         nothing has out 0 and lse -inf.
 
     Raises:
-        ValueError: shapes that do not go together, or a backend that cannot serve the call.
+        ValueError: shapes that do not match, or a backend that does not support the call.
     """
     check_shapes(q_BHTD, k_BGSD)
     scale = default_scale(q_BHTD) if scale is None else scale
@@ -127,3 +127,29 @@ def _fused(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, score: Score | None, 
         scale=scale,
         enable_gqa=q_BHTD.shape[1] != k_BGSD.shape[1],
     )
+
+
+def eager_logits(q_BHTD: Tensor, k_BGSD: Tensor, score: Score | None, mask: Mask, scale: float) -> Tensor:
+    """Every logit score(q.k * scale), -inf where the mask forbids: (B, H, T, S)."""
+    T, S = q_BHTD.shape[2], k_BGSD.shape[2]
+    k_BHSD = k_BGSD.repeat_interleave(q_BHTD.shape[1] // k_BGSD.shape[1], dim=1)
+    z_BHTS = (q_BHTD @ k_BHSD.transpose(-1, -2)).to(accumulate_dtype(q_BHTD.dtype)) * scale
+    where = indices(z_BHTS, Block(0, T, 0, S), S - T)
+    logits_BHTS = z_BHTS if score is None else score(z_BHTS, *where)
+    return logits_BHTS.masked_fill(~mask.allowed(*where), -math.inf)
+
+
+def eager_attend(
+    q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, score: Score | None, mask: Mask, scale: float
+) -> tuple[Tensor, Tensor]:
+    """out = sum_s exp(logit_ts) v_s / Z_t and lse = log Z_t, Z_t = sum_s exp(logit_ts); an empty row gives 0, -inf."""
+    logits_BHTS = eager_logits(q_BHTD, k_BGSD, score, mask, scale)
+    v_BHSV = v_BGSV.repeat_interleave(q_BHTD.shape[1] // v_BGSV.shape[1], dim=1)
+    peak = logits_BHTS.detach().amax(-1, keepdim=True)
+    peak = peak.masked_fill(peak == -math.inf, 0)
+    weights_BHTS = torch.exp(logits_BHTS - peak)
+    total = weights_BHTS.sum(-1, keepdim=True)
+    empty = total == 0
+    total = total.masked_fill(empty, 1)
+    lse_BHT = (total.log() + peak).masked_fill(empty, -math.inf).squeeze(-1)
+    return (weights_BHTS / total).to(v_BHSV.dtype) @ v_BHSV, lse_BHT

@@ -10,7 +10,7 @@ from sinklab.errors import InputError
 
 @dataclass(frozen=True)
 class RealTokens:
-    """Where the real tokens of a batch stand.
+    """The positions of the real tokens of a batch.
 
     Attributes:
         mask_BT: bool, True at real tokens; they are contiguous in every row.
@@ -27,13 +27,13 @@ class RealTokens:
     padded: bool
 
     def to(self, device: torch.device) -> "RealTokens":
-        """The same on another device, which is not waited for."""
+        """A copy on another device, without synchronisation."""
         if self.mask_BT.device == device:
             return self
         return _aligned(self.mask_BT.to(device, non_blocking=True), self.index_BR.shape[1], self.padded)
 
     def from_position(self, position: int) -> Tensor:
-        """Where the real tokens from this position on stand, 1-based: bool (B, T)."""
+        """The real tokens from this position on, 1-based: bool (B, T)."""
         return self.mask_BT & (self.mask_BT.cumsum(1) >= position)
 
     def align(self, x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Attention as the papers write it: explicit matrices, one line per symbol, for the `reference` of every operation.
 
 Nothing here is fast, nothing here is used in training, and nothing here is shared with what is: scores, softcap, mask
-and biases are computed anew. Taken over as they are, being definitions in closed form: whether query t may see key s
-(`Mask.allowed`) and what a positional embedding makes of one score (`Score`). Tests hold every other path against it.
+and biases are computed anew. Shared, as definitions in closed form, are only whether query t may see key s
+(`Mask.allowed`) and the effect of a positional embedding on one score (`Score`). Every other path is tested against it.
 
 S = T + 1 columns where a bias adds a key or a logit, which is column 0 and takes part in a row like any other key; it
 sees no position and is seen by every query. Column 0 is also the rest of an operation that leaves one. S = T elsewhere.
@@ -17,25 +17,25 @@ import torch
 from torch import Tensor, nn
 
 from sinklab.attention.biases import BiasParameters
+from sinklab.attention.masks import Mask
 from sinklab.attention.scores import Score
-from sinklab.attention.visible import Mask
 
 
 @dataclass(frozen=True)
 class Explicit:
-    """Attention with nothing left to be derived: every query head has keys and values of its own.
+    """Explicit tensors of an attention layer: every query head has keys and values of its own.
 
     Attributes:
         q_BHTD, k_BHTD, v_BHTV: of the sequence.
         allowed_BHTT: bool, which query sees which key of the sequence.
         key_HD, value_HV: of a bias key; the value is zero where the bias has none.
         logit_H: a sink logit, in the place of q.k_s.
-        added_H: what is added to the logit of a bias key, else zero.
-        offset_HV: what a V bias adds to the output, else zero.
+        added_H: added to the logit of a bias key, else zero.
+        offset_HV: added to the output by a V bias, else zero.
         softcap: of the scores, in nats.
-        position: what the positional embedding does to a score.
-        fading_BHTT: what forget gates add to a score; None where nothing is forgotten.
-        has_rest: whether column 0 is what no key took, which carries nothing here.
+        position: the positional embedding's effect on a score.
+        fading_BHTT: added to a score by forget gates; None without.
+        has_rest: whether column 0 is the rest that no key takes, which carries nothing here.
         learned: the operation's own parameters.
     """
 
@@ -60,7 +60,7 @@ class Explicit:
         return self.key_HD is not None or self.logit_H is not None or self.has_rest
 
     def logits(self, part: slice = slice(None)) -> Tensor:
-        """q_t.k_s / sqrt(d), softcapped, with position and fading; -inf where a query may not look: (B, H, T, S).
+        """q_t.k_s / sqrt(d), softcapped, with position and fading; -inf where a key is hidden: (B, H, T, S).
 
         Args:
             part: of the width of every head, for operations that cut a head; d is then the width of the part.
@@ -84,7 +84,7 @@ class Explicit:
         return torch.cat([extra_BHT1, z_BHTT], dim=-1)
 
     def products(self, phi: Callable[[Tensor], Tensor]) -> Tensor:
-        """phi(q_t).phi(k_s) / sqrt(d), 0 where a query may not look: (B, H, T, S)."""
+        """phi(q_t).phi(k_s) / sqrt(d), 0 where a key is hidden: (B, H, T, S)."""
         k_BHSD = self.k_BHTD
         if self.key_HD is not None:
             k_BHSD = torch.cat([self.key_HD[None, :, None].expand(len(k_BHSD), -1, -1, -1), k_BHSD], dim=2)
@@ -118,7 +118,7 @@ def explicit(
     has_rest: bool,
     learned: nn.Module | None,
 ) -> Explicit:
-    """The same for every head: key heads serve H / G query heads each, what is learned of a bias likewise."""
+    """The explicit tensors: key heads and learned biases are repeated for their H / G query heads."""
     B, H, T, D = q_BHTD.shape
     b, h, t, s = torch.meshgrid(*(torch.arange(n, device=q_BHTD.device) for n in (B, H, T, T)), indexing="ij")
     key_HD, value_HV = None, torch.zeros_like(v_BGTV[0, :1, 0]).expand(H, -1)

@@ -1,16 +1,16 @@
-"""What is done to a raw score z = q.k * scale before the exponential, in FlexAttention's signature.
+"""Score functions: applied to a raw score z = q.k * scale before the exponential, in FlexAttention's signature.
 
-A score function maps (z, batch, head, query position, key position, *tensors) to a logit. The same closure serves
-every backend: indices arrive as broadcastable tensors (blocks) or scalars (FlexAttention). Tensors that need a
+A score function maps (z, batch, head, query position, key position, *tensors) to a logit. Every backend uses the
+same closure: indices arrive as broadcastable tensors (blocks) or scalars (FlexAttention). Tensors that need a
 gradient, or that live on a device, are passed explicitly so that the chunked backend can differentiate them.
 
 An operation with a non-negative similarity sim(z) is the score z -> log sim(z): the exponential gives sim back,
-`lse` becomes log of the row sum, and every operation is algebra on (out, lse). Such a score also says what sim(z) is,
-so that the blocks need not take a logarithm (slow on a CPU, and of zero slowest) where numbers are in range.
+`lse` becomes log of the row sum, and every operation is algebra on (out, lse). Such a score also has sim(z) itself,
+so that the blocks need no logarithm (slow on a CPU, and of zero slowest) where numbers are in range.
 
 FlexAttention adds the gradient of a tensor that a score function reads score by score, atomically, and takes one read
-of each tensor. A score may therefore have a second form for it (`Apart`), without what a whole row has in common. The
-other backends use the first form, in which a row's gradient is a sum.
+of each tensor. A score may therefore have a second form for it (`Apart`), without the terms that a whole row has in
+common. The other backends use the first form, in which a row's gradient is a sum.
 """
 
 from collections.abc import Callable
@@ -27,10 +27,10 @@ class Score:
 
     Attributes:
         function: (z, b, h, q, k, *tensors) -> logit, elementwise and broadcasting.
-        tensors: what `function` reads besides; may require gradients.
+        tensors: further arguments of `function`; may require gradients.
         similarity: exp of `function`, computed directly, where that is as exact as long as nothing overflows.
-        vanishes: whether a similarity of exactly zero is meant, and not a number too small to be held.
-        deep: whether most logits of a row may lie so far below its largest that their shares cannot be held.
+        vanishes: whether a similarity of zero is exact, and not an underflow.
+        deep: whether most logits of a row may be so far below its largest that their shares underflow.
         apart: the same logits for a kernel that adds gradients score by score; None where that is `function`.
     """
 
@@ -69,12 +69,12 @@ class Score:
 
 @dataclass(frozen=True)
 class Apart:
-    """A score function without what is common to a row: logit = score(factor z) + term.
+    """A score function without the terms common to a row: logit = score(factor z) + term.
 
     Attributes:
-        score: what is left; None is the identity. It reads no tensor twice that needs a gradient.
-        factor_BHT: a multiple of the row's raw scores, which the query can take; None is 1.
-        term_BHS: what the log-normaliser takes, by position, those of the queries last; None is 0.
+        score: the remaining function; None is the identity. It reads no tensor twice that needs a gradient.
+        factor_BHT: of the row's raw scores, applied to the query; None is 1.
+        term_BHS: added to the log-normaliser, by position, those of the queries last; None is 0.
     """
 
     score: Score | None
@@ -105,12 +105,12 @@ def _both_apart(first: Score, after: Score) -> Apart | None:
 
 
 def broadcast_index(index: Tensor, length: int) -> Tensor:
-    """Where to look along an axis of `length` entries, of which a single one serves every index."""
+    """The index along an axis of `length` entries; 0 where there is a single one."""
     return torch.zeros_like(index) if length == 1 else index
 
 
 def compose(*scores: Score | None) -> Score | None:
-    """The given score functions in turn; None stands for the identity."""
+    """The given score functions in turn; None is the identity."""
     result: Score | None = None
     for score in scores:
         result = score if result is None else result.then(score)

@@ -101,7 +101,7 @@ def train(
     from sinklab.commands.train import plan_command, replay_command, train_command
 
     if dry_run:
-        from sinklab.commands.terminal.training import print_plan
+        from sinklab.commands.terminal.plans import print_plan
 
         plan, speaks = plan_command(recipe, overrides or [])
         if speaks and as_json:
@@ -110,7 +110,7 @@ def train(
             print_plan(plan, Console())
         return
     if replay is not None:
-        from sinklab.commands.terminal.training import print_replay
+        from sinklab.commands.terminal.results import print_replay
 
         found = replay_command(recipe, overrides or [], out, replay, stderr())
         if as_json:
@@ -125,7 +125,7 @@ def train(
     if as_json and ended.speaks:
         print((ended.directory / "measurement.json").read_text(encoding="utf-8"), end="")
     elif ended.speaks:
-        from sinklab.commands.terminal.training import print_end
+        from sinklab.commands.terminal.results import print_end
 
         print_end(ended.directory, ended.recipe, Console())
 
@@ -172,7 +172,7 @@ def interventions(as_json: Json = False) -> None:
     """List everything a recipe can change: keys, legal values, defaults, and the values that change nothing."""
     from dataclasses import asdict
 
-    from sinklab.commands.terminal.experiments import print_catalogue
+    from sinklab.commands.terminal.plans import print_catalogue
     from sinklab.interventions import catalogue
 
     rows = catalogue()
@@ -202,7 +202,7 @@ def report(
     from sinklab.report.collect import collect
 
     if pack is not None:
-        from sinklab.report.experiments.packing import pack_sweep
+        from sinklab.report.packing import pack_sweep
 
         stderr().print(f"packed: {pack_sweep(directories, pack)}", **PLAIN)
     path = write_report(directories, out, tuple(formats or ()))
@@ -266,8 +266,8 @@ def runs(
     """
     from dataclasses import asdict
 
-    from sinklab.commands.terminal.training import print_runs
-    from sinklab.report.runs import list_runs
+    from sinklab.commands.terminal.results import print_runs
+    from sinklab.report.collect import list_runs
 
     found = list_runs(directories)
     if as_json:

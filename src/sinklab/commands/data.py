@@ -107,7 +107,7 @@ def _estimate(settings: "Settings", as_json: bool) -> None:
     Raises:
         InputError: text or tokenizer cannot be used.
     """
-    from sinklab.commands.terminal.training import print_estimate
+    from sinklab.commands.terminal.plans import print_estimate
     from sinklab.data.texts import estimate
 
     found = estimate(settings)

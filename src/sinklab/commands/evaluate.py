@@ -1,24 +1,23 @@
-"""`sinklab eval` on the command line: downstream tasks, and the sink beside them."""
+"""`sinklab eval`: scores on downstream tasks, and the sink."""
 
 import json
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from sinklab.commands.console import duration
 from sinklab.commands.ending import stderr
 from sinklab.commands.from_model import with_options
 from sinklab.commands.options import Json, LoadingOptions, ModelName
-from sinklab.commands.terminal.bars import StepProgress
+from sinklab.commands.terminal.job_progress import JobProgress
 from sinklab.errors import UnsavedError
-from sinklab.evaluating.request import TaskRequest
+from sinklab.evaluating.evaluation import TaskRequest
 from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:
-    from sinklab.evaluating.documents import DownstreamScores, TaskScores
+    from sinklab.evaluating.evaluation import DownstreamScores
 
 
 @with_options
@@ -43,7 +42,7 @@ def evaluate(
     Example: sinklab eval runs/tiny-0 --tasks hellaswag --limit 200 --data hellaswag_val.jsonl.gz
     """
     from sinklab.commands.terminal.results import print_scores
-    from sinklab.evaluating.running import evaluate_model
+    from sinklab.evaluating.evaluate_model import evaluate_model
     from sinklab.opening import is_run
 
     console = stderr()
@@ -55,31 +54,10 @@ def evaluate(
             print_scores(scores, Console())
 
     place = Path(model) if out is None and is_run(model) else out
-    with keeping_what_is_finished() if place is not None else nullcontext(), TaskProgress(console) as listener:
+    with keeping_what_is_finished() if place is not None else nullcontext(), JobProgress(console) as observe:
         try:
-            found = evaluate_model(model, request, loading=loading.on(console), out=place, listener=cast(Any, listener))
+            found = evaluate_model(model, request, loading=loading.on(console), out=place, observe=observe)
         except UnsavedError as error:
             show(error.result)
             raise
     show(found)
-
-
-class TaskProgress(StepProgress):
-    """A `TaskListener`; steps are requests."""
-
-    def starts(self, task: str, requests: int) -> None:
-        """Show the bar of the task."""
-        self.begin(task, requests)
-        self.say_without_terminal(f"{task}: {requests:,} requests")
-
-    def advances(self, requests: int) -> None:
-        """Move the bar."""
-        self.move(requests)
-
-    def ends(self, task: str, scores: "TaskScores") -> None:
-        """Print how long it took."""
-        self.say(f"{task}: {scores.items:,} items in {duration(scores.seconds)}")
-
-    def keeps(self, task: str, scores: "TaskScores") -> None:
-        """Print that it is there already."""
-        self.say(f"{task}: {scores.items:,} items (kept)")

@@ -17,7 +17,7 @@ from sinklab.survey.request import Request
 
 
 class TableFormat(StrEnum):  # typer takes no lists of literals
-    """What a measurement's tables are written as."""
+    """Formats of a measurement's tables."""
 
     csv = "csv"
     parquet = "parquet"
@@ -94,7 +94,7 @@ def measure(
         sizes_command,
     )
     from sinklab.measuring.frames import check_formats
-    from sinklab.models.huggingface.subfolder import in_subfolder
+    from sinklab.models.huggingface.loading import in_subfolder
 
     tables, revisions = [kind.value for kind in formats or ()], revision or []
     over_steps = by_checkpoint or len(revisions) > 1
@@ -143,7 +143,7 @@ def compare(
     Differences are relative to the first model.
     """
     from sinklab.commands.measurements import Invocation, compare_command
-    from sinklab.models.huggingface.subfolder import in_subfolder
+    from sinklab.models.huggingface.loading import in_subfolder
 
     console = stderr()
     given = Invocation(text, request, loading.on(console), out, as_json, console)

@@ -1,4 +1,4 @@
-"""The work of the measuring commands: measure, print, draw the report. Their options are in the light `measure.py`."""
+"""The measuring commands: measure, print, draw the report. Their options are in `measure.py`, which imports little."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -10,8 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from sinklab.commands.survey_progress import SurveyProgress
-from sinklab.commands.terminal.bars import StepProgress
+from sinklab.commands.terminal.job_progress import JobProgress
 from sinklab.commands.terminal.results import (
     print_checkpoints,
     print_comparison,
@@ -22,24 +21,24 @@ from sinklab.commands.terminal.results import (
     print_sizes,
 )
 from sinklab.errors import InputError, SinklabError, UnsavedError
+from sinklab.jobs.ledger import AnyDocument, unsaved
+from sinklab.jobs.progress import StepProgress
 from sinklab.measuring.frames import write_tables
 from sinklab.models.huggingface.loading import Loading
 from sinklab.report import write_report
 from sinklab.survey.backends import compare_backends
 from sinklab.survey.checkpoints import measure_checkpoints, saved_models
 from sinklab.survey.compare import compare_models
-from sinklab.survey.domains import domain_files, measure_domains
-from sinklab.survey.families import measure_families
-from sinklab.survey.items import AnyResult, Outcome
+from sinklab.survey.families import measure_families, sizes, sizes_document
+from sinklab.survey.measure_many import Outcome, domain_files, measure_domains
+from sinklab.survey.measure_one import measure_model
 from sinklab.survey.open_models import models_of
 from sinklab.survey.request import Request
-from sinklab.survey.single import measure_model
-from sinklab.survey.sizes import document, sizes
 
 FAMILIES_OUT = Path("runs/families")
 
 
-Show = Callable[[AnyResult, Console], None]
+Show = Callable[[AnyDocument, Console], None]
 
 
 @dataclass(frozen=True)
@@ -48,9 +47,8 @@ class Invocation:
 
     Attributes:
         text: a file or folder.
-        request: of every model.
-        loading: how every model is loaded.
-        out: directory of the results; None keeps none.
+        request, loading: of every model.
+        out: directory of the results; None saves nothing.
         as_json: print the document instead of tables.
         console: for everything but the result.
     """
@@ -62,32 +60,34 @@ class Invocation:
     as_json: bool
     console: Console
 
-    def print(self, result: AnyResult, show: Show[AnyResult]) -> None:
-        """The result on standard output."""
+    def print(self, result: AnyDocument, show: Show[AnyDocument]) -> None:
+        """Print the result to standard output."""
         if self.as_json:
             print(json.dumps(result.document(), indent=2))
         else:
             show(result, Console())
 
-    def finish(self, result: AnyResult, show: Show[AnyResult], drawn: bool = True) -> None:
-        """Print the result and, unless nothing was kept, draw the report."""
+    def finish(self, result: AnyDocument, show: Show[AnyDocument], drawn: bool = True) -> None:
+        """Print the result and, if it was saved, draw the report."""
         self.print(result, show)
         if self.out is not None and drawn:
             self.console.print(f"report: {write_report([self.out])}", highlight=False, soft_wrap=True)
 
     @contextmanager
     def printed_anyway(self, show: Callable[[Any, Console], None]) -> Iterator[None]:
-        """Print a result that could not be saved before the error is raised."""
+        """Print a result that could not be saved before its error is raised."""
         try:
             yield
         except UnsavedError as error:
             self.print(error.result, show)
             raise
 
-    def survey(self, what: str, total: int, measured: Callable[..., AnyResult], show: Show[AnyResult]) -> AnyResult:
-        """Make many measurements under one progress bar; a result that cannot be saved is printed."""
-        with self.printed_anyway(show), SurveyProgress(self.console, what, total) as bars:
-            return measured(self.text, self.request, loading=self.loading, out=self.out, listener=bars)
+    def survey(
+        self, what: str, total: int, measured: Callable[..., AnyDocument], show: Show[AnyDocument]
+    ) -> AnyDocument:
+        """Make many measurements with one progress bar; a result that cannot be saved is printed."""
+        with self.printed_anyway(show), JobProgress(self.console, what, total) as observe:
+            return measured(self.text, self.request, loading=self.loading, out=self.out, observe=observe)
 
 
 def one_model(
@@ -102,10 +102,10 @@ def one_model(
     """The MODEL of `sinklab measure`, or None with --family.
 
     Args:
-        over_steps: whether its checkpoints are measured.
+        over_steps: measure its checkpoints.
 
     Raises:
-        InputError: neither or both are given, or options that exclude each other.
+        InputError: neither or both, or options that exclude each other.
     """
     if names:
         if model is not None:
@@ -117,7 +117,7 @@ def one_model(
             raise InputError(f"--revision {revision} is of one MODEL: leave it out, or give the MODEL without --family")
         return None
     if by_domain and over_steps:
-        raise InputError("--by-domain and checkpoints are two ways to measure: ask for one of them")
+        raise InputError("--by-domain and --by-checkpoint exclude each other: give one of them")
     if model is None:
         raise InputError("name a MODEL, or families of models: --family gpt2 (see --help)")
     if models_dir is not None or dry_run:
@@ -129,26 +129,20 @@ def model_command(model: str, given: Invocation, tables: Sequence[str] = ()) -> 
     """Measure one model on one text.
 
     Args:
-        tables: formats of the tables that are saved as well (frames.py).
+        tables: formats of the tables to be saved as well (frames.py).
 
     Raises:
         InputError, SinklabError: as `measure_model`.
     """
-    with given.printed_anyway(print_measurement), StepProgress(given.console) as bar:
-        bar.begin("measuring", given.request.sequences)
+    with given.printed_anyway(print_measurement), JobProgress(given.console) as observe:
+        step = StepProgress("measuring", observe)
+        step.begin(given.request.sequences)
         measurement = measure_model(
-            model,
-            given.text,
-            given.request,
-            loading=given.loading,
-            out=given.out,
-            progress=bar.reach,
+            model, given.text, given.request, loading=given.loading, out=given.out, progress=step.reach
         )
         if given.out is not None:
-            try:
+            with unsaved(lambda: measurement):
                 write_tables(measurement.columns, given.out, tables)
-            except SinklabError as error:
-                raise UnsavedError(str(error), measurement) from error
     given.finish(measurement, print_measurement)
 
 
@@ -156,8 +150,8 @@ def domains_command(model: str, given: Invocation) -> None:
     """Measure one model on every file of a folder.
 
     Raises:
-        InputError: no folder, or what `measure_domains` refuses.
-        SinklabError: some domain could not be measured; the others are printed and kept.
+        InputError: no folder, or as `measure_domains`.
+        SinklabError: a domain could not be measured; the others are printed and kept.
     """
     total = len(domain_files(given.text)) if given.text is not None and given.text.is_dir() else 0
     domains = given.survey("domains", total, partial(measure_domains, model), print_domains)
@@ -169,8 +163,8 @@ def checkpoints_command(model: str, revisions: Sequence[str], given: Invocation)
     """Measure one model at several steps of its training.
 
     Raises:
-        InputError: what `measure_checkpoints` refuses.
-        SinklabError: some checkpoint could not be measured; the others are printed and kept.
+        InputError: as `measure_checkpoints`.
+        SinklabError: a checkpoint could not be measured; the others are printed and kept.
     """
     total = len(saved_models(model, revisions))
     found = given.survey("checkpoints", total, partial(measure_checkpoints, model, revisions), print_checkpoints)
@@ -195,19 +189,14 @@ def parity_command(model: str, backends: Sequence[str], given: Invocation) -> No
         InputError: as `compare_backends`.
         SinklabError: a backend disagrees; the table has been printed.
     """
-    with StepProgress(given.console) as bar:
-
-        def starts(backend: str) -> None:
-            bar.begin(f"comparing {backend}", 1)
-            bar.say_without_terminal(f"comparing {backend}")
-
+    with JobProgress(given.console) as observe:
         found = compare_backends(
             model,
             given.text,
             given.request,
             loading=given.loading,
             backends=backends or None,
-            starts=starts,
+            observe=observe,
         )
     given.print(found, print_parity)
     if wrong := found.wrong():
@@ -223,7 +212,7 @@ def sizes_command(names: Sequence[str], models_dir: Path | None, given: Invocati
     dtype, device = given.loading.dtype, given.loading.device
     found = sizes(names, given.request, models_dir=models_dir, dtype=dtype, device=device)
     if given.as_json:
-        print(json.dumps(document(found), indent=2))
+        print(json.dumps(sizes_document(found), indent=2))
     else:
         print_sizes(found, dtype, Console())
 
@@ -233,7 +222,7 @@ def families_command(names: Sequence[str], models_dir: Path | None, given: Invoc
 
     Raises:
         InputError: no such family or directory, or no text.
-        SinklabError: some model could not be measured; the others are printed and kept.
+        SinklabError: a model could not be measured; the others are printed and kept.
     """
     given = replace(given, out=given.out or FAMILIES_OUT)
     measured = partial(measure_families, names, models_dir=models_dir)

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -10,12 +10,9 @@ from rich.console import Console
 from sinklab.commands.ending import say_on, stderr
 from sinklab.commands.from_model import Only, with_options
 from sinklab.commands.options import Json, LoadingOptions, ModelName
-from sinklab.commands.terminal.bars import StepProgress
+from sinklab.commands.terminal.job_progress import JobProgress
 from sinklab.signals import keeping_what_is_finished
 from sinklab.tuning.settings import TuneOptions
-
-if TYPE_CHECKING:
-    from sinklab.tuning.documents import TuneEvaluation, TuneUpdate
 
 
 @with_options
@@ -43,13 +40,13 @@ def sft(
 
     Example: sinklab sft runs/k --data chats.jsonl --out runs/k-chat
     """
-    from sinklab.commands.terminal.training import print_tuning
-    from sinklab.tuning.preparing import TuneSources
-    from sinklab.tuning.running import tune
+    from sinklab.commands.terminal.results import print_tuning
+    from sinklab.tuning.sft_dataset import TuneSources
+    from sinklab.tuning.tune import tune
 
     console, sources = stderr(), TuneSources(data, text, chat_template)
-    with keeping_what_is_finished(), TuneProgress(console) as listener:
-        ended = tune(model, sources, options, out, loading=loading.on(console), listener=cast(Any, listener))
+    with keeping_what_is_finished(), JobProgress(console) as observe:
+        ended = tune(model, sources, options, out, loading=loading.on(console), observe=observe)
         if ended.exit_status:
             say_on(console, f"stopped, saved in {out}")
             raise typer.Exit(ended.exit_status)
@@ -58,30 +55,3 @@ def sft(
     else:
         print_tuning(ended.tuning, Console())
         say_on(console, f"model: {out / 'model'}")
-
-
-class TuneProgress(StepProgress):
-    """A `TuneListener`; steps are updates, with a line per evaluation."""
-
-    def notes(self, notes: list[str]) -> None:
-        """Say them."""
-        for note in notes:
-            self.say(note)
-
-    def starts(self, steps: int, done: int) -> None:
-        """Show the bar."""
-        self.begin("updates", steps, done)
-        self.say(f"continues after {done} of {steps} updates" if done else f"{steps} updates")
-
-    def updated(self, update: "TuneUpdate") -> None:
-        """Move the bar."""
-        self.move(1, f"loss {update.loss:.3f}, gradient {update.grad_norm:.3g}")
-
-    def evaluated(self, evaluation: "TuneEvaluation") -> None:
-        """A line."""
-        gradient = "" if evaluation.grad_norm is None else f", gradient {evaluation.grad_norm:.3g}"
-        trained = "" if evaluation.train_loss is None else f"train {evaluation.train_loss:.4f}, "
-        self.say(
-            f"step {evaluation.step}: {trained}held out {evaluation.valid_loss:.4f}, "
-            f"Sink_1 {evaluation.sink_rate[0]:.2f} %{gradient}"
-        )

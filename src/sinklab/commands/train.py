@@ -113,7 +113,7 @@ def _trained(
 
 def _show_charts(directory: Path, trackers: Sequence[Tracker]) -> None:
     from sinklab.report.collect import collect
-    from sinklab.report.export import export_charts
+    from sinklab.report.page import export_charts
 
     with tempfile.TemporaryDirectory() as folder:
         files = export_charts(collect([directory]), Path(folder), ("png",))

@@ -1,5 +1,5 @@
-"""Downstream tasks: a model's scores on HellaSwag and other tasks of lm-eval, and the sink beside them.
+"""Downstream tasks: scores of a model on HellaSwag and other tasks of lm-eval, with its sink.
 
-lm-eval (extra `eval`) asks and scores; every answer is kept as soon as it is there (answers.py), so that the same call
-goes on after an interruption. HellaSwag is read from a file where there is one (hellaswag.py). Formulas: docs/eval.md.
+lm-eval (extra `eval`) makes the requests and scores them. Every answer is saved as soon as it is computed, so that an
+interrupted call resumes. Formulas: docs/eval.md.
 """

@@ -1,42 +1,48 @@
-"""A loaded model as lm-eval asks it: it keeps its answers, its texts are whole, and long ones keep their BOS.
+"""A loaded model for lm-eval, with saved answers, context and ending tokenized as one text, and BOS kept when cutting.
 
-lm-eval's own model of transformers does the work: tokens, batches, log-softmax and sums. See docs/eval.md for what is
-different from its defaults.
+lm-eval's own model of transformers does the rest: tokens, batches, log-softmax and sums. docs/eval.md lists the
+differences from its defaults.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]  # an extra
 
-from sinklab.evaluating.answers import Answers, ModelAnswer, name_of
+from sinklab.jobs.ledger import LineLedger
 from sinklab.opening import Model
 
-TOGETHER = 8  # batches whose answers are kept together
+SAVED_BATCHES = 8
+"""Batches between two writes of answers."""
+
+ModelAnswer = tuple[float, bool] | float | str
+"""A log-likelihood and whether greedy decoding gives the text, a log-likelihood alone, or a text."""
 
 
 class AnsweringModel(HFLM):
     """A model of transformers.
 
     Args:
-        answers: those that are there are not asked for again.
-        advance: is called with the number of requests answered.
+        answers: by request; saved answers are not computed again.
+        advance: called with the number of requests answered.
     """
 
-    def __init__(self, model: Model, batch_size: int, answers: Answers, advance: Callable[[int], None]) -> None:
+    def __init__(self, model: Model, batch_size: int, answers: LineLedger, advance: Callable[[int], None]) -> None:
         super().__init__(
             pretrained=model.module,
             tokenizer=model.tokenizer,
             backend="causal",
             batch_size=batch_size,
             softmax_dtype="float32",
-            logits_cache=False,  # which shares logits among texts that differ in where the answer begins
+            logits_cache=False,  # it shares logits among texts in which the answer begins at different tokens
         )
         self._prefix = list(model.special)
         self._answers, self._advance = answers, advance
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:
-        """Log-likelihood of each continuation, and whether it is what the model would say by itself."""
+        """Log-likelihood of each continuation, and whether greedy decoding gives it."""
         return self._answered("loglikelihood", requests, super().loglikelihood)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:
@@ -44,20 +50,20 @@ class AnsweringModel(HFLM):
         return self._answered("loglikelihood_rolling", requests, super().loglikelihood_rolling)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:
-        """What the model says after each context."""
+        """The text generated after each context."""
         return self._answered("generate_until", requests, super().generate_until)
 
     def overlong(self, context: str, continuation: str) -> bool:
-        """Whether the continuation leaves no room for a token of the context."""
+        """Whether the context of the model has no room for a token beside the continuation."""
         _, answer = self._split(context, continuation) if context else ([], self.tok_encode(continuation))
         return len(answer) + len(self._prefix) > self.max_length
 
     def cuts(self, context: str, continuation: str) -> bool:
-        """Whether the context loses its first words."""
+        """Whether first tokens of the context are cut."""
         return bool(context) and sum(map(len, self._split(context, continuation))) > self.max_length + 1
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Tokens of both; of a context that is too long its special tokens in front, and its last ones."""
+        """Tokens of both; a context that is too long keeps its special tokens and its last ones."""
         before, after = self._split(context, continuation)
         room, special = self.max_length + 1 - len(after), len(self._prefix)
         if len(before) > room and before[:special] == self._prefix:
@@ -65,10 +71,10 @@ class AnsweringModel(HFLM):
         return before, after
 
     def _split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """The tokens of both as one text, those that the context has by itself before the others.
+        """The tokens of both as one text, split after those shared with the context alone.
 
-        lm-eval takes as many off as the context has. Where a token reaches over the end of the context, these are
-        others, and words of the continuation would be lost.
+        lm-eval splits after as many tokens as the context alone has, which loses words of the continuation if a token
+        spans the end of the context.
         """
         before, after = super()._encode_pair(context, continuation)
         whole = self.tok_encode(context + continuation)
@@ -78,17 +84,18 @@ class AnsweringModel(HFLM):
         return whole[: max(shared, 1)], whole[max(shared, 1) :]
 
     def _answered(self, kind: str, requests: Sequence[Any], ask: Callable[..., list[ModelAnswer]]) -> list[ModelAnswer]:
-        names = [name_of(kind, request.args) for request in requests]
-        waiting = {name: one for name, one in zip(names, requests, strict=True) if self._answers.get(name) is None}
-        self._advance(sum(name not in waiting for name in names))
-        for part in _parts(sorted(waiting, key=lambda name: -len(str(waiting[name].args))), self.batch_size * TOGETHER):
-            found = ask([waiting[name] for name in part], disable_tqdm=True)
-            self._answers.add(zip(part, found, strict=True))
+        keys = [request_key(kind, request.args) for request in requests]
+        missing = {key: one for key, one in zip(keys, requests, strict=True) if self._answers.get(key) is None}
+        self._advance(sum(key not in missing for key in keys))
+        order, size = sorted(missing, key=lambda key: -len(str(missing[key].args))), self.batch_size * SAVED_BATCHES
+        for start in range(0, len(order), size):
+            part = order[start : start + size]
+            self._answers.add(dict(zip(part, ask([missing[key] for key in part], disable_tqdm=True), strict=True)))
             self._advance(len(part))
-        answers = [self._answers.get(name) for name in names]
-        return [answer for answer in answers if answer is not None]
+        answers = [self._answers.get(key) for key in keys]
+        return [tuple(answer) if isinstance(answer, list) else answer for answer in answers if answer is not None]
 
 
-def _parts(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:
-    for start in range(0, len(names), size):
-        yield names[start : start + size]
+def request_key(kind: str, arguments: Iterable[object]) -> str:
+    """The SHA-256 of a request."""
+    return hashlib.sha256(json.dumps([kind, *arguments], sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""One task, asked of one model: which items are drawn, and what comes of them."""
+"""One task with one model: the items drawn, and their scores by lm-eval."""
 
 import random
 import time
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sinklab.errors import InputError, SinklabError, cause, is_out_of_memory
-from sinklab.evaluating.documents import ItemRecord, TaskMetric, TaskScores
+from sinklab.evaluating.evaluation import ItemRecord, TaskMetric, TaskScores
 from sinklab.evaluating.tasks import ChosenTask, quiet
 
 if TYPE_CHECKING:
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 CHOICES = "loglikelihood"
 RESAMPLED = 1000
-"""Times that items are drawn anew for the standard error of what is no mean."""
+"""Bootstrap samples for the standard error of metrics that are not means."""
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """The items that a model is asked.
+class DrawnItems:
+    """The items that a model is evaluated on.
 
     Attributes:
         items: their numbers in the task, in order.
-        left_out: items that were drawn and have an answer too long for the model.
-        cut: of the others, those whose context is too long.
-        requests: how many there are.
-        texts: of each item, what stands in its right answer's request, else in its first.
+        left_out: drawn items with an ending too long for the model.
+        cut: other items with a context too long for the model.
+        requests: number of requests.
+        texts: per item, the text of the request with the right ending, else of the first.
     """
 
     items: list[int]
@@ -40,23 +40,23 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Scored:
-    """What came of a task, with its items."""
+class ScoredTask:
+    """The scores of a task, and its items."""
 
     scores: TaskScores
     records: list[ItemRecord]
 
 
-def draw_items(chosen: ChosenTask, model: "AnsweringModel", limit: int | None, seed: int, name: str) -> Drawn:
-    """Draw items without replacement, and leave out those whose answers the model cannot read.
+def draw_items(chosen: ChosenTask, model: "AnsweringModel", limit: int | None, seed: int, name: str) -> DrawnItems:
+    """Draw items without replacement, and leave out those with an ending longer than the model's context.
 
     Args:
-        limit: how many; all of them where it is None or beyond what there is.
+        limit: number of items; None, or more than the task has, for all.
         name: of the model.
 
     Raises:
-        InputError: the model can read the answers of none.
-        SinklabError: lm-eval cannot ask the task of such a model.
+        InputError: every item has an ending longer than the context.
+        SinklabError: lm-eval cannot evaluate such a model on the task.
     """
     every = range(chosen.size)
     items = sorted(random.Random(seed).sample(every, limit)) if limit and limit < chosen.size else list(every)
@@ -66,30 +66,32 @@ def draw_items(chosen: ChosenTask, model: "AnsweringModel", limit: int | None, s
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=seed)
         task.build_all_requests(samples=_samples(items, chosen), rank=0, world_size=1)
-    asked: defaultdict[int, list[Any]] = defaultdict(list)
+    requests: defaultdict[int, list[Any]] = defaultdict(list)
     for one in task.instances:
-        asked[items[one.doc_id]].append(one)
-    told = {item: [one.args for one in of if one.request_type == CHOICES] for item, of in asked.items()}
-    kept = [item for item in items if not any(model.overlong(*pair) for pair in told[item])]
+        requests[items[one.doc_id]].append(one)
+    pairs = {item: [one.args for one in of if one.request_type == CHOICES] for item, of in requests.items()}
+    kept = [item for item in items if not any(model.overlong(*pair) for pair in pairs[item])]
     if not kept:
         raise InputError(
             f"--tasks {chosen.name}: every item has an answer that is longer than the context of {name}, which is "
-            f"{model.max_length} tokens: take a task with shorter answers, or a model with a longer context"
+            f"{model.max_length} tokens: give a task with shorter answers, or a model with a longer context"
         )
-    return Drawn(
+    return DrawnItems(
         items=kept,
         left_out=len(items) - len(kept),
-        cut=sum(any(model.cuts(*pair) for pair in told[item]) for item in kept),
-        requests=sum(len(asked[item]) for item in kept),
-        texts=[_text(asked[item]) for item in kept],
+        cut=sum(any(model.cuts(*pair) for pair in pairs[item]) for item in kept),
+        requests=sum(len(requests[item]) for item in kept),
+        texts=[_text(requests[item]) for item in kept],
     )
 
 
-def score_task(chosen: ChosenTask, drawn: Drawn, model: "AnsweringModel", limit: int | None, seed: int) -> Scored:
-    """Ask the items that were drawn, and add up.
+def score_task(
+    chosen: ChosenTask, drawn: DrawnItems, model: "AnsweringModel", limit: int | None, seed: int
+) -> ScoredTask:
+    """Evaluate a model on the items drawn.
 
     Raises:
-        SinklabError: lm-eval cannot ask the task of such a model, or answers cannot be kept.
+        SinklabError: lm-eval cannot evaluate such a model on the task, or answers cannot be saved.
     """
     from lm_eval.evaluator import evaluate  # pyright: ignore[reportMissingImports]  # an extra
 
@@ -114,12 +116,12 @@ def score_task(chosen: ChosenTask, drawn: Drawn, model: "AnsweringModel", limit:
         metrics=_metrics(found["results"][chosen.name]),
         seconds=round(time.perf_counter() - start, 1),
     )
-    return Scored(scores, _records(found["samples"][chosen.name]))
+    return ScoredTask(scores, _records(found["samples"][chosen.name]))
 
 
 @contextmanager
 def _as_sentence(task: str) -> Iterator[None]:
-    """Whatever lm-eval raises becomes a sentence."""
+    """Turn exceptions of lm-eval into a SinklabError."""
     try:
         yield
     except SinklabError:
@@ -128,12 +130,12 @@ def _as_sentence(task: str) -> Iterator[None]:
         if is_out_of_memory(error):
             raise
         raise SinklabError(
-            f"lm-eval cannot ask {task} of this model ({type(error).__name__}: {cause(error)})"
+            f"lm-eval cannot evaluate this model on {task} ({type(error).__name__}: {cause(error)})"
         ) from error
 
 
 def _samples(items: list[int], chosen: ChosenTask) -> list[int] | None:
-    """As lm-eval takes them, which looks every item up in the list: None for all."""
+    """As lm-eval takes them: None for all, since it searches the list for every item."""
     return None if len(items) == chosen.size else items
 
 
@@ -144,7 +146,7 @@ def _text(requests: Sequence[Any]) -> str:
 
 
 def _metrics(results: dict[str, Any]) -> dict[str, TaskMetric]:
-    """lm-eval's `acc,none` and `acc_stderr,none`; the filter stands behind the name where there is one."""
+    """Metrics from lm-eval's `acc,none` and `acc_stderr,none`; a filter other than none remains in the name."""
     found: dict[str, TaskMetric] = {}
     for key, value in results.items():
         name, _, kind = key.partition(",")
@@ -157,7 +159,7 @@ def _metrics(results: dict[str, Any]) -> dict[str, TaskMetric]:
 
 
 def _records(samples: Sequence[dict[str, Any]]) -> list[ItemRecord]:
-    """The items by their numbers; of several filters the first."""
+    """The items by number; of several filters the first."""
     first: dict[int, dict[str, Any]] = {}
     for sample in samples:
         first.setdefault(sample["doc_id"], sample)

@@ -1,9 +1,16 @@
-"""Tasks of lm-eval by their names; HellaSwag from a file where there is one."""
+"""Downstream tasks by name: those read from a file, each declared once here, and all of lm-eval.
+
+A new task that needs no network is one `FileTask` in `FILE_TASKS`: name, file names, items, question, choices, metrics.
+"""
 
 import difflib
+import gzip
 import importlib
+import json
 import logging
-from collections.abc import Iterator, Sequence
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,22 +18,148 @@ from pathlib import Path
 from typing import Any
 
 from sinklab.errors import InputError, cause
-from sinklab.evaluating.hellaswag import METRICS, NAME, local_file, read_items
 from sinklab.extras import install_command
-from sinklab.files import sha256_of
+from sinklab.files import parse_json, sha256_of
+from sinklab.schema import ReadDocument
 
 PACKAGES = ("lm_eval", "accelerate")
 HUB = "hub"
+SCORES = {"acc": "accuracy", "acc_norm": "accuracy_norm"}
+"""The metrics of lm-eval that experiments know, with their names there."""
+
+
+class ChoiceItem(ReadDocument):
+    """A multiple-choice item: the text that the model reads, its endings, and the right one, from 0."""
+
+    query: str
+    endings: list[str]
+    label: int
+
+
+@dataclass(frozen=True)
+class FileTask:
+    """A multiple-choice task whose items are read from a .jsonl or .jsonl.gz file.
+
+    Attributes:
+        name: on the command line and in lm-eval.
+        files: names in the folder `eval` of SINKLAB_DATA.
+        keys: of a line, for error messages.
+        metrics: of lm-eval, means over items.
+        version: of the task.
+    """
+
+    name: str
+    files: tuple[str, ...]
+    keys: str
+    metrics: tuple[str, ...] = ("acc", "acc_norm")
+    version: float = 1.0
+
+    def item(self, row: Mapping[str, Any]) -> ChoiceItem:
+        """The item of a line.
+
+        Raises:
+            KeyError, ValueError, AttributeError, TypeError: it is not one.
+        """
+        return ChoiceItem.model_validate(row)
+
+    def local_file(self) -> Path | None:
+        """Its file in SINKLAB_DATA; None without one."""
+        data = os.environ.get("SINKLAB_DATA")
+        places = [Path(data).expanduser() / "eval" / name for name in self.files] if data else []
+        return next((place for place in places if place.is_file()), None)
+
+    def read_items(self, path: Path) -> list[ChoiceItem]:
+        """The items of a file.
+
+        Raises:
+            InputError: it cannot be read, or a line is not an item; the message names the line.
+        """
+        items = [self._read_item(line, f"{path}, line {number}") for number, line in _lines(path)]
+        if not items:
+            raise InputError(f"{path} has no items: give those of {self.name}, a .jsonl or .jsonl.gz file")
+        return items
+
+    def load(self, path: Path) -> "ChosenTask":
+        """The task of lm-eval, with the items of a file."""
+        items = self.read_items(path)
+        from datasets import Dataset  # pyright: ignore[reportMissingImports]  # comes with lm-eval
+        from lm_eval.api.task import ConfigurableTask  # pyright: ignore[reportMissingImports]
+
+        rows = [item.model_dump() for item in items]
+        config = {
+            "task": self.name,
+            "custom_dataset": lambda **_: {"validation": Dataset.from_list(rows)},
+            "validation_split": "validation",
+            "output_type": "multiple_choice",
+            "doc_to_text": "query",
+            "doc_to_choice": "endings",
+            "doc_to_target": "label",
+            "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in self.metrics],
+            "metadata": {"version": self.version},
+        }
+        return ChosenTask(self.name, ConfigurableTask(config=config), path.name, sha256_of(path))
+
+    def _read_item(self, line: str, where: str) -> ChoiceItem:
+        try:
+            row = parse_json(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"it is {json.dumps(row)[:40]}")
+            item = self.item(row)
+            if not item.query or not 0 <= item.label < len(item.endings) or not all(item.endings):
+                raise ValueError(
+                    f"label {item.label} of {len(item.endings)} endings, or an empty text (labels count from 0)"
+                )
+            return item
+        except KeyError as error:
+            raise InputError(f"{where}: {error} is missing; a line needs {self.keys}") from error
+        except (ValueError, AttributeError, TypeError) as error:
+            said = " ".join(str(error).splitlines()[:3])
+            raise InputError(f"{where}: {said}; a line needs {self.keys}") from error
+
+
+class HellaSwag(FileTask):
+    """HellaSwag (1905.07830), as published or with the query of lm-eval.
+
+    query = clean(activity_label + ": " + ctx_a + " " + capitalised ctx_b)
+    clean: " [title]" becomes ". ", other brackets are removed, and so is one of two spaces
+    """
+
+    def item(self, row: Mapping[str, Any]) -> ChoiceItem:
+        if "query" not in row:
+            context = f"{row['ctx_a']} {row['ctx_b'].capitalize()}"
+            row = {
+                **row,
+                "query": self._clean(f"{row['activity_label']}: {context}"),
+                "endings": [self._clean(ending) for ending in row["endings"]],
+            }
+        return super().item(row)
+
+    @staticmethod
+    def _clean(text: str) -> str:
+        return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+
+FILE_TASKS = {
+    task.name: task
+    for task in (
+        HellaSwag(
+            name="hellaswag",
+            files=("hellaswag_val.jsonl.gz", "hellaswag_val.jsonl"),
+            keys='"query" (or "activity_label", "ctx_a" and "ctx_b"), "endings" and "label"',
+        ),
+    )
+}
+FROM_FILES = ", ".join(FILE_TASKS)
 
 
 @dataclass(frozen=True)
 class ChosenTask:
-    """A task that is ready to be asked.
+    """A task with its items.
 
     Attributes:
-        name: of lm-eval; a group or tag has become its tasks.
-        task: lm-eval's.
-        data: the file that its items are read from, or "hub".
+        name: of lm-eval; groups and tags are replaced by their tasks.
+        task: of lm-eval.
+        data: file of its items, or "hub".
         sha256: of the file.
     """
 
@@ -37,20 +170,20 @@ class ChosenTask:
 
     @property
     def size(self) -> int:
-        """How many items it has."""
+        """The number of items."""
         return len(self.task.eval_docs)
 
     @property
     def version(self) -> str:
-        """Of the task."""
+        """The version of the task."""
         return str(self.task.VERSION)
 
 
 def lm_eval_version() -> str:
-    """Of the package that is installed.
+    """The version of lm-eval.
 
     Raises:
-        InputError: it is not, or what it needs is not; says which command installs it.
+        InputError: it or a package that it needs is not installed; the message has the command that installs it.
     """
     for package in PACKAGES:
         try:
@@ -66,35 +199,49 @@ def lm_eval_version() -> str:
 
 
 def chosen_tasks(names: Sequence[str], data: Path | None) -> list[ChosenTask]:
-    """The tasks of these names, each with its items.
+    """The tasks of these names, with their items.
 
     Args:
-        data: HellaSwag's file; that in SINKLAB_DATA unless given, and the hub where there is none.
+        data: file of the one task in `names` that is read from a file; default: its file in SINKLAB_DATA, else the hub.
 
     Raises:
-        InputError: lm-eval is not installed, a name that it does not know, a file that cannot be read, or items that
-            cannot be fetched.
+        InputError: lm-eval is not installed, an unknown task, an unreadable file, or items that cannot be downloaded.
     """
     lm_eval_version()
-    if data is not None and NAME not in names:
-        raise InputError(f"--data {data} is the file of {NAME}, which is not among --tasks {','.join(names)}")
+    from_files = [name for name in dict.fromkeys(names) if name in FILE_TASKS]
+    if data is not None and len(from_files) != 1:
+        raise InputError(
+            f"--data {data} is the file of one task ({FROM_FILES}), and --tasks {','.join(names)} has "
+            f"{len(from_files) or 'none'} of them"
+        )
+    files = {name: file for name in from_files if (file := data or FILE_TASKS[name].local_file()) is not None}
     found: dict[str, ChosenTask] = {}
     with quiet():
-        file = data or local_file()
-        here = {NAME: file} if file is not None else {}
-        others = [name for name in names if name not in here]
+        others = [name for name in names if name not in files]
         hub = _Hub(others) if others else None
         for name in dict.fromkeys(names):
-            if hub is None or name in here:
-                found[name] = _from_file(here[name])
+            if hub is None or name in files:
+                found[name] = FILE_TASKS[name].load(files[name])
             else:
                 found |= {one.name: one for one in hub.tasks(name)}
     return list(found.values())
 
 
+def chosen_task(name: str, data: Path | None) -> ChosenTask:
+    """The task of this name.
+
+    Raises:
+        InputError: as `chosen_tasks`, or it is a group of tasks.
+    """
+    found = chosen_tasks([name], data)
+    if len(found) != 1:
+        raise InputError(f"{name} is a group of {len(found)} tasks: name one of them")
+    return found[0]
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
-    """lm-eval speaks to a log and draws bars on standard error; what matters of that is in our own words."""
+    """Suppress the log and the progress bars of lm-eval."""
     from lm_eval.api import task  # pyright: ignore[reportMissingImports]  # an extra
 
     logger, bars = logging.getLogger("lm_eval"), task.tqdm
@@ -108,32 +255,23 @@ def quiet() -> Iterator[None]:
         task.tqdm = bars
 
 
-def _from_file(path: Path) -> ChosenTask:
-    """HellaSwag, asked as lm-eval's task of that name asks it."""
-    items = read_items(path)
-    from datasets import Dataset  # pyright: ignore[reportMissingImports]  # comes with lm-eval
-    from lm_eval.api.task import ConfigurableTask  # pyright: ignore[reportMissingImports]
-
-    rows = [item.model_dump() for item in items]
-    config = {
-        "task": NAME,
-        "custom_dataset": lambda **_: {"validation": Dataset.from_list(rows)},
-        "validation_split": "validation",
-        "output_type": "multiple_choice",
-        "doc_to_text": "query",
-        "doc_to_choice": "endings",
-        "doc_to_target": "label",
-        "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in METRICS],
-        "metadata": {"version": 1.0},
-    }
-    return ChosenTask(NAME, ConfigurableTask(config=config), path.name, sha256_of(path))
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, line
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text ({error.reason}): give a .jsonl or .jsonl.gz file") from error
+    except (OSError, EOFError) as error:
+        raise InputError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 class _Hub:
-    """lm-eval's own tasks. To know them all it reads thousands of files, which takes a while.
+    """The tasks of lm-eval. Listing them reads thousands of files, which takes a while.
 
     Raises:
-        InputError: it has no task of one of the names.
+        InputError: an unknown task.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -143,10 +281,10 @@ class _Hub:
         for name in names:
             if name not in self._manager.all_tasks:
                 near = difflib.get_close_matches(name, self._manager.all_tasks, n=3)
-                like = f"; near it are {', '.join(near)}" if near else ""
+                like = f"; similar names: {', '.join(near)}" if near else ""
                 raise InputError(
-                    f"--tasks: lm-eval has no task {name!r}{like}. `lm-eval ls tasks` lists those that it has; "
-                    f"{NAME} needs no network where its file is given with --data"
+                    f"--tasks: lm-eval has no task {name!r}{like}. `lm-eval ls tasks` lists all of them; "
+                    f"{FROM_FILES} with --data FILE needs no network"
                 )
 
     def tasks(self, name: str) -> list[ChosenTask]:
@@ -156,13 +294,13 @@ class _Hub:
         except ImportError as error:
             raise InputError(f"--tasks {name} needs a package that is not installed: {cause(error)}") from error
         except Exception as error:  # network, hub and format errors share no base class
-            file = (
-                "; or give its file: --data hellaswag_val.jsonl, or a folder eval/ with it in SINKLAB_DATA"
-                if name == NAME
-                else f"; {NAME} can be read from a file instead (--data)"
-            )
+            if name in FILE_TASKS:
+                file = FILE_TASKS[name].files[-1]
+                remedy = f"; or give its file: --data {file}, or SINKLAB_DATA with a folder eval/ that has it"
+            else:
+                remedy = f"; {FROM_FILES} can be read from a file instead (--data)"
             raise InputError(
-                f"the items of --tasks {name} could not be fetched from the Hugging Face hub ({type(error).__name__}: "
-                f"{cause(error)}): check the connection, and where the network is closed fetch them elsewhere into "
-                f"HF_HOME and set HF_HUB_OFFLINE=1{file}"
+                f"the items of --tasks {name} could not be downloaded from the Hugging Face hub "
+                f"({type(error).__name__}: {cause(error)}): check the connection; without one, download them elsewhere "
+                f"into HF_HOME and set HF_HUB_OFFLINE=1{remedy}"
             ) from error

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 from pydantic import ConfigDict, Field, ValidationError, computed_field
 
 from sinklab.errors import InputError
+from sinklab.experiments.claims import Scale
 from sinklab.files import parse_json, write_json
 from sinklab.measuring.statistics.highest import highest_rate
 from sinklab.schema import ReadDocument
@@ -101,6 +102,14 @@ class CellRun(ReadDocument):
     tokens_per_second: float | None = None
     peak_memory_mb: float | None = None
 
+    @property
+    def warnings(self) -> list[str]:
+        """Files edited since the run ended, and the message of a failure."""
+        return [
+            *([f"edited since it ended: {', '.join(self.edited)}"] if self.edited else []),
+            *filter(None, [self.message]),
+        ]
+
 
 class CellEstimate(ReadDocument):
     """A quantity over the seeds of a cell.
@@ -161,6 +170,18 @@ class CellSummary(ReadDocument):
     def sink_max_position(self) -> int | None:
         found = highest_rate(self.sink_rate)
         return found[0] if found else None
+
+    def estimate(self, name: str) -> CellEstimate | None:
+        """A quantity over the seeds; None if no seed has it."""
+        return estimated(self.runs, name) or self.values.get(name)
+
+    def by_seed(self, name: str) -> list[tuple[CellRun, float]]:
+        """A quantity by run; runs without it are left out."""
+        return [(run, run.values[name]) for run in self.runs if name in run.values]
+
+    def count(self, status: str) -> int:
+        """Number of runs with a status."""
+        return sum(run.status == status for run in self.runs)
 
     def of_seeds(self, seeds: Collection[int]) -> "CellSummary":
         """Limited to these seeds: an experiment's table shows no others."""
@@ -266,6 +287,11 @@ class JudgedClaim(ReadDocument):
         ]
 
     @property
+    def full_evidence(self) -> str:
+        """The evidence with all remarks."""
+        return "; ".join(filter(None, (self.evidence, *self.remarks)))
+
+    @property
     def said(self) -> str:
         """The text of the claim."""
         return self.text or self.id
@@ -300,6 +326,11 @@ class ExperimentSummary(ReadDocument):
     families: dict[str, str] = Field(default_factory=dict)
     seeds: list[int] = Field(default_factory=list)
 
+    @property
+    def replicate(self) -> ReplicateKind:
+        """A seed of trained models; a draw of sequences of existing ones, whose names replace the scale."""
+        return "seed" if self.scale in get_args(Scale) or not self.scale else "draw"
+
 
 class Summary(ReadDocument):
     """summary.json: the results of all experiments in a directory; empty without any.
@@ -321,6 +352,29 @@ class Summary(ReadDocument):
     counts: dict[str, dict[str, int]] = Field(default_factory=dict)
 
     model_config = ConfigDict(populate_by_name=True)
+
+    @property
+    def runs(self) -> list[CellRun]:
+        """The runs of all cells, without duplicates."""
+        return list({run.hash: run for cell in self.cells.values() for run in cell.runs}.values())
+
+    def cells_of(self, experiment: str) -> dict[str, CellSummary]:
+        """The cells of an experiment by name, limited to its seeds; a cell without results is empty."""
+        return {name: self.cell(experiment, name) for name in self.experiments[experiment].cells}
+
+    def cell(self, experiment: str, name: str) -> CellSummary:
+        """A cell with the seeds of an experiment; an empty cell if there is none."""
+        cell, about = self.cells.get(name, CellSummary(seeds=0)), self.experiments.get(experiment)
+        return cell.of_seeds(about.seeds) if about and about.seeds else cell
+
+    def claims_named(self, names: Iterable[str]) -> list[JudgedClaim]:
+        """The claims of these names (EXPERIMENT.CLAIM) that it has."""
+        found = {f"{claim.experiment}.{claim.id}": claim for claim in self.claims}
+        return [found[name] for name in names if name in found]
+
+    def claims_of(self, experiment: str) -> list[JudgedClaim]:
+        """The claims of an experiment."""
+        return [claim for claim in self.claims if claim.experiment == experiment]
 
     def save(self, directory: Path) -> None:
         """Write summary.json."""

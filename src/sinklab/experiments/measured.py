@@ -1,8 +1,8 @@
 """Experiments on existing models: passes over sequences, measurements, and the claims that apply to the given models.
 
 A pass reads one draw of sequences for all cells that differ in eps and length only. Its measurement is kept in
-OUT/PASS/seed_DRAW, so that a repeated call measures only what is missing (`survey/items.py`). A pass is named by its
-cell, or by the kind of its inputs if several cells share it, after the domain or model that it is of.
+OUT/PASS/seed_DRAW, so that a repeated call measures only what is missing (`survey/measure_many.py`). A pass is named by
+its cell, or by the kind of its inputs if several cells share it, after the domain or model that it is of.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ from typing import Any
 
 from sinklab.data.sources.corpora import identity
 from sinklab.errors import InputError
-from sinklab.evaluating.asked import AskedTask, chosen_task, measure_and_ask
-from sinklab.evaluating.tasks import ChosenTask
+from sinklab.evaluating.evaluate_model import TaskOfCell, measure_and_evaluate
+from sinklab.evaluating.tasks import ChosenTask, chosen_task
 from sinklab.experiments.claims import AlikeOverDomains, AlikeOverSizes, Claim, GrowsWithSize, Undecidable, Within
 from sinklab.experiments.definition import CellTask, Experiment, MeasuredCell
 from sinklab.experiments.documents import SUMMARY, CellRun, ExperimentSummary, Summary
@@ -26,6 +26,7 @@ from sinklab.experiments.quantities import RunNumbers
 from sinklab.experiments.results import CellResults, measured_numbers, named_values
 from sinklab.experiments.summary import summarise
 from sinklab.experiments.verdicts.judging import Trial
+from sinklab.jobs.progress import Observer, ignore
 from sinklab.measuring.findings import Propositions
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options, Study
@@ -33,9 +34,8 @@ from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name
 from sinklab.opening import Model, open_model
 from sinklab.survey.compare import labels
-from sinklab.survey.domains import domain_files
-from sinklab.survey.items import Item, Listener, Outcome, measure_all, what_decides
-from sinklab.survey.loaded import check_loadable, check_request, measure_loaded
+from sinklab.survey.measure_many import Item, Outcome, deciding_request, domain_files, measure_all
+from sinklab.survey.measure_one import check_loadable, check_request, measure_loaded
 from sinklab.survey.open_models import EVERY, OpenModel, models_of, setting
 from sinklab.survey.request import Request
 
@@ -243,7 +243,7 @@ def measure_experiment(
     *,
     loading: Loading = AS_IT_IS,
     out: Path,
-    listener: Listener | None = None,
+    observe: Observer = ignore,
     data: Path | None = None,
 ) -> MeasuredResults:
     """Measure every cell on so many draws of sequences, one model after the other, and judge the claims.
@@ -269,7 +269,7 @@ def measure_experiment(
     loaded = _OneAtATime(passes, loading)
     texts = {path: identity(str(path)) for one in passes if (path := one.text) is not None}
     items = [
-        _item(one, draw, texts.get(one.text) if one.text else None, loaded, _asked(one, tasks), out)
+        _item(one, draw, texts.get(one.text) if one.text else None, loaded, _task_of(one, tasks), out)
         for model in dict.fromkeys(one.model for one in passes)
         for draw in range(draws)
         for one in passes
@@ -286,25 +286,25 @@ def measure_experiment(
     result_of: Callable[[Outcome], MeasuredResults] = partial(
         MeasuredResults, experiment, subjects, passes, draws, hashes
     )
-    return measure_all(items, result_of, out, SUMMARY, listener, prepare=prepare)
+    return measure_all(items, result_of, out, SUMMARY, observe, prepare=prepare)
 
 
-def _asked(one: Pass, tasks: Mapping[str, ChosenTask]) -> AskedTask | None:
+def _task_of(one: Pass, tasks: Mapping[str, ChosenTask]) -> TaskOfCell | None:
     """The downstream task that a pass evaluates beside its measurement."""
-    return None if one.task is None else AskedTask(tasks[one.task.name], one.task.items)
+    return None if one.task is None else TaskOfCell(tasks[one.task.name], one.task.items)
 
 
-def _item(one: Pass, draw: int, source: str | None, loaded: "_OneAtATime", asked: AskedTask | None, out: Path) -> Item:
+def _item(one: Pass, draw: int, source: str | None, loaded: "_OneAtATime", task: TaskOfCell | None, out: Path) -> Item:
     request, folder = one.request(draw), one.folder(draw)
 
     def measure(progress: Progress) -> Measurement:
         model = loaded.get(one)
-        if asked is None:
+        if task is None:
             return measure_loaded(model, one.text, request, progress)
-        return measure_and_ask(model, asked, one.text, request, out / folder, progress)
+        return measure_and_evaluate(model, task, one.text, request, out / folder, progress)
 
-    decides = what_decides(one.model, Path(one.model).expanduser(), source, loaded.loading, request)
-    return Item(folder, decides | ({} if asked is None else {"task": asked.document()}), measure)
+    decides = deciding_request(one.model, Path(one.model).expanduser(), source, loaded.loading, request)
+    return Item(folder, decides | ({} if task is None else {"task": task.document()}), measure)
 
 
 class _OneAtATime:

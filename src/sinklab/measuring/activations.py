@@ -1,8 +1,8 @@
-"""Massive activations: single channels of the residual stream, far above all others, that come with a sink.
+"""Massive activations: single channels of the residual stream, far above all others, that accompany a sink.
 
-In every model that has them they stand at few positions (the first token above all) and in few fixed dimensions, from
-an early block to the last but one. They are looked for in the first sequence only: they hardly depend on the input, and
-a median over every activation of every sequence would cost more than the rest of the measurement.
+In every model that has them they occur at few positions (the first token above all) and in few fixed dimensions, from
+an early block to the last but one. Only the first sequence is searched: they hardly depend on the input, and a median
+over every activation of every sequence would cost more than the rest of the measurement.
 """
 
 import math
@@ -28,7 +28,7 @@ class MassiveActivation(Part):
     """The largest |activation| after one block.
 
     Attributes:
-        layer: block, 1-based; the activation stands in the residual stream after it.
+        layer: block, 1-based; the activation is in the residual stream after it.
         position: of the token, 1-based.
         dimension: of the residual stream, 0-based.
         value: signed.
@@ -54,8 +54,8 @@ def largest_activations(
     """A list that afterwards holds the largest activation of the first forward pass's first sequence after each block.
 
     Args:
-        real: of the first sequence: others of its positions are not looked at, and positions are counted from its
-            first real token. None looks at every column of the batch.
+        real: real tokens of the first sequence, from the first of which positions are counted; its other positions are
+            left out. None reads every column of the batch.
     """
     found: list[MassiveActivation] = []
     seen: list[_Largest] = []
@@ -69,7 +69,7 @@ def largest_activations(
             seen.append(_Largest(hidden_TC))
 
     def entering(_: nn.Module, __: tuple[Any, ...]) -> None:
-        if len(seen) < len(blocks):  # the first pass, or one after a pass that ended halfway
+        if len(seen) < len(blocks):  # the first pass, or the pass after one that failed halfway
             seen.clear()
 
     with hooked(
@@ -89,10 +89,10 @@ def strongest(found: Sequence[MassiveActivation]) -> list[MassiveActivation]:
 
 
 class _Largest:
-    """Of one sequence after one block.
+    """The largest activation of one sequence after one block.
 
     Attributes:
-        numbers: place among all activations, value, and median size (float64), where the model is.
+        numbers: flat index, value, and median magnitude (float64), on the device of the model.
     """
 
     def __init__(self, hidden_TC: Tensor) -> None:
@@ -102,9 +102,9 @@ class _Largest:
         self.numbers = torch.stack([place.double(), value.double(), _median(size.float()).double()])
 
     def found(self, layer: int, place: float, value: float, median: float) -> MassiveActivation:
-        """What is reported of it."""
+        """As reported."""
         position, dimension = divmod(int(place), self._width)
-        value = value if math.isfinite(value) else 0.0  # NaN is reported by layer where sums are taken
+        value = value if math.isfinite(value) else 0.0  # the accumulator reports NaN, with its layer
         return MassiveActivation(
             layer=layer,
             position=position + 1,
@@ -115,7 +115,7 @@ class _Largest:
 
 
 def _median(x: Tensor) -> Tensor:
-    """The lower one where there are two, as torch has it; NumPy's partition takes half the time on a CPU."""
+    """The lower of two medians, as in torch; on a CPU, NumPy's partition takes half the time."""
     if x.device.type != "cpu":
         return x.median()
     values, half = x.flatten().numpy(), (x.numel() - 1) // 2

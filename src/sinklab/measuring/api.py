@@ -10,7 +10,7 @@ from sinklab.attention.real_tokens import real_tokens
 from sinklab.errors import InputError
 from sinklab.measuring.driver import check_shape
 from sinklab.measuring.driver import measure as measure_tokens
-from sinklab.measuring.input_checks import token_matrix
+from sinklab.measuring.inputs import token_matrix
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Inputs, Options, Study, thresholds
 from sinklab.measuring.surgery.study import measure_with_study
@@ -55,16 +55,17 @@ def measure(
         loss: False leaves it out, and with it the logits: a third of the work of a small model with many words.
         details: also angles, entropy, distances, secondary sinks and kurtosis (details.py); costs more.
         maps: (layer, head), 1-based: keep the matrices of attention, cosine and norm product; implies details.
-        ablate: also without something: "mask_first:N", "no_bos", "zero_massive" (ablations.py); without padding.
+        ablate: ablations to measure as well: "mask_first:N", "no_bos", "zero_massive" (ablations.py); without padding.
         perturb: also replace the token at this position, 1-based, and follow the change (mixing.py); without padding.
-        model_name, inputs: recorded with the result.
+        model_name: recorded with the result.
+        inputs: the kind of tokens, recorded with the result.
         bos: whether position 1 is a special token. By default it is where every sequence begins with the
-            `bos_token_id` of the model's config; a sinklab transformer has none, so say it there.
+            `bos_token_id` of the model's config; a sinklab transformer has none, so it is False there.
         progress: called with (sequences done, sequences in all) after every batch.
 
     Raises:
-        InputError: no model, nothing to measure, tokens that are no ids or outside the vocabulary, a mask that is not
-            a padding mask, a threshold that is no share, a word that is not among those allowed.
+        InputError: no model, no tokens, tokens that are not ids or outside the vocabulary, a mask that is not a
+            padding mask, a threshold outside (0, 1), a value of `inputs` or `ablate` that does not exist.
         SinklabError: attention that could not be recorded, or NaN in the activations (the layer is named).
     """
     adapter = adapt(model)

@@ -1,88 +1,86 @@
-"""Batches that fit the memory, halved when they do not; how far they have come; what they cost in time and memory."""
+"""Batches that are halved where memory runs out, with their progress, time and peak memory."""
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from sinklab.errors import SinklabError, is_out_of_memory
-from sinklab.models.hooks import Progress, hooked
+from sinklab.models.hooks import Progress
 
 
-def in_batches(sequences: int, batch_size: int, step: Callable[[int, int], None]) -> list[str]:
-    """Call step(start, stop) over all sequences; out of memory halves the batch and repeats the part that failed.
+class Batches:
+    """Ranges [start, stop) of the sequences of a measurement, as they are read.
+
+        for start, stop in batches:
+            with batches.attempt():  # out of memory halves the batch, and the range is repeated
+                ...
 
     Args:
-        step: must leave no trace where it raises.
-
-    Returns:
-        notes for the reader of the result; empty where every batch fitted.
-
-    Raises:
-        SinklabError: one sequence alone does not fit.
+        size: of a batch, before any is halved.
+        progress: called with the sequences that are done, for every batch and every block within it.
+        blocks: of the model, after which its head remains.
     """
-    size, start = min(batch_size, sequences), 0
-    while start < sequences:
-        stop = min(start + size, sequences)
+
+    def __init__(self, sequences: int, size: int, progress: Progress | None, blocks: int) -> None:
+        self.sequences, self._first_size, self._progress, self._blocks = (
+            sequences,
+            min(size, sequences),
+            progress,
+            blocks,
+        )
+        self._size, self._start, self._stop, self._ran = self._first_size, 0, 0, 0
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        while self._start < self.sequences:
+            self._stop, self._ran = min(self._start + self._size, self.sequences), 0
+            yield self._start, self._stop
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Read one batch; the block must have no side effects where it raises.
+
+        Raises:
+            SinklabError: one sequence alone does not fit.
+        """
         try:
-            step(start, stop)
+            yield
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            if stop - start == 1:
+            if self._stop - self._start == 1:
                 raise SinklabError(
                     "out of memory with one sequence at a time: lower --length, or try --dtype bfloat16"
                 ) from error
-            size = (stop - start) // 2
+            self._size = (self._stop - self._start) // 2
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            continue
-        start = stop
-    if size == min(batch_size, sequences):
-        return []
-    return [f"out of memory: the batch was halved from {min(batch_size, sequences)} to {size} sequences"]
-
-
-class Steps:
-    """Tells a progress display how many sequences are done; a block that has run is a part of its batch."""
-
-    def __init__(self, progress: Progress | None, blocks: int, sequences: int) -> None:
-        self._progress, self._blocks, self._sequences = progress, blocks, sequences
-        self._start = self._stop = self._ran = 0
-
-    def begin(self, start: int, stop: int) -> None:
-        """A batch begins, or is begun once more."""
-        self._start, self._stop, self._ran = start, stop, 0
-
-    def end(self) -> None:
-        """The batch is done."""
+            return
+        self._start = self._stop
         if self._progress:
-            self._progress(self._stop, self._sequences)
+            self._progress(self._stop, self.sequences)
 
     def block_ran(self, *_: Any) -> None:
-        """A hook: what is left after the last block is the head."""
+        """A forward hook of every block: one long sequence may take minutes."""
         self._ran += 1
         if self._progress:
             done = (self._stop - self._start) * self._ran / (self._blocks + 1)
-            self._progress(self._start + done, self._sequences)
+            self._progress(self._start + done, self.sequences)
 
-
-@contextmanager
-def reporting(blocks: Sequence[nn.Module], progress: Progress | None, sequences: int) -> Iterator[Steps]:
-    """Report the blocks and batches of a measurement: one long sequence may take minutes."""
-    steps = Steps(progress, len(blocks), sequences)
-    with hooked(block.register_forward_hook(steps.block_ran) for block in blocks):
-        yield steps
+    def notes(self) -> list[str]:
+        """A note for the reader of the result; empty where no batch was halved."""
+        if self._size == self._first_size:
+            return []
+        return [f"out of memory: the batch was halved from {self._first_size} to {self._size} sequences"]
 
 
 @dataclass
 class Cost:
-    """Filled in when the block that is timed ends."""
+    """Time and peak memory, set when the timed block ends."""
 
     seconds: float = 0.0
     peak_memory_mb: float | None = None
@@ -92,7 +90,7 @@ class Cost:
 def costing(device: torch.device) -> Iterator[Cost]:
     """Time the block; peak memory is the device's for CUDA, else the peak of the whole process so far (MB = 2**20).
 
-    None where the system does not report it.
+    Peak memory is None where the system does not report it.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

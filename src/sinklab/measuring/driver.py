@@ -1,6 +1,6 @@
-"""The one way of measuring: batches of tokens through a model, reduced while they come.
+"""The measuring loop: batches of tokens through a model behind an `Adapter`, reduced batch by batch.
 
-The model is behind an `Adapter`; its attention layers are recorded by native_records.py, or by huggingface/probe.py.
+Attention layers are recorded by records.py (native models) or huggingface/probe.py.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,14 @@ from sinklab.attention.real_tokens import RealTokens, real_tokens
 from sinklab.errors import InputError
 from sinklab.measuring.accumulate import Accumulator, measurement_from
 from sinklab.measuring.activations import largest_activations, strongest
-from sinklab.measuring.batches import costing, in_batches, reporting
+from sinklab.measuring.batches import Batches, costing
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.native_records import native_records
 from sinklab.measuring.options import Options
-from sinklab.measuring.records import LayerRecord, batch_of
-from sinklab.measuring.statistics.watch import DetailsWatch
+from sinklab.measuring.records import LayerRecord, batch_of, native_records
+from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.models.adapter import Adapter
-from sinklab.models.hooks import Progress, entering_norms, evaluating, residual_norms
-from sinklab.models.memory import fitting_batch
+from sinklab.models.hooks import Progress, entering_norms, evaluating, hooked, residual_norms
+from sinklab.models.memory_budget import fitting_batch
 from sinklab.models.native import NativeAdapter
 
 if TYPE_CHECKING:
@@ -31,11 +30,11 @@ if TYPE_CHECKING:
 
 
 class Records(Protocol):
-    """What forward passes show of the attention layers.
+    """Records of the attention layers in forward passes.
 
     Attributes:
         backend: what computed the attention.
-        layers: of the passes since the last `clear`, in the order of the layers.
+        layers: records of the passes since the last `clear`, in the order of the layers.
     """
 
     @property
@@ -45,7 +44,7 @@ class Records(Protocol):
     def layers(self) -> Sequence[LayerRecord]: ...
 
     def clear(self) -> None:
-        """Forget what was recorded."""
+        """Drop all records."""
         ...
 
     def paused(self) -> AbstractContextManager[None]:
@@ -71,11 +70,11 @@ def measure(
 
     Raises:
         InputError: nothing to measure, token ids outside the vocabulary, more tokens than the model has positions,
-            lengths, layers or heads that are not there, a mask that is not a padding mask.
+            lengths, layers or heads that do not exist, a mask that is not a padding mask.
         SinklabError: attention that could not be recorded, or NaN or infinity in the activations (the layer is named).
     """
     check_shape(tokens_NT)
-    tokens_NT = tokens_NT.cpu()  # what is looked at before a batch is looked at here, without waiting for a card
+    tokens_NT = tokens_NT.cpu()  # checked here, without waiting for a card
     mask_NT = _padding_mask(tokens_NT, attention_mask_NT)
     padded = not bool(mask_NT.all())
     longest = int(real_tokens(mask_NT).count_B.max())
@@ -86,36 +85,41 @@ def measure(
     if options.lengths and padded:
         raise InputError("several lengths need sequences without padding: leave out the padded ones, or `lengths`")
     totals = Accumulator(options.eps, longest, options.lengths)
-    details = DetailsWatch(options.maps, longest) if options.detailed else None
+    details = DetailsCollector(options.maps, longest) if options.detailed else None
     first_target = options.first_target if options.loss else None
     with ExitStack() as stack:
         cost = stack.enter_context(costing(adapter.device))
         stack.enter_context(evaluating(adapter.module))
         hidden = stack.enter_context(residual_norms(adapter.blocks))
         before = stack.enter_context(entering_norms(adapter.post_norms))
-        records = stack.enter_context(_recording(adapter, options.lengths, details))  # may try the model on two tokens
-        real = _behind(adapter.leading, mask_NT[:1])
+        if isinstance(adapter, NativeAdapter):
+            recording: AbstractContextManager[Records] = native_records(adapter, options.lengths, details)
+        else:
+            from sinklab.measuring.huggingface.probe import probe
+
+            recording = probe(cast("PreTrainedModel", adapter.module), options.lengths, details)
+        records = stack.enter_context(recording)  # may run the model on two tokens
+        real = _after_leading(adapter.leading, mask_NT[:1])
         largest = stack.enter_context(largest_activations(adapter.blocks, real))
         if details is not None:
             stack.enter_context(details.watching(adapter.blocks))
-        steps = stack.enter_context(reporting(adapter.blocks, progress, len(tokens_NT)))
-
-        def step(start: int, stop: int) -> None:
-            tokens_BT = tokens_NT[start:stop].to(adapter.device, non_blocking=True)
-            real = _behind(adapter.leading, mask_NT[start:stop]).to(adapter.device)
-            if details is not None:
-                details.begin(real)
-            steps.begin(start, stop)
-            records.clear()
-            loss = adapter.read(tokens_BT, real, first_target, records.paused())
-            shown = None if details is None else details.batch(F.pad(tokens_BT, (adapter.leading, 0)))
-            totals.add(batch_of(records.layers, hidden, real, loss, shown, adapter.leading, before))
-            steps.end()
-
         N, T = tokens_NT.shape
         sizes = adapter.sizes(padded, matrices=records.backend == "eager")
-        together = options.batch_size or fitting_batch(sizes, T, adapter.device)
-        notes = [*adapter.kinds.notes(), *adapter.notes(), *in_batches(N, together, step)]
+        batch_size = options.batch_size or fitting_batch(sizes, T, adapter.device)
+        batches = Batches(N, batch_size, progress, len(adapter.blocks))
+        stack.enter_context(hooked(block.register_forward_hook(batches.block_ran) for block in adapter.blocks))
+        for start, stop in batches:
+            with batches.attempt():
+                tokens_BT = tokens_NT[start:stop].to(adapter.device, non_blocking=True)
+                real = _after_leading(adapter.leading, mask_NT[start:stop]).to(adapter.device)
+                records.clear()
+                if details is not None:
+                    details.begin(real)
+                loss = adapter.read(tokens_BT, real, first_target, records.paused())
+                found = details and details.batch(F.pad(tokens_BT, (adapter.leading, 0)))
+                totals.add(batch_of(records.layers, hidden, real, loss, found, adapter.leading, before))
+                del found  # the next batch needs the memory
+        notes = [*adapter.kinds.notes(), *adapter.notes(), *batches.notes()]
     if options.loss and longest > 1 and not totals.targets:
         notes.append(f"no loss: of {longest} tokens the prefix mask leaves none to predict")
     return measurement_from(
@@ -130,18 +134,8 @@ def measure(
     )
 
 
-def _recording(
-    adapter: Adapter, lengths: Sequence[int], details: DetailsWatch | None
-) -> AbstractContextManager[Records]:
-    if isinstance(adapter, NativeAdapter):
-        return native_records(adapter, lengths, details)
-    from sinklab.measuring.huggingface.probe import probe
-
-    return probe(cast("PreTrainedModel", adapter.module), lengths, details)
-
-
 def check_shape(tokens_NT: Tensor) -> None:
-    """Refuse what are no sequences.
+    """Refuse tokens that are not sequences.
 
     Raises:
         InputError: not a matrix of N x T tokens, or an empty one.
@@ -161,6 +155,6 @@ def _padding_mask(tokens_NT: Tensor, attention_mask_NT: Tensor | None) -> Tensor
     return attention_mask_NT.cpu()
 
 
-def _behind(leading: int, mask_BT: Tensor) -> RealTokens:
-    """Where the real tokens stand among the positions: after the learned ones."""
+def _after_leading(leading: int, mask_BT: Tensor) -> RealTokens:
+    """The real tokens among the positions, which begin with the learned ones."""
     return real_tokens(F.pad(mask_BT, (leading, 0)))

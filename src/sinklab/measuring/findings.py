@@ -1,4 +1,4 @@
-"""What a measurement holds beside its numbers when it was asked for: ablations, and the paper's propositions."""
+"""Optional parts of a measurement: ablations, mixing, and checks of the paper's propositions."""
 
 from typing import Literal
 
@@ -12,11 +12,11 @@ PositionKind = Literal["none", "relative", "t5", "alibi", "rotary", "absolute", 
 
 
 class Ablation(Part):
-    """What one ablation changed (ablations.py).
+    """The effect of one ablation (ablations.py).
 
     Attributes:
-        name: as it was asked for, such as "mask_first:4".
-        what: the same as a sentence.
+        name: as requested, such as "mask_first:4".
+        what: a sentence that describes it.
         first_target: both losses are over the targets from this position of the whole sequences on, 1-based.
         loss_before, loss_after, loss_change: nats per token.
         sink_rate_before: Sink_1 without the ablation, percent.
@@ -24,7 +24,7 @@ class Ablation(Part):
         sink_rate: of every position with it, percent, position 1 first.
         sink_max_before, sink_max_after: the highest sink rate of positions 1 to T / 2 (highest.py), percent; None in
             older files, as the others from here on.
-        sink_max_position_before, sink_max_position_after: where that is, 1-based.
+        sink_max_position_before, sink_max_position_after: of that rate, 1-based.
         largest_before, largest_after: of zero_massive, the activation of the first sequence that is the largest
             multiple of the median of its block; positions count learned tokens in front of the sequence.
         still_massive: of zero_massive, whether `largest_after` is massive (above 100, and 1,000 times the median).
@@ -49,13 +49,13 @@ class Ablation(Part):
 
     @property
     def highest_after(self) -> str:
-        """The highest sink rate with the ablation and where it is: `76.8 at 2`; empty where it is not known."""
+        """The highest sink rate with the ablation and its position: `76.8 at 2`; empty if unknown."""
         found = highest_rate(self.sink_rate)
         return "" if found is None else f"{found[1]:.1f} at {found[0]}"
 
     @property
     def sentences(self) -> list[str]:
-        """What was done, and what of the massive activation is left where that was zeroed."""
+        """The ablation and, where the massive activation was zeroed, the largest one that remains."""
         before, after = self.largest_before, self.largest_after
         if before is None or after is None:
             return [self.what]
@@ -89,20 +89,21 @@ class Mixing(Part):
 
 
 class Propositions(Part):
-    """What the paper proves of a repeated token, and how far the model is from it (propositions.py).
+    """The paper's proposition on a repeated token, and the model's deviation from it (propositions.py).
 
     Attributes:
         position: the model's positional embedding.
-        number: which of the paper's four propositions speaks of it; None for those added to the embedding.
+        number: of the proposition, 1 to 4; None for positions that are added to the embedding.
         statement: of the proposition.
-        tokens: how many tokens were tried, each repeated.
-        length: how often.
+        tokens: how many tokens were checked, each repeated.
+        length: of the repetition.
         hidden_deviation: the largest |h_t - h_1| over the largest |h_1|, over all blocks.
         attention_deviation: the largest difference from the closed form; None where there is none (rotary).
         bound_slack: the least distance of a score below its bound, negative where one is above; None but for rotary.
-        tolerance: what the deviations may be, and the slack fall short of 0, for rounding.
+        tolerance: for rounding, of the deviations and of a negative slack.
         dtype: of the check: float32 for models that are coarser, if the memory sufficed; None in older files.
-        holds: whether they are within it; None where they are not and a dtype coarser than float32 cannot decide.
+        holds: whether they are within it; None where they are not and the dtype is coarser than float32, which is no
+            evidence.
     """
 
     position: PositionKind

@@ -20,7 +20,7 @@ FRAMES = {"pandas": "DataFrame", "polars": "DataFrame", "pyarrow": "table"}  # i
 
 
 def data_frame(columns: Columns) -> Any:
-    """Columns of one length as a frame of pandas, polars or pyarrow, whichever is installed.
+    """Columns of one length as a data frame of the installed one of pandas, polars and pyarrow.
 
     Raises:
         InputError: none of them is.
@@ -32,10 +32,10 @@ def data_frame(columns: Columns) -> Any:
 
 
 def write_csv(columns: Columns, path: Path) -> None:
-    """Columns as comma-separated values under a line of names, whole or not at all.
+    """Columns as comma-separated values under a header, written atomically.
 
     Raises:
-        InputError: a file is there that is no table of ours.
+        InputError: there is a file that is not a table of ours.
         SinklabError: the file cannot be written.
     """
     check_table(path)
@@ -46,10 +46,10 @@ def write_csv(columns: Columns, path: Path) -> None:
 
 
 def write_parquet(columns: Columns, path: Path) -> None:
-    """Columns as a Parquet file, whole or not at all.
+    """Columns as a Parquet file, written atomically.
 
     Raises:
-        InputError: pyarrow is not installed, or a file is there that is no table of ours.
+        InputError: pyarrow is not installed, or there is a file that is not a table of ours.
         SinklabError: the file cannot be written.
     """
     check_parquet()
@@ -61,7 +61,7 @@ def write_parquet(columns: Columns, path: Path) -> None:
 
 
 def check_parquet() -> None:
-    """Refuse to promise what cannot be written.
+    """Refuse Parquet before anything is measured.
 
     Raises:
         InputError: pyarrow is not installed.
@@ -74,11 +74,11 @@ WRITERS: dict[str, Callable[[Columns, Path], None]] = {"csv": write_csv, "parque
 
 
 def check_formats(formats: Sequence[str], out: Path | None, one: bool) -> None:
-    """Refuse, before anything is measured, tables that could not be written.
+    """Refuse tables that could not be written, before anything is measured.
 
     Args:
         formats: of `WRITERS`.
-        out: the folder that is to hold them.
+        out: their folder.
         one: whether it is a single measurement.
 
     Raises:

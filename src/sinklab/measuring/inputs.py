@@ -1,10 +1,10 @@
 """The N x T token matrix that a model is measured on.
 
 natural   the first T tokens of each document that is long enough, documents in order;
-          of plain text files, which do not say where documents begin, consecutive pieces of T tokens;
-          the files of a folder take turns, a sequence each time
-drawn     the same, but of every document all pieces of T tokens, in an order of chance that is cut into draws: no two
-          draws share a piece, so that they say how well what is measured is known of the text
+          of plain text files, which have no document boundaries, consecutive pieces of T tokens;
+          the files of a folder in turn, one sequence each time
+drawn     all pieces of T tokens of every document, in a random order that is cut into draws: no two draws share a
+          piece, so that their spread is the uncertainty of a measurement on this text
 random    every token drawn uniformly from the vocabulary
 repeat    one random token per sequence, T times
 
@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,48 +25,18 @@ from sinklab.data.sources.corpora import documents
 from sinklab.data.sources.textfiles import Render, plain_conversation, read_documents, read_pieces, text_files
 from sinklab.data.spelling import Spelled
 from sinklab.errors import InputError
+from sinklab.models.adapter import type_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
 Encode = Callable[[str], Sequence[int]]
 
-CHARACTERS = 2**16  # of a document that are tokenised at once, at least; a document may have a hundred million
-PER_TOKEN = 16  # characters that are tokenised for each token that is wanted, at least
-POOL = 64  # times the sequences that are wanted: so many of a text, from its beginning, are drawn from
-SHARES = 5  # draws that a text too short for full ones is shared out over: it takes five for a verdict
-
-
-def natural_tokens(
-    text: Path,
-    encode: Encode,
-    *,
-    sequences: int,
-    length: int,
-    prefix: Sequence[int] = (),
-    fewer: bool = False,
-    render: Render = plain_conversation,
-) -> Tensor:
-    """Sequences of real text.
-
-    Args:
-        text: a .txt or .jsonl file, or a folder of them; or the name of a corpus (data/sources/corpora.py).
-        encode: text to token ids, without special tokens.
-        sequences, length: N and T, `prefix` included in T.
-        prefix: token ids put before every sequence.
-        fewer: one sequence is enough, where there are no more.
-        render: writes conversations (`messages`) as text.
-
-    Returns:
-        tokens_NT, int64.
-
-    Raises:
-        InputError: the file is missing, empty or malformed, or too little of it is long enough; says how much is.
-    """
-    return with_prefix(
-        natural_text(text, encode, sequences=sequences, length=length, prefix=prefix, fewer=fewer, render=render),
-        prefix,
-    )
+CHARACTERS = 2**16  # of a document, tokenised at once, at least; a document may have a hundred million
+PER_TOKEN = 16  # characters tokenised for each requested token, at least
+POOL = 64  # times the requested sequences: the size of the pool at the beginning of a text that draws are taken from
+SHARES = 5  # draws that a text too short for full ones is divided into: a verdict needs five
 
 
 def natural_text(
@@ -78,7 +49,19 @@ def natural_text(
     fewer: bool = False,
     render: Render = plain_conversation,
 ) -> list[Sequence[int]]:
-    """The sequences of `natural_tokens` without their prefix, each as `encode` gives them; the same arguments."""
+    """Sequences of real text without their prefix, each as `encode` returns it (`with_prefix` adds the prefix).
+
+    Args:
+        text: a .txt or .jsonl file, or a folder of them; or the name of a corpus (data/sources/corpora.py).
+        encode: text to token ids, without special tokens.
+        sequences, length: N and T, `prefix` included in T.
+        prefix: token ids that each sequence will begin with.
+        fewer: one sequence is enough, where there are no more.
+        render: writes conversations (`messages`) as text.
+
+    Raises:
+        InputError: the file is missing, empty or malformed, or too little of it is long enough, with the amount.
+    """
     _check_shape(sequences, length, len(prefix))
     cutter = _Cutter(encode, length - len(prefix), render)
     rows = list(islice(cutter.sequences(text), sequences))
@@ -99,10 +82,10 @@ def drawn_text(
 ) -> list[Sequence[int]]:
     """Sequences of real text from anywhere in it, without replacement across draws: no two draws share a piece.
 
-    A text that has fewer pieces than five draws take is shared out over five, of at least one sequence.
+    A text with fewer pieces than five draws need is divided into five draws, of at least one sequence.
 
     Args:
-        draw: its number, from 0 on; the same number gives the same sequences, however many draws there are.
+        draw: its number, from 0; the sequences of a number do not depend on the number of draws.
 
     Raises:
         InputError: the file is missing, empty or malformed, or it has no sequence, or none is left for this draw.
@@ -131,9 +114,9 @@ def with_prefix(bodies: Sequence[Sequence[int]], prefix: Sequence[int]) -> Tenso
 
 
 def sizes_of(bodies: Sequence[Sequence[int]], prefix: Sequence[int]) -> Tensor | None:
-    """sizes_NT: bytes of text that each token of `with_prefix` stands for, 0 for the prefix; None where not known.
+    """sizes_NT: bytes of text of each token of `with_prefix`, 0 for the prefix; None if unknown.
 
-    UNKNOWN (data/spelling.py) where a token does not spell the text.
+    A token that does not spell the text has UNKNOWN (data/spelling.py).
     """
     known = [body for body in bodies if isinstance(body, Spelled)]
     if len(known) < len(bodies):
@@ -146,8 +129,8 @@ class _Cutter:
     """Cuts sequences of `body` tokens out of texts.
 
     Attributes:
-        everything: all pieces of a document, not its first only; of a very long one those of its beginning.
-        documents: how many were read; the pieces of plain text are none.
+        everything: cut all pieces of a document, not only its first; of a very long one those of its beginning.
+        documents: how many were read; pieces of plain text do not count.
     """
 
     encode: Encode
@@ -157,7 +140,7 @@ class _Cutter:
     documents: int = 0
 
     def too_few(self, text: Path, found: int, sequences: int) -> InputError:
-        """What to say of a text that gives less than is needed."""
+        """The error for a text with fewer sequences than requested."""
         usable = f"of its {self.documents} documents" if self.documents else "pieces"
         less = f"lower --sequences to {found}, " if found else ""
         return InputError(
@@ -166,7 +149,7 @@ class _Cutter:
         )
 
     def none_long_enough(self, text: Path) -> InputError:
-        """What to say of a text of which not even one sequence can be cut."""
+        """The error for a text with no sequence at all."""
         of = f"none of its {self.documents} documents" if self.documents else "it"
         return InputError(f"{text} gives no sequence: {of} has {self.body} tokens of text; give a longer text")
 
@@ -176,7 +159,12 @@ class _Cutter:
         if not here.exists():
             yield from self._of_documents(documents(str(text), render=self.render))
             return
-        turns = [self._of_file(file) for file in text_files(here)]
+        turns = [
+            self._of_pieces(read_pieces(file))
+            if file.suffix.lower() == ".txt"
+            else self._of_documents(read_documents(file, self.render))
+            for file in text_files(here)
+        ]
         while turns:
             for turn in list(turns):
                 ids = next(turn, None)
@@ -184,11 +172,6 @@ class _Cutter:
                     turns.remove(turn)
                 else:
                     yield ids
-
-    def _of_file(self, file: Path) -> Iterator[Sequence[int]]:
-        if file.suffix.lower() == ".txt":
-            return self._of_pieces(read_pieces(file))
-        return self._of_documents(read_documents(file, self.render))
 
     def _of_documents(self, texts: Iterator[str]) -> Iterator[Sequence[int]]:
         for document in texts:
@@ -204,7 +187,7 @@ class _Cutter:
             yield ids[start : start + self.body]
 
     def _first(self, document: str) -> Sequence[int]:
-        """The document's tokens, or of a long one enough of the first; the last of those may depend on the cut."""
+        """The document's tokens; of a long one enough of the first, the last of which may depend on the cut."""
         size = max(CHARACTERS, PER_TOKEN * self.body)
         while size < len(document):
             ids = self.encode(document[:size])
@@ -214,7 +197,7 @@ class _Cutter:
         return self.encode(document)
 
     def _of_pieces(self, pieces: Iterator[tuple[str, bool]]) -> Iterator[Sequence[int]]:
-        """Of pieces that are too short for one sequence as many are joined as it takes."""
+        """Joins pieces that are too short for one sequence."""
         held, enough = "", 0
         for text, ends in pieces:
             held += text
@@ -259,3 +242,40 @@ def _check_shape(sequences: int, length: int, prefix: int = 0) -> None:
         raise InputError(f"--sequences {sequences}: give at least 1")
     if length <= prefix:
         raise InputError(f"--length {length}: give at least {prefix + 1} ({prefix} of it are special tokens)")
+
+
+def token_matrix(tokens: Any, name: str = "tokens") -> Tensor:
+    """Whole numbers in rows, as int64 on the device where they are.
+
+    Args:
+        tokens: a tensor, an array, or rows of numbers.
+
+    Raises:
+        InputError: rows of different lengths, or no whole numbers.
+    """
+    tensor = tokens if isinstance(tokens, Tensor) else _from_rows(tokens, name)
+    if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise InputError(f"{name} are {kind} numbers; expected whole numbers, as a tokenizer gives them")
+    return tensor.long()
+
+
+def _from_rows(rows: Any, name: str) -> Tensor:
+    if isinstance(rows, np.ndarray):
+        if rows.dtype.kind not in "iub":
+            raise InputError(f"{name} are an array of {rows.dtype}; expected whole numbers")
+        return torch.from_numpy(rows.astype(np.int64))
+    if isinstance(rows, str | bytes | dict) or not isinstance(rows, Sequence):
+        raise InputError(f"{name} are {type_text(rows)}; expected rows of token ids, (sequences, length)")
+    if not all(isinstance(row, Sequence | np.ndarray | Tensor) and not isinstance(row, str | bytes) for row in rows):
+        raise InputError(f"{name} have no rows; expected a list of sequences, such as [[1, 2, 3]]")
+    lengths = {len(row) for row in rows}
+    if len(lengths) > 1:
+        raise InputError(
+            f"the sequences have {min(lengths)} to {max(lengths)} tokens: cut them to one length, or pad them and give "
+            "attention_mask"
+        )
+    try:
+        return torch.tensor([list(row) for row in rows] or [[]])
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise InputError(f"{name} are no matrix of whole numbers: {error}") from error

@@ -1,8 +1,8 @@
 """How many queries can see each key under windows, prefixes and other masks.
 
 alpha_k is a mean over all queries from k on (metrics.py). Under a sliding window of w tokens only w of them see k, so
-that the rest are zeros and a sink is diluted by (T - k + 1) / w. Beside alpha stands the mean over the queries that may
-see the key (`over_visible`), as a number of its own.
+that the rest are zeros and a sink is diluted by (T - k + 1) / w. The mean over the queries that may see
+the key (`over_visible`) is reported beside alpha.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ from sinklab.models.layer_kinds import layers_text
 
 @dataclass(frozen=True)
 class View:
-    """How a layer's queries see less, or more, than all tokens up to their own.
+    """How the keys that a layer's queries see differ from all tokens up to their own.
 
     Attributes:
         kind: "window": the last `tokens` tokens; "prefix": the first `tokens` keys are seen by earlier queries, too;
@@ -32,7 +32,7 @@ class View:
 
 
 def seen_over(sums_BHT: Tensor, seen_by_BGT: Tensor, queries_B: Tensor) -> tuple[Tensor | None, View | None]:
-    """The mean over the queries that may see each position, and how it comes to differ; None where it does not.
+    """The mean over the queries that may see each position, and why it differs from alpha; None where it does not.
 
     Args:
         sums_BHT: over these queries, aligned so that index 0 is the first real token.
@@ -45,7 +45,7 @@ def seen_over(sums_BHT: Tensor, seen_by_BGT: Tensor, queries_B: Tensor) -> tuple
 
 
 def view_of(seen_by_BGT: Tensor, later_BGT: Tensor) -> View:
-    """Read off how many queries see each key what the mask is.
+    """Infer the mask from the number of queries that see each key.
 
     Args:
         seen_by_BGT: how many queries may see each key, index 0 being the first token.
@@ -73,7 +73,7 @@ def visible_layers(alphas: Sequence[Tensor], visible: Sequence[Tensor | None]) -
 
 
 def joined(views: Iterable[View | None]) -> View | None:
-    """What several batches show of one layer; a batch of sequences that the mask does not reach shows None."""
+    """The view of one layer over several batches; None of a batch whose sequences are too short for the mask."""
     found = [view for view in views if view is not None]
     if not found:
         return None
@@ -90,7 +90,8 @@ def visibility_note(views: Sequence[View | None]) -> str | None:
     if not layers:
         return None
     parts = [
-        _SAID[view.kind].format(tokens=view.tokens, where=layers_text(at, len(views))) for view, at in layers.items()
+        _SENTENCES[view.kind].format(tokens=view.tokens, where=layers_text(at, len(views)))
+        for view, at in layers.items()
     ]
     return (
         "; ".join(parts) + ": sink_rate and importance are means over all queries from a key on, sink_rate_visible and "
@@ -98,7 +99,7 @@ def visibility_note(views: Sequence[View | None]) -> str | None:
     )
 
 
-_SAID: Mapping[str, str] = {
+_SENTENCES: Mapping[str, str] = {
     "window": "a window of {tokens} tokens in {where}",
     "prefix": "the first {tokens} keys are seen by earlier queries in {where}",
     "part": "no key is seen by more than {tokens} queries in {where}",

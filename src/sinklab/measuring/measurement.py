@@ -1,7 +1,7 @@
 """The result of a measurement and its two files, `measurement.json` and `measurement.npz` (schema 1).
 
 L attention layers, H heads, T positions, N sequences, M blocks of the residual stream. In a model where every block
-has attention, M = L. What does not apply to a model is None, and left out of the .npz; NaN is never written.
+has attention, M = L. Fields that do not apply to a model are None, and left out of the .npz; NaN is never written.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ from sinklab.measuring.findings import Ablation, Mixing, Propositions
 from sinklab.measuring.frames import TABLES, Columns, TableName, data_frame, write_csv, write_parquet
 from sinklab.measuring.metrics import uniform_ratio_of_means
 from sinklab.measuring.options import Inputs
-from sinklab.measuring.statistics.arrays import Array, ArrayOrNone, Axes, WithArrays
 from sinklab.measuring.statistics.details import Details
 from sinklab.measuring.statistics.secondary import Percent
+from sinklab.measuring.statistics.statistic_base import Array, ArrayOrNone, Axes, WithArrays
 from sinklab.outputs import MEASUREMENT, check_files
 from sinklab.schema import Ratio
 
@@ -48,11 +48,12 @@ class Measurement(WithArrays):
 
     Attributes:
         model: name or path of what was measured.
-        revision: branch, tag or commit that was asked for, of a model of the hub; None for its main branch, and here.
-        commit: of the hub, that this was; None for a model that does not come from there.
+        revision: requested branch, tag or commit of a model of the hub; None for its main branch and for local models.
+        commit: the commit of the hub that was loaded; None for local models.
         step, planned_steps: of a run of ours, the step it was measured at and its last one; None for other models.
-        vocabulary: digest of the tokenizer's vocabulary (spelling.py); None where tokens were given, or in older files.
-        inputs: what the sequences are made of.
+        vocabulary: digest of the tokenizer's vocabulary (spelling.py); None where the input was tokens, or in older
+            files.
+        inputs: the kind of sequences.
         sequences: N.
         length: T, the positions of the longest sequence, BOS included.
         eps: threshold of the sink rate.
@@ -60,7 +61,7 @@ class Measurement(WithArrays):
         proxy: whether importance is that of proxy scores, |sim| / sum |sim| (the model's own do not sum to one).
         layers, heads: L, H.
         sink_rate: percent of (sequence, layer, head) triples with alpha_k > eps, position 1 first.
-        sink_rates: the same for every threshold asked for, keyed by it ("0.3"); None where there was only one.
+        sink_rates: the same for every requested threshold, keyed by it ("0.3"); None where there was only one.
         sink_rate_visible, sink_rates_visible: as sink_rate and sink_rates, of the mean over the queries that may see a
             key, not over all from it on; None where that is the same in every layer (no window, no documents).
         sink_rate_by_length: of the same sequences cut shorter, by length and threshold: {"16": {"0.3": [..]}}.
@@ -71,8 +72,8 @@ class Measurement(WithArrays):
         uniform_ratio: alpha_k over that of uniform causal attention (metrics.py), mean over (sequence, layer, head),
             position 1 first: 1 is no sink, at any T.
         loss: nats per token over targets 2..T, those after the prefix under a prefix mask; None where there are none.
-        bits_per_byte: the loss over the bytes of the text that the targets stand for (bits.py); None where it is of no
-            text, or the notes say why.
+        bits_per_byte: the loss over the bytes of the targets' text (bits.py); None where the input is not text, or for
+            the reason in the notes.
         hidden_norm_ratio: |h_1| / mean over t > 1 of |h_t| before the first block and after every block (M + 1).
             inf, which is null in measurement.json, where the others are 0 and the first is not; 1 where all are 0.
         norm_ratio_before_norm: of a post-norm model the same of what enters each norm, two per block; None elsewhere.
@@ -83,12 +84,12 @@ class Measurement(WithArrays):
         seconds: wall-clock, forward passes and metric.
         peak_memory_mb: of the device (CUDA) or of the whole process; None where unknown.
         massive_activations: the largest |activation| of each of the strongest blocks (activations.py); None if unknown.
-        details: what was asked for beyond (details.py); None, and left out of the files, where nothing was.
-        notes: what the reader must know, such as a batch that had to be halved.
-        ablations: what became of the loss and of the sinks without something (ablations.py); None unless asked for.
-        mixing: how far a change of one token spreads (mixing.py); None unless asked for.
-        propositions: what the paper proves of repeated tokens, checked (propositions.py); None for other inputs.
-        scores: on downstream tasks, percent, where the model was asked any (evaluating/asked.py); None elsewhere.
+        details: further statistics (details.py); None, and left out of the files, where not requested.
+        notes: remarks for the reader, such as on a batch that had to be halved.
+        ablations: loss and sinks under each ablation (ablations.py); None unless requested.
+        mixing: how far a change of one token spreads (mixing.py); None unless requested.
+        propositions: check of the paper's propositions on repeated tokens (propositions.py); None for other inputs.
+        scores: on downstream tasks, percent, where the model was evaluated on any; None elsewhere.
         importance: alpha, mean over sequences (L, H, T).
         importance_visible: mean over the queries that may see a key (L, H, T); None where that is alpha everywhere.
         importance_first: alpha of position 1 (N, L, H).
@@ -167,13 +168,13 @@ class Measurement(WithArrays):
         return self
 
     def of_step(self, step: int, planned_steps: int) -> Self:
-        """The same as the measurement of a run after so many of its steps; the notes say where it is unfinished."""
+        """A copy for a run that was measured at `step`, with a note where the run is unfinished."""
         unfinished = f"measured at step {step:,} of {planned_steps:,}: the run is not finished"
         notes = [*self.notes, *([unfinished] if step < planned_steps else [])]
         return self.model_copy(update={"step": step, "planned_steps": planned_steps, "notes": notes})
 
     def document(self) -> dict[str, Any]:
-        """What `measurement.json` holds; steps of models that are no runs, and what was not asked for, are left out."""
+        """The content of `measurement.json`, without the fields of LEFT_OUT that are None."""
         absent = {name for name in LEFT_OUT if getattr(self, name) is None}
         return self.model_dump(mode="json", by_alias=True, exclude=absent)
 
@@ -214,8 +215,8 @@ class Measurement(WithArrays):
         | positions | every position | position, sink_rate, sink_rate_eps_X for other thresholds (%), uniform_ratio |
         | layers | every attention layer | layer, importance_first, hidden_norm_ratio (after the block), .. |
 
-        What the model does not have is left out. Where a mask makes a difference, each importance and rate has a
-        `_visible` beside it (mask_coverage.py).
+        Columns that the model does not have are left out. Where a mask makes a difference, each importance and rate has
+        a `_visible` column too (mask_coverage.py).
 
         Raises:
             InputError: there is no such table.
@@ -258,7 +259,7 @@ class Measurement(WithArrays):
         }
 
     def to_dataframe(self, table: TableName = "importance") -> Any:
-        """A frame of pandas, polars or pyarrow, whichever is installed: a row for every head and position.
+        """A data frame of the installed one of pandas, polars and pyarrow, by default a row per head and position.
 
         Args:
             table: of `columns`.
@@ -314,5 +315,5 @@ class Measurement(WithArrays):
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "measurement.npz"
             raise InputError(f"{advice}: {where}: {first['msg']}") from error
-        except Exception as error:  # damaged archives raise whatever their reader stumbles over
+        except Exception as error:  # the reader of a damaged archive can raise anything
             raise InputError(f"{advice}: {error}") from error

@@ -15,7 +15,7 @@ def importance_from_sums(keys_BHT: Tensor, queries_B: Tensor) -> Tensor:
 
     Args:
         keys_BHT: column sums of the attention matrix, aligned so that index 0 is the first real token.
-        queries_B: n, the number of real tokens of each sequence; positions past it get 0.
+        queries_B: n, the number of real tokens of each sequence; 0 at positions past it.
 
     Returns:
         alpha_BHT in [0, 1], in the dtype of the sums.
@@ -25,13 +25,18 @@ def importance_from_sums(keys_BHT: Tensor, queries_B: Tensor) -> Tensor:
     return torch.where(left_BT[:, None] > 0, keys_BHT / left_BT.clamp(min=1)[:, None], 0)
 
 
+def prefix_importance(sums_BHS: Tensor, length: int) -> Tensor:
+    """alpha (B, H, length) from sums over the first `length` queries, of sequences without padding."""
+    return importance_from_sums(sums_BHS[..., :length], torch.full((len(sums_BHS),), length))
+
+
 def uniform_importance(queries_B: Tensor, length: int) -> Tensor:
     """alpha_BT, float64, where each query attends to all tokens so far alike: A[t, k] = 1/t for k <= t.
 
     alpha_k = (1/k + .. + 1/n) / (n - k + 1); the first is the harmonic number of n over n.
 
     Args:
-        queries_B: n, the number of real tokens of each sequence; positions past it get 1, to be divided by.
+        queries_B: n, the number of real tokens of each sequence; 1, a divisor, at positions past it.
         length: T, of the result.
     """
     t_T = torch.arange(1, length + 1, dtype=torch.float64)
@@ -87,13 +92,13 @@ def first_to_rest(norm_LT: Tensor) -> Tensor:
         norm_LT: mean l2 norm per layer and position, T >= 2.
 
     Returns:
-        ratio_L; 1 where all are zero, as weight decay makes the keys of a layer that nothing is learned in: none is
-        larger than another. Infinite where the others alone are zero, as closed value gates make them.
+        ratio_L; 1 where all are zero, as with keys that weight decay has removed; infinite where only the others are
+        zero, as with closed value gates.
     """
     first_L, rest_L = norm_LT[..., 0], norm_LT[..., 1:].mean(-1)
     return torch.where((first_L == 0) & (rest_L == 0), 1.0, first_L / rest_L)
 
 
 def stacked(parts: Sequence[Tensor]) -> Tensor:
-    """torch.stack for layers that may lie on several devices."""
+    """torch.stack of tensors that may be on several devices."""
     return torch.stack([part.to(parts[0].device) for part in parts])

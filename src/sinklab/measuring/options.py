@@ -17,10 +17,10 @@ EPS = (0.3,)
 
 
 def thresholds(eps: float | Sequence[float]) -> tuple[float, ...]:
-    """One threshold or several, as numbers.
+    """One threshold or several, as floats.
 
     Raises:
-        InputError: none at all, or one that is no share of attention, a number in (0, 1).
+        InputError: none at all, or one that is not a number in (0, 1).
     """
     given: Any = eps
     several = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
@@ -28,7 +28,7 @@ def thresholds(eps: float | Sequence[float]) -> tuple[float, ...]:
         raise InputError("eps is empty; expected one share of attention or several, such as 0.3")
     for one in several:
         if not isinstance(one, Real):
-            raise InputError(f"eps is {one!r}, which is no number; expected a share of attention, such as 0.3")
+            raise InputError(f"eps is {one!r}, which is not a number; expected a share of attention, such as 0.3")
         if not 0 < float(one) < 1:
             raise InputError(f"eps is {one}; expected a share of attention between 0 and 1, such as 0.3")
     return tuple(map(float, several))
@@ -70,18 +70,18 @@ def parse_maps(given: Iterable[str | Sequence[int]]) -> tuple[tuple[int, ...], .
 
 
 class Options(CommandSettings, frozen=True):
-    """What is measured, and what is recorded with the result.
+    """Settings of a measurement, and fields that are recorded with its result.
 
     Attributes:
-        eps: thresholds of the sink rate, shares of attention in (0, 1); the first is the headline. One number will do.
+        eps: thresholds of the sink rate, shares of attention in (0, 1), or a single one; the first is the headline.
         lengths: shorter than the sequences, increasing: the sink rate is also that of the sequences cut at each, from
             the same pass. Without padding only.
         batch_size: sequences per forward pass; changes memory and speed, not the result. None: as many as fit
-            the memory, at most 16 (models/memory.py). Halved on out-of-memory, with a note in the result.
+            the memory, at most 16 (models/memory_budget.py). Halved on out-of-memory, with a note in the result.
         first_target: the loss is over the targets from this position on, 1-based; under a prefix mask those that
             every query sees are left out as well, as in training.
         loss: False leaves it out, and with it the logits: a third of the work of a small model with many words.
-        maps: (layer, head), 1-based, whose matrices are kept; implies details.
+        maps: (layer, head), 1-based, of the matrices to save; implies details.
         model_name, inputs, bos: recorded with the result.
     """
 
@@ -158,13 +158,13 @@ class Options(CommandSettings, frozen=True):
 
 
 class Study(CommandSettings, frozen=True):
-    """Changes of the model that are measured as well; by default none.
+    """Changes of the model that are measured as well.
 
     Attributes:
         ablate: names of ablations (surgery/ablations.py).
         perturb: position of a token that is replaced by another, to see how far the change spreads, 1-based.
-        swap_position: two learned positions that change places, 1-based.
-        replace_position: a learned position, and the one whose embedding it gets.
+        swap_position: two learned positions to swap, 1-based.
+        replace_position: a learned position, and the position whose embedding replaces its own.
     """
 
     ablate: Several[str] = Field(

@@ -1,28 +1,36 @@
-"""What a forward pass shows of every attention layer, whatever the model, and the batch that the accumulator takes."""
+"""Per-layer records of a forward pass, native recording of them, and the batch that the accumulator adds."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields, replace
 
+import torch
 from torch import Tensor
 
+from sinklab.attention.layer_call import LayerCall
+from sinklab.attention.masks import Window, WrappedMask
 from sinklab.attention.real_tokens import RealTokens
-from sinklab.measuring.accumulate import Batch
-from sinklab.measuring.mask_coverage import View, visible_layers
+from sinklab.device import on_host
+from sinklab.measuring.mask_coverage import View, view_of, visible_layers
 from sinklab.measuring.metrics import stacked
-from sinklab.measuring.statistics.watch import BatchDetails
+from sinklab.measuring.statistics.collecting import BatchDetails, DetailsCollector
+from sinklab.measuring.statistics.statistic_base import Angles
+from sinklab.models.hooks import token_norms
+from sinklab.models.intercept import intercept
+from sinklab.models.native import NativeAdapter
 
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """What one attention layer showed, index 0 being the first real token of each sequence.
+    """Importance and norms of one attention layer, index 0 being the first real token of each sequence.
 
     Attributes:
         importance_BHT: alpha, float32 or, of a float64 model, float64; 0 past the end of a sequence.
         bias_BH: alpha of the sink logit, added bias or sink token; None where the layer has none.
         key_norm_BT, value_norm_BT: l2 norm, mean over key heads.
-        prefixes: alpha (B, H, length) of the sequences cut at each of the lengths asked for.
+        prefixes: alpha (B, H, length) of the sequences cut at each of the requested lengths.
         visible_BHT: mean over the queries that may see each position; None where these are all from it on.
-        view: what is seen otherwise; None likewise.
+        view: the difference between the two; None likewise.
         row_sums_BH: mean raw row sum of scores that do not sum to one; None where they do.
         registers_BHN: alpha of each register; None where there are not several.
         window_start_BH: mean score of the first key of a window, over the queries past the first window; None
@@ -41,6 +49,55 @@ class LayerRecord:
     window_start_BH: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Batch:
+    """One forward pass, index 0 being the first real token. A attention layers, M blocks.
+
+    Attributes:
+        importance_ABHT: alpha per sequence.
+        bias_ABH: alpha of the added bias or sink token, of the layers that have one; None where none has.
+        hidden_MBT: l2 norm of the residual stream before the first block and after every block; None if unknown.
+        key_ABT: l2 norm of the keys, mean over heads.
+        value_ABT: l2 norm of the values, mean over heads.
+        loss: summed over the batch's targets, nats (float64 scalar).
+        targets: how many tokens were predicted.
+        valid_BT: bool, False past the end of a sequence; None where all sequences are whole.
+        row_sums_ABH: mean raw row sum of scores that do not sum to one; None where they do.
+        prefixes: alpha (A, B, H, length) of the sequences cut at each of the accumulator's lengths.
+        details: of `--details`; None without.
+        visible_ABHT: mean over the queries that may see each key; None where that is alpha in every layer.
+        views: by layer, how masks limit what is seen (mask_coverage.py).
+        registers_ABHN: alpha of each register; None where there are not several.
+        window_start_ABH: mean score of the first key of a window that has moved on; None without one.
+        leading_MB: l2 norm of the residual stream at the first learned position; None without learned positions.
+        before_MBT: l2 norm of the input of each norm of a post-norm model; None elsewhere.
+    """
+
+    importance_ABHT: Tensor
+    bias_ABH: Tensor | None
+    hidden_MBT: Tensor | None
+    key_ABT: Tensor
+    value_ABT: Tensor
+    loss: Tensor
+    targets: int
+    valid_BT: Tensor | None = None
+    row_sums_ABH: Tensor | None = None
+    prefixes: Sequence[Tensor] = ()
+    details: BatchDetails | None = None
+    visible_ABHT: Tensor | None = None
+    views: Sequence[View | None] = ()
+    registers_ABHN: Tensor | None = None
+    window_start_ABH: Tensor | None = None
+    leading_MB: Tensor | None = None
+    before_MBT: Tensor | None = None
+
+    def on_cpu(self) -> "Batch":
+        """A copy on the CPU, after one synchronisation; the details stay on their device."""
+        tensors = {one.name: x for one in fields(self) if isinstance(x := getattr(self, one.name), Tensor)}
+        copies = on_host([*tensors.values(), *self.prefixes])
+        return replace(self, **dict(zip(tensors, copies, strict=False)), prefixes=copies[len(tensors) :])
+
+
 def batch_of(
     layers: Sequence[LayerRecord],
     hidden: Sequence[Tensor],
@@ -56,7 +113,7 @@ def batch_of(
         hidden: norms (B, T) before the first block and after each, all columns; empty where blocks cannot be read.
         loss: summed over the targets, and their number.
         leading: learned positions in front.
-        before: norms (B, T) of what entered each norm of a post-norm model, all columns.
+        before: norms (B, T) of the input of each norm of a post-norm model, all columns.
     """
     window_starts = [layer.window_start_BH for layer in layers if layer.window_start_BH is not None]
     bias = [layer.bias_BH for layer in layers if layer.bias_BH is not None]
@@ -83,3 +140,81 @@ def batch_of(
         leading_MB=stacked([norm_BT[:, 0] for norm_BT in hidden]) if leading and hidden else None,
         before_MBT=stacked([real.align(norm_BT) for norm_BT in before]) if before else None,
     )
+
+
+class NativeRecords:
+    """Records of every attention layer since the last `clear`.
+
+    Attributes:
+        backend: of the attention primitive.
+    """
+
+    def __init__(self, backend: str, lengths: Sequence[int], details: DetailsCollector | None) -> None:
+        self.backend, self.layers = backend, list[LayerRecord]()
+        self._lengths, self._details = lengths, details
+
+    def clear(self) -> None:
+        """Drop all records."""
+        self.layers.clear()
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Does nothing: no layer is called twice."""
+        return nullcontext()
+
+    def observe(self, layer: LayerCall) -> None:
+        """Record a call."""
+        layer = layer.exact()
+        q_BHTD, k_BGSD, v_BGSD = layer.call.q_BHTD, layer.call.k_BGTD, layer.value_BGSV
+        alpha = layer.importance()
+        key_BT, value_BT = (token_norms(x[:, :, layer.leading :]).mean(1) for x in (k_BGSD, v_BGSD))
+        cut = (layer.cut(layer.leading + length).importance().positions_BHT for length in self._lengths)
+        view = None
+        if alpha.visible_BHT is not None:
+            view = view_of(alpha.seen_by_BGT, torch.arange(alpha.positions_BHT.shape[-1], 0, -1))
+        self.layers.append(
+            LayerRecord(
+                importance_BHT=alpha.positions_BHT,
+                bias_BH=alpha.bias_BH,
+                key_norm_BT=key_BT,
+                value_norm_BT=value_BT,
+                prefixes=tuple(cut),
+                visible_BHT=alpha.visible_BHT,
+                view=view,
+                row_sums_BH=alpha.row_sums_BH,
+                registers_BHN=alpha.registers_BHN,
+                window_start_BH=_window_start(layer),
+            )
+        )
+        if self._details is not None:
+            self._details.values(v_BGSD)
+            self._details.attention(layer.rows(), q_BHTD.shape[1], Angles(q_BHTD, k_BGSD, layer.call.mask))
+
+
+@contextmanager
+def native_records(
+    adapter: NativeAdapter, lengths: Sequence[int], details: DetailsCollector | None
+) -> Iterator[NativeRecords]:
+    """Record every forward pass of whole sequences inside the block."""
+    records = NativeRecords(str(adapter.cores[0].backend), lengths, details)
+    with intercept(adapter, observe=records.observe):
+        yield records
+
+
+def _window_start(layer: LayerCall) -> Tensor | None:
+    """Mean score of the first key of a query's window, over the queries that no longer see position 1.
+
+    None without a window, with learned positions in front, or where every query sees position 1.
+    """
+    mask, T = layer.call.mask, layer.length
+    while isinstance(mask, WrappedMask):
+        mask = mask.rest
+    width = mask.width if isinstance(mask, Window) else T
+    if width >= T or layer.leading:
+        return None
+    sums_BH = layer.call.q_BHTD.new_zeros(layer.call.q_BHTD.shape[:2])
+    for rows in layer.rows():
+        query_Q = torch.arange(rows.block.start, rows.block.stop, device=sums_BH.device)
+        key_Q = (query_Q - width + 1 - rows.block.low).clamp(min=0)
+        score_BHQ = rows.weights_BHQS.gather(-1, key_Q[:, None].expand(*rows.weights_BHQS.shape[:3], 1))[..., 0]
+        sums_BH += (score_BHQ * (query_Q >= width)).sum(-1)
+    return sums_BH / (T - width)

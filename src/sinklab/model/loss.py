@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sinklab.attention.blocks import accumulate_dtype
+from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.compiling import compiled
 
 IGNORED = -100  # a target that is not predicted, as in `F.cross_entropy`

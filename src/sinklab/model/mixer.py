@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from sinklab.attention.blocks import accumulate_dtype
 from sinklab.attention.delta import gated_delta
+from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.model.norm import HeadNorm
 from sinklab.schema import LARGEST, Part
 

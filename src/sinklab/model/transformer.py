@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinklab.attention.blocks import accumulate_dtype
+from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.errors import InputError
 from sinklab.model.block import DecoderBlock, LinearBlock, Places
 from sinklab.model.config import ModelConfig

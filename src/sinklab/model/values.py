@@ -35,9 +35,9 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from sinklab.attention.blocks import accumulate_dtype
 from sinklab.attention.config import AttentionConfig
-from sinklab.attention.visible import Mask, visible_keys
+from sinklab.attention.masks import Mask, visible_keys
+from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.schema import Part
 
 

@@ -1,4 +1,4 @@
-"""A causal language model in memory, ours or of transformers, as measuring, surgery and assessments see it."""
+"""`Adapter`: one interface to causal language models in memory, ours and those of transformers."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -11,10 +11,9 @@ from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.real_tokens import RealTokens
 from sinklab.errors import InputError
 from sinklab.model.transformer import Transformer
-from sinklab.models.huggingface.exported import own_transformer
 from sinklab.models.layer_kinds import LayerKinds
-from sinklab.models.memory import Sizes
-from sinklab.models.native import NativeAdapter
+from sinklab.models.memory_budget import Sizes
+from sinklab.models.native import NativeAdapter, own_transformer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,17 +23,17 @@ class Adapter(Protocol):
     """A model.
 
     Attributes:
-        device: where it takes its tokens.
+        device: of its input tokens.
         dtype: of its weights.
         blocks: of the residual stream in order; empty where they cannot be read.
         kinds: which of its layers have attention.
-        leading: learned positions in front of every sequence, which are no tokens.
+        leading: learned positions in front of every sequence, which are not tokens.
         first_target: 1-based position of the first token that a loss counts.
-        post_norms: where norms stand behind the sublayers, these; empty elsewhere, and where they cannot be read.
-        proxy: whether importance is that of proxy scores, the model's own not summing to one.
+        post_norms: norms after the sublayers of a post-norm model; empty elsewhere, and where they cannot be read.
+        proxy: whether importance is that of proxy scores, because the model's own do not sum to one.
         dispatches: whether its attention calls can be intercepted; it may run the model. Others return their attention
             matrices.
-        context: tokens that it was trained to read at once.
+        context: tokens of its training sequences.
         ends: why it cannot read beyond its context; None where it can.
     """
 
@@ -56,7 +55,7 @@ class Adapter(Protocol):
 
     @property
     def dispatches(self) -> bool:
-        """See above."""
+        """As described above."""
         ...
 
     @property
@@ -74,22 +73,22 @@ class Adapter(Protocol):
         ...
 
     def check_length(self, length: int) -> None:
-        """Refuse sequences of so many tokens, where it knows no positions.
+        """Refuse sequences that are too long.
 
         Raises:
-            InputError: says how many are possible.
+            InputError: with the longest possible length.
         """
         ...
 
     def check(self, tokens_NT: Tensor, longest: int, lengths: Sequence[int]) -> None:
-        """Refuse tokens that this model cannot be measured on, and lengths that one pass cannot give.
+        """Refuse tokens that this model cannot be measured on, and lengths that need passes of their own.
 
         Args:
             longest: positions of the longest sequence, without padding.
             lengths: at which the sequences are cut as well.
 
         Raises:
-            InputError: says what is possible.
+            InputError: with the possible values.
         """
         ...
 
@@ -102,20 +101,20 @@ class Adapter(Protocol):
     ) -> tuple[Tensor, int]:
         """One forward pass: the loss summed over the targets from this position on, in nats, and their number.
 
-        The loss is a float64 scalar, where the model is: nobody need wait for it yet.
+        The loss is a float64 scalar on the device of the model, so that nothing is synchronised.
 
         Args:
             first_target: 1-based; None leaves the loss out, and with it the logits.
-            paused: entered while the head alone is run, in which there is nothing to record.
+            paused: entered while only the head runs.
         """
         ...
 
     def run(self, tokens_BT: Tensor) -> None:
-        """One forward pass of whole sequences, for those who observe it."""
+        """One forward pass of whole sequences, for its hooks and observers."""
         ...
 
     def hidden(self, tokens_BT: Tensor) -> Tensor:
-        """The stream that the head reads: (B, T, E)."""
+        """The hidden states that the head reads: (B, T, E)."""
         ...
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
@@ -123,28 +122,28 @@ class Adapter(Protocol):
         ...
 
     def sizes(self, padded: bool, matrices: bool) -> Sizes:
-        """What a forward pass holds.
+        """Sizes of the tensors of a forward pass.
 
         Args:
             padded: whether there is padding.
-            matrices: whether the model makes its attention matrices itself.
+            matrices: whether the model computes whole attention matrices.
         """
         ...
 
     def notes(self) -> list[str]:
-        """What the reader of a result must know of the model, beside its kinds of layers."""
+        """Remarks on the model for the reader of a result, beside those on its layers."""
         ...
 
     def inseparable(self) -> str | None:
-        """Why its attention cannot be edited or computed otherwise; None where it can. It may run the model."""
+        """Why its attention calls cannot be edited or replaced; None where they can. It may run the model."""
         ...
 
     def fixed_positions(self) -> str | None:
-        """Why positions cannot be those in a cache; None where they can. It may run the model."""
+        """Why its keys cannot have positions within a cache; None where they can. It may run the model."""
         ...
 
-    def intercepted(self, door: Callable[[LayerCall], Tensor]) -> AbstractContextManager[None]:
-        """All attention is computed by `door` inside the block (see `intercept`)."""
+    def intercepted(self, handler: Callable[[LayerCall], Tensor]) -> AbstractContextManager[None]:
+        """Inside the block, all attention calls go through `handler` (see `intercept`)."""
         ...
 
 
@@ -152,22 +151,22 @@ def adapt(model: "PreTrainedModel | Transformer") -> Adapter:
     """The adapter of a model.
 
     Raises:
-        InputError: no model, or one without weights.
+        InputError: not a model, or a model without weights.
     """
     if (own := own_transformer(model)) is not None:
         return NativeAdapter(own)
     check_causal_lm(model)
     assert not isinstance(model, Transformer)
-    from sinklab.models.huggingface.adapter import HuggingFaceAdapter
+    from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
 
     return HuggingFaceAdapter(model)
 
 
 def check_causal_lm(model: Any) -> None:
-    """Refuse what is no Hugging Face model.
+    """Refuse anything but a Hugging Face causal language model.
 
     Raises:
-        InputError: says what it is instead.
+        InputError: with its type.
     """
     if isinstance(model, str):
         raise InputError(

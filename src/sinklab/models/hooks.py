@@ -1,4 +1,4 @@
-"""Watching a model from outside, through standard PyTorch hooks that are gone afterwards, also after an exception."""
+"""Reading a model through PyTorch hooks that are removed afterwards, also after an exception."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from sinklab.attention.blocks import accumulate_dtype
+from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.errors import SinklabError
 
 Progress = Callable[[float, int], None]  # sequences done (parts of them count), sequences in all
@@ -17,11 +17,10 @@ Seen = TypeVar("Seen")
 
 @contextmanager
 def hooked(registered: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Hooks that are taken off again at the end, also after an exception.
+    """Hooks that are removed at the end, also after an exception.
 
     Args:
-        registered: the handles that registering gives; of a generator, as they are drawn, so that one that cannot be
-            registered leaves none behind.
+        registered: their handles; a generator is drawn one by one, so that a failure to register removes the others.
     """
     handles: list[RemovableHandle] = []
     try:
@@ -34,7 +33,7 @@ def hooked(registered: Iterable[RemovableHandle]) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; every submodule gets back the mode it had."""
+    """Evaluation mode without gradients; afterwards every submodule has its own mode again."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -51,7 +50,7 @@ def token_norms(x: Tensor) -> Tensor:
 
 
 def hidden_states(output: Any) -> Tensor:
-    """What a block passes on to the next, (B, T, C): its output, or the first part of it."""
+    """The hidden states (B, T, C) in the output of a block: all of it, or its first part."""
     return output[0] if isinstance(output, tuple) else output
 
 
@@ -62,7 +61,7 @@ def residual_norms(blocks: Sequence[nn.Module]) -> AbstractContextManager[list[T
 
 @contextmanager
 def entering_norms(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """A list that after every forward pass holds |x| (B, T) of what entered each module, in the order of the calls."""
+    """A list that after every forward pass holds |x| (B, T) of each module's input, in the order of the calls."""
     found: list[Tensor] = []
 
     def entering(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -90,8 +89,8 @@ def residual_stream(blocks: Sequence[nn.Module], read: Callable[[Tensor], Seen])
         if hidden.ndim > 3:
             raise SinklabError(
                 f"the blocks of this model pass on hidden states of shape {tuple(hidden.shape)}, several residual "
-                "streams (hyper-connections of DeepSeek-V4, AltUp of Gemma 3n), and what is measured of hidden states "
-                "is of one: a model of this type cannot be measured"
+                "streams (hyper-connections of DeepSeek-V4, AltUp of Gemma 3n), and hidden states are measured in one "
+                "stream: a model of this type cannot be measured"
             )
         found[:] = [read(hidden)]
 

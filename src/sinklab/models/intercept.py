@@ -1,11 +1,11 @@
-"""The door to a model's attention calls: measuring looks at them, assessments change them, in any order of entering.
+"""Interception of a model's attention calls: they can be observed, edited or computed, in any order of entering.
 
     with intercept(adapter, observe=records.observe):      # every call as it is computed
     with intercept(adapter, edit=RollingCache(64, 4)):     # another call in its place
-    with intercept(adapter, compute=ZeroedValues(keys)):   # another output
+    with intercept(adapter, compute=ZeroedValues(keys)):   # another output for every call
 
-For each call: all edits, then each observer once, on the edited call, then the output: that of `compute`, else of the
-first observer that has one, else of the library's kernel, else of the operation.
+For each call run all edits, then each observer once on the edited call. The output is that of `compute`, else of the
+first observer that returns one, else of the library's kernel, else of the operation.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,12 +22,12 @@ from sinklab.models.model_lock import probed_alone
 
 Edit = Callable[[LayerCall], LayerCall]
 Compute = Callable[[LayerCall], Tensor]  # (B, H, T, V)
-Observe = Callable[[LayerCall], Tensor | None]  # an output from what it has computed anyway
+Observe = Callable[[LayerCall], Tensor | None]  # may return an output that it has computed anyway
 
 
 @dataclass(eq=False)
 class Interception:
-    """One use of the door.
+    """One use of `intercept`.
 
     Attributes:
         backends: what computed the outputs: "one pass" (an observer), "sdpa" or "chunked" (the library's kernel),
@@ -41,8 +41,8 @@ class Interception:
 
 
 @dataclass(eq=False)
-class _Door:
-    """All uses of one model, in the order of entering."""
+class _Handler:
+    """All uses of `intercept` on one model, in the order of entering."""
 
     uses: list[Interception] = field(default_factory=list)
     installed: ExitStack = field(default_factory=ExitStack)
@@ -71,32 +71,32 @@ class _Door:
         return out
 
 
-_doors: WeakKeyDictionary[nn.Module, _Door] = WeakKeyDictionary()
+_handlers: WeakKeyDictionary[nn.Module, _Handler] = WeakKeyDictionary()
 
 
 @contextmanager
 def intercept(
     adapter: Adapter, *, edit: Edit | None = None, compute: Compute | None = None, observe: Observe | None = None
 ) -> Iterator[Interception]:
-    """Every attention call inside the block is edited, computed or observed.
+    """Edit, compute or observe every attention call inside the block.
 
     Raises:
-        SinklabError: another thread does so, or there is a `compute` already.
+        SinklabError: another thread intercepts this model, or there is a `compute` already.
     """
     use = Interception(edit, compute, observe)
     with probed_alone(adapter.module):
-        door = _doors.get(adapter.module)
-        if door is None:
-            door = _Door()
-            door.installed.enter_context(adapter.intercepted(door))
-            _doors[adapter.module] = door
-        if compute is not None and any(other.compute is not None for other in door.uses):
+        handler = _handlers.get(adapter.module)
+        if handler is None:
+            handler = _Handler()
+            handler.installed.enter_context(adapter.intercepted(handler))
+            _handlers[adapter.module] = handler
+        if compute is not None and any(other.compute is not None for other in handler.uses):
             raise SinklabError("the attention of this model is computed in another way already: end that first")
-        door.uses.append(use)
+        handler.uses.append(use)
         try:
             yield use
         finally:
-            door.uses.remove(use)
-            if not door.uses:
-                del _doors[adapter.module]
-                door.installed.close()
+            handler.uses.remove(use)
+            if not handler.uses:
+                del _handlers[adapter.module]
+                handler.installed.close()

@@ -1,4 +1,4 @@
-"""Which layers of a model have attention, and which are linear, recurrent or feed-forward."""
+"""Kinds of layers: those with attention, and linear, recurrent and feed-forward ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from itertools import groupby
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """Which layers of a model have attention, and which carry tokens on in another way; 1-based, increasing.
+    """Which layers of a model have attention, and which mix tokens in another way; 1-based, increasing.
 
     Attributes:
         total: layers of the model.
@@ -20,7 +20,7 @@ class LayerKinds:
     linear: tuple[int, ...] = ()
 
     def notes(self) -> list[str]:
-        """Which layers are in the metric, where not all are."""
+        """A note on the layers in the metric, where not all are."""
         number = len(self.attention)
         if number == self.total:
             return []
@@ -33,7 +33,7 @@ class LayerKinds:
         ]
 
     def notes_on_hidden_keys(self) -> list[str]:
-        """Where a token goes on that is hidden from attention, if anywhere."""
+        """A note on layers that still read a token that is hidden from attention."""
         if not self.linear:
             return []
         return [

@@ -1,4 +1,4 @@
-"""One thread at a time on one model: hooks, modes and configs of a model are changed while it is watched."""
+"""Locks that let one thread at a time measure a model, whose hooks, modes and configs change meanwhile."""
 
 import threading
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def measured_in_turn(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def probed_alone(model: nn.Module) -> Iterator[None]:
-    """Refuse to watch what another thread watches: it may wait for this one.
+    """Refuse to probe a model that another thread probes; waiting could deadlock.
 
     Raises:
         SinklabError: another thread has a probe on the model.

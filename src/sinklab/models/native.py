@@ -1,4 +1,4 @@
-"""Our own transformer behind `Adapter`: its cores hand their calls to a door."""
+"""Our own transformer behind `Adapter`, also inside a model that `sinklab export` has written."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -9,21 +9,22 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from sinklab.attention.blocks import accumulate_dtype
 from sinklab.attention.core import AttentionCore
 from sinklab.attention.layer_call import LayerCall, ShiftRope
+from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.attention.real_tokens import RealTokens
 from sinklab.errors import InputError
 from sinklab.model.config import ModelConfig
 from sinklab.model.loss import next_token_loss
 from sinklab.model.position import Absolute, Learnable, Rotary, rotate
 from sinklab.model.transformer import Transformer
+from sinklab.models.families import family_of
 from sinklab.models.layer_kinds import LayerKinds
-from sinklab.models.memory import Sizes, sizes_of_run
+from sinklab.models.memory_budget import Sizes, sizes_of_run
 
 
 def attention_cores(model: nn.Module) -> list[AttentionCore]:
-    """Where queries meet keys, in the order of the layers; also of the code that came with an exported model."""
+    """The attention cores in the order of the layers; also of the code in an exported model."""
     blocks = cast("Sequence[Any]", model.blocks)
     return [block.attention.core for block in blocks if hasattr(getattr(block, "attention", None), "core")]
 
@@ -63,7 +64,7 @@ class NativeAdapter:
             )
 
     def check(self, tokens_NT: Tensor, longest: int, lengths: Sequence[int]) -> None:
-        """Refuse sequences beyond the context, and lengths at which a prefix mask cuts other ones.
+        """Refuse sequences beyond the context, and lengths within a prefix mask.
 
         Raises:
             InputError: either of them.
@@ -113,37 +114,37 @@ class NativeAdapter:
         return sizes_of_run(self.module.config)
 
     def notes(self) -> list[str]:
-        """Nothing that its recipe does not say."""
+        """None: its recipe has everything."""
         return []
 
     def inseparable(self) -> str | None:
-        """Under a prefix mask a cache holds less than queries see."""
+        """Under a prefix mask queries see later tokens, which no cache holds."""
         if self.module.config.attention.mask.kind != "prefix":
             return None
         return "under its prefix mask queries see later tokens, and a cache holds earlier ones"
 
     def fixed_positions(self) -> str | None:
-        """Those that are added to the embeddings."""
+        """Positions that are added to the embeddings."""
         position = self.module.config.position
         if isinstance(position, Learnable | Absolute):
             return f"its {position.kind} positions are added to the embeddings"
         return None
 
     @contextmanager
-    def intercepted(self, door: Callable[[LayerCall], Tensor]) -> Iterator[None]:
-        """Every core computes what `door` makes of its call."""
+    def intercepted(self, handler: Callable[[LayerCall], Tensor]) -> Iterator[None]:
+        """Every core passes its calls through `handler`."""
         shift = shift_rope(self.module.config)
 
         def through(index: int, layer: LayerCall) -> Tensor:
-            return door(replace(layer, index=index, shift_rope=shift))
+            return handler(replace(layer, index=index, shift_rope=shift))
 
         try:
             for index, core in enumerate(self.cores, 1):
-                core.door = partial(through, index)
+                core.call_handler = partial(through, index)
             yield
         finally:
             for core in self.cores:
-                core.door = None
+                core.call_handler = None
 
 
 def shift_rope(config: ModelConfig) -> ShiftRope | None:
@@ -161,3 +162,26 @@ def shift_rope(config: ModelConfig) -> ShiftRope | None:
         return torch.cat((still, rotate(turned, cos_L1C, sin_L1C)), dim=-1).flatten(-2)
 
     return shift
+
+
+def is_exported(model: Any) -> bool:
+    """Whether it is a SinklabForCausalLM, also of the code beside its weights."""
+    return family_of(model).exported
+
+
+def own_transformer(model: Any) -> Transformer | None:
+    """The transformer of ours that a model is or contains; None for other models.
+
+    A model loaded with its own code (`trust_remote_code`) is of another class and is copied.
+    """
+    if isinstance(model, Transformer):
+        return model
+    if not isinstance(model, nn.Module) or not is_exported(model):
+        return None
+    config, held = cast("Any", model.config), getattr(model, "transformer", None)
+    if isinstance(held, Transformer) or not isinstance(held, nn.Module):
+        return held if isinstance(held, Transformer) else None
+    first = next(held.parameters())
+    own = Transformer(ModelConfig.model_validate(config.model)).to(first.device, first.dtype)
+    own.load_state_dict(held.state_dict())
+    return own.eval()

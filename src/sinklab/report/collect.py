@@ -1,34 +1,43 @@
-"""From directories to what a report is made of: runs, measurements, claims and suites, as found on disk.
+"""Reads directories: the data of a report, and the list of `sinklab runs`.
 
 A run in progress is read up to its last complete evaluation; the last line of `metrics.jsonl` may be incomplete.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from sinklab.assessing.assessment import ASSESSMENT, load_assessment
-from sinklab.errors import InputError
-from sinklab.experiments.documents import CellSummary, JudgedClaim, Summary
+from sinklab.errors import InputError, SinklabError
+from sinklab.experiments.documents import SUMMARY, CellSummary, JudgedClaim, Summary
 from sinklab.experiments.sweep.packed import is_packed
 from sinklab.files import parse_json, parse_yaml
-from sinklab.report.data import Assessed, ReportData, ReportedRun, Suite, WrittenRecipe, model_name
-from sinklab.report.experiments.sweeps import Sweep, read_sweep
-from sinklab.report.grouping import grouped
-from sinklab.survey.documents import CheckpointsDocument, ComparisonDocument, DomainsDocument, FamiliesDocument
-from sinklab.train.directory.history import finite, read_history
-
-if TYPE_CHECKING:
-    from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.statistics.highest import elsewhere_text
+from sinklab.report.data import (
+    Assessed,
+    ReportData,
+    ReportedRun,
+    Suite,
+    WrittenRecipe,
+    grouped,
+    model_name,
+    recipe_changes,
+)
+from sinklab.report.sweeps import Sweep, read_sweep
+from sinklab.schema import leaves
+from sinklab.survey.suites import CheckpointsDocument, ComparisonDocument, DomainsDocument, FamiliesDocument
+from sinklab.train.directory.checkpoint import steps_saved
+from sinklab.train.directory.history import Evaluation, finite, read_history
+from sinklab.train.directory.lock import is_held
 
 SEED_FOLDER = re.compile(r"seed_(\d+)")
 LOOKED_FOR = "recipe.yaml (a run), measurement.json (a measurement), assessment.json or summary.json (a lab)"
 READ_SCHEMA = Summary.model_fields["schema_version"].default
-"""Of summary.json; one without a version is from before there were any, and is read, too."""
+"""Schema version of summary.json; a file without one is accepted."""
 
 SUITES = {
     "domains.json": DomainsDocument,
@@ -51,55 +60,56 @@ def collect(dirs: list[Path]) -> ReportData:
     cells: dict[str, CellSummary] = {}
     sweeps: list[Sweep] = []
     for top in dirs:
-        summary = _read_summary(_checked(top) / "summary.json")
-        sweep = read_sweep(top, summary) if summary.experiments else None
-        sweeps += [sweep] if sweep else []
-        found, summary = _collect_one(top, summary)
-        taken = {run.cell for run in runs} | set(cells)
-        if taken & ({run.cell for run in found} | set(summary.cells)):
-            found, summary = _prefixed(top, found, summary)
+        if not top.is_dir():
+            raise InputError(f"{top} is not a directory: expected a folder with {LOOKED_FOR}.")
+        summary = _read_summary(top / SUMMARY)
+        if summary.experiments:
+            sweeps.append(read_sweep(top, summary))
+        found, known = _runs_of(top, summary)
+        if {*cells, *(run.cell for run in runs)} & {*known, *(run.cell for run in found)}:  # names of another directory
+            found = [replace(run, cell=f"{_name_of(top)}/{run.cell}") for run in found]
+            known = {f"{_name_of(top)}/{name}": cell for name, cell in known.items()}
         runs += found
-        claims += summary.claims
-        cells |= summary.cells
+        claims += [claim for claim in summary.claims if claim.experiment not in summary.experiments]
+        cells |= known
     suites = [suite for top in dirs for suite in _read_suites(top)]
     place = {suite.top / name: number for suite in suites for number, name in enumerate(suite.document.measured)}
     runs = sorted(grouped(runs, cells), key=lambda run: place.get(run.path, -1))
-    swept = {sweep.files / run.directory for sweep in sweeps for run in sweep.runs if run.directory}
-    assessed = [one for top in dirs for one in _read_assessments(top, swept)]
+    swept = {sweep.files / run.directory for sweep in sweeps for run in sweep.summary.runs if run.directory}
+    assessed = [
+        Assessed(Path(document.model).name or document.model, path.parent, document)
+        for top in dirs
+        for path in sorted(top.rglob(ASSESSMENT))
+        if not any(path.is_relative_to(run) for run in swept)
+        for document in [load_assessment(path)]
+    ]
     data = ReportData(dirs, runs, claims, cells, suites, sweeps, assessed)
     order = {cell: index for index, cell in enumerate(data.cells)}
     runs.sort(key=lambda run: (order[run.cell], run.seed or 0, str(run.path)))
     return data
 
 
-def _checked(top: Path) -> Path:
-    if not top.is_dir():
-        raise InputError(f"{top} is not a directory: expected a folder with {LOOKED_FOR}.")
-    return top
+def _runs_of(top: Path, summary: Summary) -> tuple[list[ReportedRun], Mapping[str, CellSummary]]:
+    """The runs that are shown one by one, and the cells of the summary that they belong to.
 
-
-def _collect_one(top: Path, summary: Summary) -> tuple[list[ReportedRun], Summary]:
-    """The runs that are shown each, and what the summary says of these.
-
-    Runs of several experiments are shown by the sections of those alone: hundreds would make no table. So are packed
-    ones.
+    Packed runs, and those of several experiments (hundreds), appear in the sections of their experiments only.
     """
     several = len(summary.experiments) > 1 or is_packed(top)
     cell_of = {top / run.directory: name for name, cell in summary.cells.items() for run in cell.runs if run.directory}
-    paths = [path for path in folders_with(top, _is_run_or_measurement) if not (several and path in cell_of)]
+    found = folders_with(top, lambda folder: _has(folder, "recipe.yaml") or _has(folder, "measurement.json"))
+    paths = [path for path in found if not (several and path in cell_of)]
     if not paths and not summary.cells and not any(top.rglob(ASSESSMENT)):
         raise InputError(f"nothing to report in {top}: looked there and in the folders below it for {LOOKED_FOR}.")
     cells = {} if several else summary.cells
-    claims = [claim for claim in summary.claims if claim.experiment not in summary.experiments]
-    return [_read_run(path, top, cells, cell_of.get(path)) for path in paths], Summary(cells=cells, claims=claims)
+    return [_read_run(path, top, cells, cell_of.get(path)) for path in paths], cells
 
 
-def _is_run_or_measurement(folder: Path) -> bool:
-    return (folder / "recipe.yaml").is_file() or (folder / "measurement.json").is_file()
+def _has(folder: Path, name: str) -> bool:
+    return (folder / name).is_file()
 
 
 def folders_with(folder: Path, holds: Callable[[Path], bool]) -> Iterator[Path]:
-    """The folders in and below a folder of which `holds` is true; what lies inside of those is not searched.
+    """The folders in and below a folder for which `holds` is true; folders within them are not searched.
 
     Raises:
         InputError: one of them cannot be read.
@@ -115,39 +125,34 @@ def folders_with(folder: Path, holds: Callable[[Path], bool]) -> Iterator[Path]:
         yield from folders_with(child, holds)
 
 
-def _prefixed(top: Path, runs: list[ReportedRun], summary: Summary) -> tuple[list[ReportedRun], Summary]:
-    """The same, with the directory in front of each cell's name: two directories use the same names."""
-    renamed = [replace(run, cell=f"{_name_of(top)}/{run.cell}") for run in runs]
-    cells = {f"{_name_of(top)}/{name}": cell for name, cell in summary.cells.items()}
-    return renamed, Summary(cells=cells, claims=summary.claims)
+def _read_run(path: Path, top: Path, named: Collection[str], cell: str | None) -> ReportedRun:
+    recipe, measurement = _read_recipe(path / "recipe.yaml"), None
+    if _has(path, "measurement.json"):
+        from sinklab.measuring.measurement import Measurement
 
-
-def _read_run(path: Path, top: Path, named: Collection[str], cell: str | None = None) -> ReportedRun:
-    recipe, measurement = _read_recipe(path / "recipe.yaml"), _read_measurement(path)
-    own_name = recipe.name if recipe else None
+        measurement = Measurement.load(path)
     folder = SEED_FOLDER.fullmatch(path.name)
+    if cell is None:
+        parts = path.relative_to(top).parts
+        if parts and SEED_FOLDER.fullmatch(parts[-1]):
+            parts = parts[:-1]
+        if recipe and recipe.name and (recipe.name in named or not parts):
+            cell = recipe.name
+        elif parts:
+            cell = "/".join(parts)
+        elif not recipe and measurement and measurement.model:
+            cell = model_name(measurement.model)
+        else:
+            cell = _name_of(path.parent if folder else path)
     return ReportedRun(
         path=path,
-        cell=cell or (own_name if own_name and own_name in named else _cell_name(path, top, recipe, measurement)),
+        cell=cell,
         seed=recipe.seed if recipe and "seed" in recipe.values else int(folder[1]) if folder else None,
         recipe=recipe,
-        env=read_mapping(path / "env.json"),
+        env=_read_mapping(path / "env.json"),
         history=read_history(path / "metrics.jsonl"),
         measurement=measurement,
     )
-
-
-def _cell_name(path: Path, top: Path, recipe: WrittenRecipe | None, measurement: "Measurement | None") -> str:
-    parts = list(path.relative_to(top).parts)
-    if parts and SEED_FOLDER.fullmatch(parts[-1]):
-        parts.pop()
-    if parts:
-        return "/".join(parts)
-    if recipe and recipe.name:
-        return recipe.name
-    if not recipe and measurement and measurement.model:
-        return model_name(measurement.model)
-    return _name_of(path.parent if SEED_FOLDER.fullmatch(path.name) else path)
 
 
 def _name_of(path: Path) -> str:
@@ -155,26 +160,26 @@ def _name_of(path: Path) -> str:
 
 
 def _read_recipe(path: Path) -> WrittenRecipe | None:
-    """The recipe of any version; the values that a report counts or compares are checked."""
-    values = read_mapping(path)
+    """The recipe of any version; the types of values that a report counts or compares are checked."""
+    values = _read_mapping(path)
     train, metric = values.get("train", {}), values.get("metric", {})
-    sound = (
+    valid = (
         isinstance(values.get("name", ""), str)
         and isinstance(train, dict)
         and isinstance(train.get("steps"), int | None)
         and isinstance(metric, dict)
         and isinstance(metric.get("eps"), int | float | None)
     )
-    if not sound:
+    if not valid:
         raise InputError(f"{path} is not the recipe of a run. Repair it or leave its folder out.")
     return WrittenRecipe(values) if values else None
 
 
-def read_mapping(path: Path) -> dict[str, Any]:
+def _read_mapping(path: Path) -> dict[str, Any]:
     """The mapping in a YAML or JSON file, empty without the file.
 
     Raises:
-        InputError: it cannot be read, or holds something else than a mapping.
+        InputError: it cannot be read, or holds something other than a mapping.
     """
     if not path.is_file():
         return {}
@@ -190,7 +195,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def _read_summary(path: Path) -> Summary:
-    document = finite(read_mapping(path))
+    document = finite(_read_mapping(path))
     if (version := document.get("schema", READ_SCHEMA)) != READ_SCHEMA:
         raise InputError(
             f"{path} is of schema {version}, and this version of sinklab reads {READ_SCHEMA}: call `sinklab reproduce` "
@@ -201,14 +206,6 @@ def _read_summary(path: Path) -> Summary:
         return Summary.model_validate(document)
     except ValidationError as error:
         raise InputError(f"{path} should hold `cells` (a mapping) and `claims` (a list). Write it again.") from error
-
-
-def _read_measurement(folder: Path) -> "Measurement | None":
-    if not (folder / "measurement.json").is_file():
-        return None
-    from sinklab.measuring.measurement import Measurement
-
-    return Measurement.load(folder)
 
 
 def _read_suites(top: Path) -> Iterator[Suite]:
@@ -225,12 +222,111 @@ def _read_suites(top: Path) -> Iterator[Suite]:
         yield Suite(top, document)
 
 
-def _read_assessments(top: Path, without: Collection[Path]) -> list[Assessed]:
-    """Those in and below a folder, except below some others."""
-    found = []
-    for path in sorted(top.rglob(ASSESSMENT)):
-        if any(path.is_relative_to(other) for other in without):
-            continue
-        document = load_assessment(path)
-        found.append(Assessed(Path(document.model).name or document.model, path.parent, document))
-    return found
+State = Literal["running", "done", "stopped", "failed", "not begun", "damaged"]
+
+
+@dataclass(frozen=True)
+class ListedRun:
+    """A run directory in a line.
+
+    Attributes:
+        state: running, a process holds its lock; done; stopped, it has a checkpoint and the same command resumes it;
+            failed, it ended with an error; not begun, nothing has been saved; damaged, it cannot be read.
+        step, steps: reached (evaluated or saved) and in the recipe.
+        sink_rate, sink_rate_bias: of the first position and of the bias at the last evaluation, percent.
+        valid_loss: at the last evaluation, nats per token.
+        differs: settings as `--set` takes them that differ from the shipped recipe of its name, or without one from the
+            other runs listed.
+        why: the reason of failed or damaged.
+        sink_elsewhere: position and rate of the highest sink at the last evaluation, unless it is the first token.
+    """
+
+    directory: str
+    state: State
+    name: str = ""
+    seed: int | None = None
+    step: int = 0
+    steps: int | None = None
+    sink_rate: float | None = None
+    sink_rate_bias: float | None = None
+    valid_loss: float | None = None
+    differs: tuple[str, ...] = ()
+    why: str = ""
+    sink_elsewhere: str = ""
+
+
+def list_runs(folders: Sequence[Path]) -> list[ListedRun]:
+    """The runs in and below some directories, by path.
+
+    Raises:
+        InputError: one is not a directory, or there is no run in any.
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            raise InputError(f"{folder} is not a directory: expected one with runs in it or below it")
+    runs = (
+        path
+        for folder in folders
+        for path in folders_with(folder, lambda one: _has(one, "recipe.yaml") and _has(one, "env.json"))
+    )
+    recipes: dict[Path, WrittenRecipe] = {}
+    for path in dict.fromkeys(runs):
+        try:
+            recipes[path] = WrittenRecipe(_read_mapping(path / "recipe.yaml"))
+        except InputError:
+            recipes[path] = WrittenRecipe({})
+    if not recipes:
+        raise InputError(f"no run in or below {', '.join(map(str, folders))}: a run has a recipe.yaml and an env.json")
+    return [_listed(path, recipes) for path in recipes]
+
+
+def _listed(path: Path, recipes: dict[Path, WrittenRecipe]) -> ListedRun:
+    recipe = recipes[path]
+    steps, seed = recipe.steps, recipe.seed
+    if steps is None:
+        return ListedRun(str(path), "damaged", why=f"{path / 'recipe.yaml'} cannot be read, or has no train.steps")
+    name = str(recipe.values.get("name", ""))
+    try:
+        history = read_history(path / "metrics.jsonl")
+    except SinklabError as error:
+        return ListedRun(str(path), "damaged", name, seed, steps=steps, why=str(error))
+    last = history[-1] if history else Evaluation(step=0)
+    saved, why = steps_saved(path / "checkpoints"), ""
+    if is_held(path):
+        state = "running"
+    elif (path / "measurement.json").is_file() and last.step >= steps:
+        state = "done"
+    elif why := _failure(path):
+        state = "failed"
+    else:
+        state = "stopped" if saved else "not begun"
+    changes = recipe_changes(recipe)
+    if changes is None:
+        others = [leaves(other.values) for other in recipes.values() if other.values]
+        changes = [
+            f"{key}={value}"
+            for key, value in leaves(recipe.values).items()
+            if key not in ("seed", "name") and any(other.get(key) != value for other in others)
+        ]
+    return ListedRun(
+        directory=str(path),
+        state=state,
+        name=name,
+        seed=seed,
+        step=max([last.step, *saved]),
+        steps=steps,
+        sink_rate=next(iter(last.sink_rate), None),
+        sink_rate_bias=last.sink_rate_bias,
+        valid_loss=last.valid_loss,
+        differs=tuple(changes),
+        why=why,
+        sink_elsewhere=elsewhere_text(last.sink_rate),
+    )
+
+
+def _failure(path: Path) -> str:
+    """The message of a failed run, empty for others."""
+    try:
+        return str(parse_json((path / "failed.json").read_text(encoding="utf-8"))["message"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""

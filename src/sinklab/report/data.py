@@ -1,18 +1,30 @@
-"""The data of a report: runs with their numbers, claims with their evidence, and suites of measurements.
+"""The data of a report: runs with their numbers, claims with their evidence, and suites of measurements; the cells of
+runs that differ in their seed only.
 
-Nothing here reads a file (`collect` does) or knows about charts.
+Nothing here reads a run (`collect` does) or knows about charts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from sinklab.assessing.assessment import Assessment
+from sinklab.errors import InputError
 from sinklab.experiments.documents import CellSummary, JudgedClaim
-from sinklab.report.experiments.sweeps import Sweep
-from sinklab.survey.documents import SuiteDocument
+from sinklab.report.sweeps import Sweep
+from sinklab.schema import leaves
+from sinklab.survey.suites import (
+    CheckpointsDocument,
+    FamiliesDocument,
+    FamilyMember,
+    MeasuredCheckpoint,
+    SuiteDocument,
+)
 from sinklab.train.directory.history import Evaluation
+from sinklab.train.recipe import KINDS, MANNER, load_recipe
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,6 +33,9 @@ if TYPE_CHECKING:
     from sinklab.measuring.statistics.details import Details
 
 T = TypeVar("T")
+HASHED_NAME = re.compile(r"(.+)-[0-9a-f]{16}")
+MOST_CHANGES = 4
+"""Changes in the name of a cell."""
 
 MEASURED = ("sink_rate", "sink_rate_visible", "sink_rate_bias", "hidden_norm_ratio")
 """Fields of both an evaluation and a measurement."""
@@ -106,6 +121,11 @@ class ReportedRun:
     def in_progress(self) -> bool:
         """Whether the run has not reached the last step of its recipe."""
         return self.trained and (self.steps_done or 0) < (self.planned_steps or 0)
+
+    @property
+    def progress(self) -> str:
+        """The last evaluated step of an unfinished run."""
+        return f"step {self.steps_done or 0} of {self.planned_steps}"
 
     @property
     def measured_early(self) -> str | None:
@@ -226,6 +246,26 @@ class ReportData:
         """Failed measurements, each with the reason."""
         return [(name, f"not measured: {why}") for suite in self.suites for name, why in suite.document.failed.items()]
 
+    @overload
+    def suite_rows(self, kind: type[FamiliesDocument]) -> dict[str, FamilyMember]: ...
+
+    @overload
+    def suite_rows(self, kind: type[CheckpointsDocument]) -> dict[str, MeasuredCheckpoint]: ...
+
+    def suite_rows(self, kind: Any) -> Any:
+        """The rows of the suite documents of one kind, by cell."""
+        return {
+            run.cell: suite.document.measured[name]
+            for suite in self.suites
+            if isinstance(suite.document, kind)
+            for name, run in suite.runs(self)
+        }
+
+    @property
+    def notes(self) -> list[tuple[str, str]]:
+        """The notes of measurements by run, and failed measurements with the reason."""
+        return [*((self.label(run), note) for run in self.runs for note in run.notes), *self.failures]
+
     @property
     def measured(self) -> "list[tuple[ReportedRun, Measurement]]":
         """The runs that have been measured, each with its measurement."""
@@ -245,3 +285,87 @@ class ReportData:
 def model_name(model: str) -> str:
     """A hub id as it is; of a path only its last folder."""
     return model if model.count("/") == 1 and not model.startswith((".", "/", "~")) else Path(model).name or model
+
+
+def grouped(runs: list[ReportedRun], named: Collection[str]) -> list[ReportedRun]:
+    """The runs, with one cell for all runs whose recipes differ in the seed only.
+
+    A cell is named by its changes to the shipped recipe of the runs' name (`model.attention.bias=k`), by that recipe if
+    nothing was changed, and by its first run if there is no such recipe. Runs with the same seed are not replicates and
+    stay apart.
+
+    Args:
+        named: names of cells in a summary, which are kept.
+    """
+    by_recipe: dict[str, list[ReportedRun]] = {}
+    for run in runs:
+        if run.recipe and run.cell not in named:
+            kept = {key: value for key, value in run.recipe.values.items() if key not in ("seed", "name")}
+            if isinstance(train := kept.get("train"), dict):
+                kept["train"] = {key: value for key, value in train.items() if key not in MANNER}
+            by_recipe.setdefault(json.dumps(kept, sort_keys=True, default=str), []).append(run)
+    groups = [group for group in by_recipe.values() if len({run.seed for run in group}) == len(group)]
+    recipes = [group[0].recipe for group in groups if group[0].recipe]
+    several = len({recipe.name for recipe in recipes}) > 1
+    found = [recipe_changes(recipe) for recipe in recipes]
+    lists = [set(changes) for changes in found if changes is not None]
+    common = set.intersection(*lists) if len(lists) > 1 else set[str]()
+    names = [_cell_name(str(one.name), changes, common, several) for one, changes in zip(recipes, found, strict=True)]
+    inside = {id(run) for group in groups for run in group}
+    taken = {*named, *(run.cell for run in runs if id(run) not in inside)}
+    cells: dict[int, str] = {}
+    for group, name in sorted(zip(groups, names, strict=True), key=lambda pair: bool(pair[1])):  # new names last
+        first = group[0]
+        hashed = HASHED_NAME.fullmatch(first.cell)  # the folder NAME-HASH of `sinklab train`
+        plain = hashed[1] if hashed and first.recipe and first.recipe.name == hashed[1] else first.cell
+        cell = next(one for one in (name, plain, first.cell, str(first.path)) if one and one not in taken)
+        taken.add(cell)
+        cells |= {id(run): cell for run in group}
+    return [replace(run, cell=cells.get(id(run), run.cell)) for run in runs]
+
+
+def _cell_name(base: str, changes: list[str] | None, common: Collection[str], several: bool) -> str:
+    """At most `MOST_CHANGES` changes, those that all cells share last; empty if the base is unknown."""
+    if changes is None:
+        return ""
+    shown, more = changes, len(changes) - MOST_CHANGES
+    if more > 0:
+        shown = [*sorted(changes, key=lambda change: change in common)[:MOST_CHANGES], f"and {more} more"]
+    return ", ".join([*([base] if several or not changes else []), *shown])
+
+
+def recipe_changes(recipe: WrittenRecipe) -> list[str] | None:
+    """The settings in which a resolved recipe differs from the shipped recipe of its name, as `--set` takes them.
+
+    A different kind is one change, followed by its values that are not defaults. Values that resolving fills in, and
+    settings that do not affect the result, are left out.
+
+    Returns:
+        None if no recipe of that name is shipped.
+    """
+    ours = {
+        key: value
+        for key, value in leaves(recipe.values).items()
+        if key not in ("seed", "name") and not (key.startswith("train.") and key[6:] in MANNER)
+    }
+    try:
+        theirs = leaves(load_recipe(str(recipe.name)).model_dump(mode="json"))
+    except InputError:
+        return None
+    kinds = {
+        key.rpartition(".")[0]: value
+        for key, value in ours.items()
+        if "." in key and key.rpartition(".")[2] in KINDS and theirs.get(key) != value
+    }
+    changes = [f"{key}={value}" for key, value in kinds.items()]
+    try:
+        theirs = leaves(load_recipe(str(recipe.name), changes).model_dump(mode="json"))
+    except InputError:  # a kind with required values: all of its values are listed
+        theirs = {key: value for key, value in theirs.items() if not key.startswith(tuple(f"{k}." for k in kinds))}
+        theirs |= {f"{key}.{tag}": value for key, value in kinds.items() for tag in KINDS}
+    resolved = {"model.vocab_size": None, "train.precision": "auto", "model.attention.mask.eos_id": None}
+    for key, value in ours.items():
+        if theirs.get(key) != value and not (key in resolved and theirs.get(key) == resolved[key]):
+            text = f"{value:g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
+            changes.append(f"{key}={text}")
+    return changes

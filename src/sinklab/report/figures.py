@@ -8,11 +8,11 @@ from sinklab.assessing.part import PartFigure
 from sinklab.experiments.documents import CellSummary
 from sinklab.measuring.measurement import Measurement
 from sinklab.plots import PlotAxis
+from sinklab.report.cells import CurvePoint, cell_rows, curve, norm_ratios
 from sinklab.report.charts import Drawing, Figure, Side, Width, heatmaps, layer_axis, lines, scale_over, scatter
 from sinklab.report.data import Assessed, ReportData, ReportedRun, Suite
 from sinklab.report.measurement_figures import details_figures, importance_figures
-from sinklab.report.summary import CurvePoint, cell_rows, curve, norm_ratios
-from sinklab.survey.documents import (
+from sinklab.survey.suites import (
     CheckpointsDocument,
     ComparisonDocument,
     DomainsDocument,

@@ -4,17 +4,19 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import altair as alt
 import numpy as np
 import torch
 
+from sinklab.errors import InputError
 from sinklab.measuring import metrics
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.details import STATISTICS, Details
-from sinklab.measuring.statistics.secondary import ALIGNED, ENOUGH, FIRST_FEW, STANDS_OUT
-from sinklab.measuring.statistics.shown import (
+from sinklab.measuring.statistics.plot_specs import (
     BlockLines,
     BucketLines,
     HeadMap,
@@ -24,8 +26,10 @@ from sinklab.measuring.statistics.shown import (
     SequenceLines,
     Shown,
 )
+from sinklab.measuring.statistics.secondary import ALIGNED, ENOUGH, FIRST_FEW, STANDS_OUT
 from sinklab.plots import PlotAxis
-from sinklab.report import charts
+from sinklab.report import charts, theme
+from sinklab.report.cells import by_key, over_seeds
 from sinklab.report.charts import (
     SHORT,
     ChartRows,
@@ -42,11 +46,17 @@ from sinklab.report.charts import (
     scale_over,
 )
 from sinklab.report.data import ReportData, ReportedRun
-from sinklab.report.summary import by_key, over_seeds
-from sinklab.report.tables import layers_table, mixing_table, secondary_table
+from sinklab.report.result_tables import layers_table, mixing_table, secondary_table
 from sinklab.tables import Table, TableColumn, names
 
 SHOWN_POSITIONS = 64
+CHARTS = {
+    "heads": "importance-heads",
+    "layers": "importance-layers",
+    "positions": "importance-positions",
+    "norms": "norms",
+}
+"""Figures of a measurement in a notebook, by their short names."""
 VISIBLE = "visible queries"
 AFTER_BLOCK = "After block (0 is the embedding)"
 MAP_CELLS = 64  # larger maps are thinned: every cell is an element of the page
@@ -483,3 +493,25 @@ def _by_layer_lines(
     """A quantity layer by layer; rows: `cell, where, layer, value`."""
     y = PlotAxis(y_title, "value", "value", scale="auto", precision=".4f")
     return lines(rows, layer_axis(rows, at), y, order=cells, dash="where", width=width, height=SHORT, title=title)
+
+
+def chart(measurement: Measurement, what: str = "heads") -> Any:
+    """One of the figures of the report as an Altair chart, for a notebook.
+
+    Args:
+        what: "heads", "layers", "positions" or "norms".
+
+    Raises:
+        InputError: there is no such figure, or the measurement has no data for it.
+    """
+    if what not in CHARTS:
+        raise InputError(f"there is no chart {what!r}: choose from {', '.join(CHARTS)}")
+    data = ReportData([Path()], [ReportedRun.of(measurement)])
+    figures = {figure.key: figure for figure in importance_figures(data, 480) if figure is not None}
+    if CHARTS[what] not in figures:
+        raise InputError(f"the measurement has no norms of two positions to draw: choose {', '.join(list(CHARTS)[:3])}")
+    figure = figures[CHARTS[what]]
+    drawn = figure.charts[0] if len(figure.charts) == 1 else alt.vconcat(*figure.charts)
+    config = theme.on_paper()
+    config["legend"].pop("layout")  # rejected by Altair's validation
+    return drawn.configure(**config)

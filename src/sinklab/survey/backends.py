@@ -1,6 +1,6 @@
-"""One model through every attention backend of the installed transformers, held against eager attention."""
+"""One model with every attention backend of the installed transformers, compared with eager attention."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from sinklab.errors import InputError
+from sinklab.jobs.progress import Observer, StepProgress, ignore
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision
 from sinklab.opening import is_run, open_model
-from sinklab.survey.loaded import read_tokens
+from sinklab.survey.measure_one import read_tokens
 from sinklab.survey.request import Request
 
 if TYPE_CHECKING:
@@ -21,15 +22,15 @@ HARMLESS = ("reference", "agrees", "unavailable")
 
 @dataclass(frozen=True)
 class Parity:
-    """The result.
+    """The agreement of attention backends.
 
     Attributes:
-        default: what transformers takes for this model where nothing is said.
-        transformers, torch: their versions.
+        default: backend that transformers chooses for this model.
+        transformers, torch: versions.
         device, dtype: of the model.
-        sequences, length: of the tokens that were read.
-        tolerance: the relative difference of logits up to which backends agree.
-        backends: eager first, sinklab's own last.
+        sequences, length: of the tokens.
+        tolerance: relative difference of logits up to which backends agree.
+        backends: eager first, sinklab's last.
     """
 
     model: str
@@ -49,7 +50,7 @@ class Parity:
         return self.backends[0].sink_share is not None
 
     def wrong(self) -> str | None:
-        """A sentence on the backends that compute something else; None where there are none."""
+        """A sentence on the backends that disagree; None if all agree."""
         found = [one for one in self.backends if one.verdict not in HARMLESS]
         if not found:
             return None
@@ -57,7 +58,7 @@ class Parity:
         return f"not all attention backends compute the same for {self.model}: {', '.join(said)}"
 
     def document(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """As JSON."""
         return {
             "schema": 1,
             "model": self.model,
@@ -81,18 +82,16 @@ def compare_backends(
     *,
     loading: Loading = AS_IT_IS,
     backends: Sequence[str] | None = None,
-    starts: Callable[[str], None] = lambda backend: None,
+    observe: Observer = ignore,
 ) -> Parity:
-    """Read the same tokens through every backend.
+    """Read the same tokens with every backend.
 
     Args:
         model: a model directory, a .gguf file or a name on the hub.
         backends: of `measuring.huggingface.parity.BACKENDS`; all unless given.
-        starts: is told which backend is read now.
 
     Raises:
-        InputError: a run directory, a model or text that cannot be used, an unknown backend, or a model without eager
-            attention.
+        InputError: a run directory, an unusable model or text, an unknown backend, or a model without eager attention.
     """
     check_name(model)
     if is_run(model):
@@ -107,6 +106,10 @@ def compare_backends(
         raise InputError(f"--backend {unknown[0]} is unknown: choose from {', '.join(BACKENDS)}")
     opened = open_model(model, loading)
     tokens_NT, loaded = read_tokens(opened, text, request).tokens_NT, cast("Any", opened.module)
+
+    def starts(backend: str) -> None:
+        StepProgress(backend, observe).begin(1, "comparing")
+
     found = backend_parity(loaded, tokens_NT.to(loaded.device), backends or BACKENDS, starts)
     return Parity(
         model=model,

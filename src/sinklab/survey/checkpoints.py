@@ -1,8 +1,8 @@
-"""A model while it was trained: a measurement per checkpoint, in the order of their steps.
+"""A model during its training: a measurement per checkpoint, ordered by step.
 
-Checkpoints are revisions of a model of the hub, the folders below a directory, or what a run of ours has kept. Their
-steps are read from their names, as Pythia (step1000), OLMo (stage1-step1000-tokens5B) and the Trainer of transformers
-(checkpoint-1000) write them; of names that say only how many tokens were read, as BabyLM's (chck_100M), these are.
+Checkpoints are revisions of a model on the hub, folders of a directory, or those saved by a run. Their steps are read
+from their names, as written by Pythia (step1000), OLMo (stage1-step1000-tokens5B) and the Trainer of transformers
+(checkpoint-1000). From names with a number of tokens only, such as BabyLM's (chck_100M), that number is read.
 """
 
 import re
@@ -15,19 +15,19 @@ from typing import Any
 
 from sinklab.data.sources.corpora import identity
 from sinklab.errors import InputError
+from sinklab.jobs.progress import Observer, ignore
 from sinklab.measuring.measurement import Measurement
 from sinklab.models.hooks import Progress
-from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision
-from sinklab.models.huggingface.subfolder import name_in_results
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision, name_in_results
 from sinklab.opening import is_run
 from sinklab.schema import finite_or_none
-from sinklab.survey.documents import MeasuredCheckpoint, StepUnit
-from sinklab.survey.items import Item, Listener, Outcome, measure_all, what_decides
-from sinklab.survey.loaded import load_model, measure_loaded
+from sinklab.survey.measure_many import Item, Outcome, deciding_request, measure_all
+from sinklab.survey.measure_one import load_model, measure_loaded
 from sinklab.survey.request import Request
+from sinklab.survey.suites import MeasuredCheckpoint, StepUnit
 from sinklab.train.directory.checkpoint import steps_saved
 
-DOCUMENT = "checkpoints.json"
+CHECKPOINTS = "checkpoints.json"
 STEP = re.compile(
     r"(?:(?:^|[^a-z])(?:global[-_]?)?(?:step|checkpoint|ckpt|chck|iter)[-_]?|^(?=\d+k?$))(\d+)(k?)(?![a-z\d]|\.\d)",
     re.I,
@@ -41,11 +41,12 @@ class SavedModel:
     """One checkpoint.
 
     Attributes:
-        step: after which it was saved, or the tokens that had been read.
-        name: as the user knows it: the revision, or the folder.
-        model: what is loaded: a name on the hub, a directory of a model, or the run directory.
-        revision: of the hub; None for what lies here.
-        place: where its files lie; None for a model of the hub.
+        step: number of updates or of tokens before it was saved.
+        name: revision or folder.
+        model: name on the hub, model directory or run directory.
+        revision: on the hub; None for a local model.
+        place: directory of its files; None for a model on the hub.
+        unit: of `step`.
     """
 
     step: int
@@ -57,16 +58,16 @@ class SavedModel:
 
     @property
     def key(self) -> str:
-        """Its name in the results, and of the folder where it is kept: step_100, tokens_100000000."""
+        """Its name in the results, and of its directory: step_100, tokens_100000000."""
         return f"{self.unit}_{self.step}"
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The result: the measurement of every checkpoint, by `step_N` or `tokens_N`.
+    """The measurement of every checkpoint, by `step_N` or `tokens_N`.
 
     Attributes:
-        saved: the checkpoints by the same names, in the order of their steps.
+        saved: the checkpoints by the same names, ordered by step.
     """
 
     model: str
@@ -75,11 +76,11 @@ class Checkpoints:
     outcome: Outcome
 
     def rows(self) -> dict[str, MeasuredCheckpoint]:
-        """What a table of the measured ones shows, in the order of their steps."""
+        """The rows of the table, ordered by step."""
         return {name: _row(self.saved[name], one) for name, one in self.outcome.measured.items()}
 
     def document(self) -> dict[str, Any]:
-        """What `checkpoints.json` holds."""
+        """The content of checkpoints.json."""
         return {
             "schema": 1,
             "model": self.model,
@@ -97,19 +98,19 @@ def measure_checkpoints(
     *,
     loading: Loading = AS_IT_IS,
     out: Path | None = None,
-    listener: Listener | None = None,
+    observe: Observer = ignore,
 ) -> Checkpoints:
     """Measure a model at several steps of its training, on the same sequences.
 
     Args:
         model: a name on the hub with `revisions`; without any, a folder of checkpoints or a run directory.
-        revisions: whose names hold the step.
-        out: keeps each measurement in a folder of its step, and `checkpoints.json`; continues what it finds.
+        revisions: names that contain the step.
+        out: directory of checkpoints.json and of one directory per checkpoint; a repeated call resumes.
 
     Raises:
-        InputError: as `saved_models`, a text or option that cannot be used, results of other settings in `out`, or
-            none of them could be measured. One that could not be is among the failed ones else.
-        UnsavedError: a result could not be saved; it holds the checkpoints so far.
+        InputError: as `saved_models`, an unusable text or option, results of another request in `out`, or no checkpoint
+            could be measured. Otherwise a checkpoint that fails is listed as failed.
+        UnsavedError: a result could not be saved; the error has the checkpoints so far.
     """
     saved = {one.key: one for one in saved_models(model, revisions)}
     request.check(text)
@@ -122,24 +123,22 @@ def measure_checkpoints(
     items = []
     for name, one in saved.items():
         how = replace(loading, revision=one.revision)
-        decides = what_decides(one.model, one.place, source, how, request) | {"step": one.step}
+        decides = deciding_request(one.model, one.place, source, how, request) | {"step": one.step}
         items.append(Item(name, decides, partial(measure, one, how)))
     result_of = partial(
         Checkpoints, name_in_results(model, loading.subfolder), None if text is None else str(text), saved
     )
-    found = measure_all(items, result_of, out, DOCUMENT, listener)
-    if not found.outcome.measured:
-        name, failure = next(iter(found.outcome.failed.items()))
-        raise InputError(f"none of the {len(items)} checkpoints could be measured; {name}: {failure}")
+    found = measure_all(items, result_of, out, CHECKPOINTS, observe)
+    found.outcome.check_any("checkpoints")
     return found
 
 
 def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
-    """The checkpoints that are asked for, in the order of their steps.
+    """The checkpoints of a model, ordered by step.
 
     Raises:
-        InputError: a revision of what lies here, a name without a step, two of one step, a folder without checkpoints,
-            or a name on the hub without revisions.
+        InputError: revisions of a local model, a name without a step, two checkpoints of one step, a folder without
+            checkpoints, or a name on the hub without revisions.
     """
     check_name(model)
     folder = Path(model).expanduser()
@@ -153,21 +152,21 @@ def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
         found = list(_folders(folder))
     else:
         raise InputError(
-            f"{model} is no folder: name the checkpoints of a model of the hub by their branches, "
+            f"{model} is not a folder: name the checkpoints of a model on the hub by their branches, "
             "--revision step1000 --revision step2000"
         )
     if not found:
         raise InputError(
             f"{model} holds no checkpoints: expected folders such as checkpoint-100, step1000 or chck_100M with a "
-            "config.json each, or a run directory that has been trained for a while"
+            "config.json each, or a run directory with checkpoints"
         )
     found.sort(key=lambda one: one.step)
     for one, other in pairwise(found):
         if one.unit != other.unit:
             steps, tokens = (one, other) if one.unit == "step" else (other, one)
             raise InputError(
-                f"{steps.name} says its step and {tokens.name} how many tokens it has read, which make no curve "
-                "together: give one kind of them"
+                f"{steps.name} contains a step and {tokens.name} a number of tokens, which make no curve together: "
+                "give checkpoints of one kind"
             )
         if one.step == other.step:
             raise InputError(f"{one.name} and {other.name} are of the same {one.unit}, {one.step}: give one of them")
@@ -175,7 +174,7 @@ def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
 
 
 def step_in(name: str) -> tuple[int, StepUnit] | None:
-    """What the name of a checkpoint says of its time, 50K being 50,000 and 100M 100,000,000; None where nothing."""
+    """The step or number of tokens in the name of a checkpoint, 50K being 50,000 and 100M 100,000,000; None without."""
     if found := STEP.search(name):
         return int(found[1]) * (1000 if found[2] else 1), "step"
     if found := TOKENS.search(name):
@@ -186,8 +185,8 @@ def step_in(name: str) -> tuple[int, StepUnit] | None:
 def _revision(model: str, name: str) -> SavedModel:
     if (known := step_in(name)) is None:
         raise InputError(
-            f"--revision {name} does not say its step: several revisions make a curve over steps, from names such as "
-            "step1000, stage1-step1000-tokens5B or chck_100M"
+            f"--revision {name} does not contain its step: several revisions make a curve over steps, with names such "
+            "as step1000, stage1-step1000-tokens5B or chck_100M"
         )
     return SavedModel(known[0], name, model, revision=name, unit=known[1])
 

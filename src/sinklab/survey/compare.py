@@ -1,8 +1,8 @@
 """Several models on the same text, side by side: base against chat, small against large.
 
-Each model reads the text through its own tokenizer, and conversations through its own chat template. Where tokenizers
-differ the sequences of two models are alike in text and not in tokens: their losses per token are not subtracted. Bits
-per byte (bits.py) can be compared.
+Each model reads the text with its own tokenizer, and conversations with its own chat template. With different
+tokenizers two models read the same text as different tokens, so their losses per token are not subtracted; bits per
+byte can be compared.
 """
 
 import math
@@ -15,17 +15,17 @@ from typing import Any
 
 from sinklab.data.sources.corpora import identity
 from sinklab.errors import InputError
+from sinklab.jobs.progress import Observer, ignore
 from sinklab.measuring.measurement import Measurement
 from sinklab.models.hooks import Progress
-from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision
-from sinklab.models.huggingface.subfolder import name_in_results
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision, name_in_results
 from sinklab.schema import finite_or_none
-from sinklab.survey.documents import ComparedQuantity
-from sinklab.survey.items import Item, Listener, Outcome, measure_all, what_decides
-from sinklab.survey.loaded import check_loadable, check_readable, load_model, measure_loaded
+from sinklab.survey.measure_many import Item, Outcome, deciding_request, measure_all
+from sinklab.survey.measure_one import check_loadable, check_readable, load_model, measure_loaded
 from sinklab.survey.request import Request
+from sinklab.survey.suites import ComparedQuantity
 
-DOCUMENT = "comparison.json"
+COMPARISON = "comparison.json"
 POSITIONS = 4
 PER_TOKEN = "nats/token"
 
@@ -34,18 +34,18 @@ ComparedNumber = tuple[str, str, Callable[[Measurement], float | None]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """The measurements by model, the first being the one that the others are held against."""
+    """The measurements by model; the first model is the reference."""
 
     text: str | None
     measured: dict[str, Measurement]
 
     def rows(self) -> list[ComparedQuantity]:
-        """The quantities that at least one of the models has."""
+        """The quantities that at least one model has."""
         rows = [_row(quantity, self.measured) for quantity in _quantities(next(iter(self.measured.values())))]
         return [row for row in rows if row.infinite or any(value is not None for value in row.values.values())]
 
     def document(self) -> dict[str, Any]:
-        """What `comparison.json` holds."""
+        """The content of comparison.json."""
         return {
             "schema": 1,
             "text": self.text,
@@ -61,19 +61,19 @@ def compare_models(
     *,
     loading: Loading = AS_IT_IS,
     out: Path | None = None,
-    listener: Listener | None = None,
+    observe: Observer = ignore,
 ) -> Comparison:
     """Measure two or more models, one after the other, on the same text or the same kind of generated tokens.
 
     Args:
         models: run directories, model directories or names on the Hugging Face hub.
-        out: keeps each model's measurement in a folder of its name, and `comparison.json`; continues what it finds.
+        out: directory of comparison.json and of one directory per model; a repeated call resumes.
 
     Raises:
-        InputError: fewer than two models, one given twice, no text, a chat template that fails on it, or results of
-            other settings in `out`; nothing has been measured then.
-        UnsavedError: a result could not be saved; it holds the comparison so far.
-        SinklabError: a model could not be measured; what is finished stays.
+        InputError: fewer than two models, a repeated one, no text, a chat template that fails on it, or results of
+            another request in `out`; nothing has been measured then.
+        UnsavedError: a result could not be saved; the error has the comparison so far.
+        SinklabError: a model could not be measured; finished measurements are kept.
     """
     if len(models) < 2:
         raise InputError("a comparison needs two models or more: sinklab compare A B --text FILE")
@@ -94,7 +94,7 @@ def compare_models(
     items = [
         Item(
             name,
-            what_decides(model, Path(model).expanduser(), source, loading, request),
+            deciding_request(model, Path(model).expanduser(), source, loading, request),
             partial(measure, model),
         )
         for name, model in named.items()
@@ -108,14 +108,14 @@ def compare_models(
             check_loadable(named[name], loading)
             check_readable(named[name], loading, text, request)
 
-    return measure_all(items, comparison_of, out, DOCUMENT, listener, prepare=prepare, others_go_on=False)
+    return measure_all(items, comparison_of, out, COMPARISON, observe, prepare=prepare, stop_at_failure=True)
 
 
 def labels(models: Sequence[str]) -> dict[str, str]:
-    """Models by the shortest names that tell them apart: a hub name as it is, of a path the last folders.
+    """Models by their shortest distinct names: the whole name on the hub, the last folders of a path.
 
     Raises:
-        InputError: a model is there twice.
+        InputError: a repeated model.
     """
     parts = {model: _parts(model) for model in models}
     for count in range(1, 2 + max(map(len, parts.values()))):
@@ -131,7 +131,7 @@ def _on_hub(model: str) -> bool:
 
 
 def _parts(model: str) -> tuple[str, ...]:
-    """The folders of a path, or the parts of a hub name, without anything that leads upwards."""
+    """The folders of a path, or the parts of a hub name, without `..` and the root."""
     path = Path(model) if _on_hub(model) else Path(model).expanduser().resolve()
     return tuple(part for part in path.parts if part not in (path.anchor, "..", "."))
 
@@ -157,7 +157,7 @@ def _difference(value: float | None, reference: float | None) -> float | None:
 
 
 def _quantities(first: Measurement) -> list[ComparedNumber]:
-    """What is compared; sink rates at every threshold that was asked for."""
+    """The quantities compared; sink rates at every requested threshold."""
     quantities: list[ComparedNumber] = [
         (f"Sink_{k + 1}", "% of heads", lambda m, k=k: m.sink_rate[k]) for k in range(min(POSITIONS, first.length))
     ]
@@ -181,6 +181,6 @@ def _quantities(first: Measurement) -> list[ComparedNumber]:
     ]
 
 
-def _massive(measurement: Measurement, what: str) -> float | None:
-    found = [abs(getattr(one, what)) for one in measurement.massive_activations or []]
+def _massive(measurement: Measurement, attribute: str) -> float | None:
+    found = [abs(getattr(one, attribute)) for one in measurement.massive_activations or []]
     return max(found, default=None)

@@ -1,42 +1,47 @@
-"""The paper's open models, one after the other, each beside the sink rate that the paper prints for it.
-
-A model that cannot be loaded or measured does not stop the others. Finished ones are kept, so that a long call can be
-interrupted and repeated.
-"""
+"""The paper's open models: their measurements beside the published sink rates, and their sizes (`--dry-run`)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sinklab.data.sources.corpora import identity
+from sinklab.device import float32_if_emulated, pick_device
 from sinklab.errors import InputError
+from sinklab.jobs.progress import Observer, ignore
 from sinklab.measuring.measurement import Measurement
 from sinklab.models.hooks import Progress
-from sinklab.models.huggingface.loading import AS_IT_IS, Loading
-from sinklab.survey.items import Item, Listener, Outcome, measure_all, what_decides
-from sinklab.survey.loaded import load_model, measure_loaded
+from sinklab.models.huggingface.loading import AS_IT_IS, DEVICE_MAP, Loading
+from sinklab.models.memory_budget import LARGEST, LOGITS_AT_ONCE, Sizes
+from sinklab.survey.measure_many import Item, Outcome, deciding_request, measure_all
+from sinklab.survey.measure_one import load_model, measure_loaded
 from sinklab.survey.open_models import EVERY, OpenModel, models_of, setting
 from sinklab.survey.request import Request
 
-DOCUMENT = "families.json"
+FAMILIES = "families.json"
+GB = 10**9
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+PROCESS = 0.5 * GB  # Python, PyTorch and transformers, as measured
+PER_LOGIT = 12  # bytes: the logits, their float32 copy and their softmax
 
 
 @dataclass(frozen=True)
 class Families:
-    """The result: a measurement by the hub name of each model, and why the others failed."""
+    """Measurements by the hub names of the models, and the reasons for those that failed."""
 
     models: list[OpenModel]
     request: Request
     outcome: Outcome
 
     def published(self, model: OpenModel) -> float | None:
-        """The printed Sink_1 in percent; None where there is none for what was asked, or the setting is another."""
+        """The published Sink_1 in percent; None if the paper has none for the request."""
         return published(model, self.request)
 
     def document(self) -> dict[str, Any]:
-        """What `families.json` holds."""
+        """The content of families.json."""
         return {
             "schema": 1,
             "models": {model.id: self._entry(model) for model in self.models if model.id in self.outcome.measured},
@@ -63,21 +68,20 @@ def measure_families(
     models_dir: Path | None = None,
     loading: Loading = AS_IT_IS,
     out: Path | None = None,
-    listener: Listener | None = None,
+    observe: Observer = ignore,
 ) -> Families:
     """Measure every model of the families.
 
     Args:
-        names: of families, as in open_models.yaml, or `all`.
-        models_dir: where the models lie, in directories named by their hub names or the last part of them; with it
-            nothing is looked up on the hub.
-        out: keeps each model's measurement in a folder of its name, and `families.json`; continues what it finds, so
-            that families can be added call by call.
+        names: families of open_models.yaml, or `all`.
+        models_dir: directory of local models, each in a directory with its hub name or the last part of it; the hub is
+            then not used.
+        out: directory of families.json and of one directory per model; a repeated call resumes, and may add families.
 
     Raises:
-        InputError: no such family or directory, no text, or results of other settings in `out`. A model that cannot
-            be measured is among the failed ones instead.
-        UnsavedError: a result could not be saved; it holds the families so far.
+        InputError: no such family or directory, no text, or results of another request in `out`. A model that fails is
+            listed as failed.
+        UnsavedError: a result could not be saved; the error has the families so far.
     """
     asked = models_of(names)
     models = [model for model in models_of([EVERY]) if model in asked or (out and _is_measured(out / model.id))]
@@ -92,16 +96,16 @@ def measure_families(
     items = [
         Item(
             model.id,
-            what_decides(model.id, directory_of(model, models_dir), source, loading, request),
+            deciding_request(model.id, directory_of(model, models_dir), source, loading, request),
             partial(measure, model),
         )
         for model in models
     ]
-    return measure_all(items, partial(Families, models, request), out, DOCUMENT, listener)
+    return measure_all(items, partial(Families, models, request), out, FAMILIES, observe)
 
 
 def published(model: OpenModel, request: Request) -> float | None:
-    """The printed Sink_1 in percent for what is asked of a model; None where there is none at that setting."""
+    """The published Sink_1 of a model in percent; None if the paper has none for the request."""
     wanted = setting()
     same = (request.sequences, request.length) == (wanted.sequences, wanted.length)
     same = same and wanted.eps in request.options.eps
@@ -110,13 +114,13 @@ def published(model: OpenModel, request: Request) -> float | None:
 
 
 def sink_1(measurement: Measurement) -> float:
-    """Sink_1 in percent, at the paper's threshold where it was asked for, else at the headline's."""
+    """Sink_1 in percent, at the paper's threshold if it was requested, else at the first one."""
     rates = (measurement.sink_rates or {}).get(f"{setting().eps:g}", measurement.sink_rate)
     return rates[0]
 
 
 def check_models_dir(models_dir: Path | None) -> None:
-    """Refuse what is not a directory.
+    """Refuse a path that is not a directory.
 
     Raises:
         InputError: it is not one.
@@ -126,7 +130,7 @@ def check_models_dir(models_dir: Path | None) -> None:
 
 
 def directory_of(model: OpenModel, models_dir: Path | None) -> Path | None:
-    """The model's directory in `models_dir`; None where it has none."""
+    """The model's directory in `models_dir`; None without one."""
     if models_dir is None:
         return None
     candidates = (models_dir / model.id, models_dir / model.id.rpartition("/")[2])
@@ -134,7 +138,7 @@ def directory_of(model: OpenModel, models_dir: Path | None) -> Path | None:
 
 
 def place_of(model: OpenModel, models_dir: Path | None) -> str:
-    """What to load: the model's directory, or its name on the hub where no `models_dir` is given.
+    """The name to load: the model's directory, or its name on the hub without a `models_dir`.
 
     Raises:
         InputError: `models_dir` does not have it.
@@ -150,3 +154,109 @@ def place_of(model: OpenModel, models_dir: Path | None) -> str:
 
 def _is_measured(folder: Path) -> bool:
     return (folder / "measurement.json").is_file()
+
+
+@dataclass(frozen=True)
+class Size:
+    """Disk and memory of one model; GB are 10^9 bytes.
+
+    Attributes:
+        model: its name on the hub.
+        family: as in open_models.yaml.
+        parameters: tied embeddings counted once.
+        counted: "config" if counted from a local configuration, else "list".
+        disk_gb: weights: local files, else parameters in the checkpoint's dtype.
+        float32_gb, bfloat16_gb: weights in memory, by dtype (float16 as bfloat16).
+        peak_gb: estimate for the request: weights in its dtype, the process, and the larger of one batch and, if the
+            dtype is not the checkpoint's, the checkpoint while it is read.
+        published: Sink_1 in percent for the request; None if the paper has none.
+    """
+
+    model: str
+    family: str
+    parameters: int
+    counted: str
+    disk_gb: float
+    float32_gb: float
+    bfloat16_gb: float
+    peak_gb: float
+    published: float | None
+
+
+def sizes(
+    names: Sequence[str],
+    request: Request,
+    *,
+    models_dir: Path | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+) -> list[Size]:
+    """The size of every model of the families, without downloads and without reading weights.
+
+    Raises:
+        InputError: no such family or directory.
+    """
+    check_models_dir(models_dir)
+    where = pick_device("auto" if device == DEVICE_MAP else device)
+    return [_size(model, directory_of(model, models_dir), request, dtype, where) for model in models_of(names)]
+
+
+def sizes_document(found: Sequence[Size]) -> dict[str, Any]:
+    """The output of `--dry-run --json`."""
+    return {"schema": 1, "models": [asdict(size) for size in found]}
+
+
+def working_bytes(width: int, vocabulary: int, request: Request) -> float:
+    """An estimate of the memory of one batch: a block's activations, and logits for the loss."""
+    batch = min(request.options.batch_size or LARGEST, request.sequences)
+    activations = Sizes(width, ffn_width=4 * width, layers=0, heads=0).bytes_per_sequence(request.length)
+    return batch * activations + min(batch * request.length * vocabulary, LOGITS_AT_ONCE) * PER_LOGIT
+
+
+def _size(model: OpenModel, directory: Path | None, request: Request, dtype: str, device: torch.device) -> Size:
+    counted = parameters_of_config(str(directory or model.id))
+    parameters = counted or model.parameters
+    in_memory = dtype
+    if dtype == "auto":
+        in_memory = str(float32_if_emulated(getattr(torch, model.dtype), device)).removeprefix("torch.")
+    disk_gb = _on_disk(directory) or parameters * BYTES[model.dtype] / GB
+    beside = working_bytes(model.width, model.vocabulary, request)
+    if in_memory != model.dtype:
+        beside = max(beside, disk_gb * GB)
+    return Size(
+        model=model.id,
+        family=model.family,
+        parameters=parameters,
+        counted="config" if counted else "list",
+        disk_gb=disk_gb,
+        float32_gb=parameters * BYTES["float32"] / GB,
+        bfloat16_gb=parameters * BYTES["bfloat16"] / GB,
+        peak_gb=(parameters * BYTES[in_memory] + beside + PROCESS) / GB,
+        published=published(model, request),
+    )
+
+
+def parameters_of_config(name: str) -> int | None:
+    """The number of parameters by a local configuration; the model is built on the meta device.
+
+    Args:
+        name: a directory, or a hub name whose configuration may be in the cache.
+
+    Returns:
+        None without a local configuration that transformers knows.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(name, local_files_only=True)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError):
+        return None
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _on_disk(directory: Path | None) -> float | None:
+    """GB of the weights in a directory; None without any."""
+    files = [] if directory is None else list(directory.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in files) / GB or None

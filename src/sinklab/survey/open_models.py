@@ -1,4 +1,4 @@
-"""The open models that the paper measures, with their sizes and the sink rates it prints: `open_models.yaml`."""
+"""The paper's open models, with their sizes and published sink rates: `open_models.yaml`."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -16,7 +16,7 @@ EVERY = "all"
 
 
 class Setting(Part):
-    """What the printed sink rates were measured with, apart from the text."""
+    """The settings of the published sink rates, apart from the text."""
 
     sequences: int
     length: int
@@ -28,12 +28,12 @@ class OpenModel(Part):
 
     Attributes:
         id: its name on the Hugging Face hub.
-        family: the name it is asked for by.
+        family: on the command line.
         dtype: of its checkpoint.
         parameters: tied embeddings counted once.
         width, vocabulary: of the residual stream and the token embedding.
-        published: Sink_1 in percent, by kind of input; empty where the paper prints none.
-        source: where it prints them.
+        published: Sink_1 in percent, by kind of input; empty if the paper has none.
+        source: table of the paper.
     """
 
     id: str = Field(pattern=r"^[\w.-]+/[\w.-]+$")
@@ -54,7 +54,7 @@ class OpenModel(Part):
 
 @cache
 def setting() -> Setting:
-    """What the printed sink rates were measured with."""
+    """The settings of the published sink rates."""
     return Setting.model_validate(_document()["setting"])
 
 
@@ -68,10 +68,10 @@ def families() -> dict[str, tuple[OpenModel, ...]]:
 
 
 def models_of(names: Sequence[str]) -> list[OpenModel]:
-    """The models of the families, each once, in the order of the list; `all` is every family.
+    """The models of the families, each once, in the order of the list; `all` means every family.
 
     Raises:
-        InputError: there is no such family; says which there are.
+        InputError: an unknown family; the message lists the known ones.
     """
     known = families()
     if unknown := [name for name in names if name not in (*known, EVERY)]:

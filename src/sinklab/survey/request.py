@@ -1,4 +1,4 @@
-"""The request of a measurement: which sequences a model reads, and what is measured on them."""
+"""The request of a measurement: the sequences that a model reads, and the quantities measured on them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,19 +30,19 @@ DECIDING = (
     "details",
     "maps",
 )
-"""The settings that decide the result, in the order of request.json, whose text is hashed."""
+"""The settings that decide the result, in the order of request.json, which is hashed as text."""
 
 
 class Request(CommandSettings, frozen=True):
-    """One request, for one model or many.
+    """A request, for one model or many.
 
     Attributes:
-        options: what is measured; its `inputs` say what the sequences are made of. Its lengths may come in any order.
+        options: quantities to be measured, and the kind of inputs; lengths in any order.
         sequences, length: N and T.
         no_bos: leave out the special tokens that the tokenizer, or the run's recipe, puts first.
-        seed: of random and repeated tokens; of drawn text the number of the draw.
-        drawn_text: natural sequences are a draw of all pieces of the text, not the first of it.
-        fewer: be content with fewer sequences where a text has no more, and say so in the notes; drawn text always is.
+        seed: of random and repeated tokens; for drawn text the number of the draw.
+        drawn_text: natural sequences are drawn from all pieces of the text instead of its beginning.
+        fewer: accept fewer sequences from a short text, with a note; always the case for drawn text.
         study: ablations and changed positions.
     """
 
@@ -56,10 +56,10 @@ class Request(CommandSettings, frozen=True):
     study: Study = Study()
 
     def check(self, text: Path | None) -> None:
-        """Refuse what no model could answer, before one is loaded.
+        """Refuse a request that no model can answer.
 
         Raises:
-            InputError: natural inputs without a text that can be read, or an option that `check_options` refuses.
+            InputError: natural inputs without a readable text, or an option that `check_options` refuses.
         """
         from sinklab.data.sources.corpora import documents
 
@@ -68,11 +68,11 @@ class Request(CommandSettings, frozen=True):
             next(documents(str(self.needed(text))))
 
     def check_options(self) -> None:
-        """Refuse options that go with no model and no text.
+        """Refuse options that are invalid for every model and text.
 
         Raises:
-            InputError: lengths that are not shorter, a position beyond the sequences, ablations that are unknown or
-                without a loss.
+            InputError: lengths that are not shorter than the sequences, a position beyond them, an unknown ablation or
+                one without a loss.
         """
         from sinklab.measuring.surgery.study import check_study
 
@@ -88,7 +88,7 @@ class Request(CommandSettings, frozen=True):
         """The text of natural inputs.
 
         Raises:
-            InputError: there is none.
+            InputError: no text was given.
         """
         if text is None:
             raise InputError("natural inputs need a text: give --text FILE (.txt or .jsonl), or --inputs random")
@@ -97,10 +97,10 @@ class Request(CommandSettings, frozen=True):
     def text_tokens(
         self, text: Path, encode: "Encode", *, length: int, prefix: Sequence[int] = (), render: "Render"
     ) -> "tuple[Tensor, Tensor | None]":
-        """Sequences of the text, and the bytes of it that each token stands for (`inputs.sizes_of`), both N x T.
+        """Sequences of the text, and the bytes of text per token (`inputs.sizes_of`), both N x T.
 
         Args:
-            length: of them, `prefix` included.
+            length: tokens per sequence, `prefix` included.
 
         Raises:
             InputError: as `natural_text` and `drawn_text`.
@@ -115,7 +115,7 @@ class Request(CommandSettings, frozen=True):
         return with_prefix(bodies, prefix), sizes_of(bodies, prefix)
 
     def drawn(self, vocabulary: int) -> "Tensor | None":
-        """Random or repeated tokens; None where text is wanted."""
+        """Random or repeated tokens; None for natural inputs."""
         from sinklab.measuring.inputs import random_tokens, repeated_tokens
 
         draw = {"random": random_tokens, "repeat": repeated_tokens}.get(self.options.inputs)
@@ -124,11 +124,11 @@ class Request(CommandSettings, frozen=True):
         return draw(vocabulary, sequences=self.sequences, length=self.length, seed=self.seed)
 
     def options_for(self, model_name: str, bos: bool) -> Options:
-        """What is measured of one model, with what is recorded of it."""
+        """The options for one model, with its name and BOS."""
         return self._in_order().model_copy(update={"model_name": model_name, "bos": bos})
 
     def document(self) -> dict[str, Any]:
-        """Everything that decides the result, as plain JSON has it."""
+        """Everything that decides the result, as plain JSON."""
         found = self.options.model_dump(mode="json") | self.model_dump(mode="json", exclude={"options"})
         if self.study.perturb is None:
             del found["study"]["perturb"]
@@ -136,6 +136,6 @@ class Request(CommandSettings, frozen=True):
         return {key: found[key] for key in DECIDING} | drawn
 
     def _in_order(self) -> Options:
-        """The options with the lengths in order, without the full one."""
+        """The options with sorted lengths, without the full length."""
         lengths = tuple(sorted(set(self.options.lengths) - {self.length}))
         return self.options.model_copy(update={"lengths": lengths})

@@ -27,8 +27,8 @@ import torch
 from torch import nn
 
 from sinklab.attention.core import AttentionCore
+from sinklab.attention.masks import visible_keys
 from sinklab.attention.operations.kernel import Kernel
-from sinklab.attention.visible import visible_keys
 from sinklab.model.block import LinearBlock
 from sinklab.model.config import ModelConfig
 from sinklab.model.gate import ValueGating

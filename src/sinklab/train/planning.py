@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sinklab.attention.linear import CHUNK
+from sinklab.attention.query_blocks import CHUNK
 from sinklab.data.prepare import prepared
 from sinklab.data.shards import TokenDataset
 from sinklab.data.tokenizers import trained_size
@@ -39,7 +39,7 @@ from sinklab.model.config import ModelConfig
 from sinklab.model.loss import WHOLE, rows_per_chunk
 from sinklab.model.transformer import Transformer
 from sinklab.model.values import NoValueResidual
-from sinklab.models.memory import total_bytes
+from sinklab.models.memory_budget import total_bytes
 from sinklab.train.config import Muon, OptimConfig, Sgd
 from sinklab.train.directory.run import resolved_precision
 from sinklab.train.flops import Flops, model_flops, peak_flops, shape_of

@@ -90,9 +90,8 @@ def load_start(name: str) -> Start:
         run = load_run(Path(name))
         weights = {key: tensor.detach().float() for key, tensor in run.model.state_dict().items()}
         return Start(name, run.recipe.model.model_dump(mode="json"), weights, load_tokenizer(str(run.tokenizer_path)))
-    from sinklab.models.huggingface.exported import own_transformer
-    from sinklab.models.huggingface.loading import Loading, load_pretrained
-    from sinklab.models.huggingface.quiet import without_bars
+    from sinklab.models.huggingface.loading import Loading, load_pretrained, without_bars
+    from sinklab.models.native import own_transformer
 
     with without_bars() if Path(name).exists() else nullcontext():  # downloads show their progress
         loaded = load_pretrained(name, Loading(dtype="float32", device="cpu"))

@@ -1,10 +1,10 @@
-"""trl's SFTTrainer as sinklab uses it; imported only with trl installed.
+"""trl's SFTTrainer as used by sinklab; imported only with trl installed.
 
 The conversations are already tokenized, with labels at the assistant's tokens and IGNORED elsewhere, so the trainer
 prepares nothing. It differs from SFTTrainer in two ways:
 
-- A model of sinklab computes its own loss. trl would apply the head to the hidden states of the model below it, which
-  it calls as it calls those of transformers.
+- A sinklab model computes its own loss. trl would call its body as it calls that of a transformers model, and apply the
+  head to the hidden states.
 - The validation loss is the mean over all labelled tokens, not over batches, and so independent of the batch size.
 """
 
@@ -22,14 +22,14 @@ from transformers.training_args import TrainingArguments
 from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
 
 from sinklab.errors import SinklabError
+from sinklab.jobs.progress import StepProgress
 from sinklab.measuring.huggingface.callback import EVALUATION, SinkCallback
 from sinklab.model.loss import IGNORED
-from sinklab.models.huggingface.exported import is_exported
+from sinklab.models.native import is_exported
 from sinklab.tuning.chats import TokenizedChat
-from sinklab.tuning.checkpoints import mark_complete
-from sinklab.tuning.documents import METRICS, UPDATES, TuneEvaluation, TuneUpdate, write_rows
-from sinklab.tuning.preparing import SftDataset
 from sinklab.tuning.settings import TuneSettings
+from sinklab.tuning.sft_dataset import SftDataset
+from sinklab.tuning.tuned_directory import METRICS, UPDATES, TuneEvaluation, TuneUpdate, mark_complete, write_rows
 
 
 class TuneRecord(TrainerCallback):
@@ -40,7 +40,7 @@ class TuneRecord(TrainerCallback):
         updates, evaluations: made before the checkpoint that is resumed from.
         sink: of the same trainer, called before this callback.
         should_stop: called after every update; if true the trainer saves and ends.
-        updated, evaluated: called with each.
+        progress: of the updates.
     """
 
     def __init__(
@@ -50,12 +50,10 @@ class TuneRecord(TrainerCallback):
         evaluations: Sequence[TuneEvaluation],
         sink: SinkCallback,
         should_stop: Callable[[], bool],
-        updated: Callable[[TuneUpdate], None],
-        evaluated: Callable[[TuneEvaluation], None],
+        progress: StepProgress,
     ) -> None:
         self.updates, self.evaluations = list(updates), list(evaluations)
-        self._folder, self._sink, self._should_stop = folder, sink, should_stop
-        self._updated, self._evaluated = updated, evaluated
+        self._folder, self._sink, self._should_stop, self._progress = folder, sink, should_stop, progress
 
     def on_log(  # type: ignore[override]  # transformers gives `logs` among the keywords
         self,
@@ -68,7 +66,7 @@ class TuneRecord(TrainerCallback):
         """An update, an evaluation, or neither.
 
         Raises:
-            SinklabError: a loss or gradient that is no finite number.
+            SinklabError: a loss or gradient that is not finite.
         """
         if logs is None:
             return
@@ -96,11 +94,11 @@ class TuneRecord(TrainerCallback):
         made = TuneUpdate(step=step, loss=logs["loss"], grad_norm=logs["grad_norm"], lr=logs["learning_rate"])
         if not (math.isfinite(made.loss) and math.isfinite(made.grad_norm)):
             raise SinklabError(
-                f"update {step} has the loss {made.loss} and a gradient of norm {made.grad_norm}: lower --lr, or look "
-                "at the model with `sinklab measure`. The checkpoints before it are untouched"
+                f"update {step} has the loss {made.loss} and a gradient of norm {made.grad_norm}: lower --lr, or "
+                "inspect the model with `sinklab measure`. Earlier checkpoints are unchanged"
             )
         self.updates.append(made)
-        self._updated(made)
+        self._progress.advance(text=f"loss {made.loss:.3f}, gradient {made.grad_norm:.3g}")
 
     def _add_evaluation(self, step: int, loss: float) -> None:
         measurement = self._sink.measurement
@@ -120,7 +118,11 @@ class TuneRecord(TrainerCallback):
             grad_norm_max=max((one.grad_norm for one in since), default=None),
         )
         self.evaluations.append(made)
-        self._evaluated(made)
+        trained = "" if made.train_loss is None else f"train {made.train_loss:.4f}, "
+        gradient = "" if made.grad_norm is None else f", gradient {made.grad_norm:.3g}"
+        self._progress.note(
+            f"step {made.step}: {trained}held out {made.valid_loss:.4f}, Sink_1 {made.sink_rate[0]:.2f} %{gradient}"
+        )
 
 
 class Tuner(SFTTrainer):
@@ -144,7 +146,7 @@ class Tuner(SFTTrainer):
         return output
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """None for checkpoints; sinklab writes that of the result."""
+        """No card for checkpoints; sinklab writes that of the result."""
 
 
 def tuner(dataset: SftDataset, folder: Path, callbacks: list[TrainerCallback], begins: bool) -> Tuner:
@@ -152,7 +154,7 @@ def tuner(dataset: SftDataset, folder: Path, callbacks: list[TrainerCallback], b
 
     Args:
         folder: of its checkpoints.
-        begins: whether it starts at step 0, with an evaluation.
+        begins: start at step 0, with an evaluation.
     """
     model: Any = dataset.model.module
     with warnings.catch_warnings():

@@ -20,6 +20,9 @@ def _declared() -> Iterator[type[AssessPart]]:
 PARTS = {part.name: part for part in sorted(_declared(), key=lambda part: part.rank)}
 """By name, in the order in which they run and are shown."""
 
+USUAL = tuple(name for name, part in PARTS.items() if not part.on_request)
+"""The parts that run unless some are named."""
+
 NUMBERS = tuple(number for part in PARTS.values() for number in part.numbers)
 
 

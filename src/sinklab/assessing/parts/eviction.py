@@ -18,10 +18,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sinklab.assessing.caches import RollingCache
 from sinklab.assessing.part import (
     GROWTH,
     AssessPart,
+    AssessText,
     Effect,
     PartFigure,
     PartJob,
@@ -30,9 +30,9 @@ from sinklab.assessing.part import (
     ResultRow,
     plot_row,
 )
+from sinklab.assessing.parts.streaming import RollingCache
 from sinklab.assessing.plan import KEPT, AssessSettings
 from sinklab.assessing.reading import PairedReader, Step, refused
-from sinklab.assessing.text import AssessText
 from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Dense
 from sinklab.models.adapter import Adapter

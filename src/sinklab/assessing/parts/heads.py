@@ -21,10 +21,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from sinklab.assessing.part import AssessPart, PartFigure, PartJob, PlotAxis
+from sinklab.assessing.part import AssessPart, AssessText, PartFigure, PartJob, PlotAxis
 from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step, refused
-from sinklab.assessing.text import AssessText
 from sinklab.attention.layer_call import LayerCall
 from sinklab.models.adapter import Adapter
 from sinklab.schema import ReadDocument

@@ -26,6 +26,7 @@ from torch import Tensor
 from sinklab.assessing.part import (
     GROWTH,
     AssessPart,
+    AssessText,
     Effect,
     PartFigure,
     PartJob,
@@ -37,7 +38,6 @@ from sinklab.assessing.part import (
 )
 from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step, changed_attention, refused
-from sinklab.assessing.text import AssessText
 from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Dense
 from sinklab.attention.operations.call import Call

@@ -6,10 +6,19 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from sinklab.assessing.part import AssessPart, Effect, PartFigure, PartJob, PartNumber, PlotAxis, ResultRow, plot_row
+from sinklab.assessing.part import (
+    AssessPart,
+    AssessText,
+    Effect,
+    PartFigure,
+    PartJob,
+    PartNumber,
+    PlotAxis,
+    ResultRow,
+    plot_row,
+)
 from sinklab.assessing.plan import STREAMED, AssessSettings
 from sinklab.assessing.reading import PairedReader, Step
-from sinklab.assessing.text import AssessText
 from sinklab.models.adapter import Adapter
 from sinklab.schema import ReadDocument
 

@@ -3,7 +3,7 @@
 z_ts is the score of query t and key s after softcap and position; a bias key is one more key of every row. A new
 operation is a file here, a member of the union below and a row in docs/interventions.md. In the file: a `kind`, the
 formula in the docstring, the `examples` by which it is trained, tested and timed, the methods of `OperationPart`
-(nearly always by way of `LogSimilarity`: a log-similarity and a divisor), and the paper's formula as `reference`.
+(nearly always of `LogSimilarity`: a log-similarity and a divisor), and the paper's formula as `reference`.
 """
 
 from typing import Annotated

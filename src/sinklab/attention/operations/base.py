@@ -27,8 +27,8 @@ class OperationPart(Kind, ABC):
     has_logits: ClassVar[bool] = True  # False for kernels, whose similarity is not a function of q.k
     zero_at_zero: ClassVar[bool] = False  # whether a key of logit 0 has similarity 0
     forgets: ClassVar[bool] = False  # whether keys fade by the gates of `forget_gate`
-    sequential: ClassVar[bool] = False  # whether keys take shares of what others left, so that there is a rest
-    keys_per_head: ClassVar[int] = 1  # into how many queries and keys a head's own are cut, side by side
+    sequential: ClassVar[bool] = False  # whether keys take shares of the rest that other keys leave
+    keys_per_head: ClassVar[int] = 1  # into how many parts a head's queries and keys are cut
 
     @property
     def sums_to_one(self) -> bool:
@@ -37,7 +37,7 @@ class OperationPart(Kind, ABC):
 
     @property
     def only_values(self) -> bool:
-        """Whether the output of a row is made of its values alone, each times a number of its own."""
+        """Whether the output of a row is a weighted sum of its values."""
         return True
 
     @property
@@ -52,7 +52,7 @@ class OperationPart(Kind, ABC):
 
     @property
     def passes(self) -> int:
-        """How often scores are computed for one output; once unless a normaliser is needed first."""
+        """How often scores are computed for one output; twice where a normaliser is needed first."""
         return 1
 
     def parameters(
@@ -65,7 +65,7 @@ class OperationPart(Kind, ABC):
             head_width: of a head's queries and keys as a whole, also where `keys_per_head` cuts it.
             value_width: of a head's values and output.
             layer: of the model, from 1.
-            context: tokens of a training sequence; None where nobody said.
+            context: tokens of a training sequence; None if unknown.
         """
         return None
 
@@ -93,7 +93,7 @@ class OperationPart(Kind, ABC):
         """A_ts as the paper writes it, on explicit matrices: (B, H, T, S). It uses nothing that `output` uses."""
 
     def reference_output(self, given: Explicit, out_BHTV: Tensor) -> Tensor:
-        """What becomes of sum_s A_ts v_s, as the paper writes it."""
+        """The output from sum_s A_ts v_s, as the paper writes it."""
         return out_BHTV
 
 
@@ -105,7 +105,7 @@ class Normalisation:
         similarity: l_ts after the call's score; None is the identity.
         log_divisor: log Z_t (B, H, T), 0.0 for none, None for the row sum, bias key included.
         log_addend: logarithm of what is added to the row sum before it divides (B, H, T).
-        factor: what the scores are multiplied with in the end.
+        factor: of the scores, at the end.
     """
 
     similarity: Score | None = None

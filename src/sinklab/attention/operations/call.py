@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from sinklab.attention.biases import ExtraKey, extra_logits
-from sinklab.attention.blocks import accumulate_dtype, default_scale
 from sinklab.attention.importance import Rows, score_rows
+from sinklab.attention.masks import Mask, visible_keys
 from sinklab.attention.primitive import Backend, attend, attend_output, log_normaliser
+from sinklab.attention.query_blocks import accumulate_dtype, default_scale
 from sinklab.attention.scores import Score, compose
-from sinklab.attention.visible import Mask, visible_keys
 
 
 class _Scoring(TypedDict):
@@ -27,18 +27,18 @@ class Call:
 
     Attributes:
         q_BHTD, k_BGTD: queries and keys. Where there are more keys than queries, as
-            when a sequence is continued, the queries stand at the last positions.
-        mask: who sees whom.
+            when a sequence is continued, the queries are at the last positions.
+        mask: which keys each query sees.
         backend: of the primitive.
         cap: softcap of the scores, bias keys included.
-        position: what the positional embedding does to the scores of the sequence's own keys.
-        fading: what forget gates do to them, behind the position.
+        position: the positional embedding's effect on the scores of the sequence's own keys.
+        fading: the effect of forget gates on them, after the position.
         key_HD: the key of a bias.
-        offset_H: what is added to the logit of that key, behind the cap.
-        logit_H: a sink logit; takes the place of q.k_s.
-        value_HV: the value of the bias; None stands for zero.
+        offset_H: added to the logit of that key, after the cap.
+        logit_H: a sink logit, in place of q.k_s.
+        value_HV: the value of the bias; None means zero.
         learned: the operation's own parameters.
-        scale: of the products q.k; None for 1 / sqrt(D), the only one that kernels and stick-breaking have.
+        scale: of the products q.k; None for 1 / sqrt(D), the only one that kernels and stick-breaking support.
     """
 
     q_BHTD: Tensor
@@ -61,11 +61,11 @@ class Call:
         return self.k_BGTD.shape[2] - self.q_BHTD.shape[2]
 
     def attend(self, v_BGTV: Tensor, similarity: Score | None = None) -> tuple[Tensor, Tensor]:
-        """`primitive.attend` over the sequence's own keys, the logarithm of the similarity behind the call's scores."""
+        """`primitive.attend` over the sequence's own keys, the logarithm of the similarity after the call's scores."""
         return attend(self.q_BHTD, self.k_BGTD, v_BGTV, backend=self.backend, **self._scoring(similarity))
 
     def attend_output(self, v_BGTV: Tensor, similarity: Score | None = None) -> Tensor:
-        """The output of `attend` alone, for which a fused kernel may serve."""
+        """The output of `attend` alone, for which a fused kernel may be used."""
         return attend_output(self.q_BHTD, self.k_BGTD, v_BGTV, backend=self.backend, **self._scoring(similarity))
 
     def rows(self, similarity: Score | None = None) -> Iterator[Rows]:
@@ -77,7 +77,7 @@ class Call:
         return {"score": self.score(similarity), "mask": self.mask, "scale": self.scale}
 
     def keys_per_row(self) -> Tensor:
-        """(B, T), in the precision of scores: how many keys take part in each row, bias key included."""
+        """(B, T), in the precision of scores: number of keys in each row, bias key included."""
         B, _, T, _ = self.q_BHTD.shape
         has_bias = self.key_HD is not None or self.logit_H is not None
         seen_BT = visible_keys(self.mask, T, self.q_BHTD.device, self.k_BGTD.shape[2])
@@ -103,7 +103,7 @@ class Call:
         return lse_BHT if logits_BHT is None else ExtraKey(logits_BHT).merge(lse_BHT[..., None], lse_BHT)[1]
 
     def score(self, similarity: Score | None = None) -> Score | None:
-        """All that is done to a scaled score of the sequence's own keys, the logarithm of the similarity last."""
+        """The score function of the sequence's own keys, the logarithm of the similarity last."""
         return compose(self.cap, self.position, self.fading, similarity)
 
 

@@ -10,10 +10,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from sinklab.attention.biases import ExtraKey
-from sinklab.attention.blocks import accumulate_dtype
 from sinklab.attention.importance import Rows
 from sinklab.attention.operations.base import OperationPart
 from sinklab.attention.operations.call import Call
+from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.attention.reference import Explicit
 from sinklab.schema import Example
 

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from sinklab.attention.blocks import accumulate_dtype
 from sinklab.attention.operations.base import LogSimilarity, Normalisation
 from sinklab.attention.operations.call import Call
+from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.attention.reference import Explicit
 from sinklab.schema import Example
 

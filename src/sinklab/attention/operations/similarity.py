@@ -103,11 +103,11 @@ class Similarity(LogSimilarity):
 
 
 class SigmoidShift(nn.Module):
-    """b, what is added to every score.
+    """b, added to every score.
 
     Attributes:
         start: b before training.
-        shift: what is added to it for every head (H,), learned from 0, so that weight decay pulls b to where it started
+        shift: added to it for every head (H,), learned from 0, so that weight decay pulls b to where it started
             and not to the unshifted sigmoid; None where b stays as it starts.
     """
 
@@ -137,7 +137,7 @@ def _plus_of_head(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, shift_H
 
 
 class Sigmoid(Similarity):
-    """sim(z) = sigmoid(z + b), b = 0 unless `shift` says otherwise (2409.04431).
+    """sim(z) = sigmoid(z + b), b = 0 unless `shift` is set (2409.04431).
 
     `context` is what its authors train with, a constant -log n for the whole of training, n the length of a training
     sequence: `subtract_seq_len_bias` of their trainer (github.com/apple/axlearn, gala_sigmoid.py; the constant

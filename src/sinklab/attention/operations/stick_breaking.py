@@ -1,18 +1,34 @@
-"""Stick-breaking attention (2410.17980): every key takes a share of what the keys after it have left."""
+"""Stick-breaking attention (2410.17980): every key takes a share of what the keys after it have left.
 
-from collections.abc import Iterator
-from typing import ClassVar, Literal
+A query breaks a stick of length one, from its newest key backwards: key s takes the share beta_s = sigmoid(l_s) of what
+the keys after it have left, A_s = beta_s prod over j > s of (1 - beta_j), and a rest stays. With the softplus u of the
+logits, log A_s = l_s - sum over j >= s of u_j and log rest = -(sum of all u_j): one softplus, one cumulative sum and
+one exponential per score. Backwards, g_s = A_s dA_s is the gradient of log A_s, and that of a logit is
+
+    dl_s = g_s - beta_s (g_s + sum of g over the keys before s + rest drest),
+
+one more cumulative sum. It runs in blocks of queries that are recomputed in the backward pass: any device, O(T * block)
+memory. The score function is differentiated by autograd, block by block, as in `chunked.py`.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from sinklab.attention import blocks as bl
+from sinklab.attention import query_blocks as bl
 from sinklab.attention.importance import Rows
+from sinklab.attention.masks import Mask, WrappedMask
 from sinklab.attention.operations.base import OperationPart
 from sinklab.attention.operations.call import Call
+from sinklab.attention.primitive import eager_logits
 from sinklab.attention.reference import Explicit
-from sinklab.attention.stick import OtherKeys, block_rows, break_sticks
+from sinklab.attention.scores import Score
 from sinklab.schema import Example
 
 
@@ -28,12 +44,12 @@ class StickRest(nn.Module):
 class StickBreaking(OperationPart):
     """A_ts = sigmoid(z_ts) prod over s < j < t of (1 - sigmoid(z_tj)): shares of what is left (2410.17980).
 
-    The query's own key takes no part, and whatever a mask lets a query see breaks the stick in the order of positions,
-    the last one first. What no key takes is an implicit sink, 1 - sum of A, and is reported as the share of a bias;
-    with it rows sum to one. What it carries: nothing, as the paper's formula has it; the query's own value, as its
+    The query's own key takes no part; the other visible keys break the stick in the order of positions, the last one
+    first. The rest that no key takes is an implicit sink, 1 - sum of A, reported as the share of a bias; with it rows
+    sum to one. The rest carries nothing, as in the paper's formula; the query's own value, as in its
     released model (`sb_remainder` in github.com/IBM/dolomite-engine, `sb_dolomite`); or a learned vector per head that
     starts at zero, as its later code (`head_bias`, followed there by a norm per head, which is not part of this).
-    Biases that are keys or logits are refused: there is no row sum to join, and the rest is last in line already.
+    Biases that are keys or logits are refused: there is no row sum to join, and the rest is the last share already.
     """
 
     kind: Literal["stick_breaking"] = "stick_breaking"
@@ -97,3 +113,144 @@ class StickBreaking(OperationPart):
         if isinstance(given.learned, StickRest):
             return out_BHTV + rest * given.learned.value[:, None]
         return out_BHTV
+
+
+EXACT_TO = 40.0  # from here on the softplus is its argument: 4e-18 off, where the default, 20, is 2e-9 off
+
+
+@dataclass(frozen=True)
+class OtherKeys(WrappedMask):
+    """Another mask, without the query's own key."""
+
+    @property
+    def may_be_empty(self) -> bool:
+        return True
+
+    def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return self.rest.allowed(b, h, q, k) & (k != q)
+
+    def key_range(self, first: int, end: int, keys: int) -> tuple[int, int]:
+        return self.rest.key_range(first, end, keys)
+
+    def full_range(self, first: int, end: int, keys: int) -> tuple[int, int]:
+        low, high = self.rest.full_range(first, end, keys)
+        return low, max(low, min(high, first))
+
+
+def broken(logits_BHQS: Tensor, seen: Callable[[Tensor, float], Tensor]) -> tuple[Tensor, Tensor]:
+    """(A_BHQS, rest_BHQ) of a block's logits, the keys in the order of their positions.
+
+    Args:
+        logits_BHQS: of every key of the block; not changed.
+        seen: sets in place what a query may not see to a value (`blocks.mask_block_`).
+    """
+    taken = seen(F.softplus(logits_BHQS, threshold=EXACT_TO), 0.0)
+    left = taken.flip(-1).cumsum(-1).flip(-1)
+    shares = seen(bl.floored_exp_(logits_BHQS - left), 0.0)
+    return shares, torch.exp(-taken.sum(-1))
+
+
+def block_rows(
+    q_BHTD: Tensor, k_BGSD: Tensor, block: bl.Block, score: Score | None, mask: Mask
+) -> tuple[Tensor, Tensor]:
+    """`broken` of one block of queries."""
+    S = k_BGSD.shape[2]
+    offset = S - q_BHTD.shape[2]
+    z_BHQS = bl.raw_scores(q_BHTD, k_BGSD, block, bl.default_scale(q_BHTD))
+    return broken(bl.score_block(z_BHQS, block, offset, score), _seen(block, offset, S, mask))
+
+
+class _Stick(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, score: Score | None, mask: Mask, *tensors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        B, H, T, _ = q.shape
+        out = q.new_empty(B, H, T, v.shape[3])
+        rest = q.new_empty(B, H, T, dtype=bl.accumulate_dtype(q.dtype))
+        for block in bl.blocks(q, k, mask):
+            rows = slice(block.start, block.stop)
+            shares, rest[:, :, rows] = block_rows(q, k, block, score, mask)
+            out[:, :, rows] = bl.grouped_product(shares.to(v.dtype), v[:, :, block.low : block.high])
+        ctx.save_for_backward(q, k, v, *tensors)
+        ctx.score, ctx.mask = score, mask
+        return out, rest
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, drest: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, *tensors = ctx.saved_tensors
+        score: Score | None = ctx.score
+        T, S, groups, scale = q.shape[2], k.shape[2], k.shape[1], bl.default_scale(q)
+        dout = dout.to(q.dtype)
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        leaves = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+        wanted = [t for t in leaves if t.requires_grad]
+        totals = [torch.zeros_like(t) for t in wanted]
+        for block in bl.blocks(q, k, ctx.mask):
+            rows, keys = slice(block.start, block.stop), slice(block.low, block.high)
+            z, logits = _scored(bl.raw_scores(q, k, block, scale), block, S - T, score, leaves)
+            seen = _seen(block, S - T, S, ctx.mask)
+            shares, rest = broken(logits.detach(), seen)
+            dv[:, :, keys] += bl.grouped_transpose_product(shares.to(v.dtype), dout[:, :, rows], groups)
+            dshares = bl.grouped_product(dout[:, :, rows], v[:, :, keys].transpose(-1, -2))
+            slopes = shares.mul_(dshares)
+            stick = slopes.cumsum(-1).add_((rest * drest[:, :, rows])[..., None])
+            dlogits = seen(slopes.sub_(stick.mul_(logits.detach().sigmoid())), 0.0)
+            dz = dlogits
+            if score is not None:
+                dz, *parts = torch.autograd.grad(logits, (z, *wanted), dlogits)
+                for total, part in zip(totals, parts, strict=True):
+                    total += part
+            dz = (dz * scale).to(q.dtype)
+            dq[:, :, rows] = bl.grouped_product(dz, k[:, :, keys])
+            dk[:, :, keys] += bl.grouped_transpose_product(dz, q[:, :, rows], groups)
+        found = iter(totals)
+        return dq, dk, dv, None, None, *(next(found) if t.requires_grad else None for t in leaves)
+
+
+def _seen(block: bl.Block, offset: int, keys: int, mask: Mask) -> Callable[[Tensor, float], Tensor]:
+    return lambda scores_BHQS, value: bl.mask_block_(scores_BHQS, block, offset, keys, mask, value)
+
+
+def _scored(
+    z: Tensor, block: bl.Block, offset: int, score: Score | None, leaves: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The block's raw scores and its logits, with a graph between them and to the score's tensors."""
+    if score is None:
+        return z, z
+    with torch.enable_grad():
+        z = z.detach().requires_grad_()
+        return z, score.function(z, *bl.indices(z, block, offset), *leaves)
+
+
+def break_sticks(
+    q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, score: Score | None, mask: Mask, *, eager: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(out_BHTV, rest_BHT) of stick-breaking attention, from the last position backwards.
+
+    Args:
+        q_BHTD: queries, the last T of S positions.
+        k_BGSD, v_BGSV: keys and values; H a multiple of G.
+        score: what is done to a scaled score; None is the identity.
+        mask: which keys take part.
+        eager: on the explicit matrix, differentiated by autograd.
+
+    Returns:
+        The output in the dtype of the values; what no key took, float32 (float64 for float64).
+    """
+    bl.check_shapes(q_BHTD, k_BGSD)
+    if eager:
+        return _on_the_matrix(q_BHTD, k_BGSD, v_BGSV, score, mask)
+    tensors = () if score is None else score.tensors
+    return _Stick.apply(q_BHTD, k_BGSD, v_BGSV, score, mask, *tensors)  # type: ignore
+
+
+def _on_the_matrix(
+    q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, score: Score | None, mask: Mask
+) -> tuple[Tensor, Tensor]:
+    logits_BHTS = eager_logits(q_BHTD, k_BGSD, score, mask, bl.default_scale(q_BHTD))
+    log_left = F.logsigmoid(-logits_BHTS)  # by each key of what it finds
+    newer = log_left.flip(-1).cumsum(-1).flip(-1) - log_left
+    shares_BHTS = torch.exp(F.logsigmoid(logits_BHTS) + newer)
+    return bl.grouped_product(shares_BHTS.to(v_BGSV.dtype), v_BGSV), torch.exp(log_left.sum(-1))

@@ -54,7 +54,7 @@ class ClippedSoftmax(LogSimilarity):
 
 
 def _share(z: Tensor, lse: Tensor) -> Tensor:
-    """exp(z - lse), which is at most one for keys in the row, and bounded for those that a mask takes out later."""
+    """exp(z - lse), which is at most one for keys in the row, and bounded for those that are masked later."""
     return torch.exp(-torch.relu(lse - z))
 
 
@@ -84,7 +84,7 @@ class Softpick(LogSimilarity):
 
 
 def _excess(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """relu(exp(z) - 1), bounded where row sums are out of range and `_log_excess` serves."""
+    """relu(exp(z) - 1), bounded where row sums are out of range and `_log_excess` is used."""
     return torch.expm1(F.hardtanh(z, 0.0, LARGEST_LOG_SUM + 4))
 
 

@@ -1,6 +1,8 @@
-"""Results in the terminal: of a report, of measurements of one or many models, of tasks, assessments, backends."""
+"""Results in the terminal: of training, measurements of one or many models, tasks, assessments, experiments."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import shlex
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -8,44 +10,48 @@ from rich.console import Console
 from sinklab.commands.terminal.tables import print_notes, print_table, print_title
 from sinklab.experiments.definition import SCALES
 from sinklab.experiments.documents import Summary
+from sinklab.measuring.statistics.highest import elsewhere_text, in_brackets
+from sinklab.report.cells import cells_table, headline
+from sinklab.report.collect import ListedRun
 from sinklab.report.data import ReportData
-from sinklab.report.experiments.sweeps import cells_of, run_warnings
-from sinklab.report.experiments.tables import claims_table, experiment_table, paper_models
-from sinklab.report.summary import headline
-from sinklab.report.tables import (
+from sinklab.report.result_tables import (
     assessment_table,
-    cells_table,
     comparison_table,
     measurement_facts,
     measurement_tables,
-    tables,
+    suite_tables,
 )
-from sinklab.survey.documents import CheckpointsDocument, DomainsDocument, FamiliesDocument
-from sinklab.tables import Table, TableCell, TableColumn, Value, names, numbers
+from sinklab.report.sweeps import claims_table, experiment_table, paper_models
+from sinklab.survey.suites import CheckpointsDocument, DomainsDocument, FamiliesDocument
+from sinklab.tables import Table, TableCell, TableColumn, Value, names, number_text, numbers
+from sinklab.train.directory.history import read_history
 
 if TYPE_CHECKING:
     from sinklab.assessing.assessment import Assessment
-    from sinklab.evaluating.documents import DownstreamScores, TaskMetric, TaskScores
+    from sinklab.evaluating.evaluation import DownstreamScores, TaskMetric
     from sinklab.measuring.measurement import Measurement
     from sinklab.survey.backends import Parity
     from sinklab.survey.checkpoints import Checkpoints
     from sinklab.survey.compare import Comparison
-    from sinklab.survey.domains import Domains
-    from sinklab.survey.families import Families
-    from sinklab.survey.sizes import Size
+    from sinklab.survey.families import Families, Size
+    from sinklab.survey.measure_many import Domains
+    from sinklab.train.recipe import Recipe
+    from sinklab.train.replay import Replay
+    from sinklab.tuning.tuned_directory import Tuning
 
+GRADIENTS = 12
+"""Parameters that a replay lists."""
 SHARES = ("acc", "exact_match")
 """Beginnings of the metrics of downstream tasks that are shown in percent."""
 
 
 def print_report(data: ReportData, console: Console) -> None:
     """Print the tables of the page with the notes of the measurements, then the experiments, then other claims."""
-    for table in [*([cells_table(data, curves=True)] if data.cells else []), *tables(data)]:
+    for table in [*([cells_table(data, curves=True)] if data.cells else []), *suite_tables(data)]:
         print_table(table, console)
-    notes = [*((data.label(run), note) for run in data.runs for note in run.notes), *data.failures]
-    print_notes([f"{name}: {note}" for name, note in notes], console)
+    print_notes([f"{name}: {note}" for name, note in data.notes], console)
     for sweep in data.sweeps:
-        print_summary(sweep.summary, sweep.experiments, console)
+        print_summary(sweep.summary, sweep.summary.experiments, console)
     if data.claims:
         print_table(claims_table(data.claims), console)
 
@@ -54,7 +60,7 @@ def print_summary(summary: Summary, wanted: Iterable[str], console: Console) -> 
     """Our numbers beside the paper's and the verdict of each claim, of some experiments of a summary."""
     for name in wanted:
         experiment = summary.experiments[name]
-        cells = cells_of(summary, experiment)
+        cells = summary.cells_of(name)
         place = f" {'at' if experiment.scale in SCALES else 'in'} {experiment.scale}" if experiment.scale else ""
         print_title(f"{name}{place}: {experiment.title}", console)
         print_table(experiment_table(experiment, cells), console)
@@ -65,10 +71,10 @@ def print_summary(summary: Summary, wanted: Iterable[str], console: Console) -> 
             f"{cell}, seed {run.seed}: {warning}"
             for cell, found in cells.items()
             for run in found.runs
-            for warning in run_warnings(run)
+            for warning in run.warnings
         ]
         print_notes(warnings, console)
-        if claims := [claim for claim in summary.claims if claim.experiment == name]:
+        if claims := summary.claims_of(name):
             print_table(claims_table(claims), console)
 
 
@@ -195,27 +201,110 @@ def print_scores(scores: "DownstreamScores", console: Console) -> None:
         for metric, score in task.metrics.items()
     ]
     print_table(Table(scores.model, columns, rows), console)
-    print_notes([*_remarks(scores), *scores.notes], console)
+    for name, task in scores.tasks.items():
+        notes = []
+        if task.left_out:
+            notes.append(f"{task.left_out:,} items were left out, as an answer is longer than the model's context")
+        if task.cut:
+            notes.append(f"{task.cut:,} contexts are longer than the model's, and lost their first words")
+        if task.sink is None:
+            notes.append("no item is long enough to measure the sink on; give --text FILE")
+        else:
+            where = "its items" if task.sink.text == "task" else task.sink.text
+            notes.append(f"Sink_1 is of {task.sink.sequences} sequences of {task.sink.length} tokens of {where}")
+        print_notes([f"{name}: {note}" for note in notes], console)
+    print_notes(scores.notes, console)
 
 
 def _score(metric: str, score: "TaskMetric") -> tuple[str, str | None]:
+    """Value and standard error; shares in percent."""
     times, unit, form = (100, " %", ".1f") if metric.startswith(SHARES) else (1, "", ".4f")
     stderr = None if score.stderr is None else f"{times * score.stderr:{form}}{unit}"
     return f"{times * score.value:{form}}{unit}", stderr
 
 
-def _remarks(scores: "DownstreamScores") -> Iterator[str]:
-    for name, task in scores.tasks.items():
-        yield from _of_items(name, task)
-        if task.sink is None:
-            yield f"{name}: no item is long enough to measure the sink on; give --text FILE"
-        else:
-            where = "its items" if task.sink.text == "task" else task.sink.text
-            yield f"{name}: Sink_1 is of {task.sink.sequences} sequences of {task.sink.length} tokens of {where}"
+def print_end(directory: Path, recipe: "Recipe", console: Console) -> None:
+    """The last evaluation of a finished run, its directory, and the commands that use it."""
+    if history := read_history(directory / "metrics.jsonl"):
+        last = history[-1]
+        found = {
+            "tokens": (last.tokens, ",", ""),
+            "validation loss": (last.valid_loss, ".3f", " nats / token"),
+            "Sink_1": (next(iter(last.sink_rate), None), ".1f", " % of heads"),
+            "highest elsewhere": (elsewhere_text(last.sink_rate) or None, "", ""),
+            "on the bias": (last.sink_rate_bias, ".1f", " % of heads"),
+            "norm ratio": (last.largest_norm_ratio, ".1f", ", largest block"),
+        }
+        rows = [
+            (name, value if isinstance(value, str) else number_text(value, form) + unit)
+            for name, (value, form, unit) in found.items()
+            if value is not None
+        ]
+        title = f"{recipe.name}, step {last.step:,} of {recipe.train.steps:,}"
+        print_table(Table(title, names("", ""), rows), console)
+    where = shlex.quote(str(directory))
+    console.print(f"in {directory}:", highlight=False, markup=False, soft_wrap=True)
+    doing = {f"sinklab measure {where} --text FILE": "another text", f"sinklab report {where}": "charts"}
+    if recipe.schedule.shape == "flat":
+        more = f"sinklab train ... --set train.steps={2 * recipe.train.steps} --out {where}"
+        doing[more] = "go on from here"
+    width = max(map(len, doing))
+    for command, what in doing.items():
+        console.print(f"  {command:{width}}   {what}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _of_items(name: str, task: "TaskScores") -> Iterator[str]:
-    if task.left_out:
-        yield f"{name}: {task.left_out:,} items were left out, as an answer is longer than the model's context"
-    if task.cut:
-        yield f"{name}: {task.cut:,} contexts are longer than the model's, and lost their first words"
+def print_replay(found: "Replay", console: Console) -> None:
+    """The loss, the first tensor that is not finite, and the parameters with the largest gradients."""
+    begin = "the initial weights" if found.checkpoint is None else str(found.checkpoint)
+    console.print(f"step {found.step} from {begin}, {found.repeated} updates repeated", highlight=False, soft_wrap=True)
+    console.print(f"loss {found.loss:.6g}, gradient norm {found.grad_norm:.6g}", highlight=False)
+    console.print(f"first tensor that is not finite: {found.first_not_finite or 'none'}", highlight=False)
+    ranked = sorted(found.grad_norms.items(), key=lambda item: (item[1] == item[1], -item[1]))
+    columns = [*names("parameter"), TableColumn("gradient norm", form=".4g")]
+    print_table(
+        Table(f"the {GRADIENTS} largest gradients, not finite ones first", columns, ranked[:GRADIENTS]), console
+    )
+
+
+def print_runs(runs: Sequence[ListedRun], console: Console) -> None:
+    """A line per run."""
+    columns = [*names("Run", "State"), TableColumn("Step"), TableColumn("Sink_1", "%", ".1f")]
+    columns += [TableColumn("bias", "%", ".1f"), TableColumn("loss", form=".3f"), TableColumn("seed")]
+    columns += names("Changes")
+    rows = [
+        (
+            run.directory,
+            run.state,
+            f"{run.step:,}/{run.steps:,}" if run.steps is not None else None,
+            TableCell(run.sink_rate, in_brackets(run.sink_elsewhere).strip()),
+            run.sink_rate_bias,
+            run.valid_loss,
+            run.seed,
+            run.why or ", ".join(run.differs),
+        )
+        for run in runs
+    ]
+    print_table(Table("Runs", columns, rows), console)
+
+
+def print_tuning(tuning: "Tuning", console: Console) -> None:
+    """The base and the chat model side by side, and the notes."""
+    asked = tuning.asked
+    about = f"{asked.steps} updates of {asked.batch_size} conversations of at most {asked.length} tokens"
+    print_title(tuning.model, console, [about])
+    columns = [*names(""), *numbers(".2f", "Sink_1", "on the bias", unit="%"), *numbers(".2f", "norm ratio")]
+    columns += [TableColumn("loss", form=".4f"), TableColumn("max gradient", form=".4g")]
+    rows = [
+        (
+            name,
+            TableCell(side.sink_rate[0], in_brackets(elsewhere_text(side.sink_rate)).strip()),
+            side.sink_rate_bias,
+            max(side.hidden_norm_ratio) if side.hidden_norm_ratio else None,
+            side.valid_loss,
+            tuning.grad_norm_max if name == "chat" else None,
+        )
+        for name, side in tuning.sides().items()
+    ]
+    title = f"Before and after tuning (eps {asked.eps:g}, loss held out in nats)"
+    print_table(Table(title, columns, rows).without_empty_columns(), console)
+    print_notes(tuning.notes, console)

@@ -1,11 +1,9 @@
-"""Verification of a packed sweep: its files, its runs' hashes, its verdicts, and some of its runs trained again.
-
-Also whether claims were stated before the runs that judge them began."""
+"""Verification of a packed sweep: its files, the hashes of its runs, the dates of its claims, its verdicts, and some of
+its runs, which are trained again."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import date, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,8 +17,9 @@ from sinklab.experiments.sweep.engine import Event, PlannedRun
 from sinklab.experiments.sweep.packed import CHECKSUMS, read_checksums, unpack
 from sinklab.experiments.sweep.store import SweepManifest, found_runs, read_manifests, summary_of
 from sinklab.experiments.sweep.worker import train_cell
+from sinklab.experiments.verdicts.wording import plural
 from sinklab.files import parse_json, sha256_of
-from sinklab.train.directory.environment import ENVIRONMENT, environment, read_environment
+from sinklab.train.directory.environment import environment, read_environment
 from sinklab.train.directory.history import Evaluation, read_history
 from sinklab.train.recipe import load_recipe
 
@@ -77,6 +76,7 @@ def verify_packed(
         unpack(top, files)
         runs = found_runs(files)
         checks.append(_check_runs(runs))
+        checks.append(check_dates(read_manifests(top).values(), runs))
         say("judging every claim anew")
         checks.append(_check_verdicts(top, files))
         if retrain:
@@ -110,9 +110,7 @@ def _check_runs(runs: dict[str, Path]) -> Verified:
             f"{directory.name}: {name} was changed since the run ended" for name in edited(directory, record)
         ]
         fingerprint = read_environment(directory).get("data", {}).get("fingerprint")
-        if fingerprint is None:
-            check.notes.append(f"{directory.name} does not say on which text it was trained: its hash is not checked")
-        elif load_recipe(str(directory / "recipe.yaml")).content_hash(fingerprint) != run_hash:
+        if load_recipe(str(directory / "recipe.yaml")).content_hash(str(fingerprint)) != run_hash:
             check.problems.append(f"{directory.name}: its recipe on its text is not run {run_hash}")
     return check
 
@@ -215,62 +213,30 @@ def _too_far_apart(old: Sequence[Evaluation], new: Sequence[Evaluation]) -> Iter
             yield f"step {before.step}: validation loss {after.valid_loss:.4f} here and {before.valid_loss:.4f} there"
 
 
-@dataclass(frozen=True)
-class LateClaim:
-    """A claim that was stated after a run of its cells had begun.
+def check_dates(manifests: Iterable[SweepManifest], runs: Mapping[str, Path]) -> Verified:
+    """Every claim against the days on which the runs that judge it began; a claim of the same day precedes them.
 
-    Attributes:
-        claim: EXPERIMENT.CLAIM.
-        runs: the days on which the earlier runs began, by hash.
-    """
-
-    claim: str
-    stated: date
-    runs: Mapping[str, date]
-
-    @property
-    def said(self) -> str:
-        """The finding as a sentence."""
-        first = min(self.runs.values())
-        runs = "one run began" if len(self.runs) == 1 else f"{len(self.runs)} runs began"
-        return f"{self.claim} was stated on {self.stated}, and {runs} before, the first on {first}"
-
-
-def late_claims(manifests: Iterable[SweepManifest], begun: Mapping[str, date]) -> list[LateClaim]:
-    """The claims that do not precede their runs; a claim on the day of its runs does, and so does one without a date.
-
-    References are left out: they are checked in the experiment that states the comparison.
+    A confirmatory claim that is later than one of its runs is a problem, an exploratory one a note. References, claims
+    without a day and runs without a begin are not checked.
 
     Args:
-        begun: the days on which runs began, by hash; other runs are not checked.
+        runs: directories by hash.
     """
-    return [late for one in manifests for late in _late(one, begun)]
-
-
-def _late(one: SweepManifest, begun: Mapping[str, date]) -> Iterator[LateClaim]:
-    for claim in one.experiment.claims_at(one.scale):
-        stated = claim.stated or one.experiment.stated
-        if stated is None or claim.same_as:
-            continue
-        judging = {run for cell in claim.cells if cell in one.cells for run in one.cells[cell].hashes.values()}
-        earlier = {run: begun[run] for run in sorted(judging) if run in begun and begun[run] < stated}
-        if earlier:
-            yield LateClaim(f"{one.experiment.id}.{claim.id}", stated, earlier)
-
-
-def begun_on(out: Path) -> dict[str, date]:
-    """The day (UTC) on which each run in and below a folder began, by hash, if its env.json has it.
-
-    Raises:
-        SinklabError: an env.json is damaged.
-    """
-    found: dict[str, date] = {}
-    for run_hash, directory in found_runs(out).items():
-        path = directory / ENVIRONMENT
-        try:
-            said = parse_json(path.read_text(encoding="utf-8")).get(BEGUN)
-            if said is not None:
-                found[run_hash] = datetime.fromisoformat(said).date()
-        except (OSError, ValueError, TypeError) as error:
-            raise SinklabError(f"{path} cannot be read: {error}") from error
-    return found
+    begun = {run: str(day)[:10] for run, folder in runs.items() if (day := read_environment(folder).get(BEGUN))}
+    check = Verified("claims stated before their runs")
+    for one in manifests:
+        for claim in one.experiment.claims_at(one.scale):
+            stated = claim.stated or one.experiment.stated
+            hashes = {run for cell in claim.cells if cell in one.cells for run in one.cells[cell].hashes.values()}
+            days = [begun[run] for run in hashes if run in begun]
+            if stated is None or claim.same_as or not days:
+                continue
+            check.checked += 1
+            earlier = sorted(day for day in days if day < stated.isoformat())
+            if earlier:
+                found = check.notes if (claim.evidence or one.experiment.evidence) == "exploratory" else check.problems
+                found.append(
+                    f"{one.experiment.id}.{claim.id} was stated on {stated}, and {plural(len(earlier), 'run')} of its "
+                    f"cells began before, the first on {earlier[0]}"
+                )
+    return check

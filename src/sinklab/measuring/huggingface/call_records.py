@@ -1,10 +1,11 @@
-"""Records of a model whose attention calls are intercepted: foreign ones through transformers, exported ones of ours.
+"""Records of a model whose attention calls are intercepted: models of transformers, and exported ones of ours.
 
 A foreign call is computed here where that is cheapest, output and column sums from the same scores (one_pass.py). Where
-gradients are wanted, on CUDA, and where the output is computed elsewhere, the sums are taken beside it.
+gradients are wanted, on CUDA, and where the output is computed elsewhere, the sums are taken beside it. Sums of a layer
+are kept over several passes, while a sequence is decoded from a cache.
 
-A model that ignores the interface is not measured as zero: the calls are counted, and the matrices that such a model
-returns itself are read by matrix_records.py.
+Calls are counted: a model that ignores the interface is not measured as zero but read by matrix_records.py, from the
+matrices that it returns itself.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,22 +13,133 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from sinklab.attention.importance import ColumnSums
 from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.one_pass import attend_and_sum
 from sinklab.attention.real_tokens import RealTokens, real_tokens
 from sinklab.errors import SinklabError
-from sinklab.measuring.huggingface.recorder import Recorder
-from sinklab.measuring.huggingface.totals import LayerTotals, prefix_importance
+from sinklab.measuring.huggingface.recorder import READ_AFTERWARDS, Recorder
+from sinklab.measuring.mask_coverage import seen_over
+from sinklab.measuring.metrics import importance_from_sums, prefix_importance
 from sinklab.measuring.records import LayerRecord
-from sinklab.measuring.statistics.block import Angles
-from sinklab.measuring.statistics.watch import DetailsWatch
+from sinklab.measuring.statistics.collecting import DetailsCollector
+from sinklab.measuring.statistics.statistic_base import Angles
 from sinklab.models.adapter import Adapter
-from sinklab.models.hooks import hooked
+from sinklab.models.hooks import hooked, token_norms
 from sinklab.models.intercept import intercept
 from sinklab.models.native import NativeAdapter
+
+FINGERPRINT = 4  # leading numbers of a key, by which it is recognised in a later pass
+FINGERPRINT_TOLERANCE = 0.05  # relative; keys recomputed from a latent differ by rounding
+
+
+class LayerTotals:
+    """Column sums and norms of one layer, over the passes of one sequence. T new queries meet S keys in each.
+
+    Args:
+        leading: learned tokens in front of the real ones.
+
+    Attributes:
+        prefixes: alpha of the sequences cut at each of the requested lengths.
+    """
+
+    def __init__(self, leading: int = 0) -> None:
+        self.prefixes: tuple[Tensor, ...] = ()
+        self._leading = leading
+        self._row_sums_BH: Tensor | None = None
+        self._sums_BHT: Tensor | None = None
+        self._earlier_BHT: Tensor | None = None
+        self._seen_by_BGT: Tensor | None = None
+        self._bias_BH: Tensor | None = None
+        self._keys_BTN: Tensor | None = None  # a few numbers of each
+        self._key_norms: list[Tensor] = []
+        self._value_norms: list[Tensor] = []
+
+    @torch.no_grad()
+    def add(self, sums: ColumnSums, seen_by_BGS: Tensor, key_BGSD: Tensor, value_BGSV: Tensor, queries: int) -> None:
+        """Add a pass. A cache that drops keys behind a sliding window passes the last S of them.
+
+        Args:
+            seen_by_BGS: how many of the pass's counted queries may see each key; batch and head may be 1.
+
+        Raises:
+            SinklabError: more keys than tokens have been seen (a static cache), or keys of other tokens than before.
+        """
+        before = 0 if self._sums_BHT is None else self._sums_BHT.shape[-1]
+        seen, keys = before + queries, key_BGSD.shape[2]
+        if keys > seen:
+            raise SinklabError(
+                f"{keys} keys met {seen} tokens that the probe has seen: put the probe around the whole sequence, the "
+                "first call included, with a dynamic cache (the default) or use_cache=False"
+            )
+        self._check_keys(key_BGSD[:, 0, :, :FINGERPRINT], keys - queries)
+        self._sums_BHT = _grown(self._sums_BHT, sums.keys_BHS, seen)
+        self._seen_by_BGT = _grown(self._seen_by_BGT, seen_by_BGS, seen)
+        if sums.earlier_BHS is not None:
+            self._earlier_BHT = _grown(self._earlier_BHT, sums.earlier_BHS, seen)
+        if sums.bias_BH is not None:
+            self._bias_BH = sums.bias_BH if self._bias_BH is None else self._bias_BH + sums.bias_BH
+        self._key_norms.append(token_norms(key_BGSD[:, :, -queries:]).mean(1))
+        self._value_norms.append(token_norms(value_BGSV[:, :, -queries:]).mean(1))
+
+    def _check_keys(self, key_BSN: Tensor, earlier: int) -> None:
+        """Refuse a pass whose earlier keys differ from those of the passes before, in the same rows."""
+        new_BTN, before_BTN = key_BSN[:, earlier:].clone(), self._keys_BTN  # a view would keep all of the keys
+        same = before_BTN is None or len(before_BTN) == len(key_BSN)
+        if before_BTN is not None and same:
+            before_BSN = before_BTN[:, before_BTN.shape[1] - earlier :]
+            moved_BS, size_BS = (x.float().norm(dim=-1) for x in (key_BSN[:, :earlier] - before_BSN, before_BSN))
+            same = not bool((moved_BS > FINGERPRINT_TOLERANCE * size_BS).any())
+        if not same:
+            raise SinklabError(
+                "the cache holds other sequences, or in another order, than in the pass before, as in beam search: the "
+                f"sums are of those that were there. {READ_AFTERWARDS}"
+            )
+        self._keys_BTN = new_BTN if before_BTN is None else torch.cat((before_BTN, new_BTN), dim=1)
+
+    def add_row_sums(self, sums_BH: Tensor) -> None:
+        """Add sums of rows that do not sum to one, over the counted queries of a pass."""
+        self._row_sums_BH = sums_BH if self._row_sums_BH is None else self._row_sums_BH + sums_BH
+
+    @torch.no_grad()
+    def record(self, real: RealTokens) -> LayerRecord:
+        """Means over the real tokens so far, whose positions, behind the leading ones, are `real`."""
+        assert self._sums_BHT is not None
+        count_B = real.count_B.to(self._sums_BHT.device)
+        importance_BHT = importance_from_sums(real.align(self._sums_BHT), count_B)
+        assert self._seen_by_BGT is not None
+        all_BHT = self._sums_BHT  # over all queries, the earlier ones of a prefix mask included
+        if self._earlier_BHT is not None:
+            all_BHT = all_BHT + F.pad(self._earlier_BHT, (0, all_BHT.shape[-1] - self._earlier_BHT.shape[-1]))
+        seen_by_BGT = real.align(self._seen_by_BGT.expand(len(all_BHT), -1, -1))
+        visible_BHT, view = seen_over(real.align(all_BHT), seen_by_BGT, count_B)
+        bias_BH, registers_BHN = None if self._bias_BH is None else self._bias_BH / count_B[:, None], None
+        if self._leading:
+            at_BN = real.index_BR[:, :1] - self._leading + torch.arange(self._leading, device=real.index_BR.device)
+            at_BHN = at_BN[:, None].expand(-1, self._sums_BHT.shape[1], -1)
+            registers_BHN = self._sums_BHT.gather(-1, at_BHN) / count_B[:, None, None]
+            bias_BH = registers_BHN.sum(-1) if bias_BH is None else registers_BHN.sum(-1) + bias_BH
+        return LayerRecord(
+            importance_BHT,
+            bias_BH,
+            real.align(torch.cat(self._key_norms, -1)),
+            real.align(torch.cat(self._value_norms, -1)),
+            self.prefixes,
+            visible_BHT,
+            view,
+            row_sums_BH=None if self._row_sums_BH is None else self._row_sums_BH / count_B[:, None],
+            registers_BHN=registers_BHN if self._leading > 1 else None,
+        )
+
+
+def _grown(total_BHT: Tensor | None, part_BHS: Tensor, positions: int) -> Tensor:
+    """Sums over the passes so far at all positions, plus those of another pass at the last S positions."""
+    part_BHT = F.pad(part_BHS, (positions - part_BHS.shape[-1], 0))
+    return part_BHT if total_BHT is None else F.pad(total_BHT, (0, positions - total_BHT.shape[-1])) + part_BHT
 
 
 class CallRecords(Recorder):
@@ -37,35 +149,35 @@ class CallRecords(Recorder):
     """
 
     def __init__(
-        self, model: PreTrainedModel, adapter: Adapter, lengths: Sequence[int], details: DetailsWatch | None
+        self, model: PreTrainedModel, adapter: Adapter, lengths: Sequence[int], details: DetailsCollector | None
     ) -> None:
         super().__init__(model, adapter.attention_layers, lengths, details)
         self._native = isinstance(adapter, NativeAdapter)
         self._totals: list[LayerTotals] = []
         self._calls = 0
         self._running = self._cached = False
-        self._placed: RealTokens | None = None  # where the real tokens are among the positions of a layer
+        self._placed: RealTokens | None = None  # the real tokens among the positions of a layer
 
     def _latest(self) -> list[LayerRecord]:
         placed = self._placed
         return [] if placed is None else [totals.record(placed) for totals in self._totals]
 
-    def _forget_latest(self) -> None:
+    def _drop_latest(self) -> None:
         self._totals, self._placed = [], None
 
     def observe(self, layer: LayerCall) -> Tensor | None:
-        """Take in a call; gives its output where that was computed beside the sums."""
+        """Record a call; returns its output where that was computed along with the sums."""
         if not self._running:
             if self._native:
                 return None  # the transformer inside of the model was called, not the model
             raise SinklabError("a probed model was not called itself, only a part of it: call model(...)")
         fused = layer.library is not None and (layer.fusible or bool(self._lengths))
         with torch.no_grad():
-            out = self._take_in(layer.exact() if self._native else layer, fused)
+            out = self._record(layer.exact() if self._native else layer, fused)
         self._calls += 1
         return out
 
-    def _take_in(self, layer: LayerCall, fused: bool) -> Tensor | None:
+    def _record(self, layer: LayerCall, fused: bool) -> Tensor | None:
         q, k, T = layer.call.q_BHTD, layer.call.k_BGTD, layer.length
         if not self._calls:
             self._placed = self._behind_leading(layer) if self._native else self._real
@@ -73,13 +185,13 @@ class CallRecords(Recorder):
         if k.shape[2] > self._placed.mask_BT.shape[1] and not self._cached:
             raise SinklabError(
                 f"attention layer {self._calls + 1} of this {self._model.config.model_type!r} model has {k.shape[2]} "
-                f"keys for {self._seen} tokens: it appends keys that each stand for several tokens (compressed "
-                "attention, as in DeepSeek-V4), so how much single tokens are attended to cannot be measured"
+                f"keys for {self._seen} tokens: it appends keys that each represent several tokens (compressed "
+                "attention, as in DeepSeek-V4), so the attention on single tokens cannot be measured"
             )
         counted_BT = self._placed.mask_BT[:, -T:].to(q.device) if self._placed.padded else None
         if self._calls == len(self._totals):
             self._totals.append(LayerTotals(layer.leading))
-        elif self._native and k.shape[2] == T:  # the beginning is read once more, as under a prefix mask
+        elif self._native and k.shape[2] == T:  # the sequence is read again from its beginning, as under a prefix mask
             self._totals[self._calls] = LayerTotals(layer.leading)
         totals, exact, out = self._totals[self._calls], layer.exact(), None
         if fused:
@@ -100,7 +212,7 @@ class CallRecords(Recorder):
         return out
 
     def _behind_leading(self, layer: LayerCall) -> RealTokens:
-        """Where the real tokens are among the positions of a core."""
+        """The real tokens among the positions of a core."""
         assert self._real is not None
         count_B = self._real.count_B.to(layer.call.q_BHTD.device)
         start_B = torch.zeros_like(count_B) if layer.padding_B is None else layer.padding_B
@@ -114,17 +226,17 @@ class CallRecords(Recorder):
         """A hook: a forward pass of the model begins."""
         if self._paused:
             return
-        given = self._signature.bind_partial(*args, **kwargs).arguments
-        self._entering_sequences(given)
-        tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
-        mask_BT = given.get("attention_mask")
+        arguments = self._signature.bind_partial(*args, **kwargs).arguments
+        self._entering_sequences(arguments)
+        tokens = arguments["input_ids"] if arguments.get("input_ids") is not None else arguments["inputs_embeds"]
+        mask_BT = arguments.get("attention_mask")
         self._seen += tokens.shape[1]
         ones_BT = torch.ones(len(tokens), self._seen, device=tokens.device)
         self._real = self._real_tokens(ones_BT if mask_BT is None else mask_BT)
-        self._calls, self._running, self._cached = 0, True, given.get("past_key_values") is not None
+        self._calls, self._running, self._cached = 0, True, arguments.get("past_key_values") is not None
 
     def leaving(self, _: nn.Module, __: tuple[Any, ...], ___: Any) -> None:
-        """A hook: it has ended.
+        """A hook: a forward pass has ended.
 
         Raises:
             SinklabError: the attention of some layer could not be recorded.
@@ -153,7 +265,7 @@ class CallRecords(Recorder):
 
 @contextmanager
 def call_records(
-    model: PreTrainedModel, adapter: Adapter, lengths: Sequence[int] = (), details: DetailsWatch | None = None
+    model: PreTrainedModel, adapter: Adapter, lengths: Sequence[int] = (), details: DetailsCollector | None = None
 ) -> Iterator[CallRecords]:
     """`probe` for a model whose attention calls can be intercepted.
 
@@ -170,6 +282,6 @@ def call_records(
             records.backends = {str(adapter.cores[0].backend)} if isinstance(adapter, NativeAdapter) else use.backends
             yield records
     except (AttributeError, KeyError, TypeError) as error:
-        if records.tripped:  # a model that ignores the interface and trips over its masks (MPT)
+        if records.tripped:  # a model that ignores the interface and fails on its masks (MPT)
             raise records.unrecorded() from error
         raise

@@ -10,7 +10,7 @@ from transformers.training_args import TrainingArguments
 
 from sinklab.errors import InputError
 from sinklab.measuring.api import measure
-from sinklab.measuring.input_checks import token_matrix
+from sinklab.measuring.inputs import token_matrix
 from sinklab.measuring.measurement import Measurement
 from sinklab.schema import finite_or_none
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 EVALUATION = "eval_"
-"""How the Trainer begins the names of what it logs of an evaluation."""
+"""Prefix of the Trainer's keys of an evaluation."""
 
 
 class SinkCallback(TrainerCallback):
-    """Measures the model on the same tokens at every evaluation, and adds what it finds to what the Trainer logs.
+    """Measures the model on the same tokens at every evaluation, and adds the results to the Trainer's log.
 
-    Among the numbers of an evaluation there are then, also for `metric_for_best_model`:
+    An evaluation then has these numbers too, also for `metric_for_best_model`:
 
         eval_sink_1       Sink_1, percent of (sequence, layer, head) triples
         eval_sink_bias    the same for an added bias, sink logit or sink token, where the model has one
         eval_norm_ratio   norm of the first hidden state over the mean of the others', in the block where it is largest;
                           left out where it is infinite
 
-    Any Trainer takes it: `Trainer(.., callbacks=[SinkCallback(tokens)])`. W&B and TensorBoard, which the Trainer asks
-    before the callbacks of its user, see these numbers too after `callback.goes_first(trainer)`.
+    Use it with any Trainer: `Trainer(.., callbacks=[SinkCallback(tokens)])`. W&B and TensorBoard, which the Trainer
+    calls before the callbacks of its user, log these numbers too after `callback.goes_first(trainer)`.
 
     Args:
         tokens: ids (sequences, length), as `sinklab.measure` takes them.
@@ -40,10 +40,10 @@ class SinkCallback(TrainerCallback):
         batch_size: sequences per forward pass; by default as many as fit the memory, at most 16.
 
     Attributes:
-        measurement: the last one, whole; None before the first evaluation.
+        measurement: the complete last one; None before the first evaluation.
 
     Raises:
-        InputError: tokens that are no ids.
+        InputError: tokens that are not ids.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class SinkCallback(TrainerCallback):
         self.measurement: Measurement | None = None
 
     def goes_first(self, trainer: "Trainer") -> None:
-        """Stand before all other callbacks of the trainer, so that they see what this one adds.
+        """Move this callback before all others of the trainer, so that they see its numbers.
 
         Raises:
-            InputError: it is not among them, or the trainer was given another one.
+            InputError: the trainer does not have it.
         """
         callbacks = trainer.callback_handler.callbacks
         if self not in callbacks:
@@ -78,7 +78,7 @@ class SinkCallback(TrainerCallback):
         model: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Of an evaluation, which the names of its numbers tell: measure, and add to `logs` and to the history."""
+        """At an evaluation, recognised by its keys: measure, and add the numbers to `logs` and to the history."""
         if logs is None or not any(name.startswith(EVALUATION) for name in logs):
             return
         self.measurement = measure(model, self._tokens_NT, eps=self._eps, batch_size=self._batch_size, loss=False)
@@ -89,7 +89,7 @@ class SinkCallback(TrainerCallback):
 
 
 def sink_numbers(measurement: Measurement) -> Mapping[str, float]:
-    """What a logger is told of a measurement."""
+    """The logged numbers of a measurement."""
     numbers = {
         "sink_1": measurement.sink_rate[0],
         "sink_bias": measurement.sink_rate_bias,

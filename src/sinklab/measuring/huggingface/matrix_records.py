@@ -1,9 +1,8 @@
 """Models that ignore the attention interface (Falcon, Bloom, MPT, GPT-J, GPT-Neo), through `output_attentions`.
 
-Each such model computes its attention matrices itself and returns them. They are reduced as they come, layer by
-layer, by hooks that pass on an empty matrix in their place, so that one layer's matrix is held at a time, never all.
-Keys and values are read from the cache that the model returns. This costs O(T^2) memory and eager attention's time:
-the result names it ("eager").
+Each such model computes its attention matrices itself and returns them. Hooks reduce them layer by layer and return an
+empty matrix instead, so that only one layer's matrix is in memory at a time. Keys and values are read from the cache
+that the model returns. This costs O(T^2) memory and the time of eager attention; the backend of the result is "eager".
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,29 +11,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from sinklab.attention.blocks import Block, accumulate_dtype
 from sinklab.attention.importance import Rows
-from sinklab.attention.masks import CAUSAL, Mask, Window
+from sinklab.attention.masks import CAUSAL, Mask, Window, visible_queries
+from sinklab.attention.query_blocks import Block, accumulate_dtype
 from sinklab.attention.real_tokens import RealTokens, real_tokens
-from sinklab.attention.visible import visible_queries
 from sinklab.errors import SinklabError
 from sinklab.measuring.huggingface.recorder import Recorder
-from sinklab.measuring.huggingface.totals import prefix_importance
 from sinklab.measuring.mask_coverage import View, seen_over
-from sinklab.measuring.metrics import importance_from_sums
+from sinklab.measuring.metrics import importance_from_sums, prefix_importance
 from sinklab.measuring.records import LayerRecord
-from sinklab.measuring.statistics.watch import DetailsWatch
+from sinklab.measuring.statistics.collecting import DetailsCollector
+from sinklab.models.families import family_of
 from sinklab.models.hooks import hooked, token_norms
 from sinklab.models.huggingface.anatomy import attention_implementation, attention_layers, decoder_blocks
 
 
 class MatrixRecords(Recorder):
-    """What was recorded of the sequences read, from the matrices that the model returns."""
+    """Records of the sequences read, from the matrices that the model returns."""
 
     def __init__(
-        self, model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsWatch | None = None
+        self, model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsCollector | None = None
     ) -> None:
         super().__init__(model, attention_layers(model.config), lengths, details)
         self.backends = {"eager"}
@@ -46,38 +44,43 @@ class MatrixRecords(Recorder):
     def _latest(self) -> list[LayerRecord]:
         return self._records
 
-    def _forget_latest(self) -> None:
+    def _drop_latest(self) -> None:
         self._records, self._importance, self._visible, self._prefixes = [], [], [], []
 
     def _entering(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._paused:
             return None
-        given = self._signature.bind_partial(*args, **kwargs).arguments
-        if given.get("past_key_values") is not None:
+        arguments = self._signature.bind_partial(*args, **kwargs).arguments
+        if arguments.get("past_key_values") is not None:
             raise SinklabError(
-                f"a {self._model.config.model_type!r} model is read from its own attention matrices, which works on "
+                f"a {self._model.config.model_type!r} model is measured by its own attention matrices, which works on "
                 "whole sequences only: call the model without past_key_values"
             )
-        tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
-        mask_BT = given.get("attention_mask")
-        self._begin(given.get("input_ids"), self._records)
+        tokens = arguments["input_ids"] if arguments.get("input_ids") is not None else arguments["inputs_embeds"]
+        mask_BT = arguments.get("attention_mask")
+        self._begin(arguments.get("input_ids"), self._records)
         self._real = real_tokens(torch.ones(tokens.shape[:2]) if mask_BT is None else mask_BT)
         return args, kwargs | {"output_attentions": True, "use_cache": True, "return_dict": True}
 
     def _matrix(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-        """Reduce the attention matrix in a module's output, and pass on an empty one."""
+        """A hook: reduce the attention matrix in a module's output, and return an empty one."""
         if self._paused or self._real is None or not isinstance(output, tuple):
             return None
         T = self._real.mask_BT.shape[1]
         for place, part in enumerate(output):
             if isinstance(part, Tensor) and part.ndim == 4 and part.shape[2:] == (T, T):
-                mask = _mask(self._model.config, len(self._importance))
-                sums_BHR, seen_by_BGR, count_B = _sums(part.detach(), self._real, mask)
+                config, local_layers = self._model.config, family_of(self._model).local_layers
+                kinds = getattr(config, local_layers) if local_layers else None
+                is_local = kinds is not None and kinds[len(self._importance)] == "local"
+                mask = Window(config.window_size) if is_local else CAUSAL
+                weights_BHTT = part.detach()
+                sums_BHR, seen_by_BGR, count_B = _sums(weights_BHTT, self._real, mask)
                 self._importance.append(importance_from_sums(sums_BHR, count_B))
                 self._visible.append(seen_over(sums_BHR, seen_by_BGR, count_B))
                 if self._details is not None:
-                    self._details.attention([_rows(part.detach())], part.shape[1], angles=None)
-                sums = [(length, part.detach()[:, :, :length].float().sum(2)) for length in self._lengths]
+                    lower = weights_BHTT.to(accumulate_dtype(part.dtype)).tril()
+                    self._details.attention([Rows(Block(0, T, 0, T), lower, None)], part.shape[1], angles=None)
+                sums = [(length, weights_BHTT[:, :, :length].float().sum(2)) for length in self._lengths]
                 self._prefixes.append(tuple(prefix_importance(sums_BHS, length) for length, sums_BHS in sums))
                 return (*output[:place], part.new_empty(0), *output[place + 1 :])
         return None
@@ -115,7 +118,7 @@ class MatrixRecords(Recorder):
 
 @torch.no_grad()
 def _sums(weights_BHTT: Tensor, real: RealTokens, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
-    """Column sums over the real queries, how many of them may see each key, and how many there are."""
+    """Column sums over the real queries, the number of them that may see each key, and their number."""
     device, T = weights_BHTT.device, weights_BHTT.shape[-1]
     real_BT = real.mask_BT.to(device)
     counted_BT = real_BT.to(accumulate_dtype(weights_BHTT.dtype))
@@ -124,20 +127,9 @@ def _sums(weights_BHTT: Tensor, real: RealTokens, mask: Mask) -> tuple[Tensor, T
     return real.align(sums_BHT), real.align(seen_by_BGT), real.count_B.to(device)
 
 
-def _mask(config: PretrainedConfig, layer: int) -> Mask:
-    """Who sees whom: of these models only GPT-Neo has layers that look back a limited way."""
-    kinds = getattr(config, "attention_layers", None)
-    return Window(config.window_size) if kinds and kinds[layer] == "local" else CAUSAL
-
-
-def _rows(weights_BHTT: Tensor) -> Rows:
-    T = weights_BHTT.shape[-1]
-    return Rows(Block(0, T, 0, T), weights_BHTT.to(accumulate_dtype(weights_BHTT.dtype)).tril(), None)
-
-
 @contextmanager
 def matrix_records(
-    model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsWatch | None = None
+    model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsCollector | None = None
 ) -> Iterator[MatrixRecords]:
     """`probe` for a model that ignores the attention interface.
 
@@ -157,7 +149,8 @@ def matrix_records(
 @contextmanager
 def eager_attention(model: PreTrainedModel) -> Iterator[None]:
     """The model computes its attention matrices itself."""
-    once = (module.register_forward_pre_hook(_alibi_once, with_kwargs=True) for module in _inside_blocks(model))
+    twice = _inside_blocks(model) if family_of(model).alibi_twice else []
+    once = (module.register_forward_pre_hook(_alibi_once, with_kwargs=True) for module in twice)
     with hooked(once), attention_implementation(model, "eager"):
         yield
 
@@ -167,10 +160,7 @@ def _inside_blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _alibi_once(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Falcon's eager attention adds ALiBi to its scores and then a mask that, differing by head, holds it already.
-
-    Its fused attention, which the model has by default, has it once (transformers 5.17 to 5.23).
-    """
+    """A hook: no ALiBi of its own where the mask, differing by head, holds it already."""
     alibi, mask = kwargs.get("alibi"), kwargs.get("attention_mask")
     if isinstance(alibi, Tensor) and isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] > 1:
         return args, kwargs | {"alibi": torch.zeros_like(alibi)}

@@ -1,13 +1,13 @@
-"""Whether the attention backends of the installed transformers compute the same for a model, learned sinks included.
+"""Agreement of the attention backends of the installed transformers on one model, learned sinks included.
 
-A backend is asked twice in every layer: with the values, as the model does, and with unit vectors in their place, of
-which it gives its own attention matrix. Columns of that are the importance, and what its rows lack of one is the share
-of the sink logit, as this backend computes them. The reference is eager attention, the model's own code; dividing its
-output by its row sums takes the sink logits away, and gives the model that a backend computes which drops them.
+A backend is called twice in every layer: with the values, and with unit vectors as values, for which its output is its
+attention matrix. The columns of that matrix are the importance, and one minus its row sums is the share of the sink
+logit, as this backend computes them. The reference is eager attention, the model's own code; dividing its output by its
+row sums removes the sink logits, which is the result of a backend that drops them.
 
-What transformers refuses for a model (`_supports_sdpa = False`), what is not installed and what fails is unavailable,
-with the reason; nothing is forced past a refusal. sinklab's own computation (one_pass.py) is compared as well: of two
-backends that differ it tells which follows the formula.
+A backend that transformers refuses for a model (`_supports_sdpa = False`), that is not installed or that fails is
+reported as unavailable, with the reason. sinklab's own computation (one_pass.py) is compared as well: of two backends
+that differ it shows which follows the formula.
 """
 
 import sys
@@ -23,15 +23,15 @@ from transformers import AttentionInterface, PreTrainedModel
 from sinklab.errors import InputError, SinklabError, cause
 from sinklab.measuring.huggingface.call_records import call_records
 from sinklab.measuring.metrics import importance_from_sums
+from sinklab.models.families import EXPERT_COUNTS
 from sinklab.models.hooks import evaluating
-from sinklab.models.huggingface.adapter import HuggingFaceAdapter
 from sinklab.models.huggingface.anatomy import attention_implementation
+from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
 from sinklab.schema import Part
 
 EAGER, OWN = "eager", "sinklab"
 BACKENDS = (EAGER, "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
-NUMBERS_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 EXPERTS = (
     "its importance is that of eager attention: rounding may have led tokens to other experts, which --dtype float32 "
     "makes rarer"
@@ -45,13 +45,13 @@ class BackendParity(Part):
     """One backend beside eager attention.
 
     Attributes:
-        backend: as transformers calls it; "sinklab" for our own.
-        why: it is unavailable, or what else there is to know; None else.
+        backend: its name in transformers; "sinklab" for our own.
+        why: the reason where it is unavailable, or a remark; None else.
         logits_difference: largest |difference| from the logits of the reference, over the largest of those.
         without_sink_difference: the same, from the reference without its sink logits; None where there are none.
         importance_difference: largest |difference| from the reference's alpha, over layers, heads and positions.
         importance_first: alpha of position 1, mean over sequences, layers and heads.
-        sink_share: what the rows of the layers with sink logits lack of one, mean over queries; None without any.
+        sink_share: one minus the row sums in layers with sink logits, mean over queries; None without such layers.
     """
 
     backend: str
@@ -66,13 +66,13 @@ class BackendParity(Part):
 
 @dataclass
 class _BackendReading:
-    """What the model and its layers gave with one backend.
+    """Logits, importance and sink shares of the model with one backend.
 
     Attributes:
         importance: alpha (B, H, T) of every layer whose attention passes through the interface.
         shares: of the sink logit, mean over queries (B, H), of the layers that have one.
-        computed_by: what transformers took where that is another backend's name.
-        has_experts: whether tokens choose among feed-forward networks.
+        computed_by: the backend that transformers used.
+        has_experts: whether it is a mixture of experts.
     """
 
     logits_BTV: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -88,7 +88,7 @@ class _BackendReading:
 
     @property
     def importance_first(self) -> float | None:
-        """None where no layer was seen."""
+        """None where no layer was read."""
         firsts = [alpha_BHT[..., 0].mean() for alpha_BHT in self.importance]
         return float(torch.stack(firsts).mean()) if firsts else None
 
@@ -99,22 +99,22 @@ def backend_parity(
     backends: Sequence[str] = BACKENDS,
     starts: Callable[[str], None] = lambda backend: None,
 ) -> list[BackendParity]:
-    """Every backend beside eager attention, which comes first; the model is left as it was found.
+    """Compare every backend with eager attention, which is the first row; the model is left as it was found.
 
     Args:
-        tokens_BT: token ids, where the model takes them.
-        backends: beside eager and sinklab's, which are always there.
-        starts: is told which backend is read now; compiling one may take minutes.
+        tokens_BT: token ids, on the input device of the model.
+        backends: beside eager and sinklab's, which are always compared.
+        starts: called with the name of each backend before it runs; compiling one may take minutes.
 
     Raises:
-        InputError: a backend that transformers does not have, or eager attention cannot be had of this model.
+        InputError: a backend that transformers does not have, or a model without eager attention.
     """
     if unknown := [name for name in backends if name not in BACKENDS]:
         raise InputError(f"the backend {unknown[0]!r} is unknown: choose from {', '.join(BACKENDS)}")
     starts(EAGER)
     reference = _read(model, tokens_BT, EAGER)
     if isinstance(reference, str):
-        raise InputError(f"backends are held against eager attention, which cannot be had of this model: {reference}")
+        raise InputError(f"backends are compared with eager attention, which this model does not have: {reference}")
     without = _read(model, tokens_BT, EAGER, without_sinks=True) if reference.shares else None
     assert not isinstance(without, str)
     found = [
@@ -142,7 +142,7 @@ def backend_parity(
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """The relative difference of logits that is rounding: the square root of the dtype's epsilon."""
+    """The relative difference of logits that counts as rounding: the square root of the dtype's epsilon."""
     return torch.finfo(dtype).eps ** 0.5
 
 
@@ -159,9 +159,9 @@ def _compared(
         verdict = "drops the sink"
     else:
         verdict = "agrees" if difference <= tolerance(dtype) else "differs"
-    pairs = zip(read.importance, reference.importance, strict=False)  # none of a model that ignores the interface
+    pairs = zip(read.importance, reference.importance, strict=False)  # none in a model that ignores the interface
     apart = max((float((one - other).abs().max()) for one, other in pairs), default=None)
-    why = [] if read.computed_by in ("", backend) else [f"transformers takes {read.computed_by} in its place"]
+    why = [] if read.computed_by in ("", backend) else [f"transformers uses {read.computed_by} in its place"]
     if verdict == "differs" and reference.has_experts and apart is not None and apart <= tolerance(dtype):
         why.append(EXPERTS)
     return BackendParity(
@@ -184,17 +184,17 @@ def _difference(one: _BackendReading, other: _BackendReading) -> float:
 def _read(
     model: PreTrainedModel, tokens_BT: Tensor, backend: str, without_sinks: bool = False
 ) -> _BackendReading | str:
-    """What the model gives with a backend, or why it cannot be had."""
+    """The reading of the model with a backend, or the reason why there is none."""
     text = model.config.get_text_config(decoder=True)
-    reading = _BackendReading(has_experts=any((getattr(text, name, None) or 0) > 1 for name in NUMBERS_OF_EXPERTS))
+    reading = _BackendReading(has_experts=any((getattr(text, name, None) or 0) > 1 for name in EXPERT_COUNTS))
     before = str(model.config._attn_implementation)
-    with attention_implementation(model, before):  # which is put back at the end
+    with attention_implementation(model, before):  # restored at the end
         try:
             model.set_attn_implementation(backend)
             taken = str(model.config._attn_implementation)
             if taken != backend and taken in (before, EAGER):
                 return f"transformers keeps {taken} attention in a {model.config.model_type!r} model"
-            reading.computed_by = taken  # a kernel that replaces one which is not compatible with the model
+            reading.computed_by = taken  # may be a kernel that replaces an incompatible one
             with evaluating(model), _watched(taken, reading, without_sinks):
                 reading.logits_BTV = model(tokens_BT, use_cache=False).logits
         except Exception as error:  # each package and each kernel has errors of its own
@@ -203,7 +203,7 @@ def _read(
 
 
 def _read_own(model: PreTrainedModel, tokens_BT: Tensor) -> _BackendReading | str:
-    """What sinklab's own computation gives, or why it has none."""
+    """The reading by sinklab's own computation, or the reason why there is none."""
     reading = _BackendReading()
     try:
         with evaluating(model), call_records(model, HuggingFaceAdapter(model)) as watch:
@@ -217,7 +217,7 @@ def _read_own(model: PreTrainedModel, tokens_BT: Tensor) -> _BackendReading | st
 
 @contextmanager
 def _watched(backend: str, reading: _BackendReading, without_sinks: bool) -> Iterator[None]:
-    """Every call of the backend is read; afterwards transformers has its own function again."""
+    """Read every call of the backend; afterwards transformers has its own function again."""
     functions = AttentionInterface._global_mapping
     own = functions.get(backend)
 

@@ -1,48 +1,98 @@
-"""`sinklab.probe`: the right way of watching, whatever the model."""
+"""`sinklab.probe`: records the attention of a model's forward passes, also within `model.generate`."""
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
 
+from sinklab.errors import SinklabError
 from sinklab.measuring.huggingface.call_records import call_records
-from sinklab.measuring.huggingface.generating import generating
 from sinklab.measuring.huggingface.matrix_records import matrix_records
-from sinklab.measuring.huggingface.recorder import Recorder
-from sinklab.measuring.statistics.watch import DetailsWatch
+from sinklab.measuring.huggingface.recorder import READ_AFTERWARDS, Recorder
+from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.model.transformer import Transformer
 from sinklab.models.adapter import check_causal_lm
-from sinklab.models.huggingface.adapter import HuggingFaceAdapter
-from sinklab.models.huggingface.exported import is_exported
+from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
 from sinklab.models.model_lock import probed_alone
-from sinklab.models.native import NativeAdapter
+from sinklab.models.native import NativeAdapter, is_exported
+
+ONCE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+"""Modes that read every token of their output once, except the last, and no other."""
+
+
+@contextmanager
+def generating(model: PreTrainedModel, watch: Recorder) -> Iterator[None]:
+    """Make `model.generate` refuse modes that the records cannot follow, and pass on the ids that end a sequence.
+
+    Beam search also reorders sequences after the last pass, which no later pass shows.
+    """
+    generate: Any = getattr(model, "generate", None)
+    before = vars(model).get("generate")
+    if generate is None:
+        yield
+        return
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(generate).bind_partial(*args, **kwargs).arguments
+        config = _config(model, given.get("generation_config"), given.get("kwargs", {}))
+        mode = config.get_generation_mode(given.get("assistant_model"))
+        if mode not in ONCE:
+            raise SinklabError(
+                f"{mode.value.replace('_', ' ')} discards tokens that it has read, or reorders sequences, and the "
+                f"records of a probe would not match its output. {READ_AFTERWARDS}"
+            )
+        ends = config.eos_token_id
+        ends = ends.flatten().tolist() if isinstance(ends, Tensor) else [ends] if isinstance(ends, int) else ends or ()
+        with watch.generating(tuple(ends)):
+            return generate(*args, **kwargs)
+
+    model.generate = watched  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del model.generate
+        if before is not None:
+            model.generate = before
+
+
+def _config(model: PreTrainedModel, given: GenerationConfig | None, named: dict[str, Any]) -> GenerationConfig:
+    """The effective config: arguments by name override a given config, which overrides the model's."""
+    config = GenerationConfig()
+    for source in (vars(model.generation_config), {} if given is None else vars(given), named):
+        for name, value in source.items():
+            if value is not None and hasattr(config, name):
+                setattr(config, name, value)  # not `update`, whose warnings `generate` gives as well
+    return config
 
 
 @contextmanager
 def probe(
-    model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsWatch | None = None
+    model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsCollector | None = None
 ) -> Iterator[Recorder]:
     """Record the attention of every forward pass of `model` inside the block.
 
-    The sequences of several passes stand one after the other in the records, as if they had been one batch; passes
-    that continue from a cache, or read a sequence once more with tokens added, go on with their sequences. Records
-    are kept until `clear()`, one number per layer, head and token.
+    The records of several passes are concatenated, as if they had been one batch; passes that continue from a cache, or
+    read a sequence again with tokens appended, extend the records of their sequences. Records are kept until
+    `clear()`, one number per layer, head and token.
 
     The model, its configs and its hooks are left as they were found, also after an exception. Padding given as
     `attention_mask` of shape (sequences, positions) never counts.
 
-    Inside `model.generate` what follows the end of a sequence is padding.
+    Inside `model.generate` everything after the end of a sequence is padding.
 
     Args:
         lengths: increasing; the records also hold the importance that the sequences cut at each would have. For
             forward passes of whole sequences of at least the last length, without padding and gradients.
-        details: is shown every layer of forward passes of whole sequences as well.
+        details: receives every layer of forward passes of whole sequences as well.
 
     Raises:
-        SinklabError: in a forward pass, where the attention of some layer could not be recorded; never a zero; or a
-            cache that was cut, or whose sequences were exchanged. In `generate`, a way of generating that does so.
-            Another thread has a probe on the model.
+        SinklabError: in a forward pass, where the attention of some layer could not be recorded (it is never reported
+            as zero), or the cache was cut or its sequences reordered. In `generate`, a mode that does so. Another
+            thread has a probe on the model.
         InputError: no Hugging Face model; in a forward pass, where the attention mask is not a padding mask.
     """
     check_causal_lm(model)

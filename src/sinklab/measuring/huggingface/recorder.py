@@ -1,4 +1,4 @@
-"""What a probe keeps, however it watches: the records of all sequences, those watched now being the last."""
+"""Base class of the probes: the records of all sequences read, and of those being read."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -12,18 +12,18 @@ from torch import Tensor
 
 from sinklab.attention.real_tokens import RealTokens, real_tokens
 from sinklab.errors import SinklabError
-from sinklab.measuring.huggingface.totals import READ_AFTERWARDS
 from sinklab.measuring.records import LayerRecord
-from sinklab.measuring.statistics.watch import DetailsWatch
+from sinklab.measuring.statistics.collecting import DetailsCollector
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+READ_AFTERWARDS = "Generate outside of the probe, then call model(sequences) inside it"
 
 
 class Generated:
-    """The tokens of a batch that is being generated. What follows the end of a sequence there is padding.
+    """The tokens of a batch that is being generated; everything after the end of a sequence is padding.
 
-    `generate` marks it as text: its attention mask goes on with ones until the last sequence has ended.
+    `generate` marks it as text: its attention mask is one until the last sequence has ended.
 
     Args:
         ends: ids that end a sequence.
@@ -33,18 +33,18 @@ class Generated:
         self._ends, self._prompt = ends, 0
         self._read_BT: Tensor | None = None
 
-    def read(self, tokens_BT: Tensor | None, goes_on: bool) -> None:
-        """Take in the tokens of a pass: those that go on from a cache, or all of them."""
+    def read(self, tokens_BT: Tensor | None, continued: bool) -> None:
+        """Add the tokens of a pass: those after a cache, or all of them."""
         if not self._ends or tokens_BT is None:
             return
         before_BT, self._read_BT = self._read_BT, tokens_BT
         if before_BT is None:
             self._prompt = tokens_BT.shape[1]
-        elif goes_on:
+        elif continued:
             self._read_BT = torch.cat((before_BT, tokens_BT), dim=1)
 
     def ended(self) -> Tensor | None:
-        """Which tokens come after the end of their sequence: bool (B, T); None where none was generated."""
+        """Which tokens are after the end of their sequence: bool (B, T); None where none was generated."""
         if self._read_BT is None:
             return None
         ends_BT = torch.isin(self._read_BT, self._read_BT.new_tensor(list(self._ends)))
@@ -53,34 +53,34 @@ class Generated:
 
 
 class Recorder(ABC):
-    """The part that all probes have: the records of the sequences read, those watched now being the last.
+    """Base of the probes: records of the sequences read before, and of those being read.
 
     Args:
         expected: attention layers.
         lengths: at which the sequences are cut as well.
-        details: is shown every layer.
+        details: receives every layer.
 
     Attributes:
         backends: what computed the attention outputs ("one pass", "sdpa", "chunked", "eager").
     """
 
     def __init__(
-        self, model: "PreTrainedModel", expected: int, lengths: Sequence[int], details: DetailsWatch | None
+        self, model: "PreTrainedModel", expected: int, lengths: Sequence[int], details: DetailsCollector | None
     ) -> None:
         self.backends: set[str] = set()
         self._model, self._lengths, self._details = model, tuple(lengths), details
         self._signature = inspect.signature(model.forward)
         self._expected = expected
-        self._done: list[tuple[RealTokens, list[LayerRecord]]] = []  # of sequences before those watched now
+        self._done: list[tuple[RealTokens, list[LayerRecord]]] = []  # of sequences read before
         self._tokens_BT: Tensor | None = None
         self._real: RealTokens | None = None
         self._paused = self._whole = False
-        self._seen = 0  # tokens of the sequences watched now, padding included
+        self._seen = 0  # tokens of the current sequences, padding included
         self._generated = Generated()
 
     @property
     def backend(self) -> str:
-        """What computed the attention of all passes so far: "one pass+sdpa" where there were two."""
+        """The backends of all passes so far: "one pass+sdpa" where there were two."""
         return "+".join(sorted(self.backends))
 
     @property
@@ -93,7 +93,7 @@ class Recorder(ABC):
 
     @property
     def real(self) -> RealTokens | None:
-        """Where the real tokens of all sequences stand; None before the first pass."""
+        """The real tokens of all sequences; None before the first pass."""
         batches = [real for real in (*(real for real, _ in self._done), self._real) if real is not None]
         if len(batches) < 2:
             return batches[0] if batches else None
@@ -102,32 +102,32 @@ class Recorder(ABC):
         return real_tokens(torch.cat([mask_BT.to(padded[0].device) for mask_BT in padded]))
 
     def clear(self) -> None:
-        """Forget what was recorded."""
+        """Drop all records."""
         self._done, self._tokens_BT, self._real = [], None, None
-        self._forget_latest()
+        self._drop_latest()
 
     def _begin(self, tokens_BT: Tensor | None, layers: list[LayerRecord]) -> None:
-        """Other sequences begin, after those that `layers` are of; or the same, once more and longer.
+        """Start new sequences, after those of `layers`; or the same sequences again with tokens appended.
 
         Args:
-            tokens_BT: their ids, where they are known.
-            layers: empty where there were none, or their last pass failed.
+            tokens_BT: their ids; None if unknown.
+            layers: records of the sequences before; empty where there were none, or their last pass failed.
         """
-        if self._real is not None and layers and not _goes_on(self._tokens_BT, tokens_BT):
+        if self._real is not None and layers and not _continued(self._tokens_BT, tokens_BT):
             self._done.append((self._real, layers))
         self._tokens_BT, self._real = tokens_BT, None
-        self._forget_latest()
+        self._drop_latest()
 
-    def _entering_sequences(self, given: dict[str, Any]) -> None:
-        """A forward pass begins: of other sequences, or from a cache that goes on with those watched.
+    def _entering_sequences(self, arguments: dict[str, Any]) -> None:
+        """A forward pass begins: of new sequences, or from a cache of the current ones.
 
         Args:
-            given: the arguments of the model's `forward` by name.
+            arguments: of the model's `forward`, by name.
 
         Raises:
-            SinklabError: a cache that does not hold the tokens that were watched, and only those.
+            SinklabError: a cache that does not hold exactly the tokens seen so far.
         """
-        cache, tokens_BT = given.get("past_key_values"), given.get("input_ids")
+        cache, tokens_BT = arguments.get("past_key_values"), arguments.get("input_ids")
         kept = 0 if cache is None else int(cache.get_seq_length())
         if not kept:
             self._begin(tokens_BT, self._latest() if self._whole else [])
@@ -141,22 +141,22 @@ class Recorder(ABC):
         elif kept < self._seen:
             raise SinklabError(
                 f"the cache was cut to {kept} of the {self._seen} tokens that the probe has seen, as assisted decoding "
-                f"does: what the others gave to earlier ones is in its sums. {READ_AFTERWARDS}"
+                f"does: its sums contain the attention of the others. {READ_AFTERWARDS}"
             )
-        self._generated.read(tokens_BT, goes_on=bool(kept))
+        self._generated.read(tokens_BT, continued=bool(kept))
         self._whole = False
 
     def _real_tokens(self, mask_BT: Tensor) -> RealTokens:
-        """Where real tokens are, of what the model takes for such: not behind the end of a generated sequence."""
+        """The real tokens of an attention mask, without those after the end of a generated sequence."""
         ended_BT = self._generated.ended()
         if ended_BT is None:
             return real_tokens(mask_BT)
-        ended_BT = F.pad(ended_BT, (mask_BT.shape[-1] - ended_BT.shape[1], 0))  # where a cache was given to begin with
+        ended_BT = F.pad(ended_BT, (mask_BT.shape[-1] - ended_BT.shape[1], 0))  # where generation started from a cache
         return real_tokens((mask_BT != 0) & ~ended_BT.to(mask_BT.device))
 
     @contextmanager
     def generating(self, ends: Collection[int]) -> Iterator[None]:
-        """Inside the block new tokens are generated, where a sequence ends with one of `ends`."""
+        """Inside the block new tokens are generated; each of `ends` ends a sequence."""
         before, self._generated = self._generated, Generated(tuple(ends))
         try:
             yield
@@ -174,14 +174,14 @@ class Recorder(ABC):
 
     @abstractmethod
     def _latest(self) -> list[LayerRecord]:
-        """The records of the sequences watched now."""
+        """The records of the current sequences."""
 
     @abstractmethod
-    def _forget_latest(self) -> None:
-        """Leave nothing of them."""
+    def _drop_latest(self) -> None:
+        """Drop the records of the current sequences."""
 
 
-def _goes_on(before_BT: Tensor | None, now_BT: Tensor | None) -> bool:
+def _continued(before_BT: Tensor | None, now_BT: Tensor | None) -> bool:
     if before_BT is None or now_BT is None or len(before_BT) != len(now_BT) or before_BT.shape[1] >= now_BT.shape[1]:
         return False
     return torch.equal(before_BT, now_BT[:, : before_BT.shape[1]])

@@ -1,33 +1,294 @@
-"""What goes with a sink, beyond the sink metric: angles, entropy, distances, secondary sinks, kurtosis, maps.
+"""The statistics of `--details`: entropy, angles, distances, norms, kurtosis, compression, and the `Details` they fill.
 
-All of it is asked for (`--details`), because it costs more than the sink metric. Everything is first a mean over the
-real queries of a sequence, then a mean over the sequences. A statistic is declared in a file of this folder
-(declared.py) and registered here, by the field that holds its array.
+They cost more than the sink metric and are computed only with `--details`. Each is a mean over the real queries of a
+sequence, then over the sequences. To add one, declare its class here and a field of `Details` that holds its array.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from statistics import fmean
 from typing import Annotated, Any, Self
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from pydantic import ConfigDict, FiniteFloat, SerializerFunctionWrapHandler, model_serializer, model_validator
+from torch import Tensor
 
-from sinklab.measuring.statistics.angles import Cosine, NormProduct
-from sinklab.measuring.statistics.arrays import Array, ArrayOrNone, WithArrays
-from sinklab.measuring.statistics.buckets import ByDistance, FirstByQuery, RestByQuery
-from sinklab.measuring.statistics.compression import MatrixEntropy
-from sinklab.measuring.statistics.declared import Statistic
-from sinklab.measuring.statistics.entropy import Entropy
+from sinklab.measuring.metrics import first_to_rest
 from sinklab.measuring.statistics.maps import AttentionMap, CosineMap, NormProductMap
+from sinklab.measuring.statistics.plot_specs import BlockLines, BucketLines, Column, HeadMap, PositionMap, SequenceLines
 from sinklab.measuring.statistics.secondary import Percent, Secondary, SecondarySink, SecondaryToken
-from sinklab.measuring.statistics.stream import Alignment, Kurtosis
-from sinklab.measuring.statistics.values import ValueRatio
+from sinklab.measuring.statistics.statistic_base import (
+    Array,
+    ArrayOrNone,
+    Layer,
+    OfRows,
+    OfStates,
+    OfStream,
+    ScoreBlock,
+    Statistic,
+    WithArrays,
+)
+
+
+class Entropy(OfRows):
+    """Mean over queries of - sum_k A_tk ln A_tk, the share of a bias included; nats."""
+
+    axes = "LH"
+    fields = ("entropy_by_layer",)
+    column = Column("entropy", 2)
+    figures = (
+        HeadMap(
+            "entropy",
+            "How spread the attention is",
+            "Entropy of the attention of a query, in nats, mean over queries and sequences.",
+            "entropy",
+            uniform=lambda length: fmean(np.log(np.arange(1, length + 1)).tolist()),
+        ),
+    )
+
+    def read(self, block: ScoreBlock, sums_BH: Tensor) -> None:
+        sums_BH += torch.special.entr(block.weights_BHQS).sum((-2, -1))
+        if block.bias_BHQ is not None:
+            sums_BH += (torch.special.entr(block.bias_BHQ) * block.counted_B1Q).sum(-1)
+
+
+class Cosine(OfRows):
+    """Of key k the mean over queries t >= k that see k of q_t.k_k / (|q_t| |k_k|)."""
+
+    axes = "LHT"
+    angles = True
+    fields = ("cosine_first", "cosine_rest")
+    column = Column("cos(q, k)", 3)
+    figures = (
+        PositionMap(
+            "angles-cosine",
+            "Where queries point: cos(q, k)",
+            "Mean over heads of the cosine between a key and the queries that see it. The logit of a query and a key "
+            "is their cosine times both norms: where the first column stands out here, and not in the next figure, the "
+            "sink has its large logits from the direction of its key.",
+            "cosine",
+            diverging=True,
+        ),
+        HeadMap(
+            "angles-heads",
+            "Which heads point at the first token",
+            "Mean cosine between the queries and the key of the first token. Compare it with the heads of the sink.",
+            "cosine",
+            diverging=True,
+        ),
+    )
+
+    def read(self, block: ScoreBlock, sums_BHT: Tensor) -> None:
+        cosine, seen = block.cosine_and_seen
+        sums_BHT[:, :, block.keys] += (cosine * seen).sum(-2)
+
+
+class NormProduct(OfRows):
+    """Of key k the mean over the same queries of |q_t| |k_k|."""
+
+    axes = "LHT"
+    angles = True
+    fields = ("norm_product_first", "norm_product_rest")
+    column = Column("|q| |k|", 1)
+    figures = (
+        PositionMap(
+            "angles-norms",
+            "How long queries and keys are: |q| |k|",
+            "Mean over heads of the norm of a key times the norms of the queries that see it, as they enter attention. "
+            "A dark first column is a small key.",
+            "norm product",
+        ),
+    )
+
+    def read(self, block: ScoreBlock, sums_BHT: Tensor) -> None:
+        q_norm_BH1Q, (_, seen) = block.layer.angles.q_norm_BHT[:, :, None, block.queries], block.cosine_and_seen
+        sums_BHT[:, :, block.keys] += (q_norm_BH1Q @ seen)[:, :, 0]
+
+    def mean(self, sums_BHT: Tensor, layer: Layer) -> Tensor:
+        return layer.real.align(sums_BHT * layer.angles.k_norm_BHT / layer.seen_by_BHT)
+
+
+BY_QUERY = BucketLines(
+    "by-query",
+    "The sink as the sequence goes on",
+    "What a query pays to the first token (solid) and to an average other token before it (dashed), by where the query "
+    "stands, mean over layers, heads and seeds. Without a sink both fall together.",
+    series="first token",
+    x_title="Position of the query",
+    y_title="Share of its attention",
+    bucket="Queries",
+    logarithmic=True,
+)
+
+
+class ByDistance(OfRows):
+    """Mean over queries of the sum of A_tk over the keys 0, 1, 2..3, 4..7, .. tokens back."""
+
+    axes = "LHD"
+    figures = (
+        BucketLines(
+            "by-distance",
+            "How far back attention goes",
+            "How far back attention goes: the share of a query's attention on keys so many tokens before it, mean over "
+            "queries, layers, heads and seeds. The shares add up to one, less what is on a bias. Few queries have keys "
+            "far back; what they pay to a sink stands at the right.",
+            series="attention",
+            x_title="Distance (tokens back; 0 is the query itself)",
+            y_title="Share",
+            bucket="Distance",
+        ),
+    )
+
+    def read(self, block: ScoreBlock, sums_BHD: Tensor) -> None:
+        sums_BHD += block.by_distance_BHQD.sum(2)
+
+
+class FirstByQuery(OfRows):
+    """Over queries t = 1, 2..3, 4..7, ..: the mean of A_t1."""
+
+    axes = "LHQ"
+    figures = (BY_QUERY,)
+
+    def read(self, block: ScoreBlock, sums_BHT: Tensor) -> None:
+        sums_BHT[:, :, block.queries] = block.first_BHQ
+
+
+class RestByQuery(OfRows):
+    """Over the same queries the mean of A_tk over the other keys 2 .. t; 0 for t = 1."""
+
+    axes = "LHQ"
+    figures = (replace(BY_QUERY, series="an average other token"),)
+
+    def read(self, block: ScoreBlock, sums_BHT: Tensor) -> None:
+        others_B1Q = block.earlier_BQ[:, None].clamp(min=1)
+        sums_BHT[:, :, block.queries] = (block.by_distance_BHQD.sum(-1) - block.first_BHQ) / others_B1Q
+
+
+class ValueRatio(Statistic):
+    """|v_1| / mean over t > 1 of |v_t|, of each query head's values; norms are averaged over sequences first.
+
+    Infinite where the others are all zero and the first is not; 1 where all are.
+    """
+
+    axes = "LH"
+    infinite = True
+    averaged = "LHT"
+    column = Column("lowest |v|", 2, of=lambda ratio_LH: ratio_LH.min(1))
+    figures = (
+        HeadMap(
+            "value-ratio",
+            "How much the first token gives",
+            "Norm of the first token's value over the mean norm of the others. Below one, attention on the first token "
+            "adds little to the output. A head is left out where the others are all zero.",
+            "ratio of norms",
+        ),
+    )
+
+    def of_mean(self, mean_LHT: np.ndarray) -> np.ndarray | None:
+        if mean_LHT.shape[-1] < 2:
+            return None
+        return first_to_rest(torch.from_numpy(mean_LHT)).numpy()
+
+
+class Kurtosis(OfStream):
+    """E[(x - mean x)^4] / E[(x - mean x)^2]^2 over the channels of a token (plain: 3 for a Gaussian)."""
+
+    fields = ("kurtosis_by_block",)
+    column = Column("kurtosis", 0)
+    figures = (
+        BlockLines(
+            "kurtosis",
+            "Outlier channels",
+            "Kurtosis E[(x - mean)⁴] / E[(x - mean)²]² of a token's hidden state over its channels, mean over tokens "
+            "and sequences. A Gaussian has 3; a few channels far above the others, which make a model hard to "
+            "quantise, give hundreds.",
+            "Kurtosis",
+        ),
+    )
+
+    def read(self, x_BTC: Tensor, first_B1C: Tensor) -> Tensor:
+        return kurtosis(x_BTC)
+
+
+class Alignment(OfStream):
+    """Cosine of the hidden state of token t and that of the first token, after a block."""
+
+    figures = (
+        PositionMap(
+            "alignment",
+            "Which tokens are like the first",
+            "Cosine between the hidden state of each token and that of the first token, mean over sequences; 0 is the "
+            "embedding. Tokens that are like the first one, where it stands out, are candidates for further sinks.",
+            "cosine",
+            diverging=True,
+        ),
+    )
+
+    def read(self, x_BTC: Tensor, first_B1C: Tensor) -> Tensor:
+        return F.cosine_similarity(x_BTC, first_B1C, dim=-1)
+
+
+def kurtosis(x_BTC: Tensor) -> Tensor:
+    """E[(x - mean x)^4] / E[(x - mean x)^2]^2 over the last axis; 3 for a Gaussian, 0 where all values are equal."""
+    square = (x_BTC - x_BTC.mean(-1, keepdim=True)).square()
+    variance_BT = square.mean(-1)
+    scaled = square / torch.where(variance_BT > 0, variance_BT, 1)[..., None]  # the fourth power would overflow
+    return scaled.square().mean(-1)
+
+
+class MatrixEntropy(OfStates):
+    """H / ln min(n, E) with H = - sum_j p_j ln p_j, p_j = s_j^2 / sum s^2: 0 for one direction, 1 for all alike.
+
+    s are the singular values of the n x E matrix of the hidden states of a sequence's n tokens, not centred: 2510.06477
+    (matrix-based entropy; a massive activation of the first token gives one singular value that dwarfs the others) and
+    2502.02013, equation 1 with alpha = 1, whose code (github.com/OFSkean/information_flow) has the division by the
+    largest entropy possible as `maxEntropy`. That code sets negative entries of the Gram matrix to zero first; here
+    they stay, as the formula has them.
+    """
+
+    fields = ("matrix_entropy_by_block",)
+    column = Column("matrix entropy", 2)
+    figures = (
+        SequenceLines(
+            "compression",
+            "Where the hidden states are compressed",
+            "Left: entropy of the squared singular values of the hidden states of a sequence's tokens, over the "
+            "largest there can be (1: as many directions as tokens or channels allow, 0: a single one), mean over "
+            "sequences. Beside it the norm of the first token over the others' and the sink rate of the layer. A "
+            "valley on the left where the norm is large is the massive activation of the first token, which alone "
+            "fills the spectrum.",
+            "Matrix entropy",
+        ),
+    )
+
+    def read(self, x_BRC: Tensor, count_B: Tensor) -> Tensor:
+        return matrix_entropy(x_BRC, count_B)
+
+
+def matrix_entropy(x_BRC: Tensor, count_B: Tensor) -> Tensor:
+    """Normalised entropy (B,) of the squared singular values of each matrix, float64; 0 of a single token or of zeros.
+
+    Args:
+        x_BRC: hidden states, 0 past the end of a sequence.
+        count_B: n, the tokens of each.
+    """
+    x_BRC = x_BRC.double()
+    wide = x_BRC.shape[1] <= x_BRC.shape[2]
+    gram = x_BRC @ x_BRC.mT if wide else x_BRC.mT @ x_BRC
+    squares = torch.linalg.eigvalsh(gram).clamp(min=0)
+    total_B1 = squares.sum(-1, keepdim=True)
+    entropy_B = torch.special.entr(squares / torch.where(total_B1 > 0, total_B1, 1)).sum(-1)
+    most_B = count_B.to(x_BRC).clamp(max=x_BRC.shape[2]).log()
+    return torch.where(most_B > 0, entropy_B / most_B, 0)
 
 
 class Details(WithArrays):
     """The statistics of a measurement, each by the name of its array, in the order of the files.
 
-    What a model or older files do not have is None. Beside the fields below there are those that the statistics
-    declare, such as `entropy_by_layer` (declared.py): lists of a number for each layer or block, in `by_layer`.
+    Statistics that the model or an older file does not have are None. The fields that statistics declare, such as
+    `entropy_by_layer`, are lists of a number for each layer or block, in `by_layer`.
 
     Attributes:
         secondary_rate: percent of (sequence, layer, head) triples with a secondary sink at a position of 5 .. T / 2.
@@ -89,7 +350,7 @@ class Details(WithArrays):
         return {name: document[name] for name in (*self.by_layer, *document)}
 
     def present(self) -> Iterator[tuple[Statistic, np.ndarray]]:
-        """Declaration and array of every statistic that there is."""
+        """Declaration and array of every statistic that is not None."""
         for name, statistic in STATISTICS.items():
             array: np.ndarray | None = getattr(self, name)
             if array is not None:

@@ -1,16 +1,16 @@
-"""The position with the highest sink rate: a sink that a change takes from the first token may stand at another."""
+"""The position with the highest sink rate: a change may move the sink from the first token to another."""
 
 import math
 from collections.abc import Sequence
 
 NOISE = 1.0
-"""Percent below which a rate at a later position is no sink."""
+"""Percent below which the rate at a later position does not count as a sink."""
 
 
 def highest_rate(rates: Sequence[float | None]) -> tuple[int, float] | None:
-    """Position (1-based) and sink rate of the highest of positions 1 to T / 2; None where none is known.
+    """Position (1-based) and sink rate of the highest of positions 1 to T / 2; None where all are unknown.
 
-    Later positions are seen by few queries, their own among them, and pass any threshold without being sinks.
+    Later positions are seen by few queries, their own among them, and exceed any threshold without being sinks.
 
     Args:
         rates: percent by position, position 1 first; None or NaN where unknown.
@@ -31,11 +31,11 @@ def sink_elsewhere(rates: Sequence[float | None]) -> tuple[int, float] | None:
 
 
 def elsewhere_text(rates: Sequence[float | None]) -> str:
-    """`76.8 % at position 2`, to be shown beside Sink_1; empty where there is no higher sink elsewhere."""
+    """`76.8 % at position 2`, shown beside Sink_1; empty where no later position has a higher rate."""
     found = sink_elsewhere(rates)
     return f"{found[1]:.1f} % at position {found[0]}" if found else ""
 
 
 def in_brackets(text: str) -> str:
-    """` (text)` behind a number; nothing for nothing."""
+    """` (text)` to append to a number; empty for an empty text."""
     return f" ({text})" if text else ""

@@ -1,4 +1,4 @@
-"""The matrices of single heads, for those that were asked for: attention, cosine and norm product, query by key."""
+"""Matrices of the requested heads: attention, cosine and norm product, query by key."""
 
 from collections.abc import Mapping
 
@@ -6,9 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinklab.measuring.statistics.block import ScoreBlock
-from sinklab.measuring.statistics.declared import Statistic
-from sinklab.measuring.statistics.shown import MatrixMap
+from sinklab.measuring.statistics.plot_specs import MatrixMap
+from sinklab.measuring.statistics.statistic_base import ScoreBlock, Statistic
 
 MAP_POSITIONS = 4096  # a map of so many positions takes 64 MB, and there are three of each head
 CAPTION = "Query by key, mean over sequences"
@@ -16,14 +15,14 @@ Head = tuple[int, int]
 
 
 class AttentionMap(Statistic):
-    """A of the heads asked for, mean over sequences; 0 where a query does not see a key."""
+    """A of the requested heads, mean over sequences; 0 where a query does not see a key."""
 
     axes = "PTT"
     figures = (MatrixMap("map-attention", "Attention of single heads", CAPTION, "attention"),)
 
 
 class CosineMap(Statistic):
-    """q_t.k_k / (|q_t| |k_k|) of the heads asked for, mean over sequences; 0 where a query does not see a key."""
+    """q_t.k_k / (|q_t| |k_k|) of the requested heads, mean over sequences; 0 where a query does not see a key."""
 
     axes = "PTT"
     angles = True
@@ -31,7 +30,7 @@ class CosineMap(Statistic):
 
 
 class NormProductMap(Statistic):
-    """|q_t| |k_k| of the heads asked for, mean over sequences; 0 where a query does not see a key."""
+    """|q_t| |k_k| of the requested heads, mean over sequences; 0 where a query does not see a key."""
 
     axes = "PTT"
     angles = True
@@ -39,7 +38,7 @@ class NormProductMap(Statistic):
 
 
 def draw(sums: Mapping[int, Tensor], block: ScoreBlock) -> None:
-    """Add a block of queries to the maps of its layer: (3, R, R) by head, 0-based; 0 for what is not seen."""
+    """Add a block of queries to the maps of its layer: (3, R, R) by head, 0-based; 0 for invisible keys."""
     part, layer = block.part, block.layer
     for head, sums_KRR in sums.items():
         drawn = [block.weights_BHQS[:, head]]
@@ -69,7 +68,7 @@ class MapTotals:
         self._reaching_T = torch.zeros(length, dtype=torch.float64)
 
     def add(self, maps: Mapping[Head, Tensor], valid_BR: Tensor) -> None:
-        """Take in one batch: sums over its sequences (3, R, R), and where they have tokens."""
+        """Add one batch: sums over its sequences (3, R, R), and the valid positions."""
         short = self._length - valid_BR.shape[1]
         pad = torch.nn.functional.pad
         self._reaching_T += pad(valid_BR.double().sum(0), (0, short))

@@ -1,12 +1,12 @@
-"""Tokens other than the first that heads attend to, or that are like the first token: where, and in which layers.
+"""Secondary sinks: tokens other than the first that heads attend to, or that are like the first token.
 
-2512.22213 calls sinks secondary that come in middle layers, live for a number of them, and have a hidden state along
-the first token's; its code (JeffreyWong20/Secondary-Attention-Sinks, `src/hidden_state_base.py`) finds them by that
-cosine alone, above 0.9 after more than 4 and fewer than L - 15 of L blocks. Here every token counts that any head
-attends to; whether its state is the first token's, and from which block to which, is said beside it.
+2512.22213 calls sinks secondary that appear in middle layers, persist for some of them, and have a hidden state aligned
+with the first token's; its code (JeffreyWong20/Secondary-Attention-Sinks, `src/hidden_state_base.py`) finds them by
+that cosine alone, above 0.9 after more than 4 and fewer than L - 15 of L blocks. Here every token counts that any head
+attends to; whether its state is aligned with the first token's, and in which blocks, is reported beside it.
 
-Two reaches: tokens are listed from position 2 to where a mean over queries still says something (`_listed`); the
-percentage, which is to be compared between models, is of positions 5 .. T / 2 (`_counted`).
+Tokens are listed from position 2 to where enough queries are left for a mean (`_listed`); the percentage, which is for
+comparing models, is of positions 5 .. T / 2 (`_counted`).
 """
 
 from collections import Counter
@@ -17,15 +17,15 @@ import torch
 from pydantic import Field, FiniteFloat
 from torch import Tensor
 
-from sinklab.measuring.statistics.declared import Statistic
+from sinklab.measuring.statistics.statistic_base import Statistic
 from sinklab.schema import Part
 
 FIRST_FEW = 4  # positions that are not secondary: sinks of a first token often cover its neighbours
-ALIGNED = 0.9  # a hidden state this close to the first token's is like it, in the code of 2512.22213 as well
-STANDS_OUT = 3.0  # and that says something where the first token's norm is so many times that of the others
+ALIGNED = 0.9  # cosine above which a hidden state is like the first token's, as in the code of 2512.22213
+STANDS_OUT = 3.0  # provided that the first token's norm is so many times that of the others
 STRONGEST = 8  # listed of the first few positions, and of those past them
 ENOUGH = 16
-"""Queries left that say something: a column sums to one on average, and to 4.8 where alpha is 0.3 over 16 queries."""
+"""Queries that a mean needs: a column sums to one on average, and to 4.8 where alpha is 0.3 over 16 queries."""
 
 Percent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
 
@@ -39,7 +39,8 @@ class SecondarySink(Part):
         token: its id.
         heads: percent of (layer, head) pairs with alpha > eps.
         importance: alpha, mean over layers and heads.
-        block: after which the first token of the sequence stands out most; None where blocks could not be read.
+        block: after which the first token's norm is the largest multiple of the others'; None where blocks cannot be
+            read.
         alignment: cosine of the token's hidden state and the first token's after that block.
         layers: the attention layers in which a head has alpha > eps, 1-based; None in older files.
         alike: the blocks after which that cosine is above 0.9, 0 being the embedding; None where unknown.
@@ -62,7 +63,7 @@ class SecondaryToken(Part):
     Attributes:
         token: its id.
         sinks: how often a head has alpha > eps there.
-        occurrences: how often it stands there.
+        occurrences: how often it is at such a position.
     """
 
     token: int = Field(ge=0)
@@ -80,7 +81,7 @@ class Secondary(Statistic):
 
 
 class SecondarySearch:
-    """Looks for secondary sinks, batch by batch.
+    """Finds secondary sinks, batch by batch.
 
     Args:
         eps: threshold of the importance.
@@ -96,7 +97,7 @@ class SecondarySearch:
         self._occurrences: Counter[int] = Counter()
 
     def tokens(self) -> list[SecondaryToken]:
-        """Those that are secondary sinks most often, most often first."""
+        """The tokens that are secondary sinks most often, most frequent first."""
         ordered = sorted(self._sinks.items(), key=lambda one: (-one[1], one[0]))[:STRONGEST]
         return [SecondaryToken(token=id, sinks=n, occurrences=self._occurrences[id]) for id, n in ordered]
 
@@ -108,7 +109,7 @@ class SecondarySearch:
         tokens_BR: Tensor,
         valid_BR: Tensor,
     ) -> Tensor:
-        """Take in one batch, on the CPU.
+        """Add one batch, on the CPU.
 
         Args:
             importance_ABHR: alpha per sequence.
@@ -177,12 +178,12 @@ def first_of_each(sinks: Sequence[SecondarySink], number: int) -> list[Secondary
 
 
 def _numbers(chosen_X: Tensor, first: int) -> list[int]:
-    """The numbers of what is True, counted from `first`."""
+    """Indices of True, counted from `first`."""
     return [index + first for (index,) in chosen_X.nonzero().tolist()]
 
 
 def stretches(numbers: Sequence[int]) -> str:
-    """Whole numbers as people write them: "4..9, 12"; they increase."""
+    """Increasing whole numbers as ranges: "4..9, 12"."""
     found: list[list[int]] = []
     for number in numbers:
         if found and number == found[-1][-1] + 1:

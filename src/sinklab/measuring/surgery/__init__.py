@@ -1,4 +1,4 @@
-"""Changing one thing in a model for the length of a `with` block: what it does without it shows what it is for.
+"""Changes of a model within a `with` block: its behaviour without a part shows the use of that part.
 
     with masked_first_keys(model, 4):            # no query after the fourth sees the first four keys
     with zeroed(model, layer=2, position=1, dimension=447):
@@ -9,7 +9,6 @@ as it was found, also after an exception. Positions and layers are 1-based, as i
 is the first real token of each sequence. Sequences are read whole, without a cache.
 """
 
-from sinklab.measuring.surgery.changes import replaced_position, swapped_positions, zeroed
-from sinklab.measuring.surgery.keys import masked_first_keys
+from sinklab.measuring.surgery.changes import masked_first_keys, replaced_position, swapped_positions, zeroed
 
 __all__ = ["masked_first_keys", "replaced_position", "swapped_positions", "zeroed"]

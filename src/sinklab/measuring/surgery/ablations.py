@@ -1,15 +1,15 @@
 """Ablations: the same sequences without the first keys, without BOS, or without the massive activation.
 
     mask_first:N   no query after the N-th sees the first N keys                      (surgery.masked_first_keys)
-    no_bos         the sequences without the special tokens that stand first
+    no_bos         the sequences without their leading special tokens
     zero_massive   the channel of the largest activation is set to zero at its position, after the block where it
                    appears and after every later block                                         (surgery.zeroed)
     zero_massive:LAYER   the same after this block alone
 
 The loss before and after is over the same targets: those predicted by a query that lost something (mask_first), those
-that both kinds of sequence have (no_bos), or all. Zeroed once, as Sun et al. do (2402.17762, section 3), a channel
-may be written anew by a later block: layer 12 of SmolLM2-135M-Instruct writes what was zeroed after layer 2. The result
-says what the largest activation is afterwards.
+that both kinds of sequence have (no_bos), or all. Zeroed once, as Sun et al. do (2402.17762, section 3), a channel may
+be rewritten by a later block: layer 12 of SmolLM2-135M-Instruct writes the channel that was zeroed after layer 2. The
+result contains the largest activation afterwards.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,18 +25,16 @@ from sinklab.measuring.activations import MassiveActivation, largest_activations
 from sinklab.measuring.findings import Ablation
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.highest import highest_rate
-from sinklab.measuring.surgery.changes import zeroed
-from sinklab.measuring.surgery.keys import masked_first_keys
-from sinklab.measuring.surgery.places import residual_blocks
+from sinklab.measuring.surgery.changes import masked_first_keys, residual_blocks, zeroed
 from sinklab.model.transformer import Transformer
+from sinklab.models.adapter import adapt
 from sinklab.models.hooks import evaluating
-from sinklab.models.huggingface.anatomy import input_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ABLATIONS = "mask_first:N, no_bos, zero_massive or zero_massive:LAYER"
-DIGITS = 9  # of a number that is worth reading
+DIGITS = 9  # of a number, at most
 Remeasure = Callable[[Tensor, int], Measurement]  # tokens_NT, the first target that counts
 
 
@@ -45,9 +43,9 @@ class Plan:
     """One ablation of one model, to be carried out once.
 
     Attributes:
-        name: as it was asked for.
+        name: as requested.
         what: a sentence for the reader.
-        surgery: what is done to the model.
+        surgery: the change of the model.
         first_target: position of the first target that counts, in the whole sequences.
         dropped: tokens left out in front.
         hidden: keys that no later query may see.
@@ -70,7 +68,7 @@ def measure_ablations(
     baseline: Measurement,
     remeasure: Remeasure,
 ) -> list[Ablation]:
-    """What the loss and the sinks become under each ablation; the model is left as it was found.
+    """The loss and the sinks under each ablation; the model is left as it was found.
 
     Args:
         tokens_NT: whole sequences, without padding.
@@ -78,9 +76,9 @@ def measure_ablations(
         remeasure: measures the model again, as it then is.
 
     Raises:
-        SinklabError: an ablation that could not be carried out.
+        SinklabError: an ablation that is impossible in this model.
     """
-    losses = {2: baseline.loss}  # or from the model's own first target on, before which no plan begins
+    losses = {2: baseline.loss}  # by first target; of a model with a later one, from that on
     found: list[Ablation] = []
     position_before, highest_before = highest_rate(baseline.sink_rate) or (None, None)
     for plan in plans:
@@ -125,56 +123,64 @@ def emerging_activation(model: "PreTrainedModel | Transformer", tokens_T: Tensor
     Raises:
         SinklabError: the blocks of the model could not be found.
     """
-    return _emerging(_largest_by_block(model, tokens_T))
+    return _first_and_top(_largest_by_block(model, tokens_T))[0]
 
 
-def _emerging(found: Sequence[MassiveActivation]) -> MassiveActivation:
+def _first_and_top(found: Sequence[MassiveActivation]) -> tuple[MassiveActivation, MassiveActivation]:
+    """The largest activation after the first block where it is the largest, and after that where it is strongest."""
     top = strongest(found)[0]
-    return next(one for one in found if (one.position, one.dimension) == (top.position, top.dimension))
+    return next(one for one in found if (one.position, one.dimension) == (top.position, top.dimension)), top
 
 
 def _largest_by_block(model: "PreTrainedModel | Transformer", tokens_T: Tensor) -> list[MassiveActivation]:
-    blocks = residual_blocks(model)
-    tokens_1T = tokens_T[None].to(input_device(model))
-    with evaluating(model), largest_activations(blocks) as found:
-        if isinstance(model, Transformer):
-            model.hidden(tokens_1T)
-        else:
-            from sinklab.models.huggingface.piecewise_loss import forward_only
-
-            forward_only(model, tokens_1T, {"use_cache": False})
+    adapter = adapt(model)
+    with evaluating(model), largest_activations(residual_blocks(model)) as found:
+        adapter.run(tokens_T[None].to(adapter.device))
     return found
 
 
 def plan_ablation(name: str, model: "PreTrainedModel | Transformer", tokens_NT: Tensor, bos_tokens: int = 0) -> Plan:
-    """What is to be done for the ablation of this name.
+    """The plan of the ablation of this name.
 
     Args:
-        tokens_NT: whole sequences, without padding; the massive activation is looked for in the first.
-        bos_tokens: how many special tokens stand first.
+        tokens_NT: whole sequences, without padding; the massive activation is searched in the first.
+        bos_tokens: how many special tokens each sequence begins with.
 
     Raises:
-        InputError: an unknown name, more keys to hide than the sequences have, no BOS to leave out, no such layer.
+        InputError: an unknown name, more keys to hide than the sequences have, no BOS to drop, no such layer.
         SinklabError: the blocks of the model could not be found.
     """
     hidden = check_ablation(name, tokens_NT.shape[1])
     first_target = model.config.first_target if isinstance(model, Transformer) else 2
     if hidden:
-        return _mask_first(model, hidden, first_target)
-    if name == "no_bos":
-        return _no_bos(bos_tokens, tokens_NT.shape[1], first_target)
-    return _zero_massive(name, model, tokens_NT[0], first_target)
+        keys = "the first key is" if hidden == 1 else f"the first {hidden} keys are"
+        return Plan(
+            f"mask_first:{hidden}",
+            f"{keys} hidden from later queries",
+            masked_first_keys(model, hidden),
+            first_target=max(hidden + 2, first_target),
+            hidden=hidden,
+        )
+    if name != "no_bos":
+        return _zero_massive(name, model, tokens_NT[0], first_target)
+    if not bos_tokens:
+        raise InputError("no_bos: the sequences have no BOS that could be left out (see `bos` of the measurement)")
+    length, after = tokens_NT.shape[1], first_target + bos_tokens
+    if length - bos_tokens < first_target:
+        raise InputError(f"no_bos on sequences of {length} tokens leaves none to predict: give longer ones")
+    return Plan("no_bos", "the sequences without BOS", nullcontext(), first_target=after, dropped=bos_tokens)
 
 
 def check_ablation(name: str, length: int) -> int:
-    """Refuse an ablation that no model could be given on sequences of `length` tokens; returns the keys it hides.
+    """Refuse an ablation that is impossible on sequences of `length` tokens in any model; returns the keys it hides.
 
     Raises:
         InputError: an unknown name, or more keys to hide than the sequences have.
     """
     kind, _, number = name.partition(":")
     if kind != "mask_first" or not number.isdecimal():
-        if name in ("no_bos", "zero_massive") or (kind == "zero_massive" and _is_layer(number)):
+        is_layer = number.isdecimal() and len(number) <= DIGITS
+        if name in ("no_bos", "zero_massive") or (kind == "zero_massive" and is_layer):
             return 0
         raise InputError(f"the ablation {name!r} is unknown: give {ABLATIONS}")
     if length < 3:
@@ -186,33 +192,9 @@ def check_ablation(name: str, length: int) -> int:
     return int(number)
 
 
-def _is_layer(number: str) -> bool:
-    return number.isdecimal() and len(number) <= DIGITS
-
-
-def _mask_first(model: "PreTrainedModel | Transformer", n: int, first_target: int) -> Plan:
-    keys = "the first key is" if n == 1 else f"the first {n} keys are"
-    return Plan(
-        f"mask_first:{n}",
-        f"{keys} hidden from later queries",
-        masked_first_keys(model, n),
-        first_target=max(n + 2, first_target),
-        hidden=n,
-    )
-
-
-def _no_bos(bos_tokens: int, length: int, first_target: int) -> Plan:
-    if not bos_tokens:
-        raise InputError("no_bos: the sequences have no BOS that could be left out (see `bos` of the measurement)")
-    if length - bos_tokens < first_target:
-        raise InputError(f"no_bos on sequences of {length} tokens leaves none to predict: give longer ones")
-    first_target += bos_tokens
-    return Plan("no_bos", "the sequences without BOS", nullcontext(), first_target=first_target, dropped=bos_tokens)
-
-
 def _zero_massive(name: str, model: "PreTrainedModel | Transformer", tokens_T: Tensor, first_target: int) -> Plan:
     found = _largest_by_block(model, tokens_T)
-    one, top, layers = _emerging(found), strongest(found)[0], len(found)
+    (one, top), layers = _first_and_top(found), len(found)
     _, alone, number = name.partition(":")
     first, last = (int(number), int(number)) if alone else (one.layer, layers)
     if not 1 <= first <= layers:
@@ -240,5 +222,5 @@ def _check_hidden(ablated: Measurement, hidden: int) -> None:
         layer = int(taken.max(-1).argmax()) + 1
         raise SinklabError(
             f"the first keys are still seen by later queries in layer {layer}: this model's attention does not follow "
-            "the attention mask that it is given, so mask_first cannot be measured"
+            "its attention mask, so mask_first cannot be measured"
         )

@@ -1,32 +1,101 @@
-"""A channel of the residual stream set to zero; rows of a learned table of positions swapped or replaced."""
+"""Changes of a model within a `with` block: hidden keys, zeroed channels, swapped or replaced learned positions.
 
-from collections.abc import Iterator
+Keys are hidden in our attention cores, and in Hugging Face models through their masks. Every attention module of
+transformers takes `attention_mask`, whether its attention is dispatched through the interface or not, and the possible
+masks are few: none (causal), boolean and additive. So one hook serves all families, under any probe. The hooked modules
+are counted: keys that stay visible somewhere are an error.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from sinklab.errors import InputError
-from sinklab.measuring.surgery.places import first_tokens, learned_positions, residual_blocks
+from sinklab.attention.real_tokens import real_tokens
+from sinklab.errors import InputError, SinklabError
 from sinklab.model.transformer import Transformer
+from sinklab.models.families import family_of
 from sinklab.models.hooks import hidden_states, hooked
+from sinklab.models.huggingface import anatomy
+from sinklab.models.native import attention_cores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+MASKLESS = ("flash", "flex", "paged")
+"""Parts of the names of attention implementations that read no explicit mask."""
+
+FirstColumns = Callable[[Tensor], Tensor]
+"""Of a tensor (B, ...), the column of each sequence's first real token (B,), on its device."""
+
+
+def residual_blocks(model: "PreTrainedModel | Transformer") -> list[nn.Module]:
+    """The blocks of the residual stream in order.
+
+    Raises:
+        SinklabError: they are not kept in one list.
+    """
+    if isinstance(model, Transformer):
+        return list(model.blocks)
+    blocks = anatomy.decoder_blocks(model)
+    if not blocks:
+        raise SinklabError(
+            f"the blocks of a {model.config.model_type!r} model could not be found: its residual stream cannot be "
+            "changed from outside"
+        )
+    return blocks
+
+
+def learned_positions(model: "PreTrainedModel | Transformer") -> Tensor | None:
+    """The learned table of positions, row 0 being position 1: (positions, width), a view of the weight; None without.
+
+    Rows that no position uses (OPT has two before its first) are left out.
+    """
+    return model.position_table if isinstance(model, Transformer) else anatomy.learned_positions(model)
+
+
+@contextmanager
+def first_columns(model: "PreTrainedModel | Transformer") -> Iterator[FirstColumns]:
+    """In every forward pass, the columns of the first real tokens, behind padding and learned positions.
+
+    Raises:
+        InputError: in a forward pass, where the attention mask is not a padding mask.
+        SinklabError: in a forward pass that continues from a cache.
+    """
+    if isinstance(model, Transformer):
+        yield lambda like: torch.full((len(like),), model.leading, device=like.device)
+        return
+    first_B, signature = None, inspect.signature(model.forward)
+
+    def entering(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal first_B
+        arguments = signature.bind_partial(*args, **kwargs).arguments
+        cache, mask_BT = arguments.get("past_key_values"), arguments.get("attention_mask")
+        if cache is not None and cache.get_seq_length():
+            raise SinklabError(
+                "a model under surgery reads whole sequences only: call it without past_key_values, and generate "
+                "with use_cache=False"
+            )
+        first_B = None if mask_BT is None else real_tokens(mask_BT).index_BR[:, 0]
+
+    with hooked([model.register_forward_pre_hook(entering, with_kwargs=True)]):
+        yield lambda like: like.new_zeros(len(like), dtype=torch.long) if first_B is None else first_B.to(like.device)
 
 
 @contextmanager
 def zeroed(
     model: "PreTrainedModel | Transformer", layer: int, position: int, dimension: int, last_layer: int | None = None
 ) -> Iterator[None]:
-    """One channel of the residual stream is set to zero after a block or several, at one position of every sequence.
+    """Set one channel of the residual stream to zero at one position of every sequence, after one block or several.
 
-    Sequences that end before it are read as ever.
+    Sequences that end before the position are unchanged.
 
     Args:
         layer: 1-based.
-        last_layer: it is zeroed after each block from `layer` to this one; after `layer` alone unless given.
+        last_layer: the channel is zeroed after each block from `layer` to this one; after `layer` alone by default.
         position: 1-based; 0 is a learned sink token, 0, -1, .. are registers, the last first.
         dimension: 0-based, as in `massive_activations`.
 
@@ -50,18 +119,18 @@ def zeroed(
         T, C = hidden_BTC.shape[1:]
         if not 0 <= dimension < C:
             raise InputError(f"dimension {dimension} does not exist: give one of 0 to {C - 1}")
-        here_BT = torch.arange(T, device=hidden_BTC.device) == start.columns(hidden_BTC)[:, None] + position - 1
+        here_BT = torch.arange(T, device=hidden_BTC.device) == columns(hidden_BTC)[:, None] + position - 1
         hidden_BTC[..., dimension].masked_fill_(here_BT, 0)
         return (hidden_BTC, *output[1:]) if isinstance(output, tuple) else hidden_BTC
 
     chosen = blocks[layer - 1 : last_layer]
-    with first_tokens(model) as start, hooked(block.register_forward_hook(leaving) for block in chosen):
+    with first_columns(model) as columns, hooked(block.register_forward_hook(leaving) for block in chosen):
         yield
 
 
 @contextmanager
 def swapped_positions(model: "PreTrainedModel | Transformer", i: int, j: int) -> Iterator[None]:
-    """The learned embeddings of positions i and j change places (table 7 of the paper, `swapped`).
+    """Swap the learned embeddings of positions i and j (table 7 of the paper, `swapped`).
 
     Raises:
         InputError: the model has no learned table of positions, or not these rows.
@@ -72,7 +141,7 @@ def swapped_positions(model: "PreTrainedModel | Transformer", i: int, j: int) ->
 
 @contextmanager
 def replaced_position(model: "PreTrainedModel | Transformer", i: int, j: int) -> Iterator[None]:
-    """Position i has the learned embedding of position j as well (table 7 of the paper, `replaced`).
+    """Give position i the learned embedding of position j (table 7 of the paper, `replaced`).
 
     Raises:
         InputError: the model has no learned table of positions, or not these rows.
@@ -82,10 +151,10 @@ def replaced_position(model: "PreTrainedModel | Transformer", i: int, j: int) ->
 
 
 def check_pair(i: int, j: int) -> None:
-    """Refuse two positions that no table could swap.
+    """Refuse a pair of positions that no table could swap.
 
     Raises:
-        InputError: one is below 1, or they are the same.
+        InputError: one is below 1, or they are equal.
     """
     if min(i, j) < 1:
         raise InputError(f"position {min(i, j)} does not exist: positions are counted from 1")
@@ -95,7 +164,7 @@ def check_pair(i: int, j: int) -> None:
 
 @contextmanager
 def _rewritten_positions(model: "PreTrainedModel | Transformer", source: dict[int, int]) -> Iterator[None]:
-    """Rows of the learned table overwritten, each by the row `source` names, and put back bit for bit."""
+    """Overwrite rows of the learned table, each by the row that `source` maps it to, and restore them bit for bit."""
     table_PC = learned_positions(model)
     if table_PC is None:
         raise InputError(
@@ -111,16 +180,108 @@ def _rewritten_positions(model: "PreTrainedModel | Transformer", source: dict[in
     for position in {*source, *source.values()}:
         if position > len(table_PC):
             raise InputError(f"position {position} does not exist: the table has positions 1 to {len(table_PC)}")
-    rows = torch.tensor(list(source), device=table_PC.device) - 1
-    others = torch.tensor(list(source.values()), device=table_PC.device) - 1
-    before = table_PC.detach()[rows].clone()
+    table_PC = table_PC.detach()
+    rows, others = (torch.tensor(list(pick), device=table_PC.device) - 1 for pick in (source, source.values()))
+    before, after = table_PC[rows].clone(), table_PC[others].clone()
     try:
-        _write(table_PC, rows, table_PC.detach()[others].clone())
+        with torch.no_grad():
+            table_PC[rows] = after
         yield
     finally:
-        _write(table_PC, rows, before)
+        with torch.no_grad():
+            table_PC[rows] = before
 
 
-@torch.no_grad()
-def _write(table_PC: Tensor, rows: Tensor, values: Tensor) -> None:
-    table_PC.detach()[rows] = values
+@contextmanager
+def masked_first_keys(model: "PreTrainedModel | Transformer", n: int) -> Iterator[None]:
+    """Hide keys 1..n from every query after the n-th, in every attention layer.
+
+    Queries 1..n see what they saw, so that no row of the attention matrix is empty; keys outside the sequence (sink
+    logits, key biases, a learned sink token) stay. Sequences of at most n tokens are unchanged.
+
+    Raises:
+        InputError: n below 1.
+        SinklabError: the model's attention reads no explicit mask; in a forward pass, where the keys could not be
+            hidden in every attention layer, or with a cache.
+    """
+    if n < 1:
+        raise InputError(f"{n} keys to hide: give at least 1")
+    if not isinstance(model, Transformer):
+        with first_columns(model) as columns, hooked(_HiddenKeys(model, n, columns).register()):
+            yield
+        return
+    cores = attention_cores(model)
+    before = [core.hidden_first for core in cores]
+    try:
+        for core in cores:
+            core.hidden_first = (*core.hidden_first, n)
+        yield
+    finally:
+        for core, hidden in zip(cores, before, strict=True):
+            core.hidden_first = hidden
+
+
+class _HiddenKeys:
+    """The hooks of one model, and how many attention layers they have reached in its current forward pass."""
+
+    def __init__(self, model: "PreTrainedModel", n: int, columns: FirstColumns) -> None:
+        implementation, kinds = str(model.config._attn_implementation), anatomy.layer_kinds(model.config)
+        if any(name in implementation for name in MASKLESS):
+            raise SinklabError(
+                f"the attention implementation {implementation!r} takes no explicit mask, so no keys can be hidden: "
+                'load the model with attn_implementation="sdpa"'
+            )
+        self._model, self._n, self._columns = model, n, columns
+        self._blocks, self._true_hides = residual_blocks(model), family_of(model).true_hides
+        self._hybrid = bool(kinds.linear) or len(kinds.attention) < kinds.total
+        self._expected, self._reached, self._running = anatomy.attention_layers(model.config), 0, False
+
+    def register(self) -> Iterator[Any]:
+        yield self._blocks[0].register_forward_pre_hook(self._beginning)
+        yield self._model.register_forward_hook(self._ending)
+        for block in self._blocks:
+            parts = [part for part in block.modules() if part is not block]
+            takers = [part for part in parts if "attention_mask" in inspect.signature(part.forward).parameters]
+            for part in takers:
+                if not any(inner is not part and inner in takers for inner in part.modules()):
+                    yield part.register_forward_pre_hook(self._attending, with_kwargs=True)
+
+    def _beginning(self, _: nn.Module, __: tuple[Any, ...]) -> None:
+        self._reached, self._running = 0, True
+
+    def _ending(self, _: nn.Module, __: tuple[Any, ...], ___: Any) -> None:
+        if self._running and self._reached != self._expected:
+            raise SinklabError(
+                f"the first keys could be hidden in {self._reached} of {self._expected} attention layers of a "
+                f"{self._model.config.model_type!r} model: it does not pass its attention mask to them as other models "
+                "of transformers do"
+            )
+        self._running = False
+
+    def _attending(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = list(inspect.signature(module.forward).parameters)
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        states_BTC = next(value for value in arguments.values() if isinstance(value, Tensor))
+        mask = arguments.get("attention_mask")
+        if self._hybrid and not getattr(module, "is_causal", False):
+            return None  # a recurrent layer
+        if mask is not None and not isinstance(mask, Tensor):
+            raise SinklabError(f"{type(module).__name__} reads a {type(mask).__name__}, in which no key can be hidden")
+        self._reached += 1
+        mask = self._without_first(mask, states_BTC)
+        place = names.index("attention_mask")
+        if place < len(args):
+            return (*args[:place], mask, *args[place + 1 :]), kwargs
+        return args, kwargs | {"attention_mask": mask}
+
+    def _without_first(self, mask: Tensor | None, states_BTC: Tensor) -> Tensor:
+        """The mask with the first keys hidden from later queries."""
+        place_T = torch.arange(states_BTC.shape[1], device=states_BTC.device)
+        first_B1 = self._columns(states_BTC)[:, None]
+        late_BT = place_T >= first_B1 + self._n
+        hidden_B1TT = (late_BT[:, :, None] & ((place_T >= first_B1) & ~late_BT)[:, None, :])[:, None]
+        if mask is None:
+            return (place_T <= place_T[:, None]) & ~hidden_B1TT
+        if mask.dtype != torch.bool:
+            return mask.masked_fill(hidden_B1TT, torch.finfo(mask.dtype).min)
+        return mask | hidden_B1TT if self._true_hides else mask & ~hidden_B1TT

@@ -5,10 +5,10 @@ every block
 
     spread = mean over sequences and positions t behind it of |h'_t - h_t| / |h_t|
 
-once as the model is, and once with the first key hidden from all later queries (keys.py), so that no head can rest on
-it. Before the first block it is 0. The paper removes BOS from the text and shows the norm of the difference; in a model
-that sees distances only, hiding and removing are the same. The norm is divided by that of the state here, as norms
-grow from block to block.
+once as the model is, and once with the first key hidden from all later queries (changes.py), so that no head can rest
+on it. Before the first block it is 0. The paper removes BOS from the text and shows the norm of the difference; in a
+model that sees distances only, hiding and removing are the same. The norm is divided by that of the state here, as
+norms grow from block to block.
 """
 
 from contextlib import nullcontext
@@ -19,16 +19,15 @@ from torch import Tensor
 
 from sinklab.errors import InputError
 from sinklab.measuring.findings import Mixing
-from sinklab.measuring.surgery.keys import masked_first_keys
-from sinklab.measuring.surgery.places import residual_blocks
+from sinklab.measuring.surgery.changes import masked_first_keys, residual_blocks
 from sinklab.model.transformer import Transformer
+from sinklab.models.adapter import adapt
 from sinklab.models.hooks import evaluating, residual_stream, token_norms
-from sinklab.models.huggingface.anatomy import input_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-TOGETHER = 4  # sequences at a time unless said otherwise, each read twice
+BATCH_SIZE = 4  # sequences, each read twice, by default
 
 
 def measure_mixing(
@@ -58,7 +57,7 @@ def measure_mixing(
     spreads = []
     for surgery in (nullcontext(), masked_first_keys(model, 1)):
         with surgery:
-            spreads.append(_spread(model, pairs_N2T, position, batch_size or TOGETHER))
+            spreads.append(_spread(model, pairs_N2T, position, batch_size or BATCH_SIZE))
     with_first, without_first = spreads
     return Mixing(position=position, sequences=len(pairs_N2T), spread=with_first, spread_without_first=without_first)
 
@@ -67,7 +66,7 @@ def check_perturbed(position: int, length: int) -> None:
     """Refuse a position that is not between the first token and the last.
 
     Raises:
-        InputError: says which there are.
+        InputError: with the possible positions.
     """
     if not 2 <= position < length:
         raise InputError(
@@ -76,24 +75,17 @@ def check_perturbed(position: int, length: int) -> None:
         )
 
 
-def _spread(model: "PreTrainedModel | Transformer", pairs_N2T: Tensor, position: int, together: int) -> list[float]:
+def _spread(model: "PreTrainedModel | Transformer", pairs_N2T: Tensor, position: int, batch_size: int) -> list[float]:
     """Before the first block and after each: the mean over sequences and later positions."""
-    leading = model.leading if isinstance(model, Transformer) else 0
+    adapter, total_M = adapt(model), torch.zeros(())
 
     def change(hidden_BTC: Tensor) -> Tensor:
-        """Of the later positions, summed over sequences: the first half of the batch is as it was, the second not."""
-        before, after = hidden_BTC[:, leading + position :].double().chunk(2)
+        """Of the later positions, summed over sequences; the second half of the batch has the replaced token."""
+        before, after = hidden_BTC[:, adapter.leading + position :].double().chunk(2)
         return (token_norms(after - before) / token_norms(before).clamp(min=1e-30)).mean(1).sum().cpu()
 
-    total_M = torch.zeros(())
     with evaluating(model), residual_stream(residual_blocks(model), change) as found:
-        for part_B2T in pairs_N2T.split(together):
-            tokens_BT = part_B2T.transpose(0, 1).flatten(0, 1).to(input_device(model))
-            if isinstance(model, Transformer):
-                model.hidden(tokens_BT)
-            else:
-                from sinklab.models.huggingface.piecewise_loss import forward_only
-
-                forward_only(model, tokens_BT, {"use_cache": False})
+        for part_B2T in pairs_N2T.split(batch_size):
+            adapter.run(part_B2T.transpose(0, 1).flatten(0, 1).to(adapter.device))
             total_M = total_M + torch.stack(found)
     return (total_M / len(pairs_N2T)).tolist()

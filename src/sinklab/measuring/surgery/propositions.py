@@ -15,30 +15,134 @@ models, unless xi is large. Positions added to the embedding, learned or not, ma
 forbids a sink there, and the same check, against 1 / t, fails.
 
 Rounding grows with the blocks: in bfloat16 equal hidden states of a real model come out different by 42 percent. So a
-model is checked in float32 where the memory suffices (precision.py), and what a coarser precision shows beyond its
+model is checked in float32 where the memory suffices (`in_float32`), and what a coarser precision shows beyond its
 rounding decides nothing.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sinklab.attention.config import CausalMask
+from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.operations import Softmax
 from sinklab.errors import InputError
 from sinklab.measuring.findings import PositionKind, Propositions
-from sinklab.measuring.surgery.matrices import Matrices, attention_matrices
-from sinklab.measuring.surgery.places import learned_positions, residual_blocks
-from sinklab.measuring.surgery.precision import in_float32, is_coarse
+from sinklab.measuring.surgery.changes import learned_positions, residual_blocks
 from sinklab.model.position import T5, Relative, alibi_slopes, bucket_numbers
 from sinklab.model.transformer import Transformer
+from sinklab.models.adapter import adapt
+from sinklab.models.families import ROTARY_CLASS, SINK_LOGITS, family_of
+from sinklab.models.hooks import evaluating, hidden_states, hooked
+from sinklab.models.huggingface.anatomy import input_device, quantisation
+from sinklab.models.intercept import intercept
+from sinklab.models.memory_budget import FLOAT, SHARE, free_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LENGTH = 64  # tried at most, unless told: whole matrices are kept
+
+@dataclass(frozen=True)
+class Matrices:
+    """Attention matrices and hidden states of one forward pass.
+
+    Attributes:
+        attention: A (B, H, T, T) of every attention layer.
+        logit_bounds: the largest |q_t| |k_j| times the scale, (B, H) per layer, which no logit exceeds in size; empty
+            where queries cannot be read.
+        hidden: the residual stream (B, T, C) after every block.
+    """
+
+    attention: list[Tensor]
+    logit_bounds: list[Tensor]
+    hidden: list[Tensor]
+
+
+def attention_matrices(model: "PreTrainedModel | Transformer", tokens_BT: Tensor) -> Matrices:
+    """Whole attention matrices of short sequences: memory grows with T * T; the model is left as it was found.
+
+    Models with intercepted calls are read through their own code: the output for values that are the identity is the
+    matrix. The others return their matrices themselves.
+
+    Raises:
+        SinklabError: the blocks of the model could not be found.
+    """
+    found, adapter = Matrices([], [], []), adapt(model)
+    options = {} if isinstance(model, Transformer) else {"use_cache": False}
+    options |= {} if adapter.dispatches else {"output_attentions": True}
+
+    def leaving(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        found.hidden.append(hidden_states(output))
+
+    def observe(layer: LayerCall) -> Tensor:
+        layer = layer if layer.library is None else layer.changed(backend="chunked")
+        q_BHTD, k_BGTD = layer.call.q_BHTD, layer.call.k_BGTD
+        (B, G, T, _), scale = k_BGTD.shape, layer.call.scale
+        unit_BGTT = torch.eye(T, dtype=k_BGTD.dtype, device=k_BGTD.device).expand(B, G, T, T)
+        found.attention.append(replace(layer, value_BGSV=unit_BGTT).output())
+        q_BH, k_BG = (x.double().norm(dim=-1).amax(-1) for x in (q_BHTD, k_BGTD))
+        products_BH = q_BH * k_BG.repeat_interleave(q_BH.shape[1] // G, 1)
+        found.logit_bounds.append(products_BH * abs(q_BHTD.shape[-1] ** -0.5 if scale is None else scale))
+        return layer.output()
+
+    if adapter.dispatches:
+        reading = intercept(adapter, observe=observe)
+    else:
+        from sinklab.measuring.huggingface.matrix_records import eager_attention
+
+        reading = eager_attention(cast("PreTrainedModel", adapter.module))
+    hooks = (block.register_forward_hook(leaving) for block in residual_blocks(model))
+    with evaluating(model), reading, hooked(hooks):
+        output = model(tokens_BT.to(adapter.device), **options)
+    if not found.attention:
+        found.attention.extend(output.attentions)
+    return found
+
+
+def is_coarse(dtype: torch.dtype) -> bool:
+    """Whether a dtype is a floating one that rounds more than float32."""
+    return dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(torch.float32).eps
+
+
+@contextmanager
+def in_float32(model: "PreTrainedModel | Transformer") -> Iterator[None]:
+    """Weights and buffers that are coarser than float32 are in float32; afterwards they are the tensors they were.
+
+    A model is not converted where that is impossible: quantised, with weights left on disk, or where half of the free
+    memory does not hold the copies. The dtype of its hidden states shows it.
+    """
+    weights = [(weight, weight.data) for weight in model.parameters() if is_coarse(weight.dtype)]
+    buffers = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if is_coarse(buffer.dtype)
+    ]
+    copied = sum(tensor.numel() for *_, tensor in (*weights, *buffers)) * FLOAT
+    plain = all(type(weight.data) is Tensor and not weight.is_meta for weight in model.parameters())
+    quantised = not isinstance(model, Transformer) and quantisation(model.config)
+    free = free_bytes(input_device(model)) if plain and not quantised else 0
+    if free is not None and copied > SHARE * free:
+        yield
+        return
+    try:
+        for weight, before in weights:
+            weight.data = before.float()
+        for module, name, before in buffers:
+            setattr(module, name, before.float())
+        yield
+    finally:
+        for weight, before in weights:
+            weight.data = before
+        for module, name, before in buffers:
+            setattr(module, name, before)
+
+
+LENGTH = 64  # of the check, at most, by default: whole matrices are kept
 NUMBERS: dict[PositionKind, int] = {"none": 1, "relative": 2, "t5": 2, "alibi": 3, "rotary": 4}
 STATEMENTS = {
     1: "attention to a repeated token is 1/t on every key",
@@ -52,14 +156,14 @@ STATEMENTS = {
 def check_propositions(
     model: "PreTrainedModel | Transformer", token: int | Sequence[int], length: int = LENGTH
 ) -> Propositions:
-    """How far the model is from what the paper proves of its positional embedding, in float32 if that can be had.
+    """How far the model is from what the paper proves of its positional embedding, in float32 if possible.
 
     Args:
         token: one, or several, each read alone.
         length: how often it is repeated. Whole matrices of this size are kept.
 
     Raises:
-        InputError: nothing to repeat, or a model of which none of the propositions speaks.
+        InputError: nothing to repeat, or a model that none of the propositions covers.
         SinklabError: the blocks of the model could not be found.
     """
     ids = [token] if isinstance(token, int) else list(token)
@@ -98,8 +202,8 @@ def position_kind(model: "PreTrainedModel | Transformer") -> PositionKind:
     """The model's positional embedding.
 
     Raises:
-        InputError: one of which the propositions do not speak, or attention that is not causal softmax on the
-            sequence's own keys.
+        InputError: one that the propositions do not cover, or attention that is not causal softmax on the sequence's
+            own keys.
     """
     if isinstance(model, Transformer):
         attention = model.config.attention
@@ -110,20 +214,20 @@ def position_kind(model: "PreTrainedModel | Transformer") -> PositionKind:
                 "the paper's propositions are about causal softmax attention without biases, in every layer"
             )
         return model.config.position.kind
-    from sinklab.models.huggingface.adapter import HuggingFaceAdapter
     from sinklab.models.huggingface.anatomy import attention_layers
+    from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
 
     kind = model.config.model_type
     if attention_layers(model.config) == len(residual_blocks(model)):
         if learned_positions(model) is not None:
             return "learnable"
-        if kind in ("bloom", "mpt"):
+        if family_of(model).alibi:
             return "alibi"
-        rotary = any(type(part).__name__.endswith("RotaryEmbedding") for part in model.modules())
-        sink_logits = any(hasattr(part, "sinks") for part in model.modules())
+        rotary = any(type(part).__name__.endswith(ROTARY_CLASS) for part in model.modules())
+        sink_logits = any(hasattr(part, SINK_LOGITS) for part in model.modules())
         if rotary and not sink_logits and HuggingFaceAdapter(model).dispatches:
             return "rotary"
-    raise InputError(f"which of the paper's propositions would speak of a {kind!r} model is not known")
+    raise InputError(f"it is not known which of the paper's propositions covers a {kind!r} model")
 
 
 def softmax_of_distances(terms_HT: Tensor) -> Tensor:
@@ -143,11 +247,8 @@ def _distance_terms(model: "PreTrainedModel | Transformer", kind: PositionKind, 
     """g of every head and distance, (H, T); zero where positions do not act on the scores."""
     distance_T = torch.arange(length)
     if kind == "alibi":
-        steepest = (
-            8
-            if isinstance(model, Transformer)
-            else getattr(getattr(model.config, "attn_config", None), "alibi_bias_max", 8)
-        )
+        ours = isinstance(model, Transformer)
+        steepest = 8 if ours else getattr(getattr(model.config, "attn_config", None), "alibi_bias_max", 8)
         return -(alibi_slopes(heads).double() ** (steepest / 8))[:, None] * distance_T
     if isinstance(model, Transformer) and isinstance(position := model.config.position, Relative | T5):
         bucket_T = bucket_numbers(position.buckets, position.max_distance)[distance_T.clamp(max=position.max_distance)]

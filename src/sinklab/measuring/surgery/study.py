@@ -1,4 +1,4 @@
-"""A measurement and what is asked for beside it: changed positions, ablations, the propositions on repeated tokens."""
+"""A measurement with its study: changed positions, ablations, mixing, the propositions on repeated tokens."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -8,7 +8,6 @@ from torch import Tensor
 
 from sinklab.errors import InputError
 from sinklab.measuring.driver import measure
-from sinklab.measuring.findings import Propositions
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options, Study
 from sinklab.measuring.surgery.ablations import check_ablation, measure_ablations, plan_ablation
@@ -46,7 +45,7 @@ def changed_positions(model: "PreTrainedModel | Transformer", study: Study, leng
 
 
 def check_study(study: Study, length: int) -> None:
-    """Refuse what could be done to no model that reads sequences of `length` tokens.
+    """Refuse a study that is impossible on sequences of `length` tokens in any model.
 
     Raises:
         InputError: an unknown ablation, or a position beyond the sequences.
@@ -71,17 +70,17 @@ def measure_with_study(
     bos_tokens: int,
     progress: Progress | None = None,
 ) -> Measurement:
-    """Measure the sequences, and add what the study asks for; repeated tokens are checked against the propositions.
+    """Measure the sequences and run the study; repeated tokens are checked against the propositions.
 
     Args:
         tokens_NT: whole sequences, without padding.
         options: of the measurement; the ablations are measured without lengths, details and maps.
-        bos_tokens: how many special tokens stand first.
-        progress: called with (sequences done, sequences in all), those of the ablations counted as well.
+        bos_tokens: how many special tokens each sequence begins with.
+        progress: called with (sequences done, sequences in all), those of the ablations included.
 
     Raises:
         InputError: an ablation or a position that the model or the sequences do not have.
-        SinklabError: the model cannot be measured, or an ablation not be carried out.
+        SinklabError: the model cannot be measured, or an ablation is impossible in it.
     """
     model = cast("PreTrainedModel | Transformer", adapter.module)
     bare = options.model_copy(update={"lengths": (), "details": False, "maps": ()})
@@ -99,7 +98,7 @@ def measure_with_study(
 
     with changed_positions(model, study, tokens_NT.shape[-1]) as notes:
         plans = [plan_ablation(name, model, tokens_NT, bos_tokens) for name in study.ablate]
-        passes += len(plans) + len({plan.first_target for plan in plans} - {2})  # which need the loss before, too
+        passes += len(plans) + len({plan.first_target for plan in plans} - {2})  # for the losses before
         measurement = measure(adapter, tokens_NT, options, progress=reached)
         if plans and measurement.loss is None:
             raise InputError("an ablation shows the change in loss: measure with the loss, on two tokens or more")
@@ -111,18 +110,13 @@ def measure_with_study(
         if study.perturb is not None or any(plan.hidden for plan in plans):
             notes += adapter.kinds.notes_on_hidden_keys()
         if measurement.inputs == "repeat":
-            found["propositions"] = _propositions(model, tokens_NT, notes)
+            found["propositions"] = None
+            if tokens_NT.shape[1] > 1:
+                ids, times = tokens_NT[:TOKENS, -1].tolist(), min(tokens_NT.shape[1], LENGTH)
+                try:
+                    found["propositions"] = check_propositions(model, ids, times)
+                except InputError as error:
+                    notes.append(f"the propositions on repeated tokens were not checked: {error}")
     if notes:
         found["notes"] = [*measurement.notes, *notes]
     return measurement.model_copy(update=found)
-
-
-def _propositions(model: "PreTrainedModel | Transformer", tokens_NT: Tensor, notes: list[str]) -> Propositions | None:
-    N, T = tokens_NT.shape
-    if T < 2:
-        return None
-    try:
-        return check_propositions(model, tokens_NT[: min(N, TOKENS), -1].tolist(), min(T, LENGTH))
-    except InputError as error:
-        notes.append(f"the propositions on repeated tokens were not checked: {error}")
-        return None

@@ -1,4 +1,4 @@
-"""Where the parts of a Hugging Face model are, and what its config says of them; nothing is run or loaded."""
+"""Finds the parts of a Hugging Face model and reads its config; nothing is run or loaded."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,24 +8,24 @@ import torch
 from torch import Tensor, nn
 
 from sinklab.errors import InputError, SinklabError
+from sinklab.models.families import LAYER_KINDS, POSITION_TABLES, TOKEN_WISE_LAYERS, first_named
 from sinklab.models.layer_kinds import LayerKinds
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-FEED_FORWARD = ("moe", "mlp", "dense", "sparse")  # kinds of layers that read every token alone
-POSITION_TABLES = ("wpe", "embed_positions", "positions_embed", "position_embedding", "position_embeddings")
-
 
 def layer_kinds(config: "PretrainedConfig") -> LayerKinds:
-    """Which layers of the language model have softmax attention, and which something linear or recurrent."""
+    """Which layers of the language model have softmax attention, and which are linear or recurrent."""
     text = config.get_text_config(decoder=True)
-    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
+    kinds = first_named(text, LAYER_KINDS)
     if not kinds:
         return LayerKinds(text.num_hidden_layers, tuple(range(1, text.num_hidden_layers + 1)))
     both = [n for n, kind in enumerate(kinds, 1) if kind.startswith("hybrid")]
     attention = [n for n, kind in enumerate(kinds, 1) if ("attention" in kind and "linear" not in kind) or n in both]
-    carrying = [n for n, kind in enumerate(kinds, 1) if n in both or (n not in attention and kind not in FEED_FORWARD)]
+    carrying = [
+        n for n, kind in enumerate(kinds, 1) if n in both or (n not in attention and kind not in TOKEN_WISE_LAYERS)
+    ]
     return LayerKinds(len(kinds), tuple(attention), tuple(carrying))
 
 
@@ -57,7 +57,7 @@ def decoder_blocks(model: "PreTrainedModel") -> list[nn.Module]:
 
 
 def bodies(model: "PreTrainedModel") -> list[nn.Module]:
-    """The parts whose hidden states the head may read: the base model, and its decoder where that is another (OPT)."""
+    """The modules whose hidden states the head may read: the base model, and a separate decoder (OPT)."""
     base, decoder = model.base_model, model.get_decoder()
     return [base] if decoder is base or decoder is model else [base, decoder]
 
@@ -91,7 +91,7 @@ def model_configs(model: "PreTrainedModel") -> "list[PretrainedConfig]":
 
 @contextmanager
 def attention_implementation(model: "PreTrainedModel", name: str) -> Iterator[None]:
-    """Every config of the model names this attention implementation; afterwards, the one it had."""
+    """Set this attention implementation in every config of the model; afterwards restore their own."""
     before = [(config, config._attn_implementation_internal) for config in model_configs(model)]
     try:
         for config, _ in before:
@@ -103,10 +103,10 @@ def attention_implementation(model: "PreTrainedModel", name: str) -> Iterator[No
 
 
 def check_length(config: "PretrainedConfig", length: int) -> None:
-    """Refuse sequences longer than the context that the config says the model was made for.
+    """Refuse sequences longer than the context in the config.
 
-    That is `max_position_embeddings`, or with linear, dynamic or yarn scaling of the rotary embedding the longest that
-    the scaling reaches.
+    That is `max_position_embeddings`, or with linear, dynamic or yarn scaling of the rotary embedding its scaled
+    length.
 
     Raises:
         InputError: with the longest length possible.
@@ -127,7 +127,7 @@ def check_length(config: "PretrainedConfig", length: int) -> None:
 
 
 def rotary_parameters(config: "PretrainedConfig") -> list[dict[str, Any]]:
-    """How the model turns its positions: one for all layers, or one for each kind of layer; none without rotary."""
+    """RoPE parameters: one for all layers, or one for each kind of layer; none without rotary."""
     given = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     return [rope for rope in ((given,) if "rope_type" in given else given.values()) if isinstance(rope, dict)]
 
@@ -154,12 +154,12 @@ def quantisation(config: "PretrainedConfig") -> str | None:
 
 
 def input_device(model: nn.Module) -> torch.device:
-    """Where the model takes its tokens: where the embedding lies, or is brought to if it lies on disk or in memory.
+    """The device of the model's input tokens: that of the embedding, or its execution device if it is offloaded.
 
     Raises:
-        InputError: the weights are on the meta device and nothing would bring them from there.
+        InputError: the weights are on the meta device and are not offloaded.
     """
-    embedding: Any = getattr(model, "get_input_embeddings", lambda: model)()  # a transformer of ours is in one place
+    embedding: Any = getattr(model, "get_input_embeddings", lambda: model)()  # a transformer of ours is on one device
     where = next(tensor.device for tensor in (*embedding.parameters(), *model.parameters(), *model.buffers()))
     if where.type != "meta":
         return where

@@ -1,11 +1,10 @@
 """GGUF files, llama.cpp's format: configuration, tokenizer, chat template and weights in one file.
 
-transformers reads them, with the packages gguf and accelerate, and unpacks the weights: nothing is measured in 4 bits,
-but with the values that 4 bits could hold. What comes of it is an ordinary model, which can be saved.
+transformers reads them, with the packages gguf and accelerate, and unpacks the weights: the model is measured with the
+quantised values in an ordinary dtype, and can be saved.
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 
 from sinklab.errors import InputError, cause
 from sinklab.extras import install_command
-from sinklab.models.memory import free_bytes
+from sinklab.models.memory_budget import free_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,11 +25,11 @@ SUFFIX = ".gguf"
 
 @dataclass(frozen=True)
 class Gguf:
-    """What the header of a file says.
+    """The header of a file.
 
     Attributes:
         path: absolute.
-        architecture: as llama.cpp names it.
+        architecture: its name in llama.cpp.
         types: of the tensors ("Q4_1", "F32"), those with most weights first.
         weights: how many there are.
         scaled: whether there are factors for the rotary frequencies (Llama 3.1).
@@ -43,26 +42,26 @@ class Gguf:
     scaled: bool
 
     def notes(self, dtype: str) -> list[str]:
-        """What the reader of a measurement must know: how the weights are quantised, and what was left out."""
+        """Remarks for the reader of a measurement: the quantisation, and parts that were not read."""
         main, *others = self.types
         also = f", some tensors {' and '.join(others)}" if others else ""
         notes = [f"the weights were read from a gguf file ({main}{also}) and unpacked to {dtype}"]
         if self.scaled:
             notes.append(
                 "the gguf file has factors for its rotary frequencies (rope_freqs), which transformers does not read: "
-                "far positions are turned more than in the original"
+                "far positions are rotated more than in the original"
             )
         return notes
 
     def options(self) -> dict[str, Any]:
-        """What every from_pretrained of the file's folder takes.
+        """Arguments of every from_pretrained of the file's folder.
 
         The path is absolute: transformers looks for a bare name in the current directory first.
         """
         return {"gguf_file": str(self.path)}
 
     def weight_options(self) -> dict[str, Any]:
-        """What that of the weights takes: unpack them, also where transformers (5.23 on) could leave them packed."""
+        """Arguments for the weights: unpack them, also where transformers (from 5.23) could leave them packed."""
         import transformers
 
         config = getattr(transformers, "GgufConfig", None)
@@ -70,7 +69,7 @@ class Gguf:
 
 
 def find_gguf(name_or_dir: str) -> Path | None:
-    """The .gguf file that a name means: itself, or the one of a directory that has no other weights; None for others.
+    """The .gguf file of a name: itself, or the single one of a directory without other weights; None for others.
 
     Raises:
         InputError: there is no such file, or the directory has several.
@@ -84,14 +83,13 @@ def find_gguf(name_or_dir: str) -> Path | None:
         return None
     files = sorted(file for file in path.iterdir() if file.suffix.lower() == SUFFIX)
     if len(files) > 1:
-        raise InputError(
-            f"{name_or_dir} has {len(files)} .gguf files ({_few(files)}): name one of them, such as {files[0]}"
-        )
+        few = ", ".join([file.name for file in files[:3]] + [".."] * (len(files) > 3))
+        raise InputError(f"{name_or_dir} has {len(files)} .gguf files ({few}): name one of them, such as {files[0]}")
     return files[0].absolute() if files else None
 
 
 def read_header(path: Path) -> Gguf:
-    """What a file holds; no weights are read.
+    """Read the header of a file, without weights.
 
     Raises:
         InputError: the packages are not installed; the file cannot be read, is damaged or cut off, holds no weights, or
@@ -111,7 +109,7 @@ def read_header(path: Path) -> Gguf:
         parts = _value(reader, "split.count", 1)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or cause(error)}") from error
-    except Exception as error:  # the reader meets nonsense in the bytes wherever it uses them
+    except Exception as error:  # the reader can raise anything on corrupt bytes
         raise InputError(
             f"{path} is damaged, cut off, or no gguf file ({type(error).__name__}: {cause(error)}): copy it again"
         ) from error
@@ -130,7 +128,7 @@ def read_header(path: Path) -> Gguf:
 
 
 def check_memory(file: Gguf, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse to unpack what cannot fit: the system would end the process halfway.
+    """Refuse to unpack weights that do not fit, as the system would kill the process.
 
     Raises:
         InputError: there is less memory than the weights take.
@@ -145,7 +143,7 @@ def check_memory(file: Gguf, dtype: torch.dtype, device: torch.device) -> None:
 
 
 def as_ordinary(model: Any) -> "PreTrainedModel":
-    """The model without what says that it came from a gguf file: its weights are unpacked, and it can be saved."""
+    """The model without its marks of a gguf file, so that it can be saved; its weights are unpacked."""
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -162,8 +160,3 @@ def _value(reader: Any, key: str, default: Any = None) -> Any:
     if field is None and default is None:
         raise ValueError(f"it has no {key}")
     return default if field is None else field.contents()
-
-
-def _few(files: Sequence[Path]) -> str:
-    names = [file.name for file in files]
-    return ", ".join(names if len(names) < 4 else [*names[:3], ".."])

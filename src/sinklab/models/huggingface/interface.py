@@ -1,11 +1,11 @@
-"""transformers' attention interface: a function of ours in the place of a model's attention, and the calls it gets.
+"""transformers' attention interface: registers a function of ours as a model's attention, and parses its calls.
 
-The model's configs name that function. The same name is registered for masks with `sdpa_mask`: without that,
-transformers silently drops padding and sliding windows. Rejected: `output_attentions` (forces eager, keeps every T x T
-matrix); patching modules by class name (one patch per architecture).
+The function is selected by name in the model's configs. The same name is registered for masks with `sdpa_mask`: without
+that, transformers silently drops padding and sliding windows. Rejected: `output_attentions` (forces eager, keeps every
+T x T matrix); patching modules by class name (one patch per architecture).
 
 Models that dispatch through `AttentionInterface` call f(module, q, k, v, mask, scaling=..., **extras) with keys and
-values not repeated over their groups (H query heads, G key heads). What the extras mean for the scores:
+values not repeated over their groups (H query heads, G key heads). The extras change the scores:
 
     softcap         z -> softcap * tanh(z / softcap)                        (Gemma 2)
     s_aux           a sink logit per head that takes part in the softmax    (gpt-oss)
@@ -30,9 +30,9 @@ from sinklab.attention.operations.similarity import Softmax
 from sinklab.attention.primitive import attend
 from sinklab.attention.scores import Score, broadcast_index, compose, softcap
 from sinklab.errors import SinklabError
+from sinklab.models.families import UNREADABLE_EXTRAS
 from sinklab.models.huggingface.anatomy import attention_implementation
 
-NOT_UNDERSTOOD = ("sinks", "block_indices")  # extras that change the scores in ways not implemented here
 SOFTMAX = Softmax()
 _numbers = itertools.count()
 
@@ -46,19 +46,19 @@ def read_call(
     scaling: float | None = None,
     **extras: Any,
 ) -> LayerCall:
-    """Read the arguments of one call.
+    """Parse the arguments of one call.
 
     Raises:
-        SinklabError: the attention is not causal, or an extra is not understood.
+        SinklabError: the attention is not causal, or an extra is unknown.
     """
-    for name in NOT_UNDERSTOOD:
+    for name in UNREADABLE_EXTRAS:
         if extras.get(name) is not None:
             raise SinklabError(f"{type(module).__name__} passes `{name}`, which sinklab cannot measure yet")
     cap, sinks, bias = (extras.get(name) for name in ("softcap", "s_aux", "position_bias"))
     score = compose(softcap(cap) if cap is not None else None, _additive(bias))
     if attention_mask is None or attention_mask.dtype == torch.bool:
         allowed = _allowed(module, attention_mask, extras, key.shape[2] - query.shape[2])
-    else:  # what is added to a hidden score is the lowest number there is, or near it
+    else:  # a hidden score has the dtype's lowest number added, or nearly that
         score = compose(score, _additive(attention_mask))
         allowed = masks.Dense(attention_mask > torch.finfo(attention_mask.dtype).min / 2, later=True)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -1,27 +1,30 @@
-"""Loading a Hugging Face model and its tokenizer, with a sentence for everything that cannot be loaded.
+"""Loading a Hugging Face model and its tokenizer; every failure becomes an InputError that says what to do.
 
-Weights come from safetensors and gguf files only: pickle files (.bin, .pt) can run code and are never opened. Code
-that a model brings along runs only with `trust_remote_code`.
+Weights are read from safetensors and gguf files only: pickle files (.bin, .pt) can run code and are never opened. Code
+that a model brings along runs only with `trust_remote_code`. With `--subfolder` the model lies in a folder of a
+directory or of a repository of the hub, its tokenizer there or above: a folder of a directory is joined to its path,
+and the hub is asked for a name and a subfolder, which stay apart until a result is named.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from importlib.metadata import version
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sinklab import register
 from sinklab.device import float32_if_emulated, pick_device
-from sinklab.errors import InputError
-from sinklab.models.huggingface.advice import advice
+from sinklab.errors import InputError, cause
 from sinklab.models.huggingface.anatomy import quantisation, vocabulary_size
 from sinklab.models.huggingface.gguf import Gguf, as_ordinary, check_memory, find_gguf, read_header
-from sinklab.models.huggingface.subfolder import commit_of, tokenizer_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 DEVICE_MAP = "map"  # a --device
@@ -36,12 +39,12 @@ class Loading:
     Attributes:
         dtype: auto (as its files have it, but float32 on a CPU that emulates that, and for gguf files), float32,
             bfloat16, float16 or float64.
-        device: auto (CUDA where there is one, else the CPU), cpu, cuda, cuda:N, or map: the weights are spread over
+        device: auto (CUDA if available, else the CPU), cpu, cuda, cuda:N, or map: the weights are spread over
             cards, memory and disk (accelerate's `device_map="auto"`).
-        trust_remote_code: run the code that comes with it.
+        trust_remote_code: run the model's own code.
         revision: branch, tag or commit of a model of the hub; None for its main branch.
-        subfolder: in which the model lies (subfolder.py); of a directory, what its path ends with.
-        say: is told of what takes a while.
+        subfolder: of the model; of a directory, the end of its path.
+        say: called with a message before slow steps.
     """
 
     dtype: str = "auto"
@@ -60,8 +63,8 @@ class Pretrained:
     """A causal language model in evaluation mode, and its tokenizer.
 
     Attributes:
-        notes: what a reader of its numbers must know of how it was loaded.
-        commit: of the hub, of a model that came from there.
+        notes: remarks on how it was loaded, for the reader of its numbers.
+        commit: of the hub; None for a local model.
     """
 
     model: "PreTrainedModel"
@@ -77,7 +80,7 @@ def load_pretrained(
 
     Args:
         name: a directory, a .gguf file or a directory that holds one, or a name on the Hugging Face hub.
-        check: is given the tokenizer before the weights are read, which may take minutes; what it raises is raised.
+        check: called with the tokenizer before the weights are read, which may take minutes.
 
     Raises:
         InputError: no such directory, file or name, no config, no weights, only pickled weights, weights that do not
@@ -107,7 +110,7 @@ def load_pretrained(
     load: dict[str, Any] = {"dtype": wanted, "use_safetensors": True, "output_loading_info": True}
     if target is None:
         load["device_map"] = "auto"
-    elif quantisation(config):  # its weights are unpacked for the device they are loaded to, and stay there
+    elif quantisation(config):  # the device it is loaded to is final
         load["device_map"] = {"": target}
     model, info = source.read("weights", AutoModelForCausalLM.from_pretrained, load | source.weight_options())
     if missing := sorted(info["missing_keys"]):
@@ -115,9 +118,18 @@ def load_pretrained(
             f"the weights of {name} are incomplete: {len(missing)} tensors are missing, such as {missing[0]}. "
             "Copy the whole model again; untrained weights are not measured."
         )
-    ignored = _without_a_place(info["unexpected_keys"])
-    if source.gguf is None:  # else they come from one file; transformers adds <|endoftext|> where it is not in it
-        _check_vocabulary(name, model, tokenizer)
+    ignored = []
+    if unused := sorted(info["unexpected_keys"]):
+        ignored.append(
+            f"{len(unused)} tensors of the checkpoint were ignored, such as {unused[0]}: the config has no place for "
+            "them, so what was measured is not the whole checkpoint"
+        )
+    largest, rows = max(tokenizer.get_vocab().values()), vocabulary_size(model)
+    if source.gguf is None and largest >= rows:  # a gguf file has both; transformers adds a missing <|endoftext|>
+        raise InputError(
+            f"the tokenizer of {name} has token ids up to {largest} and the model knows {rows} tokens: "
+            "it belongs to another model; put the right tokenizer files beside the weights"
+        )
     if "device_map" not in load:
         if wanted == "auto" and declared is None:
             wanted, notes = _faster_dtype(model.dtype, target)
@@ -132,8 +144,8 @@ class _Source:
     """Where the parts of a model are read from.
 
     Attributes:
-        name: as the user calls it.
-        place: as transformers does: a folder, or a name on the hub.
+        name: as entered by the user.
+        place: the folder or name on the hub that transformers reads.
         options: of every from_pretrained.
         gguf: the file, if it is one.
     """
@@ -144,7 +156,7 @@ class _Source:
     gguf: Gguf | None
 
     def read(self, part: str, from_pretrained: Any, more: dict[str, Any] | None = None) -> Any:
-        """Call a from_pretrained; whatever it raises becomes a sentence."""
+        """Call a from_pretrained; any exception becomes an InputError with advice."""
         try:
             return from_pretrained(self.place, **self.options, **(more or {}))
         except Exception as error:  # transformers raises OSError, ValueError, KeyError, RuntimeError and its parts' own
@@ -153,7 +165,7 @@ class _Source:
             raise InputError(f"the {part} of {self.name}{revision} could not be loaded: {why}") from error
 
     def weight_options(self) -> dict[str, Any]:
-        """What only the weights are read with."""
+        """Arguments for the weights only."""
         return {} if self.gguf is None else self.gguf.weight_options()
 
 
@@ -181,14 +193,14 @@ def _tokenizer(source: _Source, config: Any, subfolder: str | None) -> "PreTrain
 
 
 def check_revision(name: str, revision: str | None) -> None:
-    """Refuse a revision of what is not on the hub.
+    """Refuse a revision of a local model.
 
     Raises:
-        InputError: the name is a path here.
+        InputError: the name is a local path.
     """
     if revision is not None and Path(name).expanduser().exists():
         raise InputError(
-            f"--revision {revision} names a version on the Hugging Face hub, and {name} lies here: leave it out"
+            f"--revision {revision} names a version on the Hugging Face hub, and {name} is local: leave it out"
         )
 
 
@@ -208,19 +220,8 @@ def _faster_dtype(own: torch.dtype, target: torch.device | None) -> "tuple[torch
     ]
 
 
-def _without_a_place(names: Iterable[str]) -> list[str]:
-    """A note on tensors of the checkpoint that the model's config has no place for."""
-    ignored = sorted(names)
-    if not ignored:
-        return []
-    return [
-        f"{len(ignored)} tensors of the checkpoint were ignored, such as {ignored[0]}: the config has no place for "
-        "them, so what was measured is not the whole checkpoint"
-    ]
-
-
 def pick_dtype(dtype: str) -> "torch.dtype | str":
-    """The dtype of a --dtype option; "auto" stays.
+    """The dtype of a --dtype option, or "auto".
 
     Raises:
         InputError: not one of DTYPES.
@@ -231,7 +232,7 @@ def pick_dtype(dtype: str) -> "torch.dtype | str":
 
 
 def check_config(name: str, loading: Loading = AS_IT_IS) -> None:
-    """Refuse a model whose config cannot be read; neither its tokenizer nor its weights are looked at.
+    """Refuse a model whose config cannot be read; neither its tokenizer nor its weights are read.
 
     Raises:
         InputError: no such directory or name, or no config.
@@ -255,10 +256,10 @@ def load_pretrained_tokenizer(name: str, loading: Loading = AS_IT_IS) -> "PreTra
 
 
 def check_name(name_or_dir: str) -> None:
-    """Refuse what is neither there nor could be a name on the hub, which is then not asked.
+    """Refuse a name that is neither a local model nor a possible name on the hub, without a request to the hub.
 
     Raises:
-        InputError: says what a MODEL may be.
+        InputError: with the kinds of MODEL.
     """
     folder = Path(name_or_dir).expanduser()
     maybe_on_hub = HUB_NAME.fullmatch(name_or_dir) and not folder.exists()
@@ -291,10 +292,121 @@ def _check_directory(name_or_dir: str) -> None:
     raise InputError(f"{name_or_dir} has a config.json and no weights: put its .safetensors files there as well")
 
 
-def _check_vocabulary(name: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> None:
-    largest, rows = max(tokenizer.get_vocab().values()), vocabulary_size(model)
-    if largest >= rows:
-        raise InputError(
-            f"the tokenizer of {name} has token ids up to {largest} and the model knows {rows} tokens: "
-            "it belongs to another model; put the right tokenizer files beside the weights"
-        )
+TOKENIZER_FILES = ("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges.txt", "spiece*")
+
+
+def in_subfolder(name: str, subfolder: str | None) -> str:
+    """The path of the subfolder of a local directory; a name on the hub is returned unchanged.
+
+    Raises:
+        InputError: the subfolder is empty, absolute or leads upwards; the name is that of a file.
+    """
+    if subfolder is None:
+        return name
+    parts = PurePosixPath(subfolder).parts
+    if not parts or subfolder.startswith("/") or ".." in parts:
+        raise InputError(f"--subfolder {subfolder!r}: give a folder below {name}, such as checkpoints/final")
+    place = Path(name).expanduser()
+    if place.is_file():
+        raise InputError(f"--subfolder {subfolder}: {name} is a file; give the directory, or leave --subfolder out")
+    return str(Path(name, *parts)) if place.is_dir() else name
+
+
+def name_in_results(name: str, subfolder: str | None) -> str:
+    """The name of a model in results, with its subfolder, which a path already contains."""
+    return name if subfolder is None or _is_local(name) else f"{name}/{subfolder.strip('/')}"
+
+
+def commit_of(name: str, revision: str | None, subfolder: str | None) -> str | None:
+    """The commit of the hub that was read, from its path in the cache; None for a local model."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if _is_local(name):
+        return None
+    config = PurePosixPath(subfolder or "", "config.json")
+    found = try_to_load_from_cache(name, str(config), revision=revision)
+    return Path(found).parents[len(config.parts) - 1].name if isinstance(found, str) else None
+
+
+def tokenizer_options(name: str, place: str, options: Mapping[str, Any], subfolder: str | None) -> dict[str, Any]:
+    """The location of the tokenizer as arguments of from_pretrained: beside the weights, else above the subfolder.
+
+    Without any tokenizer file transformers would make an empty tokenizer.
+
+    Args:
+        name: of the model, as entered by the user.
+        place: the local folder of the weights, or a name on the hub.
+        options: for reading the weights.
+
+    Raises:
+        InputError: a local folder without a tokenizer.
+    """
+    beside = {"pretrained_model_name_or_path": place, **options}
+    folder = Path(place).expanduser()
+    if not folder.is_dir():
+        if subfolder is None or _on_the_hub(place, options):
+            return beside
+        return {**beside, "subfolder": ""}
+    places = [folder] if subfolder is None else [folder, folder.parents[len(PurePosixPath(subfolder).parts) - 1]]
+    for one in places:
+        if any(path for pattern in TOKENIZER_FILES for path in one.glob(pattern)):
+            return {**beside, "pretrained_model_name_or_path": str(one)}
+    if options["trust_remote_code"]:
+        return beside  # it may need no file
+    above = "" if len(places) == 1 else f", nor has {places[1]}"
+    raise InputError(
+        f"{name} has no tokenizer{above}: put the files of its tokenizer (such as tokenizer.json) beside the weights"
+    )
+
+
+def _on_the_hub(name: str, options: Mapping[str, Any]) -> bool:
+    from transformers.utils.hub import cached_file
+
+    where = {key: options[key] for key in ("revision", "subfolder")}
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    return any(cached_file(name, file, **where, **quiet) for file in ("tokenizer_config.json", "tokenizer.json"))
+
+
+def _is_local(name: str) -> bool:
+    return Path(name).expanduser().exists()
+
+
+def advice(error: Exception, place: str, revision: str | None, gguf: str | None) -> str:
+    """A sentence for the user, with the error's own first line in brackets where that helps.
+
+    Args:
+        place: a folder, or a name on the hub.
+        revision: the requested one, of the hub.
+        gguf: the architecture of the gguf file that was read; None for other files.
+    """
+    said = str(error)
+    if "ignore_mismatched_sizes" in said:  # and refers to a table that is not shown
+        return "they have other shapes than its config.json says; put the config and the weights of one model there"
+    if "trust_remote_code" in said:
+        what = "it brings code of its own; --trust-remote-code runs it, if you trust its author"
+    elif "does not recognize this architecture" in said:
+        what = f"transformers {version('transformers')} does not know this type of model; try a newer version"
+    elif isinstance(error, ImportError) or "pip install" in said:
+        what = "install the package that it needs"
+    elif gguf is not None:
+        what = f"transformers does not read this gguf file of architecture {gguf!r}"
+    elif Path(place).expanduser().is_dir():
+        what = "check that the directory is complete"
+    else:
+        revised = "" if revision is None else ", the revision"
+        what = f"check the name{revised} and the connection to the hub, or give the directory of a downloaded model"
+    return f"{what} ({cause(error)})"
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Inside the block transformers draws no progress bars."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,8 +1,7 @@
-"""The loss of a forward pass whose logits are never held whole: 32,768 tokens times a vocabulary are 4 GB.
+"""The loss of a forward pass without all logits in memory: 32,768 tokens times a vocabulary are 4 GB.
 
-The first call keeps one position's logits and the final hidden states; then the head alone is run on pieces of them,
-by calling the model with its body standing still. So whatever a model does between body and loss (softcap, scale) is
-done by the model itself.
+The first call computes one position's logits and the final hidden states; then the model is called on pieces, with its
+body returning the stored hidden states. So everything between body and logits (softcap, scale) is the model's own code.
 """
 
 import inspect
@@ -18,9 +17,9 @@ from transformers import PreTrainedModel
 
 from sinklab.model.loss import IGNORED
 from sinklab.models.huggingface.anatomy import bodies
-from sinklab.models.memory import LOGITS_AT_ONCE, LOGITS_AT_ONCE_CUDA
+from sinklab.models.memory_budget import LOGITS_AT_ONCE, LOGITS_AT_ONCE_CUDA
 
-LOGITS_IN_CACHE = 2**20  # whose log-probabilities are made at a time: 4 MB in float32
+LOGITS_IN_CACHE = 2**20  # whose log-probabilities are computed at a time: 4 MB in float32
 
 
 def forward_loss(
@@ -36,21 +35,21 @@ def forward_loss(
 
     Args:
         arguments: passed on to the model, beside the tokens.
-        vocabulary: rows of the token embedding, from which the size of the logits is judged.
-        paused: entered while the head alone is run, when there is nothing to record.
+        vocabulary: rows of the token embedding, for the size of the logits.
+        paused: entered while only the head runs.
     """
     wanted_BT = targets(tokens_BT, real_BT)
     number = int((wanted_BT != IGNORED).sum())
     at_once = LOGITS_AT_ONCE_CUDA if tokens_BT.is_cuda else LOGITS_AT_ONCE
     pieces = math.ceil(vocabulary * tokens_BT.numel() / at_once)
-    if pieces == 1 or not makes_logits_in_pieces(model):
+    if pieces == 1 or not has_piecewise_logits(model):
         return summed_loss(model(tokens_BT, **arguments).logits, wanted_BT), number
     total = 0.0
     with ExitStack() as stack:
-        parts = [stack.enter_context(answering(part)) for part in bodies(model)]
+        parts = [stack.enter_context(fixed_output(part)) for part in bodies(model)]
         model(tokens_BT, **arguments, logits_to_keep=1)
         for part in parts:
-            part.still = True
+            part.frozen = True
         stack.enter_context(paused)
         few = math.ceil(tokens_BT.shape[1] / pieces)
         for start in range(0, tokens_BT.shape[1] - 1, few):
@@ -61,7 +60,7 @@ def forward_loss(
 
 
 def targets(tokens_BT: Tensor, real_BT: Tensor) -> Tensor:
-    """What each position predicts, the next token; IGNORED where there is none, or one of the two is padding."""
+    """The target of each position, the next token; IGNORED where there is none, or one of the two is padding."""
     both_BT = real_BT & F.pad(real_BT[:, 1:], (0, 1))
     return F.pad(tokens_BT[:, 1:], (0, 1)).masked_fill(~both_BT, IGNORED)
 
@@ -69,7 +68,7 @@ def targets(tokens_BT: Tensor, real_BT: Tensor) -> Tensor:
 def summed_loss(logits_BTV: Tensor, wanted_BT: Tensor) -> float:
     """Cross-entropy in nats, summed over all targets that are not IGNORED.
 
-    A few rows at a time: no copy in float32 is made of the whole, and on a CPU the log-probabilities stay in the cache.
+    In pieces of a few rows: without a float32 copy of all logits, and within the cache of a CPU.
     """
     logits_NV, wanted_N = logits_BTV.flatten(0, 1), wanted_BT.to(logits_BTV.device).flatten()
     rows = max(1, (LOGITS_AT_ONCE_CUDA if logits_NV.is_cuda else LOGITS_IN_CACHE) // logits_NV.shape[1])
@@ -80,32 +79,32 @@ def summed_loss(logits_BTV: Tensor, wanted_BT: Tensor) -> float:
 
 
 def forward_only(model: PreTrainedModel, tokens_BT: Tensor, arguments: dict[str, Any]) -> None:
-    """One forward pass without a loss, and with the logits of one position where the model can be asked for that."""
-    few = {"logits_to_keep": 1} if makes_logits_in_pieces(model) else {}
+    """One forward pass without a loss, and with the logits of one position where the model can compute single ones."""
+    few = {"logits_to_keep": 1} if has_piecewise_logits(model) else {}
     model(tokens_BT, **arguments, **few)
 
 
-def makes_logits_in_pieces(model: PreTrainedModel) -> bool:
-    """Whether the model can be asked for the logits of some positions, apart from its body."""
+def has_piecewise_logits(model: PreTrainedModel) -> bool:
+    """Whether the model can compute the logits of some positions, and has a separate body."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters and model.base_model is not model
 
 
 class _Body:
-    """The latest output of a body; while `still`, the body answers with it instead of running."""
+    """The latest output of a body; while `frozen`, the body returns it instead of running."""
 
     def __init__(self, forward: Any, output: Any) -> None:
-        self.still = output is not None
+        self.frozen = output is not None
         self._forward, self._output = forward, output
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.still:
+        if not self.frozen:
             self._output = self._forward(*args, **kwargs)
         return self._output
 
 
 @contextmanager
-def answering(part: nn.Module, output: Any = None) -> Iterator[_Body]:
-    """The body answers with this output instead of running; where none is given, with its latest once it is `still`."""
+def fixed_output(part: nn.Module, output: Any = None) -> Iterator[_Body]:
+    """The body returns this output instead of running; without one, its latest output once it is `frozen`."""
     own = part.__dict__.get("forward")
     body = _Body(part.forward, output)
     part.__dict__["forward"] = body

@@ -1,10 +1,10 @@
-"""Chat templates, rendered in a process of their own, which may be ended.
+"""Conversations as text: chat templates, rendered in a process of their own with limits on time and memory.
 
 A chat template is a program that comes with a model. Jinja's sandbox keeps it from files and network, not from running
-for ever or asking for all memory there is, and nothing stops one of our own threads. So a second process renders, which
-has transformers' sandbox and neither torch nor the model. The system ends it after SECONDS of processor time for one
-conversation and refuses it more than MEMORY (macOS does not hold a process to that; there the time ends it). It is
-started once, renders everything that this process wants rendered, and ends with it.
+for ever or asking for all memory, and nothing stops a thread of ours. So a second process renders, which has
+transformers' sandbox and neither torch nor the model. The system ends it after SECONDS of processor time for one
+conversation and refuses it more than MEMORY (macOS does not enforce that; there the time limit ends it). It is started
+once and renders every conversation of this process.
 """
 
 import contextlib
@@ -19,15 +19,16 @@ import threading
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
-from sinklab.data.sources.textfiles import Message
+from sinklab.data.sources.textfiles import Message, plain_conversation
 from sinklab.errors import InputError, SinklabError, cause
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
 SECONDS = 10
 MEMORY = 2 * 2**30  # bytes
-CHARACTERS = 2**24  # that may be written beyond REPEATED times those of the conversation
+CHARACTERS = 2**24  # of output beyond REPEATED times those of the conversation
 REPEATED = 4
 MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # numpy's threads would count as memory
@@ -35,7 +36,7 @@ ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # numpy's th
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as its template writes it.
+    """A conversation rendered by its template.
 
     Attributes:
         text: all of it.
@@ -58,12 +59,12 @@ def render_chat(
 
     Args:
         where: names the conversation in errors.
-        generation_prompt: end with what the assistant's next message begins with.
-        remedy: what to do about a refusal.
+        generation_prompt: append the beginning of the assistant's next message.
+        remedy: advice after a refusal.
 
     Raises:
-        InputError: the template fails on it, does not end, or takes or writes too much; or there are several templates
-            and none is the default.
+        InputError: the template fails on it, does not end, or exceeds the limits; or there are several templates and
+            none is the default.
         SinklabError: no process could be started.
     """
     conversation = [{key: value for key, value in message.items() if value is not None} for message in messages]
@@ -87,7 +88,7 @@ def render_chat(
 
 
 class _Process:
-    """The process that renders; any thread may ask it."""
+    """The rendering process, shared by all threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -95,7 +96,7 @@ class _Process:
         self._complaints: IO[bytes] | None = None
 
     def ask(self, line: str) -> dict[str, Any]:
-        """Its answer to a line, or what ended it as the `error` of one."""
+        """The response to a line; an `error` where the process ended."""
         with self._lock:
             process = self._process or self._start()
             assert process.stdin is not None
@@ -106,14 +107,14 @@ class _Process:
                     process.stdin.write(line + "\n")
                     process.stdin.flush()
                     answer = process.stdout.readline()
-            except BaseException:  # Ctrl-C: the answer that is still to come is not one to the next line
+            except BaseException:  # Ctrl-C: the pending response would be read as that to the next line
                 process.kill()
                 self._forget(process)
                 raise
             return json.loads(answer) if answer.endswith("\n") else {"error": _what_ended(*self._forget(process))}
 
     def _start(self) -> "subprocess.Popen[str]":
-        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  # open for as long as the process
+        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
         code = f"from {__name__} import serve; serve()"
         try:
             self._process = subprocess.Popen(
@@ -122,7 +123,7 @@ class _Process:
                 stdout=subprocess.PIPE,
                 stderr=self._complaints,
                 env={**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
-                start_new_session=True,  # Ctrl-C is for us
+                start_new_session=True,  # Ctrl-C is for this process alone
                 encoding="ascii",
             )
         except OSError as error:
@@ -130,7 +131,7 @@ class _Process:
         return self._process
 
     def _forget(self, process: "subprocess.Popen[str]") -> tuple[int, str]:
-        """The exit status of one that has ended, and its last words."""
+        """The exit status and standard error of a process that has ended."""
         assert self._complaints is not None
         self._process, status = None, process.wait()
         with contextlib.suppress(BrokenPipeError), process:
@@ -152,7 +153,7 @@ _PROCESS = _Process()
 
 
 def serve() -> None:
-    """Render what standard input asks for, a line of JSON for each conversation, until it ends."""
+    """Render the conversations on standard input, a line of JSON each, until it is closed."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     _limit_memory()
@@ -181,7 +182,7 @@ def serve() -> None:
 
 
 def _sentence(error: Exception) -> str:
-    """A template's own complaint as it is, another error with its name."""
+    """The message of a template's own error; of another error with its type."""
     from jinja2 import TemplateError
 
     said = cause(error)[:400]
@@ -194,3 +195,48 @@ def _limit_memory() -> None:
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     with contextlib.suppress(ValueError, OSError):  # macOS
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY if hard < 0 else min(MEMORY, hard), hard))
+
+
+class Conversations:
+    """Renders conversations, and notes how, for the notes of a measurement.
+
+    Args:
+        tokenizer: whose chat template is applied; None, or one without a template, gives lines `role: content`.
+        keep_bos: keep the BOS that a template writes first; otherwise it is removed, so that it is not doubled.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase | None" = None, keep_bos: bool = False) -> None:
+        self._tokenizer, self._keep_bos = tokenizer, keep_bos
+        self._seen = False
+        self.bos = False
+        """Whether a template's own BOS was kept."""
+
+    def render(self, messages: list[Message], where: str) -> str:
+        """One conversation as text.
+
+        Raises:
+            InputError: the chat template fails on it or does not end; `where` names the row.
+        """
+        self._seen = True
+        if not self._templated:
+            return plain_conversation(messages, where)
+        assert self._tokenizer is not None
+        rendered = render_chat(self._tokenizer, messages, where).text
+        first = self._tokenizer.bos_token
+        if isinstance(first, str) and rendered.startswith(first):
+            if not self._keep_bos:
+                return rendered.removeprefix(first)
+            self.bos = True
+        return rendered
+
+    def notes(self) -> list[str]:
+        """How conversations were written; empty where there were none."""
+        if not self._seen:
+            return []
+        if self._templated:
+            return ["conversations were written with the model's chat template"]
+        return ["conversations were written as plain lines `role: content`: the model has no chat template"]
+
+    @property
+    def _templated(self) -> bool:
+        return bool(getattr(self._tokenizer, "chat_template", None))

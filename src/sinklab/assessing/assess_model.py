@@ -1,0 +1,168 @@
+"""An assessment of a model: its parts as a resumable job."""
+
+import hashlib
+import json
+import time
+from functools import partial
+from pathlib import Path
+
+from sinklab.assessing.assessment import ASSESSMENT, HELD_OUT, Assessment, load_assessment
+from sinklab.assessing.part import AssessText, PartJob
+from sinklab.assessing.parts import PARTS, USUAL
+from sinklab.assessing.plan import AssessOptions, AssessSettings, settings_for
+from sinklab.data.sources.corpora import documents
+from sinklab.errors import InputError
+from sinklab.files import parse_json
+from sinklab.jobs.ledger import JobStep, Ledger, check_request, run_steps
+from sinklab.jobs.progress import JobEvent, Observer, StepProgress, ignore
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading
+from sinklab.opening import Model, is_run, open_model
+
+
+def assess(
+    model: str,
+    text: Path | None,
+    options: AssessOptions,
+    *,
+    loading: Loading = AS_IT_IS,
+    out: Path | None = None,
+    observe: Observer = ignore,
+) -> Assessment:
+    """Assess the cost and benefit of the sink in one model.
+
+    Args:
+        model: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub.
+        text: a .txt or .jsonl file or a folder of them, read as one stream; default for a run: its validation text.
+        out: directory of assessment.json, written after every part; a repeated call resumes, and may add parts.
+
+    Raises:
+        InputError: an unusable model, text or option, a named part that does not apply to the model, or an assessment
+            of another request in `out`; nothing has been written then.
+        HeldError: another process writes an assessment to `out`.
+        UnsavedError: a part could not be saved; the error has the assessment so far.
+        SinklabError: a change makes the model compute NaN.
+    """
+    for name in options.parts:
+        if name not in PARTS:
+            given = ",".join(options.parts)
+            raise InputError(f"--parts {given}: {name!r} is unknown; give some of {', '.join(PARTS)}, or all")
+    options = options.model_copy(update={"parts": tuple(part for part in PARTS if part in options.parts)})
+    ledger = Ledger[Assessment](out, ASSESSMENT)
+    if text is not None:
+        next(documents(str(text)))
+    elif not is_run(model):
+        raise InputError(f"--text is needed: {model} is not a run, so it has no validation text")
+    with ledger.locked():
+        return _assess(model, text, options, loading, ledger, observe)
+
+
+def _assess(
+    model: str,
+    text: Path | None,
+    options: AssessOptions,
+    loading: Loading,
+    ledger: Ledger[Assessment],
+    observe: Observer,
+) -> Assessment:
+    source = AssessText(open_separable(model, loading), text)
+    settings = settings_for(source.model, options)
+    jobs, skipped = _jobs(source, settings, options)
+    found = _resumed(ledger, _new(source, text, settings, options))
+    if skipped:
+        found = found.model_copy(update={"skipped": {**found.skipped, **skipped}})
+        ledger.save(found)
+    for part, why in skipped.items():
+        observe(JobEvent("skipped", part, text=why))
+
+    def run(part: str, progress: StepProgress) -> str:
+        nonlocal found
+        progress.begin(jobs[part].passes, f"reading {jobs[part].passes} sequences")
+        start = time.perf_counter()
+        done = jobs[part].run(progress.advance)
+        found = found.with_result(done, round(time.perf_counter() - start, 1))
+        ledger.save(found)
+        return ""
+
+    run_steps([JobStep(part, partial(run, part), "" if part in found.results else None) for part in jobs], observe)
+    return found
+
+
+def open_separable(name: str, loading: Loading) -> Model:
+    """Open a model whose attention can be edited.
+
+    Raises:
+        InputError: it cannot be loaded, or its attention cannot be edited.
+    """
+    model = open_model(name, loading)
+    if why := model.adapter.inseparable():
+        raise InputError(f"{name} cannot be assessed: {why}")
+    return model
+
+
+def _new(text: AssessText, given: Path | None, settings: AssessSettings, options: AssessOptions) -> Assessment:
+    """The assessment without results."""
+    model = text.model
+    asked = {
+        "model": model.name,
+        "files": model.files,
+        "text": _hash(text, settings),
+        **settings.model_dump(mode="json"),
+        **({HELD_OUT: True} if given is None else {}),
+        "dtype": model.loading.dtype,
+    }
+    return Assessment(
+        model=model.name,
+        context=model.adapter.context,
+        layers=len(model.adapter.blocks),
+        asked=parse_json(json.dumps(asked)),
+        notes=_notes(text, settings, options),
+    )
+
+
+def _resumed(ledger: Ledger[Assessment], new: Assessment) -> Assessment:
+    """The assessment of an earlier call with the same request, or the new one."""
+    before = ledger.earlier(load_assessment)
+    if before is None or ledger.path is None:
+        return new
+    same_files = new.asked["files"] is not None and new.asked["files"] == before.asked.get("files")
+    check_request(ledger.path, "an assessment", before.asked, new.asked, {"model"} if same_files else set())
+    return before.model_copy(update={"notes": new.notes})
+
+
+def _jobs(
+    text: AssessText, settings: AssessSettings, options: AssessOptions
+) -> tuple[dict[str, PartJob], dict[str, str]]:
+    """The parts that apply, and the reasons why others do not; every named part must apply."""
+    jobs: dict[str, PartJob] = {}
+    skipped: dict[str, str] = {}
+    for name in options.parts or USUAL:
+        part = PARTS[name]
+        why = part.refusal(text.model.adapter, settings)
+        if why is None:
+            try:
+                jobs[name] = part.job(text, settings)
+                continue
+            except InputError as error:
+                if not part.long_text:
+                    raise
+                why = str(error)
+        if options.parts and not options.where_possible:
+            raise InputError(f"the part `{name}` does not apply to the model: {why}")
+        skipped[name] = why
+    return jobs, skipped
+
+
+def _notes(text: AssessText, settings: AssessSettings, options: AssessOptions) -> list[str]:
+    model = text.model
+    kinds, step, planned = model.adapter.kinds, model.step, model.planned_steps
+    notes = [*model.notes] if step == planned else [f"the run is at step {step} of {planned}", *model.notes]
+    notes += [*text.conversations.notes(), *kinds.notes(), *kinds.notes_on_hidden_keys()]
+    if settings.positions == "text" and options.positions is None:
+        notes.append(f"the streaming part uses positions in the text, as {model.adapter.fixed_positions()}")
+    return notes
+
+
+def _hash(text: AssessText, settings: AssessSettings) -> str:
+    """The SHA-256 of the first tokens of the text."""
+    tokens_NT = text.sequences(settings.sequences, settings.length)
+    return hashlib.sha256(tokens_NT.numpy().tobytes()).hexdigest()

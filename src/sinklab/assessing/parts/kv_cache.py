@@ -1,0 +1,308 @@
+"""KV cache: the loss when keys and values are rounded to few bits, with and without the sink positions.
+
+Of the numbers x that share a scale, as in KIVI (2402.02750; jy-yuan/KIVI 876b4d2, quant/new_pack.py):
+
+    m = min x,  s = (max x - min x) / (2^bits - 1),  q(x) = m + s round((x - m) / s)
+
+    keys     per channel: 32 successive tokens of one channel of a key head, positions already turned
+    values   per token: 32 successive channels of one token of a key head
+
+A last group may be shorter. Every key that a query reads is rounded, its own included: KIVI keeps up to 128 recent
+tokens in full precision. Three bits are not in that code; the formula is the same.
+
+Spared positions keep their keys and values and are in no scale: none; the first n; or the outlier tokens that
+PrefixQuant's rule finds (2410.05265; ChenMnZ/PrefixQuant 97cc15b, utils/stat_utils.py, its option of block outputs):
+
+    M_t = max over channels of |output of the block at t|,   t is an outlier where M_t > 64 median_s M_s in some block
+
+    due_to_sink = loss(no position spared) - loss(the first n spared)               nats per token, as in `quantisation`
+
+By head: each key head rounded alone to 2 bits, on other sequences. Then all heads are rounded but the tenth that costs
+most (by kl), and but as many random ones.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sinklab.assessing.part import (
+    GROWTH,
+    AssessPart,
+    AssessText,
+    Effect,
+    PartFigure,
+    PartJob,
+    PartNumber,
+    PlotAxis,
+    ResultRow,
+    counted,
+    plot_row,
+)
+from sinklab.assessing.plan import AssessSettings
+from sinklab.assessing.reading import (
+    ByPosition,
+    HeadCost,
+    KeyHeads,
+    PairedReader,
+    Step,
+    chosen_heads,
+    key_heads,
+    refused,
+)
+from sinklab.attention.layer_call import LayerCall
+from sinklab.models.adapter import Adapter
+from sinklab.models.hooks import evaluating, residual_stream
+from sinklab.schema import ReadDocument
+
+BITS = (8, 4, 3, 2)
+GROUP_SIZE = 32
+HEAD_BITS = 2
+OUTLIER = 64  # times the median of the tokens
+EXEMPT = 10  # one key head in so many
+
+
+class CacheRounding(ReadDocument):
+    """The cache rounded to so many bits.
+
+    Attributes:
+        everything, first_spared, found_spared: with no position spared, the first n, and the outlier tokens.
+        due_to_sink: loss of `everything` less that of `first_spared`.
+    """
+
+    bits: int
+    everything: Effect
+    first_spared: Effect
+    found_spared: Effect
+    due_to_sink: float
+
+
+class KVCache(AssessPart):
+    """Loss with a rounded KV cache, and the heads that cannot be rounded.
+
+    Attributes:
+        sink_positions: first positions that are spared, a learned sink token or registers included.
+        found: outlier tokens by sequence, positions from 1; learned tokens in front count as 0, -1 and so on.
+        settings: by bits.
+        head_bits: of the readings by head.
+        heads: the cost of each key head rounded alone; its kl is from the unchanged model on other sequences.
+        exempt: the key heads (layer, head) that cost most.
+        without_exempt, without_random: all heads rounded to `head_bits` but these, and but as many random ones.
+    """
+
+    name = "kv_cache"
+    rank = 7
+    on_request = True
+    numbers = (
+        PartNumber(
+            "cache_N_bits_added",
+            "KV cache in N bits, added loss",
+        ),
+        PartNumber(
+            "cache_added",
+            "KV cache in the fewest bits, added loss",
+            ("KV cache", "2 bits, nats added"),
+            "keys and values rounded to 2 bits",
+        ),
+        PartNumber(
+            "cache_due_to_sink",
+            "Of the KV cache in the fewest bits, due to the sink",
+            ("sink's part", "of these"),
+            "how much of what KV cache adds is due to the sink",
+        ),
+    )
+
+    sink_positions: int
+    found: list[list[int]]
+    settings: list[CacheRounding]
+    head_bits: int
+    heads: list[HeadCost]
+    exempt: list[tuple[int, int]]
+    without_exempt: Effect
+    without_random: Effect
+
+    @classmethod
+    def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
+        if _latent(adapter):
+            return "its cache holds one latent for all heads, not keys and values"
+        return refused(adapter, RoundedCache(HEAD_BITS))
+
+    @classmethod
+    def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
+        both_NT = text.sequences(settings.sequences + settings.head_sequences, settings.length, fewest=2)
+        N = max(1, len(both_NT) - settings.head_sequences)
+        adapter = text.model.adapter
+        run = partial(assess_kv_cache, adapter, both_NT[:N], both_NT[N:], settings.sink_tokens, settings.seed)
+        by_head = (1 + len(key_heads(adapter))) * (len(both_NT) - N)
+        return PartJob((3 + 3 * len(BITS)) * N + by_head, run)
+
+    def rows(self) -> Iterator[ResultRow]:
+        yield self.unchanged_row()
+        for one in self.settings:
+            due = f"due to the sink {one.due_to_sink:+.4f}"
+            yield ResultRow(f"{one.bits} bits", one.everything, due)
+            yield ResultRow(f"{one.bits} bits, first {counted(self.sink_positions, 'token')} spared", one.first_spared)
+            yield ResultRow(f"{one.bits} bits, outliers spared", one.found_spared)
+        heads = f"key head{'s' * (len(self.exempt) > 1)}"
+        yield ResultRow(f"{self.head_bits} bits but {len(self.exempt)} dearest {heads}", self.without_exempt)
+        yield ResultRow(f"{self.head_bits} bits but {len(self.exempt)} random {heads}", self.without_random)
+
+    def remark(self) -> str:
+        found = sum(map(len, self.found))
+        named = ", ".join(f"{layer}.{head}" for layer, head in self.exempt[:8])
+        return (
+            f"kv_cache: {found} outlier tokens in {counted(len(self.found), 'sequence')}; the key heads (layer.head) "
+            f"that cost most in {self.head_bits} bits: {named}"
+        )
+
+    def values(self) -> Iterator[tuple[str, float]]:
+        """Of all positions rounded."""
+        for one in self.settings:
+            yield f"cache_{one.bits}_bits_added", self.added(one.everything)
+        fewest = min(self.settings, key=lambda one: one.bits)
+        yield "cache_added", self.added(fewest.everything)
+        yield "cache_due_to_sink", fewest.due_to_sink
+
+    def figure(self) -> PartFigure:
+        rows = [
+            plot_row(effect, self.added(effect), series, one.bits)
+            for one in self.settings
+            for series, effect in (
+                ("every position", one.everything),
+                ("first spared", one.first_spared),
+                ("outliers spared", one.found_spared),
+            )
+        ]
+        return PartFigure(
+            "lines",
+            "Rounding the KV cache",
+            f"Loss added to {self.unchanged.loss:.3f} by rounding keys per channel and values per token, in groups of "
+            f"{GROUP_SIZE} (KIVI, 2402.02750): at every position, without the first "
+            f"{counted(self.sink_positions, 'position')}, and without outlier tokens (2410.05265).",
+            rows,
+            PlotAxis("Bits", "x", "bits", order=sorted({one.bits for one in self.settings})),
+            PlotAxis(GROWTH, "y", "nats added"),
+        )
+
+
+def rounded(x: Tensor, axis: int, bits: int, spared: Tensor) -> Tensor:
+    """q(x) in groups along an axis; the spared (bool, broadcast) are left alone and are in no scale."""
+    x_XI, spared_XI = x.movedim(axis, -1), spared.expand_as(x).movedim(axis, -1)
+    width = x_XI.shape[-1]
+    padding = (0, -width % GROUP_SIZE)
+    x_XNG = F.pad(x_XI, padding).unflatten(-1, (-1, GROUP_SIZE))
+    out_XNG = F.pad(spared_XI, padding, value=True).unflatten(-1, (-1, GROUP_SIZE))
+    low_XN1 = x_XNG.masked_fill(out_XNG, torch.inf).amin(-1, keepdim=True)
+    scale_XN1 = (x_XNG.masked_fill(out_XNG, -torch.inf).amax(-1, keepdim=True) - low_XN1) / (2**bits - 1)
+    scale_XN1 = torch.where(scale_XN1 > 0, scale_XN1, 1)
+    on_grid_XNG = low_XN1 + scale_XN1 * ((x_XNG - low_XN1) / scale_XN1).round()
+    return torch.where(out_XNG, x_XNG, on_grid_XNG).flatten(-2)[..., :width].movedim(-1, axis)
+
+
+@dataclass(frozen=True)
+class RoundedCache:
+    """An edit: every layer reads rounded keys and values.
+
+    Attributes:
+        spared_S: positions in full precision, learned tokens in front included; None for none.
+        heads: the key heads that are rounded; None for all.
+    """
+
+    bits: int
+    spared_S: Tensor | None = None
+    heads: KeyHeads | None = None
+
+    def __call__(self, layer: LayerCall) -> LayerCall:
+        """The call that reads from this cache."""
+        k_BGSD, v_BGSV = layer.call.k_BGTD, layer.value_BGSV
+        chosen_G = None if self.heads is None else chosen_heads(layer, self.heads)
+        if chosen_G is not None and not chosen_G.any():
+            return layer
+        spared_S = torch.zeros(k_BGSD.shape[2], dtype=torch.bool) if self.spared_S is None else self.spared_S
+        left_GS1 = spared_S.to(k_BGSD.device)[None, :, None]
+        if chosen_G is not None:
+            left_GS1 = left_GS1 | ~chosen_G[:, None, None]
+        layer = layer.changed(k_BGTD=rounded(k_BGSD, 2, self.bits, left_GS1))
+        return replace(layer, value_BGSV=rounded(v_BGSV, 3, self.bits, left_GS1))
+
+
+def assess_kv_cache(
+    adapter: Adapter, tokens_NT: Tensor, others_MT: Tensor, sink_tokens: int, seed: int, step: Step
+) -> KVCache:
+    """Loss with the cache rounded to fewer and fewer bits, and by head.
+
+    Args:
+        others_MT: the sequences that are read once for every key head.
+        sink_tokens: so many first tokens are spared as sinks, beside learned tokens in front.
+    """
+    readers = [PairedReader(adapter, tokens_1T, step) for tokens_1T in tokens_NT.split(1)]
+    found_NS = outlier_tokens(adapter, tokens_NT)
+    first = adapter.leading + sink_tokens
+    first_S = torch.arange(found_NS.shape[1]) < first
+
+    def effect(bits: int, spared_NS: Sequence[Tensor | None] | Tensor, heads: KeyHeads | None = None) -> Effect:
+        read = [
+            one.under(RoundedCache(bits, spared_S, heads)) for one, spared_S in zip(readers, spared_NS, strict=True)
+        ]
+        return joined(read).effect()
+
+    none, N = [None] * len(readers), len(readers)
+    settings = []
+    for bits in BITS:
+        everything, spared = effect(bits, none), effect(bits, [first_S] * N)
+        settings.append(
+            CacheRounding(
+                bits=bits,
+                everything=everything,
+                first_spared=spared,
+                found_spared=effect(bits, found_NS),
+                due_to_sink=everything.loss - spared.loss,
+            )
+        )
+    heads = PairedReader(adapter, others_MT, step).by_key_head(lambda chosen: RoundedCache(HEAD_BITS, heads=chosen))
+    names = frozenset((one.layer, one.head) for one in heads)
+    dearest = sorted(heads, key=lambda one: -one.kl)[: max(1, len(heads) // EXEMPT)]
+    exempt = [(one.layer, one.head) for one in dearest]
+    drawn = random.Random(seed).sample(sorted(names), len(exempt))
+    return KVCache(
+        sequences=N,
+        length=tokens_NT.shape[1],
+        unchanged=joined([one.unchanged for one in readers]).effect(),
+        sink_positions=first,
+        found=[(found_S.nonzero()[:, 0] + 1 - adapter.leading).tolist() for found_S in found_NS],
+        settings=settings,
+        head_bits=HEAD_BITS,
+        heads=heads,
+        exempt=exempt,
+        without_exempt=effect(HEAD_BITS, none, names - set(exempt)),
+        without_random=effect(HEAD_BITS, none, names - set(drawn)),
+    )
+
+
+def joined(read: Sequence[ByPosition]) -> ByPosition:
+    """Sequences that were read apart."""
+    return ByPosition(read[0].first, torch.cat([one.loss_NP for one in read]), torch.cat([one.kl_NP for one in read]))
+
+
+def outlier_tokens(adapter: Adapter, tokens_NT: Tensor) -> Tensor:
+    """Which positions are outliers after some block, learned tokens in front included: (N, S)."""
+    found = []
+    with evaluating(adapter.module), residual_stream(adapter.blocks, lambda x_BSC: x_BSC.abs().amax(-1)) as largest:
+        for tokens_1T in tokens_NT.split(1):
+            adapter.hidden(tokens_1T.to(adapter.device))
+            M_LS = torch.cat(largest[1:])
+            ratio_LS = M_LS / M_LS.median(-1, keepdim=True).values
+            found.append((ratio_LS > OUTLIER).any(0).cpu())
+    return torch.stack(found)
+
+
+def _latent(adapter: Adapter) -> bool:
+    """Whether keys and values are made of a latent, in a run or a model of transformers."""
+    config: Any = adapter.module.config
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    return bool(getattr(text, "latent", None) or getattr(text, "kv_lora_rank", None))

@@ -1,0 +1,208 @@
+"""Pruning: the loss when attention heads are removed in the order of their sink share, and in other orders.
+
+    share of a head = mean over queries t after the sink of the share of A_t,sink         (as in the part `heads`)
+
+After 2601.06787, which removes the heads with the highest mean attention of all queries to position 0 first, by zeroing
+their slices of the output map (no code was found). That mean is (1 + (T - 1) share) / T where rows sum to one, so the
+order is the same. Of a model with a bias key or sink logit, the share is that of the bias.
+
+A removed head's output is zero before norms, gates and the output map behind the core. The order is over all layers:
+
+    sink first     falling share
+    sink last      rising share
+    random         any heads, several draws
+    same layers    random heads, in each layer as many as `sink first` removes there, several draws
+
+Kinds of heads (no-op, broadcast; see `heads`) are removed all at once, against as many random heads.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from sinklab.assessing.part import (
+    GROWTH,
+    AssessPart,
+    AssessText,
+    Effect,
+    PartFigure,
+    PartJob,
+    PartNumber,
+    PlotAxis,
+    ResultRow,
+    counted,
+    plot_row,
+)
+from sinklab.assessing.parts.heads import HeadRole, Heads, assess_heads
+from sinklab.assessing.plan import AssessSettings
+from sinklab.assessing.reading import PairedReader, Step, mean_effect
+from sinklab.attention.layer_call import LayerCall
+from sinklab.models.adapter import Adapter
+
+SHARES = (0.05, 0.1, 0.2, 0.3, 0.5)
+SHOWN_SHARE = 0.1  # of the single numbers
+DRAWS = 3
+KINDS = ("nop", "broadcast")
+SINK_FIRST, SINK_LAST, RANDOM, SAME_LAYERS = "sink first", "sink last", "random", "same layers"
+QueryHeads = frozenset[tuple[int, int]]
+"""Layer, from 1 among those with attention, and query head, from 1."""
+
+
+class RemovedHeads(Effect):
+    """Some heads removed; of several draws the mean.
+
+    Attributes:
+        order: in which heads are removed, or the kind that is removed, or "as many random" beside it.
+        share: of all heads that are removed.
+        heads: number of them.
+        losses: of each draw.
+    """
+
+    order: str
+    share: float
+    heads: int
+    losses: list[float]
+
+
+class Pruning(AssessPart):
+    """Loss by share of heads removed.
+
+    Attributes:
+        total: heads of the model.
+        orders: by order and share.
+        kinds: all no-op and all broadcast heads where there are such, each with as many random heads.
+    """
+
+    name = "pruning"
+    rank = 8
+    on_request = True
+    numbers = (
+        PartNumber(
+            "sink_heads_pruned_added",
+            "A tenth of the heads removed, sink heads first, added loss",
+            ("Sink heads", "a tenth removed, nats added"),
+            "removing the tenth of the heads with the largest share of attention on the sink",
+        ),
+        PartNumber(
+            "random_heads_pruned_added",
+            "A tenth of the heads removed at random, added loss",
+            ("Random heads", "a tenth removed, nats added"),
+            "removing a random tenth of the heads, mean of several draws",
+        ),
+    )
+
+    total: int
+    orders: list[RemovedHeads]
+    kinds: list[RemovedHeads]
+
+    @classmethod
+    def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
+        return Heads.refusal(adapter, settings)
+
+    @classmethod
+    def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
+        tokens_NT = text.sequences(settings.sequences, settings.length)
+        passes = 3 + len(SHARES) * (2 + 2 * DRAWS) + len(KINDS) * (1 + DRAWS)
+        run = partial(assess_pruning, text.model.adapter, tokens_NT, settings.seed)
+        return PartJob(passes * len(tokens_NT), run)
+
+    def rows(self) -> Iterator[ResultRow]:
+        yield self.unchanged_row()
+        for one in self.orders:
+            yield ResultRow(f"{one.order}, {100 * one.share:.0f} % removed", one, _spread(one))
+        for one in self.kinds:
+            yield ResultRow(f"{one.order}, {counted(one.heads, 'head')} removed", one, _spread(one))
+
+    def values(self) -> Iterator[tuple[str, float]]:
+        """Of the tenth."""
+        tenth = {one.order: one for one in self.orders if one.share == SHOWN_SHARE}
+        if tenth:
+            yield "sink_heads_pruned_added", self.added(tenth[SINK_FIRST])
+            yield "random_heads_pruned_added", self.added(tenth[RANDOM])
+
+    def figure(self) -> PartFigure:
+        return PartFigure(
+            "lines",
+            "Removing heads",
+            f"Loss added to {self.unchanged.loss:.3f} when some of {self.total} heads are removed: those with the "
+            f"largest or smallest share of attention on the sink first (2601.06787), or random ones (mean of {DRAWS} "
+            "draws), of all layers or of the same layers.",
+            [plot_row(one, self.added(one), one.order, 100 * one.share) for one in self.orders],
+            PlotAxis("Heads removed (percent)", "x", "percent"),
+            PlotAxis(GROWTH, "y", "nats added"),
+            series=(SINK_FIRST, SINK_LAST, RANDOM, SAME_LAYERS),
+        )
+
+
+def _spread(one: RemovedHeads) -> str:
+    return f"draws {min(one.losses):.4f} to {max(one.losses):.4f}" if len(one.losses) > 1 else ""
+
+
+@dataclass(frozen=True)
+class WithoutHeads:
+    """A compute: these heads put out zeros."""
+
+    heads: QueryHeads
+
+    def __call__(self, layer: LayerCall) -> Tensor:
+        """The layer's output."""
+        out_BHTV = layer.output()
+        kept = [(layer.index, head) not in self.heads for head in range(1, out_BHTV.shape[1] + 1)]
+        return out_BHTV * torch.tensor(kept, device=out_BHTV.device)[:, None, None]
+
+
+def assess_pruning(adapter: Adapter, tokens_NT: Tensor, seed: int, step: Step) -> Pruning:
+    """Loss by order and share of heads removed.
+
+    Raises:
+        InputError: an operation whose scores are not weights of one sign.
+    """
+    roles = assess_heads(adapter, tokens_NT, step).heads
+    reader, draw = PairedReader(adapter, tokens_NT, step), random.Random(seed)
+
+    def removed(order: str, choices: Sequence[Sequence[HeadRole]]) -> RemovedHeads:
+        effects = []
+        for chosen in choices:
+            heads = frozenset((role.layer, role.head) for role in chosen)
+            effects.append(reader.under(compute=WithoutHeads(heads)).effect())
+        count, losses = len(choices[0]), [one.loss for one in effects]
+        mean = mean_effect(effects).model_dump()
+        return RemovedHeads(order=order, share=count / len(roles), heads=count, losses=losses, **mean)
+
+    def alike(chosen: Sequence[HeadRole]) -> list[HeadRole]:
+        layers = [role.layer for role in chosen]
+        return [
+            role
+            for layer in sorted(set(layers))
+            for role in draw.sample([one for one in roles if one.layer == layer], layers.count(layer))
+        ]
+
+    falling = sorted(roles, key=lambda role: -role.share)
+    orders = []
+    for share in SHARES:
+        count = max(1, round(share * len(roles)))
+        most, least = falling[:count], falling[-count:]
+        orders += [
+            one.model_copy(update={"share": share})
+            for one in (
+                removed(SINK_FIRST, [most]),
+                removed(SINK_LAST, [least]),
+                removed(RANDOM, [draw.sample(roles, count) for _ in range(DRAWS)]),
+                removed(SAME_LAYERS, [alike(most) for _ in range(DRAWS)]),
+            )
+        ]
+    kinds = []
+    for kind in KINDS:
+        chosen = [role for role in roles if role.kind == kind]
+        if not chosen:
+            continue
+        kinds.append(removed(f"all {kind}", [chosen]))
+        kinds.append(removed(f"as many random as {kind}", [draw.sample(roles, len(chosen)) for _ in range(DRAWS)]))
+    N, T = tokens_NT.shape
+    return Pruning(
+        sequences=N, length=T, unchanged=reader.unchanged.effect(), total=len(roles), orders=orders, kinds=kinds
+    )

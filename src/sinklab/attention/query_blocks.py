@@ -1,0 +1,128 @@
+"""Blocks of queries: a T x S score matrix in pieces, without building it.
+
+B batch, H query heads, G key heads (H a multiple of G), R = H / G, T queries, S keys, D key width, V value width.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sinklab.attention.masks import Mask
+from sinklab.attention.scores import Score
+
+BLOCK_ELEMENTS = 2**18  # scores held at a time: 1 MB in float32, which stays in a core's cache
+BLOCK_ELEMENTS_CUDA = 2**24  # 64 MB: there, fewer and larger kernels
+SMALLEST_BLOCK = 32
+CHUNK = 64  # positions of linear attention whose scores are explicit
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries [start, stop) against keys [low, high)."""
+
+    start: int
+    stop: int
+    low: int
+    high: int
+
+
+def default_scale(q_BHTD: Tensor) -> float:
+    """1 / sqrt(D)."""
+    return 1.0 / math.sqrt(q_BHTD.shape[-1])
+
+
+def check_shapes(q_BHTD: Tensor, k_BGSD: Tensor) -> None:
+    """Raise ValueError where the shapes of queries and keys do not match."""
+    (B, H, T, D), (Bk, G, S, Dk) = q_BHTD.shape, k_BGSD.shape
+    if Bk != B or Dk != D or H % G or S < T:
+        raise ValueError(
+            f"queries {tuple(q_BHTD.shape)} and keys {tuple(k_BGSD.shape)} do not match: batch and width must "
+            "be equal, query heads a multiple of key heads, keys at least as many as queries"
+        )
+
+
+def blocks(q_BHTD: Tensor, k_BGSD: Tensor, mask: Mask, size: int | None = None) -> Iterator[Block]:
+    """The blocks of queries in order, each with the keys that any of its queries may see.
+
+    Args:
+        size: queries per block; by default as many as keep a block's scores below a size that suits the device.
+    """
+    (B, H, T, _), S = q_BHTD.shape, k_BGSD.shape[2]
+    elements = BLOCK_ELEMENTS_CUDA if q_BHTD.is_cuda else BLOCK_ELEMENTS
+    size = size or max(SMALLEST_BLOCK, elements // (B * H * S))
+    for start in range(0, T, size):
+        stop = min(start + size, T)
+        yield Block(start, stop, *mask.key_range(start + S - T, stop + S - T, S))
+
+
+def grouped_product(a_BHTD: Tensor, b_BGDS: Tensor) -> Tensor:
+    """(B, H, T, D) x (B, G, D, S) -> (B, H, T, S) with each of the G matrices serving H / G heads, none repeated."""
+    B, H, T, D = a_BHTD.shape
+    G, S = b_BGDS.shape[1], b_BGDS.shape[3]
+    if H == G:
+        return a_BHTD @ b_BGDS
+    return (a_BHTD.reshape(B, G, H // G * T, D) @ b_BGDS).reshape(B, H, T, S)
+
+
+def grouped_transpose_product(a_BHTS: Tensor, b_BHTD: Tensor, groups: int) -> Tensor:
+    """sum over t and the heads of a group of a[t, s] b[t, d]: (B, G, S, D)."""
+    B, H, T, S = a_BHTS.shape
+    if groups != H:
+        a_BHTS = a_BHTS.reshape(B, groups, H // groups * T, S)
+        b_BHTD = b_BHTD.reshape(B, groups, H // groups * T, -1)
+    return a_BHTS.transpose(-1, -2) @ b_BHTD
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype scores are held in: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def raw_scores(q_BHTD: Tensor, k_BGSD: Tensor, block: Block, scale: float) -> Tensor:
+    """z = q.k * scale of one block: (B, H, stop - start, high - low) in the accumulation dtype."""
+    q, k = q_BHTD[:, :, block.start : block.stop], k_BGSD[:, :, block.low : block.high]
+    z = grouped_product(q, k.transpose(-1, -2)).to(accumulate_dtype(q.dtype))
+    return z.mul_(scale) if not z.requires_grad else z * scale
+
+
+def indices(z_BHTS: Tensor, block: Block, offset: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Batch, head, query-position and key-position indices that broadcast over a block's scores."""
+    B, H, _, _ = z_BHTS.shape
+    device = z_BHTS.device
+    return (
+        torch.arange(B, device=device).view(-1, 1, 1, 1),
+        torch.arange(H, device=device).view(-1, 1, 1),
+        torch.arange(block.start + offset, block.stop + offset, device=device).view(-1, 1),
+        torch.arange(block.low, block.high, device=device),
+    )
+
+
+def score_block(z_BHTS: Tensor, block: Block, offset: int, score: Score | None) -> Tensor:
+    """The block's logits before masking."""
+    return z_BHTS if score is None else score(z_BHTS, *indices(z_BHTS, block, offset))
+
+
+def floored_exp_(exponents: Tensor) -> Tensor:
+    """Exponentials, in place, of at least the smallest normal number: a CPU needs ten times as long below it.
+
+    So nothing is zero afterwards: what is to be, is to be masked again.
+    """
+    return exponents.clamp_(min=math.log(torch.finfo(exponents.dtype).tiny) + 0.1).exp_()
+
+
+def mask_block_(
+    logits_BHTS: Tensor, block: Block, offset: int, keys: int, mask: Mask, value: float = -math.inf
+) -> Tensor:
+    """Set what a query may not see to `value`, in place, leaving alone the keys that the whole block sees."""
+    first, end = block.start + offset, block.stop + offset
+    low, high = mask.full_range(first, end, keys)
+    low, high = max(low, block.low), min(high, block.high)
+    outside = [(block.low, low), (high, block.high)] if low < high else [(block.low, block.high)]
+    for start, stop in outside:
+        if start < stop:
+            seen = mask.block(first, end, start, stop, logits_BHTS.device)
+            logits_BHTS[..., start - block.low : stop - block.low].masked_fill_(~seen, value)
+    return logits_BHTS

@@ -1,0 +1,305 @@
+"""Runs the experiments of `sinklab reproduce`: sweeps of trained models, and measurements of existing ones.
+
+A sweep prepares its data once, shares its runs with other processes, and ends with summary.json and the page.
+"""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+
+from sinklab.assessing.assess_model import assess
+from sinklab.assessing.assessment import ASSESSMENT, load_assessment
+from sinklab.assessing.plan import AssessOptions
+from sinklab.commands.console import RunBoard, data_progress
+from sinklab.commands.ending import PLAIN
+from sinklab.commands.options import ReproduceSettings
+from sinklab.commands.terminal.job_progress import JobProgress
+from sinklab.commands.terminal.plans import print_passes
+from sinklab.commands.terminal.results import print_summary
+from sinklab.data.prepare import prepared
+from sinklab.data.sources.corpora import documents
+from sinklab.errors import InputError, SinklabError
+from sinklab.experiments.definition import Experiment
+from sinklab.experiments.documents import SUMMARY, Summary, record_of
+from sinklab.experiments.measured import (
+    MeasuredResults,
+    downstream_tasks,
+    measure_experiment,
+    passes_of,
+    subjects_of,
+)
+from sinklab.experiments.sweep.engine import Event, train_all
+from sinklab.experiments.sweep.engines import EngineName, open_engine
+from sinklab.experiments.sweep.engines.local import cards_here, cores_here, jobs_for, shares
+from sinklab.experiments.sweep.packed import take_up, unpack
+from sinklab.experiments.sweep.plan import (
+    PlannedSweep,
+    Question,
+    cells_of,
+    data_key,
+    place_sweep,
+    plan_sweep,
+)
+from sinklab.experiments.sweep.preview import Preview, pace_here, pace_of_runs, preview
+from sinklab.experiments.sweep.store import (
+    SweepManifest,
+    Unassessed,
+    found_runs,
+    manifest_of,
+    merged_manifests,
+    read_manifests,
+    summary_of,
+    unassessed,
+)
+from sinklab.files import parse_json
+from sinklab.jobs.progress import Observer
+from sinklab.outputs import REPORT, check_results
+from sinklab.report import write_report
+from sinklab.survey.compare import labels
+from sinklab.train.directory.lock import HeldError, is_written
+
+MODELS = Path("runs/models")
+
+SUMMARISED_EVERY_S = 60.0
+"""Interval between summaries during training, so that a power cut leaves one."""
+
+LOOKS_EVERY_S = 2.0
+"""Between two looks at runs that other processes assess."""
+
+SCHEMA = Summary.model_fields["schema_version"].default
+
+
+@dataclass(frozen=True)
+class SweepEnding:
+    """The outcome of a sweep.
+
+    Attributes:
+        summary: as it was written.
+        failures: the reasons by run; a divergence that is a result is left out.
+        unassessed: the reasons why a run was not assessed, by run.
+    """
+
+    summary: Summary
+    failures: Mapping[str, str]
+    unassessed: Mapping[str, str]
+
+
+def look_ahead(questions: Sequence[Question], settings: ReproduceSettings) -> Preview:
+    """The cost of the sweep; writes nothing. The pace of a cluster is known from its finished runs only.
+
+    Raises:
+        InputError: as `sweep`.
+    """
+    out, overlay = settings.directory, settings.overlay
+    check_results(out, (SUMMARY, REPORT))
+    plan = plan_sweep(questions, overlay)
+    with TemporaryDirectory() as folder:
+        if settings.packed is not None:
+            unpack(settings.packed, Path(folder))
+        own = found_runs(out)
+        found = found_runs(Path(folder)) | own
+        if settings.engine != EngineName.local:
+            return preview(plan, out, found, settings.engine, pace_of_runs(own.values()), None)
+        jobs = _jobs(settings, len(plan.order))
+        base = next(iter(cells_of(questions[0], overlay).values())).recipe
+        pace = pace_here(base, shares(jobs)[0].threads, own.values())
+        return preview(plan, out, found, settings.engine, pace, jobs)
+
+
+def sweep(questions: Sequence[Question], settings: ReproduceSettings, console: Console) -> SweepEnding:
+    """Train the missing runs and summarise all; progress is printed to `console`.
+
+    Raises:
+        InputError: a scale that an experiment lacks, an unusable text or directory, an overlay that makes an invalid
+            recipe, an engine that is not installed or does not answer.
+        KeyboardInterrupt: Ctrl-C; everything is saved and the same call resumes.
+        PreemptedError: SIGTERM or SIGUSR1, likewise.
+    """
+    out, overlay = settings.directory, settings.overlay
+    check_results(out, (SUMMARY, REPORT))
+    _check_version(out / SUMMARY)
+    if settings.packed is not None:
+        take_up(settings.packed, out)
+    before = read_manifests(out)
+    plan = plan_sweep(questions, overlay)
+    engine = open_engine(settings.engine, _jobs(settings, len(plan.order)), out, settings.engine_options)
+    recipes = {data_key(cell.recipe): cell.recipe for cell in plan.cells.values()}
+    with data_progress(console) as progress:
+        data = {key: prepared(recipe.data, progress=progress) for key, recipe in recipes.items()}
+    planned = place_sweep(plan, data, out, found_runs(out))
+    now = {one.experiment.id: manifest_of(one, planned, overlay) for one in questions}
+    manifests = merged_manifests(before, now)
+    if left_out := [name for name in before if name not in manifests]:
+        console.print(f"not in this summary, as their scale, steps or text differ: {', '.join(left_out)}", **PLAIN)
+    for name in now:
+        manifests[name].save(out)
+    lengths = {run.name: run.read_recipe().train.steps for run in planned.runs}
+    try:
+        with RunBoard(console, lengths) as board:
+            written = time.monotonic()
+
+            def watch(event: Event) -> None:
+                nonlocal written
+                board.watch(event)
+                if event.is_last and time.monotonic() - written > SUMMARISED_EVERY_S:
+                    _summarised(manifests, out)
+                    written = time.monotonic()
+
+            ended = train_all(planned.runs, engine, watch)
+        left = _assess([manifests[name] for name in now], out, console)
+    finally:
+        summary = _summarised(manifests, out)
+    write_report([out])
+    return SweepEnding(summary, _failures(planned, ended), left)
+
+
+def _jobs(settings: ReproduceSettings, runs: int) -> int:
+    """Runs at a time: as requested, else one per card, else by the number of cores."""
+    return settings.jobs or cards_here() or jobs_for(runs, cores_here())
+
+
+def _check_version(path: Path) -> None:
+    """Refuse to replace a summary of another schema version.
+
+    Raises:
+        InputError: it names both.
+    """
+    if not path.is_file():
+        return
+    try:
+        version = parse_json(path.read_text(encoding="utf-8")).get("schema")
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}. Remove it, or choose another --out") from error
+    if version != SCHEMA:
+        raise InputError(
+            f"{path} has schema {version} and this version of sinklab writes {SCHEMA}: choose another --out, or move "
+            "the file away; the runs stay"
+        )
+
+
+def _assess(manifests: Sequence[SweepManifest], out: Path, console: Console) -> dict[str, str]:
+    """Run the missing parts of `assess` that the experiments ask for; returns the errors by run."""
+    left: dict[str, str] = {}
+    done = set[str]()
+    with JobProgress(console) as progress:
+        while runs := [run for run in unassessed(manifests, out) if run.name not in done | left.keys()]:
+            free = [run for run in runs if not is_written(run.directory / ASSESSMENT)]
+            if not free:  # other processes of this sweep are assessing them
+                time.sleep(LOOKS_EVERY_S)
+            for number, run in enumerate(free, 1):
+                progress.say(f"assessing {run.name}, {number} of {len(free)}")
+                try:
+                    _assess_run(run, progress)
+                    done.add(run.name)
+                except HeldError:
+                    pass
+                except SinklabError as error:
+                    left[run.name] = str(error)
+    return left
+
+
+def _assess_run(run: Unassessed, observe: Observer) -> None:
+    """Assess a run on its own validation text; parts that do not apply to it are skipped.
+
+    Raises:
+        InputError: it was assessed on another text before, or its text or weights are no longer there.
+    """
+    path = run.directory / ASSESSMENT
+    if path.is_file() and not load_assessment(path).on_held_out:
+        raise InputError(
+            f"{path} is of another text than the run's own, and is kept: move it elsewhere and call this again to have "
+            "the run assessed as its experiment wants"
+        )
+    options = AssessOptions(parts=tuple(run.parts), where_possible=True)
+    assess(str(run.directory), None, options, out=run.directory, observe=observe)
+
+
+def _summarised(manifests: Mapping[str, SweepManifest], out: Path) -> Summary:
+    """The summary, written."""
+    summary = summary_of(manifests, out)
+    summary.save(out)
+    return summary
+
+
+def _failures(planned: PlannedSweep, ended: Mapping[str, Event]) -> dict[str, str]:
+    """The reasons of failures by run; the divergence of a cell that may diverge is a result."""
+    expected = {
+        planned.hashes[name, seed]
+        for name, cell in planned.plan.cells.items()
+        for seed in cell.seeds
+        if cell.may_diverge and (name, seed) in planned.hashes
+    }
+    failed = {run: ended[run.name] for run in planned.runs if ended[run.name].kind == "failed"}
+    return {
+        run.name: event.message
+        for run, event in failed.items()
+        if run.hash not in expected or record_of(run.directory, run.hash) is None
+    }
+
+
+def measure_experiments(
+    experiments: Sequence[Experiment], settings: ReproduceSettings, draws: int, as_json: bool, console: Console
+) -> None:
+    """Measure what is missing and judge; progress goes to `console`, the result to standard output.
+
+    One experiment is written into --out, several into folders below it by their ids; without --out they are written
+    below runs/models, by model.
+
+    Args:
+        draws: sets of sequences that each cell is measured on.
+
+    Raises:
+        InputError: no model or text, or one that cannot be used.
+        SinklabError: a measurement failed; the others are saved, summarised and printed.
+        KeyboardInterrupt, PreemptedError: finished measurements are saved, and the same call resumes.
+    """
+    models, text, data = settings.models, settings.text, settings.data
+    passes = {one.id: passes_of(one, subjects_of(one, models, text)) for one in experiments}
+    if data is not None and not any(downstream_tasks(one) for one in experiments):
+        raise InputError(
+            f"--data {data} is the file of a downstream task, and {experiments[0].id} asks none: leave it out"
+        )
+    top = settings.out or MODELS / "+".join(label.replace("/", "_") for label in labels(models))
+    places = {name: top if settings.out and len(passes) == 1 else top / name for name in passes}
+    for place in places.values():
+        check_results(place, (REPORT,))
+    done: list[MeasuredResults] = []
+    for one in experiments:
+        with JobProgress(console, one.id, draws * len(passes[one.id])) as observe:
+            place, file = places[one.id], data if downstream_tasks(one) else None
+            done.append(measure_experiment(one, models, text, draws, out=place, observe=observe, data=file))
+    if as_json:
+        written = [one.document() for one in done]
+        print(json.dumps(written[0] if len(written) == 1 else written, indent=2))
+    else:
+        for one in done:
+            print_summary(one.summary(), [one.experiment.id], Console())
+    for place in places.values():
+        if any(place.rglob("measurement.json")):
+            console.print(f"report: {write_report([place])}", highlight=False, soft_wrap=True)
+    if failed := [f"{name}: {why}" for one in done for name, why in one.outcome.failed.items()]:
+        raise SinklabError("\n".join(failed))
+
+
+def preview_measured(
+    experiments: Sequence[Experiment], settings: ReproduceSettings, draws: int, as_json: bool, console: Console
+) -> None:
+    """Print the planned measurements; no model is loaded.
+
+    Raises:
+        InputError: no model or text, or one that cannot be used.
+    """
+    text = settings.text
+    planned = {one.id: passes_of(one, subjects_of(one, settings.models, text)) for one in experiments}
+    if text is not None:
+        next(documents(str(text)))
+    if as_json:
+        asked = {name: {one.name: one.request(0).document() for one in passes} for name, passes in planned.items()}
+        print(json.dumps({"schema": 1, "draws": draws, "experiments": asked}, indent=2))
+    else:
+        print_passes(planned, draws, console)

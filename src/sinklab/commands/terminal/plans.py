@@ -1,0 +1,180 @@
+"""Plans in the terminal: experiments, coverage of the paper, previews, interventions, training and data estimates."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from sinklab.commands.console import duration, short_duration
+from sinklab.commands.terminal.tables import print_table, printable
+from sinklab.experiments.definition import SCALES, Scale
+from sinklab.experiments.paper import Covered
+from sinklab.experiments.shipped import ListedExperiment, jobs_here
+from sinklab.experiments.sweep.preview import Preview
+from sinklab.tables import NOTHING, Table, TableColumn, names, numbers
+
+if TYPE_CHECKING:
+    from sinklab.data.texts import Estimate
+    from sinklab.experiments.measured import Pass
+    from sinklab.interventions import Intervention
+    from sinklab.train.planning import TrainingPlan
+
+
+def print_experiments(found: Sequence[ListedExperiment], console: Console) -> None:
+    """Two lines per experiment: cells and the time that each scale takes here, and its question, cut to the width."""
+    scales: list[Scale] = [scale for scale in SCALES if any(scale in one.scales for one in found)]
+    jobs = jobs_here()
+    rows = [("", "cells", *scales)]
+    rows += [
+        (one.id, str(one.cells), *(_time_here(one, scale, jobs, short_duration) for scale in scales)) for one in found
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    console.print(Text(lines[0], style="dim"), soft_wrap=True)
+    for one, line in zip(found, lines[1:], strict=True):
+        name, numbers = line[: widths[0]], line[widths[0] :]
+        console.print(Text.assemble((printable(name), "bold"), printable(numbers)), soft_wrap=True)
+        question = Text(f"  {printable(one.question or one.title)}", style="dim")
+        question.truncate(console.width, overflow="ellipsis")
+        console.print(question, soft_wrap=True)
+    console.print()
+    _print_estimates(found, jobs, console)
+    said = "Without times are those that measure a --model. One in full: sinklab experiments ID"
+    console.print(said, highlight=False)
+
+
+def print_experiment(one: ListedExperiment, console: Console) -> None:
+    """One experiment in full: what it asks and claims, its cells, and the time that each scale takes here."""
+    console.print(Text(printable(f"{one.id}: {one.title}"), style="bold"))
+    for text in filter(None, (one.question, one.source and f"After {one.source}")):
+        console.print(Text(printable(text)))
+    console.print()
+    console.print(Text(printable(f"{len(one.cell_names)} cells: {', '.join(one.cell_names)}")))
+    console.print()
+    console.print(f"{len(one.claim_texts)} claims{':' * bool(one.claim_texts)}", highlight=False)
+    for text in one.claim_texts:
+        console.print(Padding(Text(printable(f"- {text}")), (0, 0, 0, 2), expand=False))
+    console.print()
+    jobs = jobs_here()
+    for scale, cost in one.scales.items():
+        runs = f"{cost.cells} cells of {one.seeds} seed{'s' * (one.seeds != 1)}, {cost.claims} claims"
+        console.print(f"{scale}: {_time_here(one, scale, jobs)} ({runs})", highlight=False)
+    _print_estimates([one], jobs, console)
+    given = "--dry-run" if one.scales else "--model MODEL --text FILE --dry-run"
+    console.print(Text(printable(f"What each cell changes: sinklab reproduce {one.id} {given}")), soft_wrap=True)
+    console.print()
+
+
+def _time_here(one: ListedExperiment, scale: Scale, jobs: int, said: Callable[[float], str] = duration) -> str:
+    cost = one.scales.get(scale)
+    return said(cost.hours * 3600 / jobs) if cost else NOTHING
+
+
+def _print_estimates(found: Sequence[ListedExperiment], jobs: int, console: Console) -> None:
+    """How the times are known, once for the scales of which it is the same."""
+    ways: dict[str, list[str]] = {}
+    for scale in SCALES:
+        for cost in [one.scales[scale] for one in found if scale in one.scales][:1]:
+            ways.setdefault(cost.estimated, []).append(scale)
+    for estimated, scales in ways.items():
+        console.print(f"{', '.join(scales)}: {jobs} at a time, {estimated}", highlight=False)
+
+
+def print_coverage(parts: Mapping[str, Covered], console: Console) -> None:
+    """A line per table, figure, takeaway and proposition of the paper: what it says, its claims, what is left out."""
+    rows = [(name, part.says, "\n".join(part.claims), part.without or "") for name, part in parts.items()]
+    print_table(Table("", names("of the paper", "says", "claims", "not encoded"), rows), console)
+
+
+def hours_line(ahead: Preview) -> str:
+    """How long it will take, in a sentence."""
+    if not ahead.missing:
+        return f"all {ahead.runs} runs are done"
+    trained = f"{ahead.missing} of {ahead.runs} runs are to be trained"
+    if ahead.hours is None:
+        how_long = "" if ahead.estimated else "; how long one takes there is not known before one has finished"
+        return f"{trained} by {ahead.engine}, as many at a time as it takes{how_long}"
+    return f"{trained}, {ahead.jobs} at a time: {duration(ahead.hours * 3600)} ({ahead.estimated})"
+
+
+def print_preview(ahead: Preview, console: Console) -> None:
+    """A line per cell, what it changes and what of it is done; and the time it all takes."""
+    rows = [
+        (
+            cell.name,
+            (", ".join(f"{key}={value}" for key, value in cell.change.items()) or "nothing")
+            + (f" (the runs of {cell.same_as})" if cell.same_as else ""),
+            f"{cell.done} of {cell.seeds}",
+            None if cell.hours is None else duration(cell.hours * 3600),
+        )
+        for cell in ahead.cells
+    ]
+    columns = [*names("cell", "changes"), TableColumn("done"), TableColumn("a run takes")]
+    print_table(Table("", columns, rows), console)
+    console.print(hours_line(ahead), highlight=False, soft_wrap=True)
+
+
+def print_passes(planned: Mapping[str, "Sequence[Pass]"], draws: int, console: Console) -> None:
+    """A line for each pass over sequences: what it reads, and which cells it is for."""
+    rows = [
+        (
+            experiment,
+            one.model,
+            f"{draws} x {(request := one.request(0)).sequences} x {request.length}",
+            request.options.inputs,
+            ", ".join(one.cells),
+        )
+        for experiment, passes in planned.items()
+        for one in passes
+    ]
+    print_table(Table("", names("experiment", "model", "sequences", "tokens", "cells"), rows), console)
+
+
+def print_catalogue(found: "Iterable[Intervention]", console: Console) -> None:
+    """A line per intervention; the kinds of a choice are followed by their own values."""
+    rows = []
+    for one in found:
+        notes = [one.explanation.removesuffix(".")]
+        if not one.is_kind:
+            notes += [f"values: {one.values}", f"default: {one.default}" if one.default else "must be given"]
+        if one.neutral:
+            notes.append(f"changes nothing: {one.neutral}")
+        name = f"{one.key}={one.kind}" if one.is_kind else f"  {one.key} ({one.kind})" if one.kind else one.key
+        rows.append((name, "; ".join(filter(None, notes))))
+    print_table(Table("", names("key", "what it does"), rows), console)
+
+
+def print_plan(plan: "TrainingPlan", console: Console) -> None:
+    """Parameters, steps, FLOPs and memory of a training run."""
+    from sinklab.train.planning import megabytes
+
+    per_token = plan.flops_per_step / plan.tokens_per_step
+    rows = {
+        "parameters": f"{plan.parameters:,}",
+        "steps": f"{plan.steps:,}",
+        "tokens": f"{plan.tokens:,}, {plan.tokens_per_step:,} a step",
+        "operations": f"{plan.flops_per_step:.3g} a step, {per_token:.3g} a token",
+        **{f"  {name}": f"{part / plan.flops.total:.0%}" for name, part in asdict(plan.flops).items()},
+        "memory per process": f"{megabytes(plan.memory.total)} MB",
+        **{f"  {name}": f"{megabytes(size)} MB" for name, size in asdict(plan.memory).items()},
+    }
+    if plan.hours_at_peak is not None:
+        rows["at the full speed of the card"] = f"{plan.hours_at_peak:.1f} hours"
+    title = f"{plan.name} on {plan.processes} x {plan.device}"
+    print_table(Table(title, names("", ""), list(rows.items())), console)
+
+
+def print_estimate(found: "Estimate", console: Console) -> None:
+    """An estimate of what `sinklab data prepare` would read and write."""
+    from sinklab.data.texts import known_sum
+
+    columns = [*names("domain"), *numbers(",d", "bytes of text files", "tokens in them", "tokens taken")]
+    rows = [(amount.name, amount.bytes, amount.tokens, amount.taken) for amount in found.amounts]
+    sizes, tokens = [amount.bytes for amount in found.amounts], [amount.tokens for amount in found.amounts]
+    rows.append(("all", known_sum(sizes), known_sum(tokens), found.tokens))
+    written = "not known" if found.shard_bytes is None else f"{found.shard_bytes:,}"
+    notes = [f"shards: {written} bytes. Estimated; nothing was written. An en dash: not known."]
+    print_table(Table("", columns, rows, notes), console)

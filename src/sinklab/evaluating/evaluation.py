@@ -1,0 +1,187 @@
+"""evaluation.json: scores on downstream tasks, the sink, and the request. Formulas: docs/eval.md."""
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+
+from sinklab.errors import InputError
+from sinklab.files import parse_json, written_aside
+from sinklab.schema import ReadDocument
+from sinklab.settings import MOST, CommandSettings, Flag, Seed, Several
+
+EVALUATION = "evaluation.json"
+RECORDS = ".jsonl.gz"
+
+
+def _names(given: object) -> object:
+    return tuple(name.strip() for name in given.split(",")) if isinstance(given, str) else given
+
+
+class TaskRequest(CommandSettings, frozen=True):
+    """The settings of an evaluation."""
+
+    tasks: Annotated[Several[str], BeforeValidator(_names), Flag(text=str)] = Field(
+        description="Tasks of lm-eval, comma-separated: hellaswag, arc_easy, ..."
+    )
+    limit: int | None = Field(default=None, ge=1, le=MOST, description="Items per task, drawn by --seed; default: all.")
+    data: Path | None = Field(
+        default=None, description="HellaSwag's items, .jsonl or .jsonl.gz; default: from SINKLAB_DATA, else the hub."
+    )
+    text: Path | None = Field(
+        default=None, description="Text for the sink metric, .txt or .jsonl; default: the task's items."
+    )
+    batch_size: int = Field(default=4, ge=1, description="Texts per batch.")
+    seed: Seed = Field(default=0, description="Of the draw of items.")
+
+    @field_validator("tasks")
+    @classmethod
+    def _are_named(cls, tasks: tuple[str, ...]) -> tuple[str, ...]:
+        if not tasks or not all(tasks):
+            raise InputError("--tasks: give the names of tasks of lm-eval with commas, such as hellaswag,arc_easy")
+        return tasks
+
+
+class TaskMetric(ReadDocument):
+    """One metric over the items of a task.
+
+    Attributes:
+        value: of lm-eval; accuracies are shares, from 0 to 1.
+        stderr: standard error over items; None if lm-eval has none.
+    """
+
+    value: float
+    stderr: float | None = None
+
+
+class TextSink(ReadDocument):
+    """The sink of the model on natural text, as measured by `sinklab measure`.
+
+    Attributes:
+        text: file, or "task" for the items of the task, each with its right answer.
+        sequences, length, eps: of the measurement.
+        bos: whether position 1 is a special token.
+        sink_1: percent of (sequence, layer, head) triples whose importance of position 1 is above eps.
+        bias: percent on an added bias, sink logit or sink token; None if the model has none.
+    """
+
+    text: str
+    sequences: int
+    length: int
+    eps: float
+    bos: bool
+    sink_1: float
+    bias: float | None = None
+
+
+class TaskScores(ReadDocument):
+    """The scores of a task.
+
+    Attributes:
+        version: of the task in lm-eval.
+        data: file, or "hub".
+        sha256: of the file; None for the hub.
+        limit: number of items requested; None for all.
+        seed: of the draw of items.
+        items: number scored, of `available`.
+        left_out: drawn items with an answer longer than the model's context.
+        cut: items whose context was cut to the length of the model's.
+        metrics: by lm-eval's names.
+        sink: None if the text gives no sequence.
+        records: file of the items, beside this one.
+        seconds: of scoring in the last call.
+    """
+
+    version: str
+    data: str
+    sha256: str | None = None
+    limit: int | None
+    seed: int
+    items: int
+    available: int
+    left_out: int = 0
+    cut: int = 0
+    metrics: dict[str, TaskMetric]
+    sink: TextSink | None = None
+    records: str | None = None
+    seconds: float
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """The settings that decide the numbers, beside the model."""
+        return {"limit": self.limit, "seed": self.seed, "data": self.sha256 or self.data}
+
+
+class DownstreamScores(ReadDocument):
+    """evaluation.json.
+
+    Attributes:
+        asked: identity of the model: name, files, revision and dtype.
+        lm_eval: version.
+        notes: on loading and on the tasks.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True, populate_by_name=True)
+
+    schema_version: Literal[1] = Field(default=1, alias="schema")
+    model: str
+    asked: dict[str, str | None]
+    lm_eval: str
+    notes: list[str] = Field(default_factory=list)
+    tasks: dict[str, TaskScores] = Field(default_factory=dict)
+
+    def document(self) -> dict[str, object]:
+        """As JSON."""
+        return self.model_dump(mode="json", by_alias=True)
+
+
+class ItemRecord(ReadDocument):
+    """One item.
+
+    Attributes:
+        item: its number in the task, from 0.
+        doc_hash: lm-eval's SHA-256 of the item.
+        target: the right answer, in the form of the task.
+        responses: one per request: log-likelihood (nats) and whether greedy decoding gives the choice; else a text or
+            a number.
+        metrics: of this item.
+    """
+
+    item: int
+    doc_hash: str
+    target: object
+    responses: list[object]
+    metrics: dict[str, object]
+
+
+def load_scores(path: Path) -> DownstreamScores:
+    """Read an evaluation.json.
+
+    Raises:
+        InputError: it is missing or damaged.
+    """
+    try:
+        return DownstreamScores.model_validate(parse_json(path.read_text("utf-8")))
+    except (OSError, ValueError, ValidationError) as error:
+        raise InputError(f"{path} cannot be read as an evaluation ({error}): make it again in another --out") from error
+
+
+def write_records(path: Path, records: Sequence[ItemRecord]) -> None:
+    """Write a gzip file with a line per item; the same items give the same bytes.
+
+    Raises:
+        SinklabError: it cannot be written.
+    """
+    lines = "".join(f"{json.dumps(one.model_dump(mode='json'), ensure_ascii=False)}\n" for one in records)
+    with written_aside(path) as aside:
+        aside.write_bytes(gzip.compress(lines.encode("utf-8"), mtime=0))
+
+
+def read_records(path: Path) -> Iterator[ItemRecord]:
+    """The items of such a file."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        for line in file:
+            yield ItemRecord.model_validate_json(line)

@@ -1,0 +1,222 @@
+"""Resumable jobs: finished results are on the disk before the next step begins, and the same call computes the rest.
+
+A job has a request, which decides its results, and steps. Its results are saved in a document (`Ledger`) or, where they
+are many and small, line by line (`LineLedger`). A call with the same request keeps them; one with another request is
+refused with the first setting that differs, so that no document mixes settings.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from sinklab.errors import InputError, SinklabError, UnsavedError
+from sinklab.files import append_line, parse_json, write_json, write_text
+from sinklab.jobs.progress import JobEvent, Observer, StepProgress
+from sinklab.outputs import check_results
+from sinklab.train.directory.lock import one_writer
+
+
+class JobDocument(Protocol):
+    """The results of a job so far."""
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        ...
+
+
+AnyDocument = TypeVar("AnyDocument", bound=JobDocument)
+
+
+class Ledger(Generic[AnyDocument]):
+    """The document of a job.
+
+    Args:
+        out: directory; None keeps the results in memory only.
+        name: of the document.
+
+    Raises:
+        InputError: the directory cannot be written, or sinklab did not write the file of that name.
+    """
+
+    def __init__(self, out: Path | None, name: str) -> None:
+        self.path = None if out is None else out / name
+        if out is not None:
+            check_results(out, (name,))
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Keeps other processes from writing the document.
+
+        Raises:
+            HeldError: another process writes it.
+        """
+        return one_writer(self.path)
+
+    def earlier(self, load: Callable[[Path], AnyDocument]) -> AnyDocument | None:
+        """The document of an earlier call; None without one."""
+        if self.path is None or not self.path.is_file() or not self.path.stat().st_size:
+            return None
+        return load(self.path)
+
+    def save(self, found: AnyDocument) -> None:
+        """Write the document atomically.
+
+        Raises:
+            UnsavedError: it cannot be written; the error has the results.
+        """
+        with unsaved(lambda: found):
+            if self.path is not None:
+                write_json(self.path, found.document())
+
+
+@contextmanager
+def unsaved(result: Callable[[], object]) -> Iterator[None]:
+    """Turn an error of the block into an UnsavedError that has the results so far."""
+    try:
+        yield
+    except SinklabError as error:
+        raise UnsavedError(str(error), result()) from error
+
+
+def check_request(
+    path: Path, what: str, before: Mapping[str, Any], now: Mapping[str, Any], ignored: Set[str] = frozenset()
+) -> None:
+    """Refuse to add results to those of another request.
+
+    Args:
+        path: of the earlier results.
+        what: they are, such as "an assessment".
+        before, now: requests, as plain JSON.
+        ignored: settings that may differ.
+
+    Raises:
+        InputError: names the first setting that differs, with both values.
+    """
+    for key in sorted({*before, *now} - ignored):
+        if before.get(key) != now.get(key):
+            raise InputError(
+                f"{path} holds {what} with other settings ({key} is {before.get(key)} there and {now.get(key)} now): "
+                "choose another --out, or repeat the call that made it"
+            )
+
+
+@dataclass(frozen=True)
+class JobStep:
+    """A step of a job.
+
+    Attributes:
+        name: in events.
+        run: computes and saves its result; returns it in a few words.
+        kept: the result of an earlier call in a few words; None if the step is to be run.
+    """
+
+    name: str
+    run: Callable[[StepProgress], str]
+    kept: str | None = None
+
+
+def run_steps(
+    steps: Iterable[JobStep], observe: Observer, on_failure: Callable[[str, str], None] | None = None
+) -> None:
+    """Run the steps that no earlier call has finished, in order.
+
+    Args:
+        on_failure: called with the name of a step that failed and the reason, after which the next step is run; without
+            it the error is raised.
+
+    Raises:
+        UnsavedError: a result could not be saved.
+        Exception: of a step, without `on_failure`.
+    """
+    for step in steps:
+        if step.kept is not None:
+            observe(JobEvent("kept", step.name, text=step.kept))
+            continue
+        start, failure, text = time.perf_counter(), None, ""
+        try:
+            text = step.run(StepProgress(step.name, observe))
+        except UnsavedError:
+            raise
+        except Exception as error:  # the code of a foreign model can raise anything
+            if on_failure is None:
+                raise
+            failure = _sentence(error)  # the error itself would keep its model in memory
+        if failure is None:
+            observe(JobEvent("finished", step.name, text=text, seconds=time.perf_counter() - start))
+        elif on_failure is not None:
+            on_failure(step.name, failure)
+            observe(JobEvent("failed", step.name, text=failure))
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, SinklabError):
+        return str(error)
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+class LineLedger:
+    """Small results by key in a .jsonl file: the request in the first line, then a line per result.
+
+    Args:
+        path: of the file; None keeps the results in memory only.
+        what: the results are, such as "answers".
+        request: that decides them, as plain JSON.
+
+    Raises:
+        InputError: the file has results of another request, or sinklab did not write it.
+        SinklabError: it cannot be written.
+    """
+
+    def __init__(self, path: Path | None, what: str, request: Mapping[str, Any]) -> None:
+        self._path, self._results = path, dict[str, Any]()
+        if path is None:
+            return
+        rows = _complete_lines(path)
+        if rows:
+            check_request(path, what, rows[0]["request"], request)
+        self._results = {str(row["key"]): row["result"] for row in rows[1:]}
+        lines = [{"request": dict(request)}, *rows[1:]]  # without a torn last line
+        write_text(path, "".join(f"{json.dumps(line)}\n" for line in lines))
+
+    def get(self, key: str) -> Any:
+        """The result of a key; None if there is none yet."""
+        return self._results.get(key)
+
+    def add(self, results: Mapping[str, Any]) -> None:
+        """Append results.
+
+        Raises:
+            SinklabError: the file cannot be written.
+        """
+        self._results |= results
+        if self._path is not None and results:
+            lines = (json.dumps({"key": key, "result": result}) for key, result in results.items())
+            append_line(self._path, "\n".join(lines))
+
+    def remove(self) -> None:
+        """Delete the file."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+
+def _complete_lines(path: Path) -> Sequence[dict[str, Any]]:
+    """The lines up to the first torn one.
+
+    Raises:
+        InputError: sinklab did not write them.
+    """
+    rows: list[dict[str, Any]] = []
+    lines = path.read_text("utf-8", errors="replace").splitlines() if path.exists() else []
+    for line in lines:
+        try:
+            rows.append(parse_json(line))
+        except ValueError:
+            break
+    keys = [set(row) if isinstance(row, dict) else set() for row in rows]
+    if lines and not (keys and "request" in keys[0] and all({"key", "result"} <= one for one in keys[1:])):
+        raise InputError(f"{path} was not written by sinklab and is left unchanged: choose another --out")
+    return rows

@@ -1,0 +1,304 @@
+"""From the rows of attention and the hidden states of every forward pass to the means in `Details`."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sinklab.attention.importance import Rows
+from sinklab.attention.query_blocks import accumulate_dtype
+from sinklab.attention.real_tokens import RealTokens
+from sinklab.errors import InputError
+from sinklab.measuring.statistics.details import STATISTICS, Details
+from sinklab.measuring.statistics.maps import MAP_POSITIONS, Head, MapTotals, draw
+from sinklab.measuring.statistics.secondary import SecondarySearch
+from sinklab.measuring.statistics.statistic_base import (
+    Angles,
+    Layer,
+    OfRows,
+    OfStates,
+    OfStream,
+    ScoreBlock,
+    Statistic,
+    bucket_starts,
+)
+from sinklab.models.hooks import residual_stream, token_norms
+
+
+@dataclass(frozen=True)
+class LayerDetails:
+    """One layer in one batch.
+
+    Attributes:
+        means: over the queries of each sequence, by name of the statistic: (B, H), (B, H, distances) or (B, H, R),
+            of every key or query; without those that need angles where queries cannot be read.
+        maps: sums over the batch (3, R, R) by head, 0-based.
+    """
+
+    means: dict[str, Tensor]
+    maps: dict[int, Tensor]
+
+
+@torch.no_grad()
+def layer_details(
+    rows: Iterable[Rows], real: RealTokens, angles: Angles | None, mapped: Sequence[int] = ()
+) -> LayerDetails:
+    """The statistics and maps of one layer, whose rows are read once for all of them.
+
+    Args:
+        rows: of all T queries over T keys.
+        real: which columns of the batch are real tokens.
+        angles: of the same queries and keys; None where queries cannot be read.
+        mapped: heads whose maps are requested, 0-based.
+    """
+    reading: _Reading | None = None
+    for one in rows:
+        if reading is None:
+            reading = _Reading(one.weights_BHQS, real, angles, mapped)
+        reading.read(one)
+    assert reading is not None
+    return reading.result()
+
+
+class _Reading:
+    """Sums over the blocks of one layer."""
+
+    def __init__(self, weights_BHQS: Tensor, real: RealTokens, angles: Angles | None, mapped: Sequence[int]) -> None:
+        self._layer = Layer(weights_BHQS, real, angles)
+        R = real.index_BR.shape[1]
+        self._maps = {head: weights_BHQS.new_zeros(3, R, R) for head in mapped}
+        self._sums = {
+            name: (one, self._layer.sums(one.axes, weights_BHQS))
+            for name, one in STATISTICS.items()
+            if isinstance(one, OfRows) and (angles is not None or not one.angles)
+        }
+
+    def read(self, rows: Rows) -> None:
+        block = ScoreBlock(rows, self._layer)
+        self._layer.count(block)
+        for statistic, sums in self._sums.values():
+            statistic.read(block, sums)
+        draw(self._maps, block)
+
+    def result(self) -> LayerDetails:
+        means = {name: statistic.mean(sums, self._layer) for name, (statistic, sums) in self._sums.items()}
+        return LayerDetails(means, self._maps)
+
+
+@dataclass(frozen=True)
+class BatchDetails:
+    """The details of one forward pass, for the accumulator. R aligned positions.
+
+    Attributes:
+        layers: by statistic a tensor of every attention layer, in the order of their calls: (B, H) or (B, H, R); of the
+            value ratio the norms of the values, repeated over the heads that share them.
+        stream: before the first block and after each, by name, of tokens (places, B, R) or of sequences (places, B);
+            empty where blocks cannot be read.
+        tokens_BR: ids.
+        maps: sums over the batch (3, R, R) by (layer, head), 1-based, in the order of the request.
+    """
+
+    layers: Mapping[str, Sequence[Tensor]]
+    stream: Mapping[str, Tensor]
+    tokens_BR: Tensor
+    maps: Mapping[Head, Tensor]
+
+
+class DetailsCollector:
+    """Collects the details of one forward pass at a time.
+
+    Args:
+        maps: (layer, head) of the requested maps, 1-based.
+        length: of the longest sequence.
+
+    Raises:
+        InputError: maps of too long sequences.
+    """
+
+    def __init__(self, maps: Sequence[Head], length: int) -> None:
+        if maps and length > MAP_POSITIONS:
+            raise InputError(
+                f"a map of {length} positions would take {3 * 4 * length**2 // 2**20} MB: "
+                f"give at most --length {MAP_POSITIONS}, or leave out the maps"
+            )
+        self.maps = list(dict.fromkeys(maps))
+        self._layers: list[LayerDetails] = []
+        self._values: list[Tensor] = []
+        self._hidden: list[dict[str, Tensor]] = []
+        self._real: RealTokens | None = None
+
+    @contextmanager
+    def watching(self, blocks: Sequence[nn.Module]) -> Iterator[None]:
+        """Read the residual stream of every forward pass inside the block."""
+        with residual_stream(blocks, self._stream) as self._hidden:
+            yield
+
+    def begin(self, real: RealTokens) -> None:
+        """Drop the last pass; `real` are the real tokens of the next one."""
+        self._layers, self._values, self._real = [], [], real
+
+    def values(self, values_BGTV: Tensor) -> None:
+        """Add the values of the next attention layer."""
+        assert self._real is not None
+        self._values.append(self._real.align(token_norms(values_BGTV.detach())))
+
+    def attention(self, rows: Iterable[Rows], heads: int, angles: Angles | None) -> None:
+        """Add the rows of the next attention layer, and the angles where queries can be read.
+
+        Raises:
+            InputError: a requested map is of a head that the layer does not have, where layers differ.
+        """
+        assert self._real is not None
+        layer = len(self._layers) + 1
+        mapped = [head - 1 for at, head in self.maps if at == layer]
+        for head in mapped:
+            if head >= heads:
+                raise InputError(f"--map {layer}.{head + 1}: layer {layer} has heads 1 to {heads}")
+        self._layers.append(layer_details(rows, self._real, angles, mapped))
+
+    def batch(self, tokens_BT: Tensor) -> BatchDetails:
+        """The details of the pass."""
+        assert self._real is not None
+        align, known = self._real.align, self._hidden[0] if self._hidden else ()
+        layers = {name: [one.means[name] for one in self._layers] for name in self._layers[0].means}
+        layers["value_ratio"] = [
+            value_BGR.repeat_interleave(entropy_BH.shape[1] // value_BGR.shape[1], 1)
+            for value_BGR, entropy_BH in zip(self._values, layers["entropy"], strict=True)
+        ]
+        return BatchDetails(
+            layers=layers,
+            stream={name: torch.stack([place[name].cpu() for place in self._hidden]) for name in known},
+            tokens_BR=align(tokens_BT),
+            maps={(layer, head): self._layers[layer - 1].maps[head - 1] for layer, head in self.maps},
+        )
+
+    def _stream(self, hidden_BTC: Tensor) -> dict[str, Tensor]:
+        """Statistics at one place of the residual stream, by name: of tokens (B, R) and of sequences (B,)."""
+        assert self._real is not None
+        first_B = self._real.index_BR[:, 0].to(hidden_BTC.device)
+        x_BTC = hidden_BTC.to(accumulate_dtype(hidden_BTC.dtype))
+        first_B1C = x_BTC.gather(1, first_B.view(-1, 1, 1).expand(-1, 1, x_BTC.shape[-1]))
+        x_BRC, align = self._real.align(x_BTC.mT).mT, self._real.align
+        found = {
+            name: align(one.read(x_BTC, first_B1C)) for name, one in STATISTICS.items() if isinstance(one, OfStream)
+        }
+        return found | {
+            name: one.read(x_BRC, self._real.count_B) for name, one in STATISTICS.items() if isinstance(one, OfStates)
+        }
+
+
+class DetailTotals:
+    """Sums of batches.
+
+    Args:
+        eps: threshold of a secondary sink.
+        length: T, the positions of the longest sequence.
+    """
+
+    def __init__(self, eps: float, length: int) -> None:
+        self._distances, self._queries = bucket_starts(0, length - 1), bucket_starts(1, length)
+        widths = {"T": length, "D": len(self._distances), "Q": len(self._queries)}
+        self._means = {name: _Mean(one, widths) for name, one in STATISTICS.items()}
+        self._search, self._maps = SecondarySearch(eps), MapTotals(length)
+
+    def add(self, batch: BatchDetails, importance_ABHR: Tensor, hidden_MBR: Tensor | None, valid_BR: Tensor) -> None:
+        """Add one batch; tensors on the CPU.
+
+        Args:
+            importance_ABHR: alpha per sequence.
+            hidden_MBR: norms of the residual stream; None where blocks cannot be read.
+            valid_BR: bool, False past the end of a sequence.
+        """
+        alignment_MBR = batch.stream.get("alignment")
+        seen = {name: torch.stack([part.cpu().double() for part in parts]) for name, parts in batch.layers.items()}
+        seen |= batch.stream  # layers may be on several devices
+        seen["secondary"] = self._search.find(importance_ABHR, hidden_MBR, alignment_MBR, batch.tokens_BR, valid_BR)
+        for name, values in seen.items():
+            mean = self._means[name]
+            mean.add(*(self._by_bucket(values, valid_BR) if mean.axes == "LHQ" else (values, valid_BR)))
+        self._maps.add(batch.maps, valid_BR)
+
+    def _by_bucket(self, values_ABHR: Tensor, valid_BR: Tensor) -> tuple[Tensor, Tensor]:
+        """Means over the queries of each bucket (A, B, H, Q), and which sequences have such queries (B, Q)."""
+        starts_Q, positions_R = torch.tensor(self._queries), torch.arange(1, valid_BR.shape[1] + 1)
+        bucket_R = torch.searchsorted(starts_Q, positions_R, right=True) - 1
+        member_RQ = torch.nn.functional.one_hot(bucket_R, len(starts_Q)).double()
+        count_BQ = valid_BR.double() @ member_RQ
+        return values_ABHR @ member_RQ / count_BQ[:, None].clamp(min=1), count_BQ > 0
+
+    def details(self) -> Details:
+        """The means over everything that was added."""
+        arrays = {name: array for name, mean in self._means.items() if (array := mean.array()) is not None}
+        by_layer = {
+            field: numbers for name, mean in self._means.items() for field, numbers in mean.fields(arrays.get(name))
+        }
+        maps = {
+            name: array
+            for name, array in self._maps.means().items()
+            if "cosine" in arrays or not STATISTICS[name].angles
+        }
+        return Details.model_validate(
+            {
+                **by_layer,
+                "secondary_rate": float(arrays["secondary"].mean(dtype=np.float64)),
+                "secondary_sinks": self._search.strongest,
+                "secondary_tokens": self._search.tokens(),
+                "distances": self._distances,
+                "queries": self._queries,
+                "maps": list(self._maps.sums),
+                **arrays,
+                **maps,
+            }
+        )
+
+
+class _Mean:
+    """The running mean of one statistic over the sequences that have it, float64 on the CPU.
+
+    Args:
+        widths: to which the last axis is padded, by axis.
+    """
+
+    def __init__(self, statistic: Statistic, widths: Mapping[str, int]) -> None:
+        self.axes = statistic.averaged or statistic.axes
+        self._statistic, self._width = statistic, widths.get(self.axes[-1])
+        self._sum: Tensor | None = None
+        self._count: Tensor | None = None
+        self._over_tokens_M, self._tokens = torch.zeros(1, dtype=torch.float64), 0
+
+    def add(self, values_XBY: Tensor, valid_BY: Tensor) -> None:
+        """X layers or places, Y positions or buckets; `valid_BY` is False where a sequence has no such position."""
+        values, count = values_XBY.cpu().double(), torch.tensor(float(values_XBY.shape[1]))
+        if self.axes[-1] in "TQ":
+            valid = valid_BY[:, None] if "H" in self.axes else valid_BY
+            values, count = torch.where(valid, values, 0), self._wide(valid.double().sum(0))
+        total = self._wide(values.sum(1))
+        if self.axes == "MT":
+            self._over_tokens_M = self._over_tokens_M + values.sum((1, 2))
+            self._tokens += int(valid_BY.sum())
+        self._sum = total if self._sum is None else self._sum + total
+        self._count = count if self._count is None else self._count + count
+
+    def array(self) -> np.ndarray | None:
+        """None where nothing was added; 0 where no sequence had the value."""
+        if self._sum is None or self._count is None:
+            return None
+        return self._statistic.of_mean((self._sum / self._count.clamp(min=1)).float().numpy())
+
+    def fields(self, array: np.ndarray | None) -> Iterable[tuple[str, list[float] | None]]:
+        """The fields of the statistic in measurement.json, by name."""
+        if not self._statistic.fields:
+            return ()
+        if array is None:
+            numbers = [None] * len(self._statistic.fields)
+        elif self.axes == "MT":
+            numbers = [(self._over_tokens_M / self._tokens).tolist()]
+        else:
+            numbers = self._statistic.by_layer(array)
+        return zip(self._statistic.fields, numbers, strict=True)
+
+    def _wide(self, x: Tensor) -> Tensor:
+        return x if self._width is None else torch.nn.functional.pad(x, (0, self._width - x.shape[-1]))

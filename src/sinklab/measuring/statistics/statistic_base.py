@@ -1,0 +1,321 @@
+"""Base classes of the statistics of `--details`, their arrays, and the blocks of attention scores that they read.
+
+A statistic declares its axes, how a block of rows or a hidden state is read, and its column and figures. Means over
+queries, sequences and batches, the fields of measurement.json and .npz, their validation, the column in the terminal
+and the figure of the report follow. The docstring of a statistic is its formula; A is the matrix of attention scores,
+rows summing to one with the share of a bias or sink logit; proxy scores where the model's own do not
+(attention/importance.py). q and k are the vectors that enter attention, after rotary embedding and norms.
+
+Axes: L attention layers, H heads, T positions, D buckets of distances, Q buckets of queries, M places of the residual
+stream (before the first block and after each), P maps. Within a block: B sequences, G key heads, T columns of the
+batch, Q queries, S keys, R positions aligned so that index 0 is the first real token.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Annotated, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from pydantic import ConfigDict, Field
+from torch import Tensor
+
+from sinklab.attention import query_blocks as bl
+from sinklab.attention.importance import Rows
+from sinklab.attention.masks import Mask
+from sinklab.attention.query_blocks import accumulate_dtype
+from sinklab.attention.real_tokens import RealTokens
+from sinklab.measuring.statistics.plot_specs import Column, Shown
+from sinklab.models.hooks import token_norms
+from sinklab.schema import Part
+
+Array = Annotated[np.ndarray, Field(exclude=True, repr=False)]
+ArrayOrNone = Annotated[np.ndarray | None, Field(exclude=True, repr=False)]
+
+
+class Axes:
+    """The axes of an array, a letter for each: `Annotated[Array, Axes("LHT")]`.
+
+    Attributes:
+        infinite: whether its numbers may be infinite; they are never NaN.
+    """
+
+    axes: str
+    infinite: ClassVar[bool] = False
+
+    def __init__(self, axes: str) -> None:
+        self.axes = axes
+
+
+class WithArrays(Part):
+    """A part of measurement.json whose arrays are in measurement.npz.
+
+    Attributes:
+        prefix: of their names there.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+    prefix: ClassVar[str] = ""
+
+    @classmethod
+    def declared(cls) -> Iterator[tuple[str, Axes]]:
+        """The name and axes of every array."""
+        for name, field in cls.model_fields.items():
+            yield from ((name, one) for one in field.metadata if isinstance(one, Axes))
+
+    @classmethod
+    def found_in(cls, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Its fields among the arrays of a file."""
+        return {name: arrays[cls.prefix + name] for name, _ in cls.declared() if cls.prefix + name in arrays}
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Its arrays in measurement.npz, by their names there."""
+        found = {self.prefix + name: getattr(self, name) for name, _ in self.declared()}
+        return {name: array for name, array in found.items() if array is not None}
+
+    def check_arrays(self, **sizes: int) -> None:
+        """Refuse arrays whose shapes contradict each other.
+
+        Args:
+            sizes: of axes, by letter; the first array with another axis decides its size.
+
+        Raises:
+            ValueError: an array of another shape, with NaN, or with infinity where it is not declared.
+        """
+        arrays = self.arrays()
+        for name, one in self.declared():
+            if (array := arrays.get(self.prefix + name)) is None:
+                continue
+            if array.ndim == len(one.axes):
+                sizes = dict(zip(one.axes, array.shape, strict=True)) | sizes
+            expected = tuple(sizes.get(axis, "any") for axis in one.axes)
+            if array.shape != expected:
+                raise ValueError(f"{self.prefix}{name} has shape {array.shape}, expected {expected}")
+            if np.isnan(array).any() or not (one.infinite or np.isfinite(array).all()):
+                raise ValueError(f"{self.prefix}{name} contains NaN or infinity")
+
+
+def bucket_starts(first: int, last: int) -> list[int]:
+    """`first` and the powers of two above it, up to `last`: 0, 1, 2, 4, .. or 1, 2, 4, .."""
+    starts, power = [first], max(first * 2, 1)
+    while power <= last:
+        starts.append(power)
+        power *= 2
+    return starts
+
+
+class Angles:
+    """Cosines and norm products of the queries and keys of one layer."""
+
+    def __init__(self, q_BHTD: Tensor, k_BGTD: Tensor, mask: Mask) -> None:
+        dtype = accumulate_dtype(q_BHTD.dtype)
+        q_BHTD, k_BGTD = q_BHTD.detach().to(dtype), k_BGTD.detach().to(dtype)
+        self.mask, self.positions = mask, k_BGTD.shape[2]
+        self.q_norm_BHT = token_norms(q_BHTD)
+        k_norm_BGT = token_norms(k_BGTD)
+        self.k_norm_BHT = k_norm_BGT.repeat_interleave(q_BHTD.shape[1] // k_BGTD.shape[1], 1)
+        self._q, self._k = _unit(q_BHTD, self.q_norm_BHT), _unit(k_BGTD, k_norm_BGT)
+
+    def block(self, part: bl.Block) -> tuple[Tensor, Tensor]:
+        """Cosines of a block (B, H, Q, S), and 1 where a query sees a key that is not later, else 0."""
+        cosine = bl.raw_scores(self._q, self._k, part, 1.0)
+        seen = bl.mask_block_(torch.ones_like(cosine), part, 0, self.positions, self.mask, value=0)
+        return cosine.mul_(seen), seen.tril_(part.start - part.low)
+
+
+class Layer:
+    """Shared by all blocks of one layer in one batch.
+
+    Attributes:
+        real: which columns of the batch are real tokens.
+        sees_queries: whether there are angles.
+        first_B11: column of the first real token.
+        count_B1: number of real tokens.
+        counted_BT: 1 where a query is a real token, else 0.
+        starts_D: first distance of each bucket.
+    """
+
+    def __init__(self, weights_BHQS: Tensor, real: RealTokens, angles: Angles | None) -> None:
+        device = weights_BHQS.device
+        self.real, self._angles, self.sees_queries = real, angles, angles is not None
+        self.first_B11 = real.index_BR[:, :1, None].to(device)
+        self.count_B1 = real.count_B.to(weights_BHQS)[:, None]
+        self.counted_BT = real.mask_BT.to(device, weights_BHQS.dtype)
+        self.starts_D = torch.tensor(bucket_starts(0, real.index_BR.shape[1] - 1), device=device)
+        self._pairs_BHT = self.sums("LHT", weights_BHQS)
+
+    def sums(self, axes: str, weights_BHQS: Tensor) -> Tensor:
+        """Zeros for each sequence and head (B, H), and for each distance or column of the batch where axes has them."""
+        columns, distances = self.counted_BT.shape[1], len(self.starts_D)
+        wide = {"H": (), "D": (distances,), "T": (columns,), "Q": (columns,)}[axes[-1]]
+        return weights_BHQS.new_zeros(*weights_BHQS.shape[:2], *wide)
+
+    @property
+    def angles(self) -> Angles:
+        """Of the layer's queries and keys; only where queries can be read."""
+        assert self._angles is not None
+        return self._angles
+
+    @property
+    def seen_by_BHT(self) -> Tensor:
+        """How many queries of the blocks so far see each key, at least 1; only where queries can be read."""
+        assert self.sees_queries
+        return self._pairs_BHT.clamp(min=1)
+
+    def count(self, block: "ScoreBlock") -> None:
+        """Count the visible keys of the next block."""
+        if self.sees_queries:
+            self._pairs_BHT[:, :, block.keys] += block.cosine_and_seen[1].sum(-2)
+
+
+class ScoreBlock:
+    """The rows of a block of queries.
+
+    Attributes:
+        part: which queries and keys.
+        layer: of the block.
+        queries, keys: the same as slices of the columns of the batch.
+        counted_B1Q: 1 where a query is a real token, else 0.
+        weights_BHQS: shares of the row, 0 in the rows of padding.
+        bias_BHQ: the share of an added bias; None where there is no bias.
+        earlier_BQ: number of real tokens before a query.
+    """
+
+    def __init__(self, rows: Rows, layer: Layer) -> None:
+        self.part, self.layer, self.bias_BHQ = rows.block, layer, rows.bias_BHQ
+        self.queries, self.keys = slice(self.part.start, self.part.stop), slice(self.part.low, self.part.high)
+        self.counted_B1Q, weights_BHQS = layer.counted_BT[:, None, self.queries], rows.weights_BHQS
+        self.weights_BHQS = weights_BHQS * self.counted_B1Q[..., None] if layer.real.padded else weights_BHQS
+        self._query_1Q1 = torch.arange(self.part.start, self.part.stop, device=weights_BHQS.device).view(1, -1, 1)
+        self.earlier_BQ = (self._query_1Q1 - layer.first_B11)[..., 0]
+
+    @cached_property
+    def by_distance_BHQD(self) -> Tensor:
+        """The attention of every query by distance."""
+        first_B11 = self.layer.first_B11  # keys before an end are at least so far back
+        ends_BQD = torch.maximum(self._query_1Q1 - self.layer.starts_D + 1, first_B11)
+        edges = self._up_to(torch.cat((ends_BQD, first_B11.expand(-1, ends_BQD.shape[1], 1)), -1))
+        return edges[..., :-1] - edges[..., 1:]
+
+    @cached_property
+    def first_BHQ(self) -> Tensor:
+        """The attention of every query on the first token."""
+        first_BQ1 = self.layer.first_B11.expand(-1, self._query_1Q1.shape[1], 1)
+        return (self._up_to(first_BQ1 + 1) - self._up_to(first_BQ1))[..., 0]
+
+    @cached_property
+    def cosine_and_seen(self) -> tuple[Tensor, Tensor]:
+        """Cosines of the block (B, H, Q, S), 0 where a key is hidden, and 1 where a real query sees a key that is not
+        later, else 0; only where queries can be read.
+        """
+        cosine, seen = self.layer.angles.block(self.part)
+        return cosine, seen.mul_(self.counted_B1Q[..., None])
+
+    @cached_property
+    def _before(self) -> Tensor:
+        """Cumulative sums over the block's keys, from 0."""
+        return F.pad(self.weights_BHQS.cumsum(-1), (1, 0))
+
+    def _up_to(self, column_BQX: Tensor) -> Tensor:
+        """The sum over keys before a column of the batch: (B, Q, X) -> (B, H, Q, X)."""
+        B, H, Q, S = self.weights_BHQS.shape
+        return self._before.gather(-1, (column_BQX - self.part.low).clamp(0, S)[:, None].expand(B, H, Q, -1))
+
+
+def _unit(x_BHTD: Tensor, norm_BHT: Tensor) -> Tensor:
+    return x_BHTD / norm_BHT.masked_fill(norm_BHT == 0, 1)[..., None]
+
+
+class Statistic(Axes):
+    """One of the statistics of `--details`.
+
+    Attributes:
+        axes: of its array, as above.
+        averaged: axes of the array that is averaged over sequences, where that is another one.
+        angles: whether it needs the queries, which cannot be read in a model that returns its own matrices.
+        fields: in measurement.json: means over heads of each layer (LH), those of position 1 and of the others (LHT),
+            means over tokens of each place (MT), or the array itself (M); () for none.
+        column: in the terminal; None for none.
+        figures: of the report.
+    """
+
+    averaged: ClassVar[str | None] = None
+    angles: ClassVar[bool] = False
+    fields: ClassVar[tuple[str, ...]] = ()
+    column: ClassVar[Column | None] = None
+    figures: ClassVar[tuple[Shown, ...]] = ()
+
+    def __init__(self) -> None:
+        super().__init__(self.axes)
+
+    def of_mean(self, mean: np.ndarray, /) -> np.ndarray | None:
+        """The array from the mean over sequences; None where the sequences are too short for it."""
+        return mean
+
+    def by_layer(self, array: np.ndarray, /) -> Sequence[list[float] | None]:
+        """The values of `fields`; None for the other positions where there is only one."""
+        if self.axes == "M":
+            return [array.tolist()]
+        if self.axes == "LH":
+            return [array.mean(1).tolist()]
+        rest = array[..., 1:].mean((1, 2)).tolist() if array.shape[-1] > 1 else None
+        return [array[..., 0].mean(1).tolist(), rest]
+
+
+class OfRows(Statistic, ABC):
+    """A statistic of attention layers, read from blocks of their rows: LH, LHD, LHQ, or, with angles, LHT."""
+
+    @abstractmethod
+    def read(self, block: ScoreBlock, sums: Tensor, /) -> None:
+        """Add a block of queries to the sums of its layer.
+
+        Args:
+            block: of the rows.
+            sums: of each sequence and head (B, H), of each distance (B, H, D), or of each column of the batch (B, H,
+                T): of each key, over queries, or of each query, which is the whole value of that query.
+        """
+
+    def mean(self, sums: Tensor, layer: Layer, /) -> Tensor:
+        """The mean over the real queries of each sequence from the sums over all blocks."""
+        match self.axes[-1]:
+            case "T":
+                return layer.real.align(sums / layer.seen_by_BHT)
+            case "Q":
+                return layer.real.align(sums)
+            case "D":
+                return sums / layer.count_B1[..., None]
+            case _:
+                return sums / layer.count_B1
+
+
+class OfStream(Statistic, ABC):
+    """A statistic of tokens in the residual stream."""
+
+    axes = "MT"
+
+    @abstractmethod
+    def read(self, x_BTC: Tensor, first_B1C: Tensor, /) -> Tensor:
+        """The value of every token (B, T).
+
+        Args:
+            x_BTC: hidden states at one place, float32 (float64 for float64).
+            first_B1C: that of the first real token.
+        """
+
+
+class OfStates(Statistic, ABC):
+    """A statistic of all tokens of a sequence together, in the residual stream."""
+
+    axes = "M"
+
+    @abstractmethod
+    def read(self, x_BRC: Tensor, count_B: Tensor, /) -> Tensor:
+        """The value of every sequence (B,).
+
+        Args:
+            x_BRC: hidden states at one place, float32 (float64 for float64), the first real token first; 0 past the
+                end of a sequence.
+            count_B: tokens of each sequence.
+        """

@@ -1,0 +1,60 @@
+"""Architectures of transformers: the names by which parts are found, and the model types that need something else.
+
+Nearly all model types are served by convention: a part is looked for under each of the names below. A type that departs
+from the conventions is a row of `FAMILIES`, and no other file compares the name of an architecture. A new family whose
+parts have other names adds them to a tuple.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+LAYER_KINDS = ("layer_types", "layers_block_type")  # of a config: what each layer is
+TOKEN_WISE_LAYERS = ("moe", "mlp", "dense", "sparse")  # kinds of layers that read every token alone
+POSITION_TABLES = ("wpe", "embed_positions", "positions_embed", "position_embedding", "position_embeddings")
+FFN_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+ROTARY_EMBEDDING = "rotary_emb"  # the module that turns queries and keys
+ROTARY_CLASS = "RotaryEmbedding"  # how its class name ends
+SINK_LOGITS = "sinks"  # of an attention module
+UNREADABLE_EXTRAS = ("sinks", "block_indices")  # arguments of an attention call that change its scores in unknown ways
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a model type does otherwise than the conventions say.
+
+    Attributes:
+        exported: it is a model that `sinklab export` wrote.
+        alibi: its scores have ALiBi.
+        alibi_twice: its eager attention adds ALiBi to the scores and then a mask that holds it already, by head; its
+            fused attention, the default, adds it once (transformers 5.17 to 5.23).
+        true_hides: True in a boolean attention mask hides a key.
+        local_layers: the attribute of its config that says of each layer whether it is "local", that is, has a window
+            of `window_size` that is in no mask.
+    """
+
+    exported: bool = False
+    alibi: bool = False
+    alibi_twice: bool = False
+    true_hides: bool = False
+    local_layers: str | None = None
+
+
+FAMILIES = {
+    "sinklab": Family(exported=True),
+    "bloom": Family(alibi=True),
+    "mpt": Family(alibi=True, true_hides=True),
+    "falcon": Family(alibi_twice=True),
+    "gpt_neo": Family(local_layers="attention_layers"),
+}
+CONVENTIONAL = Family()
+
+
+def family_of(model: Any) -> Family:
+    """The family of a model of transformers; the conventions for anything else."""
+    return FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""), CONVENTIONAL)
+
+
+def first_named(config: Any, names: tuple[str, ...]) -> Any:
+    """The first of these attributes that a config has and that is not empty; None where it has none."""
+    return next((value for name in names if (value := getattr(config, name, None))), None)

@@ -1,0 +1,285 @@
+"""A Hugging Face causal language model behind `Adapter`: its attention is replaced by a function of ours."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from sinklab.attention.layer_call import LayerCall, ShiftRope
+from sinklab.attention.query_blocks import accumulate_dtype
+from sinklab.attention.real_tokens import RealTokens
+from sinklab.errors import InputError, SinklabError, cause
+from sinklab.models.families import ROTARY_EMBEDDING
+from sinklab.models.hooks import evaluating, hooked
+from sinklab.models.huggingface import anatomy
+from sinklab.models.huggingface.gguf import is_unpacked
+from sinklab.models.huggingface.interface import attention_function, read_call
+from sinklab.models.huggingface.piecewise_loss import fixed_output, forward_loss, forward_only, has_piecewise_logits
+from sinklab.models.memory_budget import Sizes, sizes_of_pretrained
+
+TRIED = 8  # tokens
+_dispatch: "WeakKeyDictionary[PreTrainedModel, bool]" = WeakKeyDictionary()
+
+
+class HuggingFaceAdapter:
+    """`adapter.Adapter` of a model of transformers.
+
+    Raises:
+        InputError: its weights are on the meta device.
+    """
+
+    leading, first_target = 0, 2
+    post_norms: Sequence[nn.Module] = ()
+    proxy = False
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.module, self.dtype, self.device = model, model.dtype, anatomy.input_device(model)
+        self.blocks: Sequence[nn.Module] = anatomy.decoder_blocks(model)
+        self.kinds = anatomy.layer_kinds(model.config)
+        table = anatomy.learned_positions(model)
+        text = model.config.get_text_config(decoder=True)
+        given = len(table) if table is not None else getattr(text, "max_position_embeddings", None)
+        self.context = int(given or 2048)
+        self.ends = None if table is None else f"its learned table of positions ends at {len(table)}"
+
+    @property
+    def attention_layers(self) -> int:
+        """How many layers have softmax attention.
+
+        Raises:
+            SinklabError: none has.
+        """
+        return anatomy.attention_layers(self.module.config)
+
+    @property
+    def heads(self) -> int:
+        """Query heads of the layer with most."""
+        return anatomy.query_heads(self.module.config)
+
+    @property
+    def dispatches(self) -> bool:
+        """Whether its attention uses transformers' interface; tried once where the model does not declare it."""
+        if self.module not in _dispatch:
+            said = getattr(self.module, "_supports_attention_backend", False)
+            _dispatch[self.module] = said or self._dispatches_two_tokens()
+        return _dispatch[self.module]
+
+    def _dispatches_two_tokens(self) -> bool:
+        model, calls = self.module, 0
+
+        def count(layer: LayerCall) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return layer.output() if layer.library is None else layer.library.output()
+
+        try:
+            with evaluating(model), self.intercepted(count):
+                model(torch.zeros(1, 2, dtype=torch.long, device=self.device), use_cache=False)
+        except (AttributeError, KeyError, TypeError):
+            if calls:
+                raise
+        return calls == self.attention_layers
+
+    def check_length(self, length: int) -> None:
+        """Refuse sequences beyond the context of the config.
+
+        Raises:
+            InputError: with the longest length possible.
+        """
+        anatomy.check_length(self.module.config, length)
+
+    def check(self, tokens_NT: Tensor, longest: int, lengths: Sequence[int]) -> None:
+        """Refuse ids outside the vocabulary, too long sequences, lengths that need passes of their own.
+
+        Raises:
+            InputError: any of them.
+        """
+        vocabulary, T = anatomy.vocabulary_size(self.module), tokens_NT.shape[1]
+        low, high = int(tokens_NT.min()), int(tokens_NT.max())
+        if low < 0 or high >= vocabulary:
+            raise InputError(
+                f"token id {low if low < 0 else high} is outside the model's vocabulary of {vocabulary} tokens: "
+                "the tokenizer belongs to another model"
+            )
+        for length in lengths:
+            if anatomy.rope_depends_on_length(self.module.config, length, T):
+                raise InputError(
+                    "the model's RoPE scaling depends on the sequence length and differs between "
+                    f"{T} and {length} tokens, so one pass cannot measure both: measure {length} separately"
+                )
+        self.check_length(longest)
+
+    def read(
+        self,
+        tokens_BT: Tensor,
+        real: RealTokens,
+        first_target: int | None,
+        paused: AbstractContextManager[None],
+    ) -> tuple[Tensor, int]:
+        """One forward pass, and the loss over the real targets."""
+        arguments: dict[str, Any] = {"use_cache": False}
+        if real.padded:  # positions start at the first real token
+            arguments["attention_mask"] = real.mask_BT.long()
+            if "position_ids" in inspect.signature(self.module.forward).parameters:
+                arguments["position_ids"] = (real.mask_BT.long().cumsum(-1) - 1).clamp(min=0)
+        if first_target is None:
+            forward_only(self.module, tokens_BT, arguments)
+            return torch.zeros((), dtype=torch.float64), 0
+        loss, targets = forward_loss(
+            self.module,
+            tokens_BT,
+            real.from_position(first_target - 1),
+            arguments=arguments,
+            vocabulary=anatomy.vocabulary_size(self.module),
+            paused=paused,
+        )
+        return torch.tensor(loss, dtype=torch.float64), targets
+
+    def run(self, tokens_BT: Tensor) -> None:
+        """One forward pass, with the logits of one position where the model can compute single ones."""
+        forward_only(self.module, tokens_BT, {"use_cache": False})
+
+    def hidden(self, tokens_BT: Tensor) -> Tensor:
+        """The last hidden state of the model's body."""
+        return self.module.base_model(tokens_BT, use_cache=False).last_hidden_state
+
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        """By the model's own code between body and logits."""
+        answer = dataclasses.replace(self._body_output, last_hidden_state=hidden_RE[None])
+        with ExitStack() as stack:
+            for body in anatomy.bodies(self.module):
+                stack.enter_context(fixed_output(body, answer))
+            tokens_1R = torch.zeros(1, len(hidden_RE), dtype=torch.long, device=self.device)
+            logits_RV = self.module(tokens_1R, use_cache=False).logits[0]
+        return logits_RV.to(accumulate_dtype(logits_RV.dtype))
+
+    @cached_property
+    def _body_output(self) -> Any:
+        """An output of the body, of one token."""
+        return self.module.base_model(self._some_tokens()[:, :1], use_cache=False)
+
+    def sizes(self, padded: bool, matrices: bool) -> Sizes:
+        """Of the model's config."""
+        logits = not has_piecewise_logits(self.module)
+        return sizes_of_pretrained(self.module.config, matrices=matrices, padded=padded, logits=logits)
+
+    def notes(self) -> list[str]:
+        """On quantised weights."""
+        method = anatomy.quantisation(self.module.config)
+        if method == "gguf" and is_unpacked(self.module):
+            return ["the weights come from a gguf file and are unpacked"]
+        return [f"the weights are quantised ({method}); dtype is that of the rest"] if method else []
+
+    def inseparable(self) -> str | None:
+        """Compare the logits of a few intercepted tokens with the model's own."""
+        why = self._why_inseparable()
+        return why and (
+            f"the attention of a {self.module.config.model_type!r} model cannot be taken apart ({why}): assess a model "
+            "that passes its attention through transformers' attention interface, such as those of the Llama family"
+        )
+
+    def _why_inseparable(self) -> str | None:
+        if not self.blocks or self.module.base_model is self.module:
+            return "its blocks or its head could not be found"
+        tokens_1T, calls = self._some_tokens(), 0
+
+        def count(layer: LayerCall) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return layer.output()
+
+        with evaluating(self.module):
+            expected_RV = self.module(tokens_1T, use_cache=False).logits[0].float()
+            try:
+                with self.intercepted(count):
+                    hidden_1TE = self.hidden(tokens_1T)
+                if calls != self.attention_layers:
+                    return f"{calls} of {self.attention_layers} layers use transformers' interface"
+                given_RV = self.logits(hidden_1TE[0]).float()
+            except (AttributeError, KeyError, TypeError, ValueError, IndexError, SinklabError) as error:
+                return cause(error)  # the model's own code can raise anything here
+        if (given_RV - expected_RV).abs().max() > 1e-2 * expected_RV.abs().max():
+            return "its logits differ when body and head run separately"
+        return None
+
+    def fixed_positions(self) -> str | None:
+        """None where `shift_rope` rotates the queries of the first layer from position 0 to their own."""
+        shift = shift_rope(self.module)
+        if shift is None:
+            return "it has no rotary embedding that turns queries and keys"
+        tokens_1T = self._some_tokens()
+        places_T = torch.arange(tokens_1T.shape[1], device=self.device)
+        queries: list[Tensor] = []
+
+        def keep(layer: LayerCall) -> Tensor:
+            if layer.index == 1:
+                queries.append(layer.call.q_BHTD)
+            return layer.output()
+
+        with evaluating(self.module), self.intercepted(keep):
+            for positions_T in (places_T, torch.zeros_like(places_T)):
+                self.module.base_model(tokens_1T, position_ids=positions_T[None], use_cache=False)
+        placed, bare = queries
+        if torch.allclose(shift(bare, places_T), placed, rtol=1e-2, atol=1e-2 * float(placed.abs().max())):
+            return None
+        return "its rotary embedding is of a kind that is not known"
+
+    def _some_tokens(self) -> Tensor:
+        vocabulary = anatomy.vocabulary_size(self.module)
+        return (torch.arange(TRIED, device=self.device) * 7 + 5)[None] % vocabulary
+
+    @contextmanager
+    def intercepted(self, handler: Callable[[LayerCall], Tensor]) -> Iterator[None]:
+        """All attention that the model passes through transformers' interface is computed by `handler`."""
+        shift, outermost, calls = shift_rope(self.module), None, 0
+
+        def entering(module: nn.Module, _: Any) -> None:
+            nonlocal outermost, calls
+            if outermost is None:
+                outermost, calls = module, 0
+
+        def leaving(module: nn.Module, _: Any, __: Any) -> None:
+            nonlocal outermost
+            outermost = None if module is outermost else outermost
+
+        def attention(module: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, None]:
+            nonlocal calls
+            calls += 1
+            layer = read_call(module, *args, **options)
+            out_BHTV = handler(dataclasses.replace(layer, index=calls, shift_rope=shift))
+            return out_BHTV.to(layer.value_BGSV.dtype).transpose(1, 2).contiguous(), None
+
+        handles = (
+            register
+            for module in {self.module, self.module.base_model}
+            for register in (
+                module.register_forward_pre_hook(entering, prepend=True),
+                module.register_forward_hook(leaving, always_call=True),
+            )
+        )
+        with hooked(handles), attention_function(self.module, attention):
+            yield
+
+
+def shift_rope(model: PreTrainedModel) -> ShiftRope | None:
+    """Half-split rotation of the dimensions that the model's rotary embedding covers; None unless there is just one."""
+    found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == ROTARY_EMBEDDING]
+    if len(found) != 1:
+        return None
+
+    def shift(x_BHLD: Tensor, by_L: Tensor) -> Tensor:
+        cos_LR, sin_LR = (table[0].float() for table in found[0](x_BHLD.float(), by_L[None].to(x_BHLD.device)))
+        scale_LR = (cos_LR.square() + sin_LR.square()).sqrt()  # yarn and longrope scale as they rotate
+        turned, rest = x_BHLD[..., : cos_LR.shape[-1]].float(), x_BHLD[..., cos_LR.shape[-1] :]
+        first, second = turned.chunk(2, -1)
+        turned = (turned * cos_LR + torch.cat((-second, first), -1) * sin_LR) / scale_LR
+        return torch.cat((turned.to(x_BHLD.dtype), rest), -1)
+
+    return shift

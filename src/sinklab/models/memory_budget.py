@@ -1,0 +1,141 @@
+"""The default batch size: a cheap estimate of the memory per sequence against the free memory.
+
+On a CPU it is conservative: Linux overcommits memory and kills the process when it is used, so that no batch can be
+halved afterwards (batches.py). The estimate counts tensors that grow with a sequence: the activations of one block, the
+records, and whole attention matrices of models that compute them. Logits are computed in pieces and hardly count.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from sinklab.models.families import FFN_WIDTHS, first_named
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from sinklab.model.config import ModelConfig
+
+
+LARGEST = 16  # sequences: more are no faster, and progress is shown after each batch
+TOKENS = 2**13  # of a batch: the same for long sequences
+SHARE = 0.5  # of the free memory
+FLOAT = 4  # bytes; sums are in float32 whatever the dtype of the model
+LOGITS_AT_ONCE = 2**24  # of the head: 64 MB in float32; with a quarter of it the head is slower
+LOGITS_AT_ONCE_CUDA = 2**26
+CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a model's tensors in a forward pass.
+
+    Attributes:
+        width: of the residual stream.
+        ffn_width: of the hidden layer of an MLP.
+        layers, heads: attention layers and query heads.
+        matrices: T x T score matrices in memory at a time, in float32; 0 where attention is computed in blocks.
+        masks: T x T boolean masks of a sequence: 1 with windows or padding, else 0.
+        vocabulary: of logits that are computed at once; 0 where they are computed in pieces.
+    """
+
+    width: int
+    ffn_width: int
+    layers: int
+    heads: int
+    matrices: int = 0
+    masks: int = 0
+    vocabulary: int = 0
+
+    def bytes_per_sequence(self, length: int) -> int:
+        """Upper estimate of the peak memory that one sequence of that length adds to a measurement."""
+        activations = 16 * self.width + 4 * self.ffn_width + 3 * self.vocabulary
+        recorded = 6 * self.layers * self.heads  # sums, alpha, and alpha in float64
+        square = FLOAT * self.matrices + self.masks
+        return length * (FLOAT * (activations + recorded) + length * square)
+
+
+def sizes_of_run(config: "ModelConfig") -> Sizes:
+    """Of a sinklab transformer."""
+    return Sizes(config.width, config.ffn_width, config.layers, config.heads)
+
+
+def sizes_of_pretrained(config: "PretrainedConfig", *, matrices: bool, padded: bool, logits: bool) -> Sizes:
+    """Of a Hugging Face model, from its config.
+
+    Args:
+        matrices: whether the model computes whole attention matrices (huggingface/matrix_records.py).
+        padded: whether there is padding.
+        logits: whether the model can only compute the logits of all positions at once.
+    """
+    text = config.get_text_config(decoder=True)
+    width, heads = text.hidden_size, text.num_attention_heads
+    ffn_width = first_named(text, FFN_WIDTHS) or 4 * width
+    ffn_width = max(ffn_width) if isinstance(ffn_width, Sequence) else ffn_width
+    window = getattr(text, "sliding_window", None) is not None
+    return Sizes(
+        width=width,
+        ffn_width=ffn_width,
+        layers=text.num_hidden_layers,
+        heads=heads,
+        matrices=4 * heads if matrices else 0,
+        masks=int(window or padded or matrices),
+        vocabulary=text.vocab_size if logits else 0,
+    )
+
+
+def fitting_batch(sizes: Sizes, length: int, device: torch.device) -> int:
+    """How many sequences of that length to read at a time: at most LARGEST, TOKENS, and a SHARE of the free memory."""
+    free = free_bytes(device)
+    most = LARGEST if free is None else int(SHARE * free) // sizes.bytes_per_sequence(length)
+    return max(1, min(LARGEST, TOKENS // length, most))
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Free memory of the device; on a CPU that of the machine or its control group (v2). None if unknown."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    if device.type != "cpu":
+        return None
+    return min((free for free in (_of_machine(), _of_control_group()) if free is not None), default=None)
+
+
+def total_bytes(device: torch.device) -> int | None:
+    """Total memory of the device; on a CPU that of the machine or its control group (v2). None if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    if device.type != "cpu":
+        return None
+    return min((total for total in (_of_machine("MemTotal:"), _limit()) if total is not None), default=None)
+
+
+def _of_machine(which: str = "MemAvailable:") -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(which)), None)
+
+
+def _limit() -> int | None:
+    """Of the control group, where it has one."""
+    try:
+        limit = (CGROUP / "memory.max").read_text().strip()
+    except OSError:
+        return None
+    return None if limit == "max" else int(limit)
+
+
+def _of_control_group() -> int | None:
+    try:
+        limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        statistics = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+    except OSError:
+        return None
+    if limit == "max":
+        return None
+    return max(0, int(limit) - int(used) + int(statistics.get("inactive_file", 0)))  # cached files can be evicted

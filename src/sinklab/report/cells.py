@@ -1,0 +1,402 @@
+"""The cells of a report: their numbers over seeds, the table of these, curves over training, and the headline."""
+
+import math
+import statistics
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict, TypeVar
+
+from sinklab.experiments.documents import CellSummary
+from sinklab.measuring.statistics.highest import sink_elsewhere
+from sinklab.report.data import ReportData, ReportedRun
+from sinklab.survey.suites import CheckpointsDocument, ComparisonDocument, DomainsDocument, FamiliesDocument
+from sinklab.tables import INFINITE, Table, TableCell, TableColumn, Value, counted
+from sinklab.train.directory.history import Evaluation, seconds_spent
+
+if TYPE_CHECKING:
+    from sinklab.measuring.measurement import Measurement
+
+K = TypeVar("K", bound=Hashable)
+
+SHOWN = 0.05
+"""Percent below which a rate is printed as 0.0."""
+BARS = "▁▂▃▄▅▆▇█"
+
+
+CellColumn = tuple[TableColumn, Callable[["CellRow"], Value]]
+"""A column with its value of a cell."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A quantity over the seeds of a cell: mean, and the sample standard deviation over several seeds."""
+
+    values: tuple[float, ...]
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> "Spread | None":
+        """The spread of the known values; None without any."""
+        known = tuple(float(value) for value in values if value is not None)
+        return cls(known) if known else None
+
+    @property
+    def mean(self) -> float:
+        """The mean over seeds."""
+        return statistics.fmean(self.values)
+
+    @property
+    def deviation(self) -> float | None:
+        """The sample standard deviation over seeds; None for a single seed or an infinite value."""
+        return statistics.stdev(self.values) if len(self.values) > 1 and math.isfinite(self.mean) else None
+
+    def text(self, decimals: int) -> str:
+        """`8.6` or, with several seeds, `8.6 ± 0.4`; `∞` if a value is infinite."""
+        if not math.isfinite(self.mean):
+            return INFINITE
+        mean = f"{self.mean:.{decimals}f}"
+        return mean if self.deviation is None else f"{mean} ± {self.deviation:.{decimals}f}"
+
+
+@dataclass(frozen=True)
+class CellRow:
+    """The runs of one cell; without runs on disk, the numbers of `summary.json`.
+
+    Attributes:
+        seeds: number of runs.
+        progress: the steps of unfinished runs, ` (step 500 of 2000)`.
+        latest: the last evaluation of every run.
+        measured: the measurements of the runs that have one.
+        seconds: of training, or of a measurement only.
+    """
+
+    cell: str
+    seeds: int
+    progress: str
+    latest: Sequence[Evaluation]
+    measured: "Sequence[Measurement]"
+    seconds: Spread | None
+
+    def over_runs(self, value: Callable[[Evaluation], float | None]) -> Spread | None:
+        """A number of the last evaluations."""
+        return Spread.of(map(value, self.latest))
+
+    def over_measurements(self, value: "Callable[[Measurement], float | None]") -> Spread | None:
+        """A number of the measurements."""
+        return Spread.of(map(value, self.measured))
+
+    @property
+    def sink_first(self) -> Spread | None:
+        """Sink rate of the first token, percent."""
+        return self.over_runs(lambda one: next(iter(one.sink_rate or ()), None))
+
+    @property
+    def sink_visible(self) -> Spread | None:
+        """The same over the queries that may see the key."""
+        return self.over_runs(lambda one: next(iter(one.sink_rate_visible or ()), None))
+
+    @property
+    def sink_bias(self) -> Spread | None:
+        """Sink rate of a bias, sink logit or sink token, percent."""
+        return self.over_runs(lambda one: one.sink_rate_bias)
+
+    @property
+    def sink_elsewhere(self) -> tuple[int, float] | None:
+        """Position (from 1) and mean rate of the highest sink, if it is not the first token (highest.py)."""
+        rates = [one.sink_rate for one in self.latest if one.sink_rate]  # averaged up to the shortest
+        return sink_elsewhere([statistics.fmean(rate or 0.0 for rate in at) for at in zip(*rates, strict=False)])
+
+
+def cell_rows(data: ReportData) -> list[CellRow]:
+    """One row per cell."""
+    return [_cell_row(data, cell) for cell in data.cells]
+
+
+def _cell_row(data: ReportData, cell: str) -> CellRow:
+    runs, summary = data.runs_of(cell), data.summary_cells.get(cell, CellSummary())
+    unfinished = [how for run in runs if (how := run.progress if run.in_progress else run.measured_early)]
+    stored = Evaluation(
+        step=0,
+        sink_rate=summary.sink_rate,
+        sink_rate_bias=summary.sink_rate_bias,
+        valid_loss=summary.valid_loss,
+        hidden_norm_ratio=[] if summary.hidden_norm_ratio_max is None else [summary.hidden_norm_ratio_max],
+    )
+    return CellRow(
+        cell=cell,
+        seeds=len(runs) or summary.seeds,
+        progress=f" ({', '.join(unfinished)})" if unfinished else "",
+        latest=[run.latest for run in runs] or [stored],
+        measured=[run.measurement for run in runs if run.measurement],
+        seconds=Spread.of([_seconds(run) for run in runs] or [summary.seconds]),
+    )
+
+
+def _seconds(run: ReportedRun) -> float | None:
+    """Updates of unknown speed are left out: the next evaluation includes their time."""
+    if run.trained:
+        return seconds_spent([one for one in run.history if one.tokens is not None and one.tokens_per_second]) or None
+    return run.measurement.seconds if run.measurement else None
+
+
+def cells_table(data: ReportData, curves: bool = False) -> Table:
+    """A row per cell, in the order of `data.cells`; empty columns are left out.
+
+    Args:
+        curves: whether the last column draws the growth of the sink, where there are no charts.
+    """
+    rows = cell_rows(data)
+    trained = not data.runs or any(run.trained for run in data.runs)
+    rate, loss = (".1f", ".3f") if trained else (".2f", ".4f")
+    members, saved = data.suite_rows(FamiliesDocument), data.suite_rows(CheckpointsDocument)
+    by_domain = any(isinstance(suite.document, DomainsDocument) for suite in data.suites)
+    thresholds = dict.fromkeys(eps for _, one in data.measured for eps in list(one.sink_rates or {})[1:])
+    grown = dict(
+        zip(data.cells, sparklines([growth_of_sink(data, row.cell) if curves else [] for row in rows]), strict=True)
+    )
+    match data.only_suite:
+        case DomainsDocument():
+            title, unit = "Domain", "a file each"
+        case ComparisonDocument():
+            title, unit = "Model", "on the same text"
+        case CheckpointsDocument():
+            title, unit = "Checkpoint", "after the step"
+        case _:
+            title, unit = ("Cell", "what was changed") if trained else ("Model", "as measured")
+    tokens = next((one.unit for one in saved.values()), "step") == "tokens"
+
+    def name(row: CellRow) -> TableCell:
+        checkpoint = saved[row.cell].checkpoint if row.cell in saved else row.cell
+        return TableCell(row.cell, checkpoint if checkpoint != row.cell else "")
+
+    def elsewhere(row: CellRow) -> str | None:
+        return f"{row.sink_elsewhere[1]:.1f} at {row.sink_elsewhere[0]}" if row.sink_elsewhere else None
+
+    def published(row: CellRow) -> float | None:
+        return members[row.cell].published if row.cell in members else None
+
+    def difference(row: CellRow) -> float | None:
+        printed = published(row)
+        return None if printed is None else members[row.cell].sink_1 - printed
+
+    def spread(title: str, unit: str, form: str, of: Callable[[CellRow], Spread | None]) -> CellColumn:
+        def value(row: CellRow) -> Value:
+            found = of(row)
+            if found is None:
+                return None
+            return TableCell(found.mean, "" if found.deviation is None else f"± {found.deviation:{form}}")
+
+        return TableColumn(title, unit, form), value
+
+    def at_threshold(eps: str) -> Callable[[CellRow], Spread | None]:
+        return lambda row: row.over_measurements(lambda one: ((one.sink_rates or {}).get(eps) or [None])[0])
+
+    columns: list[CellColumn] = [
+        (TableColumn(title, unit, text=True), name),
+        (TableColumn("Runs", "seeds"), lambda row: TableCell(row.seeds, row.progress.strip())),
+        (
+            TableColumn("Tokens" if tokens else "Step", form=",d"),
+            lambda row: saved[row.cell].step if row.cell in saved else None,
+        ),
+        spread("Sink₁", "% of heads", rate, lambda row: row.sink_first),
+        *(spread(f"at ε = {eps}", "% of heads", rate, at_threshold(eps)) for eps in thresholds),
+        spread("Sink₁ visible", "% of heads", rate, lambda row: row.sink_visible),
+        (TableColumn("Sink elsewhere", "% at position"), elsewhere),
+        spread("First token", "times uniform", rate, lambda row: row.over_measurements(lambda m: m.uniform_ratio[0])),
+        (
+            TableColumn("Sequences", "measured"),
+            lambda row: ", ".join(sorted({str(m.sequences) for m in row.measured})) or None if by_domain else None,
+        ),
+        (TableColumn("Published", "Sink₁, % of heads", ",.2f"), published),
+        (TableColumn("Difference", "measured − published", "+.2f"), difference),
+        (
+            TableColumn("Parameters", "millions", ",.1f"),
+            lambda row: members[row.cell].parameters * 1e-6 if row.cell in members else None,
+        ),
+        spread("On the bias", "% of heads", rate, lambda row: row.sink_bias),
+        spread(
+            "Valid. loss" if trained else "Loss",
+            "nats / token",
+            loss,
+            lambda row: row.over_runs(lambda one: one.valid_loss),
+        ),
+        spread("Bits per byte", "of the text", loss, lambda row: row.over_measurements(lambda m: m.bits_per_byte)),
+        spread("Norm ratio", "largest block", rate, lambda row: row.over_runs(lambda one: one.largest_norm_ratio)),
+        spread(
+            "Row sum",
+            "of raw scores",
+            ".2f",
+            lambda row: row.over_measurements(lambda m: None if m.row_sums is None else float(m.row_sums.mean())),
+        ),
+        spread("Time", "seconds", ".0f", lambda row: row.seconds),
+        (TableColumn("Sink", "by step"), lambda row: grown[row.cell]),
+    ]
+    heads = [head for head, _ in columns]
+    table = Table(f"{title}s", heads, [[value(row) for _, value in columns] for row in rows], key="cells")
+    notes = [
+        "Rates are percent of (sequence, layer, head) triples whose importance exceeds ε."
+        + (" Mean ± sample standard deviation over seeds." if any(row.seeds > 1 for row in rows) else "")
+        + " The norm ratio is the largest over blocks. An en dash: not recorded, or does not apply."
+    ]
+    if any(row.sink_visible for row in rows):
+        notes.append("Sink₁ averages over all queries from a key on; Sink₁ visible over those that may see it.")
+    if proxied := list(dict.fromkeys(run.cell for run, measured in data.measured if measured.proxy)):
+        notes.append(
+            f"In {', '.join(proxied)} the attention scores do not sum to one: importance is computed from the proxy "
+            "scores |sim| / Σ |sim|."
+        )
+    return replace(table.without_empty_columns(), notes=notes)
+
+
+def sparklines(curves: Sequence[Sequence[float]]) -> list[str]:
+    """Curves as bars on a shared scale from 0 to their maximum, to 1 at least."""
+    highest = max((value for values in curves for value in values), default=0.0)
+    return [sparkline(values, max(highest, 1.0)) for values in curves]
+
+
+def sparkline(values: Sequence[float], highest: float | None = None, width: int = 16) -> str:
+    """Values as bars of height 0..`highest` (default: their maximum), thinned to at most `width` characters."""
+    if not values:
+        return ""
+    top = max(highest if highest is not None else max(values), 1e-12)
+    count = min(width, len(values))
+    picked = [values[(index + 1) * len(values) // count - 1] for index in range(count)]
+    return "".join(BARS[min(len(BARS) - 1, max(0, int(value / top * len(BARS))))] for value in picked)
+
+
+class OverSeeds(TypedDict):
+    """One quantity over the seeds of a cell."""
+
+    mean: float
+    low: float
+    high: float
+    runs: int
+
+
+class CurvePoint(OverSeeds):
+    """A quantity of a cell at a training step; `where` names the position or the data."""
+
+    cell: str
+    where: str
+    step: int
+
+
+class LayerPoint(OverSeeds):
+    """A quantity of a cell in a layer, or after a block (0 is the embedding)."""
+
+    cell: str
+    layer: int
+
+
+def curve(runs: Sequence[ReportedRun], value: Callable[[Evaluation], float | None], where: str) -> list[CurvePoint]:
+    """One row per (cell, step), over the seeds that have reached that step."""
+    found = by_key(
+        ((run.cell, one.step), number) for run in runs for one in run.history if (number := value(one)) is not None
+    )
+    return [
+        {"cell": cell, "where": where, "step": step, **over_seeds(numbers)} for (cell, step), numbers in found.items()
+    ]
+
+
+def norm_ratios(runs: Sequence[ReportedRun]) -> tuple[list[LayerPoint], bool]:
+    """Last norm ratio of the first token by block; and whether some are infinite, which are left out."""
+    found = by_key(
+        ((run.cell, layer), ratio)
+        for run in runs
+        for layer, ratio in enumerate(run.latest.hidden_norm_ratio)
+        if math.isfinite(ratio)
+    )
+    infinite = any(run.latest.largest_norm_ratio == math.inf for run in runs)
+    return [{"cell": cell, "layer": layer, **over_seeds(numbers)} for (cell, layer), numbers in found.items()], infinite
+
+
+def growth_of_sink(data: ReportData, cell: str) -> list[float]:
+    """By step, mean over seeds: the sink rate of the first token or of the bias, whichever is larger."""
+    rows = curve(
+        data.runs_of(cell),
+        lambda one: max(one.sink_rate[0] or 0.0, one.sink_rate_bias or 0.0) if one.sink_rate else None,
+        "anywhere",
+    )
+    return [row["mean"] for row in sorted(rows, key=lambda row: row["step"])]
+
+
+def by_key(pairs: Iterable[tuple[K, float]]) -> dict[K, list[float]]:
+    """Numbers grouped by key, keys in the order of their first."""
+    found: dict[K, list[float]] = {}
+    for key, number in pairs:
+        found.setdefault(key, []).append(number)
+    return found
+
+
+def over_seeds(numbers: Sequence[float]) -> OverSeeds:
+    """Mean, minimum, maximum and number of the seeds."""
+    return {"mean": statistics.fmean(numbers), "low": min(numbers), "high": max(numbers), "runs": len(numbers)}
+
+
+def headline(data: ReportData) -> list[str]:
+    """The runs and their main result, in a sentence per sweep and at most three more."""
+    rows = cell_rows(data)
+    trained = [run for run in data.runs if run.trained]
+    sentences = []
+    for summary in (sweep.summary for sweep in data.sweeps if len(sweep.summary.experiments) > 1):
+        done, failed = (sum(run.status == status for run in summary.runs) for status in ("done", "failed"))
+        scale = f" at scale {summary.scale}" if summary.scale else ""
+        ended = counted(done + failed, "run") + (f" ({failed} of them failed)" if failed else "")
+        left = len(summary.runs) - done - failed
+        sentences.append(
+            f"{counted(len(summary.experiments), 'experiment').capitalize()}{scale}: "
+            f"{counted(len(summary.cells), 'cell')}, {ended}"
+            + (f"; {counted(left, 'run')} still to be finished." if left else ".")
+        )
+    if rows:
+        stored = f"The summary of {counted(len(rows), 'cell')}; the runs themselves are not on disk here."
+        sentences.append(_setting(data, trained) if data.runs else stored)
+    sinks = [(row.sink_first, row.cell) for row in rows if row.sink_first is not None]
+    biases = [(row.sink_bias, row.cell) for row in rows if row.sink_bias is not None and row.sink_first is not None]
+    if sinks:
+        sentences.append(_main_result(sinks, biases))
+    if unfinished := sum(run.in_progress for run in trained):
+        sentences.append(f"{counted(unfinished, 'run')} still in progress: the numbers below are not final.")
+    return sentences
+
+
+def _setting(data: ReportData, trained: list[ReportedRun]) -> str:
+    """Which models were trained or measured, and how."""
+    eps = ", ".join(sorted({f"{run.eps:g}" for run in data.runs}))
+    measured = f"attention sinks measured at ε = {eps}"
+    lengths = sorted({one.length for _, one in data.measured})
+    if lengths:
+        measured += f" on sequences of {' and '.join(map(str, lengths))} tokens"
+    if trained:
+        steps = sorted({run.planned_steps for run in trained if run.planned_steps})
+        ends = dict.fromkeys((steps[0], steps[-1])) if steps else ()
+        length = f" for {' to '.join(f'{step:,}' for step in ends)} steps" if steps else ""
+        cells = len({run.cell for run in trained})
+        seeds = f" ({len(trained)} runs over seeds)" if len(trained) > cells else ""
+        return f"{counted(cells, 'model').capitalize()} trained{length}{seeds}, {measured}."
+    names = {run.measurement.model for run in data.runs if run.measurement and run.measurement.model}
+    subject = counted(len(data.runs), "model").capitalize()
+    match data.only_suite:
+        case DomainsDocument() as document:
+            subject = f"{Path(document.model).name} on {counted(len(data.runs), 'domain')}"
+        case ComparisonDocument():
+            subject += " on the same text"
+        case CheckpointsDocument() as document:
+            subject = f"{Path(document.model).name} at {counted(len(data.runs), 'checkpoint')}"
+        case _ if names and len(names) < len(data.runs):
+            subject = f"{counted(len(data.runs), 'measurement').capitalize()} of {counted(len(names), 'model')}"
+    return f"{subject}, {measured}."
+
+
+def _main_result(sinks: list[tuple[Spread, str]], biases: list[tuple[Spread, str]]) -> str:
+    rate, strongest = max(sinks, key=lambda one: one[0].mean)
+    if len(sinks) == 1:
+        return f"The first token is a sink for {rate.text(1)} % of its heads."
+    if rate.mean < SHOWN:
+        text = "None has a sink on the first token"
+    else:
+        text = f"The sink on the first token is strongest in “{strongest}” ({rate.text(1)} % of heads)"
+    rate, top = max(biases, key=lambda one: one[0].mean, default=(Spread((0.0,)), ""))
+    if rate.mean >= SHOWN:
+        text += f"; the largest sink on a bias is in “{top}” ({rate.text(1)} % of heads)"
+    return text + "."

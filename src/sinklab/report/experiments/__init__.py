@@ -1,1 +1,0 @@
-"""The experiments of a sweep on the page: tables, figures, claims, runs, and the leaderboard."""

@@ -1,0 +1,230 @@
+"""The leaderboard of mitigations: every cell of the experiments on them, each number with its spread over seeds.
+
+A new column is one line in `_columns`, or the `column` of a number of an assessment (`assessing/parts/`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from sinklab.assessing.assessment import comparable
+from sinklab.assessing.parts import NUMBERS
+from sinklab.experiments.documents import CellRun, CellSummary
+from sinklab.plots import PlotAxis
+from sinklab.report.charts import Figure, Width, scatter
+from sinklab.report.sweep_figures import with_ends
+from sinklab.report.sweeps import Sweep, sink_elsewhere_text
+from sinklab.tables import Table, TableCell, TableColumn, counted
+
+MITIGATIONS, RETUNED = "mitigations", "mitigations_retuned"
+LOSS, SINK = "Valid. loss", "Sink₁"
+FAR = 1.0
+"""Nats per token above the baseline beyond which the loss axis is symlog, linear near the baseline only."""
+
+
+@dataclass(frozen=True)
+class SeedScore:
+    """A number over the seeds of a cell.
+
+    Attributes:
+        median: over the seeds, as in the experiment's table.
+        seeds: the number of each seed.
+        note: the learning rate that reached it, or another position of the sink.
+    """
+
+    median: float
+    seeds: tuple[float, ...]
+    note: str = ""
+
+    def cell(self, form: str) -> TableCell:
+        """The median with its range over several seeds."""
+        low, high = f"{min(self.seeds):{form}}", f"{max(self.seeds):{form}}"
+        ends = [f"{low} … {high}" if low != high else f"all {low}"] if len(self.seeds) > 1 else []
+        return TableCell(self.median, " ".join([*ends, self.note]).strip())
+
+
+ScoreOf = Callable[[str, CellSummary], SeedScore | None]
+"""The score of a cell by its name; None without one."""
+
+
+@dataclass(frozen=True)
+class Leaderboard:
+    """The board, the lowest validation loss first.
+
+    Attributes:
+        baseline: the cell that the others are compared with.
+        assessed: whether some of its runs were assessed.
+        columns: of the scores.
+        scores: by cell, one per column.
+        failed: number of failed runs by cell.
+    """
+
+    scale: str
+    baseline: str
+    assessed: bool
+    columns: Sequence[TableColumn]
+    scores: dict[str, list[SeedScore | None]]
+    failed: dict[str, int]
+
+    def column(self, title: str) -> dict[str, SeedScore]:
+        """The scores of a column by cell; cells without one are left out."""
+        at = [one.title for one in self.columns].index(title)
+        return {cell: score for cell, scores in self.scores.items() if (score := scores[at]) is not None}
+
+    def table(self, key: str) -> Table:
+        """A row per cell, with the range over seeds behind each median."""
+        rows = [
+            [
+                cell + (f" ({counted(self.failed[cell], 'run')} failed)" if self.failed[cell] else ""),
+                *(one and one.cell(column.form) for one, column in zip(scores, self.columns, strict=True)),
+            ]
+            for cell, scores in self.scores.items()
+        ]
+        columns = [TableColumn("Cell", "what was changed", text=True), *self.columns]
+        table = Table("Leaderboard of mitigations", columns, rows, key=key).without_empty_columns()
+        notes = [
+            f"At scale {self.scale}. Medians over seeds, with the lowest and the highest seed. A heading sorts by its "
+            "column, and once more in reverse; missing values come last.",
+            *(f"{column.title}: {column.help}." for column in table.columns if column.help),
+        ]
+        if self.assessed:
+            notes.append("Added loss is in nats per token, above the unchanged model (sinklab assess).")
+        return replace(table, notes=notes)
+
+    def figure(self, key: str, width: Width) -> Figure | None:
+        """Sink_1 of every cell against its loss above the baseline's; None without the baseline's loss.
+
+        The baseline is labelled, and the Pareto front: cells that no other cell equals in both and exceeds in one.
+        """
+        losses, sinks = self.column(LOSS), self.column(SINK)
+        scores = {cell: (loss, sinks[cell]) for cell, loss in losses.items() if cell in sinks}
+        if self.baseline not in scores or len(scores) < 2:
+            return None
+        least = scores[self.baseline][0].median
+        points = {cell: (loss.median - least, sink.median) for cell, (loss, sink) in scores.items()}
+        dominated = {
+            cell: any(a <= x and b <= y and (a, b) != (x, y) for a, b in points.values())
+            for cell, (x, y) in points.items()
+        }
+        rows = [
+            {
+                "model": cell,
+                "kind": self.baseline if cell == self.baseline else "mitigations",
+                "named": cell if cell == self.baseline or not dominated[cell] else "",
+                **with_ends("x", loss.median, loss.seeds, least),
+                **with_ends("y", sink.median, sink.seeds),
+            }
+            for cell, (loss, sink) in scores.items()
+        ]
+        x = PlotAxis(
+            f"Validation loss above {self.baseline} (nats / token)",
+            "x",
+            f"loss above {self.baseline}",
+            scale="symlog" if max(abs(x) for x, _ in points.values()) > FAR else "linear",
+            constant=0.05,
+            zero=False,
+            precision="+.3f",
+        )
+        y = PlotAxis("Sink₁ (% of heads)", "y", "Sink₁", precision=".1f")
+        order, tips = ["mitigations", self.baseline], [("model", "cell", "")]
+        chart = scatter(rows, x, y, "kind", order, label="named", tips=tips, width=width)
+        caption = (
+            "Medians over seeds, the lines from the smallest to the largest. Named are the baseline and the cells to "
+            "which no other is better in both. A sink may be at another position: the board says where."
+        )
+        return Figure(key, f"Sink₁ against the loss at scale {self.scale}", caption, [chart])
+
+
+def leaderboard(sweep: Sweep) -> Leaderboard | None:
+    """The board of a sweep; None without an experiment on mitigations."""
+    summary = sweep.summary
+    experiments = [name for name in summary.experiments if name.startswith(MITIGATIONS) and name != RETUNED]
+    if not experiments:
+        return None
+    cells = {cell: found for name in experiments for cell, found in summary.cells_of(name).items()}
+    runs = [run for name in experiments for cell in summary.cells_of(name).values() for run in cell.runs if run.hash]
+    assessed, prices = _assessed(sweep, runs)
+    columns = [*_columns(sweep), *prices]
+    scores = {name: [score(name, cell) for _, score in columns] for name, cell in cells.items()}
+    by_loss = sorted(cells, key=lambda name: (scores[name][0] is None, (scores[name][0] or SeedScore(0.0, ())).median))
+    first = summary.experiments[experiments[0]]
+    return Leaderboard(
+        first.scale,
+        first.baseline or first.cells[0],
+        assessed,
+        [column for column, _ in columns],
+        {name: scores[name] for name in by_loss},
+        {name: cells[name].count("failed") for name in by_loss},
+    )
+
+
+def _columns(sweep: Sweep) -> list[tuple[TableColumn, ScoreOf]]:
+    """Every column but those of assessments: title, unit and format, with its score of a cell."""
+    retuned = "the lowest of the losses at several learning rates, since one rate for all is unfair"
+    return [
+        (TableColumn(LOSS, "nats / token", ",.3f"), _quantity("valid_loss")),
+        (
+            TableColumn("Retuned", "loss at the best rate", ",.3f", help=retuned),
+            lambda name, cell: _retuned(sweep, name),
+        ),
+        (TableColumn(SINK, "% of heads", ",.1f"), _quantity("sink_1")),
+        (TableColumn("On the bias", "% of heads", ",.1f"), _quantity("sink_bias")),
+        (TableColumn("Norm ratio", "largest block", ",.1f"), _quantity("norm_ratio")),
+        (TableColumn("Kurtosis", "largest block", ",.1f"), _quantity("kurtosis")),
+        (TableColumn("Speed", "tokens / s", ",.0f"), _of_runs(lambda run: run.tokens_per_second)),
+        (TableColumn("Memory", "peak, MB", ",.0f"), _of_runs(lambda run: run.peak_memory_mb)),
+    ]
+
+
+def _quantity(quantity: str) -> ScoreOf:
+    def score(name: str, cell: CellSummary) -> SeedScore | None:
+        estimate = cell.estimate(quantity)
+        if estimate is None or estimate.median is None:
+            return None
+        seeds = tuple(value for _, value in cell.by_seed(quantity))
+        return SeedScore(estimate.median, seeds, sink_elsewhere_text(cell, quantity))
+
+    return score
+
+
+def _of_runs(value: Callable[[CellRun], float | None]) -> ScoreOf:
+    def score(name: str, cell: CellSummary) -> SeedScore | None:
+        found = tuple(one for run in cell.runs if run.status == "done" and (one := value(run)) is not None)
+        return SeedScore(median(found), found) if found else None
+
+    return score
+
+
+def _retuned(sweep: Sweep, name: str) -> SeedScore | None:
+    """The lowest loss of a cell at several learning rates, with the rate."""
+    cells = sweep.summary.cells_of(RETUNED) if RETUNED in sweep.summary.experiments else {}
+    found = [
+        (estimate.median, cell)
+        for other, cell in cells.items()
+        if other.startswith(f"{name}_lr_") and (estimate := cell.estimate("valid_loss"))
+        if estimate.median is not None
+    ]
+    if not found:
+        return None
+    lowest, cell = min(found, key=lambda one: one[0])
+    rate = cell.change.get("optim.lr")
+    if not isinstance(rate, float):
+        rate = next((one for run in cell.runs if (one := sweep.learning_rate(run))), None)
+    seeds = tuple(value for _, value in cell.by_seed("valid_loss"))
+    return SeedScore(lowest, seeds, f"at {rate:.1e}".replace("e-0", "e-") if rate else "")
+
+
+def _assessed(sweep: Sweep, runs: Sequence[CellRun]) -> tuple[bool, list[tuple[TableColumn, ScoreOf]]]:
+    """Whether some runs were assessed, and the columns of these assessments."""
+    found = comparable({run.hash: one for run in runs if (one := sweep.assessment(run)) is not None})
+    numbers = {run_hash: assessment.numbers() for run_hash, assessment in found.items()}
+
+    def score(name: str) -> ScoreOf:
+        return _of_runs(lambda run: numbers.get(run.hash or "", {}).get(name))
+
+    columns = [
+        (TableColumn(*one.column, ",.3f", help=one.explained), score(one.name))
+        for one in NUMBERS
+        if one.column and found
+    ]
+    return bool(columns), columns

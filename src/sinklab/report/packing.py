@@ -1,0 +1,218 @@
+"""Packs a sweep into a folder to be committed: results and recipes of its runs, without weights and paths.
+
+summary.json, asked/, README.md     results and manifests
+report.html, charts/*.svg           drawn from this folder alone
+EXPERIMENT/                         its runs (experiments/sweep/packed.py)
+checksums.txt                       of every file
+
+The same sweep gives the same bytes. `sinklab verify` checks it, `sinklab reproduce --packed` continues it.
+"""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from sinklab.assessing.assessment import ASSESSMENT
+from sinklab.errors import InputError
+from sinklab.experiments.documents import RECORD, SUMMARY, CellRun, Summary, read_record, verdict_counts
+from sinklab.experiments.sweep.packed import (
+    METRICS,
+    PACKED_FILES,
+    RECIPE,
+    RUNS,
+    PackedRun,
+    environment_to_pack,
+    write_checksums,
+    write_packed,
+)
+from sinklab.experiments.sweep.store import MANIFESTS
+from sinklab.files import parse_json, parse_yaml, write_text
+from sinklab.outputs import REPORT, check_results
+from sinklab.report.collect import collect
+from sinklab.report.page import export_charts, render
+from sinklab.report.sections import glance_of
+from sinklab.report.sweeps import Sweep
+from sinklab.schema import leaves
+from sinklab.tables import NOTHING, Table, counted, escaped, markdown, names
+from sinklab.train.directory.environment import read_environment
+
+CHECKED = (RECIPE, METRICS)
+EARLIER_FILES = {RECIPE, f"{METRICS}.gz", RECORD, ASSESSMENT}
+CHARTS = "charts"
+
+
+def pack_sweep(dirs: Sequence[Path], out: Path) -> Path:
+    """Copy a sweep into a folder; an earlier copy there is updated.
+
+    Args:
+        dirs: the directory of the sweep, one.
+
+    Returns:
+        The folder.
+
+    Raises:
+        InputError: there is not exactly one directory, it holds no sweep, the folder holds something else or lies
+            within the sweep, or a recipe names a path of this machine.
+        SinklabError: a file cannot be written.
+    """
+    if len(dirs) != 1:
+        raise InputError(f"--pack copies one sweep, and {len(dirs)} directories were given: name one")
+    top = dirs[0]
+    sweeps = collect([top]).sweeps
+    if not sweeps:
+        raise InputError(f"{top} holds no sweep: expected a {SUMMARY} that names experiments, as reproduce writes it")
+    if out.resolve().is_relative_to(top.resolve()) or top.resolve().is_relative_to(out.resolve()):
+        raise InputError(f"--pack {out} and the sweep in {top} lie within each other: choose a folder elsewhere")
+    sweep = sweeps[0]
+    if out.is_dir() and any(out.iterdir()) and not (out / SUMMARY).is_file():
+        raise InputError(f"{out} is not empty and holds no {SUMMARY} of an earlier copy: choose a new --pack folder")
+    check_results(out, (SUMMARY, REPORT))
+    _check_paths(sweep)
+    packed = _packed_runs(sweep)
+    _remove_earlier_copy(out)
+    for name, runs in packed.items():
+        write_packed(out / name, runs)
+    _pack_documents(sweep, out)
+    data = collect([out])
+    export_charts(data, out / CHARTS, ("svg",))
+    write_text(out / REPORT, render(data, out, None))
+    write_checksums(out)
+    return out
+
+
+def _manifests(sweep: Sweep) -> list[Path]:
+    return sorted((sweep.top / MANIFESTS).glob("*.json"))
+
+
+def _check_paths(sweep: Sweep) -> None:
+    """Refuse absolute paths, which mean nothing on another machine."""
+    documents = [(path, parse_json(path.read_text(encoding="utf-8"))) for path in _manifests(sweep)]
+    folders = [folder for run in sweep.summary.runs if (folder := sweep.folder(run)) is not None]
+    recipes = [folder / RECIPE for folder in folders if (folder / RECIPE).is_file()]
+    documents += [(path, parse_yaml(path.read_text(encoding="utf-8"))) for path in recipes]
+    for path, document in documents:
+        for key, value in leaves(document).items():
+            if isinstance(value, str) and Path(value).is_absolute():
+                raise InputError(
+                    f"{path}: {key} is {value}, a path of this machine, which nobody else could use: "
+                    "train with a path relative to the working directory"
+                )
+
+
+def _remove_earlier_copy(out: Path) -> None:
+    """Remove its runs, manifests and charts; runs of an earlier format, with a folder each, as well."""
+    for pattern in (f"*/{RUNS}", f"*/{RECORD}"):
+        for path in out.glob(pattern):
+            if {file.name for file in path.parent.iterdir()} <= {*PACKED_FILES, *EARLIER_FILES}:
+                shutil.rmtree(path.parent)
+    for name, pattern in ((MANIFESTS, "*.json"), (CHARTS, "*.svg")):
+        for path in (out / name).glob(pattern):
+            path.unlink()
+
+
+def _packed_runs(sweep: Sweep) -> dict[str, list[PackedRun]]:
+    """Every run that has ended once, under the first experiment that has it."""
+    found: dict[str, list[PackedRun]] = {}
+    taken: set[str] = set()
+    for name in sweep.summary.experiments:
+        for cell in sweep.summary.cells_of(name).values():
+            for run in cell.runs:
+                if run.directory and run.hash not in taken:
+                    found.setdefault(name, []).extend(_packed(sweep, run))
+            taken |= {run.hash for run in cell.runs if run.directory}
+    return found
+
+
+def _packed(sweep: Sweep, run: CellRun) -> Iterator[PackedRun]:
+    """A run as packed; nothing if it has not ended."""
+    folder = sweep.folder(run)
+    record = read_record(folder) if folder else None
+    if folder is None or record is None or not (folder / RECIPE).is_file():
+        return
+    files = {name: record.files[name] for name in CHECKED if name in record.files}
+    record = record.model_copy(update={"files": files, "message": _relative(record.message, sweep)})
+    assessment = sweep.assessment(run)
+    if assessment is not None:
+        asked = {**assessment.asked, "model": run.directory}
+        assessment = assessment.model_copy(update={"model": run.directory, "asked": asked})
+    yield PackedRun(
+        directory=run.directory,
+        recipe=(folder / RECIPE).read_text(encoding="utf-8"),
+        metrics=(folder / METRICS).read_text(encoding="utf-8") if (folder / METRICS).is_file() else "",
+        record=record.model_dump(mode="json", by_alias=True),
+        environment=environment_to_pack(read_environment(folder)),
+        assessment=assessment.model_dump(mode="json", by_alias=True) if assessment else None,
+    )
+
+
+def _pack_documents(sweep: Sweep, out: Path) -> None:
+    """summary.json, the manifests and README.md."""
+
+    def packed(run: CellRun) -> CellRun:
+        edited = [name for name in run.edited if name in CHECKED]
+        return run.model_copy(update={"message": _relative(run.message, sweep), "edited": edited})
+
+    cells = {
+        name: cell.model_copy(update={"runs": [packed(run) for run in cell.runs]})
+        for name, cell in sweep.summary.cells.items()
+    }
+    summary = sweep.summary.model_copy(update={"cells": cells})
+    summary.save(out)
+    for path in _manifests(sweep):
+        write_text(out / MANIFESTS / path.name, path.read_text(encoding="utf-8"))
+    write_text(out / "README.md", readme(summary))
+
+
+def _relative(message: str, sweep: Sweep) -> str:
+    """A message with the files of the sweep relative to it."""
+    return message.replace(f"{sweep.top.resolve()}/", "").replace(f"{sweep.top}/", "")
+
+
+def readme(summary: Summary) -> str:
+    """Markdown; texts from files are escaped."""
+    done, failed = (sum(run.status == status for run in summary.runs) for status in ("done", "failed"))
+    lines = [
+        f"# Results at scale {escaped(summary.scale)}" if summary.scale else "# Results",
+        "",
+        f"{counted(len(summary.experiments), 'experiment').capitalize()}, {counted(len(summary.cells), 'cell')}, "
+        f"{counted(done, 'finished run')}, {failed} failed, {len(summary.runs) - done - failed} not finished. "
+        "`report.html` shows them with every seed; their recipes and metrics lie in a folder for each experiment. "
+        "Verdicts follow the rule in `docs/verdicts.md`.",
+        "",
+    ]
+    for kind, found in verdict_counts(summary.claims).items():
+        verdicts = ", ".join(f"{number} {escaped(verdict)}" for verdict, number in found.items())
+        lines.append(f"{f'{kind} claims'.strip().capitalize()}: {verdicts}.")
+    lines.append("")
+    if table := _glance(summary):
+        lines += [f"## {table.title}", "", markdown(table), ""]
+    rows = [
+        (claim.experiment, claim.said, claim.analysis, f"{claim.verdict_said} at {claim.scale}", claim.full_evidence)
+        for claim in summary.claims
+    ]
+    claims = Table("Every claim", names("experiment", "claim", "", "verdict", "evidence"), rows)
+    return "\n".join([*lines, f"## {claims.title}", "", markdown(claims), ""])
+
+
+def _glance(summary: Summary) -> Table | None:
+    """The statements of the paper; None if it has none of their claims."""
+    rows = []
+    for place, line in enumerate(glance_of([(summary, {})]), 1):
+        ours, verdicts = [], []
+        for part in line.parts:
+            claim = part.claim
+            kind = "" if claim.analysis == "confirmatory" else f", {claim.analysis}"
+            ours.append("; ".join(f"{cell} {text}" for cell, text in part.ours) or claim.evidence)
+            verdicts.append(f"{claim.verdict_said} at {claim.scale} ({claim.experiment}.{claim.id}{kind})")
+        rows.append(
+            (
+                str(place),
+                line.statement.says,
+                line.statement.paper,
+                "\n".join(ours) or NOTHING,
+                "\n".join(verdicts) or "not run",
+                line.statement.caveat,
+            )
+        )
+    columns = names("", "statement", "the paper (% of heads)", "ours, every seed", "verdict", "caveat")
+    return Table("The paper at a glance", columns, rows) if rows else None

@@ -1,0 +1,301 @@
+"""The report as one HTML file that needs no network, and its charts as files.
+
+The charts are drawn in the reader's browser by Vega, whose code is embedded once. Names and texts come from
+models and files and are not trusted: Jinja2 escapes them in the page, `json_for_script` in the data, Vega draws
+them as text, and the page's content security policy runs only the scripts whose hashes it lists.
+
+Chart files are SVG and PDF for papers, PNG for slides. Each ends with a mark by which it is recognised: a comment in
+SVG and PDF, a text chunk in PNG.
+"""
+
+import base64
+import hashlib
+import json
+import struct
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import vl_convert as vlc
+import yaml
+from markupsafe import Markup
+
+import sinklab
+from sinklab.errors import InputError, SinklabError
+from sinklab.experiments.definition import SCALES
+from sinklab.experiments.documents import verdict_counts
+from sinklab.files import cache_folder, write_text, written_aside
+from sinklab.outputs import CHART_MARK, REPORT, REPORT_MARK, check_chart, check_report
+from sinklab.report import charts, theme
+from sinklab.report.cells import cells_table, headline
+from sinklab.report.collect import collect
+from sinklab.report.data import ReportData, ReportedRun
+from sinklab.report.figures import figures
+from sinklab.report.leaderboard import leaderboard
+from sinklab.report.result_tables import assessment_table, suite_tables, templates
+from sinklab.report.sections import experiment_sections, glance, grouped
+from sinklab.report.sweep_figures import experiment_figures, forests, with_keys
+from sinklab.report.sweeps import Sweep, origins
+
+SNIPPET = "window.vegaEmbed = vegaEmbed;"
+OFFLINE: dict[str, Any] = {"allowed_base_urls": []}
+"""No chart refers to data elsewhere, and none may: the converter has no address to load from."""
+EXPERIMENT_WIDTH, FULL_WIDTH = 420, 640
+"""Pixels of chart files."""
+PNG_END = 12
+"""Bytes of the last chunk of a PNG."""
+
+WRITERS: dict[str, Callable[[dict[str, Any]], bytes]] = {
+    "svg": lambda spec: vlc.vegalite_to_svg(spec, **OFFLINE).encode() + b"\n<!-- " + CHART_MARK + b" -->\n",
+    "pdf": lambda spec: vlc.vegalite_to_pdf(spec, **OFFLINE) + b"\n% " + CHART_MARK + b"\n",
+    "png": lambda spec: _marked_png(vlc.vegalite_to_png(spec, scale=2, **OFFLINE)),
+}
+
+
+def write_report(dirs: list[Path], out: Path | None = None, formats: tuple[str, ...] = ()) -> Path:
+    """Draw the report of all runs, measurements and experiments in `dirs`.
+
+    Args:
+        out: the HTML file, by default `report.html` in the first directory.
+        formats: also write every chart as a file of these formats ("svg", "pdf", "png") into `charts/` beside it.
+
+    Returns:
+        The path of the HTML file.
+
+    Raises:
+        InputError: nothing to report on, a damaged file, an unknown format, or a file that no report may replace.
+        SinklabError: the report cannot be written.
+    """
+    data = collect(dirs)
+    target = out or dirs[0] / REPORT
+    check_report(target)
+    if formats:
+        export_charts(data, target.parent / "charts", formats)
+    write_text(target, render(data, target.parent, datetime.now(UTC)))
+    return target
+
+
+def render(data: ReportData, page: Path, written: datetime | None) -> str:
+    """The whole page as text.
+
+    Args:
+        page: the folder of the page, from which links lead to runs.
+        written: date shown in the footer; None for none.
+
+    Raises:
+        InputError: the metrics of a run are damaged.
+    """
+    drawn, experiments = figures(data), experiment_sections(data.sweeps, page)
+    compared, boards = forests(data.sweeps, page, "container"), _boards(data.sweeps, "container")
+    charted = [
+        *compared,
+        *(figure for _, figure in boards if figure),
+        *(one for shown in experiments for one in shown.figures),
+        *drawn,
+    ]
+    assessed = [
+        assessment_table(one.document, f"Costs and benefits of the sink: {one.name}", f"assessment-{number}")
+        for number, one in enumerate(data.assessed)
+    ]
+    specs = {
+        f"{figure.key}-{index}": {
+            key: value for key, value in chart.to_dict(validate=False).items() if key not in ("config", "$schema")
+        }
+        for figure in charted
+        for index, chart in enumerate(figure.charts)
+    }
+    scripts = [vega_bundle(), *(_template(name) for name in ("report.js", "board.js"))]
+    return (
+        templates()
+        .get_template("report.html.j2")
+        .render(
+            title=_title(data),
+            mark=Markup(REPORT_MARK),
+            headline=headline(data),
+            claims=data.claims,
+            verdicts=_verdict_counts(data),
+            lines=glance(data.sweeps),
+            forests=compared,
+            origins=origins(data.sweeps),
+            boards=[{"table": table, "figure": figure} for table, figure in boards],
+            experiments=experiments,
+            groups=grouped(experiments),
+            ours=charts.OURS,
+            paper=charts.PAPER,
+            notes=data.notes,
+            tables=[*([cells_table(data)] if data.cells else []), *suite_tables(data), *assessed],
+            swatches=theme.colours(data.cells),
+            figures=drawn,
+            charts=Markup(json_for_script({"config": theme.config(), "specs": specs})),
+            scripts=[Markup(script) for script in scripts],
+            style=Markup(_template("report.css") + _template("experiments.css")),
+            policy=content_policy(scripts),
+            runs=[_provenance(data, run, page) for run in data.runs],
+            written=written.strftime(" %Y-%m-%d %H:%M UTC") if written else "",
+            version=sinklab.__version__,
+        )
+    )
+
+
+def _boards(sweeps: Sequence[Sweep], width: charts.Width) -> list[tuple[charts.Table, charts.Figure | None]]:
+    """Table and figure of the leaderboard of every sweep that has one."""
+    found = [board for sweep in sweeps if (board := leaderboard(sweep)) is not None]
+    keys = [f"leaderboard{number or ''}" for number in range(len(found))]
+    return [(board.table(key), board.figure(f"{key}-scatter", width)) for board, key in zip(found, keys, strict=True)]
+
+
+def export_charts(data: ReportData, out_dir: Path, formats: Sequence[str] = ("svg", "pdf")) -> list[Path]:
+    """Write every chart of the report as `<figure>[-<number>].<format>` into `out_dir`.
+
+    Returns:
+        The paths written, in reading order.
+
+    Raises:
+        InputError: a format other than svg, pdf or png, or a file in the way that is not a chart of ours.
+        SinklabError: a file cannot be written.
+    """
+    unknown = sorted(set(formats) - set(WRITERS))
+    if unknown:
+        raise InputError(f"unknown chart format {', '.join(unknown)}: choose from {', '.join(WRITERS)}.")
+    drawn = [
+        *forests(data.sweeps, out_dir, FULL_WIDTH),
+        *(figure for _, figure in _boards(data.sweeps, FULL_WIDTH) if figure),
+        *(
+            one
+            for sweep, name, key in with_keys(data.sweeps)
+            for one in experiment_figures(sweep, name, key, out_dir, EXPERIMENT_WIDTH)
+        ),
+        *figures(data, FULL_WIDTH),
+    ]
+    wanted = [
+        (out_dir / f"{figure.key if len(figure.charts) == 1 else f'{figure.key}-{number}'}.{kind}", kind, chart)
+        for figure in drawn
+        for number, chart in enumerate(figure.charts, start=1)
+        for kind in formats
+    ]
+    for path, _, _ in wanted:
+        check_chart(path)
+    for path, kind, chart in wanted:
+        spec = chart.to_dict(validate=False) | {"config": theme.on_paper()}
+        with written_aside(path) as aside:
+            aside.write_bytes(WRITERS[kind](spec))
+    return [path for path, _, _ in wanted]
+
+
+def _marked_png(png: bytes) -> bytes:
+    """A chunk of text before the last one (PNG specification, section 11.3.4.3)."""
+    chunk = b"tEXtSoftware\0" + CHART_MARK
+    whole = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    return png[:-PNG_END] + whole + png[-PNG_END:]
+
+
+def _template(name: str) -> str:
+    return (files("sinklab.report") / "templates" / name).read_text(encoding="utf-8")
+
+
+@cache
+def vega_bundle() -> str:
+    """The code of Vega, Vega-Lite and Vega-Embed as one script that sets `window.vegaEmbed`.
+
+    Bundling takes longer than all the rest of a small page, so the script is cached on disk for this version; if the
+    cache is not writable, it is bundled in every process.
+    """
+    snippet_hash = hashlib.sha256(SNIPPET.encode()).hexdigest()[:8]
+    name = f"vega-{version('vl-convert-python')}-{snippet_hash}.js"
+    try:
+        bundle = (cache_folder() / name).read_text(encoding="utf-8")
+    except (InputError, OSError, UnicodeDecodeError):
+        bundle = ""
+    if not bundle:
+        bundle = vlc.javascript_bundle(snippet=SNIPPET)
+        with suppress(SinklabError):
+            write_text(cache_folder() / name, bundle)
+    assert "</script" not in bundle.lower(), "the bundle would end its own script element"
+    return bundle
+
+
+def json_for_script(document: object) -> str:
+    """JSON that is safe inside a script element: characters with a meaning in HTML are escaped.
+
+    Raises:
+        ValueError: the document holds NaN or an infinity.
+    """
+    text = json.dumps(document, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def content_policy(scripts: list[str]) -> str:
+    """A content security policy that runs only `scripts` (by their hashes) and loads nothing."""
+    hashes = " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
+    )
+    return f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:"
+
+
+def _title(data: ReportData) -> str:
+    """Sweeps by their content, so that a copied or renamed folder keeps its title; others by their directory."""
+    swept: dict[Path, str] = {}
+    for sweep in data.sweeps:
+        experiments, scale = list(sweep.summary.experiments), sweep.summary.scale
+        swept[sweep.top] = f"experiments at scale {scale}" if scale in SCALES else ""
+        if len(experiments) == 1:
+            swept[sweep.top] = experiments[0]
+    titles = [swept.get(path) or path.resolve().name or str(path) for path in data.dirs]
+    return ", ".join(dict.fromkeys(titles))
+
+
+def _verdict_counts(data: ReportData) -> list[tuple[str, dict[str, dict[str, int]]]]:
+    """The counts of each verdict by scale, confirmatory and exploratory claims apart."""
+    claims = [*data.claims, *(claim for sweep in data.sweeps for claim in sweep.summary.claims if claim.experiment)]
+    scales = dict.fromkeys(claim.scale for claim in claims)
+    return [(scale, verdict_counts([claim for claim in claims if claim.scale == scale])) for scale in scales]
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """The provenance of a run: its directory, recipe, seed, versions and machine, as texts."""
+
+    name: str
+    path: str
+    settings: dict[str, str]
+    environment: dict[str, str]
+    recipe: str
+
+
+def _provenance(data: ReportData, run: ReportedRun, page: Path) -> Provenance:
+    one, env = run.measurement, run.env
+    settings: dict[str, object] = {}
+    if one is not None:
+        settings = {"model": one.model, "revision": one.revision, "commit": one.commit, "inputs": one.inputs}
+        settings |= {"sequences": one.sequences, "length": one.length, "bos": one.bos}
+    settings |= {
+        "seed": run.seed,
+        "steps": f"{run.steps_done or 0} of {run.planned_steps}" if run.trained else None,
+        "run hash": env.get("hash"),
+        "backend": one.backend if one else env.get("backend"),
+        "dtype": one.dtype if one else env.get("dtype"),
+        "device": env.get("device"),
+    }
+    recipe = yaml.safe_dump(run.recipe.values, sort_keys=False, allow_unicode=True) if run.recipe else ""
+    # Relative to the page for runs below it: both may be moved together.
+    path = run.path.relative_to(page) if run.path != page and run.path.is_relative_to(page) else run.path
+    return Provenance(data.label(run), str(path), _plain_values(settings), _plain_values(run.env), recipe)
+
+
+def _plain_values(values: Mapping[str, object]) -> dict[str, str]:
+    return {key: _plain(value) for key, value in values.items() if value is not None}
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_plain(item)}" for key, item in value.items())
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value)

@@ -1,0 +1,372 @@
+"""Tables of measurements, comparisons and assessments, for the page and the terminal; a measurement in a notebook."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+
+import jinja2
+from markupsafe import Markup
+
+from sinklab.assessing.assessment import Assessment
+from sinklab.experiments.documents import VERDICTS
+from sinklab.measuring.findings import Propositions
+from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.statistics.details import Details
+from sinklab.measuring.statistics.secondary import FIRST_FEW, SecondarySink, first_of_each, stretches
+from sinklab.report.data import ReportData
+from sinklab.survey.suites import ComparedQuantity, ComparisonDocument
+from sinklab.tables import NOTHING, Table, TableCell, TableColumn, Value, names, numbers
+
+POSITIONS = 6  # that a measurement's table shows one by one
+SHOWN_SINKS = 3  # secondary sinks among the first few positions, and past them
+Labelled = Sequence[tuple[str, Measurement]]
+"""Measurements by their names; an empty name where there is only one."""
+
+
+def suite_tables(data: ReportData) -> list[Table]:
+    """The tables of a page below that of its cells: comparisons, ablations, propositions."""
+    compared = [
+        replace(comparison_table(suite.document.rows, list(suite.document.measured)), key=f"comparison-{number}")
+        for number, suite in enumerate(data.suites)
+        if isinstance(suite.document, ComparisonDocument)
+    ]
+    measured = [(data.label(run), one) for run, one in data.measured]
+    return [*compared, *filter(None, (ablations_table(measured), propositions_table(measured)))]
+
+
+def comparison_table(rows: Iterable[ComparedQuantity], models: Sequence[str]) -> Table:
+    """A row per quantity; of each model its value and the difference from the first."""
+    first, *others = models
+    columns = [TableColumn("Quantity", text=True), TableColumn(first, "first model", ".3f")]
+    for model in others:
+        columns += [TableColumn(model, form=".3f"), TableColumn("Difference", f"from {first}", "+.3f")]
+    lines: list[list[Value]] = []
+    for row in rows:
+        values = row.values | dict.fromkeys(row.infinite, float("inf"))
+        line: list[Value] = [f"{row.quantity} ({row.unit})", values.get(first)]
+        for model in others:
+            line += [values.get(model), row.differences.get(model)]
+        lines.append(line)
+    note = (
+        "Sink rates are percent of (sequence, layer, head) triples. Ratios compare position 1 with the mean of the "
+        "others. Each model reads the text through its own tokenizer. Losses are per token: where the vocabularies "
+        "differ they have no difference; bits per byte of the text are comparable."
+    )
+    return Table("Side by side", columns, lines, [note])
+
+
+def ablations_table(measured: Labelled) -> Table | None:
+    """A row per ablation; None without any."""
+    found = [(label, one) for label, m in measured for one in m.ablations or ()]
+    if not found:
+        return None
+    columns = [
+        *names("Model", "Without"),
+        TableColumn("Loss", "nats / token", ".4f"),
+        TableColumn("Ablated", "nats / token", ".4f"),
+        TableColumn("Change", "nats / token", "+.4f"),
+        TableColumn("Sink₁", "% of heads", ".2f"),
+        TableColumn("Ablated", "% of heads", ".2f"),
+        TableColumn("Highest sink, ablated", "% at position"),
+    ]
+    rows = [
+        (
+            label,
+            one.name,
+            one.loss_before,
+            one.loss_after,
+            one.loss_change,
+            one.sink_rate_before,
+            one.sink_rate_after,
+            one.highest_after,
+        )
+        for label, one in found
+    ]
+    notes = [
+        "Both losses of an ablation are over the same targets.",
+        "The highest sink is of positions 1 to T / 2: it may have moved from the first token to another.",
+        *(
+            f"{_of(label)}{one.name}: {'; '.join(one.sentences)}; targets from position {one.first_target} on."
+            for label, one in found
+        ),
+    ]
+    return _without_model(Table("Ablations: loss and sink without something", columns, rows, notes, "ablations"))
+
+
+def propositions_table(measured: Labelled) -> Table | None:
+    """A row per measurement of repeated tokens; None without any."""
+    found = [(label, one) for label, m in measured if (one := m.propositions)]
+    if not found:
+        return None
+    columns = [
+        *names("Model"),
+        TableColumn("Positions", "embedding", text=True),
+        TableColumn("Hidden states", "relative difference", ".1e"),
+        TableColumn("Attention", "off the closed form, or 1/t", ".1e"),
+        TableColumn("Bound", "least distance below", ".1e"),
+        TableColumn("Proposition", "within rounding", text=True),
+    ]
+    rows = [
+        (label, one.position, one.hidden_deviation, one.attention_deviation, one.bound_slack, _verdict(one))
+        for label, one in found
+    ]
+    notes = [f"{_of(label)}{_proposition(one)}: {one.statement}." for label, one in found]
+    title = "Repeated tokens: the paper's propositions"
+    return _without_model(Table(title, columns, rows, notes, "propositions"))
+
+
+def _proposition(one: Propositions) -> str:
+    return f"proposition {one.number} of the paper" if one.number else "no proposition of the paper"
+
+
+def _verdict(one: Propositions) -> str:
+    if one.holds is None:
+        return f"{one.dtype or 'the precision'} cannot decide"
+    if one.number is None:
+        return "as equal as without positions" if one.holds else "not equal"
+    return "holds" if one.holds else "does not hold"
+
+
+def _of(label: str) -> str:
+    return f"{label}, " if label else ""
+
+
+def _without_model(table: Table) -> Table:
+    """Without the column that names the model, where it is empty."""
+    if any(row[0] for row in table.rows):
+        return table
+    return replace(table, columns=table.columns[1:], rows=[row[1:] for row in table.rows])
+
+
+def measurement_tables(m: Measurement) -> list[Table]:
+    """The tables of one measurement, for the terminal and notebooks."""
+    one = [("", m)]
+    made = [
+        _positions(m),
+        _by_length(m),
+        layers_table(one),
+        _massive(m),
+        ablations_table(one),
+        mixing_table(one),
+        propositions_table(one),
+        secondary_table(one, SHOWN_SINKS),
+    ]
+    return [table for table in made if table is not None]
+
+
+def measurement_facts(m: Measurement) -> list[str]:
+    """Facts about a measurement in a few words each."""
+    facts = [
+        None if m.step is None else f"step {m.step:,} of {m.planned_steps:,}",
+        "position 1 is BOS" if m.bos else "no BOS",
+        f"loss {m.loss:.4f} nats/token" if m.loss is not None else None,
+        f"{m.bits_per_byte:.4f} bits/byte" if m.bits_per_byte is not None else None,
+        "proxy scores" if m.proxy else None,
+        f"{m.backend}, {m.dtype}, {m.seconds:.1f} s",
+    ]
+    return [fact for fact in facts if fact]
+
+
+def _positions(m: Measurement) -> Table:
+    """Sink rates by threshold, and importance, of the bias, the first positions and the highest of the later ones.
+
+    The last half of the positions is left out of the highest: few queries see them, among which each position's own
+    weighs heavily.
+    """
+    shown, half = min(POSITIONS, m.length), m.length // 2
+    later = half > POSITIONS
+    heads = [TableColumn("", text=True), TableColumn("bias", form=".2f")]
+    heads += numbers(".2f", *(str(k + 1) for k in range(shown)))
+    heads += [TableColumn(f"highest of {POSITIONS + 1}..{half}")] if later else []
+
+    def row(name: str, values: Sequence[float], bias: float | None = None) -> list[Value]:
+        top = max(range(POSITIONS, half), key=values.__getitem__) if later else 0
+        return [name, bias, *values[:shown], *([f"{values[top]:.2f} at {top + 1}"] if later else [])]
+
+    rates = m.sink_rates or {f"{m.eps:g}": m.sink_rate}
+    biases = m.sink_rates_bias or {f"{m.eps:g}": m.sink_rate_bias}
+    visible = m.sink_rates_visible or ({f"{m.eps:g}": m.sink_rate_visible} if m.sink_rate_visible else {})
+    rows = [row(f"sink rate, %, eps {eps}", found, biases.get(eps)) for eps, found in rates.items()]
+    rows += [row(f"of the queries that see it, eps {eps}", found) for eps, found in visible.items()]
+    rows.append(row("importance, times uniform", m.uniform_ratio))
+    return Table("Sink rate and importance by position", heads, rows).without_empty_columns()
+
+
+def _by_length(m: Measurement) -> Table | None:
+    if not m.sink_rate_by_length:
+        return None
+    thresholds = next(iter(m.sink_rate_by_length.values()))
+    heads = [*names("T"), *numbers(".2f", *(f"eps {eps}" for eps in thresholds))]
+    whole = m.sink_rates or {f"{m.eps:g}": m.sink_rate}
+    lengths = {**m.sink_rate_by_length, str(m.length): whole}
+    rows = [[length, *(rate[0] for rate in rates.values())] for length, rates in lengths.items()]
+    return Table("Sink rate of position 1 by length (%)", heads, rows)
+
+
+def _massive(m: Measurement) -> Table | None:
+    if not m.massive_activations:
+        return None
+    heads = [*numbers("d", "after layer", "position", "dimension"), *numbers(".1f", "value")]
+    heads += numbers(".0f", "times the median")
+    rows = [
+        (one.layer, one.position, one.dimension, one.value, one.ratio_to_median) for one in m.massive_activations[:3]
+    ]
+    return Table("Largest activations", heads, rows)
+
+
+def layers_table(measured: Labelled) -> Table:
+    """The first token in every layer, and the statistics of details that declare a column."""
+    heads = [
+        TableColumn("layer", text=True),
+        *numbers(".3f", "importance", "visible"),
+        TableColumn("highest head"),
+        *numbers(".2f", "|h|", "|k|", "|v|", "row sum"),
+    ]
+    statistics = {label: _statistics(m.details, m.layers) if m.details else {} for label, m in measured}
+    titles = list(dict.fromkeys(title for found in statistics.values() for title in found))
+    rows: list[list[Value]] = []
+    for label, m in measured:
+        hidden = m.hidden_norm_ratio or []
+        aligned = len(hidden) == m.layers + 1  # a hybrid has blocks without attention
+        if hidden:
+            rows.append([f"{_of(label)}input", None, None, None, hidden[0], *[None] * (3 + len(titles))])
+        for layer in range(m.layers):
+            heads_H = m.importance[layer, :, 0]
+            found = [
+                f"{_of(label)}{'layer ' if label else ''}{layer + 1}",
+                float(heads_H.mean()),
+                None if m.importance_visible is None else float(m.importance_visible[layer, :, 0].mean()),
+                f"{heads_H.max():.3f} (head {int(heads_H.argmax()) + 1})",
+                hidden[layer + 1] if aligned else None,
+                m.key_norm_ratio[layer] if m.key_norm_ratio else None,
+                m.value_norm_ratio[layer] if m.value_norm_ratio else None,
+                None if m.row_sums is None else float(m.row_sums[layer].mean()),
+            ]
+            rows.append([*found, *(statistics[label].get(title, {}).get(layer) for title in titles)])
+    heads += [TableColumn(title) for title in titles]
+    notes = ["|h|, |k|, |v| are norms over the mean of the other positions. " * bool(rows)]
+    notes = [notes[0] + "a / b: with key 1 / with the others." * bool(titles)]
+    return Table("Position 1 by layer", heads, rows, [note.strip() for note in notes]).without_empty_columns()
+
+
+def _statistics(d: Details, layers: int) -> Mapping[str, Mapping[int, str]]:
+    """By title of a statistic's column, its numbers by layer (from 0); those of angles first."""
+    columns: dict[str, dict[int, str]] = {}
+    for statistic, array in sorted(d.present(), key=lambda one: not one[0].angles):
+        if (column := statistic.column) is None:
+            continue
+        found = [column.of(array)] if column.of else [d.by_layer[field] for field in statistic.fields]
+        known = [values for values in found if values is not None]
+        if statistic.axes.startswith("M"):
+            known = [values[1:] for values in known if len(values) == layers + 1]  # where every block has attention
+        if known:
+            columns[column.title] = {
+                layer: " / ".join(f"{value:.{column.decimals}f}" for value in pair)
+                for layer, pair in enumerate(zip(*known, strict=True))
+            }
+    return columns
+
+
+def mixing_table(measured: Labelled) -> Table | None:
+    """How far a change of one token spreads, block by block; None where it was not measured."""
+    found = [(label, one) for label, m in measured if (one := m.mixing)]
+    if not found:
+        return None
+    heads = [TableColumn("after block", text=True), *numbers(".4f", "as it is", "without key 1")]
+    heads += numbers(".2f", "times")
+    rows = [
+        (f"{_of(label)}{block or 'input'}", whole, without, without / whole if whole else None)
+        for label, one in found
+        for block, (whole, without) in enumerate(zip(one.spread, one.spread_without_first, strict=True))
+    ]
+    position = " or ".join(map(str, sorted({one.position for _, one in found})))
+    title = f"How far another token at position {position} spreads: change of later tokens, over their norm"
+    return Table(title, heads, rows)
+
+
+def secondary_table(measured: Labelled, shown: int | None = None) -> Table | None:
+    """Sinks past position 1; None where there are none.
+
+    Args:
+        shown: how many of the first few positions, and of those past them; all unless given.
+    """
+    found: list[tuple[str, SecondarySink]] = []
+    rates: list[str] = []
+    for label, m in measured:
+        if m.details is not None and m.details.secondary_sinks:
+            sinks = m.details.secondary_sinks
+            found += [(label, one) for one in (first_of_each(sinks, shown) if shown else sinks)]
+            rates.append(f"{_of(label)}{m.details.secondary_rate:.2f} %")
+    if not found:
+        return None
+    heads = [*names("sequence and position"), *numbers("", "token id"), *numbers(".1f", "heads (%)")]
+    heads += [*numbers(".3f", "importance"), *numbers(".2f", "cosine with token 1")]
+    heads += numbers("", "sink in layers", "like token 1 after blocks")
+    rows = [
+        (
+            f"{_of(label)}sequence {one.sequence}, position {one.position}",
+            str(one.token),
+            one.heads,
+            one.importance,
+            None if one.alignment is None else TableCell(one.alignment, f"after block {one.block}"),
+            *(stretches(found) if found else NOTHING for found in (one.layers, one.alike)),
+        )
+        for label, one in found
+    ]
+    title = f"Sinks past position 1; at positions {FIRST_FEW + 1} to T / 2 in {', '.join(rates)} of heads and sequences"
+    return Table(title, heads, rows)
+
+
+def assessment_table(document: Assessment, title: str = "Costs and benefits of the sink", key: str = "") -> Table:
+    """Loss, perplexity and KL divergence of the model under every change, part by part."""
+    columns = [
+        *names("Change"),
+        TableColumn("Loss", "nats / token", ".4f"),
+        TableColumn("Perplexity"),
+        TableColumn("KL", "from the unchanged model", ".4f"),
+        *names(""),
+    ]
+    rows = [
+        (f"{part}: {row.what}", row.effect.loss, row.perplexity, row.effect.kl, row.more)
+        for part, row in document.rows()
+    ]
+    notes = [
+        *(f"{remark}." for remark in document.remarks()),
+        *(f"Skipped: {part}: {why}" for part, why in document.skipped.items()),
+        *document.notes,
+    ]
+    return Table(title, columns, rows, notes, key)
+
+
+@cache
+def templates() -> jinja2.Environment:
+    """The templates of the page and of its tables; all values are escaped."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("sinklab.report"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["verdict_class"] = verdict_class
+    return environment
+
+
+def verdict_class(verdict: str) -> str:
+    """The style of a claim's badge; an unknown verdict looks inconclusive."""
+    return verdict.replace(" ", "-") if verdict in VERDICTS else "inconclusive"
+
+
+def html(m: Measurement) -> str:
+    """The tables of the terminal as an HTML fragment without scripts or external resources."""
+    draw = templates().get_template("table.html.j2").module.draw  # type: ignore[attr-defined]
+    parts = [
+        Markup("<p><b>{}</b><br>{}</p>").format(
+            f"{m.model or 'model'}: {m.sequences} sequences of {m.length} tokens, {m.inputs}",
+            ", ".join(measurement_facts(m)),
+        )
+    ]
+    for table in measurement_tables(m):
+        parts += [Markup("<h4>{}</h4>").format(table.title), draw(table)]
+    parts += [Markup("<p>note: {}</p>").format(note) for note in m.notes]
+    return str(Markup("").join(parts))

@@ -1,0 +1,209 @@
+"""The sections of a sweep on the page: the paper at a glance, and one per experiment."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sinklab.experiments.documents import ANALYSES, CellSummary, ExperimentSummary, JudgedClaim, Summary, verdict_counts
+from sinklab.experiments.paper import PaperStatement, statements
+from sinklab.experiments.verdicts.wording import number, unit
+from sinklab.report.charts import Figure
+from sinklab.report.sweep_figures import experiment_figures, link_to, with_keys
+from sinklab.report.sweeps import Sweep, experiment_table, paper_models, quantity_of
+from sinklab.tables import Table, TableCell, TableColumn, counted, names
+
+
+@dataclass(frozen=True)
+class GlancePart:
+    """A claim that encodes a statement, as judged in a sweep.
+
+    Attributes:
+        claim: with its verdict.
+        ours: the claim's cells, each with its number at every seed as text; empty if the verdict rests on other
+            numbers, such as those at a step, which the evidence has.
+        key: anchor of its experiment.
+    """
+
+    claim: JudgedClaim
+    ours: Sequence[tuple[str, str]]
+    key: str = ""
+
+
+@dataclass(frozen=True)
+class GlanceLine:
+    """A statement with its claims in all sweeps; without claims it is not run."""
+
+    statement: PaperStatement
+    parts: Sequence[GlancePart]
+
+
+def glance(sweeps: Sequence[Sweep]) -> list[GlanceLine]:
+    """The twenty statements; empty if no sweep has any of their claims."""
+    keys = {(sweep.top, name): key for sweep, name, key in with_keys(sweeps)}
+    summaries = [(one.summary, {name: keys[one.top, name] for name in one.summary.experiments}) for one in sweeps]
+    return glance_of(summaries)
+
+
+def glance_of(summaries: Sequence[tuple[Summary, Mapping[str, str]]]) -> list[GlanceLine]:
+    """As `glance`, of summaries, each with the anchors of its experiments."""
+    lines = [
+        GlanceLine(
+            statement,
+            [
+                GlancePart(claim, _numbers_by_seed(summary, claim), keys.get(claim.experiment, ""))
+                for summary, keys in summaries
+                for claim in summary.claims_named(statement.claims)
+            ],
+        )
+        for statement in statements()
+    ]
+    return lines if any(line.parts for line in lines) else []
+
+
+def _numbers_by_seed(summary: Summary, claim: JudgedClaim) -> list[tuple[str, str]]:
+    """Every cell with its seeds, such as `k_biases`, `0.0, 0.2, 0.0 %`; empty if the evidence has other numbers."""
+    if not claim.quantity:
+        return []
+    shown, texts = quantity_of(claim.quantity), []
+    for name in claim.cells:
+        runs = summary.cell(claim.experiment, name).runs
+        values = [run.values.get(shown.name, math.inf) for run in runs if shown.name in {*run.values, *run.never}]
+        texts.append((name, ", ".join(number(value, shown) for value in values) + unit(shown)))
+    return texts if all(f"{name} {text}" in claim.evidence for name, text in texts) else []
+
+
+@dataclass(frozen=True)
+class CellSection:
+    """A cell of an experiment with its runs.
+
+    Attributes:
+        change: its changes to the base recipe, as `--set` takes them.
+        badges: counts of failed, edited and unfinished runs, each with its style.
+    """
+
+    name: str
+    change: Sequence[str]
+    badges: Sequence[tuple[str, str]]
+    runs: Table
+
+
+@dataclass(frozen=True)
+class ExperimentSection:
+    """The section of an experiment.
+
+    Attributes:
+        key: anchor.
+        about: its part of summary.json.
+        verdicts: counts of each, for confirmatory and exploratory claims.
+        run: whether any of its own claims, or without claims any of its cells, has the runs it needs.
+        confirmatory: whether it has a confirmatory claim of its own.
+        elsewhere: the paper's numbers of other models; None without any.
+    """
+
+    key: str
+    name: str
+    about: ExperimentSummary
+    verdicts: Mapping[str, Mapping[str, int]]
+    run: bool
+    confirmatory: bool
+    figures: Sequence[Figure]
+    table: Table
+    elsewhere: Table | None
+    claims: Sequence[JudgedClaim]
+    cells: Sequence[CellSection]
+
+
+@dataclass(frozen=True)
+class ExperimentGroup:
+    """Experiments under one heading.
+
+    Attributes:
+        key: anchor.
+        folded: whether the group is collapsed at first.
+    """
+
+    key: str
+    title: str
+    folded: bool
+    experiments: Sequence[ExperimentSection]
+
+
+def experiment_sections(sweeps: Sequence[Sweep], page: Path) -> list[ExperimentSection]:
+    """A section per experiment, in the order of the summaries.
+
+    Args:
+        page: the folder of the page, from which links lead to runs.
+
+    Raises:
+        InputError: the metrics of a run are damaged.
+    """
+    return [_section(sweep, name, key, page) for sweep, name, key in with_keys(sweeps)]
+
+
+def _section(sweep: Sweep, name: str, key: str, page: Path) -> ExperimentSection:
+    experiment, claims = sweep.summary.experiments[name], sweep.summary.claims_of(name)
+    cells = sweep.summary.cells_of(name)
+    own = [claim for claim in claims if not claim.same_as] or claims
+    return ExperimentSection(
+        key=key,
+        name=name,
+        about=experiment,
+        verdicts=verdict_counts(claims),
+        run=any(claim.verdict != "not run" for claim in own)
+        if claims
+        else any(cell.seeds or cell.count("failed") for cell in cells.values()),
+        confirmatory=any(claim.analysis == ANALYSES[0] for claim in own),
+        figures=experiment_figures(sweep, name, key, page, "container"),
+        table=experiment_table(experiment, cells),
+        elsewhere=paper_models(experiment),
+        claims=claims,
+        cells=[_cell_section(sweep, experiment, cell, found, page) for cell, found in cells.items()],
+    )
+
+
+def _cell_section(sweep: Sweep, experiment: ExperimentSummary, name: str, cell: CellSummary, page: Path) -> CellSection:
+    shown = [quantity_of(one) for one in experiment.columns]
+    columns = [
+        *names(experiment.replicate.capitalize(), "State"),
+        *(TableColumn(one.label, form=f",.{one.decimals + 1}f") for one in shown),
+        TableColumn("Seconds", form=",.0f"),
+        TableColumn("Run"),
+    ]
+    rows = [
+        [
+            str(run.seed),
+            TableCell(run.status, "; ".join(run.warnings), "warn" if run.warnings else ""),
+            *(run.values.get(one.name) for one in shown),
+            run.seconds,
+            TableCell(run.hash, link=link_to(sweep, run, page) or ""),
+        ]
+        for run in cell.runs
+    ]
+    counts = (
+        (cell.count("failed"), "failed", "warn"),
+        (sum(bool(run.edited) for run in cell.runs), "edited", "warn"),
+        (cell.count("unfinished"), "unfinished", "inconclusive"),
+    )
+    change = [f"{key}={_yaml_value(value)}" for key, value in cell.change.items()]
+    badges = [(f"{count} {what}", style) for count, what, style in counts if count]
+    return CellSection(name, change, badges, Table(f"runs of {name}", columns, rows).without_empty_columns())
+
+
+def _yaml_value(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {True: "true", False: "false", None: "null"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def grouped(experiments: Sequence[ExperimentSection]) -> list[ExperimentGroup]:
+    """Experiments with confirmatory claims, the others, and last, folded, those that are not run."""
+    confirmatory = [one for one in experiments if one.run and one.confirmatory]
+    others = [one for one in experiments if one.run and not one.confirmatory]
+    waiting = [one for one in experiments if not one.run]
+    groups = [
+        ExperimentGroup("confirmatory", "The paper’s experiments: confirmatory claims", False, confirmatory),
+        ExperimentGroup("exploratory", "Exploratory experiments", False, others),
+        ExperimentGroup("not-run", f"Not run: {counted(len(waiting), 'experiment')}", len(experiments) > 1, waiting),
+    ]
+    return [group for group in groups if group.experiments]

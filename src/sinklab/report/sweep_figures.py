@@ -1,0 +1,312 @@
+"""The figures of a sweep: the paper beside ours; of each experiment its numbers by cell, one number against another,
+curves over training."""
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from sinklab.experiments.documents import CellEstimate, CellRun, CellSummary, ExperimentSummary, estimated
+from sinklab.experiments.paper import statements
+from sinklab.experiments.quantities import Quantity
+from sinklab.experiments.verdicts.wording import number
+from sinklab.plots import PlotAxis
+from sinklab.report.charts import Dots, Drawing, Figure, Width, dots, lines, scatter
+from sinklab.report.sweeps import Sweep, quantity_of
+from sinklab.schema import finite_or_none
+from sinklab.tables import NOTHING, Table, TableColumn, names
+from sinklab.train.directory.history import Evaluation
+
+OTHER_MODELS = "other models"
+CELL_NAME = re.compile(r"(.+)_(\d+(?:\.\d+)?(?:e-?\d+)?)([kMB]?)")
+FACTORS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9}
+FEWEST_ORDERED = 3
+"""Fewest cells of an order."""
+LAYER_NUMBERS = ("sink_layer_", "layer_step_")
+"""Prefixes of quantities of one layer; an experiment on one has a figure of all layers."""
+STATEMENT_PIXELS = 215
+STEPS = PlotAxis("Training step", "step", "step", whole=True, precision=",d")
+CURVES: Sequence[tuple[set[str], str, Callable[[Evaluation], float | None], bool]] = (
+    (
+        {"emergence_step", "norm_step", "loss_change"},
+        "Sink₁ (percent of heads)",
+        lambda one: one.sink_rate[0] if one.sink_rate else None,
+        True,
+    ),
+    ({"norm_step"}, "Norm ratio of the first token", lambda one: finite_or_none(one.largest_norm_ratio), True),
+    ({"loss_change"}, "Validation loss (nats)", lambda one: one.valid_loss if one.step else None, False),
+)
+"""Quantities of which an experiment asks, the curve that they add, and whether its axis starts at zero. The loss of an
+untrained model is left out."""
+
+
+def cell_order(cells: Sequence[str]) -> tuple[str, dict[str, str]] | None:
+    """The order in the names of cells: None unless all but at most one are `WORD_NUMBER` with the same word.
+
+    Returns:
+        The word, and labels by name from the smallest number to the largest; the cell without a number is first.
+    """
+    found = {name: match for name in cells if (match := CELL_NAME.fullmatch(name))}
+    others = [name for name in cells if name not in found]
+    words = {match[1] for match in found.values()}
+    if len(words) != 1 or len(found) < FEWEST_ORDERED or len(others) > 1:
+        return None
+    rising = sorted(found, key=lambda name: float(found[name][2]) * FACTORS[found[name][3]])
+    labels = {name: found[name][2] + found[name][3] for name in rising}
+    return words.pop().replace("_", " "), {name: name for name in others} | labels
+
+
+def with_keys(sweeps: Sequence[Sweep]) -> list[tuple[Sweep, str, str]]:
+    """Every experiment with a unique key for its anchor and chart files, of letters, digits, - and _."""
+    found: dict[str, tuple[Sweep, str]] = {}
+    for sweep in sweeps:
+        for name in sweep.summary.experiments:
+            plain = re.sub(r"[^A-Za-z0-9_-]", "-", name) or "experiment"
+            keys = (plain, *(f"{plain}-{number}" for number in range(2, len(found) + 3)))
+            found[next(key for key in keys if key not in found)] = (sweep, name)
+    return [(sweep, name, key) for key, (sweep, name) in found.items()]
+
+
+def experiment_figures(sweep: Sweep, name: str, key: str, page: Path, width: Width) -> list[Figure]:
+    """The figures of an experiment of a sweep.
+
+    Args:
+        key: of its section.
+        page: the folder of the page, from which links lead to runs.
+
+    Raises:
+        InputError: the metrics of a run are damaged.
+    """
+    experiment = sweep.summary.experiments[name]
+    cells = sweep.summary.cells_of(name)
+    asked = {*experiment.columns, *(claim.quantity for claim in sweep.summary.claims_of(name))}
+    made = [_numbers(sweep, experiment, cells, key, page, width)]
+    if chart := against(cells, experiment, width):
+        first, second = (quantity_of(one).label for one in experiment.against)
+        caption = (
+            f"Every point is a model: medians over {experiment.replicate}s, the bars from the smallest to the largest "
+            "of several."
+        )
+        made.append(Figure(f"{key}-against", f"{experiment.title}: {second} against {first}", caption, [chart]))
+    growth = [
+        _curve(sweep, cells, title, value, from_zero)
+        for quantities, title, value, from_zero in CURVES
+        if quantities & asked
+    ]
+    if charts := [_drawn_curve(rows, y, list(cells), width) for rows, y in growth if rows]:
+        title = f"{experiment.title}: while the models train"
+        made.append(Figure(f"{key}-growth", title, "A line per seed.", charts))
+    if any(one.startswith(LAYER_NUMBERS) for one in asked):
+        made.append(_by_layer(sweep, experiment, cells, key, width))
+    return [figure for figure in made if figure is not None]
+
+
+def _numbers(
+    sweep: Sweep, experiment: ExperimentSummary, cells: dict[str, CellSummary], key: str, page: Path, width: Width
+) -> Figure | None:
+    """A chart per quantity: the seeds of every cell, their median and range, and the paper's number."""
+    varied, labels = cell_order(list(cells)) or (None, {cell: cell for cell in cells})
+    drawn: list[Drawing] = []
+    bounds = False
+    for shown in map(quantity_of, experiment.columns):
+        estimates = {cell: one for cell in labels if (one := cells[cell].estimate(shown.name))}
+        if not estimates:
+            continue
+        bounds = bounds or any(one.never_reached for one in estimates.values())
+        rows = Dots(
+            cells=list(labels),
+            labels=list(labels.values()),
+            seeds=[
+                {"cell": cell, "at": label, **_point(sweep, run, value, page)}
+                for cell, label in labels.items()
+                for run, value in cells[cell].by_seed(shown.name)
+            ],
+            middles=[{"cell": cell, "at": labels[cell], **_middle(one)} for cell, one in estimates.items()],
+            paper=[
+                {"cell": cell, "at": label, "value": experiment.published[cell][shown.name]}
+                for cell, label in labels.items()
+                if shown.name in experiment.published.get(cell, {})
+            ],
+            decimals=shown.decimals,
+        )
+        drawn.append(dots(rows, _values_axis(_title(shown), shown.unit in ("%", "steps")), varied, width=width))
+    if not drawn:
+        return None
+    if experiment.replicate == "seed":
+        one, target, many = f"a run of one seed at scale {experiment.scale}", "recipe", "seeds"
+    else:
+        one, target, many = f"{experiment.scale} on one draw of sequences", "measurement", "draws"
+    caption = (
+        f"Every point is {one}, and leads to its {target}; the bar is the median over {many}, the line from the "
+        "smallest to the largest."
+        + (" An arrow: there are seeds that did not get there within their steps." if bounds else "")
+        + (
+            " The open diamond is the paper's number, a single run at the paper's own scale."
+            * bool(experiment.published)
+        )
+    )
+    return Figure(f"{key}-numbers", experiment.title, caption, drawn, small=True)
+
+
+def against(cells: dict[str, CellSummary], experiment: ExperimentSummary, width: Width) -> Drawing | None:
+    """The second quantity of `against` over the first; None where no cell has both.
+
+    Models of one family of the paper's list have one colour.
+    """
+    if len(experiment.against) != 2:
+        return None
+    across, up = (quantity_of(name) for name in experiment.against)
+    rows = [
+        {
+            "model": name.rpartition("/")[0] or name,
+            "family": experiment.families.get(name, OTHER_MODELS),
+            **with_ends("x", x.median, [x.smallest, x.largest] if len(x.seeds) > 1 else []),
+            **with_ends("y", y.median, [y.smallest, y.largest] if len(y.seeds) > 1 else []),
+        }
+        for name, cell in cells.items()
+        if (x := cell.estimate(across.name)) and (y := cell.estimate(up.name))
+        if x.median is not None and y.median is not None
+    ]
+    if not rows:
+        return None
+    x_axis, y_axis = (
+        PlotAxis(_title(one), field, one.label, zero=False, precision=f".{one.decimals}f")
+        for one, field in ((across, "x"), (up, "y"))
+    )
+    families = list(dict.fromkeys(row["family"] for row in rows))
+    tips = [("model", "model", "")]
+    return scatter(rows, x_axis, y_axis, "family", families, label="model", tips=tips, width=width)
+
+
+def _curve(
+    sweep: Sweep,
+    cells: dict[str, CellSummary],
+    title: str,
+    value: Callable[[Evaluation], float | None],
+    from_zero: bool,
+) -> tuple[list[dict[str, Any]], PlotAxis]:
+    """A quantity of every evaluation that has it, with its axis."""
+    rows = [
+        {"cell": cell, "seed": run.seed, "step": one.step, "value": found}
+        for cell, summary in cells.items()
+        for run in summary.runs
+        for one in sweep.history(run)
+        if (found := value(one)) is not None
+    ]
+    return rows, PlotAxis(title, "value", zero=from_zero, at_least=1.0 if from_zero else None, precision=".2f")
+
+
+def _drawn_curve(rows: list[dict[str, Any]], y: PlotAxis, cells: list[str], width: Width) -> Drawing:
+    known = {row["cell"] for row in rows}
+    return lines(rows, STEPS, y, order=[cell for cell in cells if cell in known], apart=["seed"], width=width)
+
+
+def _by_layer(
+    sweep: Sweep, experiment: ExperimentSummary, cells: dict[str, CellSummary], key: str, width: Width
+) -> Figure | None:
+    """The sink rate of each layer's most frequent sink head against training step."""
+    rows = [
+        {"cell": cell, "seed": run.seed, "step": one.step, "layer": layer, "value": rate}
+        for cell, found in cells.items()
+        for run in found.runs
+        for one in sweep.history(run)
+        for layer, rate in enumerate(one.rate_layers, 1)
+        if rate is not None
+    ]
+    if not rows:
+        return None
+    caption = "Of each layer the head that most often sinks into the first token; a line per seed."
+    y = PlotAxis("Sequences in which a head sinks (percent)", "value", at_least=1.0, precision=".2f")
+    chart = lines(rows, STEPS, y, "layer", apart=["cell", "seed"], width=width)
+    return Figure(f"{key}-layers", f"{experiment.title}: layer by layer", caption, [chart])
+
+
+def forests(sweeps: Sequence[Sweep], page: Path, width: Width) -> list[Figure]:
+    """For every sweep that judges a statement of the paper: its seeds beside the paper's percentages.
+
+    Args:
+        page: the folder of the page, from which links lead to runs.
+    """
+    found = [_forest(sweep, f"forest{number or ''}", page, width) for number, sweep in enumerate(sweeps)]
+    return [figure for figure in found if figure is not None]
+
+
+def _forest(sweep: Sweep, key: str, page: Path, width: Width) -> Figure | None:
+    summary = sweep.summary
+    claims = {place: summary.claims_named(one.claims) for place, one in enumerate(statements(), 1)}
+    if not any(claims.values()):
+        return None
+    seeds, middles, paper, rows = [], [], [], []
+    for place, statement in enumerate(statements(), 1):
+        if not (shown := statement.number):
+            continue
+        label, of = f"{place} {statement.says}", quantity_of(shown.value)
+        cell = summary.cell(claims[place][0].experiment, shown.cell) if claims[place] else CellSummary(seeds=0)
+        values = cell.by_seed(shown.value)
+        seeds += [{"cell": label, "at": label, **_point(sweep, run, value, page)} for run, value in values]
+        estimate = estimated(cell.runs, shown.value)
+        middles += [{"cell": label, "at": label, **_middle(estimate)}] if estimate else []
+        paper.append({"cell": label, "at": label, "value": shown.paper})
+        ours = ", ".join(number(value, of) for _, value in values) or NOTHING
+        rows.append([label, shown.cell, of.label, ours, shown.paper])
+    labels = [row[0] for row in rows]
+    exploratory = [str(place) for place, found in claims.items() if found and found[0].analysis == "exploratory"]
+    caption = (
+        "Every point is a run of one seed, and leads to its recipe; the bar is the median over seeds, the line from "
+        "the smallest to the largest. The open diamond is the paper's number, a single run at its own scale, on "
+        "which no verdict rests. Statements for which it prints no percentage are left out."
+        + (f" Exploratory: {', '.join(exploratory)}." if exploratory else "")
+    )
+    columns = [*names("Statement", "Cell", "Number"), TableColumn("Ours", "every seed, %")]
+    table = Table("", [*columns, TableColumn("The paper’s", "%", ".2f")], rows)
+    scale = f" at {summary.scale}" if summary.scale else ""
+    axis = _values_axis("Percent of heads", True)
+    chart = dots(Dots(labels, labels, seeds, middles, paper, 1), axis, width=width, label_width=STATEMENT_PIXELS)
+    return Figure(key, f"Ours{scale} beside the paper's", caption, [chart], small=True, table=table)
+
+
+def with_ends(field: str, value: float, spread: Sequence[float | None], baseline: float = 0.0) -> dict[str, Any]:
+    """A coordinate above a baseline under `field`, with its range over several seeds under FIELD_low and FIELD_high."""
+    known = [one - baseline for one in spread if one is not None]
+    ends = {f"{field}_low": min(known), f"{field}_high": max(known)} if len(known) > 1 else {}
+    return {field: value - baseline, **ends}
+
+
+def _title(one: Quantity) -> str:
+    return f"{one.label} ({one.unit})" if one.unit else one.label
+
+
+def _values_axis(title: str, from_zero: bool) -> PlotAxis:
+    """From zero, and to one at least; or logarithmic for a large range."""
+    scale = "linear" if from_zero else "auto"
+    return PlotAxis(title, "value", scale=scale, zero=from_zero, at_least=1.0 if from_zero else None)
+
+
+def _middle(one: CellEstimate) -> dict[str, float]:
+    """Median, range over several seeds, and the largest value beyond which seeds never reached the step lie."""
+    reached = [value for value in one.seeds if value is not None]
+    several = len(one.seeds) > 1
+    found = {
+        "median": one.median,
+        "smallest": one.smallest if several else None,
+        "largest": max(reached, default=None) if several else None,
+        "beyond": max(reached, default=None) if one.never_reached else None,
+    }
+    return {"never_reached": one.never_reached, **{name: value for name, value in found.items() if value is not None}}
+
+
+def _point(sweep: Sweep, run: CellRun, value: float, page: Path) -> dict[str, str | float]:
+    """The number of a run, with the seed, hash and link of the run."""
+    link = link_to(sweep, run, page)
+    return {"seed": run.seed, "value": value, "run": run.hash, **({"link": link} if link else {})}
+
+
+def link_to(sweep: Sweep, run: CellRun, page: Path) -> str | None:
+    """The relative link from a page's folder to the recipe of a run; None if that is not on disk.
+
+    The names of folders are quoted, so that no part of them is parsed as a scheme or a query.
+    """
+    file = sweep.provenance(run)
+    return quote(os.path.relpath(file.resolve(), page.resolve())) if file else None

@@ -1,0 +1,273 @@
+"""A sweep on disk: its summary, the files of its runs, their origin, and the tables of its experiments."""
+
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sinklab.assessing.assessment import ASSESSMENT, Assessment, load_assessment
+from sinklab.experiments.documents import (
+    CellEstimate,
+    CellRun,
+    CellSummary,
+    ExperimentSummary,
+    JudgedClaim,
+    Summary,
+    edited,
+    read_record,
+    verdict_counts,
+)
+from sinklab.experiments.quantities import Quantity, quantity
+from sinklab.experiments.sweep.packed import RECIPES, RUNS, is_packed, read_packed, unpack
+from sinklab.files import parse_yaml
+from sinklab.measuring.statistics.highest import elsewhere_text
+from sinklab.tables import Table, TableCell, TableColumn, Value, counted, names, number_text
+from sinklab.train.directory.environment import read_environment
+from sinklab.train.directory.history import Evaluation, read_history
+
+PROVENANCE = ("recipe.yaml", "measurement.json")
+COMMIT_DIGITS = 10
+DID_NOT_TRAIN = "did not train"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A directory whose summary lists experiments.
+
+    Attributes:
+        top: the directory of summary.json.
+        summary: as stored, with `edited` recomputed from the files.
+        files: base of the runs' directories: top, or a temporary folder if the runs are packed.
+        packed: folder of the experiment that stores a packed run, by the run's directory.
+    """
+
+    top: Path
+    summary: Summary
+    files: Path
+    packed: Mapping[str, Path] = field(default_factory=dict)
+
+    def folder(self, run: CellRun) -> Path | None:
+        """The directory of a run; None before it has one."""
+        return self.files / run.directory if run.directory else None
+
+    def provenance(self, run: CellRun) -> Path | None:
+        """The recipe of a run, or the measurement of a model; None if it is not on disk."""
+        if run.directory in self.packed:
+            return self.packed[run.directory] / RECIPES
+        folder = self.folder(run)
+        return next((folder / name for name in PROVENANCE if (folder / name).is_file()), None) if folder else None
+
+    def history(self, run: CellRun) -> Sequence[Evaluation]:
+        """The evaluations of a run so far.
+
+        Raises:
+            InputError: metrics.jsonl is damaged.
+        """
+        folder = self.folder(run)
+        return read_history(folder / "metrics.jsonl") if folder else ()
+
+    def assessment(self, run: CellRun) -> Assessment | None:
+        """The result of `sinklab assess RUN --out RUN`, None without one.
+
+        Raises:
+            InputError: assessment.json is damaged.
+        """
+        folder = self.folder(run)
+        return load_assessment(folder / ASSESSMENT) if folder and (folder / ASSESSMENT).is_file() else None
+
+    def learning_rate(self, run: CellRun) -> float | None:
+        """The learning rate of a run's recipe; None if that is not on disk."""
+        folder = self.folder(run)
+        if folder is None:
+            return None
+        try:
+            return float(parse_yaml((folder / "recipe.yaml").read_text(encoding="utf-8"))["optim"]["lr"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+def read_sweep(top: Path, summary: Summary) -> Sweep:
+    """The sweep in a directory, with the edited files of its runs.
+
+    Packed runs are unpacked into a temporary folder, which is removed with the sweep.
+
+    Raises:
+        InputError: a record or packed runs are damaged.
+    """
+    files, packed = top, {}
+    if is_packed(top):
+        files = Path(tempfile.mkdtemp(prefix="sinklab-"))
+        unpack(top, files)
+        packed = {run.directory: path.parent for path in top.glob(f"*/{RUNS}") for run in read_packed(path.parent)}
+
+    def with_edits(run: CellRun) -> CellRun:
+        record = read_record(files / run.directory) if run.directory else None
+        if record is None or record.hash != run.hash:
+            return run
+        return run.model_copy(update={"edited": edited(files / run.directory, record)})
+
+    cells = {
+        name: cell.model_copy(update={"runs": [with_edits(run) for run in cell.runs]})
+        for name, cell in summary.cells.items()
+    }
+    sweep = Sweep(top, summary.model_copy(update={"cells": cells}), files, packed)
+    if files != top:
+        weakref.finalize(sweep, shutil.rmtree, files, ignore_errors=True)
+    return sweep
+
+
+@dataclass(frozen=True)
+class SweepOrigins:
+    """env.json and record.json aggregated over the finished and failed runs of some sweeps.
+
+    Attributes:
+        runs: their number.
+        core_hours: seconds of training times threads, of runs on CPUs, over 3600.
+        card_hours: of runs on GPUs.
+        facts: title and text of values in env.json, such as `PyTorch` and `2.13.0`.
+    """
+
+    runs: int
+    core_hours: float
+    card_hours: float
+    facts: Sequence[tuple[str, str]]
+
+
+def origins(sweeps: Sequence[Sweep]) -> SweepOrigins | None:
+    """Time, versions and machines of the runs; None if no run has ended.
+
+    Raises:
+        SinklabError: env.json of a run is damaged.
+    """
+    runs = {run.hash: (sweep, run) for sweep in sweeps for run in sweep.summary.runs if run.status != "unfinished"}
+    found = [
+        (read_environment(folder) if (folder := sweep.folder(run)) else {}, run.seconds or 0.0)
+        for sweep, run in runs.values()
+    ]
+    if not found:
+        return None
+    on_card = [not str(env.get("device", "cpu")).startswith("cpu") for env, _ in found]
+    pairs = list(zip(found, on_card, strict=True))
+    cores = sum(seconds * int(env.get("threads") or 1) for (env, seconds), card in pairs if not card)
+    cards = sum(seconds for (_, seconds), card in pairs if card)
+    begun = sorted(str(env["begun"])[:10] for env, _ in found if env.get("begun"))
+    changed = sum(bool(env.get("changed_files")) for env, _ in found)
+    silent = len(found) - len(begun)
+
+    def distinct(values: Iterable[object]) -> str:
+        return ", ".join(dict.fromkeys(str(value) for value in values if value is not None))
+
+    def of_key(key: str) -> str:
+        return distinct(env.get(key) for env, _ in found)
+
+    facts = {
+        "Begun": f"{begun[0]} to {begun[-1]}" if begun and begun[0] != begun[-1] else "".join(begun[:1]),
+        "Commit": distinct(str(env["git"])[:COMMIT_DIGITS] for env, _ in found if env.get("git")),
+        "Uncommitted changes": f"in {counted(changed, 'run')}" if changed else "",
+        "sinklab": of_key("sinklab"),
+        "Python": of_key("python"),
+        "PyTorch": of_key("torch"),
+        "Processor": of_key("processor"),
+        "Device": distinct(env.get("device") for (env, _), card in pairs if card),
+        "Threads": of_key("threads"),
+        "Not recorded": f"date and versions of {counted(silent, 'run')}" if silent else "",
+    }
+    return SweepOrigins(
+        len(found), cores / 3600, cards / 3600, [(title, text) for title, text in facts.items() if text]
+    )
+
+
+def quantity_of(name: str) -> Quantity:
+    """The quantity of a column; an unknown one is labelled with its name."""
+    try:
+        return quantity(name)
+    except ValueError:
+        return Quantity(name, name, "", 3)
+
+
+def sink_elsewhere_text(cell: CellSummary, name: str) -> str:
+    """For Sink_1: `76.8 % at position 2` if the highest sink of the cell is at another position; else empty."""
+    return elsewhere_text(cell.sink_rate) if name == "sink_1" else ""
+
+
+def experiment_table(experiment: ExperimentSummary, cells: Mapping[str, CellSummary]) -> Table:
+    """A row per cell: finished runs, and of every quantity the median over them, its spread, and the paper's number."""
+    paper = {cell: experiment.published.get(cell, {}) for cell in cells}
+    in_paper = {name for numbers in paper.values() for name in numbers}
+    estimates = {cell: {one: found.estimate(one) for one in experiment.columns} for cell, found in cells.items()}
+    shown = [
+        quantity_of(one)
+        for one in experiment.columns
+        if one in in_paper or any(found[one] for found in estimates.values())
+    ]
+    columns = [
+        TableColumn("Cell", "what was changed", text=True),
+        TableColumn(f"{experiment.replicate}s".capitalize(), "finished"),
+    ]
+    for one in shown:
+        unit = ", ".join(filter(None, (one.unit, "once, at the end" if one.once else "")))
+        columns.append(TableColumn(one.label, unit, f",.{one.decimals}f"))
+        if one.name in in_paper:
+            columns.append(TableColumn("the paper’s", one.unit, f",.{max(one.decimals, 2)}f"))
+    rows: list[list[Value]] = []
+    for name, cell in cells.items():
+        done, planned = (cell.count("done"), len(cell.runs)) if cell.runs else (cell.seeds, cell.seeds)
+        failed = f"({cell.count('failed')} failed)" if cell.count("failed") else ""
+        row: list[Value] = [name, TableCell(str(done) if done == planned else f"{done} of {planned}", failed)]
+        for one in shown:
+            row.append(_estimate(estimates[name][one.name], one.decimals, sink_elsewhere_text(cell, one.name)))
+            if one.name in in_paper:
+                not_trained = one.name not in paper[name] and paper[name].get("trains") == 0.0
+                row.append(DID_NOT_TRAIN if not_trained else paper[name].get(one.name))
+        rows.append(row)
+    return Table("", columns, rows, [f"Median [smallest, largest] over {experiment.replicate}s."])
+
+
+def _estimate(estimate: CellEstimate | None, decimals: int, elsewhere: str) -> TableCell | None:
+    if estimate is None:
+        return None
+    form = f",.{decimals}f"
+    ends = ("never" if one is None else f"{one:{form}}" for one in (estimate.smallest, estimate.largest))
+    notes = [f"[{', '.join(ends)}]" if len(estimate.seeds) > 1 else ""]
+    if estimate.never_reached:
+        notes = [f"{counted(estimate.never_reached, 'seed')} did not get there"]
+    elif estimate.untrained is not None:
+        notes.append(f"untrained {number_text(estimate.untrained, form)}, lowest {number_text(estimate.lowest, form)}")
+    notes.append(f"({elsewhere})" if elsewhere else "")
+    return TableCell("never" if estimate.median is None else estimate.median, " ".join(filter(None, notes)))
+
+
+def paper_models(experiment: ExperimentSummary) -> Table | None:
+    """The paper's numbers of other models than the measured one, a row for each; None without any."""
+    found = {model: row for model, row in experiment.elsewhere.items() if row}
+    printed = list(dict.fromkeys((cell, name) for row in found.values() for cell in row for name in row[cell]))
+    if not printed:
+        return None
+    columns = [
+        *names("Model"),
+        *(TableColumn(f"{cell}, {quantity_of(name).label}", "", ",.2f") for cell, name in printed),
+    ]
+    rows = [[model, *(row.get(cell, {}).get(name) for cell, name in printed)] for model, row in found.items()]
+    return Table("The paper’s models", columns, rows)
+
+
+def claims_table(claims: Sequence[JudgedClaim]) -> Table:
+    """A row per claim: verdict with its scale, text, evidence; the counts of each verdict in the title."""
+    kinds = [
+        f"{kind} {', '.join(f'{number} {verdict}' for verdict, number in found.items())}".strip()
+        for kind, found in verdict_counts(claims).items()
+    ]
+    rows = [
+        (
+            TableCell(
+                claim.verdict_said + (f" at {claim.scale}" if claim.scale and claim.replicate == "seed" else ""),
+                tone=claim.verdict,
+            ),
+            claim.said,
+            claim.full_evidence,
+        )
+        for claim in claims
+    ]
+    return Table(f"Claims: {'; '.join(kinds)}" if kinds else "Claims", names("Verdict", "Claim", "Evidence"), rows)

@@ -1,0 +1,264 @@
+"""Surveys: many measurements for one answer, each saved in its own directory with the request that decides its result.
+
+A repeated call measures only what is missing. A call with another request is refused, so that no table mixes settings.
+"""
+
+import gc
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sinklab.data.sources.corpora import identity
+from sinklab.data.sources.textfiles import text_files
+from sinklab.errors import InputError
+from sinklab.files import parse_json, write_json
+from sinklab.jobs.ledger import AnyDocument, JobStep, Ledger, check_request, run_steps, unsaved
+from sinklab.jobs.progress import Observer, StepProgress, ignore
+from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.statistics.highest import elsewhere_text, in_brackets
+from sinklab.models.hooks import Progress
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name, name_in_results
+from sinklab.opening import Model, model_files
+from sinklab.outputs import MEASUREMENT, REPORT, check_results
+from sinklab.survey.measure_one import load_model, measure_loaded
+from sinklab.survey.request import Request
+
+DOMAINS = "domains.json"
+REQUEST = "request.json"
+FILES = "files"
+
+
+@dataclass(frozen=True)
+class Item:
+    """One measurement of a survey.
+
+    Attributes:
+        name: in the result, and of its directory.
+        request: everything that decides the result, as plain JSON.
+        measure: measures it.
+    """
+
+    name: str
+    request: Mapping[str, Any]
+    measure: Callable[[Progress], Measurement]
+
+    def finished(self, folder: Path) -> Measurement | None:
+        """The measurement of an earlier call; None if there is none.
+
+        Raises:
+            InputError: it was made with another request, or is damaged.
+        """
+        if not (folder / "measurement.json").is_file():
+            return None
+        try:
+            before = parse_json((folder / REQUEST).read_text("utf-8")) if (folder / REQUEST).is_file() else {}
+        except ValueError as error:
+            raise InputError(f"{folder / REQUEST} is damaged: delete {folder} to measure it again") from error
+        unknown = None in (before.get(FILES), self.request.get(FILES))  # the model is not, or was not, on this machine
+        check_request(folder, "a measurement", before, self.request, {FILES} if unknown else set())
+        return Measurement.load(folder)
+
+    def save(self, folder: Path, measurement: Measurement) -> None:
+        """Save the measurement with its request."""
+        write_json(folder / REQUEST, self.request)
+        measurement.save(folder)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The measurements of a survey by name, and the reasons for those that failed."""
+
+    measured: dict[str, Measurement] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def check_any(self, what: str) -> None:
+        """Refuse a survey in which everything failed.
+
+        Raises:
+            InputError: with the first reason.
+        """
+        if not self.measured:
+            name, failure = next(iter(self.failed.items()))
+            raise InputError(f"none of the {len(self.failed)} {what} could be measured; {name}: {failure}")
+
+
+def measure_all(
+    items: Sequence[Item],
+    result_of: Callable[[Outcome], AnyDocument],
+    out: Path | None,
+    document: str,
+    observe: Observer = ignore,
+    *,
+    prepare: Callable[[Sequence[str]], None] = lambda unfinished: None,
+    stop_at_failure: bool = False,
+) -> AnyDocument:
+    """Measure the items that are not finished.
+
+    Args:
+        result_of: makes the result of the measurements so far.
+        out: directory of the results; None saves nothing.
+        document: file of the result, written after every measurement.
+        prepare: called with the names of the unfinished items, if there are any, before the first is measured.
+        stop_at_failure: raise the error of an item; the document is then written only once all are measured.
+
+    Raises:
+        InputError: `out` cannot be written, has files that sinklab did not write, or measurements of another request;
+            nothing has been measured then.
+        HeldError: another process writes the same document.
+        UnsavedError: a result could not be saved; the error has the results so far.
+        Exception: of an item, with `stop_at_failure`.
+    """
+    ledger = Ledger[AnyDocument](out, document)
+    if out is not None:
+        check_results(out, (REPORT,))
+        for item in items:
+            check_results(out / item.name, (*MEASUREMENT, REQUEST))
+    measured, failed = dict[str, Measurement](), dict[str, str]()
+
+    def result() -> AnyDocument:
+        return result_of(Outcome({item.name: measured[item.name] for item in items if item.name in measured}, failed))
+
+    def save() -> None:
+        if not stop_at_failure or len(measured) == len(items):
+            ledger.save(result())
+
+    def run(item: Item, progress: StepProgress) -> str:
+        progress.begin()
+        _release_memory()
+        measured[item.name] = item.measure(progress.reach)
+        if out is not None:
+            with unsaved(result):
+                item.save(out / item.name, measured[item.name])
+        save()
+        return summary_line(measured[item.name])
+
+    def fail(name: str, why: str) -> None:
+        failed[name] = why
+        save()
+
+    with ledger.locked():
+        if out is not None:
+            measured |= {item.name: found for item in items if (found := item.finished(out / item.name)) is not None}
+        if unfinished := [item.name for item in items if item.name not in measured]:
+            prepare(unfinished)
+        kept = {name: summary_line(found) for name, found in measured.items()}
+        steps = [JobStep(item.name, partial(run, item), kept.get(item.name)) for item in items]
+        run_steps(steps, observe, None if stop_at_failure else fail)
+        save()
+    return result()
+
+
+def summary_line(measurement: Measurement) -> str:
+    """The headline numbers of a measurement."""
+    parts = [f"Sink_1 {measurement.sink_rate[0]:.2f} %" + in_brackets(elsewhere_text(measurement.sink_rate))]
+    if measurement.loss is not None:
+        parts.append(f"loss {measurement.loss:.4f}")
+    return ", ".join([*parts, f"{measurement.sequences} sequences"])
+
+
+def deciding_request(
+    model: str, place: Path | None, text: str | None, loading: Loading, request: Request
+) -> dict[str, Any]:
+    """Everything that decides the result of a measurement, as plain JSON.
+
+    Args:
+        place: directory or file of the model; None for a model on the hub.
+        text: identity of the text; None without one.
+    """
+    files = None if place is None else model_files(place)
+    loaded = {"revision": loading.revision, "dtype": loading.dtype}
+    named = name_in_results(model, loading.subfolder)
+    return json.loads(json.dumps({"model": named, FILES: files, "text": text, **loaded, **request.document()}))
+
+
+def _release_memory() -> None:
+    """Free the memory of the previous model."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class Domains:
+    """A model on several texts: the measurement of each, by the name of its domain."""
+
+    model: str
+    text: str
+    outcome: Outcome
+
+    def document(self) -> dict[str, Any]:
+        """The content of domains.json."""
+        return {
+            "schema": 1,
+            "model": self.model,
+            "text": self.text,
+            "domains": {name: measured.document() for name, measured in self.outcome.measured.items()},
+            "failed": self.outcome.failed,
+        }
+
+
+def measure_domains(
+    model: str,
+    folder: Path | None,
+    request: Request,
+    *,
+    loading: Loading = AS_IT_IS,
+    out: Path | None = None,
+    observe: Observer = ignore,
+) -> Domains:
+    """Measure a model, loaded once, on every .txt and .jsonl file of a folder.
+
+    A domain has as many sequences as its file gives, up to the number requested.
+
+    Args:
+        model: a run directory, a model directory, or a name on the Hugging Face hub.
+        out: directory of domains.json and of one directory per domain; a repeated call resumes.
+
+    Raises:
+        InputError: not a folder of texts, inputs that are not natural, an unusable model or option, results of another
+            request in `out`, or no domain could be measured. Otherwise a domain that fails is listed as failed.
+        UnsavedError: a result could not be saved; the error has the domains so far.
+    """
+    if folder is None or not folder.is_dir():
+        raise InputError(f"--by-domain needs --text FOLDER, a folder of .jsonl or .txt files; got {folder}")
+    if request.options.inputs != "natural":
+        raise InputError(f"--by-domain measures text: leave out --inputs {request.options.inputs}")
+    check_name(model)
+    request.check_options()
+    request = request.model_copy(update={"fewer": True})
+    loaded: list[Model] = []
+
+    def prepare(_: Sequence[str]) -> None:
+        loaded.append(load_model(model, loading, request=request, text=folder))
+
+    def measure(file: Path, progress: Progress) -> Measurement:
+        return measure_loaded(loaded[0], file, request, progress)
+
+    place = Path(model).expanduser()
+    items = [
+        Item(name, deciding_request(model, place, identity(str(file)), loading, request), partial(measure, file))
+        for name, file in domain_files(folder).items()
+    ]
+    result_of = partial(Domains, name_in_results(model, loading.subfolder), str(folder))
+    domains = measure_all(items, result_of, out, DOMAINS, observe, prepare=prepare)
+    domains.outcome.check_any("domains")
+    return domains
+
+
+def domain_files(folder: Path) -> dict[str, Path]:
+    """The files of a folder by domain: the path without its suffix, or with it if two files differ in the suffix only.
+
+    Raises:
+        InputError: the folder has no .txt or .jsonl file.
+    """
+    files = text_files(folder)
+    bare = [file.relative_to(folder).with_suffix("").as_posix() for file in files]
+    return {
+        name if bare.count(name) == 1 else file.relative_to(folder).as_posix(): file
+        for name, file in zip(bare, files, strict=True)
+    }

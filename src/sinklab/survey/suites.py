@@ -1,0 +1,116 @@
+"""domains.json, comparison.json, families.json and checkpoints.json, as reports read them.
+
+Each is saved beside one directory per measurement that it names.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from sinklab.schema import ReadDocument
+
+
+class DomainsDocument(ReadDocument):
+    """domains.json: one model on many texts.
+
+    Attributes:
+        model: name or path.
+        measured: by the names of the directories.
+        failed: reasons for the others, by name.
+    """
+
+    model: str
+    measured: dict[str, dict[str, object]] = Field(alias="domains")
+    failed: dict[str, str] = Field(default_factory=dict)
+
+
+class ComparedQuantity(ReadDocument):
+    """One line of a comparison.
+
+    Attributes:
+        quantity, unit: name and unit.
+        values: by model; None if the model lacks the quantity, or the value is infinite.
+        differences: from the first model, by model; None if one of the two values is None, or for a loss per token
+            between different vocabularies.
+        infinite: models with an infinite value.
+    """
+
+    quantity: str
+    unit: str
+    values: dict[str, float | None]
+    differences: dict[str, float | None]
+    infinite: list[str] = Field(default_factory=list)
+
+
+class ComparisonDocument(ReadDocument):
+    """comparison.json: several models on the same text; the first is the reference.
+
+    Attributes:
+        measured: by the names of the directories; all of them, as the document is written last.
+    """
+
+    rows: list[ComparedQuantity]
+    measured: dict[str, dict[str, object]] = Field(alias="models", min_length=1)
+    failed: dict[str, str] = Field(default_factory=dict)
+
+
+class FamilyMember(ReadDocument):
+    """One open model that was measured.
+
+    Attributes:
+        parameters: tied embeddings counted once.
+        sink_1: measured, percent.
+        published: by the paper, percent; None if it has no value for the settings.
+    """
+
+    family: str
+    parameters: int
+    sink_1: float
+    published: float | None
+
+
+class FamiliesDocument(ReadDocument):
+    """families.json: the paper's open models; attributes as in the other documents."""
+
+    measured: dict[str, FamilyMember] = Field(alias="models")
+    failed: dict[str, str] = Field(default_factory=dict)
+
+
+StepUnit = Literal["step", "tokens"]
+"""The unit of the numbers in the names of checkpoints."""
+
+
+class MeasuredCheckpoint(ReadDocument):
+    """One checkpoint of a training run.
+
+    Attributes:
+        step: number of updates or of tokens before it was saved.
+        unit: of `step`.
+        checkpoint: revision or folder.
+        sink_1, sink_bias: percent of (sequence, layer, head) triples; None without a bias.
+        uniform_ratio: importance of the first token over that of uniform attention.
+        loss: nats per token; None if not measured.
+        norm_ratio: |h_1| over the mean of the others, in the block with the largest; None if unknown or infinite.
+        by_layer: Sink_1 of each attention layer, percent.
+    """
+
+    step: int
+    unit: StepUnit = "step"
+    checkpoint: str
+    sink_1: float
+    sink_bias: float | None
+    uniform_ratio: float
+    loss: float | None
+    norm_ratio: float | None
+    by_layer: list[float]
+
+
+class CheckpointsDocument(ReadDocument):
+    """checkpoints.json: one model during its training; attributes as in the other documents."""
+
+    model: str
+    measured: dict[str, MeasuredCheckpoint] = Field(alias="checkpoints")
+    failed: dict[str, str] = Field(default_factory=dict)
+
+
+SuiteDocument = DomainsDocument | ComparisonDocument | FamiliesDocument | CheckpointsDocument

@@ -1,0 +1,168 @@
+"""A tuning, a resumable job: training from step 0 or the newest checkpoint, and its results."""
+
+import importlib.util
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from sinklab.errors import InputError, SinklabError
+from sinklab.extras import install_command
+from sinklab.files import is_full
+from sinklab.jobs.ledger import Ledger, check_request
+from sinklab.jobs.progress import JobEvent, Observer, StepProgress, ignore
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading, without_bars
+from sinklab.models.native import is_exported
+from sinklab.signals import stop_on_signals
+from sinklab.tuning.settings import TuneOptions
+from sinklab.tuning.sft_dataset import SftDataset, TuneSources, prepare_dataset
+from sinklab.tuning.tuned_directory import (
+    CHECKPOINTS,
+    METRICS,
+    MODEL,
+    SFT,
+    UPDATES,
+    TuneEvaluation,
+    TuneUpdate,
+    Tuning,
+    discard_torn,
+    load_tuning,
+    newest,
+    read_rows,
+    write_model,
+)
+
+
+@dataclass(frozen=True)
+class TuneEnd:
+    """How a tuning ended.
+
+    Attributes:
+        tuning: sft.json; without `chat` if it was stopped.
+        exit_status: 0, or the exit status for the signal that stopped it.
+    """
+
+    tuning: Tuning
+    exit_status: int = 0
+
+
+def tune(
+    model: str,
+    sources: TuneSources,
+    options: TuneOptions,
+    out: Path,
+    *,
+    loading: Loading = AS_IT_IS,
+    observe: Observer = ignore,
+) -> TuneEnd:
+    """Tune a model, or resume an earlier call.
+
+    During training SIGINT, SIGTERM and SIGUSR1 let it finish the update, save, and end.
+
+    Args:
+        model: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub.
+        out: directory of the documents, checkpoints and the tuned model; not inside the model's directory.
+
+    Raises:
+        InputError: trl is not installed, an unusable model, file or option, or a tuning of another request in `out`;
+            nothing has been written then.
+        HeldError: another process tunes a model into `out`.
+        SinklabError: a loss or gradient that is not finite, or a full disk.
+    """
+    check_extra()
+    ledger = Ledger[Tuning](out, SFT)
+    _check_free(out, model)
+    with ledger.locked(), without_bars():
+        data = prepare_dataset(model, sources, options, loading)
+        found = data.tuning
+        if (before := ledger.earlier(load_tuning)) is not None:
+            there, now = ({"model": one.model, **one.asked.model_dump()} for one in (before, found))
+            check_request(out / SFT, "a tuning", there, now)
+            found = before
+        if found.chat is not None:
+            return TuneEnd(found)
+        for note in found.notes:
+            observe(JobEvent("noted", text=note))
+        return _train(found, data, out, ledger, observe)
+
+
+def check_extra() -> None:
+    """Refuse to start without trl, or in several processes.
+
+    Raises:
+        InputError: has the command that installs trl.
+    """
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise InputError("a model is tuned in one process: start it without torchrun")
+    if importlib.util.find_spec("trl") is None or importlib.util.find_spec("accelerate") is None:
+        raise InputError(f"instruction tuning needs trl, which is not installed: {install_command('sft')}")
+
+
+def _train(found: Tuning, data: SftDataset, out: Path, ledger: Ledger[Tuning], observe: Observer) -> TuneEnd:
+    """Train, and write the results."""
+    begun, folder = time.perf_counter(), out / CHECKPOINTS
+    ledger.save(found)
+    discard_torn(folder)
+    updates, evaluations, exit_status = _update(data, out, observe)
+    last = newest(folder)
+    done = last is not None and last[0] == data.settings.steps
+    found = found.model_copy(
+        update={
+            "base": evaluations[0] if evaluations else None,
+            "chat": evaluations[-1] if done else None,
+            "grad_norm_max": max((one.grad_norm for one in updates), default=None),
+            "seconds": round(found.seconds + time.perf_counter() - begun, 1),
+        }
+    )
+    if last is not None and done and not (out / MODEL).exists():
+        write_model(last[1], out / MODEL, found, is_exported(data.model.module))
+    ledger.save(found)
+    if done:
+        shutil.rmtree(folder, ignore_errors=True)
+    return TuneEnd(found, 0 if done else exit_status)
+
+
+def _update(data: SftDataset, out: Path, observe: Observer) -> tuple[list[TuneUpdate], list[TuneEvaluation], int]:
+    """Make the missing updates; returns all updates and evaluations, and the exit status for a signal."""
+    from sinklab.measuring.huggingface.callback import SinkCallback
+    from sinklab.tuning.trainer import TuneRecord, tuner
+
+    steps, checkpoint = data.settings.steps, newest(out / CHECKPOINTS)
+    step, place = checkpoint or (0, None)
+    updates = [row for row in read_rows(out / UPDATES, TuneUpdate) if row.step <= step]
+    evaluations = [row for row in read_rows(out / METRICS, TuneEvaluation) if row.step <= step and place]
+    if step == steps:
+        return updates, evaluations, 0
+    sink = SinkCallback(data.tokens_NT, eps=data.settings.eps)
+    with stop_on_signals() as should_stop:
+        progress = StepProgress("updates", observe)
+        record = TuneRecord(out, updates, evaluations, sink, should_stop, progress)
+        progress.note(f"continues after {step} of {steps} updates" if step else f"{steps} updates")
+        progress.begin(steps, done=step)
+        made = tuner(data, out / CHECKPOINTS, [sink, record], begins=place is None)
+        try:
+            made.train(resume_from_checkpoint=str(place) if place else None)
+        except Exception as error:
+            if not is_full(error):
+                raise
+            raise SinklabError(
+                f"the disk of {out} is full: free some space, and run the same command again, which resumes from the "
+                "last checkpoint"
+            ) from error
+        return record.updates, record.evaluations, should_stop.exit_status
+
+
+def _check_free(out: Path, model: str) -> None:
+    """Refuse a directory with other contents, or inside the model's directory, whose files are hashed.
+
+    Raises:
+        InputError: names the contents.
+    """
+    place = Path(model).expanduser()
+    if place.is_dir() and out.resolve().is_relative_to(place.resolve()):
+        raise InputError(f"{out} is inside the directory of the model: choose an --out beside it")
+    is_tuning = (out / SFT).is_file() and (out / SFT).stat().st_size
+    for name in (MODEL, CHECKPOINTS, METRICS, UPDATES):
+        if not is_tuning and (out / name).exists():
+            raise InputError(f"{out / name} exists and is not part of a tuning: choose another --out")

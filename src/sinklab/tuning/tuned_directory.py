@@ -1,0 +1,212 @@
+"""The directory of a tuning: sft.json, metrics.jsonl (evaluations), updates.jsonl, checkpoints, the tuned model.
+
+Losses are in nats per token of the assistant. Sink rates are in percent, position 1 first. See docs/sft.md.
+"""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+import sinklab
+from sinklab.errors import InputError
+from sinklab.export.directory import atomic_directory, card_head, write_code
+from sinklab.files import parse_json, write_text
+from sinklab.schema import Ratio, ReadDocument
+from sinklab.tuning.settings import TuneManifest
+
+SFT, METRICS, UPDATES = "sft.json", "metrics.jsonl", "updates.jsonl"
+MODEL, CHECKPOINTS = "model", "checkpoints"
+PREFIX = "checkpoint-"
+COMPLETE = "complete"
+"""A file in a checkpoint once it and the files beside it are complete; only such checkpoints are resumed from."""
+
+NOT_THE_MODEL = (
+    "optimizer.pt",
+    "scheduler.pt",
+    "scaler.pt",
+    "rng_state*.pth",
+    "trainer_state.json",
+    "training_args.bin",
+    "README.md",
+    COMPLETE,
+)
+
+AnyRow = TypeVar("AnyRow", bound=BaseModel)
+
+
+class TuneUpdate(ReadDocument):
+    """One update.
+
+    Attributes:
+        step: counted from 1.
+        loss: of its conversations.
+        grad_norm: before clipping.
+        lr: of the update.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+
+
+class TuneEvaluation(ReadDocument):
+    """One evaluation; step 0 is before any update.
+
+    Attributes:
+        step: updates made.
+        train_loss: mean over the updates since the previous evaluation; None if there were none.
+        valid_loss: of the held-out conversations.
+        sink_rate, sink_rate_bias: percent of (sequence, layer, head) triples; of a bias where the model has one.
+        hidden_norm_ratio: |h_1| over the mean of the others, before the first block and after every block; infinite,
+            null in the file, where the others are 0.
+        lr, grad_norm: of the last update; the norm before clipping.
+        grad_norm_max: largest since the previous evaluation.
+    """
+
+    step: int
+    train_loss: float | None = None
+    valid_loss: float
+    sink_rate: list[float]
+    sink_rate_bias: float | None = None
+    hidden_norm_ratio: list[Ratio] | None = None
+    lr: float | None = None
+    grad_norm: float | None = None
+    grad_norm_max: float | None = None
+
+
+class Tuning(ReadDocument):
+    """sft.json.
+
+    Attributes:
+        model: name as given.
+        architecture: the class of transformers that was tuned.
+        asked: the request, which decides the numbers.
+        conversations: number trained on; `held_out` is in `asked`.
+        trained_tokens: tokens of the assistant in one epoch.
+        sequences: number on which the sink is measured.
+        notes: on the model and the conversations.
+        base, chat: the first evaluation, and the last one after all updates.
+        grad_norm_max: of all updates.
+        seconds: over all calls that were not killed.
+        versions: of the training libraries.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True, populate_by_name=True)
+
+    schema_version: Literal[1] = Field(default=1, alias="schema")
+    model: str
+    architecture: str
+    parameters: int
+    asked: TuneManifest
+    conversations: int
+    trained_tokens: int
+    sequences: int
+    notes: list[str]
+    base: TuneEvaluation | None = None
+    chat: TuneEvaluation | None = None
+    grad_norm_max: float | None = None
+    seconds: float = 0.0
+    versions: dict[str, str] = Field(default_factory=dict)
+
+    def sides(self) -> dict[str, TuneEvaluation]:
+        """The evaluations so far of the base and the chat model."""
+        return {name: side for name, side in (("base", self.base), ("chat", self.chat)) if side is not None}
+
+    def document(self) -> dict[str, object]:
+        """As JSON."""
+        return self.model_dump(mode="json", by_alias=True)
+
+
+def load_tuning(path: Path) -> Tuning:
+    """Read an sft.json.
+
+    Raises:
+        InputError: it is damaged.
+    """
+    try:
+        return Tuning.model_validate(parse_json(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, ValidationError) as error:
+        raise InputError(f"{path} is damaged ({error}): choose another --out, or move it away") from error
+
+
+def read_rows(path: Path, kind: type[AnyRow]) -> list[AnyRow]:
+    """The rows of a .jsonl file; none without a file.
+
+    Raises:
+        InputError: it is damaged.
+    """
+    if not path.is_file():
+        return []
+    try:
+        return [kind.model_validate_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except ValueError as error:
+        raise InputError(f"{path} is damaged ({error}): choose another --out, or move it away") from error
+
+
+def write_rows(path: Path, rows: Sequence[BaseModel]) -> None:
+    """Write rows as .jsonl, atomically."""
+    write_text(path, "".join(json.dumps(row.model_dump(mode="json"), allow_nan=False) + "\n" for row in rows))
+
+
+def mark_complete(folder: Path, step: int) -> None:
+    """Mark the checkpoint of a step as complete, if there is one."""
+    checkpoint = folder / f"{PREFIX}{step}"
+    if checkpoint.is_dir():
+        write_text(checkpoint / COMPLETE, "")
+
+
+def newest(folder: Path) -> tuple[int, Path] | None:
+    """The step and the folder of the newest complete checkpoint; None without one."""
+    complete = [path.parent for path in folder.glob(f"{PREFIX}*/{COMPLETE}")]
+    found = [(int(path.name.removeprefix(PREFIX)), path) for path in complete if path.name[len(PREFIX) :].isdigit()]
+    return max(found, default=None)
+
+
+def discard_torn(folder: Path) -> None:
+    """Remove incomplete checkpoints."""
+    for path in folder.glob(f"{PREFIX}*"):
+        if path.is_dir() and not (path / COMPLETE).exists():
+            shutil.rmtree(path)
+
+
+def write_model(checkpoint: Path, directory: Path, tuning: Tuning, is_ours: bool) -> None:
+    """Write the model of a checkpoint as a Hugging Face directory, atomically.
+
+    Args:
+        directory: new or empty.
+        tuning: for the model card.
+        is_ours: whether it is a SinklabForCausalLM; its code is then written beside the weights.
+
+    Raises:
+        SinklabError: the disk is full or not writable.
+    """
+    left_out = {path.name for pattern in NOT_THE_MODEL for path in checkpoint.glob(pattern)}
+    with atomic_directory(directory) as aside:
+        for path in sorted(checkpoint.iterdir()):
+            if path.is_file() and path.name not in left_out:
+                shutil.copy2(path, aside / path.name)
+        if is_ours:
+            write_code(aside)
+        write_text(aside / "README.md", tuned_card(tuning))
+
+
+def tuned_card(tuning: Tuning) -> str:
+    """The README.md of the model: data, settings, loss and sink before and after."""
+    asked = tuning.asked.model_dump(exclude={"files", "data", "sink_tokens"})
+    rows = [f"| {name} | {value} |" for name, value in asked.items()]
+    settings = "\n".join(row for row in rows if "\n" not in row)
+    numbers = "\n".join(
+        f"| {name} | {side.valid_loss:.4f} | {side.sink_rate[0]:.2f} |" for name, side in tuning.sides().items()
+    )
+    return (
+        f"{card_head('sft')}\n# {Path(tuning.model).name}, tuned on conversations\n\n"
+        f"{tuning.architecture} of {tuning.parameters:,} parameters, tuned by sinklab {sinklab.__version__} on the "
+        f"assistant's tokens of {tuning.conversations:,} conversations.\n\n"
+        "| | loss held out, nats per token | Sink_1, percent |\n|---|---|---|\n"
+        f"{numbers}\n\n## Settings\n\n| | |\n|---|---|\n{settings}\n"
+    )

@@ -1,0 +1,172 @@
+"""The rounded KV cache, against KIVI's formula written anew and against a cache of transformers that rounds."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from assessed import small, some_tokens
+from closeness import assert_close
+from families import family_tokens, pair_of
+
+from sinklab.assessing.parts import PARTS, USUAL, kv_cache
+from sinklab.assessing.parts.kv_cache import KVCache, RoundedCache, assess_kv_cache, outlier_tokens, rounded
+from sinklab.assessing.reading import PairedReader, changed_attention, key_heads
+from sinklab.models.adapter import adapt
+from sinklab.models.hooks import evaluating
+
+
+def by_hand(numbers: list[float], bits: int) -> list[float]:
+    """One group: codes 0 .. 2^bits - 1 between the least and the largest."""
+    low, high = min(numbers), max(numbers)
+    step = (high - low) / (2**bits - 1) or 1.0
+    return [low + step * round((x - low) / step) for x in numbers]
+
+
+def rounded_by_hand(x_BGSD: torch.Tensor, axis: int, bits: int, left: set[int], size: int) -> torch.Tensor:
+    found = x_BGSD.clone()
+    B, G, S, D = x_BGSD.shape
+    lines = [(b, g, slice(None), d) for b in range(B) for g in range(G) for d in range(D)]
+    if axis == 3:
+        lines = [(b, g, s, slice(None)) for b in range(B) for g in range(G) for s in range(S) if s not in left]
+    for line in lines:
+        whole = x_BGSD[line].tolist()
+        for start in range(0, len(whole), size):
+            places = [i for i in range(start, min(start + size, len(whole))) if axis == 3 or i not in left]
+            if places:
+                found[line][places] = torch.tensor(by_hand([whole[i] for i in places], bits), dtype=x_BGSD.dtype)
+    return found
+
+
+def some_cache(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+@pytest.mark.parametrize("left", [set(), {0}, {0, 1, 37}])
+def test_groups_are_rounded_as_by_hand_and_the_spared_are_in_no_scale(bits: int, left: set[int]) -> None:
+    x = some_cache(2, 2, 70, 40)
+    x[:, :, 0] *= 100
+    spared = torch.tensor([s in left for s in range(70)])[:, None]
+    for axis in (2, 3):
+        assert_close(rounded(x, axis, bits, spared), rounded_by_hand(x, axis, bits, left, 32), 1e-12)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_whole_groups_agree_with_the_codes_that_kivi_packs(bits: int) -> None:
+    x = some_cache(2, 3, 64, 32)
+    for axis, shape in ((2, (2, 3, 2, 32, 32)), (3, (2, 3, 64, 1, 32))):
+        grouped = x.view(shape)
+        over = -2 if axis == 2 else -1  # of tokens, or of channels
+        least, most = grouped.min(over, keepdim=True)[0], grouped.max(over, keepdim=True)[0]
+        codes = ((grouped - least) / ((most - least) / (2**bits - 1))).clamp(0, 2**bits - 1).round().to(torch.int32)
+        expected = codes * ((most - least) / (2**bits - 1)) + least
+        assert_close(rounded(x, axis, bits, torch.tensor(False)), expected.view_as(x), 1e-12)
+
+
+def test_equal_numbers_stay_as_they_are() -> None:
+    x = torch.full((1, 1, 40, 8), 0.3, dtype=torch.float64)
+    assert torch.equal(rounded(x, 2, 2, torch.tensor(False)), x)
+
+
+class RoundingCache(hf.DynamicCache):
+    """A cache of transformers that hands out rounded keys and values."""
+
+    def __init__(self, bits: int, left: set[int], only: tuple[int, int] | None) -> None:
+        super().__init__()
+        self.bits, self.left, self.only = bits, left, only
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        both = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        made = [rounded_by_hand(x, axis, self.bits, self.left, 32) for x, axis in zip(both, (2, 3), strict=True)]
+        if self.only is None:
+            return tuple(made)
+        for x, full in zip(made, both, strict=True):
+            for g in range(x.shape[1]):
+                if (layer_idx + 1, g + 1) != self.only:
+                    x[:, g] = full[:, g]
+        return tuple(made)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize(("left", "only"), [(set(), None), ({0}, None), (set(), (2, 1))])
+def test_a_model_of_transformers_reads_as_through_a_rounding_cache(
+    family: str, left: set[int], only: tuple[int, int] | None
+) -> None:
+    model, tokens = pair_of(family)[0].double(), family_tokens()
+    adapter, spared = adapt(model), torch.tensor([t in left for t in range(tokens.shape[1])])
+    edit = RoundedCache(2, spared, None if only is None else frozenset({only}))
+    with evaluating(model):
+        expected = model.base_model(
+            tokens, past_key_values=RoundingCache(2, left, only), use_cache=True
+        ).last_hidden_state
+        with changed_attention(adapter, edit):
+            found = adapter.hidden(tokens)
+    assert_close(found, expected, 1e-6)
+
+
+def with_a_loud_first_token(tokens: torch.Tensor) -> Any:
+    """One channel of the first token's key and value is a thousand times the others', in a run."""
+    one = small("grouped keys")
+    tokens[:, 0] = 23
+    tokens[:, 1:] = tokens[:, 1:].clamp(max=22)
+    with torch.no_grad():
+        one.module.embedding.weight[23] = 0
+        one.module.embedding.weight[23, 0] = 3e4
+        for block in one.blocks:
+            block.attention_norm.weight[0] *= 30  # type: ignore[index, union-attr, operator]
+    return one
+
+
+def test_a_loud_first_token_is_what_rounding_costs_and_is_found() -> None:
+    tokens = some_tokens(3, 20)
+    one = with_a_loud_first_token(tokens)
+    assert outlier_tokens(one, tokens).nonzero().tolist() == [[n, 0] for n in range(3)]
+    found = assess_kv_cache(one, tokens[:2], tokens[2:], 1, 0, lambda: None)
+    assert found.found == [[1], [1]]
+    assert [row.bits for row in found.settings] == [8, 4, 3, 2]
+    for row in found.settings:
+        assert row.found_spared == row.first_spared
+        assert row.due_to_sink == pytest.approx(row.everything.loss - row.first_spared.loss)
+    four = found.settings[1]
+    assert four.first_spared.kl < four.everything.kl / 3
+
+
+def test_heads_are_rounded_one_at_a_time_and_the_dearest_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, tokens = small("grouped keys"), some_tokens(3, 20)
+    assert key_heads(one) == {(1, 1), (1, 2), (2, 1), (2, 2)}
+    passes = []
+    found = assess_kv_cache(one, tokens[:2], tokens[2:], 1, 0, lambda: passes.append(1))
+    assert len(passes) == 2 * (3 + 3 * 4) + 1 + 4
+    reader = PairedReader(one, tokens[2:])
+    for row in found.heads:
+        alone = reader.under(RoundedCache(2, heads=frozenset({(row.layer, row.head)}))).effect()
+        assert row.kl == pytest.approx(alone.kl)
+    dearest = max(found.heads, key=lambda row: row.kl)
+    assert found.exempt == [(dearest.layer, dearest.head)]
+    others = key_heads(one) - {found.exempt[0]}
+    assert found.without_exempt.kl == pytest.approx(
+        PairedReader(one, tokens[:2]).under(RoundedCache(2, heads=others)).effect().kl
+    )
+    monkeypatch.setattr(kv_cache, "BITS", (40,))
+    exact = assess_kv_cache(one, tokens[:2], tokens[2:], 1, 0, lambda: None)
+    assert exact.settings[0].everything.kl == pytest.approx(0, abs=1e-9)
+
+
+def test_a_learned_token_in_front_is_spared_with_the_first() -> None:
+    one, tokens = small("sink token"), some_tokens(3, 12)
+    found = assess_kv_cache(one, tokens[:2], tokens[2:], 1, 0, lambda: None)
+    assert found.sink_positions == 2
+    assert found.settings[-1].first_spared.kl != found.settings[-1].everything.kl
+
+
+def test_a_latent_cache_is_refused() -> None:
+    for adapter in (small("latent"), adapt(pair_of("deepseek-v3, other value width")[0])):
+        why = KVCache.refusal(adapter, None)  # type: ignore[arg-type]
+        assert why == "its cache holds one latent for all heads, not keys and values"
+    assert KVCache.refusal(small(), None) is None  # type: ignore[arg-type]
+
+
+def test_it_runs_where_it_is_named_alone() -> None:
+    assert "kv_cache" in PARTS
+    assert "kv_cache" not in USUAL

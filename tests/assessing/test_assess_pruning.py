@@ -1,0 +1,113 @@
+"""Heads removed, against models whose output maps have zeros for them."""
+
+import copy
+from collections import Counter
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from assessed import small, some_tokens
+from closeness import assert_close
+from families import family_tokens, pair_of
+
+from sinklab.assessing.parts import pruning
+from sinklab.assessing.parts.heads import assess_heads
+from sinklab.assessing.parts.pruning import Pruning, QueryHeads, WithoutHeads, assess_pruning
+from sinklab.assessing.reading import PairedReader, changed_attention
+from sinklab.models.adapter import Adapter, adapt
+from sinklab.models.hooks import evaluating
+
+REMOVED: QueryHeads = frozenset({(1, 2), (2, 1), (2, 4)})
+
+
+def without(adapter: Adapter) -> torch.Tensor:
+    tokens = family_tokens()
+    with evaluating(adapter.module), changed_attention(adapter, compute=WithoutHeads(REMOVED)):
+        return adapter.hidden(tokens)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3, window 5"])
+def test_a_removed_head_has_a_slice_of_zeros_in_the_output_map(family: str) -> None:
+    model = pair_of(family)[0].double()
+    pruned: Any = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer, head in REMOVED:
+            if family == "gpt2":
+                pruned.transformer.h[layer - 1].attn.c_proj.weight[8 * (head - 1) : 8 * head] = 0
+            else:
+                pruned.model.layers[layer - 1].self_attn.o_proj.weight[:, 8 * (head - 1) : 8 * head] = 0
+    with evaluating(pruned):
+        expected = pruned.base_model(family_tokens(), use_cache=False).last_hidden_state
+    assert_close(without(adapt(model)), expected, 1e-6)
+
+
+@pytest.mark.parametrize("variant", ["softmax", "grouped keys", "gate", "sigmoid", "sink token"])
+def test_so_it_has_in_a_run(variant: str) -> None:
+    one, tokens = small(variant), some_tokens()
+    found = PairedReader(one, tokens).under(compute=WithoutHeads(REMOVED)).effect()
+    with torch.no_grad():
+        for layer, head in REMOVED:
+            one.module.blocks[layer - 1].attention.out.weight[:, 8 * (head - 1) : 8 * head] = 0  # type: ignore[union-attr, index]
+    assert found.loss == pytest.approx(PairedReader(one, tokens).unchanged.effect().loss, rel=1e-9)
+
+
+def test_heads_that_put_out_nothing_cost_nothing_and_others_do() -> None:
+    one, tokens = small(), some_tokens()
+    with torch.no_grad():
+        for block in one.blocks:
+            block.attention.out.weight[:] = 0  # type: ignore[union-attr, index]
+    found = assess_pruning(one, tokens, 0, lambda: None)
+    assert {row.kl for row in found.orders} == {0.0}
+    assert max(row.kl for row in assess_pruning(small(), tokens, 0, lambda: None).orders) > 0.01
+
+
+class Recorded(WithoutHeads):
+    """Keeps which heads were removed."""
+
+    seen: ClassVar[list[QueryHeads]] = []
+
+    def __init__(self, heads: QueryHeads) -> None:
+        super().__init__(heads)
+        self.seen.append(heads)
+
+
+def test_each_order_removes_the_heads_that_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, tokens, passes = small(layers=4), some_tokens(), []
+    monkeypatch.setattr(pruning, "WithoutHeads", Recorded)
+    Recorded.seen.clear()
+    found = assess_pruning(one, tokens, 0, lambda: passes.append(1))
+    shares = {(role.layer, role.head): role.share for role in assess_heads(one, tokens, lambda: None).heads}
+    falling = sorted(shares, key=lambda head: -shares[head])
+    drawn, layers = iter(Recorded.seen), Counter[int]()
+    assert found.total == 16
+    assert [row.share for row in found.orders] == [share for share in pruning.SHARES for _ in range(4)]
+    for row in found.orders:
+        sets = [next(drawn) for _ in row.losses]
+        assert {len(heads) for heads in sets} == {row.heads}
+        if row.order == "sink first":
+            assert sets == [set(falling[: row.heads])]
+            layers = Counter(layer for layer, _ in sets[0])
+        elif row.order == "sink last":
+            assert sets == [set(falling[-row.heads :])]
+        else:
+            assert len(sets) == pruning.DRAWS
+        if row.order == "same layers":
+            assert all(Counter(layer for layer, _ in heads) == layers for heads in sets)
+        assert row.loss == pytest.approx(sum(row.losses) / len(row.losses))
+    assert len(passes) == 2 * (3 + len(Recorded.seen))
+
+
+def test_all_heads_of_a_kind_are_removed_against_as_many_random_ones() -> None:
+    one, tokens = small("sink logit"), some_tokens()  # a bias has no value: its heads are no-ops
+    with torch.no_grad():
+        one.cores[0].bias.logit.fill_(4)  # type: ignore[union-attr, operator]
+    kinds = Counter(role.kind for role in assess_heads(one, tokens, lambda: None).heads)
+    assert kinds["nop"] >= 4
+    found = {row.order: row for row in assess_pruning(one, tokens, 0, lambda: None).kinds}
+    assert set(found) == {"all nop", "as many random as nop"}
+    assert {row.heads for row in found.values()} == {kinds["nop"]}
+
+
+def test_heads_whose_share_cannot_be_read_are_refused() -> None:
+    one = small(attention={"operation": {"kind": "differential"}})
+    assert "cannot be changed one by one" in str(Pruning.refusal(one, None))  # type: ignore[arg-type]

@@ -1,0 +1,334 @@
+"""What is handed over from Python or the command line and cannot be used is answered with a sentence, and early."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from conftest import Run, on_one_line
+from report_fixtures import make_measurement, make_run
+from tiny_models import text_file, tiny_model
+from torch import nn
+
+import sinklab
+from sinklab.errors import InputError, SinklabError
+from sinklab.measuring.measurement import Measurement
+from sinklab.models.huggingface import loading
+from sinklab.models.huggingface.loading import check_name
+from sinklab.report import write_report
+
+TOKENS = torch.randint(3, 64, (6, 12), generator=torch.Generator().manual_seed(1))
+DEEP = "[" * 100_000
+
+
+@pytest.fixture
+def model() -> Any:
+    torch.manual_seed(0)
+    config = hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=3, n_head=4, n_positions=64, initializer_range=0.3)
+    return hf.AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("given") / "gpt2")
+
+
+@pytest.mark.parametrize("given", ["gpt2", nn.Linear(3, 4), None, [1, 2]])
+def test_what_is_no_model_is_named(given: Any) -> None:
+    with pytest.raises(InputError, match=r"^the model is (a string|of type).*AutoModelForCausalLM"):
+        sinklab.measure(given, TOKENS)
+    with pytest.raises(InputError, match=r"^the model is (a string|of type)"), sinklab.probe(given):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [
+        (TOKENS.float(), "tokens are float32 numbers"),
+        (TOKENS.numpy() / 2, "tokens are an array of float64"),
+        ("a text", "tokens are of type str"),
+        (["a", "text"], "tokens have no rows"),
+        ([1, 2, 3], "tokens have no rows"),
+        ([[1, 2], ["a", "b"]], "tokens are no matrix of whole numbers"),
+        ([[1, 2**80]], "tokens are no matrix of whole numbers"),
+        ([[0.5, 1.5]], "tokens are float32 numbers"),
+        ({"input_ids": TOKENS}, "tokens are of type dict"),
+        (None, "tokens are of type NoneType"),
+        ([], "neither empty"),
+        (TOKENS[0], "neither empty"),
+    ],
+)
+def test_what_are_no_tokens_is_named(model: Any, tokens: Any, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        sinklab.measure(model, tokens)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"eps": "0.3"}, "eps is '0.3', which is not a number"),
+        ({"eps": None}, "eps is None, which is not a number"),
+        ({"eps": [0.3, "x"]}, "eps is 'x', which is not a number"),
+        ({"eps": []}, "eps is empty"),
+        ({"eps": np.array([0.3, 2])}, "eps is 2.0; expected a share"),
+        ({"batch_size": "2"}, "batch size is '2'"),
+        ({"batch_size": 2.5}, "batch size is 2.5; expected a whole number"),
+        ({"inputs": "bogus"}, "inputs are 'bogus': choose from natural, random, repeat"),
+        ({"ablate": "zero_massive"}, r"give a list, ablate=\['zero_massive'\]"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_named_before_the_model_is_called(
+    model: Any, options: dict[str, Any], says: str
+) -> None:
+    called: list[Any] = []
+    model.register_forward_pre_hook(lambda *_: called.append(1))
+    with pytest.raises(InputError, match=says):
+        sinklab.measure(model, TOKENS, **options)
+    assert not called
+
+
+def test_numbers_of_numpy_are_numbers(model: Any) -> None:
+    found = sinklab.measure(model, TOKENS, eps=np.float64(0.25), batch_size=np.int64(4))  # type: ignore[arg-type]
+    assert found.sink_rate == sinklab.measure(model, TOKENS, eps=0.25).sink_rate
+    assert sinklab.measure(model, TOKENS, eps=np.array([0.25, 0.5])).sink_rates is not None  # type: ignore[arg-type]
+    assert sinklab.measure(model, TOKENS, eps=np.float32(0.25)).eps == 0.25  # type: ignore[arg-type]
+
+
+def test_tokens_may_be_an_array_and_of_any_whole_type(model: Any) -> None:
+    expected = sinklab.measure(model, TOKENS).loss
+    for tokens in (TOKENS.numpy(), TOKENS.numpy().astype(np.uint16), TOKENS.int(), TOKENS.to(torch.uint8)):
+        assert sinklab.measure(model, tokens).loss == expected
+    mask = np.ones(TOKENS.shape, dtype=bool)
+    assert sinklab.measure(model, TOKENS, attention_mask=mask).loss == expected
+
+
+def test_threads_that_measure_one_model_take_turns(model: Any) -> None:
+    alone = sinklab.measure(model, TOKENS)
+    start = threading.Barrier(3)
+
+    def measured(_: int) -> Measurement:
+        start.wait()
+        return sinklab.measure(model, TOKENS, batch_size=2)
+
+    with ThreadPoolExecutor(3) as pool:
+        for found in pool.map(measured, range(3)):
+            assert found.sink_rate == alone.sink_rate
+            np.testing.assert_allclose(found.importance, alone.importance, rtol=1e-5, atol=1e-7)
+    assert not model._forward_hooks
+
+
+def test_a_second_thread_does_not_probe_what_another_probes(model: Any) -> None:
+    def probed() -> None:
+        with sinklab.probe(model):
+            model(TOKENS)
+
+    with ThreadPoolExecutor(1) as pool:
+        with sinklab.probe(model) as watch:
+            model(TOKENS)
+            with pytest.raises(SinklabError, match="another thread has a probe"):
+                pool.submit(probed).result()
+        pool.submit(probed).result()
+    assert len(watch.layers) == 3
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bloom"])
+def test_the_batches_of_a_probe_add_up(model: Any, family: str) -> None:
+    if family == "bloom":
+        model = hf.AutoModelForCausalLM.from_config(
+            hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
+        ).eval()
+    with torch.no_grad(), sinklab.probe(model) as whole:
+        model(TOKENS)
+    with torch.no_grad(), sinklab.probe(model) as watch:
+        for start in (0, 2, 4):
+            model(TOKENS[start : start + 2])
+    for one, other in zip(watch.layers, whole.layers, strict=True):
+        torch.testing.assert_close(one.importance_BHT, other.importance_BHT)
+        torch.testing.assert_close(one.key_norm_BT, other.key_norm_BT)
+    assert watch.real is not None
+    assert watch.real.mask_BT.shape == TOKENS.shape
+
+
+def test_shorter_batches_are_zero_past_their_end(model: Any) -> None:
+    with torch.no_grad(), sinklab.probe(model) as watch:
+        model(TOKENS[:2, :5])
+        model(TOKENS[2:])
+    layer = watch.layers[0]
+    assert layer.importance_BHT.shape == (6, 4, 12)
+    assert bool((layer.importance_BHT[:2, :, 5:] == 0).all())
+    assert watch.real is not None
+    assert watch.real.count_B.tolist() == [5, 5, 12, 12, 12, 12]
+    watch.clear()
+    assert watch.layers == []
+
+
+def test_sequences_that_are_read_again_with_tokens_added_are_counted_once(model: Any) -> None:
+    with torch.no_grad(), sinklab.probe(model) as watch:
+        for length in (10, 11, 12):
+            model(TOKENS[:, :length], use_cache=False)
+    with torch.no_grad(), sinklab.probe(model) as whole:
+        model(TOKENS)
+    torch.testing.assert_close(watch.layers[0].importance_BHT, whole.layers[0].importance_BHT)
+
+
+def test_a_pass_that_failed_leaves_nothing_in_the_probe(model: Any) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("halfway")
+
+    with torch.no_grad(), sinklab.probe(model) as watch:
+        model(TOKENS[:2])
+        handle = model.transformer.h[1].register_forward_hook(broken)
+        with pytest.raises(RuntimeError, match="halfway"):
+            model(TOKENS[2:4])
+        handle.remove()
+        model(TOKENS[4:])
+    assert [layer.importance_BHT.shape[0] for layer in watch.layers] == [4, 4, 4]
+
+
+def test_a_measurement_is_saved_into_a_folder_named_by_a_string(tmp_path: Path) -> None:
+    measured = Measurement.load(str(make_measurement(tmp_path / "made")))
+    measured.save(str(tmp_path / "again"))
+    assert Measurement.load(tmp_path / "again").document() == measured.document()
+    with pytest.raises(InputError, match="is a file"):
+        measured.save(tmp_path / "again" / "measurement.json")
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff\x00\x9c\n\x80", DEEP.encode(), b"7\n", b'{"step": "a"}\n', b"1" * 9000 + b"\n"]
+)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "measurement.json", "summary.json", "env.json", "measurement.npz"])
+def test_a_damaged_file_in_a_run_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+    made = make_run(tmp_path / "run")
+    if name == "env.json" and content.startswith(b"{"):
+        pytest.skip("that is a mapping, too")
+    (made / name).write_bytes(content)
+    if name == "summary.json" and content.startswith(b"{"):
+        write_report([made])
+        return
+    with pytest.raises(InputError, match=rf"{name}|holds no usable measurement"):
+        write_report([made])
+
+
+@pytest.mark.parametrize("row", [DEEP, "1" * 9000, '{"text": NaN}', "\x00"])
+def test_a_row_that_is_no_document_is_named(run: Callable[..., tuple[int, str, str]], folder: Path, row: str) -> None:
+    Path("bad.jsonl").write_text(f'{{"text": "a b"}}\n{row}\n')
+    status, _, err = run("measure", folder, "--text", "bad.jsonl")
+    assert status == 2
+    assert "bad.jsonl, line 2" in err
+
+
+@pytest.fixture
+def run(run: Run, tmp_path: Path) -> Run:
+    """`sinklab ARGS` in a folder with a text; stderr on one line."""
+    text_file(tmp_path / "text.jsonl")
+    return on_one_line(run)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--text", "none.jsonl"], "no text at none.jsonl"),
+        (["--text", "empty.jsonl"], "holds no text"),
+        (["--text", "text.csv"], "not a .txt or .jsonl file"),
+        (["--text", "binary.txt"], "is not UTF-8"),
+        (["--text", "text.jsonl", "--eps", "1.5"], "eps is 1.5"),
+        (["--text", "text.jsonl", "--eps", "nan"], "eps is nan"),
+        (["--inputs", "random", "--sequences", f"{10**18}"], "less than or equal to 1000000000"),
+        (["--inputs", "random", "--length", f"{10**20}"], "less than or equal to 1000000000"),
+        (["--text", "text.jsonl", "--ablate", "no_boss"], "'no_boss' is unknown"),
+        (["--text", "text.jsonl", "--ablate", "mask_first:63"], "give 1 to 62"),
+        (["--text", "text.jsonl", "--ablate", f"mask_first:{'9' * 5000}"], "give 1 to 62"),
+        (["--text", "text.jsonl", "--lengths", "65"], "give increasing lengths from 1 to 63"),
+        (["--text", "text.jsonl", "--map", "0.1"], "expected LAYER.HEAD"),
+        (["--text", "text.jsonl", "--swap-position", "0", "3"], "counted from 1"),
+        (["--text", "text.jsonl", "--swap-position", "3", "3"], "changes nothing"),
+        (["--text", "text.jsonl", "--replace-position", "65", "3"], "have 64 tokens"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused_before_a_model_is_loaded(
+    run: Callable[..., tuple[int, str, str]], folder: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], says: str
+) -> None:
+    def load(*_: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(loading, "load_pretrained", load)
+    Path("empty.jsonl").write_text("\n\n")
+    Path("text.csv").write_text("a,b")
+    Path("binary.txt").write_bytes(b"\xff\xfe\x00")
+    status, out, err = run("measure", folder, *args)
+    assert (status, out) == (2, "")
+    assert says in err
+
+
+@pytest.mark.parametrize("name", ["no/such/model", "models/none/", "a b", "x..y", "./x", "", "a\\b", "-x", "/gpt2"])
+def test_what_cannot_be_a_name_on_the_hub_is_refused_at_once(name: str) -> None:
+    with pytest.raises(
+        InputError, match=r"give the directory of a model, a run directory, a \.gguf file, or a name on"
+    ):
+        check_name(name)
+
+
+def test_names_of_the_hub_pass() -> None:
+    for name in ("gpt2", "EleutherAI/pythia-14m", "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "ai21labs/Jamba-v0.1", "a/b_c"):
+        check_name(name)
+
+
+def test_a_comparison_looks_for_all_of_its_models_first(run: Callable[..., tuple[int, str, str]], folder: Path) -> None:
+    status, out, err = run("compare", folder, "./none", "--inputs", "random", "--out", "out")
+    assert (status, out) == (2, "")
+    assert "./none is not a directory" in err
+    assert not Path("out").exists()
+
+
+def test_the_files_of_a_folder_take_turns(run: Callable[..., tuple[int, str, str]], folder: Path) -> None:
+    for name in ("a", "b", "c"):
+        text_file(Path("texts") / f"{name}.jsonl", seed=ord(name))
+    status, out, err = run("measure", folder, "--text", "texts", "--sequences", 6, "--length", 8, "--json")
+    assert status == 0, err
+    assert "the sequences are taken from the 3 files of texts in turn" in json.loads(out)["notes"]
+
+
+HUGE = "99999999999999999999999"
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["measure", "x", "--inputs", "random", "--seed", HUGE], "less than or equal to 9223372036854775807"),
+        (
+            ["data", "prepare", "text.jsonl", "--tokenizer", "train:300", "--limit-bytes", HUGE],
+            "less than or equal to 9223372036854775807",
+        ),
+        (
+            ["data", "prepare", "text.jsonl", "--tokenizer", "train:300", "--limit-tokens", HUGE],
+            "less than or equal to 9223372036854775807",
+        ),
+        (["data", "prepare", "text.jsonl", "--tokenizer", f"train:{HUGE}"], "and at most 16777216"),
+        (["data", "prepare", "text.jsonl", "--tokenizer", "train:99999999"], "and at most 16777216"),
+    ],
+)
+def test_numbers_that_no_file_could_hold_are_refused(
+    run: Callable[..., tuple[int, str, str]], args: list[str], says: str
+) -> None:
+    status, out, err = run(*args, *(["--out", "out"] if args[0] == "data" else []))
+    assert (status, out) == (2, "")
+    assert says in err
+    assert not Path("out").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_a_result_that_cannot_be_printed_ends_with_a_sentence() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "sinklab", "interventions", "--json"]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 1
+    assert "error: the result could not be printed (No space left on device)" in ended.stderr
+    assert "Traceback" not in ended.stderr
