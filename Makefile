@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := .venv-extras
 OLDEST := .venv-oldest
 
-.PHONY: setup lab test test-slow test-browser test-extras test-real test-cluster test-cuda-dry test-portable test-oldest bench check clean
+.PHONY: setup lab test docs test-slow test-browser test-extras test-real test-cluster test-cuda-dry test-portable test-oldest bench check clean
 
 setup: $(STAMP)
 
@@ -18,6 +18,13 @@ $(STAMP): pyproject.toml constraints.txt
 
 lab: $(STAMP)
 	$(BIN)/sinklab lab
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
+	@touch $@
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

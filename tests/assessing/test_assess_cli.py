@@ -58,7 +58,7 @@ def test_notes_say_which_layers_have_attention_and_that_the_others_hide_nothing(
     assert status == 0, err
     counted, carried = json.loads(out)["notes"][-2:]
     assert counted.startswith("1 of 2 layers has attention (2), here layer 1")
-    assert "layer 1 still carries those tokens on" in carried
+    assert "layer 1 still reads them" in carried
 
 
 def test_the_same_call_goes_on_with_the_parts_that_are_missing(

@@ -78,7 +78,7 @@ def test_each_order_removes_the_heads_that_it_says(monkeypatch: pytest.MonkeyPat
     found = assess_pruning(one, tokens, 0, lambda: passes.append(1))
     shares = {(role.layer, role.head): role.share for role in assess_heads(one, tokens, lambda: None).heads}
     falling = sorted(shares, key=lambda head: -shares[head])
-    drawn = iter(Recorded.seen)
+    drawn, layers = iter(Recorded.seen), Counter[int]()
     assert found.total == 16
     assert [row.share for row in found.orders] == [share for share in pruning.SHARES for _ in range(4)]
     for row in found.orders:

@@ -10,7 +10,7 @@ from conftest import Run, on_one_line
 from sweeps import write_experiment
 
 from sinklab.assessing.assessment import load_assessment
-from sinklab.commands import sweeping
+from sinklab.commands import reproducing
 from sinklab.train.directory.lock import one_writer
 
 STREAMED = """
@@ -88,11 +88,11 @@ def test_what_another_process_assesses_is_waited_for(run: Run, monkeypatch: pyte
             waited.append(seconds)
             other.close()
 
-        monkeypatch.setattr(sweeping.time, "sleep", wait)
+        monkeypatch.setattr(reproducing.time, "sleep", wait)
         status, _, err = run("reproduce", "streamed.yaml", *OPTIONS, "--seeds", 1)
     assert status == 0
     assert "was not assessed" not in err
-    assert waited == [sweeping.LOOKS_EVERY_S]
+    assert waited == [reproducing.LOOKS_EVERY_S]
     assert "streaming" in load_assessment(path).results
 
 

@@ -97,13 +97,15 @@ def test_a_version_that_is_not_there_is_an_error_that_names_it(hub: Path) -> Non
     assert "at revision step4 could not be loaded: check the name, the revision and the connection" in ran.stderr
 
 
-def test_what_lies_here_has_no_revision(tmp_path: Path) -> None:
+def test_a_local_model_has_no_revision(tmp_path: Path) -> None:
     run, file = tmp_path / "run", tmp_path / "model.gguf"
     run.mkdir()
     (run / "recipe.yaml").touch()
     file.touch()
     for place in (tmp_path, run, file):
-        with pytest.raises(InputError, match=r"--revision step3 names a version on the Hugging Face hub, and .* here"):
+        with pytest.raises(
+            InputError, match=r"--revision step3 names a version on the Hugging Face hub, and .* is local"
+        ):
             measure_model(str(place), None, ASKED, loading=Loading(revision="step3"))
     with pytest.raises(InputError, match="--revision step3 names a version"):
         compare_models([NAME, str(run)], None, ASKED, loading=Loading(revision="step3"))

@@ -37,8 +37,8 @@ class AssessOptions(CommandSettings, frozen=True):
     parts: Annotated[Several[str], BeforeValidator(_names), Flag(text=str, default="all")] = Field(
         default=(),
         exclude=True,
-        description="Comma-separated: streaming, quantisation, eviction, length, carries, heads; all of these; or "
-        "kv_cache, pruning, which take longer.",
+        description="Comma-separated: streaming, quantisation, eviction, length, carries, heads, writer; all of "
+        "these; or kv_cache, pruning, budgets, which take longer.",
     )
     sequences: int | None = Field(
         default=None, ge=1, le=MOST, description="Number of sequences; default: 2,048 tokens in all, streaming 4,096."

@@ -7,9 +7,10 @@ If sequences are longer than the context, the unchanged model reads them in wind
 Only the second half of a window is scored, so that every token has at least half a context before it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 import torch.nn.functional as F
@@ -82,7 +83,7 @@ class PairedReader:
         edit: Edit | None = None,
         *,
         compute: Compute = LayerCall.output,
-        surgery: AbstractContextManager[None] | None = None,
+        surgery: AbstractContextManager[object] | None = None,
     ) -> ByPosition:
         """Read the text with changed attention calls and, optionally, a changed model.
 
@@ -157,6 +158,19 @@ def changed_attention(
         return layer if edit is None else edit(layer)
 
     return intercept(adapter, edit=edited, compute=compute)
+
+
+def first_importance(layer: LayerCall) -> Tensor:
+    """Importance of the first position, or of learned tokens in front: (B, H)."""
+    alpha = layer.importance()
+    return alpha.bias_BH if layer.leading and alpha.bias_BH is not None else alpha.positions_BHT[..., 0]
+
+
+def mean_effect(effects: Sequence[Effect]) -> Effect:
+    """Of several draws on the same targets."""
+    return Effect(
+        loss=fmean(one.loss for one in effects), kl=fmean(one.kl for one in effects), targets=effects[0].targets
+    )
 
 
 def key_heads(adapter: Adapter) -> KeyHeads:

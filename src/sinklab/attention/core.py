@@ -49,7 +49,7 @@ class AttentionCore(nn.Module):
         learned: the operation's own parameters, or None.
         hidden_first: numbers n: keys 1..n of the sequence are seen by no query after the n-th; empty except in an
             ablation (measuring/surgery/changes.py).
-        door: computes the output instead of the core, within an `intercept` (models/intercept.py).
+        call_handler: computes the output instead of the core, within an `intercept` (models/intercept.py).
 
     Raises:
         ValueError: the parts of the config do not fit the sizes or the position (`AttentionConfig.check_fit`), or the
@@ -82,7 +82,7 @@ class AttentionCore(nn.Module):
         self.by_document = config.mask.kind == "document"
         self.mask = config.mask.build()
         self.hidden_first: tuple[int, ...] = ()
-        self.door: Callable[[LayerCall], Tensor] | None = None
+        self.call_handler: Callable[[LayerCall], Tensor] | None = None
 
     def forward(
         self,
@@ -104,7 +104,7 @@ class AttentionCore(nn.Module):
         """
         with torch.autocast(q_BHTD.device.type, enabled=False):  # the primitive chooses its own precision
             layer = self.layer_call(q_BHTD, k_BGTD, v_BGTD, documents_BL, log_kept_BLH, padding_B)
-            return layer.output() if self.door is None else self.door(layer)
+            return layer.output() if self.call_handler is None else self.call_handler(layer)
 
     def layer_call(
         self,

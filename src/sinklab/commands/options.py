@@ -1,19 +1,23 @@
-"""Options that more than one command has."""
+"""Settings and options that more than one command has."""
 
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from pydantic import Field
 
 from sinklab.commands.ending import say_on
-from sinklab.settings import CommandSettings, Flag
+from sinklab.errors import InputError
+from sinklab.experiments.sweep.engines import EngineName
+from sinklab.settings import CommandSettings, Flag, Several
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from sinklab.models.huggingface.loading import Loading
 
+RUNS = Path("runs")
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -42,6 +46,61 @@ class SubfolderLoadingOptions(LoadingOptions, frozen=True):
     subfolder: Annotated[str | None, Flag(metavar="FOLDER")] = Field(
         default=None, description="Folder of the model within the directory or repository."
     )
+
+
+class ReproduceSettings(CommandSettings, frozen=True):
+    """The settings of `sinklab reproduce` and `lab`; experiments on existing models use five of them."""
+
+    scale: str = Field(default="tiny", description="tiny, mini, small, 60m or 1b, of those that the experiment has.")
+    seeds: int | None = Field(
+        default=None,
+        ge=1,
+        description="Models per cell, the first so many of the experiment's seeds; all, mostly 5.",
+    )
+    models: Annotated[Several[str], Flag(name="--model")] = Field(
+        default=(),
+        description="What experiments on existing models measure, on --seeds draws of sequences: Hugging Face id, "
+        "directory, .gguf file or run directory; the chat model second.",
+    )
+    steps: int | None = Field(default=None, ge=1, description="Updates per model; the recipe's unless given.")
+    text: Path | None = Field(
+        default=None,
+        description="Train on this .txt or .jsonl file or folder instead; or measure a --model on it.",
+    )
+    data: Path | None = Field(
+        default=None, description="HellaSwag's file, for experiments on existing models that ask it."
+    )
+    jobs: int | None = Field(default=None, ge=1, description="Models at a time; as many as the cores suggest.")
+    engine: EngineName = Field(default=EngineName.local, description="Where models are trained.")
+    engine_options: Annotated[Several[str], Flag(name="--engine-option", metavar="KEY=VALUE")] = Field(
+        default=(), description="Of slurm or ray, such as partition=gpu; may be repeated."
+    )
+    dry_run: bool = Field(
+        default=False, description="Train nothing: print the cells, what each changes, and the hours."
+    )
+    out: Path | None = Field(
+        default=None, description="Directory of the runs, summary.json and report.html; runs/SCALE unless given."
+    )
+    packed: Path | None = Field(
+        default=None, description="Folder written by report --pack, whose runs count as trained: continue it."
+    )
+
+    @property
+    def directory(self) -> Path:
+        """Directory of a sweep."""
+        return self.out or RUNS / self.scale
+
+    @property
+    def overlay(self) -> dict[str, Any]:
+        """Changes to every recipe.
+
+        Raises:
+            InputError: there is no such text.
+        """
+        if self.text is not None and not self.text.exists():
+            raise InputError(f"--text {self.text}: there is no such file or folder")
+        overlay: dict[str, Any] = {} if self.steps is None else {"train": {"steps": self.steps}}
+        return overlay if self.text is None else {**overlay, "data": {"source": str(self.text)}}
 
 
 ModelName = Annotated[str, typer.Argument(help="Run directory, Hugging Face id, model directory or .gguf file.")]

@@ -1,40 +1,35 @@
-"""`sinklab lab`, `experiments` and `reproduce`: options to a sweep, and its summary to the terminal."""
+"""`sinklab lab`, `experiments` and `reproduce` on the command line."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from sinklab.commands.ending import stderr
-from sinklab.commands.options import Json
+from sinklab.commands.ending import PLAIN, stderr
+from sinklab.commands.from_model import with_options
+from sinklab.commands.options import RUNS, Json, ReproduceSettings
 from sinklab.errors import InputError
-from sinklab.experiments.sweep.engines import EngineName
+from sinklab.settings import option_name
 from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:
-    from sinklab.commands.sweeping import SweepRequest
-    from sinklab.experiments.definition import Experiment, Scale
+    from sinklab.experiments.definition import Experiment
     from sinklab.experiments.sweep.plan import Question
 
-RUNS = Path("runs")
-ALL, TINY = "all", "tiny"
+ALL = "all"
 DRAWS = 5
-"""Sets of sequences that an existing model is measured on unless told."""
-
-Updates = Annotated[int | None, typer.Option(min=1, help="Updates per model; the recipe's unless given.")]
-LabText = Annotated[Path | None, typer.Option(help="Train on this .txt or .jsonl file or folder instead.")]
-TrainingText = Annotated[
-    Path | None, typer.Option(help="Train on this .txt or .jsonl file or folder instead; or measure a --model on it.")
-]
+"""Default draws of sequences of an experiment on existing models."""
+ONLY_TRAINING = ("steps", "jobs", "engine_options", "packed", "scale", "engine")
+"""Options that an experiment on existing models refuses."""
 
 
 def lab(
     out: Annotated[Path, typer.Option(help="Directory of the runs, summary.json and report.html.")] = RUNS / "lab",
-    steps: Updates = None,
-    text: LabText = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Updates per model; the recipe's unless given.")] = None,
+    text: Annotated[Path | None, typer.Option(help="Train on this .txt or .jsonl file or folder instead.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Models per cell; it takes five for verdicts.")] = 1,
     as_json: Json = False,
 ) -> None:
@@ -44,13 +39,12 @@ def lab(
     none. One model of each kind gives numbers and no verdict; what five of each gave stands beside them.
     Ends with a table and report.html. Interrupt it with Ctrl-C and call it again to continue.
     """
-    from sinklab.commands.sweeping import SweepRequest
+    from sinklab.experiments.shipped import load_experiment
     from sinklab.experiments.sweep.plan import Question
 
     with keeping_what_is_finished():
-        (experiment,) = _named("lab", "tiny")
-        questions = [Question(experiment, "tiny", seeds)]
-        _run(SweepRequest(questions, out, _changes(steps, text)), as_json)
+        settings = ReproduceSettings(out=out, steps=steps, text=text)
+        _train([Question(load_experiment("lab"), "tiny", seeds)], settings, as_json)
 
 
 def experiments(
@@ -88,6 +82,7 @@ def experiments(
         print_experiments(found, Console())
 
 
+@with_options
 def reproduce(
     names: Annotated[
         list[str],
@@ -96,41 +91,7 @@ def reproduce(
             help="Ids (see sinklab experiments), .yaml files of your own, or: all of the scale.",
         ),
     ],
-    scale: Annotated[str, typer.Option(help="tiny, mini, small, 60m or 1b, of those that the experiment has.")] = TINY,
-    seeds: Annotated[
-        int | None,
-        typer.Option(min=1, help="Models per cell, the first so many of the experiment's seeds; all, mostly 5."),
-    ] = None,
-    models: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--model",
-            help="What experiments on existing models measure, on --seeds draws of sequences: Hugging Face id, "
-            "directory, .gguf file or run directory; the chat model second.",
-        ),
-    ] = None,
-    steps: Updates = None,
-    text: TrainingText = None,
-    data: Annotated[
-        Path | None, typer.Option(help="HellaSwag's file, for experiments on existing models that ask it.")
-    ] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Models at a time; as many as the cores suggest.")] = None,
-    engine: Annotated[EngineName, typer.Option(help="Where models are trained.")] = EngineName.local,
-    engine_options: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--engine-option", metavar="KEY=VALUE", help="Of slurm or ray, such as partition=gpu; may be repeated."
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Train nothing: print the cells, what each changes, and the hours.")
-    ] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Directory of the runs, summary.json and report.html; runs/SCALE unless given.")
-    ] = None,
-    packed: Annotated[
-        Path | None, typer.Option(help="Folder written by report --pack, whose runs count as trained: continue it.")
-    ] = None,
+    settings: ReproduceSettings,
     as_json: Json = False,
 ) -> None:
     """Train every cell of experiments, compare them, and judge their claims.
@@ -146,28 +107,28 @@ def reproduce(
     trained below the directory is not trained again, and several of these commands, on any machines that see it, share
     the work. Interrupt it with Ctrl-C and call it again to continue.
     """
-    from sinklab.commands.reproduce_measured import measured_among, measured_command
-    from sinklab.commands.sweeping import SweepRequest, look_ahead
+    found = _experiments(names, settings)
+    if found[0].requests:
+        from sinklab.commands.reproducing import measure_experiments, preview_measured
 
-    if about_models := measured_among(names, models or ()):
-        training = {"--steps": steps, "--jobs": jobs, "--engine-option": engine_options, "--packed": packed}
-        given = [option for option, value in training.items() if value is not None]
-        given += [f"--scale {scale}"] * (scale != TINY) + [f"--engine {engine.value}"] * (engine != EngineName.local)
-        if given:
-            raise InputError(f"{given[0]} is about training, and {about_models[0].id} trains nothing: leave it out")
-        measured_command(about_models, models or (), text, out, seeds or DRAWS, dry_run, as_json, data)
+        draws = settings.seeds or DRAWS
+        if settings.dry_run:
+            preview_measured(found, settings, draws, as_json, Console())
+            return
+        with keeping_what_is_finished():
+            measure_experiments(found, settings, draws, as_json, stderr())
         return
-    if data is not None:
+    if settings.data is not None:
         raise InputError(
-            f"--data {data} is of experiments on existing models, and {names[0]} trains its own: leave it out"
+            f"--data {settings.data} is of experiments on existing models, and {names[0]} trains its own: leave it out"
         )
-    questions = _questions(names, scale, seeds)
-    changes = _changes(steps, text)
-    request = SweepRequest(questions, out or RUNS / scale, changes, jobs, engine, engine_options or (), packed)
-    if dry_run:
-        from sinklab.commands.terminal.plans import print_preview
+    from sinklab.commands.reproducing import look_ahead
+    from sinklab.commands.terminal.plans import hours_line, print_preview
+    from sinklab.experiments.sweep.plan import Question, scale_of
 
-        ahead = look_ahead(request)
+    questions = [Question(one, scale_of(one, settings.scale), settings.seeds or one.seeds) for one in found]
+    if settings.dry_run:
+        ahead = look_ahead(questions, settings)
         if as_json:
             print(json.dumps(ahead.document(), indent=2))
         else:
@@ -175,81 +136,72 @@ def reproduce(
         return
     with keeping_what_is_finished():
         if ALL in names:
-            from sinklab.commands.terminal.plans import hours_line
-
-            stderr().print(hours_line(look_ahead(request)), highlight=False, soft_wrap=True)
-        _run(request, as_json)
+            stderr().print(hours_line(look_ahead(questions, settings)), highlight=False, soft_wrap=True)
+        _train(questions, settings, as_json)
 
 
-def _questions(names: Sequence[str], scale: str, seeds: int | None) -> "list[Question]":
-    """The experiments that were asked for, each once."""
-    from sinklab.experiments.definition import SCALES
-    from sinklab.experiments.sweep.plan import Question
-
-    found: dict[str, Experiment] = {}
-    for name in dict.fromkeys(names):
-        for one in _named(name, scale):
-            if found.setdefault(one.id, one) != one:
-                raise InputError(f"two different experiments are called {one.id}: ask for them one after the other")
-    if not found:
-        raise InputError(f"no experiment has scale {scale!r}; there are: {', '.join(SCALES)}")
-    return [Question(one, _scale_of(one, scale), seeds or one.seeds) for one in found.values()]
-
-
-def _named(name: str, scale: str) -> "list[Experiment]":
-    """The experiments of a name; of all of a scale, most informative first."""
-    from sinklab.experiments.shipped import experiment_ids, load_experiment
-
-    loaded = [load_experiment(one) for one in (experiment_ids() if name == ALL else [name])]
-    return [one for one in loaded if not one.requests and (name != ALL or scale in one.base)]
-
-
-def _scale_of(experiment: "Experiment", scale: str) -> "Scale":
-    for known in experiment.base:
-        if known == scale:
-            return known
-    raise InputError(f"{experiment.id} has no scale {scale!r}; it has: {', '.join(experiment.base)}")
-
-
-def _run(request: "SweepRequest", as_json: bool) -> None:
-    """Run the sweep; standard output gets its result.
+def _experiments(names: Sequence[str], settings: ReproduceSettings) -> "list[Experiment]":
+    """The named experiments, each once: either all trained or all on existing models.
 
     Raises:
-        Exit: with status 1, some runs failed that should not have.
+        InputError: there is no such experiment, two that differ have the same id, some are of one kind and some of the
+            other, or an option belongs to the other kind.
     """
-    from sinklab.commands.sweeping import sweep
+    from sinklab.experiments.definition import SCALES
+    from sinklab.experiments.shipped import experiment_ids, load_experiment
+
+    found: dict[str, Experiment] = {}
+    first: dict[bool, str] = {}
+    for name in dict.fromkeys(names):
+        loaded = [load_experiment(one) for one in (experiment_ids() if name == ALL else [name])]
+        if name == ALL:
+            loaded = [one for one in loaded if settings.scale in one.base]
+        first.setdefault(name != ALL and bool(loaded[0].requests), name)
+        for one in loaded:
+            if found.setdefault(one.id, one) != one:
+                raise InputError(f"two different experiments are called {one.id}: ask for them one after the other")
+    if len(first) == 2:
+        raise InputError(
+            f"{first[True]} measures a --model, and {first[False]} trains models of its own: ask for them one after "
+            "the other"
+        )
+    if False in first and settings.models:
+        raise InputError(f"--model {settings.models[0]}: {first[False]} trains models of its own; leave --model out")
+    if not found:
+        raise InputError(f"no experiment has scale {settings.scale!r}; there are: {', '.join(SCALES)}")
+    if True in first:
+        for name in ONLY_TRAINING:
+            if (value := getattr(settings, name)) != ReproduceSettings.model_fields[name].default:
+                option = f"{option_name(ReproduceSettings, name)}{f' {value}' if isinstance(value, str) else ''}"
+                raise InputError(f"{option} is about training, and {next(iter(found))} trains nothing: leave it out")
+    return list(found.values())
+
+
+def _train(questions: "Sequence[Question]", settings: ReproduceSettings, as_json: bool) -> None:
+    """Run the sweep, and print its result to standard output.
+
+    Raises:
+        Exit: with status 1 if a run failed whose divergence is not a result.
+    """
+    from sinklab.commands.reproducing import sweep
     from sinklab.commands.terminal.results import print_summary
     from sinklab.outputs import REPORT
 
-    console = stderr()
-    ended = sweep(request, console)
+    console, out = stderr(), settings.directory
+    ended = sweep(questions, settings, console)
     if as_json:
         print(json.dumps(ended.summary.model_dump(by_alias=True), indent=2))
     else:
-        print_summary(ended.summary, [one.experiment.id for one in request.questions], Console())
-    for directory, files in ended.edited.items():
+        print_summary(ended.summary, [one.experiment.id for one in questions], Console())
+    edited = {run.directory: run.edited for run in ended.summary.runs if run.edited}
+    for directory, files in edited.items():
         console.print(
-            f"warning: {request.out / directory} was changed by hand since its run ended ({', '.join(files)})",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
+            f"warning: {out / directory} was changed by hand since its run ended ({', '.join(files)})", **PLAIN
         )
     for run, why in ended.unassessed.items():
-        console.print(f"warning: {run} was not assessed: {why}", highlight=False, markup=False, soft_wrap=True)
-    console.print(f"report: {request.out / REPORT}", highlight=False, soft_wrap=True)
+        console.print(f"warning: {run} was not assessed: {why}", **PLAIN)
+    console.print(f"report: {out / REPORT}", highlight=False, soft_wrap=True)
     for run, message in ended.failures.items():
-        console.print(f"failed: {run}: {message}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"failed: {run}: {message}", **PLAIN)
     if ended.failures:
         raise typer.Exit(1)
-
-
-def _changes(steps: int | None, text: Path | None) -> dict[str, Any]:
-    """What the options change in every recipe."""
-    changes: dict[str, Any] = {}
-    if steps is not None:
-        changes["train"] = {"steps": steps}
-    if text is not None:
-        if not text.exists():
-            raise InputError(f"--text {text}: there is no such file or folder")
-        changes["data"] = {"source": str(text)}
-    return changes

@@ -5,9 +5,8 @@ threshold is applied to every sequence before anything is averaged.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +24,7 @@ Rate = TypeVar("Rate", float, list[float])
 
 VISIBLE = "attention scores over visible queries"
 BEFORE = "hidden states before their norms"
+BIAS, LEADING, REGISTERS, ROW_SUMS = "bias", "leading positions", "registers", "row sums"
 
 
 class Accumulator:
@@ -43,7 +43,6 @@ class Accumulator:
         self.bias_hits_E = [0] * len(self.thresholds)
         self.loss = 0.0
         self.window_hits = self.window_triples = 0
-        self.leading_M: Tensor | None = None
         self.hits_ET = torch.zeros(len(self.thresholds), length, dtype=torch.int64)
         self.visible_hits_ET: Tensor | None = None
         self.views: dict[int, View] = {}
@@ -52,11 +51,9 @@ class Accumulator:
         self.lengths = tuple(lengths)
         self._prefix_hits = [torch.zeros(len(self.thresholds), cut, dtype=torch.int64) for cut in self.lengths]
         self.first: list[Tensor] = []
-        self.bias_AH: Tensor | None = None
-        self.registers_AHN: Tensor | None = None
-        self.row_sums_AH: Tensor | None = None
         self.details: DetailTotals | None = None
-        self._sums: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}  # over sequences, by position
+        self._totals: dict[str, Tensor] = {}  # over sequences
 
     def add(self, batch: Batch) -> None:
         """Add one batch.
@@ -100,16 +97,18 @@ class Accumulator:
             for i, eps in enumerate(self.thresholds):
                 self.bias_hits_E[i] += int((batch.bias_ABH > eps).sum())
             self.bias_triples += batch.bias_ABH.numel()
-            self.bias_AH = _added(self.bias_AH, batch.bias_ABH)
         if batch.window_start_ABH is not None:
             self.window_hits += int((batch.window_start_ABH > self.eps).sum())
             self.window_triples += batch.window_start_ABH.numel()
-        if batch.leading_MB is not None:
-            self.leading_M = _added(self.leading_M, batch.leading_MB)
-        if batch.registers_ABHN is not None:
-            self.registers_AHN = _added(self.registers_AHN, batch.registers_ABHN)
-        if batch.row_sums_ABH is not None:
-            self.row_sums_AH = _added(self.row_sums_AH, batch.row_sums_ABH)
+        for name, part_XB in (
+            (BIAS, batch.bias_ABH),
+            (LEADING, batch.leading_MB),
+            (REGISTERS, batch.registers_ABHN),
+            (ROW_SUMS, batch.row_sums_ABH),
+        ):
+            if part_XB is not None:
+                total_X = part_XB.double().sum(1)
+                self._totals[name] = self._totals[name] + total_X if name in self._totals else total_X
         if batch.details is not None:
             self.details = self.details or DetailTotals(self.eps, self.length)
             self.details.add(batch.details, importance, batch.hidden_MBT, valid_BT)
@@ -175,42 +174,19 @@ class Accumulator:
 
     def leading_norm_ratio(self) -> list[float] | None:
         """|h| of the first learned position over the mean of the tokens', per block; None where nothing leads."""
-        hidden_MT = self.mean("hidden states")
-        if self.leading_M is None or hidden_MT is None:
+        hidden_MT, leading_M = self.mean("hidden states"), self.mean_of_sequences(LEADING)
+        if leading_M is None or hidden_MT is None:
             return None
-        leading_M, tokens_M = self.leading_M / self.sequences, hidden_MT.mean(-1)
+        tokens_M = hidden_MT.mean(-1)
         return torch.where((leading_M == 0) & (tokens_M == 0), 1.0, leading_M / tokens_M).tolist()
 
-    def importance_bias(self) -> Tensor | None:
-        """Mean over sequences of the share on the added bias (L, H); None unless every layer has one."""
-        layers = len(self._sums["attention scores"])
-        return None if self.bias_AH is None or len(self.bias_AH) != layers else self.bias_AH / self.sequences
-
-    def importance_registers(self) -> Tensor | None:
-        """Mean over sequences of the share on each register (L, H, N); None where there are not several."""
-        return None if self.registers_AHN is None else self.registers_AHN / self.sequences
-
-    def row_sums(self) -> Tensor | None:
-        """Mean over sequences and queries of the raw row sums (L, H); None where rows sum to one."""
-        return None if self.row_sums_AH is None else self.row_sums_AH / self.sequences
+    def mean_of_sequences(self, name: str) -> Tensor | None:
+        """Mean over sequences of BIAS (L with a bias, H), REGISTERS (L, H, N), ROW_SUMS (L, H) or LEADING (M)."""
+        return self._totals[name] / self.sequences if name in self._totals else None
 
     def mean(self, name: str) -> Tensor | None:
         """Mean over sequences of "attention scores", VISIBLE (L, H, T), "keys", "values" or "hidden states" (L, T)."""
         return self._sums[name] / self.sequences_T if name in self._sums else None
-
-    def importance_first(self) -> Tensor:
-        """alpha of the first position: (N, L, H)."""
-        return torch.cat(self.first)
-
-    def mean_loss(self) -> float | None:
-        """Nats per predicted token; None where nothing was predicted (length 1)."""
-        return self.loss / self.targets if self.targets else None
-
-
-def _added(total_AH: Tensor | None, part_ABH: Tensor) -> Tensor:
-    """A running sum over sequences, float64 on the CPU."""
-    part_AH = part_ABH.double().sum(1)
-    return part_AH if total_AH is None else total_AH + part_AH
 
 
 def measurement_from(
@@ -224,15 +200,14 @@ def measurement_from(
     massive_activations: list[MassiveActivation] | None = None,
     notes: Sequence[str] = (),
 ) -> Measurement:
-    """The finished measurement from what was accumulated."""
+    """The finished measurement."""
     importance, keys, values = (totals.mean(name) for name in ("attention scores", "keys", "values"))
-    hidden, bias, row_sums = totals.mean("hidden states"), totals.importance_bias(), totals.row_sums()
-    visible, visibility, registers = totals.mean(VISIBLE), totals.visibility_note(), totals.importance_registers()
     if importance is None or keys is None or values is None:
         raise InputError("there are no sequences to measure: give at least one")
+    hidden, bias, visibility = totals.mean("hidden states"), totals.mean_of_sequences(BIAS), totals.visibility_note()
 
-    def array(tensor: Tensor) -> np.ndarray:
-        return tensor.float().numpy()
+    def array(tensor: Tensor | None) -> Any:
+        return None if tensor is None else tensor.float().numpy()
 
     def ratio(norm_LT: Tensor | None) -> list[float] | None:
         return None if norm_LT is None or totals.length < 2 else metrics.first_to_rest(norm_LT).tolist()
@@ -256,7 +231,7 @@ def measurement_from(
         sink_rates_bias=_every_rate(totals, totals.sink_rate_bias),
         sink_rate_window_start=totals.sink_rate_window_start(),
         uniform_ratio=totals.uniform_ratio(),
-        loss=totals.mean_loss(),
+        loss=totals.loss / totals.targets if totals.targets else None,  # of one token nothing is predicted
         hidden_norm_ratio=ratio(hidden),
         norm_ratio_before_norm=ratio(totals.mean(BEFORE)),
         norm_ratio_sink_token=totals.leading_norm_ratio(),
@@ -270,12 +245,12 @@ def measurement_from(
         details=None if totals.details is None else totals.details.details(),
         notes=[*notes, *([visibility] if visibility else [])],
         importance=array(importance),
-        importance_visible=None if visible is None else array(visible),
-        importance_first=array(totals.importance_first()),
-        importance_bias=None if bias is None else array(bias),
-        importance_registers=None if registers is None else array(registers),
-        row_sums=None if row_sums is None else array(row_sums),
-        hidden_norm=None if hidden is None else array(hidden),
+        importance_visible=array(totals.mean(VISIBLE)),
+        importance_first=array(torch.cat(totals.first)),
+        importance_bias=array(bias if bias is not None and len(bias) == len(importance) else None),
+        importance_registers=array(totals.mean_of_sequences(REGISTERS)),
+        row_sums=array(totals.mean_of_sequences(ROW_SUMS)),
+        hidden_norm=array(hidden),
         key_norm=array(keys),
         value_norm=array(values),
     )

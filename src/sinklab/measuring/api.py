@@ -57,7 +57,8 @@ def measure(
         maps: (layer, head), 1-based: keep the matrices of attention, cosine and norm product; implies details.
         ablate: ablations to measure as well: "mask_first:N", "no_bos", "zero_massive" (ablations.py); without padding.
         perturb: also replace the token at this position, 1-based, and follow the change (mixing.py); without padding.
-        model_name, inputs: recorded with the result.
+        model_name: recorded with the result.
+        inputs: the kind of tokens, recorded with the result.
         bos: whether position 1 is a special token. By default it is where every sequence begins with the
             `bos_token_id` of the model's config; a sinklab transformer has none, so it is False there.
         progress: called with (sequences done, sequences in all) after every batch.

@@ -19,7 +19,7 @@ from sinklab.measuring.batches import Batches, costing
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.measuring.records import LayerRecord, batch_of, native_records
-from sinklab.measuring.statistics.collecting import DetailsWatch
+from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import Progress, entering_norms, evaluating, hooked, residual_norms
 from sinklab.models.memory_budget import fitting_batch
@@ -33,7 +33,7 @@ class Records(Protocol):
     """Records of the attention layers in forward passes.
 
     Attributes:
-        backend: what computed the attention.
+        backend: of the attention.
         layers: records of the passes since the last `clear`, in the order of the layers.
     """
 
@@ -85,7 +85,7 @@ def measure(
     if options.lengths and padded:
         raise InputError("several lengths need sequences without padding: leave out the padded ones, or `lengths`")
     totals = Accumulator(options.eps, longest, options.lengths)
-    details = DetailsWatch(options.maps, longest) if options.detailed else None
+    details = DetailsCollector(options.maps, longest) if options.detailed else None
     first_target = options.first_target if options.loss else None
     with ExitStack() as stack:
         cost = stack.enter_context(costing(adapter.device))
@@ -99,7 +99,7 @@ def measure(
 
             recording = probe(cast("PreTrainedModel", adapter.module), options.lengths, details)
         records = stack.enter_context(recording)  # may run the model on two tokens
-        real = _behind(adapter.leading, mask_NT[:1])
+        real = _after_leading(adapter.leading, mask_NT[:1])
         largest = stack.enter_context(largest_activations(adapter.blocks, real))
         if details is not None:
             stack.enter_context(details.watching(adapter.blocks))
@@ -111,7 +111,7 @@ def measure(
         for start, stop in batches:
             with batches.attempt():
                 tokens_BT = tokens_NT[start:stop].to(adapter.device, non_blocking=True)
-                real = _behind(adapter.leading, mask_NT[start:stop]).to(adapter.device)
+                real = _after_leading(adapter.leading, mask_NT[start:stop]).to(adapter.device)
                 records.clear()
                 if details is not None:
                     details.begin(real)
@@ -155,6 +155,6 @@ def _padding_mask(tokens_NT: Tensor, attention_mask_NT: Tensor | None) -> Tensor
     return attention_mask_NT.cpu()
 
 
-def _behind(leading: int, mask_BT: Tensor) -> RealTokens:
+def _after_leading(leading: int, mask_BT: Tensor) -> RealTokens:
     """The real tokens among the positions, which begin with the learned ones."""
     return real_tokens(F.pad(mask_BT, (leading, 0)))

@@ -13,7 +13,7 @@ from sinklab.attention.real_tokens import RealTokens
 from sinklab.device import on_host
 from sinklab.measuring.mask_coverage import View, view_of, visible_layers
 from sinklab.measuring.metrics import stacked
-from sinklab.measuring.statistics.collecting import BatchDetails, DetailsWatch
+from sinklab.measuring.statistics.collecting import BatchDetails, DetailsCollector
 from sinklab.measuring.statistics.statistic_base import Angles
 from sinklab.models.hooks import token_norms
 from sinklab.models.intercept import intercept
@@ -149,7 +149,7 @@ class NativeRecords:
         backend: of the attention primitive.
     """
 
-    def __init__(self, backend: str, lengths: Sequence[int], details: DetailsWatch | None) -> None:
+    def __init__(self, backend: str, lengths: Sequence[int], details: DetailsCollector | None) -> None:
         self.backend, self.layers = backend, list[LayerRecord]()
         self._lengths, self._details = lengths, details
 
@@ -192,7 +192,7 @@ class NativeRecords:
 
 @contextmanager
 def native_records(
-    adapter: NativeAdapter, lengths: Sequence[int], details: DetailsWatch | None
+    adapter: NativeAdapter, lengths: Sequence[int], details: DetailsCollector | None
 ) -> Iterator[NativeRecords]:
     """Record every forward pass of whole sequences inside the block."""
     records = NativeRecords(str(adapter.cores[0].backend), lengths, details)

@@ -142,8 +142,8 @@ class Adapter(Protocol):
         """Why its keys cannot have positions within a cache; None where they can. It may run the model."""
         ...
 
-    def intercepted(self, door: Callable[[LayerCall], Tensor]) -> AbstractContextManager[None]:
-        """Inside the block, all attention calls go through `door` (see `intercept`)."""
+    def intercepted(self, handler: Callable[[LayerCall], Tensor]) -> AbstractContextManager[None]:
+        """Inside the block, all attention calls go through `handler` (see `intercept`)."""
         ...
 
 

@@ -30,7 +30,7 @@ class Interception:
     """One use of `intercept`.
 
     Attributes:
-        backends: what computed the outputs: "one pass" (an observer), "sdpa" or "chunked" (the library's kernel),
+        backends: of the outputs: "one pass" (an observer), "sdpa" or "chunked" (the library's kernel),
             "compute", "operation".
     """
 
@@ -41,7 +41,7 @@ class Interception:
 
 
 @dataclass(eq=False)
-class _Door:
+class _Handler:
     """All uses of `intercept` on one model, in the order of entering."""
 
     uses: list[Interception] = field(default_factory=list)
@@ -71,7 +71,7 @@ class _Door:
         return out
 
 
-_doors: WeakKeyDictionary[nn.Module, _Door] = WeakKeyDictionary()
+_handlers: WeakKeyDictionary[nn.Module, _Handler] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -85,18 +85,18 @@ def intercept(
     """
     use = Interception(edit, compute, observe)
     with probed_alone(adapter.module):
-        door = _doors.get(adapter.module)
-        if door is None:
-            door = _Door()
-            door.installed.enter_context(adapter.intercepted(door))
-            _doors[adapter.module] = door
-        if compute is not None and any(other.compute is not None for other in door.uses):
+        handler = _handlers.get(adapter.module)
+        if handler is None:
+            handler = _Handler()
+            handler.installed.enter_context(adapter.intercepted(handler))
+            _handlers[adapter.module] = handler
+        if compute is not None and any(other.compute is not None for other in handler.uses):
             raise SinklabError("the attention of this model is computed in another way already: end that first")
-        door.uses.append(use)
+        handler.uses.append(use)
         try:
             yield use
         finally:
-            door.uses.remove(use)
-            if not door.uses:
-                del _doors[adapter.module]
-                door.installed.close()
+            handler.uses.remove(use)
+            if not handler.uses:
+                del _handlers[adapter.module]
+                handler.installed.close()

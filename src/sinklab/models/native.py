@@ -131,20 +131,20 @@ class NativeAdapter:
         return None
 
     @contextmanager
-    def intercepted(self, door: Callable[[LayerCall], Tensor]) -> Iterator[None]:
-        """Every core passes its calls through `door`."""
+    def intercepted(self, handler: Callable[[LayerCall], Tensor]) -> Iterator[None]:
+        """Every core passes its calls through `handler`."""
         shift = shift_rope(self.module.config)
 
         def through(index: int, layer: LayerCall) -> Tensor:
-            return door(replace(layer, index=index, shift_rope=shift))
+            return handler(replace(layer, index=index, shift_rope=shift))
 
         try:
             for index, core in enumerate(self.cores, 1):
-                core.door = partial(through, index)
+                core.call_handler = partial(through, index)
             yield
         finally:
             for core in self.cores:
-                core.door = None
+                core.call_handler = None
 
 
 def shift_rope(config: ModelConfig) -> ShiftRope | None:

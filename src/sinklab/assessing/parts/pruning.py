@@ -20,7 +20,6 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -40,7 +39,7 @@ from sinklab.assessing.part import (
 )
 from sinklab.assessing.parts.heads import HeadRole, Heads, assess_heads
 from sinklab.assessing.plan import AssessSettings
-from sinklab.assessing.reading import PairedReader, Step
+from sinklab.assessing.reading import PairedReader, Step, mean_effect
 from sinklab.attention.layer_call import LayerCall
 from sinklab.models.adapter import Adapter
 
@@ -171,15 +170,8 @@ def assess_pruning(adapter: Adapter, tokens_NT: Tensor, seed: int, step: Step) -
             heads = frozenset((role.layer, role.head) for role in chosen)
             effects.append(reader.under(compute=WithoutHeads(heads)).effect())
         count, losses = len(choices[0]), [one.loss for one in effects]
-        return RemovedHeads(
-            order=order,
-            share=count / len(roles),
-            heads=count,
-            losses=losses,
-            loss=fmean(losses),
-            kl=fmean(one.kl for one in effects),
-            targets=effects[0].targets,
-        )
+        mean = mean_effect(effects).model_dump()
+        return RemovedHeads(order=order, share=count / len(roles), heads=count, losses=losses, **mean)
 
     def alike(chosen: Sequence[HeadRole]) -> list[HeadRole]:
         layers = [role.layer for role in chosen]

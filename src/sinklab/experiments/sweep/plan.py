@@ -11,7 +11,7 @@ from sinklab.experiments.claims import Diverges, parts_of
 from sinklab.experiments.definition import Experiment, Scale
 from sinklab.experiments.sweep.engine import PlannedRun
 from sinklab.files import parse_yaml
-from sinklab.interventions.variants import VARIANTS
+from sinklab.interventions import VARIANTS
 from sinklab.schema import leaves
 from sinklab.train.directory.run import resolve
 from sinklab.train.recipe import DATA_ORIGIN, KINDS, Recipe, build_recipe, recipe_text
@@ -86,14 +86,16 @@ class PlannedSweep:
     hashes: Mapping[tuple[str, int], str] = field(default_factory=dict)
 
 
-def check_scale(experiment: Experiment, scale: str) -> None:
-    """Refuse a scale that an experiment lacks.
+def scale_of(experiment: Experiment, scale: str) -> Scale:
+    """The scale of that name.
 
     Raises:
-        InputError: the message lists its scales.
+        InputError: the experiment lacks it; the message lists its scales.
     """
-    if scale not in experiment.base:
-        raise InputError(f"{experiment.id} has no scale {scale!r}; it has: {', '.join(experiment.base)}")
+    for known in experiment.base:
+        if known == scale:
+            return known
+    raise InputError(f"{experiment.id} has no scale {scale!r}; it has: {', '.join(experiment.base)}")
 
 
 def plan_sweep(questions: Sequence[Question], overlay: Mapping[str, Any]) -> SweepPlan:
@@ -130,7 +132,7 @@ def plan_sweep(questions: Sequence[Question], overlay: Mapping[str, Any]) -> Swe
 def cells_of(question: Question, overlay: Mapping[str, Any]) -> dict[str, SweepCell]:
     """The cells of one experiment; raises as `plan_sweep`, and if a checkpoint to start from does not fit."""
     experiment, scale = question.experiment, question.scale
-    check_scale(experiment, scale)
+    scale_of(experiment, scale)
     checks = [check for claim in experiment.claims_at(scale) if claim.check for check in parts_of(claim.check)]
     diverging = {check.cell for check in checks if isinstance(check, Diverges) and check.kind == "diverges"}
     values = base_values(experiment, scale)

@@ -26,7 +26,7 @@ from sinklab.measuring.huggingface.recorder import READ_AFTERWARDS, Recorder
 from sinklab.measuring.mask_coverage import seen_over
 from sinklab.measuring.metrics import importance_from_sums, prefix_importance
 from sinklab.measuring.records import LayerRecord
-from sinklab.measuring.statistics.collecting import DetailsWatch
+from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.measuring.statistics.statistic_base import Angles
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import hooked, token_norms
@@ -149,7 +149,7 @@ class CallRecords(Recorder):
     """
 
     def __init__(
-        self, model: PreTrainedModel, adapter: Adapter, lengths: Sequence[int], details: DetailsWatch | None
+        self, model: PreTrainedModel, adapter: Adapter, lengths: Sequence[int], details: DetailsCollector | None
     ) -> None:
         super().__init__(model, adapter.attention_layers, lengths, details)
         self._native = isinstance(adapter, NativeAdapter)
@@ -226,14 +226,14 @@ class CallRecords(Recorder):
         """A hook: a forward pass of the model begins."""
         if self._paused:
             return
-        given = self._signature.bind_partial(*args, **kwargs).arguments
-        self._entering_sequences(given)
-        tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
-        mask_BT = given.get("attention_mask")
+        arguments = self._signature.bind_partial(*args, **kwargs).arguments
+        self._entering_sequences(arguments)
+        tokens = arguments["input_ids"] if arguments.get("input_ids") is not None else arguments["inputs_embeds"]
+        mask_BT = arguments.get("attention_mask")
         self._seen += tokens.shape[1]
         ones_BT = torch.ones(len(tokens), self._seen, device=tokens.device)
         self._real = self._real_tokens(ones_BT if mask_BT is None else mask_BT)
-        self._calls, self._running, self._cached = 0, True, given.get("past_key_values") is not None
+        self._calls, self._running, self._cached = 0, True, arguments.get("past_key_values") is not None
 
     def leaving(self, _: nn.Module, __: tuple[Any, ...], ___: Any) -> None:
         """A hook: a forward pass has ended.
@@ -265,7 +265,7 @@ class CallRecords(Recorder):
 
 @contextmanager
 def call_records(
-    model: PreTrainedModel, adapter: Adapter, lengths: Sequence[int] = (), details: DetailsWatch | None = None
+    model: PreTrainedModel, adapter: Adapter, lengths: Sequence[int] = (), details: DetailsCollector | None = None
 ) -> Iterator[CallRecords]:
     """`probe` for a model whose attention calls can be intercepted.
 

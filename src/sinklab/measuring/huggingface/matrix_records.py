@@ -22,7 +22,7 @@ from sinklab.measuring.huggingface.recorder import Recorder
 from sinklab.measuring.mask_coverage import View, seen_over
 from sinklab.measuring.metrics import importance_from_sums, prefix_importance
 from sinklab.measuring.records import LayerRecord
-from sinklab.measuring.statistics.collecting import DetailsWatch
+from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.models.families import family_of
 from sinklab.models.hooks import hooked, token_norms
 from sinklab.models.huggingface.anatomy import attention_implementation, attention_layers, decoder_blocks
@@ -32,7 +32,7 @@ class MatrixRecords(Recorder):
     """Records of the sequences read, from the matrices that the model returns."""
 
     def __init__(
-        self, model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsWatch | None = None
+        self, model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsCollector | None = None
     ) -> None:
         super().__init__(model, attention_layers(model.config), lengths, details)
         self.backends = {"eager"}
@@ -50,15 +50,15 @@ class MatrixRecords(Recorder):
     def _entering(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._paused:
             return None
-        given = self._signature.bind_partial(*args, **kwargs).arguments
-        if given.get("past_key_values") is not None:
+        arguments = self._signature.bind_partial(*args, **kwargs).arguments
+        if arguments.get("past_key_values") is not None:
             raise SinklabError(
                 f"a {self._model.config.model_type!r} model is measured by its own attention matrices, which works on "
                 "whole sequences only: call the model without past_key_values"
             )
-        tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
-        mask_BT = given.get("attention_mask")
-        self._begin(given.get("input_ids"), self._records)
+        tokens = arguments["input_ids"] if arguments.get("input_ids") is not None else arguments["inputs_embeds"]
+        mask_BT = arguments.get("attention_mask")
+        self._begin(arguments.get("input_ids"), self._records)
         self._real = real_tokens(torch.ones(tokens.shape[:2]) if mask_BT is None else mask_BT)
         return args, kwargs | {"output_attentions": True, "use_cache": True, "return_dict": True}
 
@@ -129,7 +129,7 @@ def _sums(weights_BHTT: Tensor, real: RealTokens, mask: Mask) -> tuple[Tensor, T
 
 @contextmanager
 def matrix_records(
-    model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsWatch | None = None
+    model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsCollector | None = None
 ) -> Iterator[MatrixRecords]:
     """`probe` for a model that ignores the attention interface.
 

@@ -13,7 +13,7 @@ from sinklab.errors import SinklabError
 from sinklab.measuring.huggingface.call_records import call_records
 from sinklab.measuring.huggingface.matrix_records import matrix_records
 from sinklab.measuring.huggingface.recorder import READ_AFTERWARDS, Recorder
-from sinklab.measuring.statistics.collecting import DetailsWatch
+from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.model.transformer import Transformer
 from sinklab.models.adapter import check_causal_lm
 from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
@@ -71,7 +71,7 @@ def _config(model: PreTrainedModel, given: GenerationConfig | None, named: dict[
 
 @contextmanager
 def probe(
-    model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsWatch | None = None
+    model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsCollector | None = None
 ) -> Iterator[Recorder]:
     """Record the attention of every forward pass of `model` inside the block.
 

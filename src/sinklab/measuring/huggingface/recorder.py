@@ -13,7 +13,7 @@ from torch import Tensor
 from sinklab.attention.real_tokens import RealTokens, real_tokens
 from sinklab.errors import SinklabError
 from sinklab.measuring.records import LayerRecord
-from sinklab.measuring.statistics.collecting import DetailsWatch
+from sinklab.measuring.statistics.collecting import DetailsCollector
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,11 +61,11 @@ class Recorder(ABC):
         details: receives every layer.
 
     Attributes:
-        backends: what computed the attention outputs ("one pass", "sdpa", "chunked", "eager").
+        backends: of the attention outputs ("one pass", "sdpa", "chunked", "eager").
     """
 
     def __init__(
-        self, model: "PreTrainedModel", expected: int, lengths: Sequence[int], details: DetailsWatch | None
+        self, model: "PreTrainedModel", expected: int, lengths: Sequence[int], details: DetailsCollector | None
     ) -> None:
         self.backends: set[str] = set()
         self._model, self._lengths, self._details = model, tuple(lengths), details

@@ -111,8 +111,8 @@ class HuggingFaceAdapter:
         for length in lengths:
             if anatomy.rope_depends_on_length(self.module.config, length, T):
                 raise InputError(
-                    f"the model's RoPE scaling depends on the sequence length and is another for {T} tokens than for "
-                    f"{length}, so one pass cannot give both: measure {length} apart"
+                    "the model's RoPE scaling depends on the sequence length and differs between "
+                    f"{T} and {length} tokens, so one pass cannot measure both: measure {length} separately"
                 )
         self.check_length(longest)
 
@@ -236,8 +236,8 @@ class HuggingFaceAdapter:
         return (torch.arange(TRIED, device=self.device) * 7 + 5)[None] % vocabulary
 
     @contextmanager
-    def intercepted(self, door: Callable[[LayerCall], Tensor]) -> Iterator[None]:
-        """All attention that the model passes through transformers' interface is computed by `door`."""
+    def intercepted(self, handler: Callable[[LayerCall], Tensor]) -> Iterator[None]:
+        """All attention that the model passes through transformers' interface is computed by `handler`."""
         shift, outermost, calls = shift_rope(self.module), None, 0
 
         def entering(module: nn.Module, _: Any) -> None:
@@ -253,7 +253,7 @@ class HuggingFaceAdapter:
             nonlocal calls
             calls += 1
             layer = read_call(module, *args, **options)
-            out_BHTV = door(dataclasses.replace(layer, index=calls, shift_rope=shift))
+            out_BHTV = handler(dataclasses.replace(layer, index=calls, shift_rope=shift))
             return out_BHTV.to(layer.value_BGSV.dtype).transpose(1, 2).contiguous(), None
 
         handles = (

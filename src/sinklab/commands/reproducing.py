@@ -1,11 +1,14 @@
-"""A sweep from its options to its summary: data prepared once, runs shared with other processes, summary and page."""
+"""Runs the experiments of `sinklab reproduce`: sweeps of trained models, and measurements of existing ones.
 
+A sweep prepares its data once, shares its runs with other processes, and ends with summary.json and the page.
+"""
+
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from rich.console import Console
 
@@ -14,12 +17,22 @@ from sinklab.assessing.assessment import ASSESSMENT, load_assessment
 from sinklab.assessing.plan import AssessOptions
 from sinklab.commands.console import RunBoard, data_progress
 from sinklab.commands.ending import PLAIN
+from sinklab.commands.options import ReproduceSettings
 from sinklab.commands.terminal.job_progress import JobProgress
+from sinklab.commands.terminal.plans import print_passes
+from sinklab.commands.terminal.results import print_summary
 from sinklab.data.prepare import prepared
-from sinklab.data.shards import TokenDataset
-from sinklab.data.texts import StageProgress
+from sinklab.data.sources.corpora import documents
 from sinklab.errors import InputError, SinklabError
+from sinklab.experiments.definition import Experiment
 from sinklab.experiments.documents import SUMMARY, Summary, record_of
+from sinklab.experiments.measured import (
+    MeasuredResults,
+    downstream_tasks,
+    measure_experiment,
+    passes_of,
+    subjects_of,
+)
 from sinklab.experiments.sweep.engine import Event, train_all
 from sinklab.experiments.sweep.engines import EngineName, open_engine
 from sinklab.experiments.sweep.engines.local import cards_here, cores_here, jobs_for, shares
@@ -27,7 +40,6 @@ from sinklab.experiments.sweep.packed import take_up, unpack
 from sinklab.experiments.sweep.plan import (
     PlannedSweep,
     Question,
-    SweepPlan,
     cells_of,
     data_key,
     place_sweep,
@@ -48,7 +60,10 @@ from sinklab.files import parse_json
 from sinklab.jobs.progress import Observer
 from sinklab.outputs import REPORT, check_results
 from sinklab.report import write_report
+from sinklab.survey.compare import labels
 from sinklab.train.directory.lock import HeldError, is_written
+
+MODELS = Path("runs/models")
 
 SUMMARISED_EVERY_S = 60.0
 """Interval between summaries during training, so that a power cut leaves one."""
@@ -60,67 +75,43 @@ SCHEMA = Summary.model_fields["schema_version"].default
 
 
 @dataclass(frozen=True)
-class SweepRequest:
-    """The options of a sweep.
-
-    Attributes:
-        questions: experiments, of one scale.
-        out: directory of the runs, summary.json and report.html.
-        overlay: laid over every recipe.
-        jobs: runs at a time; chosen for the machine unless given.
-        engine: that trains them.
-        settings: of the engine, KEY=VALUE each.
-        packed: a folder of packed runs, which count as finished.
-    """
-
-    questions: Sequence[Question]
-    out: Path
-    overlay: Mapping[str, Any]
-    jobs: int | None = None
-    engine: EngineName = EngineName.local
-    settings: Sequence[str] = ()
-    packed: Path | None = None
-
-
-@dataclass(frozen=True)
 class SweepEnding:
     """The outcome of a sweep.
 
     Attributes:
         summary: as it was written.
         failures: the reasons by run; a divergence that is a result is left out.
-        edited: the files that have changed since their run ended, by run directory.
         unassessed: the reasons why a run was not assessed, by run.
     """
 
     summary: Summary
     failures: Mapping[str, str]
-    edited: Mapping[str, Sequence[str]]
     unassessed: Mapping[str, str]
 
 
-def look_ahead(request: SweepRequest) -> Preview:
+def look_ahead(questions: Sequence[Question], settings: ReproduceSettings) -> Preview:
     """The cost of the sweep; writes nothing. The pace of a cluster is known from its finished runs only.
 
     Raises:
         InputError: as `sweep`.
     """
-    check_results(request.out, (SUMMARY, REPORT))
-    plan = plan_sweep(request.questions, request.overlay)
+    out, overlay = settings.directory, settings.overlay
+    check_results(out, (SUMMARY, REPORT))
+    plan = plan_sweep(questions, overlay)
     with TemporaryDirectory() as folder:
-        if request.packed is not None:
-            unpack(request.packed, Path(folder))
-        own = found_runs(request.out)
+        if settings.packed is not None:
+            unpack(settings.packed, Path(folder))
+        own = found_runs(out)
         found = found_runs(Path(folder)) | own
-        if request.engine != EngineName.local:
-            return preview(plan, request.out, found, request.engine, pace_of_runs(own.values()), None)
-        jobs = _jobs(request, len(plan.order))
-        base = next(iter(cells_of(request.questions[0], request.overlay).values())).recipe
+        if settings.engine != EngineName.local:
+            return preview(plan, out, found, settings.engine, pace_of_runs(own.values()), None)
+        jobs = _jobs(settings, len(plan.order))
+        base = next(iter(cells_of(questions[0], overlay).values())).recipe
         pace = pace_here(base, shares(jobs)[0].threads, own.values())
-        return preview(plan, request.out, found, request.engine, pace, jobs)
+        return preview(plan, out, found, settings.engine, pace, jobs)
 
 
-def sweep(request: SweepRequest, console: Console) -> SweepEnding:
+def sweep(questions: Sequence[Question], settings: ReproduceSettings, console: Console) -> SweepEnding:
     """Train the missing runs and summarise all; progress is printed to `console`.
 
     Raises:
@@ -129,18 +120,19 @@ def sweep(request: SweepRequest, console: Console) -> SweepEnding:
         KeyboardInterrupt: Ctrl-C; everything is saved and the same call resumes.
         PreemptedError: SIGTERM or SIGUSR1, likewise.
     """
-    out, overlay = request.out, request.overlay
+    out, overlay = settings.directory, settings.overlay
     check_results(out, (SUMMARY, REPORT))
     _check_version(out / SUMMARY)
-    if request.packed is not None:
-        take_up(request.packed, out)
+    if settings.packed is not None:
+        take_up(settings.packed, out)
     before = read_manifests(out)
-    plan = plan_sweep(request.questions, overlay)
-    engine = open_engine(request.engine, _jobs(request, len(plan.order)), out, request.settings)
+    plan = plan_sweep(questions, overlay)
+    engine = open_engine(settings.engine, _jobs(settings, len(plan.order)), out, settings.engine_options)
+    recipes = {data_key(cell.recipe): cell.recipe for cell in plan.cells.values()}
     with data_progress(console) as progress:
-        data = _prepared(plan, progress)
+        data = {key: prepared(recipe.data, progress=progress) for key, recipe in recipes.items()}
     planned = place_sweep(plan, data, out, found_runs(out))
-    now = {one.experiment.id: manifest_of(one, planned, overlay) for one in request.questions}
+    now = {one.experiment.id: manifest_of(one, planned, overlay) for one in questions}
     manifests = merged_manifests(before, now)
     if left_out := [name for name in before if name not in manifests]:
         console.print(f"not in this summary, as their scale, steps or text differ: {', '.join(left_out)}", **PLAIN)
@@ -163,18 +155,12 @@ def sweep(request: SweepRequest, console: Console) -> SweepEnding:
     finally:
         summary = _summarised(manifests, out)
     write_report([out])
-    return SweepEnding(summary, _failures(planned, ended), _edited(summary), left)
+    return SweepEnding(summary, _failures(planned, ended), left)
 
 
-def _jobs(request: SweepRequest, runs: int) -> int:
+def _jobs(settings: ReproduceSettings, runs: int) -> int:
     """Runs at a time: as requested, else one per card, else by the number of cores."""
-    return request.jobs or cards_here() or jobs_for(runs, cores_here())
-
-
-def _prepared(plan: SweepPlan, progress: StageProgress) -> dict[str, TokenDataset]:
-    """The data of all cells, each kind once."""
-    recipes = {data_key(cell.recipe): cell.recipe for cell in plan.cells.values()}
-    return {key: prepared(recipe.data, progress=progress) for key, recipe in recipes.items()}
+    return settings.jobs or cards_here() or jobs_for(runs, cores_here())
 
 
 def _check_version(path: Path) -> None:
@@ -256,5 +242,64 @@ def _failures(planned: PlannedSweep, ended: Mapping[str, Event]) -> dict[str, st
     }
 
 
-def _edited(summary: Summary) -> dict[str, Sequence[str]]:
-    return {run.directory: run.edited for cell in summary.cells.values() for run in cell.runs if run.edited}
+def measure_experiments(
+    experiments: Sequence[Experiment], settings: ReproduceSettings, draws: int, as_json: bool, console: Console
+) -> None:
+    """Measure what is missing and judge; progress goes to `console`, the result to standard output.
+
+    One experiment is written into --out, several into folders below it by their ids; without --out they are written
+    below runs/models, by model.
+
+    Args:
+        draws: sets of sequences that each cell is measured on.
+
+    Raises:
+        InputError: no model or text, or one that cannot be used.
+        SinklabError: a measurement failed; the others are saved, summarised and printed.
+        KeyboardInterrupt, PreemptedError: finished measurements are saved, and the same call resumes.
+    """
+    models, text, data = settings.models, settings.text, settings.data
+    passes = {one.id: passes_of(one, subjects_of(one, models, text)) for one in experiments}
+    if data is not None and not any(downstream_tasks(one) for one in experiments):
+        raise InputError(
+            f"--data {data} is the file of a downstream task, and {experiments[0].id} asks none: leave it out"
+        )
+    top = settings.out or MODELS / "+".join(label.replace("/", "_") for label in labels(models))
+    places = {name: top if settings.out and len(passes) == 1 else top / name for name in passes}
+    for place in places.values():
+        check_results(place, (REPORT,))
+    done: list[MeasuredResults] = []
+    for one in experiments:
+        with JobProgress(console, one.id, draws * len(passes[one.id])) as observe:
+            place, file = places[one.id], data if downstream_tasks(one) else None
+            done.append(measure_experiment(one, models, text, draws, out=place, observe=observe, data=file))
+    if as_json:
+        written = [one.document() for one in done]
+        print(json.dumps(written[0] if len(written) == 1 else written, indent=2))
+    else:
+        for one in done:
+            print_summary(one.summary(), [one.experiment.id], Console())
+    for place in places.values():
+        if any(place.rglob("measurement.json")):
+            console.print(f"report: {write_report([place])}", highlight=False, soft_wrap=True)
+    if failed := [f"{name}: {why}" for one in done for name, why in one.outcome.failed.items()]:
+        raise SinklabError("\n".join(failed))
+
+
+def preview_measured(
+    experiments: Sequence[Experiment], settings: ReproduceSettings, draws: int, as_json: bool, console: Console
+) -> None:
+    """Print the planned measurements; no model is loaded.
+
+    Raises:
+        InputError: no model or text, or one that cannot be used.
+    """
+    text = settings.text
+    planned = {one.id: passes_of(one, subjects_of(one, settings.models, text)) for one in experiments}
+    if text is not None:
+        next(documents(str(text)))
+    if as_json:
+        asked = {name: {one.name: one.request(0).document() for one in passes} for name, passes in planned.items()}
+        print(json.dumps({"schema": 1, "draws": draws, "experiments": asked}, indent=2))
+    else:
+        print_passes(planned, draws, console)

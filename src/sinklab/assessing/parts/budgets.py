@@ -1,0 +1,248 @@
+"""Budgets: which heads need the whole cache, and the loss when the others keep the sink and recent keys alone.
+
+After DuoAttention (2410.10819, section 2.2), where retrieval heads are those that "significantly alter model outputs
+when restricted to recent tokens and attention sinks"; a key head is restricted with the query heads that share it:
+
+    seen(t) = { s <= t : s < n or s > t - (C - n) },      every key at its own position in the text
+    cost of a key head = divergence from the unchanged model when it alone is restricted
+
+There a weight alpha is trained for every head under an L1 loss (eq. 1 to 3; mit-han-lab/duo-attention fe93c31), and
+heads with alpha above a quantile keep all keys (eq. 4). Here the cost is read head by head, on other sequences: nothing
+is trained, and the cost of a head does not depend on the others.
+
+A share f of the key heads keeps all keys and the others C, by policy:
+
+    by cost           the heads that cost most keep all
+    by sink share     the heads with the least importance of the first position do
+    random            any heads, mean of several draws
+    one for all       every head keeps f T + (1 - f) C keys, n of them the first: as many at the end of the text
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from sinklab.assessing.part import (
+    GROWTH,
+    AssessPart,
+    AssessText,
+    Effect,
+    PartFigure,
+    PartJob,
+    PartNumber,
+    PlotAxis,
+    ResultRow,
+    plot_row,
+)
+from sinklab.assessing.parts.streaming import Kept, RollingCache
+from sinklab.assessing.plan import KEPT, AssessSettings
+from sinklab.assessing.reading import (
+    HeadCost,
+    KeyHeads,
+    PairedReader,
+    Step,
+    chosen_heads,
+    first_importance,
+    key_heads,
+    mean_effect,
+    refused,
+)
+from sinklab.attention.layer_call import LayerCall
+from sinklab.attention.masks import Dense
+from sinklab.models.adapter import Adapter
+from sinklab.models.intercept import intercept
+
+FULL = (0.125, 0.25, 0.5)
+SHOWN_FULL = 0.25  # of the single numbers, and of the retrieval heads that are named
+BUDGET_DRAWS = 3
+BY_COST, BY_SINK, ANY, FOR_ALL = "by cost", "by sink share", "random", "one for all"
+
+
+class HeadBudget(Effect):
+    """Some heads with all keys and the others with few; of several draws the mean.
+
+    Attributes:
+        full: share of the key heads with all keys.
+        keys: of a key head at the end of the text, mean over heads.
+        losses: of each draw.
+    """
+
+    policy: str
+    full: float
+    keys: float
+    losses: list[float]
+
+
+class Budgets(AssessPart):
+    """Loss at budgets by head, against one budget for all.
+
+    Attributes:
+        size, first: C and n; a learned sink token is the first of the first.
+        heads: the cost of restricting each key head alone, on other sequences.
+        sink_shares: importance of the first position by key head, in the order of `heads`, on those sequences.
+        retrieval: the quarter of the key heads (layer, head) that cost most; the others are streaming heads.
+        restricted: every head with C keys.
+        policies: by share of heads with all keys.
+    """
+
+    name = "budgets"
+    rank = 10
+    on_request = True
+    numbers = (
+        PartNumber(
+            "budget_by_head_added",
+            "All keys for a quarter of the heads, few for the others, added loss",
+            ("By head", "nats added"),
+            "a cache that keeps all keys for the quarter of the heads that need them most, and few for the others",
+        ),
+        PartNumber(
+            "budget_for_all_added",
+            "The same budget for all heads, added loss",
+            ("For all", "nats added"),
+            "the same number of keys, as many for every head",
+        ),
+    )
+
+    size: int
+    first: int
+    heads: list[HeadCost]
+    sink_shares: list[float]
+    retrieval: list[tuple[int, int]]
+    restricted: Effect
+    policies: list[HeadBudget]
+
+    @classmethod
+    def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
+        return refused(adapter, RestrictedHeads(2, 1, frozenset({(1, 1)})))
+
+    @classmethod
+    def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
+        both_NT = text.sequences(settings.sequences + settings.head_sequences, settings.length, fewest=2)
+        N = max(1, len(both_NT) - settings.head_sequences)
+        adapter, size = text.model.adapter, min(settings.budgets)
+        first = min(max(settings.kept) or max(KEPT), size - 1)
+        run = partial(assess_budgets, adapter, both_NT[:N], both_NT[N:], size, first, settings.seed)
+        passes = (2 + len(FULL) * (3 + BUDGET_DRAWS)) * N + (2 + len(key_heads(adapter))) * (len(both_NT) - N)
+        return PartJob(passes, run)
+
+    def rows(self) -> Iterator[ResultRow]:
+        yield self.unchanged_row()
+        yield ResultRow(f"{self.size} keys, first {self.first} kept", self.restricted)
+        for one in self.policies:
+            yield ResultRow(f"{one.policy}, {100 * one.full:g} % full", one, f"{one.keys:g} keys of a head at the end")
+
+    def remark(self) -> str:
+        dearest = ", ".join(f"{layer}.{head}" for layer, head in self.retrieval[:8])
+        total, costs = sum(one.kl for one in self.heads), {(one.layer, one.head): one.kl for one in self.heads}
+        share = sum(costs[head] for head in self.retrieval) / total if total > 0 else 0
+        return (
+            f"budgets: a quarter of the key heads has {100 * share:.0f} % of what restricting each costs; the most "
+            f"(layer.head): {dearest}"
+        )
+
+    def values(self) -> Iterator[tuple[str, float]]:
+        """Of a quarter of the heads."""
+        quarter = {one.policy: one for one in self.policies if one.full == SHOWN_FULL}
+        if quarter:
+            yield "budget_by_head_added", self.added(quarter[BY_COST])
+            yield "budget_for_all_added", self.added(quarter[FOR_ALL])
+
+    def figure(self) -> PartFigure:
+        none = [
+            plot_row(self.restricted, self.added(self.restricted), policy, self.size)
+            for policy in (BY_COST, BY_SINK, ANY, FOR_ALL)
+        ]
+        return PartFigure(
+            "lines",
+            "Budgets by head",
+            f"Loss added to {self.unchanged.loss:.3f} when some key heads keep all {self.length:,} keys and the others "
+            f"{self.size}, of them the first {self.first} (DuoAttention, 2410.10819), and when all heads keep equally "
+            "many.",
+            [*none, *(plot_row(one, self.added(one), one.policy, one.keys) for one in self.policies)],
+            PlotAxis("Keys of a head at the end of the text, mean", "x", "keys"),
+            PlotAxis(GROWTH, "y", "nats added"),
+            series=(BY_COST, BY_SINK, ANY, FOR_ALL),
+        )
+
+
+@dataclass(frozen=True)
+class RestrictedHeads:
+    """An edit: these key heads see the first n keys and the latest, C in all."""
+
+    size: int
+    first: int
+    heads: KeyHeads
+
+    def __call__(self, layer: LayerCall) -> LayerCall:
+        """The call under their mask."""
+        chosen_G = chosen_heads(layer, self.heads)
+        if not chosen_G.any():
+            return layer
+        H, L, device = layer.call.q_BHTD.shape[1], layer.length, layer.call.q_BHTD.device
+        others_H = ~chosen_G.repeat_interleave(H // len(chosen_G))
+        kept_LL = Kept(self.size, self.first).block(0, L, 0, L, device)
+        return layer.under(Dense((kept_LL | others_H[:, None, None])[None], later=True))
+
+
+def assess_budgets(
+    adapter: Adapter, tokens_NT: Tensor, others_MT: Tensor, size: int, first: int, seed: int, step: Step
+) -> Budgets:
+    """Cost of restricting each head, and loss at budgets by head.
+
+    Args:
+        others_MT: the sequences that are read once for every key head.
+        size, first: C and n.
+    """
+    alone = PairedReader(adapter, others_MT, step)
+    heads = alone.by_key_head(lambda chosen: RestrictedHeads(size, first, chosen))
+    names = [(one.layer, one.head) for one in heads]
+    shares = _sink_shares(alone)
+    dearest = [(one.layer, one.head) for one in sorted(heads, key=lambda one: -one.kl)]
+    least = sorted(names, key=lambda head: shares[head])
+    reader, draw, T = PairedReader(adapter, tokens_NT, step), random.Random(seed), tokens_NT.shape[1]
+
+    def restricted(full: Sequence[tuple[int, int]]) -> Effect:
+        return reader.under(RestrictedHeads(size, first, frozenset(names) - set(full))).effect()
+
+    policies = []
+    for share in FULL:
+        count = round(share * len(names))
+        keys = (count * T + (len(names) - count) * size) / len(names)
+        drawn = [draw.sample(names, count) for _ in range(BUDGET_DRAWS)]
+        for policy, effects in (
+            (BY_COST, [restricted(dearest[:count])]),
+            (BY_SINK, [restricted(least[:count])]),
+            (ANY, [restricted(full) for full in drawn]),
+            (FOR_ALL, [reader.under(RollingCache(round(keys), first, in_cache=False)).effect()]),
+        ):
+            losses = [one.loss for one in effects]
+            mean = mean_effect(effects).model_dump()
+            policies.append(HeadBudget(policy=policy, full=share, keys=keys, losses=losses, **mean))
+    return Budgets(
+        sequences=len(tokens_NT),
+        length=T,
+        unchanged=reader.unchanged.effect(),
+        size=size,
+        first=first,
+        heads=heads,
+        sink_shares=[shares[head] for head in names],
+        retrieval=dearest[: round(SHOWN_FULL * len(names))],
+        restricted=restricted(()),
+        policies=policies,
+    )
+
+
+def _sink_shares(reader: PairedReader) -> dict[tuple[int, int], float]:
+    """Importance of the first position, or of learned tokens in front, by key head."""
+    found: dict[tuple[int, int], list[Tensor]] = {}
+
+    def observe(layer: LayerCall) -> None:
+        for head, share_BR in enumerate(first_importance(layer).chunk(layer.call.k_BGTD.shape[1], 1), 1):
+            found.setdefault((layer.index, head), []).append(share_BR.flatten().cpu())
+
+    reader.under(surgery=intercept(reader.adapter, observe=observe))
+    return {head: float(torch.cat(shares).mean()) for head, shares in found.items()}

@@ -1,0 +1,451 @@
+"""Writer: which block, neuron or expert writes the massive activation of the first position, and which single weight.
+
+The channel c is that of the largest |x| at the first position of the residual stream, over blocks, of the mean over
+sequences. Each block adds to it
+
+    feed-forward = x_c after the block - x_c after the block where its feed-forward part puts out zeros
+    attention    = x_c after the block - x_c before it - feed-forward              (or what else mixes positions)
+
+so that x_c after block l is x_c of the embedding plus all that the blocks up to l add. Under a causal mask the first
+position sees itself alone, so that sequences of one token are read for this.
+
+Within the feed-forward part that adds most up to the block with the largest |x|, neuron j adds
+
+    a_j W_down[c, j] g,      g = feed-forward / (output of the part in c)
+
+where g is 1, or what a norm behind the part makes of c. W_down are the weights of which row c alone has a gradient of
+that output, so that no names are needed; a_j is that gradient, which within an expert includes the routing weight. An
+expert adds the sum over its neurons.
+
+The single weight W_down[c, j] is, of the 8 neurons that add most, the one without which |x_c| after that block is
+smallest (later blocks often subtract x_c again, with or without it). `super_weight`: whether it is the one that the
+public code of super weights takes (2411.07191; mengxiayu/LLMSuperWeight 232e4ee, analyze.py): c the largest |output| of
+the down map, j its largest |input|. Beside it the neuron, the expert (super experts, 2507.23279, are removed by zeroing
+their down map) and the part's output at the first position (2510.06477, section 3.3) are zeroed, and as the control the
+map's largest weight to another channel.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PlotAxis, ResultRow
+from sinklab.assessing.plan import AssessSettings
+from sinklab.assessing.reading import PairedReader, Step, first_importance
+from sinklab.attention.layer_call import LayerCall
+from sinklab.models.adapter import Adapter
+from sinklab.models.hooks import evaluating, hidden_states, hooked, residual_stream
+from sinklab.models.intercept import intercept
+from sinklab.schema import ReadDocument
+
+MIXES_POSITIONS = re.compile("attn|attention|mamba|mixer|conv|temporal")
+STRONGEST_NEURONS = 8
+EPS = 0.3  # share of attention above which a head has a sink on the first position
+WEIGHT = "single weight"
+Sublayer = Literal["attention", "feed-forward"]
+
+
+class BlockWrites(ReadDocument):
+    """What a block, from 1, adds to the channel at the first position, mean over sequences."""
+
+    layer: int
+    attention: float
+    feed_forward: float
+
+
+class NeuronWrites(ReadDocument):
+    """What a neuron of the feed-forward part adds.
+
+    Attributes:
+        name: of its down map within the part.
+        expert: from 0; None where the map has no experts.
+        neuron: from 0.
+        activation: a_j.
+        weight: W_down[c, j].
+        adds: a_j W_down[c, j] g.
+    """
+
+    name: str
+    expert: int | None
+    neuron: int
+    activation: float
+    weight: float
+    adds: float
+
+
+class ExpertWrites(ReadDocument):
+    """What an expert, from 0, of a down map adds."""
+
+    name: str
+    expert: int
+    adds: float
+
+
+class ZeroedWriter(Effect):
+    """Something zeroed, or nothing.
+
+    Attributes:
+        channel: |x_c| at the first position after the block where it is largest in the unchanged model, mean over
+            sequences.
+        largest: |x| there over all channels and blocks.
+        elsewhere: the same of the largest other position.
+        sink: percent of (sequence, layer, head) with a share of the first position above 0.3; a learned token in front
+            is that position.
+    """
+
+    what: str
+    channel: float
+    largest: float
+    elsewhere: float
+    sink: float
+
+
+class Writer(AssessPart):
+    """Who writes the massive activation.
+
+    Attributes:
+        channel: c, from 0.
+        block: after which |x_c| is largest, from 1.
+        value: x_c there.
+        median: of |x| there, at the first position.
+        embedding: x_c before the first block.
+        blocks: by block.
+        layer, sublayer: of the largest addition up to `block`.
+        ffn_layer: of the largest addition of a feed-forward part up to `block`.
+        experts: of that part, those that add anything, most first.
+        neurons: of that part, those that add most.
+        weight: the single weight.
+        super_weight: whether the rule of the public code names it, too; None with experts.
+        zeroed: nothing, the single weight and so on.
+    """
+
+    name = "writer"
+    rank = 9
+    numbers = (
+        PartNumber(
+            "single_weight_added",
+            "The single weight that writes the massive activation zeroed, added loss",
+            ("Single weight", "zeroed, nats added"),
+            "zeroing the one weight that writes most of the first position's largest activation",
+        ),
+    )
+
+    channel: int
+    block: int
+    value: float
+    median: float
+    embedding: float
+    blocks: list[BlockWrites]
+    layer: int
+    sublayer: Sublayer
+    ffn_layer: int
+    experts: list[ExpertWrites]
+    neurons: list[NeuronWrites]
+    weight: NeuronWrites
+    super_weight: bool | None
+    zeroed: list[ZeroedWriter]
+
+    @classmethod
+    def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
+        config: Any = adapter.module.config
+        if adapter.post_norms or getattr(config, "do_layer_norm_before", True) is False:
+            return "its norms stand behind the sublayers and scale the whole stream, which is then no sum of additions"
+        for layer, block in enumerate(adapter.blocks, 1):
+            part = feed_forward(block)
+            if part is None:
+                return f"no feed-forward part was found in block {layer}"
+            if not all(weight.is_floating_point() for weight in part.parameters()):
+                return "its weights are quantised, and single ones cannot be zeroed"
+        return None
+
+    @classmethod
+    def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
+        tokens_NT = text.sequences(settings.sequences, settings.length)
+        return PartJob(7 * len(tokens_NT), partial(assess_writer, text.model.adapter, tokens_NT))
+
+    def rows(self) -> Iterator[ResultRow]:
+        for one in self.zeroed:
+            more = f"channel {self.channel}: {one.channel:,.0f}, all: {one.largest:,.0f}, sink {one.sink:.1f} %"
+            yield ResultRow(one.what, one, more)
+
+    def remark(self) -> str:
+        one, expert = self.weight, "" if self.weight.expert is None else f", expert {self.weight.expert}"
+        return (
+            f"writer: channel {self.channel} of the first position is {self.value:,.4g} after block {self.block}, most "
+            f"of it written by the {self.sublayer} of block {self.layer}; the single weight is that of neuron "
+            f"{one.neuron}{expert} in block {self.ffn_layer}, {one.weight:.4g}, which adds {one.adds:,.4g}"
+        )
+
+    def values(self) -> Iterator[tuple[str, float]]:
+        """Of the single weight."""
+        for one in self.zeroed:
+            if one.what == WEIGHT:
+                yield "single_weight_added", self.added(one)
+
+    def figure(self) -> PartFigure:
+        return PartFigure(
+            "lines",
+            "Who writes the massive activation",
+            f"What each block's attention and feed-forward part add to channel {self.channel} at the first position, "
+            f"which is {self.value:,.4g} after block {self.block} (the median of |x| there is {self.median:.3g}).",
+            [
+                {"series": series, "x": one.layer, "y": adds}
+                for one in self.blocks
+                for series, adds in (("attention", one.attention), ("feed-forward", one.feed_forward))
+            ],
+            PlotAxis("Block", "x", "block"),
+            PlotAxis(f"Added to channel {self.channel}", "y", "added"),
+            tooltip=(),
+        )
+
+
+def feed_forward(block: nn.Module) -> nn.Module | None:
+    """The last child of a block with weight matrices that is no attention, recurrence or convolution."""
+    found = [
+        child
+        for name, child in block.named_children()
+        if not MIXES_POSITIONS.search(name) and any(weight.ndim > 1 for weight in child.parameters())
+    ]
+    return found[-1] if found else None
+
+
+@contextmanager
+def silenced(part: nn.Module, positions: int | None = None) -> Iterator[None]:
+    """The part puts out zeros: everywhere, or at the first of so many positions of each sequence."""
+
+    def leaving(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+        out = hidden_states(output)
+        zeros = torch.zeros_like(out)
+        if positions is not None:  # some parts are handed the positions of all sequences in one axis
+            zeros = out.reshape(-1, positions, out.shape[-1]).clone()
+            zeros[:, 0] = 0
+            zeros = zeros.view_as(out)
+        return (zeros, *output[1:]) if isinstance(output, tuple) else zeros
+
+    with hooked([part.register_forward_hook(leaving)]):
+        yield
+
+
+@contextmanager
+def zeroed_entries(weight: Tensor, index: tuple[Any, ...]) -> Iterator[None]:
+    """Some entries of a weight are zero, and put back bit for bit."""
+    with torch.no_grad():
+        before = weight[index].clone()
+        weight[index] = 0
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            weight[index] = before
+
+
+@dataclass(frozen=True)
+class DownMap:
+    """The weights of a feed-forward part that write the channel.
+
+    Attributes:
+        weight: (I, E), (E, I), or either behind an axis of experts.
+        axis: of the E channels.
+        activation: a_j: (I,), or (experts, I).
+    """
+
+    name: str
+    weight: Tensor
+    axis: int
+    channel: int
+    activation: Tensor
+
+    @property
+    def written(self) -> Tensor:
+        """W_down[c, j], of the shape of `activation`."""
+        return self.weight.detach().movedim(self.axis, 0)[self.channel]
+
+    def entry(self, expert: int | None, neuron: int | slice, channel: int | slice) -> tuple[Any, ...]:
+        """The index of weights."""
+        rest = (neuron,) if expert is None else (expert, neuron)
+        return (*rest[: self.axis], channel, *rest[self.axis :])
+
+
+def down_maps(adapter: Adapter, part: nn.Module, tokens_N1: Tensor, channel: int) -> tuple[list[DownMap], Tensor]:
+    """The maps of a feed-forward part that write to the stream, and its mean output (E,) at the first position."""
+    outputs: list[Tensor] = []
+    weights = {name: weight for name, weight in part.named_parameters() if weight.ndim > 1}
+    asked = {name: weight.requires_grad for name, weight in weights.items()}
+    try:
+        for weight in weights.values():
+            weight.requires_grad_(True)
+        keep = part.register_forward_hook(lambda _, __, output: outputs.append(hidden_states(output)))
+        with evaluating(adapter.module), hooked([keep]), torch.enable_grad():
+            adapter.hidden(tokens_N1.to(adapter.device))
+            out = outputs[-1]
+            out_E = out.reshape(-1, adapter.leading + 1, out.shape[-1])[:, 0].mean(0)
+            grads = torch.autograd.grad(out_E[channel], list(weights.values()), allow_unused=True)
+    finally:
+        for name, weight in weights.items():
+            weight.requires_grad_(asked[name])
+    found = []
+    for (name, weight), grad in zip(weights.items(), grads, strict=True):
+        for axis in range(max(0, weight.ndim - 2), weight.ndim):
+            if grad is None or weight.shape[axis] != len(out_E):
+                continue
+            ordered = grad.movedim(axis, 0)
+            if ordered[channel].any() and not ordered[:channel].any() and not ordered[channel + 1 :].any():
+                found.append(DownMap(name, weight, axis, channel, ordered[channel].detach()))
+    return found, out_E.detach()
+
+
+def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
+    """Contributions to the largest activation of the first position, and the loss without the largest ones."""
+    tokens_N1, S = tokens_NT[:, :1], adapter.leading + tokens_NT.shape[1]
+    parts = [feed_forward(block) for block in adapter.blocks]
+    x_ME = _first_position(adapter, tokens_N1).mean(1)
+    block, channel = divmod(int(x_ME[1:].abs().argmax()), x_ME.shape[1])
+    block, value = block + 1, float(x_ME[block + 1, channel])
+    blocks = []
+    for layer, part in enumerate(parts, 1):
+        assert part is not None, "refused otherwise"
+        with silenced(part):
+            without = float(_first_position(adapter, tokens_N1)[layer, :, channel].mean())
+        whole, before = float(x_ME[layer, channel]), float(x_ME[layer - 1, channel])
+        blocks.append(BlockWrites(layer=layer, attention=without - before, feed_forward=whole - without))
+    sign = 1 if value > 0 else -1
+    kinds: tuple[Sublayer, Sublayer] = ("attention", "feed-forward")
+    additions: list[tuple[float, int, Sublayer]] = [
+        (sign * adds, one.layer, kind)
+        for one in blocks[:block]
+        for kind, adds in zip(kinds, (one.attention, one.feed_forward), strict=True)
+    ]
+    _, layer, sublayer = max(additions)
+    added, ffn_layer, _ = max(one for one in additions if one[2] == "feed-forward")
+    part = parts[ffn_layer - 1]
+    assert part is not None
+    maps, out_E = down_maps(adapter, part, tokens_N1, channel)
+    behind = sign * added / float(out_E[channel])
+    neurons, experts = _neurons(maps, behind, sign), _experts(maps, behind, sign)
+    by_name = {one.name: one for one in maps}
+
+    def left(one: NeuronWrites) -> float:
+        here = by_name[one.name]
+        with zeroed_entries(here.weight, here.entry(one.expert, one.neuron, channel)):
+            return float(_first_position(adapter, tokens_N1)[block, :, channel].abs().mean())
+
+    chosen = min(neurons, key=left)
+    here = by_name[chosen.name]
+    reader = PairedReader(adapter, tokens_NT, step)
+    everywhere = slice(None)
+    changes: dict[str, AbstractContextManager[None]] = {
+        "nothing zeroed": nullcontext(),
+        WEIGHT: zeroed_entries(here.weight, here.entry(chosen.expert, chosen.neuron, channel)),
+        "neuron": zeroed_entries(here.weight, here.entry(chosen.expert, chosen.neuron, everywhere)),
+        "feed-forward at the first position": silenced(part, S),
+        "largest weight to others": zeroed_entries(here.weight, _largest_to_others(here)),
+    }
+    if chosen.expert is not None:
+        changes["expert"] = zeroed_entries(here.weight, (chosen.expert,))
+    rule = None
+    if chosen.expert is None and len(maps) == 1:
+        rule = (int(out_E.abs().argmax()), int(here.activation.abs().argmax())) == (channel, chosen.neuron)
+    return Writer(
+        sequences=len(tokens_NT),
+        length=tokens_NT.shape[1],
+        unchanged=reader.unchanged.effect(),
+        channel=channel,
+        block=block,
+        value=value,
+        median=float(x_ME[block].abs().median()),
+        embedding=float(x_ME[0, channel]),
+        blocks=blocks,
+        layer=layer,
+        sublayer=sublayer,
+        ffn_layer=ffn_layer,
+        experts=experts,
+        neurons=neurons,
+        weight=chosen,
+        super_weight=rule,
+        zeroed=[_zeroed(reader, block, channel, what, change) for what, change in changes.items()],
+    )
+
+
+def _first_position(adapter: Adapter, tokens_N1: Tensor) -> Tensor:
+    """The stream at the first position, before the first block and after each: (M, N, E)."""
+    with evaluating(adapter.module), residual_stream(adapter.blocks, lambda x_NSE: x_NSE[:, 0]) as found:
+        adapter.hidden(tokens_N1.to(adapter.device))
+    return torch.stack(found).float()
+
+
+def _neurons(maps: Sequence[DownMap], behind: float, sign: int) -> list[NeuronWrites]:
+    """Those that add most, over all maps."""
+    found = []
+    for one in maps:
+        adds = behind * (one.activation * one.written).float()
+        width = adds.shape[-1]
+        for place in (sign * adds).flatten().topk(min(STRONGEST_NEURONS, adds.numel())).indices.tolist():
+            at = divmod(place, width) if adds.ndim > 1 else place
+            found.append(
+                NeuronWrites(
+                    name=one.name,
+                    expert=place // width if adds.ndim > 1 else None,
+                    neuron=place % width,
+                    activation=float(one.activation[at]),
+                    weight=float(one.written[at]),
+                    adds=float(adds[at]),
+                )
+            )
+    return sorted(found, key=lambda neuron: -sign * neuron.adds)[:STRONGEST_NEURONS]
+
+
+def _experts(maps: Sequence[DownMap], behind: float, sign: int) -> list[ExpertWrites]:
+    found = [
+        ExpertWrites(name=one.name, expert=expert, adds=float(adds))
+        for one in maps
+        if one.activation.ndim > 1
+        for expert, adds in enumerate(behind * (one.activation * one.written).float().sum(-1))
+        if adds
+    ]
+    return sorted(found, key=lambda expert: -sign * expert.adds)
+
+
+def _largest_to_others(one: DownMap) -> tuple[int, ...]:
+    magnitude = one.weight.detach().abs().clone()
+    magnitude.movedim(one.axis, 0)[one.channel] = 0
+    return tuple(int(place) for place in torch.unravel_index(magnitude.argmax(), magnitude.shape))
+
+
+def _zeroed(
+    reader: PairedReader, block: int, channel: int, what: str, change: AbstractContextManager[None]
+) -> ZeroedWriter:
+    """The text read under a change of weights, with the stream and the sink at the first position."""
+    written: list[Tensor] = []
+    largest: list[Tensor] = []
+    above: list[Tensor] = []
+
+    def stream(x_BSE: Tensor) -> None:
+        written.append(x_BSE[:, 0, channel].abs().float().cpu())
+        largest.append(x_BSE.abs().amax(-1).float().cpu())
+
+    def observe(layer: LayerCall) -> None:
+        above.append((first_importance(layer) > EPS).flatten().cpu())
+
+    @contextmanager
+    def watched() -> Iterator[None]:
+        adapter = reader.adapter
+        with change, intercept(adapter, observe=observe), residual_stream(adapter.blocks, stream):
+            yield
+
+    effect = reader.under(surgery=watched()).effect()
+    M = len(reader.adapter.blocks) + 1
+    largest_NS = torch.cat([torch.stack(largest[start + 1 : start + M]).amax(0) for start in range(0, len(largest), M)])
+    return ZeroedWriter(
+        what=what,
+        channel=float(torch.cat(written[block::M]).mean()),
+        largest=float(largest_NS[:, 0].mean()),
+        elsewhere=float(largest_NS[:, 1:].amax(-1).mean()),
+        sink=100 * float(torch.cat(above).float().mean()),
+        **effect.model_dump(),
+    )

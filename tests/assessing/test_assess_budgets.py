@@ -1,0 +1,122 @@
+"""Key heads restricted to the sink and recent keys, against masks of transformers and by hand, and known answers."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from assessed import small, some_tokens
+from closeness import assert_close
+from families import family_tokens, pair_of
+
+from sinklab.assessing.parts import budgets
+from sinklab.assessing.parts.budgets import FULL, RestrictedHeads, assess_budgets
+from sinklab.assessing.parts.streaming import RollingCache
+from sinklab.assessing.reading import KeyHeads, PairedReader, changed_attention, key_heads
+from sinklab.attention.layer_call import LayerCall
+from sinklab.measuring.api import measure
+from sinklab.models.adapter import adapt
+from sinklab.models.hooks import evaluating
+
+
+def seen(L: int, size: int, first: int) -> torch.Tensor:
+    """The first keys and the latest, query by query."""
+    matrix = torch.zeros(L, L, dtype=torch.bool)
+    for t in range(L):
+        keys = list(range(t + 1))
+        if len(keys) > size:
+            keys = keys[:first] + keys[len(keys) - (size - first) :]
+        matrix[t, keys] = True
+    return matrix
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+def test_a_restricted_key_head_reads_as_under_a_mask_of_transformers(family: str) -> None:
+    model, eager = (one.double() for one in pair_of(family))
+    adapter, tokens = adapt(model), family_tokens()
+    L, heads = tokens.shape[1], max(head for _, head in key_heads(adapter))
+    restricted = 2  # of 2 or 4 key heads, in both layers
+    mask = torch.ones(L, L, dtype=torch.bool).tril().repeat(len(tokens), 4, 1, 1)
+    for query_head in range(4):
+        if query_head // (4 // heads) == restricted - 1:
+            mask[:, query_head] = seen(L, 5, 2)
+    added = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -1e9)
+    with evaluating(eager), evaluating(model):
+        expected = eager.base_model(tokens, attention_mask=added, use_cache=False).last_hidden_state
+        with changed_attention(adapter, RestrictedHeads(5, 2, frozenset({(1, restricted), (2, restricted)}))):
+            found = adapter.hidden(tokens)
+    assert_close(found, expected, 1e-6)
+
+
+def test_in_a_run_one_head_of_one_layer_is_restricted_and_the_others_are_not() -> None:
+    one, outputs = small("grouped keys"), {}
+    edit = RestrictedHeads(6, 1, frozenset({(2, 1)}))
+
+    def watch(layer: LayerCall) -> torch.Tensor:
+        changed = edit(layer)
+        outputs[layer.index] = layer, changed.output()
+        return layer.output()
+
+    with evaluating(one.module), changed_attention(one, compute=watch):
+        one.hidden(some_tokens())
+    assert torch.equal(outputs[1][0].output(), outputs[1][1])
+    layer, out = outputs[2]
+    q, k, v = layer.call.q_BHTD, layer.call.k_BGTD, layer.value_BGSV
+    for head in range(4):
+        L = q.shape[2]
+        mask = seen(L, 6, 1) if head < 2 else torch.ones(L, L).tril().bool()
+        z = (q[:, head] @ k[:, head // 2].transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(~mask, -torch.inf)
+        assert_close(out[:, head], z.softmax(-1) @ v[:, head // 2], 1e-9)
+
+
+def test_all_heads_restricted_is_a_rolling_cache() -> None:
+    one, tokens = small("sink token"), some_tokens()
+    reader = PairedReader(one, tokens)
+    both = (RestrictedHeads(6, 2, key_heads(one)), RollingCache(6, 2, in_cache=False))
+    restricted, rolling = (reader.under(edit).effect() for edit in both)
+    assert restricted.kl == pytest.approx(rolling.kl)
+
+
+def with_one_head(layer: int, head: int) -> Any:
+    """A run in which no other head writes to the stream."""
+    one = small()
+    with torch.no_grad():
+        for number, block in enumerate(one.blocks, 1):
+            kept = block.attention.out.weight[:, 8 * (head - 1) : 8 * head].clone()  # type: ignore[union-attr, index]
+            block.attention.out.weight[:] = 0  # type: ignore[union-attr, index]
+            if number == layer:
+                block.attention.out.weight[:, 8 * (head - 1) : 8 * head] = kept  # type: ignore[union-attr, index]
+    return one
+
+
+def test_the_one_head_that_matters_costs_all_and_with_all_its_keys_nothing_is_lost() -> None:
+    one, tokens, passes = with_one_head(2, 3), some_tokens(3, 24), []
+    found = assess_budgets(one, tokens[:2], tokens[2:], 4, 1, 0, lambda: passes.append(1))
+    costs = {(row.layer, row.head): row.kl for row in found.heads}
+    assert max(costs, key=costs.__getitem__) == (2, 3)
+    assert sorted(costs.values())[:-1] == pytest.approx([0] * 7, abs=1e-12)
+    assert found.retrieval[0] == (2, 3)
+    assert len(found.retrieval) == 2
+    assert found.restricted.kl > 1e-3
+    for row in found.policies:
+        if row.policy == "by cost":
+            assert row.kl == pytest.approx(0, abs=1e-12)
+        if row.policy == "one for all":
+            assert row.kl > 1e-5
+            assert row.keys == row.full * 24 + (1 - row.full) * 4
+    assert len(passes) == 2 * (2 + len(FULL) * 6) + 1 * (2 + 8)
+
+
+def test_sink_shares_are_the_importance_that_measuring_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, tokens = small("grouped keys"), some_tokens(3, 20)
+    monkeypatch.setattr(budgets, "FULL", (0.5,))
+    full: list[KeyHeads] = []
+    monkeypatch.setattr(budgets, "RestrictedHeads", lambda *args: full.append(args[2]) or RestrictedHeads(*args))
+    found = assess_budgets(one, tokens[:2], tokens[2:], 6, 1, 0, lambda: None)
+    alpha_NLH = measure(one.module, tokens[2:]).importance_first
+    by_key_head = torch.as_tensor(alpha_NLH)[0].unflatten(1, (2, 2)).mean(-1).flatten().tolist()
+    assert found.sink_shares == pytest.approx(by_key_head, rel=1e-5)
+    least = sorted(range(4), key=lambda place: found.sink_shares[place])[:2]
+    names = [(1, 1), (1, 2), (2, 1), (2, 2)]
+    by_sink = full[4 + 1]  # after each head alone, and by cost
+    assert by_sink == set(names) - {names[place] for place in least}

@@ -1,0 +1,186 @@
+"""Who writes the massive activation, against outputs of the model's own modules and a weight that was planted."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from assessed import small, some_tokens
+from families import GROUPED, SMALL, family_tokens, pair_of
+from torch import nn
+
+from sinklab.assessing.parts.writer import Writer, assess_writer, down_maps, feed_forward
+from sinklab.measuring.api import measure
+from sinklab.models.adapter import Adapter, adapt
+from sinklab.models.hooks import hidden_states
+
+MIXTRAL = hf.MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2)
+MODULES = {  # of a block: what adds attention and feed-forward to the stream, and the down map
+    "llama": ("self_attn", "mlp", "mlp.down_proj"),
+    "gpt2": ("attn", "mlp", "mlp.c_proj"),
+    "opt": ("self_attn", "fc2", "fc2"),
+    "gpt-neox": ("attention", "mlp", "mlp.dense_4h_to_h"),
+    "gemma3, window 5": ("post_attention_layernorm", "post_feedforward_layernorm", "mlp.down_proj"),
+    "olmo2": ("post_attention_layernorm", "post_feedforward_layernorm", "mlp.down_proj"),
+    "stablelm, parallel blocks": ("self_attn", "mlp", "mlp.down_proj"),
+}
+
+
+class Captured:
+    """The first position's inputs and outputs of modules of every block, mean over sequences."""
+
+    def __init__(self, adapter: Adapter, names: tuple[str, ...], tokens: torch.Tensor) -> None:
+        self.inputs: dict[tuple[int, str], torch.Tensor] = {}
+        self.outputs: dict[tuple[int, str], torch.Tensor] = {}
+        handles = []
+        for layer, block in enumerate(adapter.blocks, 1):
+            for name in {*names, ""}:
+                module = block.get_submodule(name)
+                handles.append(module.register_forward_hook(self._keep((layer, name), len(tokens)), with_kwargs=True))
+        with torch.no_grad():
+            adapter.hidden(tokens)
+        for handle in handles:
+            handle.remove()
+
+    def _keep(self, key: tuple[int, str], N: int) -> Any:
+        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            given = args[0] if args else kwargs["hidden_states"]
+            for found, x in ((self.inputs, given), (self.outputs, hidden_states(output))):
+                found[key] = x.reshape(N, -1, x.shape[-1])[:, 0].double()
+
+        return keep
+
+
+@pytest.mark.parametrize("family", MODULES)
+def test_blocks_and_neurons_add_what_their_modules_put_out(family: str) -> None:
+    model, tokens = pair_of(family)[0].double(), family_tokens()
+    adapter, names = adapt(model), MODULES[family]
+    made = Captured(adapter, names, tokens)
+    found = assess_writer(adapter, tokens, lambda: None)
+    c, total = found.channel, found.embedding
+    assert total == pytest.approx(float(made.inputs[1, ""][:, c].mean()), rel=1e-4)
+    for row in found.blocks:
+        for adds, name in ((row.attention, names[0]), (row.feed_forward, names[1])):
+            assert adds == pytest.approx(float(made.outputs[row.layer, name][:, c].mean()), rel=1e-4, abs=1e-4)
+        total += row.attention + row.feed_forward
+        assert total == pytest.approx(float(made.outputs[row.layer, ""][:, c].mean()), rel=1e-4, abs=1e-4)
+    largest = max(float(made.outputs[row.layer, ""].mean(0).abs().max()) for row in found.blocks)
+    assert abs(found.value) == pytest.approx(largest, rel=1e-5)
+    down: Any = adapter.blocks[found.ffn_layer - 1].get_submodule(names[2])
+    activation = made.inputs[found.ffn_layer, names[2]].mean(0)
+    weight = (down.weight[:, c] if family == "gpt2" else down.weight[c]).detach()
+    put_out = float(made.outputs[found.ffn_layer, names[2]][:, c].mean())
+    g = found.blocks[found.ffn_layer - 1].feed_forward / put_out
+    sign = 1 if found.value > 0 else -1
+    order = (sign * g * activation * weight).argsort(descending=True).tolist()
+    assert [one.neuron for one in found.neurons] == order[:8]
+    for one in found.neurons:
+        assert one.activation == pytest.approx(float(activation[one.neuron]), rel=1e-4)
+        assert one.weight == pytest.approx(float(weight[one.neuron]), rel=1e-6)
+        assert one.adds == pytest.approx(float(g * activation[one.neuron] * weight[one.neuron]), rel=1e-4)
+
+
+@pytest.mark.parametrize("norms", ["pre", "sandwich"])
+@pytest.mark.parametrize("variant", ["softmax", "sink token"])
+def test_the_neurons_of_a_run_add_up_to_its_feed_forward_part(norms: str, variant: str) -> None:
+    one, tokens = small(variant, norm={"placement": norms}), some_tokens()
+    found = assess_writer(one, tokens, lambda: None)
+    part: Any = one.blocks[found.ffn_layer - 1].ffn
+    assert feed_forward(one.blocks[found.ffn_layer - 1]) is part
+    (here,), out = down_maps(one, part, tokens[:, :1], found.channel)
+    assert here.name == "down.weight"
+    assert float((here.activation * here.written).sum()) == pytest.approx(float(out[found.channel]))
+    g = found.blocks[found.ffn_layer - 1].feed_forward / float(out[found.channel])
+    assert (g == pytest.approx(1, rel=1e-4)) == (norms == "pre")
+
+
+@pytest.mark.parametrize("config", [MIXTRAL, hf.GptOssConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2)])
+def test_experts_add_what_they_add_alone(config: Any) -> None:
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    adapter, tokens = adapt(model), family_tokens()
+    found = assess_writer(adapter, tokens, lambda: None)
+    assert found.super_weight is None
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    experts: Any = feed_forward(adapter.blocks[found.ffn_layer - 1]).experts  # type: ignore[union-attr]
+    c, before = found.channel, experts.down_proj.detach().clone()
+    outputs = []
+
+    def put_out() -> float:
+        key = f"layers.{found.ffn_layer - 1}.mlp"
+        handle = model.model.get_submodule(key).register_forward_hook(
+            lambda _, __, out: outputs.append(hidden_states(out)[:, 0, c].mean())
+        )
+        with torch.no_grad():
+            adapter.hidden(tokens[:, :1])
+        handle.remove()
+        return float(outputs[-1])
+
+    whole = put_out()
+    for one in found.experts:
+        with torch.no_grad():
+            experts.down_proj[one.expert] = 0
+        assert one.adds == pytest.approx(whole - put_out(), rel=1e-3, abs=1e-5)
+        with torch.no_grad():
+            experts.down_proj[one.expert] = before[one.expert]
+    first = found.neurons[0]
+    index = (first.expert, c, first.neuron) if config is MIXTRAL else (first.expert, first.neuron, c)
+    with torch.no_grad():
+        experts.down_proj[index] = 0
+    assert first.adds == pytest.approx(whole - put_out(), rel=1e-3, abs=1e-5)
+    assert [row.what for row in found.zeroed][-1] == "expert"
+
+
+def planted() -> tuple[Any, int]:
+    """The strongest neuron of block 1 writes 500 times its activation to channel 3, at every first token."""
+    one = small()
+    activation = Captured(one, ("ffn.down",), some_tokens()).inputs[1, "ffn.down"].mean(0)
+    neuron = int(activation.abs().argmax())
+    with torch.no_grad():
+        block: Any = one.blocks[0]
+        block.ffn.down.weight[3, neuron] = 500 * activation[neuron].sign()
+    return one, neuron
+
+
+def test_a_planted_weight_is_found_and_without_it_the_massive_activation_is_gone() -> None:
+    (one, neuron), tokens = planted(), some_tokens()
+    before = {name: weight.clone() for name, weight in one.module.state_dict().items()}
+    passes: list[int] = []
+    found = assess_writer(one, tokens, lambda: passes.append(1))
+    assert (found.channel, found.ffn_layer, found.sublayer) == (3, 1, "feed-forward")
+    assert (found.weight.neuron, found.weight.expert, found.super_weight) == (neuron, None, True)
+    assert abs(found.weight.weight) == 500
+    zeroed = {row.what: row for row in found.zeroed}
+    assert zeroed["nothing zeroed"].kl == 0
+    assert zeroed["nothing zeroed"].largest == pytest.approx(abs(found.value), rel=0.1)
+    assert zeroed["single weight"].largest < zeroed["nothing zeroed"].largest / 5
+    assert zeroed["nothing zeroed"].channel == pytest.approx(abs(found.value), rel=0.1)
+    assert zeroed["single weight"].channel < zeroed["nothing zeroed"].channel / 5
+    assert zeroed["largest weight to others"].largest > zeroed["nothing zeroed"].largest / 2
+    assert zeroed["feed-forward at the first position"].largest < zeroed["nothing zeroed"].largest / 5
+    assert zeroed["feed-forward at the first position"].elsewhere == pytest.approx(
+        zeroed["nothing zeroed"].elsewhere, rel=1e-2
+    )
+    assert dict(found.values())["single_weight_added"] == found.added(zeroed["single weight"])
+    assert all(torch.equal(weight, before[name]) for name, weight in one.module.state_dict().items())
+    assert len(passes) == 2 * (1 + len(found.zeroed))
+
+
+def test_the_sink_is_counted_as_measuring_counts_it() -> None:
+    one, tokens = small(), some_tokens()
+    found = assess_writer(one, tokens, lambda: None)
+    assert found.zeroed[0].sink == pytest.approx(measure(one.module, tokens).sink_rate[0])
+
+
+def test_models_whose_stream_is_no_sum_and_quantised_ones_are_refused() -> None:
+    assert "scale the whole stream" in str(Writer.refusal(small(norm={"placement": "post"}), None))  # type: ignore[arg-type]
+    opt = hf.OPTConfig(vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4,
+                       max_position_embeddings=64, word_embed_proj_dim=32, do_layer_norm_before=False)  # fmt: skip
+    assert "scale the whole stream" in str(Writer.refusal(adapt(hf.OPTForCausalLM(opt)), None))  # type: ignore[arg-type]
+    llama = hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL))
+    assert Writer.refusal(adapt(llama), None) is None  # type: ignore[arg-type]
+    down: Any = llama.model.layers[1].get_submodule("mlp.down_proj")
+    down.weight = nn.Parameter(down.weight.to(torch.int8), requires_grad=False)
+    assert "quantised" in str(Writer.refusal(adapt(llama), None))  # type: ignore[arg-type]

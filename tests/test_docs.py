@@ -1,0 +1,59 @@
+"""Every command that the README and the docs show is one that sinklab takes, with options that it has."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+import sinklab
+from sinklab.commands.app import app
+
+ROOT = Path(sinklab.__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("results/*/README.md"))]
+HISTORY = {"log.md", "related_methods.md"}
+"""Pages with commands of earlier days."""
+
+
+def _stand_in(found: re.Match[str]) -> str:
+    """`[--option VALUE]` and `..` are left out; STEP is a number."""
+    return "1" if found[0] == "STEP" else ""
+
+
+def shown() -> list[tuple[str, str]]:
+    """(page, command) of every line of a code block that calls sinklab, continued lines joined."""
+    found = []
+    for page in PAGES:
+        if page.name in HISTORY:
+            continue
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        fenced = re.findall(r"^```(?:bash|sh|text|console)?\n(.*?)^```", text, re.M | re.S)
+        blocks = [*fenced, *re.findall(r"^(?: {4}.*\n)+", text, re.M)]
+        for line in "".join(blocks).splitlines():
+            if called := re.match(r"\s*(?:\w+=\S+ )*(?:\S*/)?(?:python -m )?sinklab (.+)", line):
+                found.append((str(page.relative_to(ROOT)), called[1]))
+    return found
+
+
+@pytest.mark.parametrize(("page", "command"), shown())
+def test_a_command_that_is_shown_is_one_that_sinklab_takes(page: str, command: str) -> None:
+    written_out = re.sub(r"\[--[^\]]*\](\.\.\.)?| \.\.+(?= |$)|\bSTEP\b", _stand_in, command)
+    words = shlex.split(written_out, comments=True)
+    if any(">" in word or word == "|" for word in words):
+        words = words[: next(place for place, word in enumerate(words) if ">" in word or word == "|")]
+    command_of: Any = get_command(app)
+    name = "sinklab"
+    try:
+        while hasattr(command_of, "resolve_command"):
+            context = command_of.make_context(name, list(words), resilient_parsing=True)
+            name, command_of, words = command_of.resolve_command(context, words)
+        command_of.make_context(name, words)
+    except Exception as wrong:  # of the click that typer brings along
+        if type(wrong).__name__ != "Exit":  # --help
+            pytest.fail(f"{page}: {getattr(wrong, 'format_message', wrong.__str__)()}")
+
+
+def test_commands_are_found() -> None:
+    assert len(shown()) > 50
