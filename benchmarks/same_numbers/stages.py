@@ -219,14 +219,14 @@ def last() -> Commands:
     commands["verify/retrained"] = ["verify", "packed", "--retrain", "1", "--json"]
     if _installed("eval", "lm_eval", "accelerate"):
         hellaswag = ["--tasks", "hellaswag", "--limit", "6", "--data", str(DATA / "eval" / "hellaswag_val.jsonl.gz")]
-        for name in ("models/llama", "train/softmax", "train/k_biases"):
-            place = f"eval/{name.replace('/', '_')}"
+        for name in (STORIES, "models/llama"):  # the items are longer than the context of the second
+            place = f"eval/{Path(name).name}"
             commands[place] = ["eval", name, *hellaswag, "--out", place, "--json"]
     if _installed("sft", "trl", "accelerate"):
-        chats = ["--data", "text/chat.jsonl", "--steps", "4", "--batch-size", "2", "--length", "32", "--held-out", "4"]
+        chats = ["--data", "text/chat.jsonl", "--steps", "4", "--batch-size", "2", "--length", "128", "--held-out", "4"]
         chats += ["--eval-every", "2", "--save-every", "2", "--sequences", "4", "--sink-length", "16"]
-        for name in ("models/llama", "train/softmax", "train/k_biases"):
-            place = f"sft/{name.replace('/', '_')}"
+        for name in (STORIES, "models/llama"):  # 128 tokens are beyond the context of the second
+            place = f"sft/{Path(name).name}"
             commands[place] = ["sft", name, *chats, "--out", place, "--json"]
     return commands
 
