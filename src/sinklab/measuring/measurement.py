@@ -72,8 +72,8 @@ class Measurement(WithArrays):
         uniform_ratio: alpha_k over that of uniform causal attention (metrics.py), mean over (sequence, layer, head),
             position 1 first: 1 is no sink, at any T.
         loss: nats per token over targets 2..T, those after the prefix under a prefix mask; None where there are none.
-        bits_per_byte: the loss over the bytes of the targets' text (bits.py); None where the input is not text, or for
-            the reason in the notes.
+        bits_per_byte: the loss over the bytes of the targets' text; None where the input is not text, or for the reason
+            in the notes.
         hidden_norm_ratio: |h_1| / mean over t > 1 of |h_t| before the first block and after every block (M + 1).
             inf, which is null in measurement.json, where the others are 0 and the first is not; 1 where all are 0.
         norm_ratio_before_norm: of a post-norm model the same of the input of each norm, two per block; None elsewhere.
