@@ -56,7 +56,7 @@ def first() -> Commands:
 
 def trainings() -> Commands:
     """Twelve steps of every variant of the catalogue, whose recipes are written, and a lab."""
-    from sinklab.interventions.variants import VARIANTS
+    from sinklab.interventions import VARIANTS
     from sinklab.train.recipe import build_recipe
 
     Path("recipes").mkdir(exist_ok=True)
