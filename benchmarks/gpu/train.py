@@ -5,7 +5,7 @@
 
 The step is that of `sinklab train` (bf16 autocast, compiled blocks, loss in chunks, fused AdamW, batches prepared in
 the background, nothing read from the device before the next step), on synthetic tokens at T = 2048, with softmax, K
-biases and sigmoid in turn. Utilisation is that of the formula in `sinklab/train/planning/flops.py`.
+biases and sigmoid in turn. Utilisation is that of the formula in `sinklab/train/flops.py`.
 
 Goals on an H200, against 990 TFLOP/s: 60M at 50 % or more, 1B at 55 %, sigmoid at most 1.3 times softmax's time.
 """
@@ -25,10 +25,10 @@ from benchmarks.timing import RESULTS, environment
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.files import write_json
-from sinklab.train.blocks import compile_blocks
 from sinklab.train.directory.run import open_run
-from sinklab.train.planning.flops import model_flops, peak_flops
-from sinklab.train.planning.memory import memory_estimate
+from sinklab.train.flops import model_flops, peak_flops
+from sinklab.train.parallelize import compile_blocks
+from sinklab.train.planning import memory_estimate
 from sinklab.train.recipe import Recipe, load_recipe
 from sinklab.train.update import Updater
 

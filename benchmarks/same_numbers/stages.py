@@ -56,7 +56,7 @@ def first() -> Commands:
 
 def trainings() -> Commands:
     """Twelve steps of every variant of the catalogue, whose recipes are written, and a lab."""
-    from sinklab.interventions.variants import VARIANTS
+    from sinklab.interventions import VARIANTS
     from sinklab.train.recipe import build_recipe
 
     Path("recipes").mkdir(exist_ok=True)
@@ -167,9 +167,7 @@ def assessments() -> Commands:
     natural = ["--text", "text/more.jsonl", *few]
     commands = {name: ["assess", f"train/{name}", *natural] for name in ASSESSED_RUNS}
     commands["position_learnable"] += ["--stream-length", "32"]
-    commands |= {f"of_{name}": ["assess", f"models/{name}", *natural] for name in FAMILIES if name != "opt"}
-    for part in ("streaming", "eviction", "carries", "heads"):  # quantisation fails at its flat activations
-        commands[f"of_opt_{part}"] = ["assess", "models/opt", *natural, "--parts", part]
+    commands |= {f"of_{name}": ["assess", f"models/{name}", *natural] for name in FAMILIES}
     commands |= {
         "validated": ["assess", "train/k_biases", *few, "--sink-tokens", "2", "--seed", "3"],
         "in_text": ["assess", "train/softmax", *natural, "--parts", "streaming", "--positions", "text"],

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from sinklab.measuring.huggingface.callback import SinkCallback
     from sinklab.measuring.huggingface.probe import probe
     from sinklab.measuring.measurement import Measurement
-    from sinklab.model.huggingface.registration import register
 
 __version__ = "0.1.0"
 __all__ = ["Measurement", "SinkCallback", "measure", "probe", "register"]
@@ -35,8 +34,17 @@ _MODULES = {
     "probe": "sinklab.measuring.huggingface.probe",
     "SinkCallback": "sinklab.measuring.huggingface.callback",
     "Measurement": "sinklab.measuring.measurement",
-    "register": "sinklab.model.huggingface.registration",
 }
+
+
+def register() -> None:
+    """Register the models that `sinklab export` writes with AutoConfig and AutoModelForCausalLM of transformers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from sinklab.model.huggingface import MODEL_TYPE, SinklabConfig, SinklabForCausalLM
+
+    AutoConfig.register(MODEL_TYPE, SinklabConfig, exist_ok=True)
+    AutoModelForCausalLM.register(SinklabConfig, SinklabForCausalLM, exist_ok=True)
 
 
 def __getattr__(name: str) -> Any:

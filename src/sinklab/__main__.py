@@ -1,4 +1,4 @@
-"""`sinklab` and `python -m sinklab`: the command line, which Ctrl-C ends without a word also while it is imported."""
+"""`sinklab` and `python -m sinklab`: the command line. Ctrl-C ends it without a traceback, also during imports."""
 
 import gc
 import os
@@ -8,20 +8,20 @@ from types import FrameType
 
 INTERRUPTED = 130
 OBJECTS = 20_000
-"""New objects after which Python looks for garbage. With its own 700 that takes a tenth of the start of a command, as
-imported modules stay."""
+"""New objects between garbage collections. Python's 700 would take a tenth of a command's start, as imported modules
+stay."""
 
 
 def main() -> None:
-    """Run the command that the process was called with."""
-    asked = signal.getsignal(signal.SIGINT)
-    if asked is signal.default_int_handler:  # a job in the background ignores it
+    """Run the command of the process's arguments."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # a job in the background ignores it
         signal.signal(signal.SIGINT, _leave)
     gc.set_threshold(OBJECTS)
     from sinklab.commands import app as cli
 
     try:
-        signal.signal(signal.SIGINT, asked)
+        signal.signal(signal.SIGINT, before)
         cli.main()
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

@@ -1,4 +1,4 @@
-"""torch.compile for functions that one process calls in many forms."""
+"""torch.compile for functions that one process calls with many shapes and options."""
 
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -12,13 +12,13 @@ FORMS = 128  # operations, masks, shapes, with and without gradients
 
 
 def compiled(function: Callable[P, R], dynamic: bool | None = None) -> Callable[P, R]:
-    """`function`, compiled for every new kind of arguments when it meets them.
+    """`function`, compiled again for every new form of its arguments.
 
-    PyTorch by itself stops at the eighth kind and runs all later ones uncompiled: FlexAttention then builds the T x T
+    PyTorch's default stops after eight forms and runs all later ones uncompiled: FlexAttention then builds the T x T
     matrix.
 
     Args:
-        dynamic: as in `torch.compile`; False compiles every shape for itself.
+        dynamic: as in `torch.compile`; False compiles every shape separately.
     """
     settings = torch._dynamo.config
     settings.recompile_limit = max(settings.recompile_limit, FORMS)

@@ -15,10 +15,10 @@ from sinklab.errors import InputError, cause
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of a name; "auto" is CUDA where there is one.
+    """The device of a name; "auto" is CUDA where available.
 
     Raises:
-        InputError: there is no such device here.
+        InputError: this machine has no such device.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -31,9 +31,9 @@ def pick_device(name: str) -> torch.device:
 
 
 def multiplies_natively(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the device has instructions for products of 16-bit floats; emulated ones are slower than float32.
+    """Whether the device has instructions for products of 16-bit floats; emulated products are slower than float32.
 
-    On a CPU without such instructions, and where ATEN_CPU_CAPABILITY keeps PyTorch from them, it has not.
+    False on a CPU whose instructions ATEN_CPU_CAPABILITY disables in PyTorch.
     """
     if device.type == "cuda":
         return dtype != torch.bfloat16 or torch.cuda.is_bf16_supported(including_emulation=False)
@@ -44,13 +44,13 @@ def multiplies_natively(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def float32_if_emulated(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """A dtype of weights, or float32 in its place on a CPU that emulates its products (bfloat16: five times slower)."""
+    """The dtype, or float32 on a CPU that emulates its products (bfloat16: five times slower)."""
     emulated = device.type == "cpu" and dtype in INSTRUCTIONS and not multiplies_natively(dtype, device)
     return torch.float32 if emulated else dtype
 
 
 def processor_name() -> str:
-    """The model of this machine's processor, its architecture where the system does not name it."""
+    """The model of this machine's processor, or its architecture where the model is not known."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -58,7 +58,7 @@ def processor_name() -> str:
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors in the machine's own memory, after one wait for each card that they are on."""
+    """The tensors in host memory, with one synchronisation per card."""
     copies = [tensor.to("cpu", non_blocking=tensor.is_cuda) for tensor in tensors]
     for card in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.synchronize(card)
@@ -67,10 +67,7 @@ def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def float32_matmul(precision: Literal["highest", "high"], device: torch.device) -> Iterator[None]:
-    """Within it, products of float32 matrices on a card are made in float32 ("highest") or TF32 ("high").
-
-    On other devices nothing changes.
-    """
+    """Within it, products of float32 matrices on CUDA are computed in float32 ("highest") or TF32 ("high")."""
     if device.type != "cuda":
         yield
         return
@@ -83,14 +80,14 @@ def float32_matmul(precision: Literal["highest", "high"], device: torch.device) 
 
 
 def keep_freed_memory() -> None:
-    """Let the process keep what a training step frees on the CPU, instead of asking for it again in the next.
+    """Have glibc keep freed memory in the process, for the next training step.
 
-    Otherwise the C library gives large blocks back, and the system clears every page of them anew at each step, which
-    is 3 to 13 % of the time of a small model's (benchmarks/train_cpu.py). The numbers stay what they are. For processes
-    that only train: it holds until they end. Only with glibc, and not where its environment variables are set.
+    Otherwise glibc returns large blocks to the system, which clears every page of them again at each step: 3 to 13 % of
+    a small model's time (benchmarks/train_cpu.py). No number changes. For processes that only train, as it lasts until
+    they end. No effect without glibc, and where its environment variables are set.
     """
-    asked = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-    if platform.libc_ver()[0] != "glibc" or any(name in os.environ for name in asked):
+    variables = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+    if platform.libc_ver()[0] != "glibc" or any(name in os.environ for name in variables):
         return
     library = ctypes.CDLL(None)
     library.mallopt(M_TRIM_THRESHOLD, KEPT)
@@ -98,7 +95,7 @@ def keep_freed_memory() -> None:
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-KEPT = 2**28  # bytes that are free at the end of the heap
-LARGEST_KEPT = 2**25  # a larger block is given back at once; more than this older versions refuse
+KEPT = 2**28  # free bytes at the end of the heap
+LARGEST_KEPT = 2**25  # a larger block is returned at once; older versions refuse a larger limit
 INSTRUCTIONS = {torch.bfloat16: ("amx_bf16", "avx512_bf16"), torch.float16: ("amx_fp16", "avx512_fp16")}
 WITHOUT_AVX512 = ("DEFAULT", "NO AVX", "AVX2")

@@ -1,6 +1,7 @@
-"""The command that installs an extra beside this installation of sinklab, which no package index has.
+"""The command that installs an extra for this installation of sinklab, which is on no package index.
 
-Of a checkout it names the checkout; of an installed wheel or archive, which may be gone, the packages of the extra.
+For a checkout it is an installation of the checkout; for a wheel or archive, which may have been deleted, one of the
+extra's packages.
 """
 
 import re
@@ -14,15 +15,15 @@ from sinklab.files import parse_json
 
 
 def install_command(extra: str, installed: Distribution | None = None) -> str:
-    """What to type into a shell, with the Python in use.
+    """A shell command for the Python in use.
 
     Args:
         extra: of pyproject.toml, such as "sft".
-        installed: sinklab as it is installed; found unless given.
+        installed: the installed distribution of sinklab; looked up unless given.
     """
     try:
         installed = installed or distribution("sinklab")
-    except PackageNotFoundError:  # its source is on the path, and nothing else
+    except PackageNotFoundError:  # only its source is on the path
         return _pip("-e", f".[{extra}]") + " in the checkout of sinklab"
     if (checkout := _checkout(installed)) is not None:
         return _pip("-e", f"{checkout}[{extra}]")

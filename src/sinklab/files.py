@@ -16,20 +16,20 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.outputs import target_of
 
 MOST_VALUES = 10_000
-"""Of a YAML document, each repetition counted: no recipe has a tenth of them."""
+"""Limit of a YAML document, each repetition of an alias counted; recipes have less than a tenth of it."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; on success it replaces `path` atomically, on failure it vanishes.
+    """Yield a temporary path beside `path`; on success it replaces `path` atomically, on failure it is removed.
 
-    Where `path` is a link, the file that it leads to is replaced, and the link stays.
+    Where `path` is a link, its target is replaced, and the link stays.
 
     Raises:
-        InputError: a folder, device or pipe is there.
-        SinklabError: the disk is full or the folder cannot be written; what stood at `path` still stands there.
+        InputError: `path` is a folder, device or pipe.
+        SinklabError: the disk is full or the folder cannot be written; the earlier file is untouched.
     """
     target = target_of(path)
     try:
@@ -49,7 +49,7 @@ def written_aside(path: Path) -> Iterator[Path]:
     except OSError as error:
         remedy = "free some space, or choose" if error.errno in FULL else "choose"
         raise SinklabError(
-            f"cannot write {path}: {error.strerror or error}. What stood there before is untouched; "
+            f"cannot write {path}: {error.strerror or error}. An earlier file there is untouched; "
             f"{remedy} another --out, then run the same command again."
         ) from error
     finally:
@@ -68,7 +68,7 @@ def write_json(path: Path, document: Any) -> None:
 
 
 def parse_json(text: str) -> Any:
-    """`json.loads`, for text that anyone may have written.
+    """`json.loads` for untrusted text.
 
     Raises:
         ValueError: not JSON, or nested too deeply to be read.
@@ -80,11 +80,10 @@ def parse_json(text: str) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """`yaml.safe_load`, for text that anyone may have written.
+    """`yaml.safe_load` for untrusted text.
 
     Raises:
-        ValueError: not YAML, nested too deeply, or a few lines whose aliases contain themselves or repeat each other
-            until they are more than any memory holds.
+        ValueError: not YAML, nested too deeply, or with aliases that contain themselves or expand beyond `MOST_VALUES`.
     """
     try:
         document = yaml.safe_load(text)
@@ -102,7 +101,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line to a text file, and see it on the disk.
+    """Append a line to a text file and flush it to the disk.
 
     Raises:
         SinklabError: the disk is full or the file cannot be written; a torn last line may be left.
@@ -120,12 +119,12 @@ def append_line(path: Path, line: str) -> None:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether something could not be written for want of space, as the error or what it was raised from says."""
+    """Whether an error, or one that it was raised from, is that of a full disk."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno in FULL:
             return True
-        if any(os.strerror(number) in str(seen) for number in FULL):  # another library's, or another process's
+        if any(os.strerror(number) in str(seen) for number in FULL):  # of another library or process
             return True
         seen = seen.__cause__
     return False
@@ -138,7 +137,7 @@ def sha256_of(path: Path) -> str:
 
 
 def is_at(file: IO[Any], path: Path) -> bool:
-    """Whether an open file is still the one at `path`: a lock on a file that was removed keeps nobody out."""
+    """Whether an open file is still the one at `path`; a lock on a removed file has no effect."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -146,10 +145,10 @@ def is_at(file: IO[Any], path: Path) -> bool:
 
 
 def cache_folder() -> Path:
-    """Where what can be made again is kept between calls: SINKLAB_CACHE, or ~/.cache/sinklab.
+    """The folder of cached files: SINKLAB_CACHE, or ~/.cache/sinklab.
 
     Raises:
-        InputError: there is no home directory to put it in.
+        InputError: there is no home directory.
     """
     named = os.environ.get("SINKLAB_CACHE") or "~/.cache/sinklab"
     try:

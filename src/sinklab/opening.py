@@ -174,7 +174,7 @@ def _pretrained(
 def _run(name: str, loading: Loading, step: int | None) -> Model:
     """A run of ours. It reads text as in its training: its loader inserts BOS, fixed and random tokens."""
     from sinklab.data.loader import Loader
-    from sinklab.data.tokenfile import TokenFile
+    from sinklab.data.shards import TokenFile
     from sinklab.data.tokenizers import load_tokenizer
     from sinklab.train.directory.run import load_run, validation_tokens
 

@@ -1,7 +1,7 @@
-"""Signals as requests: stop, and end with a status that says whether to call again.
+"""Signals as requests to stop, and an exit status that says whether to call again.
 
-Where work can be stopped anywhere, since what is finished is on the disk, it is left by an exception. Training is
-asked: it finishes the update and saves.
+Work whose finished parts are on the disk is stopped anywhere by an exception. Training polls a request: it finishes the
+update and saves.
 """
 
 import os
@@ -22,14 +22,14 @@ PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class PreemptedError(BaseException):
-    """A signal other than Ctrl-C has stopped the work; what was reached is saved.
+    """A signal other than Ctrl-C has stopped the work; its finished parts are saved.
 
-    Like KeyboardInterrupt it is no Exception, and nobody takes it for a failure of what it has stopped.
+    Like KeyboardInterrupt it is no Exception, so that `except Exception` does not treat it as a failure.
     """
 
 
 class StopRequest:
-    """Whether a signal has asked this process to stop. Calling it tells."""
+    """Whether a signal has asked this process to stop: the result of calling it."""
 
     def __init__(self) -> None:
         self._asked = threading.Event()
@@ -40,7 +40,7 @@ class StopRequest:
 
     @property
     def exit_status(self) -> int:
-        """Of a command that stopped: 130 after Ctrl-C, else 75, also where another process was the one asked."""
+        """Of a command that stopped: 130 after Ctrl-C, else 75, also where another process received the signal."""
         return INTERRUPTED if self._by == signal.SIGINT else CALL_AGAIN
 
     def handle(self, number: int, frame: FrameType | None) -> None:
@@ -67,8 +67,8 @@ def stop_on_signals(*numbers: int) -> Iterator[StopRequest]:
 def left_on_signals() -> Iterator[None]:
     """Within it, SIGTERM and SIGUSR1 raise PreemptedError in the main thread, as SIGINT raises KeyboardInterrupt.
 
-    Python drops what is raised within a callback of the garbage collector or of a weak reference. The signal is then
-    sent once more, a moment later.
+    Python drops exceptions within a callback of the garbage collector or of a weak reference. The signal is then sent
+    once more, a moment later.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -91,12 +91,12 @@ def left_on_signals() -> Iterator[None]:
         sys.unraisablehook = dropped
 
 
-_KEPT = threading.Event()  # Typer makes a mere status of Ctrl-C: nothing can be said with the exception
+_KEPT = threading.Event()  # no attribute of the exception, as Typer turns Ctrl-C into a status
 
 
 @contextmanager
 def keeping_what_is_finished() -> Iterator[None]:
-    """What is left within it by an exception has kept what was finished, and goes on when it is called again."""
+    """Work within it can be resumed after an exception."""
     try:
         yield
     except BaseException:

@@ -20,7 +20,7 @@ from sinklab.attention.flex import score_mod
 from sinklab.attention.primitive import eager_attend
 from sinklab.attention.scores import Score, apart
 from sinklab.errors import InputError
-from sinklab.interventions.variants import VARIANTS
+from sinklab.interventions import VARIANTS
 from sinklab.model.transformer import Transformer
 from sinklab.train.recipe import build_recipe
 

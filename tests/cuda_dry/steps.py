@@ -30,7 +30,7 @@ from sinklab.attention.masks import Mask  # noqa: E402
 from sinklab.attention.scores import Score, apart  # noqa: E402
 from sinklab.data.prepare import prepare  # noqa: E402
 from sinklab.files import parse_yaml  # noqa: E402
-from sinklab.interventions.variants import VARIANTS  # noqa: E402
+from sinklab.interventions import VARIANTS  # noqa: E402
 from sinklab.measuring import driver  # noqa: E402
 from sinklab.model import loss  # noqa: E402
 from sinklab.train import world  # noqa: E402

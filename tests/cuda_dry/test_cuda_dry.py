@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.utils.cpp_extension import include_paths
 
-from sinklab.interventions.variants import VARIANTS
+from sinklab.interventions import VARIANTS
 
 pytestmark = [
     pytest.mark.cuda_dry,
@@ -31,13 +31,13 @@ HERE = Path(__file__).parent
 BATCHES_OF_LOSS, BATCHES_OF_METRIC = 3, 2  # of the recipe in steps.py
 IN_STEP = {
     "copy to the card, data/loader.py batch": 1,
-    "copy from the card, train/finite.py _begin_copy": 1,
-    "event, train/finite.py read": 1,
+    "copy from the card, train/update.py _begin_copy": 1,
+    "event, train/update.py read": 1,
 }
 WITHOUT_FUSED_CHECK = {  # checked before the optimiser's step
     "copy to the card, data/loader.py batch": 1,
-    "tolist, train/finite.py add": 1,
-    "tolist, train/finite.py read": 1,
+    "tolist, train/update.py add": 1,
+    "tolist, train/update.py read": 1,
 }
 IN_LOSS = {"copy to the card, train/evaluate.py loss": BATCHES_OF_LOSS, "item, train/evaluate.py loss": 1}
 IN_MEASUREMENT = {

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sinklab.data.sources.corpora import documents, fingerprint, identity, total_bytes
-from sinklab.data.sources.installed import entries
+from sinklab.data.sources.corpora import documents, entries, fingerprint, identity, total_bytes
 from sinklab.errors import InputError
 from sinklab.extras import install_command
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sinklab.data.config import DataConfig, FixedToken, RandomTokens
-from sinklab.data.loader import Loader, train_loader, valid_loader
+from sinklab.data.loader import Loader
 from sinklab.data.prepare import prepare
 from sinklab.errors import InputError
 
@@ -173,8 +173,8 @@ def test_exactly_one_chunk_is_enough_to_train():
 def test_loaders_of_prepared_data_use_its_shards_and_its_bos(tmp_path: Path):
     data = prepare("stdlib", "train:300", tmp_path / "out", text_limit_bytes=200_000, valid_fraction=0.2)
     config = DataConfig(bos=True)
-    train = train_loader(data, context=16, batch_size=4, seed=0, config=config)
-    valid = valid_loader(data, context=16, batch_size=4, seed=0, config=config)
+    train = Loader.of(data, "train", context=16, batch_size=4, seed=0, config=config)
+    valid = Loader.of(data, "valid", context=16, batch_size=4, seed=0, config=config)
     assert (train.chunks, valid.chunks) == (len(data.train) // 16, len(data.valid) // 16)
     assert valid.batch(0)[0].tolist() == [data.bos_id, *data.valid[:16].tolist()]
     assert (train.batch(7)[:, 0] == data.bos_id).all()

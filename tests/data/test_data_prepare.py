@@ -14,9 +14,8 @@ import pytest
 
 from sinklab.data.config import DataConfig
 from sinklab.data.prepare import prepare, prepared
-from sinklab.data.shards import TokenDataset, dtype_for
+from sinklab.data.shards import TokenDataset, TokenFile, dtype_for
 from sinklab.data.sources.corpora import documents, fingerprint
-from sinklab.data.tokenfile import TokenFile
 from sinklab.data.tokenizers import load_tokenizer
 from sinklab.errors import InputError, SinklabError
 
@@ -183,9 +182,9 @@ def test_a_single_document_cannot_be_split_and_leaves_nothing_valid(tmp_path: Pa
 @pytest.mark.parametrize(
     ("tokenizer", "numbers", "told"),
     [
-        ("train:300", {"valid_fraction": 0.0}, "valid_fraction is 0.0"),
-        ("train:300", {"valid_fraction": 2.0}, "valid_fraction is 2.0"),
-        ("train:300", {"text_limit_bytes": 0}, "text_limit_bytes is 0"),
+        ("train:300", {"valid_fraction": 0.0}, "valid_fraction 0.0: Input should be"),
+        ("train:300", {"valid_fraction": 2.0}, "valid_fraction 2.0: Input should be"),
+        ("train:300", {"text_limit_bytes": 0}, "text_limit_bytes 0: Input should be"),
         ("train:12", {}, "at least 258"),
     ],
 )

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from sinklab.commands.app import app
 from sinklab.data import building
 from sinklab.data.config import DataConfig, UniformMix, WeightedMix, paper_weights
-from sinklab.data.estimate import estimate
 from sinklab.data.prepare import prepare, settings_of
 from sinklab.data.sources.synthetic import parse, word_tokenizer
-from sinklab.data.texts import mixed, streams
+from sinklab.data.texts import estimate, mixed, streams
 from sinklab.data.tokenizers import load_tokenizer, train_bpe
 from sinklab.errors import InputError, SinklabError
 from sinklab.train.recipe import build_recipe
@@ -84,7 +83,7 @@ def tokenizer_json(name: str, data_dir: Path, bpe: str) -> Path:
 @pytest.mark.parametrize("name", ["neox", "llama", "trained"])
 def test_the_ids_are_those_of_the_tokenizers_library(name: str, data_dir: Path, bpe: str):
     tokenizer = load_tokenizer(str(tokenizer_json(name, data_dir, bpe)))
-    assert tokenizer._encode.__name__ == "quick"
+    assert tokenizer.encode_flat.__name__ == "quick"
 
     @settings(deadline=None, max_examples=300)
     @given(texts=st.lists(AWKWARD, min_size=1, max_size=3))
@@ -100,7 +99,7 @@ def test_what_fastokens_cannot_read_is_encoded_by_tokenizers(tmp_path: Path):
     request = parse("synthetic:bigram_backcopy:length=32,documents=8")
     assert request is not None
     tokenizer = word_tokenizer(request, tmp_path)
-    assert tokenizer._encode.__name__ == "exact"
+    assert tokenizer.encode_flat.__name__ == "exact"
     words = list(tokenizer.backend.get_vocab())[:3]
     assert tokenizer.encode_batch([" ".join(words), ""]) == [[tokenizer.backend.token_to_id(w) for w in words], []]
 
@@ -155,19 +154,19 @@ def test_each_domain_has_the_share_of_the_tokens_that_its_weight_says(corpus: Pa
 
 def test_a_mix_ends_where_the_first_domain_does(corpus: Path):
     mix = WeightedMix(weights={"law": 8, "wiki": 1})
-    voices = streams(str(corpus), mix)
-    names = [name for name, _ in mixed(voices, mix, {"law": 1.0, "wiki": 1.0})]
+    domains = streams(str(corpus), mix)
+    names = [name for name, _ in mixed(domains, mix, {"law": 1.0, "wiki": 1.0})]
     assert names.count("law") == 400
     assert 30 <= names.count("wiki") <= 70
 
 
 def test_files_at_the_same_pace_give_all_they_have(corpus: Path):
     mix = UniformMix()
-    voices = streams(str(corpus), mix)
-    taken = list(mixed(voices, mix, {voice.name: 1.0 for voice in voices}))
+    domains = streams(str(corpus), mix)
+    taken = list(mixed(domains, mix, {domain.name: 1.0 for domain in domains}))
     assert sorted(text for _, text in taken) == sorted(prose("law", 400) + prose("code", 400) + prose("wiki", 400))
     halfway = [name for name, _ in taken[:600]]
-    assert all(170 <= halfway.count(voice.name) <= 230 for voice in voices)
+    assert all(170 <= halfway.count(domain.name) <= 230 for domain in domains)
 
 
 def test_the_seed_decides_the_order_of_a_mix(corpus: Path):
@@ -311,7 +310,7 @@ def test_an_error_far_into_the_text_keeps_what_was_finished(
         whole(self, *arrays)
 
     monkeypatch.setattr(building.SplitWriter, "add", full_disk)
-    with pytest.raises(SinklabError, match=r"No space left on device.*What was finished is kept"):
+    with pytest.raises(SinklabError, match=r"No space left on device.*Finished parts are kept"):
         prepare(str(corpus), bpe, out)
     assert (out / "partial" / "journal.jsonl").read_bytes().count(b"\n") == 2
     monkeypatch.setattr(building.SplitWriter, "add", whole)

@@ -9,7 +9,7 @@ import huggingface_hub.constants
 import numpy as np
 import pytest
 
-from sinklab.data import encoding, tokenizers
+from sinklab.data import tokenizers
 from sinklab.data.sources.corpora import documents
 from sinklab.data.tokenizers import load_tokenizer, train_bpe
 from sinklab.errors import InputError
@@ -128,19 +128,19 @@ def test_a_long_document_is_encoded_in_pieces_to_the_same_tokens(
     trained = name.startswith("train:")
     made = train_bpe(texts, 300, tmp_path) if trained else load_tokenizer(str(data_dir / "models" / name))
     expected = [made.backend.encode(text, add_special_tokens=False).ids for text in texts]
-    monkeypatch.setattr(encoding, "PIECE", 1000)
-    monkeypatch.setattr(encoding, "AROUND", 100)
-    ids, lengths = encoding.encoder(made.backend)(texts)
+    monkeypatch.setattr(tokenizers, "PIECE", 1000)
+    monkeypatch.setattr(tokenizers, "AROUND", 100)
+    ids, lengths = tokenizers.encoder(made.backend)(texts)
     assert [row.tolist() for row in np.split(ids, lengths.cumsum()[:-1])] == expected
 
 
 def test_pieces_are_of_the_size_that_is_asked_for_or_whole() -> None:
     text = _long_text(0)
-    parts = list(encoding.pieces(text, 1000))
+    parts = list(tokenizers.pieces(text, 1000))
     assert "".join(parts) == text
     assert max(map(len, parts)) <= 1000
-    assert list(encoding.pieces(text, 1000, lambda left, right: False)) == [text]
-    assert list(encoding.pieces("x" * 9000, 1000)) == ["x" * 9000]
+    assert list(tokenizers.pieces(text, 1000, lambda left, right: False)) == [text]
+    assert list(tokenizers.pieces("x" * 9000, 1000)) == ["x" * 9000]
 
 
 def test_a_tokenizer_is_trained_on_the_pieces_of_a_long_document_as_on_the_whole(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from sinklab.data.loader import train_loader
+from sinklab.data.loader import Loader
 from sinklab.data.prepare import prepare, prepared
 from sinklab.data.sources.synthetic import TASKS, parse, synthetic_documents
 from sinklab.errors import InputError
@@ -69,7 +69,7 @@ def test_the_same_source_gives_the_same_text_and_another_seed_another(name: str)
 def test_every_document_fills_one_chunk(tmp_path: Path) -> None:
     recipe = load_recipe("backcopy", ["data.source=synthetic:bigram_backcopy:documents=200"])
     data = prepared(recipe.data, tmp_path)
-    loader = train_loader(data, context=64, batch_size=8, seed=0, config=recipe.data)
+    loader = Loader.of(data, "train", context=64, batch_size=8, seed=0, config=recipe.data)
     batch = loader.batch(0)
     assert (data.vocab_size, data.eos_id, data.bos_id) == (2 + 67, 0, 1)
     assert (batch[:, 0] == data.bos_id).all()
@@ -93,7 +93,7 @@ def test_a_wrong_source_is_refused(source: str, message: str) -> None:
 def test_synthetic_text_needs_its_own_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="belong together"):
         load_recipe("tiny", ["data.source=synthetic:bigram_backcopy"])
-    with pytest.raises(InputError, match="use tokenizer words"):
+    with pytest.raises(InputError, match="belong together"):
         prepare("synthetic:bigram_backcopy:documents=20", "train:300", tmp_path)
 
 
@@ -116,7 +116,7 @@ def test_the_backcopy_head_copies_at_triggers_and_rests_on_bos_elsewhere(tmp_pat
     data = prepared(loaded.data, tmp_path / "cache")
     Trainer(open_run(loaded, data, tmp_path / "run")).train()
     model = load_run(tmp_path / "run").model
-    batch = train_loader(data, context=64, batch_size=32, seed=0, config=loaded.data).batch(0)[:, :-1]
+    batch = Loader.of(data, "train", context=64, batch_size=32, seed=0, config=loaded.data).batch(0)[:, :-1]
     seen: list[torch.Tensor] = []
     model.get_submodule("blocks.0.attention.core").register_forward_pre_hook(lambda _, args: seen.extend(args[:2]))
     with torch.no_grad():

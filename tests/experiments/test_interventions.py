@@ -10,9 +10,7 @@ from sinklab.attention.config import kinds_of
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import SinklabError
-from sinklab.interventions import NEUTRAL, VARIANTS, catalogue
-from sinklab.interventions.catalogue import NOT_INTERVENTIONS, kinds
-from sinklab.interventions.variants import CHOICES
+from sinklab.interventions import CHOICES, NEUTRAL, NOT_INTERVENTIONS, VARIANTS, catalogue, kinds
 from sinklab.model.config import ModelConfig
 from sinklab.train.directory.run import open_run
 from sinklab.train.loop import Trainer

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 from sinklab.errors import InputError
 from sinklab.export.directory import write_directory
 from sinklab.interventions import VARIANTS
-from sinklab.model.huggingface.configuration import SinklabConfig
-from sinklab.model.huggingface.modeling import SinklabForCausalLM
+from sinklab.model.huggingface import SinklabConfig, SinklabForCausalLM
 
 LENGTHS, LONGEST = (9, 3, 6), 9
 COMBINED: dict[str, dict[str, Any]] = {

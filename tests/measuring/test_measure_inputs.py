@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ def _jsonl(path: Path, *documents: str) -> Path:
     return path
 
 
-def natural_tokens(text: Path, encode: Encode, *, prefix: Sequence[int] = (), **wanted: int) -> Tensor:
+def natural_tokens(text: Path, encode: Encode, *, prefix: Sequence[int] = (), **wanted: Any) -> Tensor:
     return with_prefix(natural_text(text, encode, prefix=prefix, **wanted), prefix)
 
 

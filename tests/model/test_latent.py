@@ -41,7 +41,7 @@ def tokens() -> Tensor:
 
 
 def interleaved(rows: Tensor) -> Tensor:
-    """Their turned pairs are neighbours, ours half a width apart: the rows of a turned part in their order."""
+    """Their rotated pairs are neighbours, ours half a width apart: the rows of a rotated part in their order."""
     return torch.stack(rows.chunk(2), dim=1).flatten(0, 1)
 
 

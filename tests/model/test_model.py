@@ -9,7 +9,7 @@ from closeness import assert_close
 from sinklab.errors import InputError
 from sinklab.model.llama import to_llama
 from sinklab.model.transformer import Transformer
-from sinklab.train.planning.flops import model_flops
+from sinklab.train.flops import model_flops
 from sinklab.train.recipe import Recipe, build_recipe
 
 SMALL = {

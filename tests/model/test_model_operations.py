@@ -91,7 +91,7 @@ def test_only_distances_count_under_rotary(operation: str, qk_norm: bool) -> Non
     [*((name, "none") for name in TURNED_BEFORE_PHI), ("softmax", "k_biases"), ("differential", "kv_biases")],
 )
 def test_what_does_not_see_query_and_key_together_tells_positions_apart(operation: str, bias: str) -> None:
-    """A feature map of the turned query, and the turned query's product with a key that stands nowhere."""
+    """A feature map of the rotated query, and the rotated query's product with a key that stands nowhere."""
     model = model_of(operation, bias)
     assert model is not None
     assert effect_of_a_shift(model) > 1e-3

@@ -109,9 +109,9 @@ def test_softcap_is_that_of_gemma_2() -> None:
     config = Gemma2Config(**SIZES, query_pre_attn_scalar=D, attn_logit_softcapping=2.0, attention_dropout=0.0)
     config._attn_implementation = "eager"
     theirs, x = drawn(Gemma2Attention(config, layer_idx=1), 0.5), random(2, T, E)
-    unturned = (torch.ones(1, T, D), torch.zeros(1, T, D))
+    unrotated = (torch.ones(1, T, D), torch.zeros(1, T, D))
     with torch.no_grad():
-        expected = theirs(x, position_embeddings=unturned, attention_mask=causal())[0]
+        expected = theirs(x, position_embeddings=unrotated, attention_mask=causal())[0]
         assert_close(through(theirs, core(softcap=2.0), x), expected)
         assert not torch.allclose(through(theirs, core(), x), expected, rtol=1e-2, atol=1e-2)
 
@@ -120,16 +120,16 @@ def test_sink_logits_are_those_of_gpt_oss() -> None:
     config = GptOssConfig(**SIZES, attention_dropout=0.0)
     config._attn_implementation = "eager"
     theirs, x, ours = drawn(GptOssAttention(config, layer_idx=1), 0.5), random(2, T, E), core(bias="sink_logit")
-    unturned = (torch.ones(1, T, D // 2), torch.zeros(1, T, D // 2))
+    unrotated = (torch.ones(1, T, D // 2), torch.zeros(1, T, D // 2))
     with torch.no_grad():
         ours.get_parameter("bias.logit").copy_(theirs.get_parameter("sinks"))
-        expected = theirs(x, position_embeddings=unturned, attention_mask=causal())[0]
+        expected = theirs(x, position_embeddings=unrotated, attention_mask=causal())[0]
         assert_close(through(theirs, ours, x), expected)
         assert not torch.allclose(through(theirs, core(), x), expected, rtol=1e-2, atol=1e-2)
 
 
 def test_differential_attention_is_that_of_diffllama() -> None:
-    """A whole model of it: every head a pair of half-heads, each turned by itself, and lambda by depth."""
+    """A whole model of it: every head a pair of half-heads, each rotated by itself, and lambda by depth."""
     ours = Transformer(recipe(layers=3, attention={"operation": {"kind": "differential"}}).model, seed=3).eval()
     plain = Transformer(recipe(layers=3).model)
     halves = {"num_attention_heads": 2 * H, "num_key_value_heads": 2 * G, "head_dim": D // 2}

@@ -188,9 +188,9 @@ def test_norms_and_rotations_have_the_gradients_that_autograd_finds_bit_for_bit(
     cos_TC, sin_TC = rotary_tables(8, 16, 100.0, torch.device("cpu"))
     for dtype in (torch.float32, torch.bfloat16):
         first, second = x_BTE.to(dtype).chunk(2, dim=-1)
-        turned = torch.cat((first * cos_TC - second * sin_TC, second * cos_TC + first * sin_TC), dim=-1).to(dtype)
+        rotated = torch.cat((first * cos_TC - second * sin_TC, second * cos_TC + first * sin_TC), dim=-1).to(dtype)
         ours = rotate(x_BTE.to(dtype), cos_TC, sin_TC)
-        assert torch.equal(ours, turned)
+        assert torch.equal(ours, rotated)
         upstream = up_BTE.to(dtype)
-        gradients = (torch.autograd.grad(out, x_BTE, upstream)[0] for out in (ours, turned))
+        gradients = (torch.autograd.grad(out, x_BTE, upstream)[0] for out in (ours, rotated))
         assert torch.equal(*gradients)

@@ -173,7 +173,7 @@ def _body(command: Command) -> None:
 
 @contextlib.contextmanager
 def _counting(command: Command) -> Iterator[None]:
-    from sinklab.data.building import Journal
+    from sinklab.data.building import Builder
     from sinklab.data.prepare import _write_shards
     from sinklab.train.directory.checkpoint import save_checkpoint
     from sinklab.train.loop import Trainer
@@ -181,7 +181,7 @@ def _counting(command: Command) -> Iterator[None]:
 
     parts: dict[Any, Part] = {
         _write_shards.__code__: "preparation",
-        Journal.add.__code__: "journal",
+        Builder._write.__code__: "journal",
         Trainer.__init__.__code__: "setup",
         Trainer.train.__code__: "training",
         Updater.update.__code__: "update",

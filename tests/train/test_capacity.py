@@ -7,8 +7,8 @@ import torch
 from conftest import Run, on_one_line
 
 from sinklab.errors import InputError
-from sinklab.train.planning import memory
-from sinklab.train.planning.memory import check_fits, memory_estimate
+from sinklab.train import planning
+from sinklab.train.planning import check_fits, memory_estimate
 from sinklab.train.recipe import Recipe, load_recipe
 from sinklab.train.world import ALONE, World
 
@@ -21,7 +21,7 @@ def recipe(*changes: str) -> Recipe:
 
 def has(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """Let the machine have so many bytes."""
-    monkeypatch.setattr(memory, "total_bytes", lambda device: size)
+    monkeypatch.setattr(planning, "total_bytes", lambda device: size)
 
 
 @pytest.mark.parametrize(

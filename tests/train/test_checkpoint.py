@@ -19,8 +19,14 @@ from sinklab.errors import SinklabError
 from sinklab.files import sha256_of
 from sinklab.model.transformer import Transformer
 from sinklab.train.directory import tensor_store
-from sinklab.train.directory.checkpoint import find_checkpoint, load_checkpoint, remove_leftovers, save_checkpoint
-from sinklab.train.directory.checkpoint_state import SUMS, TrainState
+from sinklab.train.directory.checkpoint import (
+    SUMS,
+    TrainState,
+    find_checkpoint,
+    load_checkpoint,
+    remove_leftovers,
+    save_checkpoint,
+)
 from sinklab.train.optim import build_optimizer
 from sinklab.train.recipe import build_recipe
 
@@ -168,7 +174,9 @@ def test_a_checkpoint_that_lacks_what_others_have_written_is_not_made_valid(
     model, optimizer = trained()
     save_checkpoint(tmp_path, model, optimizer, TrainState(4), "run", keep=1)
     monkeypatch.setattr(tensor_store, "write_tensors", half)
-    with pytest.raises(SinklabError, match="lacks what other processes have written: all must see the same folder"):
+    with pytest.raises(
+        SinklabError, match="lacks tensors that other processes have written: all must see the same folder"
+    ):
         save_checkpoint(tmp_path, model, optimizer, TrainState(8), "run", keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000004"]
 

@@ -254,5 +254,5 @@ def test_aliases_that_never_end_are_refused_in_a_sentence(text: str, tmp_path: P
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "list.yaml"
     file.write_text(yaml.safe_dump([1, 2]))
-    with pytest.raises(InputError, match="must hold a mapping"):
+    with pytest.raises(InputError, match="must contain a mapping"):
         load_recipe(str(file))

@@ -11,8 +11,8 @@ from independent_recipes import random_recipe
 from torch.utils.flop_counter import FlopCounterMode
 
 from sinklab.model.transformer import Transformer
-from sinklab.train.planning.flops import PEAKS, model_flops, peak_flops, shape_of
-from sinklab.train.planning.memory import memory_estimate
+from sinklab.train.flops import PEAKS, model_flops, peak_flops, shape_of
+from sinklab.train.planning import memory_estimate
 from sinklab.train.recipe import Recipe, build_recipe
 
 SIZES = {"layers": 2, "width": 32, "heads": 4, "ffn_width": 48, "vocab_size": 97, "context": 32}
@@ -129,9 +129,9 @@ import json, sys
 import torch
 from sinklab.train.recipe import build_recipe
 from sinklab.model.transformer import Transformer
-from sinklab.train.planning.memory import memory_estimate
+from sinklab.train.planning import memory_estimate
 from sinklab.train.optim import build_optimizer
-from sinklab.train.blocks import recompute_blocks
+from sinklab.train.parallelize import recompute_blocks
 
 def status(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))

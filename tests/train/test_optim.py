@@ -9,8 +9,7 @@ import torch
 from sinklab.errors import InputError, SinklabError
 from sinklab.model.transformer import Transformer
 from sinklab.train.config import Muon, ScheduleConfig
-from sinklab.train.directory.checkpoint import load_checkpoint, save_checkpoint
-from sinklab.train.directory.checkpoint_state import TrainState
+from sinklab.train.directory.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from sinklab.train.optim import MuonAndAdamW, build_optimizer, hidden_matrices, learning_rate
 from sinklab.train.recipe import Recipe, build_recipe
 

@@ -15,11 +15,11 @@ from commands import Command, call_together, together
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError, SinklabError
-from sinklab.train.blocks import compile_blocks
 from sinklab.train.directory import lock
 from sinklab.train.directory.history import read_metrics
 from sinklab.train.directory.run import load_run, open_run
 from sinklab.train.loop import Trainer
+from sinklab.train.parallelize import compile_blocks
 from sinklab.train.recipe import build_recipe, parse_override
 from sinklab.train.world import World, joined_world
 
@@ -119,7 +119,7 @@ def test_an_environment_that_names_no_place_is_refused(
 ) -> None:
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(InputError, match="not a place among processes: start them with torchrun"), joined_world():
+    with pytest.raises(InputError, match="not valid ranks: start the processes with torchrun"), joined_world():
         pass
 
 

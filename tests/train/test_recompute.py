@@ -11,12 +11,12 @@ from torch import Tensor
 
 from sinklab.data.prepare import prepare
 from sinklab.device import float32_matmul
-from sinklab.interventions.variants import VARIANTS
+from sinklab.interventions import VARIANTS
 from sinklab.model.transformer import Transformer
-from sinklab.train.blocks import compile_blocks, recompute_blocks
 from sinklab.train.directory.history import read_metrics
 from sinklab.train.directory.run import open_run
 from sinklab.train.loop import Trainer
+from sinklab.train.parallelize import compile_blocks, recompute_blocks
 from sinklab.train.recipe import build_recipe
 
 CPU = torch.device("cpu")

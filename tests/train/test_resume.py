@@ -15,7 +15,7 @@ from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.files import sha256_of
 from sinklab.interventions import VARIANTS
-from sinklab.train.directory.checkpoint_state import step_of
+from sinklab.train.directory.checkpoint import step_of
 from sinklab.train.directory.run import open_run
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import build_recipe, load_recipe

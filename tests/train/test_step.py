@@ -20,12 +20,12 @@ from sinklab.errors import SinklabError
 from sinklab.interventions import VARIANTS
 from sinklab.measuring.api import measure
 from sinklab.model.transformer import Transformer
-from sinklab.train.blocks import compile_blocks
 from sinklab.train.directory.history import read_metrics
 from sinklab.train.directory.run import open_run
-from sinklab.train.finite import FiniteCheck
 from sinklab.train.loop import Trainer
+from sinklab.train.parallelize import compile_blocks
 from sinklab.train.recipe import Recipe, build_recipe
+from sinklab.train.update import FiniteCheck
 from sinklab.train.world import ALONE
 
 RECIPE = {
@@ -131,7 +131,7 @@ def test_every_evaluation_says_how_fast_it_was(dataset: TokenDataset, tmp_path: 
     Trainer(open_run(recipe(train={"peak_flops": 1e9}), dataset, tmp_path)).train()
     first, *rows = read_metrics(tmp_path / "metrics.jsonl")
     assert first["tokens_per_second"] is first["mfu"] is first["stall_share"] is None
-    from sinklab.train.planning.flops import model_flops
+    from sinklab.train.flops import model_flops
 
     per_token = model_flops(open_run(recipe(train={"peak_flops": 1e9}), dataset, tmp_path).recipe.model).total / 16
     for row in rows:

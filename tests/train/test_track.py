@@ -21,7 +21,7 @@ from sinklab.commands.train import plan_command, train_command
 from sinklab.errors import InputError
 from sinklab.extras import install_command
 from sinklab.train.directory.history import read_metrics
-from sinklab.train.planning.plan import plan_of
+from sinklab.train.planning import plan_of
 from sinklab.train.recipe import load_recipe
 from sinklab.train.track import TRACKERS, numbers_of, require
 

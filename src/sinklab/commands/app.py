@@ -173,7 +173,7 @@ def interventions(as_json: Json = False) -> None:
     from dataclasses import asdict
 
     from sinklab.commands.terminal.plans import print_catalogue
-    from sinklab.interventions.catalogue import catalogue
+    from sinklab.interventions import catalogue
 
     rows = catalogue()
     if as_json:

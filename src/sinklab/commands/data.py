@@ -108,7 +108,7 @@ def _estimate(settings: "Settings", as_json: bool) -> None:
         InputError: text or tokenizer cannot be used.
     """
     from sinklab.commands.terminal.plans import print_estimate
-    from sinklab.data.estimate import estimate
+    from sinklab.data.texts import estimate
 
     found = estimate(settings)
     if as_json:

@@ -17,8 +17,7 @@ from sinklab.experiments.sweep.engine import Event
 from sinklab.signals import stop_on_signals
 from sinklab.train.directory.run import Run, existing_run, open_run
 from sinklab.train.loop import RunOutcome, StepReport, Trainer
-from sinklab.train.planning.memory import check_fits
-from sinklab.train.planning.plan import TrainingPlan, memory_line, plan_of, sized
+from sinklab.train.planning import TrainingPlan, check_fits, memory_line, plan_of, sized
 from sinklab.train.recipe import Recipe, load_recipe
 from sinklab.train.replay import Replay, replay
 from sinklab.train.start import started

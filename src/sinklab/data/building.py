@@ -1,39 +1,74 @@
-"""Token shards from a stream of documents: cut into parts, encoded, written in order, each part with a journal entry.
+"""Resumable writing of token shards: parts of the text are encoded and appended, with a journal entry for each.
 
-Parts are cut by the text alone, so the bytes do not depend on when a preparation was interrupted; memory holds one
-part, however large the text is. An entry is written after the ids of its part. A resumed preparation verifies the ids
-of every entry against its checksum and the text against its fingerprint, and repeats everything from the first
-difference on: neither a killed process, nor a power failure, nor changed text leaves a trace in the result.
+Part boundaries depend on the text alone, so the bytes do not depend on when a preparation was interrupted; memory holds
+one part, however large the text is. An entry is written after the ids of its part. A resumed preparation verifies the
+ids of every entry against their checksum and the text against its fingerprint, and repeats everything from the first
+difference on: neither a killed process, nor a power failure, nor changed text shows in the result.
 """
 
 import hashlib
 import math
+import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import closing
 from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from pydantic import ValidationError
 
-from sinklab.data.packing import SplitState, SplitWriter, rank
-from sinklab.data.shards import DTYPES, Share, dtype_for
+from sinklab.data.shards import DTYPES, Settings, Shard, Share, dtype_for
 from sinklab.data.sources.corpora import Fingerprint
 from sinklab.data.tokenizers import Tokenizer
-from sinklab.files import append_line, write_text
+from sinklab.errors import InputError
+from sinklab.files import append_line, sha256_of, write_text
 from sinklab.schema import Part
 
-FILE = "journal.jsonl"
+JOURNAL = "journal.jsonl"
+PART_CHARACTERS = 2**20
+MOVED_BYTES = 2**22  # at a time, where ids are taken out of the middle of a file
+
+NamedDocument = tuple[str, str]
+"""The domain (empty where the text is no mix), and a document."""
+NamedDocuments = list[NamedDocument]
+
+
+def rank(document: str) -> float:
+    """A number in [0, 1) that depends on the text alone; documents below `valid_fraction` are validation text."""
+    return int.from_bytes(hashlib.sha256(document.encode()).digest()[:6], "big") / 2**48
+
+
+class Nearest(Part):
+    """The document of a shard whose rank is nearest to the threshold: it moves if the other shard stays empty."""
+
+    distance: float
+    first: int
+    tokens: int
+
+
+class SplitState(Part):
+    """The size of one shard.
+
+    Attributes:
+        tokens, documents: in it.
+        nearest: None while it is empty.
+        sha256: of the bytes that the last part added.
+    """
+
+    tokens: int = 0
+    documents: int = 0
+    nearest: Nearest | None = None
+    sha256: str = ""
 
 
 class Entry(Part):
-    """The state after one part: everything is counted from the start of the text.
+    """A line of the journal: the state after one part, counted from the start of the text.
 
     Attributes:
         documents: of the text that are in the shards.
         text_bytes, text_sha256: of these documents, see `corpora.Fingerprint`.
-        shares: of the voices of a mix.
+        shares: of the domains of a mix.
     """
 
     documents: int
@@ -44,77 +79,106 @@ class Entry(Part):
     shares: dict[str, Share]
 
 
-class Journal:
-    """The lines of a folder.
+class _GrowingShard:
+    """A file of ids, cut to the size that `state` says."""
 
-    Attributes:
-        entries: whole lines whose ids are in the shards as they were written.
-    """
+    def __init__(self, path: Path, dtype: np.dtype, state: SplitState) -> None:
+        self.state, self._dtype = state, dtype
+        self.file = path.open("r+b" if path.exists() else "w+b")
+        self.file.truncate(state.tokens * dtype.itemsize)
+        self.file.seek(0, os.SEEK_END)
 
-    def __init__(self, folder: Path, token_bytes: int) -> None:
-        self._path = folder / FILE
-        lines = _lines(self._path)
-        sound = min(
-            _sound(folder / "train.bin", [line.train for line in lines], token_bytes),
-            _sound(folder / "valid.bin", [line.valid for line in lines], token_bytes),
+    def append(self, ids: np.ndarray, lengths: np.ndarray, distances: np.ndarray) -> None:
+        state, content = self.state, ids.tobytes()
+        self.file.write(content)
+        self.file.flush()
+        nearest = state.nearest
+        if len(lengths) and (nearest is None or distances.min() < nearest.distance):
+            index = int(distances.argmin())
+            first = state.tokens + int(lengths[:index].sum())
+            nearest = Nearest(distance=float(distances[index]), first=first, tokens=int(lengths[index]))
+        self.state = SplitState(
+            tokens=state.tokens + len(ids),
+            documents=state.documents + len(lengths),
+            nearest=nearest,
+            sha256=hashlib.sha256(content).hexdigest(),
         )
-        self.entries = lines[:sound]
 
-    def keep(self, count: int) -> Entry | None:
-        """Forget all but the first `count` entries; returns the last one kept."""
-        self.entries = self.entries[:count]
-        write_text(self._path, "".join(f"{entry.model_dump_json()}\n" for entry in self.entries))
-        return self.entries[-1] if self.entries else None
+    def take_out(self, document: Nearest) -> np.ndarray:
+        """Remove a document from the file, block by block; returns its ids."""
+        start, size = document.first * self._dtype.itemsize, document.tokens * self._dtype.itemsize
+        self.file.seek(start)
+        ids = np.frombuffer(self.file.read(size), self._dtype)
+        while True:
+            self.file.seek(start + size)
+            block = self.file.read(MOVED_BYTES)
+            self.file.seek(start)
+            self.file.write(block)
+            start += len(block)
+            if not block:
+                self.file.truncate(start)
+                self.state = SplitState(tokens=self.state.tokens - document.tokens, documents=self.state.documents - 1)
+                return ids
 
-    def add(self, entry: Entry) -> None:
-        """Record a finished part; its ids have been written.
-
-        Raises:
-            SinklabError: the disk is full.
-        """
-        append_line(self._path, entry.model_dump_json())
-
-
-def _lines(path: Path) -> list[Entry]:
-    """The lines up to the first torn one."""
-    entries = []
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        try:
-            entries.append(Entry.model_validate_json(line))
-        except ValidationError:
-            break
-    return entries
+    def finish(self) -> Shard:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        path = Path(self.file.name)
+        state = self.state
+        return Shard(file=path.name, tokens=state.tokens, documents=state.documents, sha256=sha256_of(path))
 
 
-def _sound(path: Path, sides: list[SplitState], token_bytes: int) -> int:
-    """How many parts, from the first one on, stand in the file as they were written."""
-    if not path.exists():
-        return 0
-    before = 0
-    with path.open("rb") as file:
-        for index, side in enumerate(sides):
-            content = file.read((side.tokens - before) * token_bytes)
-            before = side.tokens
-            if hashlib.sha256(content).hexdigest() != side.sha256:
-                return index
-    return len(sides)
+class SplitWriter:
+    """Appends documents to train.bin and valid.bin, each to the shard that its rank decides.
 
-
-NamedDocument = tuple[str, str]  # the voice of a mix (nothing where there is none), and a document
-NamedDocuments = list[NamedDocument]
-
-PART_CHARACTERS = 2**20
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Documents as ids.
-
-    Attributes:
-        ids: (tokens,) of all documents, each followed by EOS.
-        lengths: (documents,) tokens of each, EOS included.
-        ranks: (documents,) see `packing.rank`.
+    Args:
+        folder: of the two files.
+        dtype: of the ids.
+        valid_fraction: the rank from which a document is training text.
+        last: the journal entry from which writing resumes; later ids are removed.
     """
+
+    def __init__(self, folder: Path, dtype: np.dtype, valid_fraction: float, last: Entry | None) -> None:
+        self._threshold = valid_fraction
+        self.train = _GrowingShard(folder / "train.bin", dtype, last.train if last else SplitState())
+        self.valid = _GrowingShard(folder / "valid.bin", dtype, last.valid if last else SplitState())
+
+    @property
+    def tokens(self) -> int:
+        """In both shards."""
+        return self.train.state.tokens + self.valid.state.tokens
+
+    def add(self, ids: np.ndarray, lengths: np.ndarray, ranks: np.ndarray) -> None:
+        """Append documents.
+
+        Args:
+            ids: (tokens,) of all of them, EOS included.
+            lengths: (documents,) tokens of each.
+            ranks: (documents,) of each.
+        """
+        distances = ranks - self._threshold
+        is_valid = distances < 0
+        of_valid = np.repeat(is_valid, lengths)
+        self.train.append(ids[~of_valid], lengths[~is_valid], distances[~is_valid])
+        self.valid.append(ids[of_valid], lengths[is_valid], -distances[is_valid])
+
+    def finish(self) -> tuple[Shard, Shard]:
+        """Training and validation shard, flushed to the disk; neither is empty. Needs at least two documents."""
+        full, empty = (self.train, self.valid) if self.train.state.documents else (self.valid, self.train)
+        if not empty.state.documents:
+            moved = full.state.nearest
+            assert moved is not None
+            empty.append(full.take_out(moved), np.array([moved.tokens]), np.array([moved.distance]))
+        return self.train.finish(), self.valid.finish()
+
+    def close(self) -> None:
+        """Close both files."""
+        with closing(self.train.file), closing(self.valid.file):
+            pass
+
+
+class Encoded(NamedTuple):
+    """Documents as ids: (tokens,) of all, each with its EOS; (documents,) tokens of each; (documents,) ranks."""
 
     ids: np.ndarray
     lengths: np.ndarray
@@ -122,102 +186,122 @@ class Encoded:
 
 
 class Builder:
-    """Writes the shards of a text into a folder, after the parts that stand there already.
+    """Writes the shards of a text into a folder, resuming after the parts that are there already.
 
     Args:
-        folder: what an interrupted builder of the same text and tokenizer left in it is continued.
+        folder: of the shards and the journal.
         tokenizer: saved in `folder`.
-        valid_fraction: see `packing.rank`.
-        token_limit: stop after this many tokens; the last document is cut there, and ends with EOS all the same.
+        settings: its `valid_fraction`, and its `token_limit`: the last document is cut there, and ends with EOS.
     """
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer, valid_fraction: float, token_limit: int | None) -> None:
-        self.folder, self.tokenizer, self.valid_fraction = folder, tokenizer, valid_fraction
+    def __init__(self, folder: Path, tokenizer: Tokenizer, settings: Settings) -> None:
+        self.folder, self.tokenizer, self.settings = folder, tokenizer, settings
         self.dtype: Literal["uint16", "uint32"] = dtype_for(tokenizer.vocab_size)
-        self.token_limit = token_limit
         self.text = Fingerprint()
         self.shares: dict[str, Share] = {}
-        self.journal = Journal(folder, DTYPES[self.dtype].itemsize)
 
-    def build(self, documents: Iterator[NamedDocument], progress: Callable[[int, int], None]) -> SplitWriter:
-        """Write everything; the shards still have to be finished.
+    def build(self, documents: Iterator[NamedDocument], progress: Callable[[int, int], None]) -> tuple[Shard, Shard]:
+        """Write the training and the validation shard.
 
         Args:
             documents: the whole text, from its start.
             progress: called with the bytes of text done and the tokens written so far.
 
         Raises:
-            InputError: the text is malformed.
-            SinklabError: the disk is full; what was finished stays.
+            InputError: the text is malformed, or a single document.
+            SinklabError: the disk is full; the finished parts stay.
         """
         parts = _parts(documents)
-        changed, last = self._replayed(parts)
-        writer = SplitWriter(self.folder, self.dtype, self.valid_fraction, last and last.train, last and last.valid)
-        source = chain([changed] if changed else [], parts)
-        limit = math.inf if self.token_limit is None else self.token_limit
-        try:
+        changed, last = self._replay(parts)
+        limit = math.inf if self.settings.token_limit is None else self.settings.token_limit
+        writer = SplitWriter(self.folder, DTYPES[self.dtype], self.settings.valid_fraction, last)
+        with closing(writer):
+            source = chain([changed] if changed else [], parts)
             while writer.tokens < limit and (part := next(source, None)):
                 self._write(writer, part)
                 progress(self.text.text_bytes, writer.tokens)
-        except BaseException:
-            writer.__exit__(None, None, None)
-            raise
-        return writer
+            if writer.train.state.documents + writer.valid.state.documents < 2:
+                (self.folder / JOURNAL).unlink(missing_ok=True)
+                raise InputError(
+                    f"source {self.settings.source} is a single document, which cannot be split into training and "
+                    "validation: give more text, or several files or rows"
+                )
+            return writer.finish()
 
-    def _replayed(self, parts: Iterator[NamedDocuments]) -> tuple[NamedDocuments | None, Entry | None]:
-        """Read the text of finished parts again; returns the first part that has changed, and the last sound entry."""
-        for index, entry in enumerate(self.journal.entries):
-            part = next(parts, [])
-            before = self.text.copy()
+    def _replay(self, parts: Iterator[NamedDocuments]) -> tuple[NamedDocuments | None, Entry | None]:
+        """Read the text of finished parts again; returns the first part that has changed, and the last valid entry."""
+        entries, changed, valid = self._journal(), None, 0
+        for entry in entries:
+            part, before = next(parts, []), self.text.copy()
             for _, text in part[: entry.documents - self.text.documents]:
                 self.text.add(text)
             if self.text.hexdigest() != entry.text_sha256:
-                self.text = before
-                return part or None, self._continued(index)
-        return None, self._continued(len(self.journal.entries))
-
-    def _continued(self, count: int) -> Entry | None:
-        last = self.journal.keep(count)
+                self.text, changed = before, part or None
+                break
+            valid += 1
+        write_text(self.folder / JOURNAL, "".join(f"{entry.model_dump_json()}\n" for entry in entries[:valid]))
+        last = entries[valid - 1] if valid else None
         self.shares = dict(last.shares) if last else {}
-        return last
+        return changed, last
+
+    def _journal(self) -> list[Entry]:
+        """The entries before the first torn line, whose ids are in both shards as they were written."""
+        path, entries = self.folder / JOURNAL, []
+        for line in path.read_bytes().splitlines() if path.exists() else ():
+            try:
+                entries.append(Entry.model_validate_json(line))
+            except ValidationError:
+                break
+        width = DTYPES[self.dtype].itemsize
+        train = _intact(self.folder / "train.bin", [entry.train for entry in entries], width)
+        valid = _intact(self.folder / "valid.bin", [entry.valid for entry in entries], width)
+        return entries[: min(train, valid)]
 
     def _write(self, writer: SplitWriter, part: NamedDocuments) -> None:
-        encoded = _encoded([text for _, text in part], self.tokenizer, DTYPES[self.dtype])
-        if self.token_limit is not None:
-            encoded = _limited(encoded, self.token_limit - writer.tokens, self.tokenizer.eos_id)
-        writer.add(encoded.ids, encoded.lengths, encoded.ranks)
+        encoded = self._encode([text for _, text in part], writer.tokens)
+        writer.add(*encoded)
         for (name, text), tokens in zip(part, encoded.lengths.tolist(), strict=False):
             self.text.add(text)
             if name:
                 share = self.shares.get(name, Share())
                 self.shares[name] = Share(documents=share.documents + 1, tokens=share.tokens + tokens)
-        self.journal.add(
-            Entry(
-                documents=self.text.documents,
-                text_bytes=self.text.text_bytes,
-                text_sha256=self.text.hexdigest(),
-                train=writer.train,
-                valid=writer.valid,
-                shares=self.shares,
-            )
+        entry = Entry(
+            documents=self.text.documents,
+            text_bytes=self.text.text_bytes,
+            text_sha256=self.text.hexdigest(),
+            train=writer.train.state,
+            valid=writer.valid.state,
+            shares=self.shares,
         )
+        append_line(self.folder / JOURNAL, entry.model_dump_json())
+
+    def _encode(self, texts: list[str], written: int) -> Encoded:
+        """The documents as ids, up to the token limit."""
+        ids, lengths = self.tokenizer.encode_flat(texts)
+        ids = np.insert(ids, lengths.cumsum(), self.tokenizer.eos_id).astype(DTYPES[self.dtype])
+        lengths, ranks = lengths + 1, np.array([rank(text) for text in texts])
+        limit = self.settings.token_limit
+        if limit is None or len(ids) <= limit - written:
+            return Encoded(ids, lengths, ranks)
+        ids = ids[: limit - written].copy()
+        ids[-1] = self.tokenizer.eos_id
+        ends = np.minimum(lengths.cumsum(), len(ids))
+        count = int(np.searchsorted(ends, len(ids))) + 1
+        return Encoded(ids, np.diff(ends[:count], prepend=0), ranks[:count])
 
 
-def _encoded(texts: list[str], tokenizer: Tokenizer, dtype: np.dtype) -> Encoded:
-    ids, lengths = tokenizer.encode_flat(texts)
-    ended = np.insert(ids, lengths.cumsum(), tokenizer.eos_id)
-    return Encoded(ended.astype(dtype), lengths + 1, np.array([rank(text) for text in texts]))
-
-
-def _limited(encoded: Encoded, tokens: int, eos_id: int) -> Encoded:
-    """The first `tokens` of a part at most; the last document then ends in EOS where it is cut."""
-    if len(encoded.ids) <= tokens:
-        return encoded
-    ids = encoded.ids[:tokens].copy()
-    ids[-1] = eos_id
-    ends = np.minimum(encoded.lengths.cumsum(), tokens)
-    count = int(np.searchsorted(ends, tokens)) + 1
-    return Encoded(ids, np.diff(ends[:count], prepend=0), encoded.ranks[:count])
+def _intact(path: Path, states: list[SplitState], token_bytes: int) -> int:
+    """How many parts, from the first on, are in the file as they were written."""
+    if not path.exists():
+        return 0
+    before = 0
+    with path.open("rb") as file:
+        for index, state in enumerate(states):
+            content = file.read((state.tokens - before) * token_bytes)
+            before = state.tokens
+            if hashlib.sha256(content).hexdigest() != state.sha256:
+                return index
+    return len(states)
 
 
 def _parts(documents: Iterator[NamedDocument]) -> Iterator[NamedDocuments]:

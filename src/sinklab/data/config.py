@@ -1,4 +1,4 @@
-"""The data part of a recipe; combinations that cannot be meant are refused."""
+"""The data part of a recipe; contradictory combinations are refused."""
 
 from importlib import resources
 from typing import Any, Literal, Self
@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
-from sinklab.data.sources.installed import installed_names
+from sinklab.data.sources.corpora import installed_names
 from sinklab.data.sources.synthetic import WORDS, parse
 from sinklab.data.tokenizers import trained_size
 from sinklab.schema import Part
@@ -49,7 +49,7 @@ Mix = WeightedMix | UniformMix
 
 
 class Selection(Part):
-    """Proportion and amount; keys that are not set are left out of the document, and so of hashes."""
+    """Mix and amount; unset keys are left out of the document, and so of hashes."""
 
     mix: Mix | None = Field(
         default=None,
@@ -63,7 +63,7 @@ class Selection(Part):
     )
 
     @model_serializer(mode="wrap")
-    def _without_what_is_not_set(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         return {k: v for k, v in handler(self).items() if v is not None or k not in Selection.model_fields}
 
 

@@ -1,4 +1,4 @@
-"""Batches by their number, and a thread that has the next one ready.
+"""Random access to batches by their number, and a thread that prefetches the next one.
 
 A batch depends on (seed, index) only, so the whole state of a loader is one integer. The shard is cut into chunks that
 do not overlap: context + 1 tokens each, or context tokens after a BOS. Training visits every chunk once per epoch in
@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sinklab.data.config import DataConfig
-from sinklab.data.shards import TokenDataset
-from sinklab.data.tokenfile import TokenFile
+from sinklab.data.shards import TokenDataset, TokenFile
 from sinklab.errors import InputError
 
 _ORDER, _DRAWN, _DRAWN_VALID = 1, 2, 3  # the random streams that one seed feeds
@@ -28,12 +28,12 @@ class Loader:
 
     Args:
         tokens: (tokens,) integer ids, such as `TokenDataset.train`; read when a batch needs them.
-        context: tokens that the model reads; a chunk has one more, for the last prediction.
+        context: input tokens of the model; a chunk has one more, for the last prediction.
         batch_size: chunks per batch, over all processes.
         seed: decides the order and the random tokens.
         config: its `bos`, `fixed_token`, `random_tokens` and, for training, `token_budget` are applied here.
         vocab_size: ids are below this.
-        bos_id: written first with `config.bos`.
+        bos_id: the first token of every chunk with `config.bos`.
         shuffle: False for validation: in order, once, and without the token budget.
 
     Raises:
@@ -55,7 +55,13 @@ class Loader:
         if context < 1 or batch_size < 1:
             raise InputError(f"context and batch_size must be at least 1; got {context} and {batch_size}")
         _check_interventions(config, context, vocab_size)
-        count = _within_budget(len(tokens), config.token_budget) if shuffle else len(tokens)
+        count, budget = len(tokens), config.token_budget if shuffle else None
+        if budget is not None and budget > count:
+            raise InputError(
+                f"data.token_budget is {budget:,} and the training shard has {count:,} tokens: "
+                "lower it, raise data.text_limit_bytes, or give more text"
+            )
+        count = count if budget is None else budget
         stride = context if config.bos else context + 1
         self.chunks = count // stride
         if self.chunks == 0:
@@ -76,8 +82,18 @@ class Loader:
         # Two epochs, because a batch may straddle them.
         self._order = lru_cache(maxsize=2)(self._draw_order)
 
+    @classmethod
+    def of(cls, data: TokenDataset, split: Literal["train", "valid"], **options: Any) -> Self:
+        """Shuffled batches of the training shard, or the validation shard in its order, once; raises as `Loader`.
+
+        Args:
+            options: `context`, `batch_size`, `seed` and `config` of the loader.
+        """
+        tokens = data.train if split == "train" else data.valid
+        return cls(tokens, vocab_size=data.vocab_size, bos_id=data.bos_id, shuffle=split == "train", **options)
+
     def __len__(self) -> int:
-        """Batches that show every chunk at least once; the last one of a validation loader may have fewer rows."""
+        """Batches of one epoch, rounded up; the last batch of a validation loader may have fewer rows."""
         return -(-self.chunks // self.batch_size)
 
     def batch(self, index: int, rows: slice | None = None) -> torch.Tensor:
@@ -88,12 +104,12 @@ class Loader:
             rows: the rows of one process, as a slice of the whole batch.
 
         Returns:
-            (batch_size, context + 1) int64 token ids, or the rows asked for: inputs are `[:, :-1]`, targets `[:, 1:]`.
-            The last batch of a validation loader has the chunks that are left.
+            (batch_size, context + 1) int64 token ids, or these rows of them: inputs are `[:, :-1]`, targets `[:, 1:]`.
+            The last batch of a validation loader has the remaining chunks.
 
         Raises:
             IndexError: `index` is negative, or past the end of a validation loader.
-            SinklabError: the shard cannot be read any more.
+            SinklabError: the shard cannot be read.
         """
         places = np.arange(index * self.batch_size, (index + 1) * self.batch_size)
         if index < 0 or (not self._shuffle and index >= len(self)):
@@ -137,45 +153,39 @@ class Loader:
                 row[drawn.start : drawn.end] = generator.integers(self._vocab_size, size=drawn.end - drawn.start)
 
 
-def train_loader(data: TokenDataset, *, context: int, batch_size: int, seed: int, config: DataConfig) -> Loader:
-    """Shuffled batches of the training shard, within the token budget; raises as `Loader`."""
-    return _of(data, data.train, context=context, batch_size=batch_size, seed=seed, config=config, shuffle=True)
+class Prefetcher:
+    """Fetches one batch ahead in a thread; on CUDA into pinned memory, from which it is copied asynchronously.
 
+    Args:
+        fetch: number -> the batch on the CPU, as `Loader.batch`.
+        device: of the batches.
+        end: number of the first batch that is not fetched.
 
-def valid_loader(data: TokenDataset, *, context: int, batch_size: int, seed: int, config: DataConfig) -> Loader:
-    """The validation shard in its order, once; `seed` is for random tokens only; raises as `Loader`."""
-    return _of(data, data.valid, context=context, batch_size=batch_size, seed=seed, config=config, shuffle=False)
+    Attributes:
+        waited: seconds that `batch` has waited so far.
+    """
 
+    def __init__(self, fetch: Callable[[int], Tensor], device: torch.device, end: int) -> None:
+        self.waited = 0.0
+        self._fetch, self._device, self._end = fetch, device, end
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._ahead: tuple[int, Future[Tensor]] | None = None
 
-def _of(
-    data: TokenDataset,
-    tokens: TokenFile,
-    *,
-    context: int,
-    batch_size: int,
-    seed: int,
-    config: DataConfig,
-    shuffle: bool,
-) -> Loader:
-    return Loader(
-        tokens,
-        context=context,
-        batch_size=batch_size,
-        seed=seed,
-        config=config,
-        vocab_size=data.vocab_size,
-        bos_id=data.bos_id,
-        shuffle=shuffle,
-    )
+    def batch(self, index: int) -> Tensor:
+        """Batch number `index` on the device; starts to fetch the next one. Raises as `fetch`."""
+        started = time.perf_counter()
+        future = self._ahead[1] if self._ahead and self._ahead[0] == index else self._begin(index)
+        tokens = future.result()
+        self.waited += time.perf_counter() - started
+        self._ahead = (index + 1, self._begin(index + 1)) if index + 1 < self._end else None
+        return tokens.to(self._device, non_blocking=True)
 
+    def _begin(self, index: int) -> Future[Tensor]:
+        return self._thread.submit(self._ready, index)
 
-def _within_budget(tokens: int, budget: int | None) -> int:
-    if budget is not None and budget > tokens:
-        raise InputError(
-            f"data.token_budget is {budget:,} and the training shard has {tokens:,} tokens: "
-            "lower it, raise data.text_limit_bytes, or give more text"
-        )
-    return tokens if budget is None else budget
+    def _ready(self, index: int) -> Tensor:
+        tokens = self._fetch(index)
+        return tokens.pin_memory() if self._device.type == "cuda" else tokens
 
 
 def _check_interventions(config: DataConfig, context: int, vocab_size: int) -> None:
@@ -192,42 +202,3 @@ def _check_interventions(config: DataConfig, context: int, vocab_size: int) -> N
             f"data.random_tokens.end is {drawn.end}: with context {context} a chunk has positions 0..{context}, "
             f"so that end is at most {context + 1}"
         )
-
-
-class Prefetcher:
-    """One batch ahead of the loop, in a thread; on CUDA in pinned memory, from where it is copied asynchronously.
-
-    Args:
-        fetch: number -> the batch on the CPU, as `Loader.batch`.
-        device: where batches go.
-        end: number of the first batch that will not be asked for.
-
-    Attributes:
-        waited: seconds that `batch` has waited for batches so far.
-    """
-
-    def __init__(self, fetch: Callable[[int], Tensor], device: torch.device, end: int) -> None:
-        self.waited = 0.0
-        self._fetch, self._device, self._end = fetch, device, end
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        self._ahead: tuple[int, Future[Tensor]] | None = None
-
-    def batch(self, index: int) -> Tensor:
-        """Batch number `index` on the device; the one after it is begun.
-
-        Raises:
-            Whatever `fetch` raises.
-        """
-        started = time.perf_counter()
-        future = self._ahead[1] if self._ahead and self._ahead[0] == index else self._begin(index)
-        tokens = future.result()
-        self.waited += time.perf_counter() - started
-        self._ahead = (index + 1, self._begin(index + 1)) if index + 1 < self._end else None
-        return tokens.to(self._device, non_blocking=True)
-
-    def _begin(self, index: int) -> Future[Tensor]:
-        return self._thread.submit(self._ready, index)
-
-    def _ready(self, index: int) -> Tensor:
-        tokens = self._fetch(index)
-        return tokens.pin_memory() if self._device.type == "cuda" else tokens

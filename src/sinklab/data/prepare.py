@@ -1,12 +1,12 @@
 """Preparation of token shards from text: tokenize, pack, split; the manifest is written last.
 
-Which documents are kept for validation is decided by the SHA-256 of each text: neither the order of the documents
-nor how many there are matters, and copies of a text fall on the same side. At least one document is on each side.
-Every document is followed by EOS.
+The SHA-256 of each text decides whether it is kept for validation: the split depends neither on the order of the
+documents nor on their number, and copies of a text are on the same side. Each side has at least one document. Every
+document is followed by EOS.
 
-Files grow in a folder `partial` inside the target, are moved up when they are whole, and data.json comes last; a lock
-keeps a second process waiting, which then finds the work done. A process killed anywhere leaves no data.json, and the
-next one goes on from the last finished part (`building.py`) to the same bytes.
+Files are written in a folder `partial` inside the target and moved up when they are complete; data.json is last. Under
+the lock a second process waits, and then finds the finished data. A killed process leaves no data.json, and the next
+one resumes after the last finished part (`building.py`), to the same bytes.
 """
 
 import hashlib
@@ -15,23 +15,24 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from sinklab.data.building import FILE as JOURNAL
-from sinklab.data.building import Builder
-from sinklab.data.config import DataConfig, Mix
+from pydantic import ValidationError
+
+from sinklab.data.building import JOURNAL, Builder
+from sinklab.data.config import DataConfig
 from sinklab.data.shards import MANIFEST, Manifest, Settings, TokenDataset, is_prepared
 from sinklab.data.sources.corpora import identity
 from sinklab.data.texts import RequestedText, StageProgress, tokenizer_of
-from sinklab.data.tokenizers import trained_size
 from sinklab.errors import InputError, SinklabError
 from sinklab.files import cache_folder, is_at, is_full, sha256_of, write_json, write_text
 
 Counted = Callable[[int], None]
-"""Called with the number of tokens that stand in the shards so far."""
+"""Called with the number of tokens in the shards so far."""
 
 LOCK = "prepare.lock"
 FILES = ("train.bin", "valid.bin", "tokenizer.json", "tokenizer_config.json")
-PARTIAL, ASKED = "partial", "settings.json"
+PARTIAL, SETTINGS = "partial", "settings.json"
 
 
 def prepare(
@@ -39,75 +40,46 @@ def prepare(
     tokenizer: str,
     out: Path,
     *,
-    valid_fraction: float = 0.02,
-    text_limit_bytes: int | None = None,
-    mix: Mix | None = None,
-    token_limit: int | None = None,
     progress: StageProgress | None = None,
     counted: Counted | None = None,
+    **selection: Any,
 ) -> TokenDataset:
     """Write the token shards of a source into `out`; a finished `out` with the same settings is opened as it is.
 
     Args:
-        source, tokenizer, valid_fraction, text_limit_bytes, mix, token_limit: as in `DataConfig`.
-        out: a folder; what else lies in it is left alone.
+        source, tokenizer: as in `DataConfig`.
+        out: a folder; other files in it are left alone.
         progress, counted: see `StageProgress` and `Counted`.
+        selection: `valid_fraction`, `text_limit_bytes`, `mix`, `token_limit` of `DataConfig`.
 
     Raises:
-        InputError: the source or tokenizer cannot be used, the text is a single document, or `out` holds data made
-            with other settings or files that no preparation has written; a number is out of range.
-        SinklabError: the disk is full or not writable; what was finished is kept, and the same call goes on from
-            there.
+        InputError: a value is not allowed, the source or tokenizer cannot be used, the text is a single document, or
+            `out` holds data made with other settings or files that no preparation has written.
+        SinklabError: the disk is full or not writable; finished parts are kept, and the same call resumes after them.
     """
-    settings = settings_of(
-        source,
-        tokenizer,
-        valid_fraction=valid_fraction,
-        text_limit_bytes=text_limit_bytes,
-        mix=mix,
-        token_limit=token_limit,
-    )
-    return prepare_settings(settings, out, progress, counted)
+    return prepare_settings(settings_of(source, tokenizer, **selection), out, progress, counted)
 
 
-def settings_of(
-    source: str,
-    tokenizer: str,
-    *,
-    valid_fraction: float = 0.02,
-    text_limit_bytes: int | None = None,
-    mix: Mix | None = None,
-    token_limit: int | None = None,
-) -> Settings:
-    """What is to be prepared, once it is known to be possible.
+def settings_of(source: str, tokenizer: str, **selection: Any) -> Settings:
+    """The settings of a preparation; arguments as `prepare`.
 
     Raises:
-        InputError: a number is out of range, or there is no such source.
+        InputError: a value is not allowed, or there is no such source.
     """
-    trained_size(tokenizer)
-    if not 0 < valid_fraction <= 0.5:
-        raise InputError(f"valid_fraction is {valid_fraction}: it must be greater than 0 and at most 0.5")
-    if text_limit_bytes is not None and text_limit_bytes < 1:
-        raise InputError(f"text_limit_bytes is {text_limit_bytes}: it must be at least 1, or left out")
-    if token_limit is not None and token_limit < 2:
-        raise InputError(f"token_limit is {token_limit}: it must be at least 2, or left out")
-    return Settings(
-        source=source,
-        tokenizer=tokenizer,
-        valid_fraction=valid_fraction,
-        text_limit_bytes=text_limit_bytes,
-        mix=mix,
-        token_limit=token_limit,
-        identity=_identity(source, tokenizer),
-    )
+    try:
+        config = DataConfig(source=source, tokenizer=tokenizer, **selection)
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = first["msg"].removeprefix("Value error, ")
+        raise InputError(f"{first['loc'][0]} {first['input']!r}: {reason}" if first["loc"] else reason) from error
+    return _settings(config)
 
 
 def prepared(config: DataConfig, cache: Path | None = None, progress: StageProgress | None = None) -> TokenDataset:
     """The data of a recipe: opened where it is prepared, otherwise prepared once and kept in the cache.
 
     Args:
-        config: where `source` is a prepared directory, its tokenizer, split, mix and limits are those it was made
-            with.
+        config: where `source` is a prepared directory, its tokenizer, split, mix and limits are not looked at.
         cache: a folder; SINKLAB_CACHE, or ~/.cache/sinklab, unless given.
         progress: as `prepare`.
 
@@ -137,14 +109,16 @@ def find_prepared(config: DataConfig, cache: Path | None = None) -> TokenDataset
 
 
 def _settings(config: DataConfig) -> Settings:
+    if is_prepared(Path(config.source).expanduser()):
+        raise InputError(
+            f"source {config.source} is prepared already: use it as it is, or give the text it was made from"
+        )
+    path = Path(config.tokenizer).expanduser()
+    path = path / "tokenizer.json" if path.is_dir() else path
+    tokens = sha256_of(path) if path.is_file() else config.tokenizer
+    digest = hashlib.sha256(json.dumps([identity(config.source), tokens]).encode()).hexdigest()
     return Settings(
-        source=config.source,
-        tokenizer=config.tokenizer,
-        valid_fraction=config.valid_fraction,
-        text_limit_bytes=config.text_limit_bytes,
-        mix=config.mix,
-        token_limit=config.token_limit,
-        identity=_identity(config.source, config.tokenizer),
+        **{key: getattr(config, key) for key in Settings.model_fields if key != "identity"}, identity=digest
     )
 
 
@@ -153,24 +127,21 @@ def _in_cache(settings: Settings, cache: Path | None) -> Path:
     return (cache or cache_folder()) / "data" / key
 
 
-def _remedy(error: OSError) -> str:
-    return "What was finished is kept: free some space, or choose" if is_full(error) else "Choose"
-
-
 def prepare_settings(
     settings: Settings, out: Path, progress: StageProgress | None = None, counted: Counted | None = None
 ) -> TokenDataset:
-    """`prepare`, of settings that `settings_of` has made."""
+    """`prepare` with the settings of `settings_of`."""
     try:
         if not is_prepared(out):
-            if not (out / LOCK).exists():  # before anything is written; again when it is ours alone
+            if not (out / LOCK).exists():  # before anything is written; again under the lock
                 _check_folder(out)
             with _locked(out):
                 if not is_prepared(out):
                     _build(settings, out, progress or (lambda *_: None), counted or (lambda _: None))
     except OSError as error:
+        remedy = "Finished parts are kept: free some space, or choose" if is_full(error) else "Choose"
         raise SinklabError(
-            f"cannot prepare data in {out}: {error.strerror or error}. {_remedy(error)} another folder with --out "
+            f"cannot prepare data in {out}: {error.strerror or error}. {remedy} another folder with --out "
             "or SINKLAB_CACHE, and run the same command again."
         ) from error
     dataset = TokenDataset.open(out)
@@ -183,18 +154,19 @@ def prepare_settings(
 
 
 def _check_folder(out: Path) -> None:
-    """Refuse a place that holds something else under the names of what is written: it would be replaced."""
+    """Refuse a folder with files that would be replaced and are not of a preparation."""
     if out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file: choose another --out")
-    begun = out / PARTIAL
-    if (begun / ASKED).is_file():
-        return  # by us
+    partial = out / PARTIAL
+    if (partial / SETTINGS).is_file():
+        return
     found = [out / name for name in FILES if (out / name).exists()]
-    if begun.exists() and not (begun.is_dir() and all(path.name.startswith(f".{ASKED}") for path in begun.iterdir())):
-        found.append(begun)
+    ours = partial.is_dir() and all(path.name.startswith(f".{SETTINGS}") for path in partial.iterdir())
+    if partial.exists() and not ours:
+        found.append(partial)
     if found:
         raise InputError(
-            f"{found[0]} is there already and is not of a preparation, so it stays as it is: choose another --out, or "
+            f"{found[0]} exists and was not written by a preparation, so it is not replaced: choose another --out, or "
             "move it away"
         )
 
@@ -202,14 +174,14 @@ def _check_folder(out: Path) -> None:
 def _build(settings: Settings, out: Path, progress: StageProgress, counted: Counted) -> None:
     _check_folder(out)
     partial = out / PARTIAL
-    asked = partial / ASKED
+    found = partial / SETTINGS
     wanted = settings.model_dump_json()
-    if not asked.is_file() or asked.read_text(encoding="utf-8") != wanted:
+    if not found.is_file() or found.read_text(encoding="utf-8") != wanted:
         shutil.rmtree(partial, ignore_errors=True)  # begun with other settings, or the text has changed since
         partial.mkdir()
     try:
-        if not asked.is_file():
-            write_text(asked, wanted)
+        if not found.is_file():
+            write_text(found, wanted)
         manifest = _write_shards(settings, partial, progress, counted)
         for name in FILES:
             (partial / name).replace(out / name)
@@ -225,20 +197,13 @@ def _build(settings: Settings, out: Path, progress: StageProgress, counted: Coun
 def _write_shards(settings: Settings, folder: Path, progress: StageProgress, counted: Counted) -> Manifest:
     text = RequestedText(settings)
     tokenizer = tokenizer_of(settings, text, folder, progress)
-    builder = Builder(folder, tokenizer, settings.valid_fraction, settings.token_limit)
+    builder = Builder(folder, tokenizer, settings)
 
     def report(done: int, tokens: int) -> None:
         progress("tokens", done, text.total_bytes)
         counted(tokens)
 
-    with builder.build(text.named_documents(tokenizer), report) as writer:
-        if writer.documents < 2:
-            (folder / JOURNAL).unlink(missing_ok=True)
-            raise InputError(
-                f"source {settings.source} is a single document, which cannot be split into training and validation: "
-                "give more text, or several files or rows"
-            )
-        train, valid = writer.finish()
+    train, valid = builder.build(text.named_documents(tokenizer), report)
     return Manifest(
         dtype=builder.dtype,
         vocab_size=tokenizer.vocab_size,
@@ -254,18 +219,9 @@ def _write_shards(settings: Settings, folder: Path, progress: StageProgress, cou
     )
 
 
-def _identity(source: str, tokenizer: str) -> str:
-    path = Path(tokenizer).expanduser()
-    path = path / "tokenizer.json" if path.is_dir() else path
-    tokens = sha256_of(path) if path.is_file() else tokenizer
-    if is_prepared(Path(source).expanduser()):
-        raise InputError(f"source {source} is prepared already: use it as it is, or give the text it was made from")
-    return hashlib.sha256(json.dumps([identity(source), tokens]).encode()).hexdigest()
-
-
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold `folder` alone. The lock goes with the process, however it ends."""
+    """Wait for the lock of `folder` and hold it. It is released with the process, however that ends."""
     import fcntl
 
     while True:
@@ -274,11 +230,11 @@ def _locked(folder: Path) -> Iterator[None]:
         with (folder / LOCK).open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             if not is_at(file, folder / LOCK):
-                continue  # who held it has failed and removed the folder
+                continue  # the process that held it has failed and removed the folder
             try:
                 yield
             except BaseException:
                 if is_new and [path.name for path in folder.iterdir()] == [LOCK]:
-                    shutil.rmtree(folder, ignore_errors=True)  # nothing has come of it
+                    shutil.rmtree(folder, ignore_errors=True)  # nothing was written
                 raise
             return

@@ -1,14 +1,21 @@
 """Prepared data on disk: one flat file of token ids each for training and validation, and a manifest.
 
     train.bin, valid.bin     token ids, little-endian uint16 (uint32 above 65,536 tokens of vocabulary), no header
-    data.json                counts, ids, settings, fingerprint and checksums; written last: with it the data is whole
+    data.json                counts, ids, settings, fingerprint and checksums; written last, when the data is complete
     tokenizer.json, tokenizer_config.json
 
 A flat file without a header can be cut anywhere, and read by ten lines of any language.
+
+Ids are read by position. A memory map would do, but where a file is cut short under it, or its disk fails, reading the
+map ends the process without a message (SIGBUS); a read by position fails with a reason. It does not notice other bytes
+of the same number in the same place. Those show in the file's times, which are cheap to compare; only where the times
+differ are the bytes compared with their checksum.
 """
 
 import hashlib
 import json
+import os
+import weakref
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +23,6 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from sinklab.data.config import Selection
-from sinklab.data.tokenfile import TokenFile
 from sinklab.errors import InputError, SinklabError
 from sinklab.files import sha256_of
 from sinklab.schema import Part
@@ -26,14 +32,14 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
 class Settings(Selection):
-    """What the data was asked to be; the same settings give the same shards."""
+    """Settings of a preparation; the same settings give the same shards."""
 
     source: str
     tokenizer: str
     valid_fraction: float
     text_limit_bytes: int | None
     identity: str
-    """Changes when the text or the tokenizer behind the names may have changed."""
+    """A digest that changes when the text or the tokenizer of these names may have changed."""
 
 
 class Shard(Part):
@@ -46,7 +52,7 @@ class Shard(Part):
 
 
 class Share(Part):
-    """What one domain (or file, where all go at the same pace) has given to a mix."""
+    """The documents and tokens of one domain (or file, where all go at the same pace) in a mix."""
 
     documents: int = 0
     tokens: int = 0
@@ -69,15 +75,117 @@ class Manifest(Part):
     settings: Settings
 
 
+class TokenFile:
+    """A flat file of token ids. It stays open, so that it may be renamed or deleted while it is in use.
+
+    Args:
+        tokens: expected number of ids.
+        sha256: of its bytes, in hexadecimal.
+        remedy: a sentence that says how to make the file again.
+
+    Raises:
+        SinklabError: it is missing, unreadable or of another size.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype, tokens: int, sha256: str, remedy: str) -> None:
+        self.path, self.dtype = path, dtype
+        self._tokens, self._sha256, self._remedy = tokens, sha256, remedy
+        if not path.is_file():
+            raise SinklabError(f"{path} is missing. {remedy}")
+        try:
+            self._file = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise self._unreadable(error) from error
+        weakref.finalize(self, os.close, self._file)
+        self._times = self._checked_times()
+
+    def __len__(self) -> int:
+        return self._tokens
+
+    def __getitem__(self, where: int | slice) -> np.ndarray:
+        """The ids at a position, as a scalar, or in a slice without a step, (tokens,); read anew every time.
+
+        Raises:
+            IndexError: the position lies outside.
+            SinklabError: the file has been cut short or its disk fails.
+        """
+        if not isinstance(where, slice):
+            where = range(self._tokens)[where]
+            return self[where : where + 1][0]
+        start, stop, step = where.indices(self._tokens)
+        if step != 1:
+            raise IndexError(f"ids are read in their order: a step of {step} is not possible")
+        offset, size = start * self.dtype.itemsize, max(stop - start, 0) * self.dtype.itemsize
+        content = b""
+        while len(content) < size:
+            try:
+                more = os.pread(self._file, size - len(content), offset + len(content))
+            except OSError as error:
+                raise self._unreadable(error) from error
+            if not more:
+                raise SinklabError(
+                    f"{self.path} was cut short while it was in use: it ends before byte {offset + size:,} of "
+                    f"{len(self) * self.dtype.itemsize:,}. Put it back as it was, or: {self._remedy}"
+                )
+            content += more
+        return np.frombuffer(content, self.dtype)
+
+    def verify(self) -> None:
+        """Compare the bytes with their checksum.
+
+        Raises:
+            SinklabError: they differ, or cannot be read.
+        """
+        try:
+            with open(self._file, "rb", closefd=False) as file:
+                file.seek(0)
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise self._unreadable(error) from error
+        if found != self._sha256:
+            raise SinklabError(f"{self.path} is corrupted: its checksum is not the one recorded. {self._remedy}")
+
+    def check_unchanged(self) -> None:
+        """Check that the file has not changed since it was opened, by its size and times.
+
+        A file that was only touched, renamed or deleted is unchanged. Bytes that were changed and changed back between
+        two calls, and those that the disk itself has damaged, are not noticed.
+
+        Raises:
+            SinklabError: the file has been changed, or cannot be read.
+        """
+        times = self._checked_times()
+        if times != self._times:
+            self.verify()
+            self._times = times
+
+    def _checked_times(self) -> tuple[int, int]:
+        """Times of the last change of content and of status, in nanoseconds; the size is compared."""
+        try:
+            status = os.fstat(self._file)
+        except OSError as error:
+            raise self._unreadable(error) from error
+        if status.st_size != (expected := self._tokens * self.dtype.itemsize):
+            raise SinklabError(
+                f"{self.path} has {status.st_size:,} bytes where {expected:,} were written. {self._remedy}"
+            )
+        return status.st_mtime_ns, status.st_ctime_ns
+
+    def _unreadable(self, error: OSError) -> SinklabError:
+        return SinklabError(
+            f"{self.path} cannot be read: {error.strerror or error}. Make it readable, or: {self._remedy}"
+        )
+
+
 class TokenDataset:
     """Prepared data, open for reading.
 
     Attributes:
         train, valid: the ids, (tokens,) uint16 or uint32; `train[start:stop]` reads them as an array.
-        vocab_size, eos_id, bos_id: of the tokenizer the data was made with.
+        vocab_size, eos_id, bos_id: of the data's tokenizer.
         fingerprint: one SHA-256 for everything a training run sees: text, tokenizer, split and ids.
-        tokenizer_path: the tokenizer.json that belongs to the data.
-        directory, manifest: where it lies, and the contents of data.json.
+        tokenizer_path: of the tokenizer.json that belongs to the data.
+        directory, manifest: of the data; the contents of its data.json.
     """
 
     def __init__(self, directory: Path, manifest: Manifest, train: TokenFile, valid: TokenFile) -> None:
@@ -96,7 +204,7 @@ class TokenDataset:
         """Open a prepared directory.
 
         Args:
-            directory: what `prepare` wrote.
+            directory: written by `prepare`.
             verify: compare the SHA-256 of every file; sizes are always compared.
 
         Raises:
@@ -115,12 +223,18 @@ class TokenDataset:
         if verify:
             train.verify()
             valid.verify()
-            _check_tokenizer(tokenizer, manifest.tokenizer_sha256, remedy)
+            try:
+                found = sha256_of(tokenizer)
+            except OSError as error:
+                reason = error.strerror or error
+                raise SinklabError(f"{tokenizer} cannot be read: {reason}. Make it readable, or: {remedy}") from error
+            if found != manifest.tokenizer_sha256:
+                raise SinklabError(f"{tokenizer} is corrupted: its checksum is not the one recorded. {remedy}")
         return cls(directory, manifest, train, valid)
 
 
 def is_prepared(directory: Path) -> bool:
-    """Whether a finished data.json lies in `directory`."""
+    """Whether `directory` has a finished data.json."""
     return (directory / MANIFEST).is_file()
 
 
@@ -142,17 +256,6 @@ def _manifest(directory: Path) -> Manifest:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise SinklabError(f"{path} is damaged ({where}: {first['msg']}). {_remedy(directory, None)}") from error
-
-
-def _check_tokenizer(path: Path, expected: str, remedy: str) -> None:
-    try:
-        found = sha256_of(path)
-    except OSError as error:
-        raise SinklabError(
-            f"{path} cannot be read: {error.strerror or error}. Make it readable, or: {remedy}"
-        ) from error
-    if found != expected:
-        raise SinklabError(f"{path} is corrupted: its checksum is not the one recorded. {remedy}")
 
 
 def _remedy(directory: Path, manifest: Manifest | None) -> str:

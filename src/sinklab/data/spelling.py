@@ -1,13 +1,13 @@
 """Bytes of text per token, and a digest of a vocabulary.
 
-The bytes of a token come from its string in the vocabulary, and are held against the text, byte by byte: from where on
-they are not the text's, nothing is claimed. Three ways to write strings in a vocabulary are known:
+The bytes of a token are read from its string in the vocabulary and compared with the text, byte by byte; from the first
+difference on, sizes are UNKNOWN. Three ways to write strings in a vocabulary are supported:
 
     byte-level     a character for every byte (`Ġ` is a space), as GPT-2 and its successors
-    sentencepiece  `▁` for a space and `<0x0A>` for a byte; one space in front that is not the text's is taken off
+    sentencepiece  `▁` for a space and `<0x0A>` for a byte; an added space in front is removed
     added tokens   as they are written
 
-Decoding a token instead would not do: of a character that is spread over several tokens it gives U+FFFD, three bytes.
+Rejected: decoding each token, which gives U+FFFD (three bytes) for each part of a character of several tokens.
 """
 
 import hashlib
@@ -20,16 +20,16 @@ from typing import overload
 import numpy as np
 
 UNKNOWN = -1
-"""In the place of a size: this token, or one before it, does not spell the text."""
+"""A size: this token, or an earlier one, differs from the text."""
 
 
 @dataclass(frozen=True)
 class Spelled(Sequence[int]):
-    """Token ids of a text, or of a part of it, with what each stands for.
+    """Token ids of a text, or of a part of it, with their sizes.
 
     Attributes:
         ids: of the tokens.
-        sizes: bytes of UTF-8 text that each stands for, as many as there are ids; UNKNOWN where it cannot be said.
+        sizes: bytes of UTF-8 text of each token, or UNKNOWN.
     """
 
     ids: Sequence[int]
@@ -49,12 +49,12 @@ class Spelled(Sequence[int]):
 def spelling(
     encode: Callable[[str], Sequence[int]], token: Callable[[int], str | None], added: Collection[int]
 ) -> Callable[[str], Spelled]:
-    """The same tokens as `encode`, each with the bytes of the text that it stands for.
+    """`encode` with the number of bytes of every token.
 
     Args:
         encode: text to token ids, without special tokens.
-        token: the string of an id in the vocabulary; None for none.
-        added: ids of tokens that are written as they are.
+        token: the string of an id in the vocabulary; None where it has none.
+        added: ids of tokens whose strings are plain text.
     """
     pieces = any("▁" in (token(one) or "") for one in encode("a a") if one not in added)
 
@@ -78,7 +78,7 @@ def vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
 
 
 def _sizes(text: bytes, tokens: Sequence[bytes]) -> list[int]:
-    """Bytes of each token as far as they are the text's, UNKNOWN from there on."""
+    """Bytes of each token up to the first difference from the text, then UNKNOWN."""
     sizes, joined = [len(one) for one in tokens], b"".join(tokens)
     if joined[:1] == b" " and _common(joined[1:], text) > _common(joined, text):
         joined, sizes[0] = joined[1:], sizes[0] - 1
@@ -111,7 +111,7 @@ def _of_byte_level(written: str) -> bytes:
 
 @cache
 def _byte_level() -> dict[str, int]:
-    """Which byte each character of a byte-level vocabulary is: printable Latin-1 itself, the others from U+0100 on."""
+    """The byte of each character of a byte-level vocabulary: printable Latin-1 itself, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}

@@ -1,9 +1,10 @@
-"""The text that settings select (one source after the other, or a mix, up to a limit), and its tokenizer.
+"""The text that settings select (one source after the other, or a mix, up to a limit), its size and its tokenizer.
 
-A mix takes the domains by their weights, or all files at the same pace. The domain that has received least of its
-share is next, so that at any time each has its share of the tokens, but for about one document and a head start of up
-to a thousand tokens, which the seed draws so that not all begin at once. Tokens are estimated from a sample of each
-domain (tokens per byte), because the text is mixed before it is encoded; data.json has the resulting shares.
+A mix takes the domains by their weights, or all files at the same pace. The next document is from the domain that has
+received least of its share, so that at any time each has its share of the tokens, but for about one document and a head
+start of up to a thousand tokens, which is drawn from the seed so that not all begin at once. Tokens are estimated from
+a sample of each domain (tokens per byte), because the text is mixed before it is encoded; data.json has the resulting
+shares.
 """
 
 import heapq
@@ -11,37 +12,47 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from sinklab.data.config import Mix, WeightedMix
-from sinklab.data.shards import Settings
+from sinklab.data.shards import DTYPES, Settings, dtype_for
 from sinklab.data.sources.corpora import cut, documents, total_bytes
 from sinklab.data.sources.hub import PREFIX, hub_documents, hub_files
-from sinklab.data.sources.synthetic import WORDS, parse, word_tokenizer
+from sinklab.data.sources.synthetic import parse, word_tokenizer
 from sinklab.data.sources.textfiles import read_documents, text_files
 from sinklab.data.tokenizers import Tokenizer, load_tokenizer, train_bpe, trained_size
 from sinklab.errors import InputError
 
-_HEAD_START = 1024  # tokens
+HEAD_START = 1024  # tokens
+
+SAMPLE_CHARACTERS = 2**19
+"""Characters from the start of each domain that give its tokens per byte."""
+
+BPE_SAMPLE_BYTES = 8 * 2**20
+"""A tokenizer is trained on every n-th document, n such that the sample is about this large at most."""
+
+StageProgress = Callable[[str, int, int | None], None]
+"""Called with the stage ("tokenizer", "tokens"), the bytes of text done and the bytes in all, where known."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """One voice of a mix.
+    """A part of the text that is read in order: a domain or file of a mix, or the whole source.
 
     Attributes:
-        name: of the domain, or of the file where each file is a voice.
-        weight: its share; only the relation to the others counts.
+        name: of the domain or file; empty for a whole source.
+        weight: relative to the other domains; None without weights.
         source: as `DataConfig.source`.
-        files: in it, read one after the other.
-        size: bytes of these files; None where they are not here.
+        files: in it, read one after the other; None for all of the source.
+        size: bytes of these files; None where only reading would tell.
     """
 
     name: str
-    weight: float
+    weight: float | None
     source: str
-    files: tuple[str, ...]
+    files: tuple[str, ...] | None
     size: int | None
 
     def documents(self) -> Iterator[str]:
@@ -50,15 +61,35 @@ class Stream:
         Raises:
             InputError: a file cannot be read; the message names it.
         """
-        if self.source.startswith(PREFIX):
+        if self.files is None:
+            yield from documents(self.source)
+        elif self.source.startswith(PREFIX):
             yield from hub_documents(self.source, files=list(self.files))
         else:
             for file in self.files:
                 yield from read_documents(Path(self.source).expanduser() / file)
 
+    def tokens_per_byte(self, tokenizer: Tokenizer) -> float:
+        """Of a sample from the start.
+
+        Raises:
+            InputError: there is no text, or it cannot be read.
+        """
+        sample: list[str] = []
+        size = 0
+        for text in self.documents():
+            sample.append(text[:SAMPLE_CHARACTERS])
+            size += len(sample[-1])
+            if size >= SAMPLE_CHARACTERS:
+                break
+        if not sample:
+            raise InputError(f"{self.name or self.source} holds no text: every document in it is empty")
+        _, lengths = tokenizer.encode_flat(sample)
+        return int(lengths.sum()) / sum(len(text.encode()) for text in sample)
+
 
 def streams(source: str, mix: Mix) -> list[Stream]:
-    """The voices of a mix.
+    """The domains or files of a mix.
 
     A file belongs to the domain that it, or a folder above it, is named after: `arxiv.jsonl`, `arxiv-00.jsonl`,
     `arxiv/00.jsonl`.
@@ -66,9 +97,16 @@ def streams(source: str, mix: Mix) -> list[Stream]:
     Raises:
         InputError: domains with a weight have no file, and the mix does not say to leave them out.
     """
-    sizes = _sizes(source)
+    folder = Path(source).expanduser()
+    sizes: dict[str, int | None]
+    if source.startswith(PREFIX):
+        sizes = dict.fromkeys(hub_files(source))
+    elif folder.is_dir():
+        sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in text_files(folder)}
+    else:
+        raise InputError(f"source {source} cannot be mixed: give a folder with a file or folder per domain, or hf:NAME")
     if not isinstance(mix, WeightedMix):
-        return [Stream(name, 1.0, source, (name,), size) for name, size in sizes.items()]
+        return [Stream(name, None, source, (name,), size) for name, size in sizes.items()]
     found = {domain: [name for name in sizes if _belongs(name, domain)] for domain in mix.weights}
     absent = sorted(domain for domain, files in found.items() if not files)
     if absent and (mix.absent == "refuse" or len(absent) == len(found)):
@@ -78,35 +116,10 @@ def streams(source: str, mix: Mix) -> list[Stream]:
             "to leave them out"
         )
     return [
-        Stream(domain, mix.weights[domain], source, tuple(files), _total([sizes[name] for name in files]))
+        Stream(domain, mix.weights[domain], source, tuple(files), known_sum([sizes[name] for name in files]))
         for domain, files in found.items()
         if files
     ]
-
-
-def mixed(voices: list[Stream], mix: Mix, tokens_per_byte: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """The documents of all voices taking turns, each with the name of its voice.
-
-    Ends where the first voice with a weight has no more; of files, where all have ended.
-
-    Args:
-        tokens_per_byte: of each voice, by name.
-    """
-    draw = random.Random(mix.seed)
-    taken = [(draw.random() * _HEAD_START / voice.weight, i, voice) for i, voice in enumerate(voices)]
-    reading = [voice.documents() for voice in voices]
-    heapq.heapify(taken)
-    while taken:
-        owed, index, voice = taken[0]
-        text = next(reading[index], None)
-        if text is not None:
-            tokens = len(text.encode()) * tokens_per_byte[voice.name] + 1
-            heapq.heapreplace(taken, (owed + tokens / voice.weight, index, voice))
-            yield voice.name, text
-        elif isinstance(mix, WeightedMix):
-            return
-        else:
-            heapq.heappop(taken)
 
 
 def _belongs(file: str, domain: str) -> bool:
@@ -115,60 +128,57 @@ def _belongs(file: str, domain: str) -> bool:
     return domain in path.parts[:-1] or re.fullmatch(rf"{re.escape(domain)}([-_]?\d.*)?", stem) is not None
 
 
-def _sizes(source: str) -> dict[str, int | None]:
-    """The files of a source, in sorted order, and their bytes."""
-    if source.startswith(PREFIX):
-        return dict.fromkeys(hub_files(source))
-    folder = Path(source).expanduser()
-    if not folder.is_dir():
-        raise InputError(f"source {source} cannot be mixed: give a folder with a file or folder per domain, or hf:NAME")
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in text_files(folder)}
+def mixed(domains: list[Stream], mix: Mix, tokens_per_byte: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """The documents of all domains in turn, each with the name of its domain.
 
+    Ends with the first domain that has a weight; of files, with the last.
 
-def _total(sizes: list[int | None]) -> int | None:
-    known = [size for size in sizes if size is not None]
-    return sum(known) if len(known) == len(sizes) else None
-
-
-SAMPLE_CHARACTERS = 2**19
-"""This much of each voice of a mix, from its start, tells how many tokens there are to a byte."""
-
-
-@dataclass(frozen=True)
-class Voice:
-    """What is known of a part of the text before it is prepared.
-
-    Attributes:
-        name: of the domain or file; of the source where it is not a mix.
-        weight: its share in the mix; None where it is not one.
-        bytes: its size, from the sizes of files; None where they are not here.
-        tokens_per_byte: of a sample.
+    Args:
+        tokens_per_byte: of each domain, by name.
     """
+    draw = random.Random(mix.seed)
+    weights = [domain.weight or 1.0 for domain in domains]
+    waiting = [(draw.random() * HEAD_START / weight, i) for i, weight in enumerate(weights)]
+    reading = [domain.documents() for domain in domains]
+    heapq.heapify(waiting)
+    while waiting:
+        received, index = waiting[0]
+        text = next(reading[index], None)
+        if text is not None:
+            tokens = len(text.encode()) * tokens_per_byte[domains[index].name] + 1
+            heapq.heapreplace(waiting, (received + tokens / weights[index], index))
+            yield domains[index].name, text
+        elif isinstance(mix, WeightedMix):
+            return
+        else:
+            heapq.heappop(waiting)
 
-    name: str
-    weight: float | None
-    bytes: int | None
-    tokens_per_byte: float
+
+def known_sum(values: list[int | None]) -> int | None:
+    """The sum, None where a part is not known."""
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
 
 
 class RequestedText:
     """The documents of a source as settings select them.
 
     Attributes:
-        total_bytes: about how much there is to read; None where only reading would tell.
+        streams: the domains or files of a mix, else the source.
+        total_bytes: approximate size; None where only reading would tell.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self._streams = streams(settings.source, settings.mix) if settings.mix else []
-        sizes = [stream.size for stream in self._streams] if settings.mix else [total_bytes(settings.source)]
-        known = [size for size in sizes if size is not None]
-        total = sum(known) if len(known) == len(sizes) else None
-        limit = settings.text_limit_bytes
+        if settings.mix:
+            self.streams = streams(settings.source, settings.mix)
+        else:
+            self.streams = [Stream("", None, settings.source, None, total_bytes(settings.source))]
+        total, limit = known_sum([stream.size for stream in self.streams]), settings.text_limit_bytes
         self.total_bytes = total if total is None or limit is None else min(total, limit)
 
     def named_documents(self, tokenizer: Tokenizer | None = None) -> Iterator[tuple[str, str]]:
-        """All documents with the name of their voice, which is empty where there is only one.
+        """All documents with the name of their domain, which is empty where the text is no mix.
 
         Args:
             tokenizer: a mix is by its tokens; by bytes where there is no tokenizer yet.
@@ -181,58 +191,20 @@ class RequestedText:
             for text in documents(settings.source, limit_bytes=settings.text_limit_bytes):
                 yield "", text
             return
-        rates = {
-            stream.name: _tokens_per_byte(stream.name, stream.documents(), tokenizer) if tokenizer else 1.0
-            for stream in self._streams
-        }
-        taking_turns = mixed(self._streams, settings.mix, rates)
-        yield from taking_turns if settings.text_limit_bytes is None else cut(taking_turns, settings.text_limit_bytes)
-
-    def voices(self, tokenizer: Tokenizer) -> list[Voice]:
-        """What there is, estimated from sizes and samples; nothing else is read."""
-        if self.settings.mix is None:
-            rate = _tokens_per_byte(self.settings.source, documents(self.settings.source), tokenizer)
-            return [Voice(self.settings.source, None, self.total_bytes, rate)]
-        return [self._voice(stream, tokenizer) for stream in self._streams]
-
-    def _voice(self, stream: Stream, tokenizer: Tokenizer) -> Voice:
-        weight = stream.weight if self.settings.mix and self.settings.mix.kind == "weights" else None
-        rate = _tokens_per_byte(stream.name, stream.documents(), tokenizer)
-        return Voice(stream.name, weight, stream.size, rate)
-
-
-def _tokens_per_byte(name: str, texts: Iterator[str], tokenizer: Tokenizer) -> float:
-    sample = []
-    size = 0
-    for text in texts:
-        sample.append(text[:SAMPLE_CHARACTERS])
-        size += len(sample[-1])
-        if size >= SAMPLE_CHARACTERS:
-            break
-    if not sample:
-        raise InputError(f"{name} holds no text: every document in it is empty")
-    _, lengths = tokenizer.encode_flat(sample)
-    return int(lengths.sum()) / sum(len(text.encode()) for text in sample)
-
-
-StageProgress = Callable[[str, int, int | None], None]
-"""Called with the stage ("tokenizer", "tokens"), the bytes of text done and the bytes in all, where known."""
-
-BPE_SAMPLE_BYTES = 8 * 2**20
-"""A tokenizer is trained on every n-th document, n such that the sample is about this large at most."""
+        rates = {one.name: one.tokens_per_byte(tokenizer) if tokenizer else 1.0 for one in self.streams}
+        texts = mixed(self.streams, settings.mix, rates)
+        yield from texts if settings.text_limit_bytes is None else cut(texts, settings.text_limit_bytes)
 
 
 def tokenizer_of(settings: Settings, text: RequestedText, folder: Path, progress: StageProgress) -> Tokenizer:
-    """The tokenizer that the text is read with, whose files stand in `folder` afterwards.
+    """The tokenizer of the text, saved in `folder`.
 
     Raises:
-        InputError: it cannot be loaded or trained, or the source comes with another.
+        InputError: it cannot be loaded or trained.
     """
-    if (folder / "tokenizer_config.json").is_file():  # written last, by whoever was interrupted
+    if (folder / "tokenizer_config.json").is_file():  # written last, before an interruption
         return load_tokenizer(str(folder))
     if request := parse(settings.source):
-        if settings.tokenizer != WORDS:
-            raise InputError(f"source {settings.source} comes with its own tokenizer: use tokenizer {WORDS}")
         return word_tokenizer(request, folder)
     size = trained_size(settings.tokenizer)
     if size is not None:
@@ -256,3 +228,80 @@ def _sample(text: RequestedText, progress: StageProgress) -> Iterator[str]:
         yield document
         if total is None and taken >= BPE_SAMPLE_BYTES:
             return
+
+
+@dataclass(frozen=True)
+class Amount:
+    """The size of one domain, or of the whole text.
+
+    Attributes:
+        name: of the domain, file or source.
+        bytes: of the files, with all that is not text; None where they are not on this machine.
+        tokens: estimated from a sample, too high where files hold more than text.
+        taken: tokens that would be prepared; None where not known.
+    """
+
+    name: str
+    bytes: int | None
+    tokens: int | None
+    taken: int | None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Amounts of a preparation.
+
+    Attributes:
+        amounts: by domain.
+        tokens: that would be prepared; None where the size of the text is not known and there is no limit.
+        shard_bytes: of the two shards.
+    """
+
+    amounts: list[Amount]
+    tokens: int | None
+    shard_bytes: int | None
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+
+def estimate(settings: Settings) -> Estimate:
+    """Amounts from the sizes of files and a sample of each domain; nothing is written.
+
+    Raises:
+        InputError: the text cannot be read, or the tokenizer is trained on the text.
+    """
+    if trained_size(settings.tokenizer) is not None:
+        raise InputError(
+            f"tokenizer {settings.tokenizer} is trained on the text, so its tokens cannot be estimated: "
+            "give the tokenizer of a model, or a folder with tokenizer.json"
+        )
+    tokenizer = load_tokenizer(settings.tokenizer)
+    text = RequestedText(settings)
+    rates = [stream.tokens_per_byte(tokenizer) for stream in text.streams]
+    sizes = [stream.size for stream in text.streams] if settings.mix else [text.total_bytes]
+    tokens = [None if size is None else int(size * rate) for size, rate in zip(sizes, rates, strict=True)]
+    taken = _taken([stream.weight for stream in text.streams], tokens, settings.token_limit)
+    rows = zip(text.streams, sizes, tokens, taken, strict=True)
+    amounts = [Amount(stream.name or settings.source, *numbers) for stream, *numbers in rows]
+    total = known_sum(taken)
+    if settings.text_limit_bytes is not None and total is not None:
+        total = min(total, int(settings.text_limit_bytes * sum(rates) / len(rates)))
+    width = DTYPES[dtype_for(tokenizer.vocab_size)].itemsize
+    return Estimate(amounts, total, None if total is None else total * width)
+
+
+def _taken(weights: list[float | None], tokens: list[int | None], limit: int | None) -> list[int | None]:
+    """Tokens of each domain by its weight, until the first one ends; without weights, all of them."""
+    given = [weight for weight in weights if weight is not None]
+    if len(given) < len(weights):
+        whole = known_sum(tokens)
+        if limit is None or (whole is not None and whole <= limit):
+            return tokens
+        return [limit] if len(tokens) == 1 else [None if t is None or not whole else t * limit // whole for t in tokens]
+    known = [count for count in tokens if count is not None]
+    if len(known) == len(tokens):
+        least = min(count * sum(given) / weight for count, weight in zip(known, given, strict=True))
+        limit = int(least) if limit is None else min(limit, int(least))
+    return [None if limit is None else int(limit * weight / sum(given)) for weight in given]

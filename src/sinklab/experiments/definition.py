@@ -50,7 +50,7 @@ from sinklab.experiments.claims import (
 from sinklab.experiments.documents import ReplicateKind
 from sinklab.experiments.paper import Published
 from sinklab.experiments.quantities import QuantityName
-from sinklab.interventions.variants import VARIANTS
+from sinklab.interventions import VARIANTS
 from sinklab.measuring.options import Inputs
 from sinklab.schema import Part
 

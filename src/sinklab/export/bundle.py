@@ -1,12 +1,13 @@
 """The model's code as one file, for users without sinklab, generated from our own modules.
 
 The modules are concatenated in the order of their imports, without the imports of each other. Names are checked, not
-mangled: if two modules give a name two meanings, there is no bundle, and a test fails.
+mangled: if two modules bind a name to different objects, bundling fails, and so does a test.
 """
 
 import ast
 import builtins
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,37 +16,32 @@ PACKAGE = "sinklab"
 
 @dataclass(frozen=True)
 class _Module:
-    """A module of ours.
-
-    Attributes:
-        name: in full.
-        text: the source.
-        body: its statements.
-    """
+    """A module of sinklab: its full name, its source, and its statements."""
 
     name: str
     text: str
     body: list[ast.stmt]
 
     def own_imports(self) -> list[ast.ImportFrom]:
-        """The statements that import from other modules of ours."""
+        """The imports from other modules of sinklab."""
         imports = [node for node in self.body if isinstance(node, ast.ImportFrom)]
         return [node for node in imports if (node.module or "").partition(".")[0] == PACKAGE]
 
     def other_imports(self) -> list[ast.Import | ast.ImportFrom]:
-        """The statements that import from other libraries."""
+        """The imports from other libraries."""
         own = self.own_imports()
         return [node for node in self.body if isinstance(node, ast.Import | ast.ImportFrom) and node not in own]
 
 
+@cache
 def bundled(root: str) -> str:
-    """The source of one module that holds `root` and everything of ours that it imports.
+    """The source of one module with the contents of `root` and of all modules of sinklab that it imports.
 
     Args:
-        root: a module of sinklab in full, such as sinklab.model.huggingface.modeling.
+        root: the full name of a module of sinklab, such as sinklab.model.huggingface.
 
     Raises:
-        ValueError: a name means two things in the modules, or is imported under another one.
+        ValueError: a name is bound to different objects, or imported under another name.
     """
     modules: dict[str, _Module] = {}
     _collect(root, modules)
@@ -55,7 +51,7 @@ def bundled(root: str) -> str:
         text = _by_itself(module, set(modules), known=set(meanings))
         for name, meaning in _bound(module, set(modules)):
             if hasattr(builtins, name):
-                raise ValueError(f"{meaning} has the name of a built-in, which other modules would then mean")
+                raise ValueError(f"{meaning} has the name of a built-in, which other modules may use")
             if meanings.setdefault(name, meaning) != meaning:
                 raise ValueError(f"{name} is {meanings[name]} and {meaning}: in one file it can only be one of them")
         sections.append(f"# {module.name}\n\n{text.strip()}\n")
@@ -66,7 +62,10 @@ def _collect(name: str, modules: dict[str, _Module]) -> None:
     """Add a module after the modules that it imports."""
     if name in modules:
         return
-    text = _path(name).read_text(encoding="utf-8")
+    spec = find_spec(name)
+    if spec is None or spec.origin is None:
+        raise ValueError(f"there is no module {name}")
+    text = Path(spec.origin).read_text(encoding="utf-8")
     module = _Module(name, text, ast.parse(text).body)
     for node in module.own_imports():
         assert node.module is not None
@@ -74,13 +73,6 @@ def _collect(name: str, modules: dict[str, _Module]) -> None:
             inside = f"{node.module}.{alias.name}"
             _collect(inside if _is_module(inside) else node.module, modules)
     modules[name] = module
-
-
-def _path(name: str) -> Path:
-    spec = find_spec(name)
-    if spec is None or spec.origin is None:
-        raise ValueError(f"there is no module {name}")
-    return Path(spec.origin)
 
 
 def _is_module(name: str) -> bool:
@@ -91,7 +83,7 @@ def _is_module(name: str) -> bool:
 
 
 def _bound(module: _Module, modules: set[str]) -> list[tuple[str, str]]:
-    """The names that a module binds at its top level, and their meanings."""
+    """The names that a module binds at its top level, and the full names of their objects."""
     found = []
     for node in module.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -114,7 +106,7 @@ def _by_itself(module: _Module, modules: set[str], known: set[str]) -> str:
     """The source without imports of earlier modules, and with `other_module.name` written as `name`.
 
     Args:
-        known: names that are bound already.
+        known: names that earlier modules bind.
     """
     aliases = {
         alias.asname or alias.name

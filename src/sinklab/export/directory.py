@@ -21,13 +21,13 @@ import sinklab
 from sinklab.data.tokenizers import Tokenizer, load_tokenizer
 from sinklab.errors import InputError, SinklabError
 from sinklab.export.bundle import bundled
-from sinklab.export.forms import CODE, Form, SpecialTokens, form_of
+from sinklab.export.forms import CODE, Form, form_of
 from sinklab.files import is_full, write_json, write_text
 from sinklab.train.directory.history import Evaluation, read_history
 from sinklab.train.directory.run import TrainedRun, load_run
 from sinklab.train.recipe import Recipe
 
-MODELING = "sinklab.model.huggingface.modeling"
+MODELING = "sinklab.model.huggingface"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Exported:
     parameters: int
 
     def document(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """As JSON."""
         return {**asdict(self), "directory": str(self.directory)}
 
 
@@ -68,24 +68,23 @@ def export_run(run: Path, directory: Path) -> Exported:
         if not there.is_dir():
             raise InputError(f"{there} is a file, so {directory} cannot be a directory: give a new one")
         if directory.is_dir() and any(directory.iterdir()):
-            raise InputError(f"{directory} is not empty: give a new directory, or move away what is there")
+            raise InputError(f"{directory} is not empty: give a new directory, or move its files away")
     except OSError as error:
-        raise InputError(f"{directory} cannot be a directory of ours: {error.strerror}. Give another") from error
+        raise InputError(f"{directory} cannot be used: {error.strerror}. Give another directory") from error
     return write_directory(load_run(run), read_history(run / "metrics.jsonl"), directory)
 
 
 def write_directory(found: TrainedRun, history: Sequence[Evaluation], directory: Path) -> Exported:
     """Write the model of a loaded run, with its last evaluation on the model card."""
     tokenizer = load_tokenizer(str(found.tokenizer_path))
-    tokens = SpecialTokens(tokenizer.bos_id, tokenizer.eos_id)
-    form, recipe = form_of(found.model, tokens), found.recipe
+    form, recipe = form_of(found.model, tokenizer), found.recipe
     with atomic_directory(directory) as aside:
         from safetensors.torch import save_file
         from transformers import GenerationConfig
 
         form.config.update({"architectures": [form.architecture], "dtype": "float32"})
         form.config.save_pretrained(aside)
-        GenerationConfig(bos_token_id=tokens.bos, eos_token_id=tokens.eos).save_pretrained(aside)
+        GenerationConfig(bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id).save_pretrained(aside)
         save_file(form.weights, aside / "model.safetensors", metadata={"format": "pt"})
         _write_tokenizer(tokenizer, aside, recipe.data.bos, recipe.model.context)
         if not form.is_foreign:
@@ -103,7 +102,7 @@ def write_code(folder: Path) -> None:
 
 @contextmanager
 def atomic_directory(directory: Path) -> Iterator[Path]:
-    """A temporary folder that takes the place of a new or empty directory at the end, and vanishes on failure.
+    """A temporary folder that replaces a new or empty directory at the end, and is removed on failure.
 
     Raises:
         SinklabError: the disk is full or not writable.
@@ -130,7 +129,6 @@ def atomic_directory(directory: Path) -> Iterator[Path]:
 
 def _write_tokenizer(tokenizer: Tokenizer, folder: Path, bos: bool, context: int) -> None:
     """Write tokenizer.json and tokenizer_config.json; with `bos` a text begins with BOS, as the run's sequences did."""
-    names = {"eos_token": tokenizer.eos_id, "bos_token": tokenizer.bos_id}
     processors: list[Any] = [ByteLevel(trim_offsets=False)]  # adds nothing; one must be given
     if bos:
         token = tokenizer.token(tokenizer.bos_id)
@@ -143,7 +141,8 @@ def _write_tokenizer(tokenizer: Tokenizer, folder: Path, bos: bool, context: int
         folder / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            **{name: tokenizer.token(number) for name, number in names.items()},
+            "eos_token": tokenizer.token(tokenizer.eos_id),
+            "bos_token": tokenizer.token(tokenizer.bos_id),
             "model_max_length": context,
             "clean_up_tokenization_spaces": False,
         },

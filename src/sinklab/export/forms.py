@@ -1,4 +1,4 @@
-"""Which architecture of transformers computes a variant exactly, and the weights under its names.
+"""The architecture of transformers that computes a variant exactly, and the weights under its names.
 
 variant                                                         architecture        loads with
 the default                                                     LlamaForCausalLM    transformers
@@ -11,11 +11,12 @@ each, here all of them or none. gpt-oss has the same logit, but its feed-forward
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from sinklab.attention.biases import BiasParameters
+from sinklab.data.tokenizers import Tokenizer
 from sinklab.model.llama import differences, llama_sizes, llama_weights
 from sinklab.model.transformer import Transformer
 
@@ -27,19 +28,11 @@ SINK_LOGITS = ("sink_logit", "off_by_one")
 
 
 @dataclass(frozen=True)
-class SpecialTokens:
-    """Ids of BOS and EOS."""
-
-    bos: int
-    eos: int
-
-
-@dataclass(frozen=True)
 class Form:
-    """A model as transformers loads it.
+    """A model in the format of transformers.
 
     Attributes:
-        config: of the architecture, with everything but tokens.
+        config: of the architecture.
         architecture: its class.
         weights: by the names of that class.
         is_foreign: whether transformers has the class; otherwise its code is exported too.
@@ -51,40 +44,28 @@ class Form:
     is_foreign: bool
 
 
-def form_of(model: Transformer, tokens: SpecialTokens) -> Form:
-    """The simplest form that computes the model exactly.
-
-    Args:
-        tokens: for the config.
-    """
-    other = differences(model.config)
+def form_of(model: Transformer, tokenizer: Tokenizer) -> Form:
+    """The simplest architecture that computes the model exactly, with the ids of BOS and EOS in its config."""
+    tokens: dict[str, Any] = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    attention, other = model.config.attention, differences(model.config)
     if not other:
-        return _as_llama(model, tokens)
-    if set(other) <= {"attention.bias", "attention.mask"} and _has_sink_logit(model):
+        from transformers import LlamaConfig
+
+        config = LlamaConfig(**llama_sizes(model.config), **tokens)
+        return Form(config, "LlamaForCausalLM", llama_weights(model), is_foreign=True)
+    has_sink_logit = attention.bias.kind in SINK_LOGITS and attention.mask.kind in ("causal", "window")
+    if has_sink_logit and set(other) <= {"attention.bias", "attention.mask"}:
         return _as_granite(model, tokens)
     return _as_itself(model, tokens)
 
 
-def _has_sink_logit(model: Transformer) -> bool:
-    attention = model.config.attention
-    return attention.bias.kind in SINK_LOGITS and attention.mask.kind in ("causal", "window")
-
-
-def _as_llama(model: Transformer, tokens: SpecialTokens) -> Form:
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(**llama_sizes(model.config), bos_token_id=tokens.bos, eos_token_id=tokens.eos)
-    return Form(config, "LlamaForCausalLM", llama_weights(model), is_foreign=True)
-
-
-def _as_granite(model: Transformer, tokens: SpecialTokens) -> Form:
+def _as_granite(model: Transformer, tokens: dict[str, Any]) -> Form:
     from transformers import GraniteSWAConfig
 
     mask, layers = model.config.attention.mask, model.config.layers
     config = GraniteSWAConfig(
         **llama_sizes(model.config),
-        bos_token_id=tokens.bos,
-        eos_token_id=tokens.eos,
+        **tokens,
         attention_multiplier=1 / math.sqrt(model.config.head_width),
         layer_types=["sliding_attention" if mask.kind == "window" else "full_attention"] * layers,
         sliding_window=mask.width if mask.kind == "window" else model.config.context,  # it must be a number
@@ -99,15 +80,10 @@ def _as_granite(model: Transformer, tokens: SpecialTokens) -> Form:
     return Form(config, "GraniteSWAForCausalLM", weights, is_foreign=True)
 
 
-def _as_itself(model: Transformer, tokens: SpecialTokens) -> Form:
-    from sinklab.model.huggingface.configuration import SinklabConfig
-    from sinklab.model.huggingface.modeling import SinklabForCausalLM
+def _as_itself(model: Transformer, tokens: dict[str, Any]) -> Form:
+    from sinklab.model.huggingface import SinklabConfig, SinklabForCausalLM
 
-    config = SinklabConfig(
-        model.config.model_dump(mode="json", exclude={"init_from", "init_sha256"}),
-        bos_token_id=tokens.bos,
-        eos_token_id=tokens.eos,
-    )
+    config = SinklabConfig(model.config.model_dump(mode="json", exclude={"init_from", "init_sha256"}), **tokens)
     config.auto_map = {
         "AutoConfig": f"{CODE}.{SinklabConfig.__name__}",
         "AutoModelForCausalLM": f"{CODE}.{SinklabForCausalLM.__name__}",

@@ -31,16 +31,17 @@ from sinklab.model.values import (
 
 @dataclass(frozen=True)
 class Places:
-    """Where the positions of a batch stand, the same for every layer.
+    """Inputs of all layers that depend on positions.
 
     Attributes:
-        rotary: cos and sin, each (L, half of what is turned), or (B, 1, L, ..) behind padding; None without rotary
+        rotary: cos and sin, each (L, half the rotary width), or (B, 1, L, ..) with padding; None without rotary
             positions.
-        documents_BL: the document of every position, earlier ones included where a sequence is continued; None unless
-            the mask keeps documents apart.
-        first: takes the first layer's values to the later ones; None unless they are mixed.
-        padding_B: how many positions at the start of each row are padding, earlier ones included; None without padding.
-        padded_BL: which of the positions that are read now these are; None where there are none.
+        documents_BL: the document of every position, including those of a past; None unless the mask separates
+            documents.
+        first: the first layer's values for the later ones; None unless they are mixed.
+        padding_B: number of padding positions at the start of each row, including those of a past; None without
+            padding.
+        padded_BL: bool, which of the new positions are padding; None where none is.
     """
 
     rotary: tuple[Tensor, Tensor] | None = None
@@ -101,7 +102,7 @@ class Attention(nn.Module):
         return q_BHLD, k_BGLD, v_BGLD
 
     def _projected(self, x_BLE: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
-        """All three by one matrix, queries and keys normed and turned."""
+        """Queries, keys and values of one matrix, queries and keys normed and rotated."""
         assert self.qkv is not None
         B, L, _ = x_BLE.shape
         heads = self.qkv(x_BLE).view(B, L, -1, self.head_width).transpose(1, 2)
@@ -109,7 +110,7 @@ class Attention(nn.Module):
         return self._placed(q_BHLD, self.q_norm, places), self._placed(k_BGLD, self.k_norm, places), v_BGLD
 
     def beside(self, x_BLE: Tensor, places: Places, past: LayerPast | None) -> tuple[Tensor | None, ...]:
-        """What the core takes beside queries, keys and values; positions that were kept are included."""
+        """The core's arguments after queries, keys and values; they include the positions of the past."""
         log_kept_BLH = None
         if self.forget_gate is not None:
             log_kept_BLH = self.forget_gate(x_BLE)
@@ -119,7 +120,7 @@ class Attention(nn.Module):
         return beside[:given]
 
     def _placed(self, x_BHLD: Tensor, norm: nn.Module, places: Places) -> Tensor:
-        """Queries or keys normed and turned, those of an operation that holds several in a head each by itself."""
+        """Queries or keys normed and rotated; several per head, as some operations have, each by itself."""
         x_BHLPK = norm(x_BHLD.unflatten(-1, (-1, self.key_width)))
         if places.rotary is not None:
             cos_LC, sin_LC = places.rotary
@@ -127,13 +128,13 @@ class Attention(nn.Module):
         return x_BHLPK.flatten(-2)
 
     def alone(self, k_BGSD: Tensor, queries: int, places: Places) -> Tensor | None:
-        """Which queries see themselves alone (B or 1, L), where `output` has to know; None elsewhere."""
+        """Which queries see only their own key (B or 1, L), where `output` needs it; else None."""
         if not self.marks_alone:
             return None
         return sees_itself_alone(self.core.visible(places.documents_BL), queries, k_BGSD.shape[2], k_BGSD.device)
 
     def output(self, out_BHLD: Tensor, x_BLE: Tensor, v_BGLD: Tensor, alone_BL: Tensor | None = None) -> Tensor:
-        """What attention adds to the stream, from the core's output, what the layer has read, and its values."""
+        """Attention's addition to the stream, from the core's output, the layer's input, and its values."""
         if self.exclusive:
             out_BHLD = without_own_value(out_BHLD, v_BGLD, alone_BL)
         out_BHLD = self.head_norm(out_BHLD)
@@ -172,10 +173,10 @@ class FeedForward(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Something that mixes positions and a feed-forward, each added to the residual stream with its norms.
+    """A token mixer and a feed-forward, each added to the residual stream with its norms.
 
     Attributes:
-        compiled_parts: the methods that can be compiled, before and after what mixes positions.
+        compiled_parts: the methods that can be compiled, before and after the mixing of positions.
     """
 
     compiled_parts: ClassVar[tuple[str, ...]] = ()
@@ -192,11 +193,11 @@ class ResidualBlock(nn.Module):
             self.ffn_post_norm = build_norm(config.norm, config.width)
 
     def read(self, x_BLE: Tensor) -> Tensor:
-        """What is read of the stream by what mixes positions."""
+        """The input of the token mixer."""
         return x_BLE if self.placement == "post" else self.attention_norm(x_BLE)
 
     def joined(self, x_BLE: Tensor, added_BLE: Tensor) -> Tensor:
-        """The stream after what mixes positions has added to it, and after the feed-forward."""
+        """The stream after the token mixer's addition and the feed-forward."""
         if self.placement == "post":
             x_BLE = self.attention_norm(x_BLE + added_BLE)
             return self.ffn_norm(x_BLE + self.ffn(x_BLE))
@@ -210,8 +211,8 @@ class ResidualBlock(nn.Module):
 class DecoderBlock(ResidualBlock):
     """Attention and feed-forward, each added to the residual stream; its output is the stream after both.
 
-    What stands before and after the attention core is a method each, which can be compiled: the core is not, so that
-    probes can watch it and its kernels are the same in training and measuring.
+    The parts before and after the attention core are a method each, which can be compiled: the core is not, so that
+    probes can observe it and its kernels are the same in training and measuring.
     """
 
     compiled_parts = ("before_core", "after_core")
@@ -231,7 +232,7 @@ class DecoderBlock(ResidualBlock):
         return self.after_core(x_BLE, read_BLE, out_BHLD, v_BGLD, alone_BL)
 
     def before_core(self, x_BLE: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What attention reads of the stream, and queries, keys and values."""
+        """The input of attention, and its queries, keys and values."""
         read_BLE = self.read(x_BLE)
         return read_BLE, *self.attention.inputs(read_BLE, places)
 
@@ -261,7 +262,7 @@ class LinearBlock(ResidualBlock):
     def before_rule(
         self, x_BLE: Tensor, recent_BCW: Tensor | None, padded_BL: Tensor | None = None
     ) -> tuple[Tensor, RuleInputs, Tensor]:
-        """What the layer reads of the stream, and the inputs of the rule and of what follows."""
+        """The layer's input, the inputs of the rule, and the channels for the next convolution."""
         read_BLE = self.read(x_BLE)
         return read_BLE, *self.attention.inputs(read_BLE, recent_BCW, padded_BL)
 

@@ -1,4 +1,4 @@
-"""The model part of a recipe: sizes, and one discriminated choice for each thing that can be exchanged."""
+"""The model part of a recipe: sizes, and a discriminated choice for each exchangeable part."""
 
 from typing import Annotated, Literal, Self
 
@@ -38,7 +38,7 @@ class ModelConfig(Part):
     kv_heads: int | None = Field(default=None, ge=1, description="fewer than heads: grouped-query attention")
     ffn_width: int = Field(default=1536, ge=1, le=LARGEST)
     vocab_size: int | None = Field(default=None, ge=2, le=LARGEST, description="default: the tokenizer's")
-    context: int = Field(default=2048, ge=2, le=LARGEST, description="tokens a training sequence has")
+    context: int = Field(default=2048, ge=2, le=LARGEST, description="tokens of a training sequence")
     position: Position = Rotary()
     norm: NormConfig = NormConfig()
     ffn: Literal["relu", "gelu", "swish", "reglu", "geglu", "swiglu"] = Field(
@@ -86,7 +86,7 @@ class ModelConfig(Part):
 
     @property
     def query_width(self) -> int:
-        """Width of a query and a key of one head, as attention is called with them."""
+        """Width of a query and a key of one head in the call of attention."""
         return self.head_width if self.latent is None else self.latent.nope + self.latent.rope
 
     @property
@@ -96,23 +96,23 @@ class ModelConfig(Part):
 
     @property
     def shared_tokens(self) -> int:
-        """How many tokens at the start every query sees, earlier ones included: a prefix mask's, else the first."""
+        """Number of tokens at the start that every query sees, also earlier queries: a prefix mask's length, else 1."""
         mask = self.attention.mask
         return mask.length if mask.kind == "prefix" else 1
 
     @property
     def first_target(self) -> int:
-        """Position, 1-based, of the first token that any loss counts: those that all queries see are not predicted."""
+        """Position, 1-based, of the first token that is predicted: tokens that all queries see are not."""
         return self.shared_tokens + 1
 
     @property
     def key_width(self) -> int:
-        """Width of a query and its keys: the head's, or its half where an operation cuts the head in two."""
+        """Width of a query and its keys: the head's, or half of it where the operation halves heads."""
         return self.query_width // self.attention.operation.keys_per_head
 
     @property
     def rotary_width(self) -> int:
-        """How many numbers of a query or key rotary positions turn, its last ones."""
+        """How many of the last dimensions of a query or key are rotated."""
         return self.key_width if self.latent is None else self.latent.rope
 
     @model_validator(mode="after")
@@ -135,12 +135,12 @@ class ModelConfig(Part):
             name = self.attention.operation.kind
             halved = f" and {name} halves it" if self.key_width != self.head_width else ""
             raise ValueError(
-                f"rotary turns pairs and needs an even width of keys: width / heads = {self.head_width}{halved}"
+                f"rotary rotates pairs and needs an even width of keys: width / heads = {self.head_width}{halved}"
             )
         return self
 
     def _check_mixer(self) -> None:
-        """Refuse what does not go with linear layers."""
+        """Refuse combinations that linear layers cannot have."""
         if not isinstance(self.mixer, GatedDelta):
             return
         heads = self.mixer.heads or self.heads
@@ -161,7 +161,7 @@ class ModelConfig(Part):
             )
 
     def _check_latent(self) -> None:
-        """Refuse what does not go with a latent projection."""
+        """Refuse combinations that a latent projection cannot have."""
         if self.latent is None:
             return
         if self.key_heads != self.heads:
@@ -171,13 +171,13 @@ class ModelConfig(Part):
             )
         if self.norm.qk_norm:
             raise ValueError(
-                "norm.qk_norm norms every key over its width, so that heads would no longer share the turned part of "
+                "norm.qk_norm norms every key over its width, so that heads would no longer share the rotated part of "
                 "projection latent, which norms its latents instead: leave it out"
             )
         if self.attention.operation.keys_per_head != 1:
             raise ValueError(
                 f"attention.operation {self.attention.operation.kind} cuts queries and keys in halves, and those of "
-                "projection latent have a turned part and another: use projection full"
+                "projection latent have a rotated part and another: use projection full"
             )
         if self.position.kind == "rotary" and self.latent.rope % 2:
-            raise ValueError(f"rotary turns pairs and needs an even projection.rope_width, not {self.latent.rope}")
+            raise ValueError(f"rotary rotates pairs and needs an even projection.rope_width, not {self.latent.rope}")

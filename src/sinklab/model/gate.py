@@ -1,7 +1,7 @@
-"""Gates around attention, by which a head can pass nothing on without a sink.
+"""Gates around attention, by which a head can be a no-op without a sink.
 
-Two read the layer's input x (after its norm) and scale the attention output o_t of every head (2505.06708); one reads
-the values themselves and scales what the token at s may contribute, before attention averages (2510.09017).
+Two gates read the layer's input x (after its norm) and scale the attention output o_t of every head (2505.06708); one
+reads the values themselves and scales the contribution of the token at s before attention averages (2510.09017).
 """
 
 from typing import Annotated, Literal

@@ -8,14 +8,14 @@ t5 table                                     normal, std 0.02                   
 offset of a value gate                       zero                                uniform in +-1 / sqrt(d)
 
 The same by both: extra keys and values, sink logits and the sink token are normal with std 0.02; norms have weight one
-and bias zero, the slope of dynamic tanh is `norm.alpha`; a module that names mean and std of its tensors in `initial`,
-as attention operations do, or a law of their own in `starts`, has it so.
+and bias zero, the slope of dynamic tanh is `norm.alpha`; a module may give mean and std of its tensors in `initial`, as
+attention operations do, or a law of its own in `starts`.
 
-`declared` is what the paper (2410.10781) and its code say. `torch` is what PyTorch's `reset_parameters` gives nn.Linear
-(kaiming_uniform with a = sqrt(5)) and nn.Embedding, by which the published models probably started: with several
-devices the training library that its code pins discards the declared weights. There nothing is said of the last two
-rows and of learned positions: a table that is looked up is taken for an nn.Embedding, the value gate for an nn.Linear
-of a head's width d.
+`declared` is the law of the paper (2410.10781) and its code. `torch` is PyTorch's `reset_parameters` of nn.Linear
+(kaiming_uniform with a = sqrt(5)) and nn.Embedding, by which the published models were probably initialised: with
+several devices the training library that the paper's code pins discards the declared weights. PyTorch has no law for
+the last two rows and learned positions: a lookup table is treated as an nn.Embedding, the value gate as an nn.Linear of
+a head's width d.
 
 q, k and v are one matrix here, and so are the two halves of a gated feed-forward: d_in is the same as apart.
 """
@@ -40,8 +40,8 @@ TABLES = ("embedding.weight", "position_table", "distance.weight")
 def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
     """Set all weights of a transformer by the law of `config.init`.
 
-    Each tensor is drawn from its own stream, named by the seed and the tensor's name, so that an intervention that
-    adds a tensor leaves all others as they are in the baseline. Tensors on the meta device have no values to set.
+    Each tensor is drawn from its own stream, seeded by the seed and the tensor's name, so that an intervention that
+    adds a tensor leaves all others as they are in the baseline. Tensors on the meta device are skipped.
     """
     by_kind = _declared if config.init.kind == "declared" else _torch
     for name, parameter in model.named_parameters():

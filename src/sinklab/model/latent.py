@@ -1,18 +1,18 @@
 """Projections to queries, keys and values: one matrix, or a latent of low rank (2405.04434).
 
 Multi-head latent attention (DeepSeek-V2, section 2.1 and appendix C; V3, 2412.19437): keys and values of all heads are
-linear in one latent c of few numbers, which is all that a cache would have to hold. A key cannot be turned by its
-position between c and the head, or c would no longer do; so each key has a second part that is not made of c, is
-shared by all heads, and is the only one that is turned ("decoupled" rotary positions).
+linear in one latent c of few numbers, so that a cache needs to hold c only. That would not suffice if keys made of c
+were rotated by their position; so each key has a second part that is not made of c, is shared by all heads, and is the
+only part that is rotated ("decoupled" rotary positions).
 
-    c_t = norm(x_t W_DKV)     k^C_th, v_th = c_t W_UKV    k^R_t = turned(x_t W_KR)     k_th = [k^C_th; k^R_t]
-    c'_t = norm(x_t W_DQ)     q^C_th, q^R_th = c'_t W_UQ  q_th = [q^C_th; turned(q^R_th)]
+    c_t = norm(x_t W_DKV)     k^C_th, v_th = c_t W_UKV    k^R_t = rotated(x_t W_KR)     k_th = [k^C_th; k^R_t]
+    c'_t = norm(x_t W_DQ)     q^C_th, q^R_th = c'_t W_UQ  q_th = [q^C_th; rotated(q^R_th)]
 
 Where queries are not compressed (V2-Lite) c'_t is x_t itself. Rows of the matrices are ordered as in the published
-code: head by head, of each first what is not turned, of keys and values k before v.
+code: head by head, first the part that is not rotated, of keys and values k before v.
 
-B batch, L positions, E width, H heads, N and P widths of the part that is not turned and of the turned part, V width of
-a value, R rank of the latent.
+B batch, L positions, E width, H heads, N and P widths of the unrotated and the rotated part, V width of a value, R rank
+of the latent.
 """
 
 from dataclasses import dataclass
@@ -44,9 +44,9 @@ class LatentSizes:
 
 
 class LatentProjection(Part):
-    """Keys and values through one normed latent of low rank, and a turned key that all heads share (2405.04434).
+    """Keys and values through one normed latent of low rank, and a rotated key that all heads share (2405.04434).
 
-    The shared key and its part of each query are turned under `position: rotary` and are left as they are under every
+    The shared key and its part of each query are rotated under `position: rotary` and are left as they are under every
     other position. Scores are scaled by 1 / sqrt(nope_width + rope_width).
     """
 
@@ -58,10 +58,10 @@ class LatentProjection(Part):
         default=None, ge=1, le=LARGEST, description="width of a latent of the queries; null: they are not compressed"
     )
     nope_width: int | None = Field(
-        default=None, ge=1, le=LARGEST, description="of the part of a key that is not turned; null: the head width"
+        default=None, ge=1, le=LARGEST, description="of the part of a key that is not rotated; null: the head width"
     )
     rope_width: int | None = Field(
-        default=None, ge=1, le=LARGEST, description="of the turned part, which heads share; null: half the head width"
+        default=None, ge=1, le=LARGEST, description="of the rotated part, which heads share; null: half the head width"
     )
     value_width: int | None = Field(
         default=None, ge=1, le=LARGEST, description="of a value and an output of a head; null: the head width"

@@ -1,4 +1,4 @@
-"""The default variant's weights as those of a plain Hugging Face Llama."""
+"""Conversion between the default variant and a plain Hugging Face Llama."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ def llama_config(model: Transformer) -> dict[str, Any]:
 
 
 def differences(config: ModelConfig) -> dict[str, str]:
-    """In what a model is no plain Llama: what is said of each part that differs, by its key below `model`."""
+    """A sentence for each part in which a model differs from a plain Llama, by its key below `model`."""
     attention = config.attention
     plain: dict[str, tuple[Any, Any]] = {
         "attention.operation": (attention.operation, Softmax()),
@@ -52,7 +52,7 @@ def differences(config: ModelConfig) -> dict[str, str]:
         "exclusive": (config.exclusive, False),
         "value_residual": (config.value_residual, NoValueResidual()),
     }
-    return {key: f"model.{key} is {_said(is_, must)}" for key, (is_, must) in plain.items() if is_ != must}
+    return {key: f"model.{key} is {_difference(is_, must)}" for key, (is_, must) in plain.items() if is_ != must}
 
 
 def llama_sizes(config: ModelConfig) -> dict[str, Any]:
@@ -74,8 +74,8 @@ def llama_sizes(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _said(is_: Any, must: Any) -> str:
-    """What a part of the recipe is, and what it is in a Llama, as far as they differ."""
+def _difference(is_: Any, must: Any) -> str:
+    """The values of a part of the recipe that differ from a Llama's, beside those."""
     if not isinstance(is_, Part) or not isinstance(must, Part):
         return f"{is_} (a Llama has {must})"
     if (mine := getattr(is_, "kind", None)) != (theirs := getattr(must, "kind", None)):
@@ -85,30 +85,32 @@ def _said(is_: Any, must: Any) -> str:
     return ", ".join(f"{key}={value} (a Llama has {expected[key]})" for key, value in differ.items())
 
 
+OUTSIDE = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "final_norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+IN_BLOCK = {
+    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.out": ("self_attn.o_proj",),
+    "ffn.up": ("mlp.gate_proj", "mlp.up_proj"),
+    "ffn.down": ("mlp.down_proj",),
+    "attention_norm": ("input_layernorm",),
+    "ffn_norm": ("post_attention_layernorm",),
+}
+"""Our weights, and the weights of a Llama that they consist of, one below the other."""
+
+
 def llama_weights(model: Transformer) -> dict[str, Tensor]:
     """The weights under Llama's names; fused projections are split."""
     config = model.config
-    rows = [n * config.head_width for n in (config.heads, config.key_heads, config.key_heads)]
-    weights = {
-        "model.embed_tokens.weight": model.embedding.weight,
-        "model.norm.weight": model.get_parameter("final_norm.weight"),
-        "lm_head.weight": model.head.weight,
-    }
+    rows = {"attention.qkv": [n * config.head_width for n in (config.heads, config.key_heads, config.key_heads)]}
+    weights = {theirs: model.get_parameter(ours) for ours, theirs in OUTSIDE.items()}
     for i in range(config.layers):
-        ours, theirs = f"blocks.{i}", f"model.layers.{i}"
-        q, k, v = model.get_parameter(f"{ours}.attention.qkv.weight").split(rows)
-        gate, up = model.get_parameter(f"{ours}.ffn.up.weight").chunk(2)
-        weights |= {
-            f"{theirs}.self_attn.q_proj.weight": q,
-            f"{theirs}.self_attn.k_proj.weight": k,
-            f"{theirs}.self_attn.v_proj.weight": v,
-            f"{theirs}.self_attn.o_proj.weight": model.get_parameter(f"{ours}.attention.out.weight"),
-            f"{theirs}.mlp.gate_proj.weight": gate,
-            f"{theirs}.mlp.up_proj.weight": up,
-            f"{theirs}.mlp.down_proj.weight": model.get_parameter(f"{ours}.ffn.down.weight"),
-            f"{theirs}.input_layernorm.weight": model.get_parameter(f"{ours}.attention_norm.weight"),
-            f"{theirs}.post_attention_layernorm.weight": model.get_parameter(f"{ours}.ffn_norm.weight"),
-        }
+        for ours, theirs in IN_BLOCK.items():
+            weight = model.get_parameter(f"blocks.{i}.{ours}.weight")
+            parts = weight.split(rows.get(ours, len(weight) // len(theirs)))
+            weights |= {f"model.layers.{i}.{name}.weight": part for name, part in zip(theirs, parts, strict=True)}
     return {name: weight.detach().contiguous() for name, weight in weights.items()}
 
 
@@ -131,8 +133,8 @@ def from_llama(llama: "PreTrainedModel") -> tuple[dict[str, Any], dict[str, Tens
     Tied embeddings become two tensors with the same values.
 
     Raises:
-        InputError: offsets in its projections, another activation, rotary frequencies that are scaled, or heads that
-            are not as wide as the model's width over their number: none of which ours has.
+        InputError: biases in its projections, another activation, scaled rotary frequencies, or heads of another width
+            than the model's width over their number, none of which our model has.
     """
     config = llama.config
     rope: dict[str, Any] = dict(config.rope_parameters or {})
@@ -157,20 +159,11 @@ def from_llama(llama: "PreTrainedModel") -> tuple[dict[str, Any], dict[str, Tens
         "position": {"kind": "rotary", "theta": float(rope["rope_theta"])},
         "norm": {"kind": "rmsnorm", "eps": config.rms_norm_eps},
     }
-    theirs = {name: weight.detach().float() for name, weight in llama.state_dict().items()}
-    weights = {
-        "embedding.weight": theirs["model.embed_tokens.weight"],
-        "final_norm.weight": theirs["model.norm.weight"],
-        "head.weight": theirs["lm_head.weight"].clone(),
-    }
+    found = {name: weight.detach().float() for name, weight in llama.state_dict().items()}
+    weights = {ours: found[theirs] for ours, theirs in OUTSIDE.items()}
+    weights["head.weight"] = weights["head.weight"].clone()
     for i in range(config.num_hidden_layers):
-        of, ours = (lambda name, i=i: theirs[f"model.layers.{i}.{name}.weight"]), f"blocks.{i}"
-        weights |= {
-            f"{ours}.attention.qkv.weight": torch.cat([of(f"self_attn.{part}_proj") for part in "qkv"]),
-            f"{ours}.attention.out.weight": of("self_attn.o_proj"),
-            f"{ours}.ffn.up.weight": torch.cat([of("mlp.gate_proj"), of("mlp.up_proj")]),
-            f"{ours}.ffn.down.weight": of("mlp.down_proj"),
-            f"{ours}.attention_norm.weight": of("input_layernorm"),
-            f"{ours}.ffn_norm.weight": of("post_attention_layernorm"),
-        }
+        for ours, theirs in IN_BLOCK.items():
+            parts = [found[f"model.layers.{i}.{name}.weight"] for name in theirs]
+            weights[f"blocks.{i}.{ours}.weight"] = torch.cat(parts) if len(parts) > 1 else parts[0]
     return model, weights

@@ -2,8 +2,8 @@
 
 The head is two fifths of a 60M model's matrix work, and its logits are by far the largest tensor of a step: 3.3 GB in
 float32 for 8 x 2048 tokens and 50,432 words. Above `WHOLE` logits they are taken in chunks of rows, and each chunk's
-gradient is computed while its logits exist: no matrix product is done twice, and what is kept is the gradient of the
-hidden states and of the head. Below it, all at once is faster and what PyTorch does is kept bit for bit.
+gradient is computed while its logits exist: no matrix product is done twice, and only the gradients of the hidden
+states and of the head are kept. Below it, all logits at once are faster, with PyTorch's loss bit for bit.
 
 Rejected: `F.linear_cross_entropy` of PyTorch 2.13 in chunks. Its loss is in the dtype of its inputs (9.125 for 9.33
 nats in bfloat16), it does not follow autocast, and on a CPU it takes three times as long as whole logits. Also
@@ -27,7 +27,7 @@ from sinklab.compiling import compiled
 IGNORED = -100  # a target that is not predicted, as in `F.cross_entropy`
 WHOLE = 2**22  # logits up to here (16 MB in float32) are built at once
 CHUNK_ELEMENTS = 2**24  # logits of a chunk on a CPU: 64 MB in float32
-CHUNK_ELEMENTS_CUDA = 2**25  # and where that is more, a sixteenth of all: each chunk rewrites the head's gradient
+CHUNK_ELEMENTS_CUDA = 2**25  # at least, and a sixteenth of all: each chunk rewrites the head's gradient
 ROWS_MULTIPLE = 128  # matrix kernels like such row counts
 
 
@@ -37,7 +37,7 @@ def next_token_loss(hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor) -> 
     Under autocast the products are in its dtype and everything else in float32, chunked or not.
 
     Args:
-        targets_N: token ids; `IGNORED` ones count neither in the sum nor in the mean.
+        targets_N: token ids; `IGNORED` ones are left out of sum and mean.
     """
     rows, words = len(hidden_NE), len(weight_VE)
     if rows * words <= WHOLE:
@@ -47,7 +47,7 @@ def next_token_loss(hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor) -> 
 
 
 def rows_per_chunk(rows: int, words: int, device: torch.device) -> int:
-    """Positions of `rows` whose logits are held at a time."""
+    """Number of positions, of `rows`, whose logits exist at a time."""
     elements = max(CHUNK_ELEMENTS_CUDA, rows * words // 16) if device.type == "cuda" else CHUNK_ELEMENTS
     rows = elements // words
     return max(1, rows - rows % ROWS_MULTIPLE) if rows > ROWS_MULTIPLE else max(1, rows)

@@ -1,8 +1,8 @@
-"""Hybrids: layers with attention, and layers with the gated delta rule, a linear attention, in its place.
+"""Hybrids: some layers have the gated delta rule, a linear attention, in the place of attention.
 
 Its layer (2412.06464, figure 1; the code is that of flash-linear-attention, fla/layers/gated_deltanet.py, and of
 transformers' Qwen3-Next, whose module gives the same numbers): q, k and v from one matrix and a short causal
-convolution, a norm and a gate of their own behind the rule, and no positions.
+convolution, a norm and a gate after the rule, and no positions.
 
     q, k, v = silu(conv(x W_qkv))         q <- q / (|q| sqrt(D))     k <- k / |k|
     g_t = -exp(A) softplus(x_t w_a + s)    b_t = sigmoid(x_t w_b)     A, s, w_a, w_b for every head
@@ -39,8 +39,8 @@ class AttentionOnly(Part):
 class GatedDelta(Part):
     """One layer of `every` has attention, the last one among them; the others have the gated delta rule (2412.06464).
 
-    What a recipe says of attention, positions on queries, keys and scores, masks and gates is about the layers that
-    have attention; the others are causal and see everything from the beginning of the sequence on.
+    A recipe's attention, positions on queries, keys and scores, masks and gates apply to the layers that have
+    attention; the others are causal and see the whole sequence before them.
     """
 
     kind: Literal["gated_delta"] = "gated_delta"
@@ -64,7 +64,7 @@ Mixer = Annotated[AttentionOnly | GatedDelta, Field(discriminator="kind")]
 
 
 class RuleInputs(NamedTuple):
-    """What the rule is called with."""
+    """Arguments of the rule."""
 
     q_BHLD: Tensor
     k_BHLD: Tensor
@@ -101,11 +101,11 @@ class LinearAttention(nn.Module):
     def inputs(
         self, x_BLE: Tensor, recent_BCW: Tensor | None, padded_BL: Tensor | None = None
     ) -> tuple[RuleInputs, Tensor]:
-        """What the rule is called with, and what the convolution must know of these positions later.
+        """Arguments of the rule, and the channels that the convolution needs at later positions.
 
         Args:
-            recent_BCW: channels of the last W - 1 positions before; None at the beginning, where they are 0.
-            padded_BL: bool, padding before the beginning: its channels are 0 as well, and it writes nothing.
+            recent_BCW: channels of the W - 1 positions before; None at the beginning, where they are 0.
+            padded_BL: bool, padding before the beginning: its channels are 0, and it writes nothing into the state.
         """
         channels_BCL, before = self.qkv(x_BLE).transpose(1, 2), self.conv.kernel_size[0] - 1
         if padded_BL is not None:
@@ -132,7 +132,7 @@ class LinearAttention(nn.Module):
             return gated_delta(*inputs, state_BHDV)
 
     def output(self, out_BHLV: Tensor, x_BLE: Tensor) -> Tensor:
-        """What the layer adds to the stream, from the rule's output and what the layer has read."""
+        """The layer's addition to the stream, from the rule's output and the layer's input."""
         gate_BHLV = self.gate(x_BLE).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         return self.out((self.norm(out_BHLV) * F.silu(gate_BHLV)).transpose(1, 2).flatten(2))
 

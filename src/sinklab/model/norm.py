@@ -1,10 +1,10 @@
 """Norms: their formula, their placement, a gate behind them, and norms per head.
 
-Head-wise RMSNorm of the attention output (2605.06611) is known from the abstract and what others say of the paper: the
-output of each head is normed before the heads are joined. Whether it has a weight is not; here it has one vector for
-all heads of a layer, as qk_norm has, or one for each (`per_head`), as in the code of forgetting attention (2503.02130),
-whose norms of queries, keys and outputs are a GroupNorm over heads. What follows the head norm is linear, so that a
-vector for each head adds nothing there but another start of training, unless a gate stands in between.
+Head-wise RMSNorm of the attention output (2605.06611) is known from the paper's abstract and from citations: the output
+of each head is normed before the heads are joined. Whether it has a weight is not known; here it has one vector for all
+heads of a layer, as qk_norm has, or one for each (`per_head`), as in the code of forgetting attention (2503.02130),
+whose norms of queries, keys and outputs are a GroupNorm over heads. The map after the head norm is linear, so that a
+vector for each head adds only another parametrisation, unless there is a gate in between.
 """
 
 from typing import Any, Literal
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from sinklab.schema import Part
 
 OfHeads = bool | Literal["per_head"]
-"""Whether heads are normed, and with weights of whose: true has one vector for all of them."""
+"""Whether heads are normed; true: with one weight vector for all heads, per_head: with one for each."""
 
 
 class NormConfig(Part):
-    """Normalisation of the residual stream: its kind and where it stands."""
+    """Normalisation of the residual stream: its kind and its placement."""
 
     kind: Literal["rmsnorm", "layernorm", "dynamic_tanh"] = Field(
         default="rmsnorm",
@@ -72,10 +72,10 @@ class RmsNorm(nn.RMSNorm):
 
 
 class _RmsNorm(torch.autograd.Function):
-    """w x / r with r = sqrt(mean(x ** 2) + eps): bit for bit what autograd makes of PyTorch's, in half the time.
+    """w x / r with r = sqrt(mean(x ** 2) + eps): bit for bit PyTorch's autograd, in half the time.
 
-    The input comes twice, as the numerator and for r: its two gradients are then added to what the stream has
-    gathered one after the other, as they are there.
+    The input is passed twice, as the numerator and for r: its two gradients are then added to the stream's gradient one
+    after the other, in autograd's order.
     """
 
     @staticmethod
@@ -122,7 +122,7 @@ class OwnHeadNorm(nn.Module):
 
 
 def norm_of_heads(wanted: OfHeads, heads: int, width: int, eps: float, parts: int = 1) -> nn.Module:
-    """The norm of heads of so many parts each, over the width of a part; nothing where none is wanted."""
+    """The norm of heads over the width of each of their parts; the identity without a norm."""
     if wanted == "per_head":
         return OwnHeadNorm(heads, parts, width, eps)
     return HeadNorm(width, eps=eps) if wanted else nn.Identity()

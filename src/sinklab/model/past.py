@@ -1,11 +1,11 @@
-"""KV cache of a transformer of ours.
+"""KV cache of our transformer.
 
-Nothing about attention is decided here: new queries go through the same operation, mask and bias as ever, against the
-keys that were kept and their own. Kernels keep their keys like every other operation: the running sum that they also
-have would serve causal and prefix masks only, and not windows or documents.
+New queries use the same operation, mask and bias as without a cache, on the cached keys and their own. Kernels cache
+their keys like every other operation: the running sum that they also have works for causal and prefix masks only, not
+for windows or documents.
 
-A layer of linear attention keeps its state instead, which does not grow; it cannot be taken back to an earlier token,
-so that what is cut is read again.
+A layer of linear attention caches its state instead, which does not grow; it cannot be reset to an earlier token, so
+that a cropped sequence is read again.
 
 B batch, H query heads, G key heads, S positions so far (a leading token included), D head width; of a linear layer H
 heads, D and V widths of a key and a value, C channels and W positions of its convolution.
@@ -18,11 +18,11 @@ from torch import Tensor
 
 
 class LayerPast:
-    """What one layer has kept.
+    """Cache of one attention layer.
 
     Attributes:
         keys_BGSD, values_BGSD: as they entered the attention core; None before the first call.
-        log_kept_BSH: running sums of the logarithms of forget gates; None where nothing is forgotten.
+        log_kept_BSH: running sums of the logarithms of forget gates; None without forget gates.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class LayerPast:
         self.log_kept_BSH: Tensor | None = None
 
     def extend(self, k_BGTD: Tensor, v_BGTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Add those of new positions; returns all of them."""
+        """Append keys and values of new positions; returns all of them."""
         if self.keys_BGSD is None or self.values_BGSD is None:
             self.keys_BGSD, self.values_BGSD = k_BGTD, v_BGTD
         else:
@@ -40,7 +40,7 @@ class LayerPast:
         return self.keys_BGSD, self.values_BGSD
 
     def extend_kept(self, log_kept_BTH: Tensor) -> Tensor:
-        """Go on with the running sums, from those of the new positions by themselves; returns all of them."""
+        """Append running sums, given those of the new positions by themselves; returns all of them."""
         if self.log_kept_BSH is None:
             self.log_kept_BSH = log_kept_BTH
         else:
@@ -61,10 +61,10 @@ class LayerPast:
 
 
 class StatePast:
-    """What one layer of linear attention has kept.
+    """Cache of one layer of linear attention.
 
     Attributes:
-        recent_BCW: what its convolution sees of the last W - 1 positions.
+        recent_BCW: inputs of its convolution at the last W - 1 positions.
         state_BHDV: after the last position. Both are None before the first call.
     """
 
@@ -80,21 +80,21 @@ class StatePast:
 
 
 class Past:
-    """The beginning of a batch of sequences, as `Transformer.hidden` continues it.
+    """The cache of a batch of sequences, which `Transformer.hidden` extends.
 
-    The methods that `transformers.generate` calls have the names that it knows.
+    The methods that `transformers.generate` calls have its names.
 
     Args:
-        layers: of the model.
-        leading: learned tokens before each sequence, which every layer keeps as well.
+        layers: number of layers.
+        leading: learned tokens before each sequence, which every layer caches as well.
         linear: numbers, from 1, of the layers that have linear attention.
 
     Attributes:
         tokens_BT: read so far; None before the first call.
-        padding_B: how many of them at the start of each row are padding; None where none is. A leading token comes
-            after the padding.
-        layers: what each layer has kept.
-        forgotten: whether the layers have kept nothing of the tokens, which must be read again.
+        padding_B: number of padding tokens at the start of each row; None where there are none. Leading tokens follow
+            the padding.
+        layers: the cache of each layer.
+        forgotten: whether the layers' caches are empty, so that the tokens must be read again.
     """
 
     is_compileable = False
@@ -108,7 +108,7 @@ class Past:
 
     @property
     def positions(self) -> int:
-        """How many positions every layer has kept, leading ones included."""
+        """Cached positions, leading ones included."""
         return 0 if self.tokens_BT is None else self.leading + self.tokens_BT.shape[1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -121,7 +121,7 @@ class Past:
         return self.tokens_BT
 
     def restart(self) -> Tensor | None:
-        """Forget what the layers have kept; returns the tokens read so far."""
+        """Clear the cache; returns the tokens read so far."""
         tokens_BT, self.tokens_BT, self.padding_B = self.tokens_BT, None, None
         self.layers, self.forgotten = self._empty(len(self.layers)), False
         return tokens_BT
@@ -135,7 +135,7 @@ class Past:
         self._select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row so many times."""
+        """Repeat every row."""
         if self.tokens_BT is not None:
             self._select(torch.arange(len(self.tokens_BT)).repeat_interleave(repeats))
 

@@ -1,15 +1,14 @@
 """Positional embeddings (table 3).
 
-none                   nowhere; the causal mask alone tells
+none                   no positions but by the causal mask
 absolute, learnable    a vector of the position is added to the token's embedding
 relative, t5, alibi    a term of the distance t - s is added to the logit of query t and key s
-rotary                 queries and keys are turned by an angle of their position in the half-split layout of Llama
+rotary                 queries and keys are rotated by an angle of their position in the half-split layout of Llama
 
-A learned sink token stands before the sequence. The real tokens keep positions 0 .. T - 1: nothing is added to the
-sink token's embedding, which is learned anyway, and it is at distance t + 1 from real token t, as a token in front
-of the first would be; rotary turns it by the angle of position -1. For keys later than the query (prefix mask) the
-distance is negative: relative and t5 then use the bucket of distance 0, as T5's decoder does, and alibi uses the
-absolute distance.
+A learned sink token precedes the sequence. The real tokens keep positions 0 .. T - 1: nothing is added to the sink
+token's embedding, which is learned, and its distance from real token t is t + 1; rotary rotates it by the angle of
+position -1. For keys later than the query (prefix mask) the distance is negative: relative and t5 then use the bucket
+of distance 0, as T5's decoder does, and alibi uses the absolute distance.
 """
 
 import math
@@ -80,7 +79,7 @@ class Alibi(Part):
 
 
 class Rotary(Part):
-    """Queries and keys turned by the angle t theta^(-2i/D), D their width: half a head's under differential."""
+    """Queries and keys rotated by the angle t theta^(-2i/D), D their width: half a head's under differential."""
 
     kind: Literal["rotary"] = "rotary"
     theta: float = Field(default=10000.0, gt=0, description="base of the wavelengths")
@@ -100,7 +99,7 @@ def sinusoid(length: int, width: int, theta: float, device: torch.device, dtype:
 
 
 def bucket_numbers(buckets: int, max_distance: int) -> Tensor:
-    """T5's bucket of the distances 0 .. max_distance, int64: (max_distance + 1,); beyond, it is the last one's.
+    """T5's bucket of the distances 0 .. max_distance, int64: (max_distance + 1,); larger ones are in the last bucket.
 
     Distances below buckets / 2 have a bucket each, the others share logarithmically (T5, unidirectional).
     """
@@ -137,7 +136,7 @@ class DistanceTerm(nn.Module):
         self.register_buffer("fixed", self._slopes_or_buckets(), persistent=False)
 
     def reset(self) -> None:
-        """Work out what is not learned, and not stored with the weights, once more in its place."""
+        """Recompute the values that are neither learned nor stored with the weights, in place."""
         self.fixed.copy_(self._slopes_or_buckets())
 
     def _slopes_or_buckets(self) -> Tensor:
@@ -154,7 +153,7 @@ class DistanceTerm(nn.Module):
         return Score(_plus_table, (self.weight[self.fixed],))
 
     def _slopes(self) -> Tensor:
-        """As they are in the model's dtype: in float64 those that were kept in float32 are made anew."""
+        """In the model's dtype: float64 slopes are recomputed, not converted from float32."""
         if self.fixed.dtype == torch.float64:
             return alibi_slopes(len(self.fixed), torch.float64).to(self.fixed.device)
         return self.fixed
@@ -194,8 +193,8 @@ def rotary_tables(
     """cos and sin of position * theta^(-2i / D) for `length` positions from `first` on, each (T, D / 2), in `dtype`.
 
     Args:
-        padding_B: counted back by so many in each row, so that what is behind padding is where it would be without;
-            the tables are then (B, 1, T, D / 2).
+        padding_B: subtracted from the positions of each row, so that padding does not shift them; the tables are then
+            (B, 1, T, D / 2).
     """
     frequency = theta ** (-torch.arange(0, width, 2, device=device, dtype=dtype) / width)
     position = torch.arange(first, first + length, device=device, dtype=dtype)
@@ -206,14 +205,14 @@ def rotary_tables(
 
 
 def rotate(x_BHTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
-    """Turn the pair (x_i, x_{i + D/2}) of position t by the angle of (t, i); computed in float32 at least."""
-    if torch.compiler.is_compiling():  # fused by it; and the Dynamo of PyTorch 2.11 takes a wrong gradient from below
+    """Rotate the pair (x_i, x_{i + D/2}) of position t by the angle of (t, i); computed in float32 at least."""
+    if torch.compiler.is_compiling():  # fused; and the Dynamo of PyTorch 2.11 takes a wrong gradient from the class
         return _rotated(x_BHTD, cos_TC, sin_TC)
     return _Rotation.apply(x_BHTD, cos_TC, sin_TC)  # type: ignore[return-value]
 
 
 class _Rotation(torch.autograd.Function):
-    """Its gradient is the rotation back, rounded as autograd rounds it but in half as many passes over memory."""
+    """Its gradient is the inverse rotation, rounded as autograd rounds it, in half as many passes over memory."""
 
     @staticmethod
     def forward(ctx: Any, x_BHTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
@@ -233,7 +232,7 @@ def _rotated(x_BHTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
 
 
 def _products(x_BHTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> tuple[Tensor, Tensor]:
-    """(x_i, x_{i + D/2}) times the cosine, and (-x_{i + D/2}, x_i) times the sine: their sum is the turned x."""
+    """(x_i, x_{i + D/2}) times the cosine, and (-x_{i + D/2}, x_i) times the sine: their sum is the rotated x."""
     first, second = x_BHTD.to(torch.promote_types(x_BHTD.dtype, cos_TC.dtype)).chunk(2, dim=-1)
     kept = torch.cat((first, second), dim=-1).mul_(torch.cat((cos_TC, cos_TC), dim=-1))
     crossed = torch.cat((second, first), dim=-1).mul_(torch.cat((-sin_TC, sin_TC), dim=-1))

@@ -70,17 +70,16 @@ class Transformer(nn.Module):
         """The stream after the final norm, leading tokens dropped: (B, T, E).
 
         Args:
-            past: the beginning of the same sequences, which these tokens continue; they are added to it.
-            padding_B: how many tokens at the start of each sequence, those of the past included, are padding, which
-                takes no part; None where there is none, or as many as in the past. What is returned at padding has
-                no meaning.
+            past: the cache of the sequences that these tokens continue; it is extended.
+            padding_B: number of padding tokens at the start of each sequence, those of the past included; None where
+                there are none, or as many as in the past. They are ignored, and their outputs have no meaning.
 
         Raises:
             InputError: more tokens than a learned table of positions has rows.
         """
         if past is not None:
             padding_B = past.padding_B if padding_B is None else padding_B
-            if self._holds_no_more(past, padding_B):
+            if self._must_be_read_again(past, padding_B):
                 earlier_BT = past.restart()
                 assert earlier_BT is not None
                 return self.hidden(torch.cat((earlier_BT, tokens_BT), dim=1), past, padding_B)[:, earlier_BT.shape[1] :]
@@ -107,7 +106,7 @@ class Transformer(nn.Module):
         return self.final_norm(x_BLE[:, leading:])
 
     def new_past(self) -> Past:
-        """An empty past, for sequences that are to be read piece by piece."""
+        """An empty cache, for sequences that are read piece by piece."""
         numbers = range(1, self.config.layers + 1)
         return Past(self.config.layers, self.leading, [n for n in numbers if n not in self.config.attention_layers])
 
@@ -116,11 +115,11 @@ class Transformer(nn.Module):
             return LinearBlock(self.config, self.config.mixer)
         return DecoderBlock(self.config, self.distance, layer)
 
-    def _holds_no_more(self, past: Past, padding_B: Tensor | None) -> bool:
+    def _must_be_read_again(self, past: Past, padding_B: Tensor | None) -> bool:
         """Whether the tokens of the past must be read again.
 
-        So it is where the layers have kept nothing of them, where other tokens are padding than then, and where those
-        that all queries see have not seen each other yet.
+        They must where the cache was cropped, where the padding has changed, and where tokens of a prefix that all
+        queries see have not seen each other yet.
         """
         seen, shared = past.get_seq_length(), self.config.shared_tokens
         if not seen or past.forgotten:
@@ -133,7 +132,7 @@ class Transformer(nn.Module):
         return shared > 1 and seen - int(padding_B.max()) < shared
 
     def _led(self, x_BTE: Tensor, padding_B: Tensor | None) -> Tensor:
-        """The embeddings behind the leading tokens, which come after padding: (B, L, E)."""
+        """The embeddings after the leading tokens, which follow the padding: (B, L, E)."""
         assert self.sink_token is not None
         x_BLE = torch.cat((self.sink_token.expand(len(x_BTE), -1, -1), x_BTE), dim=1)
         if padding_B is None:
@@ -144,8 +143,8 @@ class Transformer(nn.Module):
         return x_BLE.gather(1, from_BL[..., None].expand_as(x_BLE))
 
     def _placed(self, x_BTE: Tensor, first: int, padding_B: Tensor | None) -> Tensor:
-        """The embeddings with those positions that are added to them, from position `first` on, counted from the first
-        token that is no padding."""
+        """The embeddings plus absolute or learned positions, from `first` on, counted from the first token that is no
+        padding."""
         _, T, E = x_BTE.shape
         end = first + T
         if isinstance(self.config.position, Absolute):

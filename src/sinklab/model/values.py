@@ -91,16 +91,16 @@ class ValueMixing(nn.Module):
 
 @dataclass
 class FirstValues:
-    """The first layer's values on their way to the later ones, in one forward pass.
+    """The first layer's values, for the later layers of one forward pass.
 
     Attributes:
-        values_BGLD: of the positions that are read; None before the first layer.
+        values_BGLD: of the new positions; None before the first layer.
     """
 
     values_BGLD: Tensor | None = None
 
     def mixed(self, v_BGLD: Tensor, mixing: ValueMixing | None) -> Tensor:
-        """The values that a layer attends to; those of the first, which mixes nothing, are kept."""
+        """The values that a layer attends to; those of the first layer, which mixes nothing, are stored."""
         if mixing is None:
             self.values_BGLD = v_BGLD
             return v_BGLD
@@ -130,12 +130,12 @@ def without_own_value(out_BHLD: Tensor, v_BGLD: Tensor, alone_BL: Tensor | None 
 
 
 def may_be_rounding(config: AttentionConfig) -> bool:
-    """Whether a token that sees itself alone has an output that is a multiple of its value, and perhaps another one."""
+    """Whether the output of a token that sees only itself is a multiple of its value, up to rounding, but not 1."""
     bias = config.bias
     of_values_alone = config.operation.only_values and (bias.kind not in ("k", "kv", "v") or bias.without_value)
     return of_values_alone and (bias.without_value or not config.operation.plain)
 
 
 def sees_itself_alone(mask: Mask, queries: int, keys: int, device: torch.device) -> Tensor:
-    """Which of the last `queries` of so many keys see one key, which is their own: (B or 1, L), bool."""
+    """Which of the last `queries` of `keys` positions see a single key, their own: (B or 1, L), bool."""
     return visible_keys(mask, queries, device, keys) == 1

@@ -15,25 +15,25 @@ from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.models.native import NativeAdapter
 from sinklab.train.directory.run import Run
-from sinklab.train.parallel import gathered
+from sinklab.train.parallelize import gathered
 from sinklab.train.update import Updater
 
 LOSS_TOKENS = 2**15  # at a time, unless one sequence is longer
-OTHER_EPS = (0.2, 0.4)  # thresholds at which every evaluation also has the rates
-METRIC_BATCH = 16  # fixed, so that a metric is the same bit for bit whatever memory is free
+OTHER_EPS = (0.2, 0.4)  # further thresholds of the rates in every evaluation
+METRIC_BATCH = 16  # fixed, so that a metric does not depend on the free memory, bit for bit
 
 
 class Evaluator:
     """Evaluates the model of an updater.
 
     Args:
-        run: whose validation text and metric are used.
-        updater: whose model is evaluated, on its device and in its precision.
-        look: called between batches, and between the blocks of the metric; where it raises, the evaluation is left.
+        run: its validation text and metric are used.
+        updater: its model is evaluated, on its device and in its precision.
+        look: called between batches, and between the blocks of the metric; an exception from it ends the evaluation.
 
     Raises:
         InputError: the validation text is too short for the metric.
-        SinklabError: it has been cut short or changed since it was opened, or cannot be read.
+        SinklabError: the text has been cut short or changed since it was opened, or cannot be read.
     """
 
     def __init__(self, run: Run, updater: Updater, look: Callable[[], None] = lambda: None) -> None:
@@ -59,7 +59,7 @@ class Evaluator:
         """The sink metric on the validation text, under the recipe's data interventions.
 
         Args:
-            details: also what costs more (`measuring/statistics/details.py`).
+            details: also the statistics of `measuring/statistics/details.py`.
             other_eps: thresholds besides that of the recipe.
         """
         metric = self.recipe.metric
@@ -72,7 +72,7 @@ class Evaluator:
             bos=self.recipe.data.bos,
         )
         self.look()
-        alone = self.updater.world.size == 1  # processes look together, and one of several may halve its batches
+        alone = self.updater.world.size == 1  # `look` is a collective, and one of several may halve its batches
         with self.updater.autocast(), gathered(self.updater.model):
             return measure(
                 NativeAdapter(self.updater.model),

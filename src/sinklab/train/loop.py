@@ -1,7 +1,7 @@
-"""The training loop: an update, an evaluation now and then, a checkpoint now and then.
+"""The training loop: updates, evaluations and checkpoints at their intervals.
 
-A batch depends on (seed, step) alone and a checkpoint holds everything else, so that a run stopped anywhere and
-continued is the undisturbed run, bit for bit. Of several processes the first writes; all decide alike.
+A batch depends on (seed, step) alone and a checkpoint holds everything else, so that a run that was stopped anywhere
+and resumed equals the undisturbed run, bit for bit. Of several processes the first writes; all decide alike.
 """
 
 import logging
@@ -14,16 +14,21 @@ from typing import Any, Literal
 
 from sinklab.errors import InputError, SinklabError, StoppedError
 from sinklab.files import write_json
-from sinklab.train.blocks import compile_blocks
-from sinklab.train.directory.checkpoint import find_checkpoint, load_checkpoint, remove_leftovers, save_checkpoint
-from sinklab.train.directory.checkpoint_state import TrainState, step_of
+from sinklab.train.directory.checkpoint import (
+    TrainState,
+    find_checkpoint,
+    load_checkpoint,
+    remove_leftovers,
+    save_checkpoint,
+    step_of,
+)
 from sinklab.train.directory.history import History, finite, read_metrics
 from sinklab.train.directory.lock import holder, leave, lock_run, sees
 from sinklab.train.directory.run import Run, establish
 from sinklab.train.evaluate import OTHER_EPS, Evaluator, first_position
-from sinklab.train.finite import DivergedError, NotFiniteError
-from sinklab.train.speed import Speedometer
-from sinklab.train.update import Updater
+from sinklab.train.flops import Speedometer
+from sinklab.train.parallelize import compile_blocks
+from sinklab.train.update import DivergedError, NotFiniteError, Updater
 from sinklab.train.world import ALONE, World
 
 log = logging.getLogger(__name__)
@@ -31,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a watcher is told: after every update (`row` is None) and after every evaluation."""
+    """Progress after an update (`row` is None) or an evaluation."""
 
     step: int
     loss: float
@@ -40,29 +45,29 @@ class StepReport:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How a call of `Trainer.train` ended: at which step, and whether the run is done or was asked to stop."""
+    """The end of a call of `Trainer.train`: its step, and whether the run is done or was asked to stop."""
 
     status: Literal["done", "stopped"]
     step: int
 
 
 class Trainer:
-    """Trains one run to its end, or until it is told to stop. It holds the run directory until then.
+    """Trains one run to its end, or until it is asked to stop, and locks the run directory until then.
 
     Args:
-        run: an opened run directory; what is found there is continued.
+        run: an opened run directory; its newest checkpoint is continued.
         watch: called with `StepReport` after each update and evaluation.
-        should_stop: asked before each update and between the batches of an evaluation; True, on any process, saves a
-            checkpoint and returns. Once True it stays so.
-        world: the processes that train together; all of them make a trainer.
-        at_end: called on all of them while the directory is still held, when the run has ended for good: it is done,
-            or has diverged with this error.
+        should_stop: called before each update and between the batches of an evaluation; True, on any process, saves a
+            checkpoint and returns. It must then stay True.
+        world: the processes that train together; each of them constructs a trainer.
+        at_end: called on all of them, with the directory still locked, when the run is done or has diverged with this
+            error.
 
     Raises:
         InputError: text too short for the recipe, or a batch that the processes cannot share.
         HeldError: another process trains this run.
         SinklabError: none of its checkpoints is valid.
-        StoppedError: `should_stop` said so while the model was built; nothing new has been saved.
+        StoppedError: asked to stop while the model was built; nothing has been saved.
     """
 
     def __init__(
@@ -75,12 +80,12 @@ class Trainer:
     ) -> None:
         self.at_end = at_end
         self.run, self.recipe, self.watch, self.should_stop, self.world = run, run.recipe, watch, should_stop, world
-        what = (run.hash, run.recipe.train)  # the hash leaves out when all save, and how they share the work
+        what = (run.hash, run.recipe.train)  # the hash leaves out save_every and parallel
         self._must_all(what == world.from_first(lambda: what), "have different recipes, texts or kinds of device")
         with ExitStack() as holding:
             world.only_first(lambda: self._hold(holding))
-            said = world.from_first(lambda: holder(run.directory))
-            self._must_all(sees(run.directory, said), "see different directories: give an --out that all of them share")
+            first = world.from_first(lambda: holder(run.directory))
+            self._must_all(sees(run.directory, first), "see different directories: give an --out that all share")
             self.updater = Updater(run, world, self._look)
             self.evaluator = Evaluator(run, self.updater, self._look)
             world.only_first(lambda: establish(run))
@@ -92,7 +97,7 @@ class Trainer:
         self._speed = Speedometer(self.recipe, self.updater.device, world.size)
 
     def _hold(self, holding: ExitStack) -> None:
-        """Keep others out of the run directory; a recipe that is refused leaves none behind."""
+        """Lock the run directory; a directory created for a recipe that is refused is removed."""
         is_new = not self.run.directory.exists()
         holding.enter_context(lock_run(self.run.directory))
         holding.callback(leave, self.run.directory, is_new)
@@ -103,7 +108,7 @@ class Trainer:
 
     @property
     def state(self) -> TrainState:
-        """What has been reached."""
+        """Step and running loss."""
         return self.updater.state
 
     def train(self) -> RunOutcome:
@@ -132,7 +137,7 @@ class Trainer:
             self.close()
 
     def close(self) -> None:
-        """Let go of the run directory; `train` does so itself."""
+        """Unlock the run directory; `train` does so itself."""
         self._held.close()
 
     def _train(self) -> RunOutcome:
@@ -155,18 +160,18 @@ class Trainer:
         return RunOutcome("done", state.step)
 
     def _look(self) -> None:
-        """Whether any process was asked to stop, said as a StoppedError on all of them."""
+        """Raise StoppedError on all processes where one of them was asked to stop."""
         if self.world.any(self.should_stop()):
             raise self.world.shared_error(StoppedError("training was asked to stop"))
 
     def _update(self) -> float:
-        """One step; returns the newest training loss that is known, in nats per token."""
+        """One step; returns the newest known training loss, in nats per token."""
         with self._explaining():
             return self.updater.update()
 
     @contextmanager
     def _settled(self) -> Iterator[None]:
-        """Between updates, off the clock, when all of them are known to be good."""
+        """Within it all updates are made and checked, and the speed is not measured."""
         with self._explaining():
             self.updater.settle()
         if self.world.any(not self.updater.has_finite_weights()):
@@ -176,11 +181,11 @@ class Trainer:
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Say what to do about an update that was refused."""
+        """Turn a refused update into a DivergedError with advice."""
         try:
             yield
         except NotFiniteError as error:
-            replayed = f" The same command with --replay {self.state.step + 1} says where it begins."
+            replayed = f" The same command with --replay {self.state.step + 1} finds the first such tensor."
             raise self._diverged(str(error), replayed) from error
 
     def _diverged(self, how: str, more: str = "") -> DivergedError:
@@ -192,7 +197,7 @@ class Trainer:
         with self._settled():
             row = self._row()
             self.world.only_first(lambda: self._history.add(row))
-            if self._is_regular:  # a longer run has no evaluation where this one happens to end
+            if self._is_regular:  # a longer run has no evaluation at the last step of this one
                 self.state.loss_sum, self.state.loss_count = 0.0, 0
             self.watch(StepReport(self.state.step, row["valid_loss"], row))
         self._speed.begin(self.state.step, self.updater.batches.waited)
@@ -232,9 +237,9 @@ class Trainer:
 
     def _save(self) -> None:
         if self._checkpoint is not None and step_of(self._checkpoint) == self.state.step:
-            return  # what is valid is not written over
+            return  # a valid checkpoint is not overwritten
         with self._settled():
-            self.world.together(self.run.dataset.train.check_unchanged)  # what changed text has taught is not kept
+            self.world.together(self.run.dataset.train.check_unchanged)  # weights trained on changed text are not saved
             self.world.only_first(self._history.keep)
             self._checkpoint = save_checkpoint(
                 self.run.checkpoints,
@@ -248,22 +253,22 @@ class Trainer:
             )
 
     def _continue(self) -> Path | None:
-        """Take up the newest valid checkpoint, where there is one."""
+        """Load the newest valid checkpoint, if any; returns its folder."""
         run, world = self.run, self.world
         world.only_first(lambda: remove_leftovers(run.checkpoints))
         checkpoint = world.from_first(lambda: find_checkpoint(run.checkpoints, self.model, run.hashes))
         if checkpoint is not None:
             self.updater.state = load_checkpoint(checkpoint, self.model, self.optimizer, world)
-        self._unevaluated = self.state.step if world.from_first(self._take_up_history) else None
+        self._unevaluated = self.state.step if world.from_first(self._resume_history) else None
         if self._is_regular and self._unevaluated is None:
             self.state.loss_sum, self.state.loss_count = 0.0, 0
         return checkpoint
 
-    def _take_up_history(self) -> bool:
+    def _resume_history(self) -> bool:
         """Drop evaluations that will be made again, or that a longer run does not have.
 
         Returns:
-            Whether the step that was reached has yet to be evaluated: a stop may have come in between.
+            Whether the reached step has yet to be evaluated: the run may have been stopped before its evaluation.
         """
         state, options = self.state, self.recipe.train
         regular = {*range(0, state.step + 1, options.eval_every)}

@@ -35,8 +35,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
 class MuonAndAdamW(torch.optim.Optimizer):
     """`torch.optim.Muon` for the hidden matrices and AdamW for the rest, behind one interface.
 
-    Both work on this object's `param_groups` and `state`, so that a learning rate set here, or a state saved and
-    restored here, is theirs.
+    Both use this object's `param_groups` and `state`: a learning rate or a state that is set here applies to them.
 
     Raises:
         SinklabError: the installed PyTorch has no Muon.
@@ -67,7 +66,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
+        """Restore the result of `state_dict`."""
         super().load_state_dict(state_dict)
         for part, group in zip(self.parts, self.param_groups, strict=True):
             part.param_groups = [group]
@@ -75,7 +74,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The weights of the linear maps inside the blocks: what Muon is meant for."""
+    """The weights of the linear maps inside the blocks, which Muon is meant for."""
     return [
         module.get_parameter("weight")
         for name, module in model.named_modules()

@@ -7,15 +7,15 @@ A choice among kinds (a discriminated union) may be given by its bare name where
 import hashlib
 import json
 import re
-import types
-import typing
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from functools import cache, reduce
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from sinklab.data.config import DataConfig, Selection
 from sinklab.errors import InputError
@@ -26,22 +26,22 @@ from sinklab.train.config import AdamW, MetricConfig, OptimConfig, ScheduleConfi
 from sinklab.train.identity import without_later
 
 KINDS = ("kind", "name")
-"""The keys that say which of several kinds a part is."""
+"""The keys that name the kind of a part."""
 
 MUST_BE_SET = "???"
 """The value of a key that a recipe leaves to `--set`, as in OmegaConf."""
 
 DATA_ORIGIN = {"source", "tokenizer", "valid_fraction", "text_limit_bytes", *Selection.model_fields}
-"""What the fingerprint of prepared data stands for."""
+"""Keys of `data` that the fingerprint of prepared data covers."""
 
 MANNER = {"save_every", "keep", "device", "parallel", "compile", "recompute", "peak_flops"}
-"""What may change from one call to the next that continues the run."""
+"""Keys of `train` that do not change the result, and may change when the run is resumed."""
 
 
 class Recipe(Part):
-    """Everything that decides a run's result."""
+    """A recipe fully specifies a run."""
 
-    name: str = Field(default="run", description="for people; it does not change the run")
+    name: str = Field(default="run", description="a label; it does not change the run")
     seed: int = Field(default=0, ge=0, description="of the initial weights and the order of the data")
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -71,15 +71,15 @@ class Recipe(Part):
     def content_hash(self, data_fingerprint: str) -> str:
         """16 hexadecimal digits of everything that decides the result: the recipe and the data.
 
-        The name is left out; where the data came from, since its fingerprint says what it is; and how the work is done:
-        on what device, how several processes share it, how often it is saved. Keys that came later are left out where
-        they change nothing (identity.py). Of a checkpoint the weights count, and not where they lie.
+        Left out are the name, the origin of the data (`DATA_ORIGIN`: its fingerprint identifies it), the device, the
+        number of processes and the like (`MANNER`), keys added later at their neutral value (identity.py), and the path
+        of a checkpoint to start from, whose weights have a hash of their own.
         """
         recipe = self.model_dump(mode="json", exclude={"name": True, "data": DATA_ORIGIN, "train": MANNER})
         without_later(recipe)
         del recipe["model"]["init_from"]
-        truth = {"recipe": recipe, "data": data_fingerprint}
-        return hashlib.sha256(json.dumps(truth, sort_keys=True).encode()).hexdigest()[:16]
+        hashed = {"recipe": recipe, "data": data_fingerprint}
+        return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_yaml(self) -> str:
         """The resolved recipe as YAML, defaults included."""
@@ -87,7 +87,7 @@ class Recipe(Part):
 
 
 def recipe_text(name: str) -> str:
-    """The text of a recipe file, or of one that comes with sinklab (`tiny`, `mini`, `60m`, ..).
+    """The text of a recipe file, or of one that is shipped with sinklab (`tiny`, `mini`, `60m`, ..).
 
     Raises:
         InputError: there is neither such a file nor such a recipe, or it is not readable text.
@@ -106,8 +106,7 @@ def recipe_text(name: str) -> str:
 
 
 def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
-    """Read a recipe file (or a packaged recipe by name) and apply `KEY=VALUE` overrides, in whatever order: a kind
-    before its values.
+    """Read a recipe file (or a shipped recipe by name) and apply `KEY=VALUE` overrides, kinds before their values.
 
     Raises:
         InputError: not YAML, or a key, type or combination that is not allowed; the message names the field.
@@ -119,7 +118,7 @@ def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
         raise InputError(f"{name} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         found = "nothing" if values is None else f"a {type(values).__name__}"
-        raise InputError(f"{name} must hold a mapping of recipe keys, and holds {found}")
+        raise InputError(f"{name} must contain a mapping of recipe keys, and contains {found}")
     return build_recipe(values, *(parse_override(text) for text in sorted(overrides, key=_depth)), origin=name)
 
 
@@ -146,7 +145,7 @@ def build_recipe(values: Mapping[str, Any], *overlays: Mapping[str, Any], origin
 
 
 def _depth(override: str) -> int:
-    """How deep in the recipe an override begins; one that names a kind belongs to what it is the kind of."""
+    """The depth of an override's key; a kind counts as its choice."""
     *above, last = override.partition("=")[0].split(".")
     return len(above) + (last not in KINDS)
 
@@ -157,144 +156,112 @@ def parse_override(text: str) -> dict[str, Any]:
     if not equals or not all(key.split(".")):
         raise InputError(f"--set {text}: expected KEY=VALUE with a dotted key, for example --set optim.lr=3e-3")
     try:
-        nested: Any = _number(parse_yaml(value))
+        parsed = parse_yaml(value)
     except ValueError as error:
         raise InputError(f"--set {text}: the value is not valid YAML: {error}") from error
-    for part in reversed(key.split(".")):
-        nested = {part: nested}
-    return nested
+    if isinstance(parsed, str):
+        with suppress(ValueError):  # YAML 1.1 reads 3e-3 as a string
+            parsed = float(parsed)
+    *above, last = key.split(".")
+    return reduce(lambda below, part: {part: below}, reversed(above), {last: parsed})
 
 
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads 3e-3 as a string; people mean a number."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+Schema = Mapping[str, Any]
+"""A node of a JSON schema."""
+
+
+@cache
+def recipe_schema() -> Schema:
+    """The JSON schema of a recipe."""
+    return Recipe.model_json_schema()
+
+
+def members(node: Schema) -> list[Schema]:
+    """The types that a schema allows: those of a union, or the only one."""
+    if union := node.get("oneOf") or node.get("anyOf"):
+        return [member for one in union for member in members(one)]
+    return [recipe_schema()["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node]
+
+
+def _field(node: Schema, key: str) -> Schema | None:
+    """The schema of a key; None where no type that the node allows has it."""
+    found = (member["properties"][key] for member in members(node) if key in member.get("properties", ()))
+    return next(found, None)
+
+
+def _discriminator(field: Schema) -> str | None:
+    """The key that names the kind of a choice; None where the field is no choice."""
+    nodes = (field, *field.get("anyOf", ()))
+    return next((node["discriminator"]["propertyName"] for node in nodes if "discriminator" in node), None)
 
 
 class _NoSectionError(ValueError):
-    """Something else stands where a section of the recipe belongs: laid over, it would drop the section unseen."""
+    """A value in the place of a section of the recipe, which would replace the whole section."""
 
 
 def merge(
-    base: Mapping[str, Any], overlay: Mapping[str, Any], part: Any = Recipe, path: tuple[str, ...] = ()
+    base: Mapping[str, Any], overlay: Mapping[str, Any], node: Schema | None = None, path: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """`overlay` laid over `base`, mapping by mapping; a bare name or another kind replaces a choice whole.
 
     Args:
-        part: whose keys they are.
-        path: where the part stands in the recipe.
+        node: the schema of these keys; that of a recipe unless given.
+        path: of these keys in the recipe.
 
     Raises:
         ValueError: a value in the place of a section; the message names the section.
     """
     merged = dict(base)
     for key, value in overlay.items():
-        field = _field_type(part, key)
+        field = _field(recipe_schema() if node is None else node, key) or {}
         tag = _discriminator(field)
         if tag and isinstance(value, str):
             value = {tag: value}
         if isinstance(value, Mapping):
             old = merged.get(key)
-            old = _default_kind(field) | (dict(old) if isinstance(old, Mapping) else {})
+            old = dict(old) if isinstance(old, Mapping) else {}
+            if tag and field.get("default"):
+                old = {tag: field["default"][tag]} | old
             changed = tag is not None and value.get(tag, old.get(tag)) != old.get(tag)
             value = merge({} if changed else old, value, field, (*path, key))
-        elif sections := _sections(field, value):
-            where, known = ".".join((*path, key)), ", ".join(sections[0].model_fields)
-            got = "nothing" if value is None else f"{value!r}"
-            raise _NoSectionError(f"{where}: a section with keys of its own ({known}) and not a value (got {got})")
+        else:
+            types = [one for one in members(field) if value is None or one.get("type") != "null"]
+            if all("properties" in one for one in types):
+                where, known = ".".join((*path, key)), ", ".join(types[0]["properties"])
+                got = "nothing" if value is None else f"{value!r}"
+                raise _NoSectionError(f"{where}: a section with keys of its own ({known}) and not a value (got {got})")
         merged[key] = value
     return merged
-
-
-def _sections(field: Any, value: Any) -> list[type[BaseModel]]:
-    """The parts that a field may be, none where it may also be such a value."""
-    members = [member for member in _members(field) if value is None or member is not type(None)]
-    parts = [member for member in members if isinstance(member, type) and issubclass(member, BaseModel)]
-    return parts if len(parts) == len(members) else []
-
-
-def _field_type(part: Any, key: str) -> Any:
-    """The annotation of field `key`, looked up in every member of a union; None where it is unknown."""
-    for member in _members(part):
-        if isinstance(member, type) and issubclass(member, BaseModel) and key in member.model_fields:
-            field = member.model_fields[key]
-            return Annotated[field.annotation, field] if field.discriminator else field.annotation
-    return None
-
-
-def _members(part: Any) -> tuple[Any, ...]:
-    if typing.get_origin(part) is Annotated:
-        part = typing.get_args(part)[0]
-    if typing.get_origin(part) in (typing.Union, types.UnionType):
-        return typing.get_args(part)
-    return (part,)
-
-
-def _discriminator(field: Any) -> str | None:
-    """The key that tells the kinds of a choice apart: the discriminator of a union."""
-    if typing.get_origin(field) is Annotated:
-        tag = typing.get_args(field)[1].discriminator
-        return tag if isinstance(tag, str) else None
-    return None
-
-
-def _default_kind(field: Any) -> dict[str, Any]:
-    """The kind that a choice has unless the recipe names one, so that its values can be given alone."""
-    tag = _discriminator(field)
-    default = typing.get_args(field)[1].default if tag else None
-    return {tag: getattr(default, tag)} if tag and isinstance(default, BaseModel) else {}
 
 
 def _explain(error: ValidationError, origin: str) -> str:
     lines = []
     for item in error.errors():
-        where = ".".join(_written(item["loc"])) or "the recipe as a whole"
+        where = ".".join(_walk(item["loc"])[0]) or "the recipe as a whole"
         reason = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
-            part = _part_at(item["loc"][:-1])
-            allowed = f"; allowed here: {', '.join(part.model_fields)}" if part else ""
-            reason = f"unknown key{allowed}"
+            allowed = _walk(item["loc"][:-1])[1].get("properties", ())
+            reason = f"unknown key; allowed here: {', '.join(allowed)}" if allowed else "unknown key"
         elif item["type"] not in ("value_error", "missing"):
             reason += f" (got {item['input']!r})"
         lines.append(f"  {where}: {reason}")
     return f"{origin} is not a valid recipe:\n" + "\n".join(lines)
 
 
-def _written(path: tuple[int | str, ...]) -> list[str]:
-    """A validation path as the recipe spells it: without the kinds and types that pydantic puts in for a choice."""
-    here: Any = Recipe
-    kept = []
+def _walk(path: tuple[int | str, ...]) -> tuple[list[str], Schema]:
+    """A validation path as the recipe spells it, without pydantic's names for the members of a union; its schema."""
+    here, kept = recipe_schema(), []
     for step in path:
-        tagged = [m for m in _members(here) if step in _tags(m)]
-        if tagged and _field_type(here, str(step)) is None:
-            here = tagged[0]
-            continue
-        alternatives = [m for m in _members(here) if m is not types.NoneType]
-        if isinstance(step, str) and not tagged and len(alternatives) > 1:
-            here = next((m for m in alternatives if getattr(m, "__name__", "") == step), None)
-            continue
-        kept.append(str(step))
-        here = _field_type(here, str(step))
-    return kept
+        types = [one for one in members(here) if one.get("type") != "null"]
+        below = _field(here, str(step))
+        if below is None and isinstance(step, str) and len(types) > 1:
+            here = next((one for one in types if step in _kinds(one)), {})
+        else:
+            kept.append(str(step))
+            here = below or {}
+    found = [one for one in members(here) if one.get("type") != "null"]
+    return kept, found[0] if len(found) == 1 else {}
 
 
-def _part_at(path: tuple[int | str, ...]) -> type[BaseModel] | None:
-    """The config part that a validation path leads to (union tags are part of such a path)."""
-    here: Any = Recipe
-    for step in path:
-        below = _field_type(here, str(step))
-        if below is None:
-            tagged = [m for m in _members(here) if step in _tags(m)]
-            below = tagged[0] if tagged else here
-        here = below
-    members = _members(here)
-    return members[0] if len(members) == 1 and isinstance(members[0], type) else None
-
-
-def _tags(member: Any) -> list[Any]:
-    fields = getattr(member, "model_fields", {})
-    return [f.default for name, f in fields.items() if name in KINDS]
+def _kinds(part: Schema) -> set[str]:
+    return {field.get("const", "") for key, field in part.get("properties", {}).items() if key in KINDS}

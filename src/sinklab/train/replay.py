@@ -20,12 +20,12 @@ from sinklab.train.update import Updater
 
 @dataclass(frozen=True)
 class Replay:
-    """What the batch of one step does.
+    """Forward and backward of the batch of one step.
 
     Attributes:
-        step: the update that the batch is for, counted from 1; its index is step - 1.
-        checkpoint: where the replay began; None for the initial weights.
-        repeated: updates made from there before the batch's own turn.
+        step: of the update, counted from 1; the batch index is step - 1.
+        checkpoint: from which the replay started; None for the initial weights.
+        repeated: updates between the checkpoint and the batch.
         loss: nats per token.
         grad_norm: of the whole gradient, before clipping.
         grad_norms: of each parameter that has a gradient.
@@ -42,7 +42,7 @@ class Replay:
     first_not_finite: str | None
 
     def document(self) -> dict[str, Any]:
-        """As JSON has it: numbers that are not finite are text."""
+        """As JSON; numbers that are not finite are text."""
         return {
             "step": self.step,
             "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
@@ -64,23 +64,23 @@ def replay(run: Run, step: int) -> Replay:
     if not 1 <= step <= run.recipe.train.steps:
         raise InputError(f"--replay {step}: the run has the steps 1..{run.recipe.train.steps}")
     updater = Updater(run)
-    found = take_newest(
+    newest = take_newest(
         run.checkpoints,
         updater.model,
         lambda checkpoint: load_checkpoint(checkpoint, updater.model, updater.optimizer),
         run.hashes,
         at_most=step - 1,
     )
-    checkpoint, updater.state = found or (None, updater.state)
+    checkpoint, updater.state = newest or (None, updater.state)
     begin = updater.state.step
     while updater.state.step < step - 1:
         updater.update()
     updater.settle()
-    with _watching(updater.model) as strange:
+    with _observed(updater.model) as found:
         mean, norm = updater.gradient()
     loss = mean.item()
-    if not strange.forward and not math.isfinite(loss):
-        strange.forward.append("the loss")
+    if not found.forward and not math.isfinite(loss):
+        found.forward.append("the loss")
     gradients = {name: p.grad for name, p in updater.model.named_parameters() if p.grad is not None}
     return Replay(
         step=step,
@@ -89,13 +89,13 @@ def replay(run: Run, step: int) -> Replay:
         loss=loss,
         grad_norm=norm.item(),
         grad_norms={name: gradient.norm().item() for name, gradient in gradients.items()},
-        first_not_finite=next(iter(strange.weights + strange.forward + strange.backward), None),
+        first_not_finite=next(iter(found.weights + found.forward + found.backward), None),
     )
 
 
 @dataclass(frozen=True)
-class _Found:
-    """Names of tensors that are not finite, each list in the order in which they were met."""
+class _NotFinite:
+    """Names of tensors that are not finite, in the order of their computation."""
 
     weights: list[str]
     forward: list[str]
@@ -103,21 +103,24 @@ class _Found:
 
 
 @contextmanager
-def _watching(model: nn.Module) -> Iterator[_Found]:
-    found = _Found([f"weight {name}" for name, p in model.named_parameters() if not _finite(p)], [], [])
+def _observed(model: nn.Module) -> Iterator[_NotFinite]:
+    found = _NotFinite([f"weight {name}" for name, p in model.named_parameters() if not _finite(p)], [], [])
 
-    def left(name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def after_module(name: str, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, Tensor) and not _finite(output):
             found.forward.append(f"output of {name or 'the model'}")
 
-    def reached(name: str, parameter: Tensor) -> None:
+    def after_gradient(name: str, parameter: Tensor) -> None:
         if parameter.grad is not None and not _finite(parameter.grad):
             found.backward.append(f"gradient of {name}")
 
     with hooked(
         [
-            *(m.register_forward_hook(partial(left, name)) for name, m in model.named_modules()),
-            *(p.register_post_accumulate_grad_hook(partial(reached, name)) for name, p in model.named_parameters()),
+            *(m.register_forward_hook(partial(after_module, name)) for name, m in model.named_modules()),
+            *(
+                p.register_post_accumulate_grad_hook(partial(after_gradient, name))
+                for name, p in model.named_parameters()
+            ),
         ]
     ):
         yield found

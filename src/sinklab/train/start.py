@@ -3,22 +3,22 @@
     a Llama        directory, .gguf file, or name on the hub: its sizes, tokenizer and weights, in float32
     a run of ours  directory: the same, of any variant, at its newest checkpoint
 
-Tensors that the recipe's model has beyond those of the checkpoint are new. What is new starts where it changes nothing,
-as far as there is such a place:
+Tensors that the recipe's model has beyond those of the checkpoint are new. Where a value exists at which a new tensor
+changes nothing, it starts there:
 
-    sink logit              `model.attention.bias.start`, -12 unless said otherwise: 6e-6 of a row, and less
-    key of k and kv biases  the same, a learned number that is added to its logit
+    sink logit              `model.attention.bias.start`, default -12: at most 6e-6 of a row
+    key of k and kv biases  the same, as a learned number that is added to its logit
     output and value gates  sigmoid(0) = 1/2 everywhere, and twice the output projection: exactly the same outputs
     value of v biases       zero
     gates behind norms      sigmoid(0) = 1/2 everywhere, and twice the weight of the norm: exactly the same outputs
 
-A sink token, an operation that is not softmax, norms that were not there: they change the outputs at once.
+A sink token, another operation than softmax and additional norms change the outputs at once.
 """
 
 import hashlib
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ OPEN = (
     "mixer",
     "projection",
 )
-"""Keys of `model` that a recipe may leave to its checkpoint; a context of its own it may have."""
+"""Keys of `model` that a recipe may leave to its checkpoint; its context may differ."""
 
 GATE_BEHIND_NORM = ".gate.up.weight"
 
@@ -59,10 +59,10 @@ class Start:
     """A checkpoint to start from.
 
     Attributes:
-        name: as the recipe has it.
-        model: the model part of a recipe that it is a model of.
+        name: in the recipe.
+        model: the model part of its recipe.
         weights: by our names, float32.
-        tokenizer: what it reads text with.
+        tokenizer: of the checkpoint.
     """
 
     name: str
@@ -83,7 +83,7 @@ def load_start(name: str) -> Start:
     """The checkpoint that a recipe names.
 
     Raises:
-        InputError: it is not there, cannot be loaded, or is no Llama that a recipe can name.
+        InputError: it does not exist, cannot be loaded, or is no Llama that a recipe can describe.
         SinklabError: none of a run's checkpoints is valid.
     """
     if (Path(name) / RECIPE).is_file():
@@ -93,7 +93,7 @@ def load_start(name: str) -> Start:
     from sinklab.models.huggingface.loading import Loading, load_pretrained, without_bars
     from sinklab.models.native import own_transformer
 
-    with without_bars() if Path(name).exists() else nullcontext():  # what is downloaded shows how far it is
+    with without_bars() if Path(name).exists() else nullcontext():  # downloads show their progress
         loaded = load_pretrained(name, Loading(dtype="float32", device="cpu"))
     own = own_transformer(loaded.model)
     if own is not None:
@@ -109,7 +109,7 @@ def load_start(name: str) -> Start:
 
 
 def _tokenizer(name: str, loaded: Any) -> Tokenizer:
-    """The tokenizer of a directory as its files have it, else as transformers does (a .gguf file has none of them)."""
+    """The tokenizer from the files of a directory, else from transformers (a .gguf file has no such files)."""
     if (Path(name) / "tokenizer.json").is_file():
         return load_tokenizer(name)
     key = hashlib.sha256(loaded.backend_tokenizer.to_str().encode()).hexdigest()[:20]
@@ -123,88 +123,78 @@ def _tokenizer(name: str, loaded: Any) -> Tokenizer:
 
 
 def started(recipe: Recipe) -> Recipe:
-    """The recipe with what it leaves to its checkpoint: sizes, tokenizer, where a bias starts, and which weights it is.
+    """The recipe with the values of its checkpoint: sizes, tokenizer, start of a bias, hash of the weights.
 
-    A recipe that starts from nothing, or that knows its weights already, is left as it is.
+    A recipe without a checkpoint, or with the hash of its weights, is returned as it is.
 
     Raises:
-        InputError: the checkpoint cannot be used, or the recipe says otherwise than it in sizes or tokenizer.
+        InputError: the checkpoint cannot be used, or has other sizes or another tokenizer than the recipe.
     """
     name = recipe.model.init_from
     if name is None or recipe.model.init_sha256 is not None:
         return recipe
-    start = _described(name)
+    start, sha256 = _without_weights(name)
     _check_sizes(recipe, start)
     given = recipe.model.model_fields_set
     model: dict[str, Any] = {key: start.model[key] for key in OPEN if key in start.model and key not in given}
-    model["init_sha256"] = start.sha256
+    model["init_sha256"] = sha256
     bias, operation = recipe.model.attention.bias, recipe.model.attention.operation
     if bias.may_start and bias.starts_at is None and operation.has_logits:
         model["attention"] = {"bias": {"start": ASIDE}}
     overlay: dict[str, Any] = {"model": model}
     if "tokenizer" not in recipe.data.model_fields_set:
-        overlay["data"] = {"tokenizer": start.tokenizer}
+        overlay["data"] = {"tokenizer": start.tokenizer.source}
     return build_recipe(recipe.model_dump(mode="json", exclude_unset=True), overlay, origin=f"the recipe on {name}")
 
 
-@dataclass(frozen=True)
-class _Described:
-    """What a recipe must know of a checkpoint: all but its weights."""
-
-    name: str
-    model: Mapping[str, Any]
-    sha256: str
-    tokenizer: str
-
-
 @cache
-def _described(name: str) -> _Described:
-    """Read once by each process: the cells of an experiment begin with the same checkpoint."""
+def _without_weights(name: str) -> tuple[Start, str]:
+    """A checkpoint without its weights, and their SHA-256; read once per process, as many cells may start from it."""
     start = load_start(name)
-    return _Described(start.name, start.model, start.sha256(), start.tokenizer.source)
+    return replace(start, weights={}), start.sha256()
 
 
-def _check_sizes(recipe: Recipe, start: _Described) -> None:
-    """Refuse sizes that the recipe gives and the checkpoint does not have."""
-    said = recipe.model.model_dump(mode="json", exclude_unset=True)
+def _check_sizes(recipe: Recipe, start: Start) -> None:
+    """Refuse sizes of the recipe that differ from the checkpoint's."""
+    given = recipe.model.model_dump(mode="json", exclude_unset=True)
     theirs = leaves({key: start.model[key] for key in OPEN if key in start.model and key != "context"})
-    ours = leaves({key: said[key] for key in OPEN if key in said})
-    both = [key for key in ours if key in theirs and ours[key] != theirs[key]]
-    if "position.kind" in both:  # other positions are an intervention
-        both = [key for key in both if not key.startswith("position.")]
-    if "kv_heads" in both and {ours["kv_heads"], theirs["kv_heads"]} == {None, theirs.get("heads")}:
-        both.remove("kv_heads")
-    if both:
-        differing = ", ".join(f"model.{key} is {ours[key]} here and {theirs[key]} there" for key in both)
+    ours = leaves({key: given[key] for key in OPEN if key in given})
+    differ = [key for key in ours if key in theirs and ours[key] != theirs[key]]
+    if "position.kind" in differ:  # other positions are an intervention
+        differ = [key for key in differ if not key.startswith("position.")]
+    if "kv_heads" in differ and {ours["kv_heads"], theirs["kv_heads"]} == {None, theirs.get("heads")}:
+        differ.remove("kv_heads")
+    if differ:
+        values = ", ".join(f"model.{key} is {ours[key]} here and {theirs[key]} there" for key in differ)
         raise InputError(
-            f"the recipe's model is not that of model.init_from {start.name}: {differing}. Leave these keys out, and "
-            "they are the checkpoint's"
+            f"the recipe's model differs from that of model.init_from {start.name}: {values}. Leave these keys out to "
+            "use the checkpoint's"
         )
 
 
 @torch.no_grad()
 def begin(model: Transformer, start: Start, tokenizer_path: Path) -> list[str]:
-    """Give a new model the weights of a checkpoint, and what it has beyond them a place where it changes nothing.
+    """Load the weights of a checkpoint into a new model, and set new tensors to values that change nothing.
 
     Args:
         tokenizer_path: of the run's data.
 
     Returns:
-        The names of the tensors that are new.
+        The names of the new tensors.
 
     Raises:
-        InputError: other weights than the recipe knows, or none that it knows, another tokenizer, or tensors of other
+        InputError: the weights do not have the hash of the recipe, or it has none; another tokenizer; tensors of other
             shapes.
     """
     if model.config.init_sha256 is None:
         raise InputError(
-            f"model.init_from {start.name}: the recipe does not know its weights yet, which `sinklab train` fills in: "
-            "give the recipe.yaml of a run that has begun"
+            f"model.init_from {start.name}: the recipe has no model.init_sha256, which `sinklab train` sets: give the "
+            "recipe.yaml of a run directory"
         )
     if model.config.init_sha256 != start.sha256():
         raise InputError(
-            f"the weights of model.init_from {start.name} are not those that the recipe knows (model.init_sha256): "
-            "they have changed since"
+            f"the weights of model.init_from {start.name} have changed: their hash is not the recipe's "
+            "model.init_sha256"
         )
     vocabularies = [one.backend.get_vocab() for one in (start.tokenizer, load_tokenizer(str(tokenizer_path)))]
     if vocabularies[0] != vocabularies[1]:
@@ -215,13 +205,13 @@ def begin(model: Transformer, start: Start, tokenizer_path: Path) -> list[str]:
     own = model.state_dict()
     if lost := sorted(set(start.weights) - set(own)):
         raise InputError(
-            f"model.init_from {start.name} has {len(lost)} tensors that the recipe's model has not, such as {lost[0]}"
+            f"model.init_from {start.name} has {len(lost)} tensors that the recipe's model lacks, such as {lost[0]}"
         )
     for name, tensor in start.weights.items():
         if own[name].shape != tensor.shape:
             raise InputError(
                 f"{name} is {tuple(tensor.shape)} in model.init_from {start.name} and {tuple(own[name].shape)} in the "
-                "recipe's model: it is not the same architecture"
+                "recipe's model: it is another architecture"
             )
         own[name].copy_(tensor)
     new = sorted(set(own) - set(start.weights))

@@ -1,7 +1,7 @@
-"""Trackers: the recipe, every evaluation and the charts to Weights & Biases and TensorBoard.
+"""Trackers: the recipe, every evaluation and the charts are logged to Weights & Biases and TensorBoard.
 
-`metrics.jsonl` is written in any case and is the truth; a tracker only copies. A run that is continued continues what
-is tracked: W&B under the id that is kept in the run directory, TensorBoard without the evaluations that are repeated.
+A tracker copies `metrics.jsonl`, which is always written. A resumed run continues its log: W&B under the id in the run
+directory, TensorBoard without the evaluations that are repeated.
 """
 
 import importlib.util
@@ -24,10 +24,10 @@ FROM_0 = {"hidden_norm_ratio"}  # before the first block; positions, layers and 
 
 
 class Tracker(Protocol):
-    """What is told about a run.
+    """A log of a run.
 
     Attributes:
-        is_new: it has not been told about this run before.
+        is_new: nothing of this run has been logged before.
     """
 
     is_new: bool
@@ -41,15 +41,15 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Finish the log."""
         ...
 
 
 @contextmanager
 def tracked(names: Sequence[TrackerName], run: Run, step: int) -> Iterator[list[Tracker]]:
-    """Trackers of a run that continues at `step`; closed at the end, come what may.
+    """Trackers of a run that continues at `step`; always closed at the end.
 
-    One that is new to the run is told first what it has missed.
+    Earlier evaluations are logged first to a tracker that is new to the run.
 
     Raises:
         InputError: the package of one is not installed.
@@ -78,8 +78,8 @@ def require(names: Sequence[TrackerName]) -> None:
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """A row's numbers under one name each: `sink_rate/1` is that of the first position, `sink_rate_heads/2/1` that of
-    the first head of the second layer; what is null is left out.
+    """A row's numbers under one name each, without null values: `sink_rate/1` is the rate of the first position,
+    `sink_rate_heads/2/1` that of the first head of the second layer.
     """
     found: dict[str, float] = {}
     for key, value in row.items():

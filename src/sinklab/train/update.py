@@ -1,11 +1,18 @@
 """One update: the gradient of the global batch, the check that it is finite, the optimiser's step.
 
-A batch depends on (seed, step) alone, and nothing here draws from a global random generator. Rounding apart, nothing
-depends on the number of processes either.
+A batch depends on (seed, step) alone, and no global random generator is used. Apart from rounding, an update does not
+depend on the number of processes either.
+
+On a CPU loss and gradient norm are read before the optimiser's step: where one is not finite, no step follows. On CUDA
+reading would make the processor wait for the device at every update. There the device decides: AdamW's fused kernel
+leaves all parameters and moments alone once a loss or a gradient was not finite, in that update and all later ones, and
+the processor reads one update late.
 """
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,13 +21,12 @@ from torch.overrides import TorchFunctionMode
 
 from sinklab.data.loader import Prefetcher
 from sinklab.device import float32_matmul
+from sinklab.errors import SinklabError
 from sinklab.model.transformer import Transformer
-from sinklab.train.blocks import recompute_blocks
-from sinklab.train.directory.checkpoint_state import TrainState
+from sinklab.train.directory.checkpoint import TrainState
 from sinklab.train.directory.run import Run
-from sinklab.train.finite import FiniteCheck, NotFiniteError
 from sinklab.train.optim import build_optimizer, learning_rate
-from sinklab.train.parallel import local, share, whole
+from sinklab.train.parallelize import local, recompute_blocks, share, whole
 from sinklab.train.start import begin, load_start
 from sinklab.train.world import ALONE, World
 
@@ -29,14 +35,14 @@ class Updater:
     """Model, optimiser and training batches of a run.
 
     Args:
-        run: an opened run directory; nothing is read from or written to it here.
+        run: an opened run directory; no file of it is read or written here.
         world: the processes that train together.
-        look: called between the tensors of the model that is built; where it raises, nothing is built.
+        look: called between the tensors of the new model; an exception from it ends the construction.
 
     Attributes:
         model: the bare model, on its device; with FSDP its parameters are sharded.
         optimizer: over the model's parameters.
-        state: what has been reached; `state.step` is also the index of the next batch.
+        state: of the training; `state.step` is also the index of the next batch.
         device: of this process.
         batches: this process's rows of every batch.
 
@@ -70,9 +76,9 @@ class Updater:
         return learning_rate(self.state.step, self.recipe.train.steps, self.recipe.optim.lr, self.recipe.schedule)
 
     def update(self) -> float:
-        """One step; returns the newest training loss that is known, in nats per token over the global batch.
+        """One step; returns the newest known training loss, in nats per token over the global batch.
 
-        On a CPU it is this step's; on CUDA it is that of the step before (see finite.py).
+        On a CPU it is this step's; on CUDA the previous step's.
 
         Raises:
             NotFiniteError: on all processes, where a loss or gradient of one of them is not finite.
@@ -92,7 +98,7 @@ class Updater:
         return self._loss
 
     def settle(self) -> None:
-        """Wait until all updates are made, and known to be good: `state` and weights are then those of `state.step`.
+        """Wait until all updates are made and checked: `state` and weights are then those of `state.step`.
 
         Raises:
             NotFiniteError: as `update`.
@@ -100,7 +106,7 @@ class Updater:
         self._take_results(all_of_them=True)
 
     def has_finite_weights(self) -> bool:
-        """Of this process. A step too large overflows weights though its gradient was finite."""
+        """Whether this process's weights are finite: a large step may overflow them though its gradient was finite."""
         return bool(torch.stack([local(p.detach()).isfinite().all() for p in self.model.parameters()]).all())
 
     def _take_results(self, all_of_them: bool = False) -> None:
@@ -112,7 +118,7 @@ class Updater:
 
     @contextlib.contextmanager
     def _not_updated(self) -> Iterator[None]:
-        """Leave things as they were before an update that is refused within it."""
+        """Reset step and gradients where an update is refused within it."""
         try:
             yield
         except NotFiniteError as error:
@@ -145,7 +151,7 @@ class Updater:
 
 
 class _Looking(TorchFunctionMode):
-    """Within it, `look` is called before every operation of PyTorch: a large model takes minutes to draw."""
+    """Within it, `look` is called before every operation of PyTorch: a large model takes minutes to initialise."""
 
     def __init__(self, look: Callable[[], None]) -> None:
         super().__init__()
@@ -154,3 +160,101 @@ class _Looking(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._look()
         return func(*args, **(kwargs or {}))
+
+
+class DivergedError(SinklabError):
+    """The numbers of a run are not finite any more. To train it again would give the same result."""
+
+
+class NotFiniteError(SinklabError):
+    """The loss or the gradient of a step is not finite; no process has made that update.
+
+    Attributes:
+        step: of that update, counted from 1.
+    """
+
+    def __init__(self, step: int, loss: float, grad_norm: float) -> None:
+        super().__init__(
+            f"step {step} diverged: loss {loss}, gradient norm {grad_norm}, batch index {step - 1}. The weights were "
+            "not updated."
+        )
+        self.step = step
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """The mean loss over the global batch in nats per token, and the norm of its gradient before clipping."""
+
+    loss: float
+    grad_norm: float
+
+
+class FiniteCheck:
+    """Loss and gradient norm of every update of one process, in order, and whether they are finite.
+
+    Args:
+        optimizer: skips its step on CUDA where a number is not finite.
+        world: the processes that train together; all of them call the methods.
+        late: read one update late; needs a fused AdamW.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, world: World, late: bool) -> None:
+        self._optimizer, self._world, self._late = optimizer, world, late
+        self._waiting: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
+        self._broken: Tensor | None = None
+
+    def add(self, step: int, loss: Tensor, grad_norm: Tensor) -> None:
+        """Add an update whose gradient is computed and whose optimiser step is not made yet.
+
+        Args:
+            step: of the update, counted from 1.
+            loss: mean over this process's rows.
+            grad_norm: of the whole gradient.
+
+        Raises:
+            NotFiniteError: on all processes, where one is not finite; when read late, from `read`.
+        """
+        broken = ~(loss.isfinite() & grad_norm.isfinite())
+        sums = self._world.sum_on_device(torch.stack((loss.double(), broken.double())))
+        numbers = torch.stack((sums[0] / self._world.size, grad_norm.double(), sums[1]))
+        if not self._late:
+            _refuse(step, numbers.tolist())
+            self._waiting.append((step, numbers, None))
+            return
+        now = (sums[1] > 0).float()
+        self._broken = now if self._broken is None else torch.maximum(self._broken, now)
+        self._optimizer.found_inf = self._broken  # type: ignore[attr-defined]  # as GradScaler sets it
+        self._waiting.append((step, *_begin_copy(numbers)))
+
+    def read(self, all_of_them: bool = False) -> list[UpdateResult]:
+        """The updates that have not been read, without the last one if it is read late.
+
+        Raises:
+            NotFiniteError: on all processes, where one is not finite.
+        """
+        left, found = int(self._late and not all_of_them), []
+        while len(self._waiting) > left:
+            step, numbers, copied = self._waiting.popleft()
+            if copied is not None:
+                copied.synchronize()
+            loss, grad_norm, _ = _refuse(step, numbers.tolist())
+            found.append(UpdateResult(loss, grad_norm))
+        return found
+
+
+def _refuse(step: int, numbers: list[float]) -> list[float]:
+    loss, grad_norm, broken_processes = numbers
+    if broken_processes:
+        raise NotFiniteError(step, loss, grad_norm)
+    return numbers
+
+
+def _begin_copy(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """The numbers on the CPU, and the event after which they are valid."""
+    if not numbers.is_cuda:
+        return numbers, None
+    host = torch.empty_like(numbers, device="cpu", pin_memory=True)
+    host.copy_(numbers, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(numbers.device))
+    return host, copied

@@ -1,8 +1,7 @@
 """Distributed processes of one training: rank, size, collectives.
 
-Started by torchrun, each finds its place in the environment. gloo carries what is on the CPU (decisions, checkpoints),
-NCCL what is on CUDA. Every method that asks the others is a collective: all processes call it, in the same order, or
-none does.
+torchrun sets their ranks in the environment. gloo exchanges CPU objects (decisions, checkpoints), NCCL CUDA tensors.
+Every method that communicates is a collective: all processes call it, in the same order, or none does.
 """
 
 import functools
@@ -28,7 +27,7 @@ E = TypeVar("E", bound=SinklabError)
 
 @dataclass(frozen=True)
 class World:
-    """Process `rank` of `size`; `local_rank` counts within one machine. Alone unless given."""
+    """Process `rank` of `size`; `local_rank` counts within one machine. The defaults are a single process."""
 
     rank: int = 0
     size: int = 1
@@ -36,24 +35,24 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes files and speaks to the user."""
+        """Whether this process writes files and messages."""
         return self.rank == 0
 
     def device(self, name: str) -> torch.device:
-        """This process's own device: of "auto" and "cuda" the card with its local rank.
+        """This process's own device: for "auto" and "cuda" the card with its local rank.
 
         Raises:
             InputError: there is no such device here.
         """
         if self.size > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
-            return pick_device(f"cuda:{self.local_rank}")  # at once: touching "cuda" takes memory of the first card
+            return pick_device(f"cuda:{self.local_rank}")  # touching "cuda" would take memory of the first card
         device = pick_device(name)
         if self.size > 1 and device.type == "cuda":
             raise InputError(f"train.device {name} is one card and there are {self.size} processes: use cuda or auto")
         return device
 
     def use(self, name: str) -> None:
-        """Let CUDA mean this process's own card; raises as `device`."""
+        """Make this process's own card CUDA's current device; raises as `device`."""
         device = self.device(name)
         if device.type == "cuda" and self.size > 1:
             torch.cuda.set_device(device)
@@ -73,7 +72,7 @@ class World:
         return slice(self.rank * share, (self.rank + 1) * share)
 
     def sum(self, *numbers: float) -> list[float]:
-        """The sums of the numbers over all processes, in float64 and the same on all."""
+        """The sums of the numbers over all processes, in float64, identical on all."""
         if self.size == 1:
             return list(numbers)
         total = torch.tensor(numbers, dtype=torch.float64)
@@ -81,20 +80,20 @@ class World:
         return total.tolist()
 
     def sum_on_device(self, numbers: Tensor) -> Tensor:
-        """The sum of a tensor over all processes, where it is; `numbers` may be overwritten."""
+        """The sum of a tensor over all processes, on its device; `numbers` may be overwritten."""
         if self.size > 1:
             dist.all_reduce(numbers)
         return numbers
 
     def any(self, flag: bool) -> bool:
-        """Whether any process says yes."""
+        """Whether the flag of any process is True."""
         return self.sum(float(flag))[0] > 0
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What `make` returns on the first process, on all of them; its errors are everybody's, too.
+        """The result of `make` on the first process, broadcast to all.
 
         Raises:
-            SinklabError: elsewhere, whatever exception the first process has raised.
+            SinklabError: on the other processes, for any exception of the first.
         """
         if self.size == 1:
             return make()
@@ -115,18 +114,18 @@ class World:
         return answer[0]
 
     def shared_error(self, error: E) -> E:
-        """The error, which every process raises, marked so that the first alone says it."""
+        """The error, which every process raises, marked so that only the first process prints it."""
         error.said_elsewhere = not self.is_first
         return error
 
     def together(self, work: Callable[[], T]) -> T:
-        """Each process's own result of `work`; the error of one is everybody's.
+        """Each process's own result of `work`; an error of one process is raised on all.
 
         Args:
-            work: no collective; it may be called by the processes at different times.
+            work: no collective; the processes may call it at different times.
 
         Raises:
-            SinklabError: what `work` has raised on the first of the processes where it failed.
+            SinklabError: that of the first process where `work` failed.
         """
         if self.size == 1:
             return work()
@@ -143,11 +142,7 @@ class World:
         return made[0]
 
     def only_first(self, work: Callable[[], T]) -> T | None:
-        """What `work` returns on the first process, None on the others; its errors are everybody's.
-
-        Raises:
-            SinklabError: elsewhere, whatever exception the first process has raised.
-        """
+        """The result of `work` on the first process, None on the others; raises as `from_first`."""
         made: list[T] = []
         self.from_first(lambda: made.append(work()))
         return made[0] if self.is_first else None
@@ -155,47 +150,47 @@ class World:
 
 ALONE = World()
 PATIENCE = timedelta(hours=2)
-"""How long processes wait for one that prepares text or compiles. PyTorch has 30 minutes for gloo and 10 for NCCL. That
-a process has ended is noticed as before: by gloo at once, else by torchrun."""
+"""Timeout for a process that prepares text or compiles; PyTorch's is 30 minutes for gloo and 10 for NCCL. The end of a
+process is noticed earlier: by gloo at once, else by torchrun."""
 
 
 @contextmanager
 def joined_world() -> Iterator[World]:
-    """The world that torchrun started this process in; alone without torchrun.
+    """The processes that torchrun started; `ALONE` without torchrun.
 
-    Where there is CUDA, NCCL is made ready, whether it will be used or not, each process with its own card from the
-    start: otherwise NCCL guesses, and every process takes memory of the first one. Who waits longer than `PATIENCE` for
-    the others gives up.
+    On machines with CUDA, NCCL is initialised, used or not, each process with its own card: otherwise NCCL guesses, and
+    every process takes memory of the first card. A process that waits longer than `PATIENCE` for the others fails.
 
     The connection stays until the process ends, which must be with `os._exit`: a DDP model that outlives its process
-    group takes gloo down with it, and then main thread and gloo's thread may wait for each other for ever.
+    group ends gloo as well, and then the main thread and gloo's thread may wait for each other for ever.
 
     Raises:
-        InputError: an environment that names no place or no meeting point.
-        LostProcessError: while they work together, another process is lost, or this one fails unexpectedly.
+        InputError: an environment without valid ranks or without the address of the first process.
+        LostProcessError: another process is lost, or this one fails unexpectedly.
     """
-    world = _placed()
+    world = _world_of_environment()
     if world.size == 1:
         yield ALONE
         return
     cuda = torch.cuda.is_available() and dist.is_nccl_available()
     try:
-        # In a thread: signals are handled while the main one waits in Python, and not while it waits for others in C++.
+        # In a thread: the main thread handles signals while it waits in Python, but not while it waits in C++.
         backend, card = ("cpu:gloo,cuda:nccl", own_card(world)) if cuda else ("gloo", None)
         join = functools.partial(dist.init_process_group, backend, timeout=PATIENCE, device_id=card)
         ThreadPoolExecutor(1).submit(join).result()
     except ValueError as error:
         raise InputError(
-            f"WORLD_SIZE is {world.size} but the environment does not say where the processes meet ({error}): start "
-            "them with torchrun, or unset WORLD_SIZE"
+            f"WORLD_SIZE is {world.size} but the environment has no address of the first process ({error}): start "
+            "the processes with torchrun, or unset WORLD_SIZE"
         ) from error
     try:
         yield world
-        world.sum(0.0)  # nobody leaves before everybody is done
+        world.sum(0.0)  # no process leaves before all are done
     except SinklabError:
         raise
     except Exception as error:
-        if not _is_about_the_others(error):
+        # gloo reports a broken connection as a plain RuntimeError that names gloo's source file
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             traceback.print_exc()
         raise LostProcessError(
             f"process {world.rank} of {world.size} failed or lost another one ({error}). "
@@ -210,20 +205,14 @@ def own_card(world: World) -> torch.device | None:
     return torch.device("cuda", world.local_rank) if processes <= torch.cuda.device_count() else None
 
 
-def _placed() -> World:
-    """This process's place, from the environment."""
+def _world_of_environment() -> World:
     if "WORLD_SIZE" not in os.environ:
         return ALONE
     given = {"RANK": "0", "LOCAL_RANK": "0"} | os.environ
     rank, size, local_rank = (given[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if not all(value.isdecimal() for value in (rank, size, local_rank)) or int(rank) >= int(size):
         raise InputError(
-            f"RANK {rank!r}, WORLD_SIZE {size!r} and LOCAL_RANK {local_rank!r} in the environment are not a place "
-            "among processes: start them with torchrun, or unset all three"
+            f"RANK {rank!r}, WORLD_SIZE {size!r} and LOCAL_RANK {local_rank!r} in the environment are not valid "
+            "ranks: start the processes with torchrun, or unset all three"
         )
     return World(int(rank), int(size), int(local_rank))
-
-
-def _is_about_the_others(error: Exception) -> bool:
-    """gloo reports a broken connection as a plain RuntimeError that names gloo's source file."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error)

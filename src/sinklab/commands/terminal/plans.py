@@ -17,10 +17,10 @@ from sinklab.experiments.sweep.preview import Preview
 from sinklab.tables import NOTHING, Table, TableColumn, names, numbers
 
 if TYPE_CHECKING:
-    from sinklab.data.estimate import Estimate
+    from sinklab.data.texts import Estimate
     from sinklab.experiments.measured import Pass
-    from sinklab.interventions.catalogue import Intervention
-    from sinklab.train.planning.plan import TrainingPlan
+    from sinklab.interventions import Intervention
+    from sinklab.train.planning import TrainingPlan
 
 
 def print_experiments(found: Sequence[ListedExperiment], console: Console) -> None:
@@ -149,7 +149,7 @@ def print_catalogue(found: "Iterable[Intervention]", console: Console) -> None:
 
 def print_plan(plan: "TrainingPlan", console: Console) -> None:
     """Parameters, steps, FLOPs and memory of a training run."""
-    from sinklab.train.planning.plan import megabytes
+    from sinklab.train.planning import megabytes
 
     per_token = plan.flops_per_step / plan.tokens_per_step
     rows = {
@@ -169,12 +169,12 @@ def print_plan(plan: "TrainingPlan", console: Console) -> None:
 
 def print_estimate(found: "Estimate", console: Console) -> None:
     """An estimate of what `sinklab data prepare` would read and write."""
-    from sinklab.data.estimate import total
+    from sinklab.data.texts import known_sum
 
     columns = [*names("domain"), *numbers(",d", "bytes of text files", "tokens in them", "tokens taken")]
     rows = [(amount.name, amount.bytes, amount.tokens, amount.taken) for amount in found.amounts]
     sizes, tokens = [amount.bytes for amount in found.amounts], [amount.tokens for amount in found.amounts]
-    rows.append(("all", total(sizes), total(tokens), found.tokens))
+    rows.append(("all", known_sum(sizes), known_sum(tokens), found.tokens))
     written = "not known" if found.shard_bytes is None else f"{found.shard_bytes:,}"
     notes = [f"shards: {written} bytes. Estimated; nothing was written. An en dash: not known."]
     print_table(Table("", columns, rows, notes), console)

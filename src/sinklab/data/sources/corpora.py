@@ -1,25 +1,41 @@
-"""Text by the name of its source, as a stream of documents, and the two ways to tell texts apart.
+"""Text by the name of its source, as a stream of documents; fingerprints of texts; the corpora of the installation.
 
-`Fingerprint` says what was read: SHA-256 over all documents in order. `identity` says, without reading, whether
-it would be the same again: names, sizes and times of files, the Python version and the list of what is installed.
+`Fingerprint` identifies the text that was read: SHA-256 over all documents in order. `identity` identifies a source
+without reading it: names, sizes and times of files, the Python version and the list of what is installed.
+
+The installed corpora are source files of the Python installation. `stdlib` is the standard library's sources (its own
+tests included, where they are installed) and documentation: the language reference that `pydoc` carries, and the .rst
+and .txt files beside the code. `site-packages` is the sources, stubs and notes of the installed packages. They are
+ordered by the SHA-256 of the relative path: the order is the same on every machine, and a limit on the amount of text
+takes an even sample instead of the first letters of the alphabet. Copies of a file and files that are not UTF-8 are
+left out.
 """
 
 import hashlib
 import json
+import os
 import platform
+import sys
+import sysconfig
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from sinklab.data.sources.hub import PREFIX, hub_documents
-from sinklab.data.sources.installed import entries, installed_documents, installed_names
 from sinklab.data.sources.synthetic import VERSION, parse, synthetic_documents
 from sinklab.data.sources.textfiles import Render, plain_conversation, read_documents, text_files
 from sinklab.errors import InputError
 
+CORPORA = ("stdlib", "site-packages")
+_SUFFIXES = {"stdlib": (".py", ".rst", ".txt"), "site-packages": (".py", ".pyi", ".md", ".rst", ".txt")}
+_FOLDERS = {"stdlib": ("stdlib",), "site-packages": ("purelib", "platlib")}
+_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__"}
+_TOPICS = Path("pydoc_data", "topics.py")
+
 
 class Fingerprint:
-    """SHA-256 over documents in order, each with its length, so that where they are cut matters too.
+    """SHA-256 over documents in order, each with its length, so that the boundaries between documents count.
 
     Attributes:
         documents, text_bytes: added so far.
@@ -31,7 +47,7 @@ class Fingerprint:
         self.documents = 0
 
     def add(self, document: str) -> None:
-        """Take in the next document."""
+        """Add the next document."""
         encoded = document.encode()
         self._hash.update(len(encoded).to_bytes(8, "little"))
         self._hash.update(encoded)
@@ -39,18 +55,18 @@ class Fingerprint:
         self.documents += 1
 
     def hexdigest(self) -> str:
-        """The SHA-256 (hexadecimal) of what was added so far."""
+        """The SHA-256 (hexadecimal) of the documents so far."""
         return self._hash.hexdigest()
 
     def copy(self) -> Self:
-        """Another one that goes on from here."""
+        """An independent fingerprint with the same documents."""
         other = type(self)()
         other._hash, other.text_bytes, other.documents = self._hash.copy(), self.text_bytes, self.documents
         return other
 
 
 def fingerprint(documents: Iterable[str]) -> str:
-    """The SHA-256 (hexadecimal) of the documents in order: equal for equal texts, wherever they came from."""
+    """The SHA-256 (hexadecimal) of the documents in order: equal for equal texts from any source."""
     total = Fingerprint()
     for document in documents:
         total.add(document)
@@ -61,8 +77,8 @@ def documents(source: str, *, limit_bytes: int | None = None, render: Render = p
     """The documents of a source in their fixed order, one at a time, none of them empty.
 
     Args:
-        source: as `DataConfig.source`, except that a prepared directory has no documents any more.
-        limit_bytes: stop after this much UTF-8 text; the last document is cut there.
+        source: as `DataConfig.source`, but no prepared directory, which has no documents.
+        limit_bytes: of UTF-8 text; the last document is cut there.
         render: writes `messages` as text.
 
     Raises:
@@ -80,7 +96,7 @@ def documents(source: str, *, limit_bytes: int | None = None, render: Render = p
 
 
 def total_bytes(source: str) -> int | None:
-    """About how much text there is, from the sizes of files; None where only reading would tell."""
+    """The approximate amount of text, from the sizes of files; None where only reading would tell."""
     if names := installed_names(source):
         return sum(entry.size for entry in entries(names))
     if source.startswith(PREFIX) or parse(source):
@@ -89,9 +105,9 @@ def total_bytes(source: str) -> int | None:
 
 
 def identity(source: str) -> str:
-    """A SHA-256 that changes when the text behind `source` may have changed. Nothing is read.
+    """A SHA-256 that changes when the text of `source` may have changed, without reading it.
 
-    For `hf:` it is the name only: a dataset changed on the hub is not noticed.
+    For `hf:` it depends on the name only: a change on the hub is not noticed.
     """
     if names := installed_names(source):
         listing = [[entry.name, entry.size] for entry in entries(names)]
@@ -130,3 +146,73 @@ def cut(documents: Iterable[tuple[str, str]], limit_bytes: int) -> Iterator[tupl
         if rest := encoded[:left].decode(errors="ignore"):
             yield name, rest
         return
+
+
+@dataclass(frozen=True)
+class InstalledText:
+    """A document of an installed corpus: a file, or a topic of pydoc's reference (then `text` is set)."""
+
+    name: str
+    path: Path
+    size: int
+    text: str | None = None
+
+
+def installed_names(source: str) -> list[str] | None:
+    """The parts of `stdlib+site-packages`, None for any other source."""
+    names = source.split("+")
+    return names if all(name in CORPORA for name in names) else None
+
+
+def entries(names: list[str]) -> list[InstalledText]:
+    """All documents of the named corpora, in the fixed order.
+
+    Raises:
+        InputError: this Python has no such files (a zipped or stripped installation).
+    """
+    found = {entry.name: entry for name in names for entry in _below(name)}
+    if not found:
+        raise InputError(
+            f"this Python ({sys.prefix}) has no readable sources for {'+'.join(names)}: give a .txt or .jsonl file"
+        )
+    return sorted(found.values(), key=lambda entry: hashlib.sha256(entry.name.encode()).digest())
+
+
+def installed_documents(names: list[str]) -> Iterator[str]:
+    """The texts of `entries`, without copies, empty files and files that are not UTF-8."""
+    seen: set[bytes] = set()
+    for entry in entries(names):
+        text = entry.text if entry.text is not None else _utf8(entry.path)
+        if text is None or not text.strip():
+            continue
+        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        if digest not in seen:
+            seen.add(digest)
+            yield text
+
+
+def _below(corpus: str) -> Iterator[InstalledText]:
+    for folder in sorted({sysconfig.get_path(name) for name in _FOLDERS[corpus]}):
+        for parent, folders, files in os.walk(folder):
+            folders[:] = [name for name in folders if name not in _LEFT_OUT]
+            for file in files:
+                path = Path(parent, file)
+                inside = path.relative_to(folder)
+                if corpus == "stdlib" and inside == _TOPICS:
+                    yield from _topics(path)
+                elif path.suffix in _SUFFIXES[corpus] and path.is_file():
+                    yield InstalledText(f"{corpus}/{inside.as_posix()}", path, path.stat().st_size)
+
+
+def _topics(path: Path) -> Iterator[InstalledText]:
+    from pydoc_data.topics import topics
+
+    for name, text in topics.items():
+        yield InstalledText(f"stdlib/{_TOPICS.as_posix()}/{name}", path, len(text.encode()), text)
+
+
+def _utf8(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (UnicodeDecodeError, OSError):
+        return None

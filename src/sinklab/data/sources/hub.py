@@ -10,7 +10,7 @@ from sinklab.errors import InputError
 from sinklab.extras import install_command
 
 PREFIX = "hf:"
-_TEXTS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")  # what datasets reads as text or rows by its name
+_TEXTS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")  # suffixes that datasets reads as text or rows
 
 
 def hub_documents(source: str, render: Render = plain_conversation, files: list[str] | None = None) -> Iterator[str]:
@@ -33,9 +33,9 @@ def hub_documents(source: str, render: Render = plain_conversation, files: list[
             f"source {source} needs the package datasets, which is not installed: give a .txt or .jsonl file, or "
             f"{install_command('data')}"
         ) from error
-    what: dict[str, Any] = {"split": split} if files is None else {"split": "train", "data_files": files}
+    selected: dict[str, Any] = {"split": split} if files is None else {"split": "train", "data_files": files}
     try:
-        for number, row in enumerate(datasets.load_dataset(name, config, streaming=True, **what), start=1):
+        for number, row in enumerate(datasets.load_dataset(name, config, streaming=True, **selected), start=1):
             text = row_text(row, f"{source}, row {number}", render)
             if text.strip():
                 yield text
@@ -55,8 +55,14 @@ def hub_files(source: str) -> list[str]:
         InputError: the dataset cannot be listed, or has no such file.
     """
     name, _, split = _parts(source)
+    folder = Path(name).expanduser()
     try:
-        found = _listed(name)
+        if folder.is_dir():
+            found = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+        else:
+            from huggingface_hub import HfApi
+
+            found = HfApi().list_repo_files(name, repo_type="dataset")
     except Exception as error:  # network, hub and name errors share no base class
         raise InputError(
             f"cannot list the files of {source} ({type(error).__name__}): {error}. Check the name and the connection."
@@ -66,15 +72,6 @@ def hub_files(source: str) -> list[str]:
     if not files:
         raise InputError(f"source {source} has none of the files that can be mixed: {', '.join(_TEXTS)}")
     return files
-
-
-def _listed(name: str) -> list[str]:
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    from huggingface_hub import HfApi
-
-    return HfApi().list_repo_files(name, repo_type="dataset")
 
 
 def _parts(source: str) -> tuple[str, str | None, str]:

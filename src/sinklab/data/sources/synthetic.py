@@ -1,18 +1,18 @@
-"""Synthetic tasks as corpora: text of made-up words, drawn from a seed, in which a sink is needed to do nothing.
+"""Synthetic tasks as corpora: text of made-up words, drawn from a seed, in which a head needs a sink as a no-op.
 
 A source `synthetic:NAME[:KEY=VALUE,...]` with the keys `length` (tokens per document, EOS included; 64), `documents`
 (16384) and `seed` (0). Every document fills one chunk exactly when `length` is `model.context` and `data.bos` is
 true. The tokenizer is called `words`: one token per word, EOS 0, BOS 1, then triggers t0, t1, .. and symbols s0, s1, ..
 
 bigram_backcopy (2410.13835): a Markov chain over symbols in which the token after a trigger is the token before it. A
-head that copies for triggers has nothing to do at the others, and rests on BOS.
+head that copies for triggers is a no-op at other tokens, where it attends to BOS.
 
 trigger_average (2603.11487): the symbol of every token is uniform, and one in five carries a trigger (t5 is symbol 5
 with it, s5 without). After a trigger the next symbol is that of one of the tokens before the trigger, each with equal
 probability. As a distribution over the next token this is the paper's task: at a trigger the average of the preceding
 tokens (as one-hot vectors), elsewhere a constant. The paper regresses vectors; here it is next-token prediction, so
-that the same loop, loss and metric serve. The trigger is a mark on a symbol, not a token of its own: tokens without a
-symbol would have nothing to add to an average, and softmax would rest on them as well as on BOS.
+that the same loop, loss and metric apply. The trigger is a mark on a symbol, not a token of its own: tokens without a
+symbol would add nothing to an average, and softmax could use them as a sink instead of BOS.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 PREFIX = "synthetic:"
 WORDS = "words"
-VERSION = 1  # of the generators: another one makes other text from the same source
+VERSION = 1  # of the generators: another version makes another text from the same source
 
 
 @dataclass(frozen=True)
 class Task:
-    """How a task draws its documents.
+    """The vocabulary and generator of a task.
 
     Attributes:
-        triggers, symbols: how many words of each kind there are.
+        triggers, symbols: number of words of each kind.
         draw: (generator, documents, tokens) -> (documents, tokens) word numbers, triggers first.
     """
 
@@ -99,10 +99,10 @@ class SyntheticTask:
 
 
 def parse(source: str) -> SyntheticTask | None:
-    """What a synthetic source asks for; None for any other source.
+    """The task of a synthetic source; None for any other source.
 
     Raises:
-        InputError: an unknown task or key, or a number that cannot be.
+        InputError: an unknown task or key, or a number out of range.
     """
     if not source.startswith(PREFIX):
         return None
@@ -121,7 +121,7 @@ def parse(source: str) -> SyntheticTask | None:
 
 
 def synthetic_documents(request: SyntheticTask) -> Iterator[str]:
-    """The documents as text, words set apart by spaces; the EOS that `length` counts is written by `prepare`."""
+    """The documents as text, words separated by spaces; `length` includes the EOS, which `prepare` writes."""
     words = np.array(request.task.words)
     random = np.random.default_rng([VERSION, request.seed])
     for row in request.task.draw(random, request.documents, request.length - 1):

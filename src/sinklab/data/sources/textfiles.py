@@ -1,10 +1,10 @@
-"""Documents in .txt and .jsonl files, read as a stream; every complaint names the file and the line.
+"""Documents in .txt and .jsonl files, read as a stream; every error names the file and the line.
 
-- .jsonl: a row is a document: its `text`, or its `messages` (role and content) written one under the other.
+- .jsonl: a row is a document: its `text`, or its `messages` (role and content) one per line.
 - .txt: a line `<|endoftext|>` ends a document. Text without such lines is cut at the first blank line after
   8 KiB, so that a book can be split into training and validation; a file shorter than that is one document.
 
-Rows and pieces without any text are passed over.
+Rows and pieces without text are skipped.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from sinklab.errors import InputError
 from sinklab.files import parse_json
 
 Message = dict[str, str]  # role and content
-Render = Callable[[list[Message], str], str]  # a conversation, and where it stands, to text
+Render = Callable[[list[Message], str], str]  # a conversation and its place in a file, to text
 
 SUFFIXES = (".txt", ".jsonl")
 _SEPARATOR = "<|endoftext|>"
@@ -28,7 +28,7 @@ def text_files(path: Path) -> list[Path]:
     """The file itself, or the .txt and .jsonl files below a folder in sorted order.
 
     Raises:
-        InputError: nothing is there, or nothing of a kind that can be read.
+        InputError: there is no such file, or none with these suffixes.
     """
     if path.is_dir():
         found = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
@@ -61,13 +61,14 @@ def read_documents(path: Path, render: Render = plain_conversation) -> Iterator[
     """
     with _readable(path) as file:
         jsonl = path.suffix.lower() == ".jsonl"
-        for text in _jsonl_documents(file, path, render) if jsonl else (piece for piece, _ in _txt_pieces(file)):
+        texts = (row_text(row, where, render) for row, where in _rows(file, path))
+        for text in texts if jsonl else (piece for piece, _ in _txt_pieces(file)):
             if text.strip():
                 yield text
 
 
 def read_pieces(path: Path) -> Iterator[tuple[str, bool]]:
-    """The pieces of a .txt file, as `read_documents` cuts it, and whether the text ends there or goes on in the next.
+    """The pieces of a .txt file, as `read_documents` cuts it, and whether a document ends with the piece.
 
     Raises:
         InputError: it cannot be read, or is not UTF-8.
@@ -82,7 +83,7 @@ def _readable(path: Path) -> Iterator[TextIO]:
         with path.open(encoding="utf-8-sig") as file:
             yield file
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text ({error.reason}): convert it, or take it out") from error
+        raise InputError(f"{path} is not UTF-8 text ({error.reason}): convert or remove it") from error
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
 
@@ -109,7 +110,7 @@ def _message(message: Any, where: str) -> Message:
 
 
 def read_conversations(path: Path) -> Iterator[tuple[list[Message], str]]:
-    """The conversations of a .jsonl file, each with where it stands.
+    """The conversations of a .jsonl file, each with its place in it.
 
     Raises:
         InputError: it is no .jsonl file, cannot be read, is not UTF-8, or a row is no conversation.
@@ -125,13 +126,8 @@ def read_conversations(path: Path) -> Iterator[tuple[list[Message], str]]:
             yield [_message(message, where) for message in row["messages"]], where
 
 
-def _jsonl_documents(file: TextIO, path: Path, render: Render) -> Iterator[str]:
-    for row, where in _rows(file, path):
-        yield row_text(row, where, render)
-
-
 def _rows(file: TextIO, path: Path) -> Iterator[tuple[Any, str]]:
-    """Each row as JSON has it, and where it stands."""
+    """Each row, parsed, with its place in the file."""
     for number, line in enumerate(file, start=1):
         if not line.strip():
             continue

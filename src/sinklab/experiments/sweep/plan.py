@@ -11,7 +11,7 @@ from sinklab.experiments.claims import Diverges, parts_of
 from sinklab.experiments.definition import Experiment, Scale
 from sinklab.experiments.sweep.engine import PlannedRun
 from sinklab.files import parse_yaml
-from sinklab.interventions.variants import VARIANTS
+from sinklab.interventions import VARIANTS
 from sinklab.schema import leaves
 from sinklab.train.directory.run import resolve
 from sinklab.train.recipe import DATA_ORIGIN, KINDS, Recipe, build_recipe, recipe_text

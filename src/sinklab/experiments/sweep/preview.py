@@ -1,7 +1,7 @@
 """The cost of a sweep before it is trained: which runs are done, and how many hours the others need. Writes nothing.
 
 The pace comes from finished runs, from some timed updates, or from the speed of matrix products. The cost of a run is
-counted in operations (`train/planning/flops.py`): three forward passes per sequence of an update, one per sequence
+counted in operations (`train/flops.py`): three forward passes per sequence of an update, one per sequence
 whose loss is evaluated, and two per sequence whose sinks are measured, too.
 """
 
@@ -25,8 +25,8 @@ from sinklab.experiments.sweep.plan import SweepPlan, data_key, place_sweep
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 from sinklab.train.directory.run import resolved_precision
+from sinklab.train.flops import FORWARD_AND_BACKWARD, model_flops
 from sinklab.train.optim import build_optimizer
-from sinklab.train.planning.flops import FORWARD_AND_BACKWARD, model_flops
 from sinklab.train.recipe import Recipe, load_recipe
 
 TIMED_S = 1.0  # of updates

@@ -33,9 +33,9 @@ from sinklab.train.directory.environment import recorded_hash
 from sinklab.train.directory.history import Evaluation, read_history, seconds_spent
 from sinklab.train.directory.lock import HeldError, lock_run
 from sinklab.train.directory.run import Run, open_run
-from sinklab.train.finite import DivergedError
 from sinklab.train.loop import StepReport, Trainer
 from sinklab.train.recipe import Recipe
+from sinklab.train.update import DivergedError
 from sinklab.train.world import ALONE, World, joined_world
 
 log = logging.getLogger(__name__)

@@ -1,12 +1,12 @@
-"""Checkpoints: a folder per step, written aside, checksummed and renamed, so that no partial one has a valid name.
+"""Checkpoints: a folder per step, written under a temporary name, checksummed and renamed when complete.
 
     shard-*.safetensors    weights and optimiser, a file per process, readable by any number of processes
                            (tensor_store.py)
-    state.json             everything else
+    state.json             `TrainState`, the run's hash, and the shape of every tensor
     SHA256SUMS             checksums of the other files, as `sha256sum --check` reads them; written last
 
-`find_checkpoint` names a checkpoint that was damaged later (a bad disk, a half copy, a stray file; checkpoint_state.py)
-and takes the one before it.
+`find_checkpoint` logs a checkpoint that was damaged later (a bad disk, a half copy, a stray file) and takes the one
+before it.
 """
 
 import json
@@ -14,7 +14,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,11 +25,29 @@ from torch import nn
 from sinklab.errors import SinklabError
 from sinklab.files import is_full, sha256_of
 from sinklab.train.directory import tensor_store
-from sinklab.train.directory.checkpoint_state import STATE, SUMS, Hashes, TrainState, defect, read_state, step_of
 from sinklab.train.world import ALONE, World
 
 T = TypeVar("T")
+STATE, SUMS = "state.json", "SHA256SUMS"
+Hashes = str | tuple[str, ...]
+"""Of the runs that a checkpoint may belong to."""
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class TrainState:
+    """The state of a run besides weights and optimiser.
+
+    Attributes:
+        step: updates done; also the index of the next batch.
+        loss_sum, loss_count: training loss since the last evaluation, nats per token.
+        grad_norm: of the last update, before clipping.
+    """
+
+    step: int = 0
+    loss_sum: float = 0.0
+    loss_count: int = 0
+    grad_norm: float = 0.0
 
 
 def save_checkpoint(
@@ -45,7 +63,7 @@ def save_checkpoint(
     """Write `folder/step_N`, all processes together, and then remove all but the newest `keep` checkpoints.
 
     Args:
-        previous: the newest valid one so far, where that is known; what lies between the two is damaged, and goes.
+        previous: the newest valid one so far, where known; those between the two are damaged, and removed.
 
     Raises:
         SinklabError: the disk is full or not writable, or not the same for all processes; earlier checkpoints are
@@ -61,9 +79,9 @@ def save_checkpoint(
         "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
     }
     try:
-        world.from_first(lambda: _make_empty(aside))
+        world.from_first(lambda: _create_empty(aside))
         tensor_store.write_tensors(aside, tensors, together=world.size > 1)
-        world.from_first(lambda: _make_valid(aside, target, document))
+        world.from_first(lambda: _complete(aside, target, document))
     except (OSError, SinklabError) as error:
         if world.is_first:
             shutil.rmtree(aside, ignore_errors=True)
@@ -72,7 +90,7 @@ def save_checkpoint(
             f"{'free some space' if is_full(error) else 'make it writable'}, then run the same command again to "
             "continue from the newest."
         )
-        # The others learn as a SinklabError what one has met as an OSError.
+        # An OSError of one process is a SinklabError on the others.
         raise (world.shared_error(failed) if isinstance(error, SinklabError) else failed) from error
     if world.is_first:
         _remove_old(folder, target, keep, previous)
@@ -80,7 +98,7 @@ def save_checkpoint(
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a save that was killed has left. Only who holds the run's lock may do so."""
+    """Remove incomplete checkpoints of a killed process; needs the run's lock."""
     for leftover in folder.glob(".step_*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -88,11 +106,11 @@ def remove_leftovers(folder: Path) -> None:
 def find_checkpoint(
     folder: Path, model: nn.Module, run_hash: Hashes | None = None, at_most: int | None = None
 ) -> Path | None:
-    """The newest valid checkpoint for `model`, None where there has never been one; damaged ones are logged by name.
+    """The newest valid checkpoint for `model`, None where there is no checkpoint; damaged ones are logged by name.
 
     Args:
-        run_hash: whose it must be, or one of whose; anybody's unless given.
-        at_most: of this step or an earlier one.
+        run_hash: of the run that it must belong to; any run unless given.
+        at_most: the last step that is looked at.
 
     Raises:
         SinklabError: there are checkpoints, and none of them is valid.
@@ -123,9 +141,9 @@ def take_newest(
     run_hash: Hashes | None = None,
     at_most: int | None = None,
 ) -> tuple[Path, T] | None:
-    """The checkpoint that `find_checkpoint` finds and what `load` makes of it; None where there has never been one.
+    """The checkpoint of `find_checkpoint` and the result of `load` on it; None where there is no checkpoint.
 
-    For readers without the run's lock: one that the run removes meanwhile, having saved a newer one, is passed over.
+    For readers without the run's lock: a checkpoint that the run removes meanwhile is replaced by a newer one.
 
     Raises:
         SinklabError, OSError: as `find_checkpoint` and `load`.
@@ -140,7 +158,7 @@ def take_newest(
 
 
 def load_weights(checkpoint: Path, model: nn.Module, world: World = ALONE) -> TrainState:
-    """Load the weights of a checkpoint that `find_checkpoint` has found; all processes together.
+    """Load the weights of a checkpoint of `find_checkpoint`; all processes together.
 
     Raises:
         SinklabError: a file cannot be read.
@@ -164,18 +182,19 @@ def load_checkpoint(
     return load_weights(checkpoint, model, world)
 
 
-def _make_empty(aside: Path) -> None:
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+def _create_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
 
 
-def _make_valid(aside: Path, target: Path, document: dict[str, Any]) -> None:
+def _complete(aside: Path, target: Path, document: dict[str, Any]) -> None:
+    """Write state and checksums beside the tensors, and rename the folder."""
     try:
         stored = tensor_store.stored_shapes(aside)
     except (ValueError, SafetensorError) as error:
         raise SinklabError(f"{error}: all processes must see the same folder") from error
     if stored != {name: tuple(shape) for name, shape in document["tensors"].items()}:
-        raise SinklabError("it lacks what other processes have written: all must see the same folder")
+        raise SinklabError("it lacks tensors that other processes have written: all must see the same folder")
     (aside / STATE).write_text(json.dumps(document, indent=1), encoding="utf-8")
     sums = "".join(f"{sha256_of(path)}  {path.name}\n" for path in sorted(aside.iterdir()))
     (aside / SUMS).write_text(sums, encoding="utf-8")
@@ -188,17 +207,15 @@ def _make_valid(aside: Path, target: Path, document: dict[str, Any]) -> None:
 
 
 def _remove_old(folder: Path, newest: Path, keep: int, previous: Path | None) -> None:
-    """Keep `newest` and valid ones before it: those after `previous`, or after `newest`, have been passed over."""
+    """Keep `newest` and valid ones before it: those after `previous`, or after `newest`, are damaged."""
     checkpoints = _checkpoints(folder)
-    sound = [path for path in checkpoints if path < newest and (previous is None or path <= previous)]
-    kept = [*sound, newest][-keep:]
-    for path in checkpoints:
-        if path not in kept:
-            _remove(path)
+    valid = [path for path in checkpoints if path < newest and (previous is None or path <= previous)]
+    for path in set(checkpoints) - set([*valid, newest][-keep:]):
+        _remove(path)
 
 
 def _remove(checkpoint: Path) -> None:
-    """Take the name away first, so that a kill does not leave half a checkpoint under it."""
+    """Rename first, so that a kill does not leave half a checkpoint under a valid name."""
     aside = checkpoint.with_name(f".{checkpoint.name}.old")
     shutil.rmtree(aside, ignore_errors=True)
     checkpoint.replace(aside)
@@ -206,15 +223,15 @@ def _remove(checkpoint: Path) -> None:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """Everything with a checkpoint's name, oldest first."""
-    for _ in range(3):  # while one comes and one goes, a folder may be read without either
+    """All folders with a checkpoint's name, oldest first."""
+    for _ in range(3):  # a listing during a rename may miss both the old and the new name
         if found := sorted(path for path in folder.glob("step_*") if path.is_dir() and path.name[5:].isdigit()):
             return found
     return []
 
 
 def steps_saved(folder: Path) -> list[int]:
-    """The steps of all checkpoints there are, valid or not, oldest first."""
+    """The steps of all checkpoints, valid or not, oldest first."""
     return [step_of(checkpoint) for checkpoint in _checkpoints(folder)]
 
 
@@ -224,3 +241,63 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def defect(checkpoint: Path, model: nn.Module, run_hash: Hashes | None) -> str | None:
+    """The first defect of a checkpoint as the rest of a sentence, None where it is valid."""
+    try:
+        return _wrong_file(checkpoint) or _wrong_state(checkpoint, run_hash) or _wrong_tensor(checkpoint, model)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        return f"is not readable ({error or type(error).__name__})"
+
+
+def _wrong_file(checkpoint: Path) -> str | None:
+    if not (checkpoint / SUMS).is_file():
+        return f"has no {SUMS}"
+    lines = (checkpoint / SUMS).read_text(encoding="utf-8").splitlines()
+    sums = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+    present = {path.name for path in checkpoint.iterdir()} - {SUMS}
+    if STATE not in sums:
+        return f"has no {STATE} among its checksums"
+    if missing := sorted(sums.keys() - present):
+        return f"has lost {missing[0]}"
+    if strange := sorted(name for name in present - sums.keys() if name.endswith(tensor_store.SUFFIX)):
+        return f"has {strange[0]}, which is not part of it"
+    changed = [name for name, digest in sums.items() if sha256_of(checkpoint / name) != digest]
+    return f"has a damaged {changed[0]} (its checksum is not the one recorded)" if changed else None
+
+
+def _wrong_state(checkpoint: Path, run_hash: Hashes | None) -> str | None:
+    document = read_state(checkpoint)
+    TrainState(**document["state"])
+    wanted = (run_hash,) if isinstance(run_hash, str) else run_hash
+    if wanted is not None and document["run_hash"] not in wanted:
+        return f"belongs to run {document['run_hash']}, not {wanted[0]}"
+    if document["state"]["step"] != step_of(checkpoint):
+        return f"holds step {document['state']['step']}"
+    return None
+
+
+def _wrong_tensor(checkpoint: Path, model: nn.Module) -> str | None:
+    found = tensor_store.stored_shapes(checkpoint)
+    recorded = {name: tuple(shape) for name, shape in read_state(checkpoint)["tensors"].items()}
+    weights = {name: shape for name, shape in found.items() if name.startswith(tensor_store.MODEL)}
+    wanted = {name: tuple(tensor.shape) for name, tensor in tensor_store.model_tensors(model).items()}
+    for have, expected in ((found, recorded), (weights, wanted)):
+        if missing := sorted(expected.keys() - have.keys()):
+            return f"lacks the tensor {missing[0]}"
+        if strange := sorted(have.keys() - expected.keys()):
+            return f"has the tensor {strange[0]} too many"
+        if wrong := sorted(name for name in have if have[name] != expected[name]):
+            return f"has the tensor {wrong[0]} of shape {have[wrong[0]]} instead of {expected[wrong[0]]}"
+    return None
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The contents of state.json."""
+    return json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(checkpoint.name.removeprefix("step_"))

@@ -1,46 +1,26 @@
-"""env.json: which run a directory holds, and with what it was begun."""
+"""env.json: the hash of a directory's run, and the versions and machine that started it."""
 
 import json
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
 import sinklab
 from sinklab.device import pick_device, processor_name
-from sinklab.errors import InputError, SinklabError
-from sinklab.schema import leaves
+from sinklab.errors import InputError, SinklabError, cause
+from sinklab.schema import ReadDocument, leaves
 from sinklab.train.recipe import DATA_ORIGIN, MANNER, Recipe, load_recipe
-
-T = TypeVar("T")
 
 ENVIRONMENT = "env.json"
 INDIFFERENT = {"name", *(f"train.{key}" for key in MANNER)}
 ORIGIN = {f"data.{key}" for key in DATA_ORIGIN}
-
-
-def recorded_hash(directory: Path) -> str | None:
-    """The hash of the run that a directory holds, None where it holds none.
-
-    Raises:
-        SinklabError: env.json is damaged.
-    """
-    return _recorded(directory, lambda found: str(found["hash"]))
-
-
-def earlier_hashes(directory: Path) -> tuple[str, ...]:
-    """Of the shorter runs that the run in a directory has gone on from, whose checkpoints are its own.
-
-    Raises:
-        SinklabError: env.json is damaged.
-    """
-    return _recorded(directory, lambda found: tuple(str(run["hash"]) for run in found.get("continues", ()))) or ()
 
 
 def read_environment(directory: Path) -> dict[str, Any]:
@@ -49,29 +29,45 @@ def read_environment(directory: Path) -> dict[str, Any]:
     Raises:
         SinklabError: it is damaged.
     """
-    return _recorded(directory, lambda found: dict(found)) or {}
-
-
-def _recorded(directory: Path, read: Callable[[dict[str, Any]], T]) -> T | None:
     path = directory / ENVIRONMENT
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise TypeError(f"a {type(found).__name__} in the place of a mapping of keys to values")
-        return read(found)
+        text = path.read_text(encoding="utf-8")
+        _Identity.model_validate_json(text)
+        return json.loads(text)
     except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SinklabError(f"{path} cannot be read ({error}): restore it, or choose another --out") from error
+        return {}
+    except (OSError, ValueError) as error:
+        raise SinklabError(f"{path} cannot be read ({cause(error)}): restore it, or choose another --out") from error
+
+
+class _ShorterRun(ReadDocument):
+    hash: str
+
+
+class _Identity(ReadDocument):
+    """Keys of env.json that the run depends on."""
+
+    hash: str
+    continues: tuple[_ShorterRun, ...] = ()
+
+
+def recorded_hash(directory: Path) -> str | None:
+    """The hash of a directory's run, None where there is no run; raises as `read_environment`."""
+    return read_environment(directory).get("hash")
+
+
+def earlier_hashes(directory: Path) -> tuple[str, ...]:
+    """Hashes of the shorter runs that a directory's run extends; raises as `read_environment`."""
+    return tuple(run["hash"] for run in read_environment(directory).get("continues", ()))
 
 
 def difference(path: Path, recipe: Recipe) -> str:
-    """In brackets, the first settings in which the run of a recipe differs from that of the recipe in a file.
+    """The first settings in which a recipe differs from that of a file, in brackets.
 
-    Where the data came from is named after what decides more than that, and how the work is done not at all.
+    The origin of the data is named last; settings that do not change the result are left out.
     """
     try:
-        there = load_recipe(str(path))  # with the defaults of keys that it is older than
+        there = load_recipe(str(path))
     except InputError:
         return ""
     old, new = (leaves(one.model_dump(mode="json")) for one in (there, recipe))
@@ -88,7 +84,7 @@ def _is_below(key: str, parts: Collection[str]) -> bool:
 
 
 def environment(recipe: Recipe) -> dict[str, Any]:
-    """With what and when a run is begun here: versions, device, threads, commit, command, time (UTC)."""
+    """The environment of a run that starts now: versions, device, threads, commit, command, time (UTC)."""
     device = pick_device(recipe.train.device)
     return {
         "begun": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -108,7 +104,7 @@ def environment(recipe: Recipe) -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says of the package's folder; None where sinklab does not run from a checkout."""
+    """The output of git for the package's folder; None where sinklab does not run from a checkout."""
     try:
         package = Path(sinklab.__file__).parent
         result = subprocess.run(["git", "-C", package, *arguments], capture_output=True, text=True, check=True)

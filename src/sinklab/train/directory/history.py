@@ -1,35 +1,33 @@
-"""metrics.jsonl: a run appends a line per evaluation; resumed runs and readers parse it."""
+"""metrics.jsonl: a run appends a line per evaluation; resumed runs and reports read it."""
 
 import gzip
 import json
 import logging
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import ConfigDict, Field
 
-from sinklab.errors import InputError, SinklabError
+from sinklab.errors import InputError, SinklabError, cause
 from sinklab.files import append_line, parse_json, write_text
 from sinklab.schema import Ratio, ReadDocument
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 
 class Evaluation(ReadDocument):
-    """One evaluation of a run. What an older version has not written, or was not finite, is None or empty.
+    """One evaluation of a run. Values that another version did not write, or that were not finite, are None or empty.
 
     Attributes:
         step: updates made.
-        tokens: that the model was trained on.
+        tokens: trained on so far.
         train_loss: mean over the batches since the evaluation before, nats per token.
         valid_loss: on held-out documents, nats per token.
         sink_rate: percent of (sequence, layer, head) triples, position 1 first.
-        sink_rate_visible: the same of the mean over the queries that may see a key; None where that is no other.
+        sink_rate_visible: the same of the mean over the queries that may see a key; None where both are the same.
         sink_rate_bias: percent, of a bias, sink logit or sink token.
         sink_rate_heads: percent of the sequences in which the first position is a sink, by attention layer and head.
         sink_rate_eps, sink_rate_visible_eps: Sink_1 by threshold ("0.3", "0.2", "0.4"), percent; the latter None where
@@ -84,11 +82,7 @@ class Evaluation(ReadDocument):
 
 
 class History:
-    """What a run has written to metrics.jsonl. Of several processes the first alone has one that is used.
-
-    Args:
-        path: of the file.
-    """
+    """metrics.jsonl of a run while it is written; of several processes only the first writes it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -101,7 +95,7 @@ class History:
             write_text(self.path, self._text)
 
     def add(self, row: dict[str, Any]) -> None:
-        """Append an evaluation, and see it on the disk.
+        """Append an evaluation and flush it to the disk.
 
         Raises:
             SinklabError: the file cannot be written.
@@ -112,15 +106,15 @@ class History:
         self._text += line + "\n"
 
     def keep(self) -> None:
-        """Write the file again where it is not what was written: nothing that was evaluated is lost.
+        """Write the file again where it was changed or removed since the last write, so that no evaluation is lost.
 
         Raises:
-            SinklabError: it cannot be written, or its folder has gone.
+            SinklabError: it cannot be written.
         """
         if not self._text or self._is_whole() or not self.path.parent.is_dir():
             return
-        how = "has been changed" if self.path.exists() else "is gone"
-        log.warning("%s %s since it was written: it is written again, with all evaluations", self.path, how)
+        how = "was changed" if self.path.exists() else "was removed"
+        log.warning("%s %s: it is written again, with all evaluations", self.path, how)
         write_text(self.path, self._text)
 
     def _is_whole(self) -> bool:
@@ -131,82 +125,66 @@ class History:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The evaluations of a run as they were written, for a run that goes on; a last line torn by a kill is left out.
+    """The evaluations of a run as they were written; a last line torn by a kill is left out.
 
     Raises:
-        SinklabError: a line other than that is no evaluation, or the file cannot be read.
+        SinklabError: another line is no evaluation, or the file cannot be read.
     """
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise SinklabError(f"cannot read {path}: {error.strerror or error}") from error
-    torn = lines and lines[-1].strip("\0")[:1] in ("{", "")  # the rest of a block that never reached the disk is zeros
-    try:
-        return _parsed(dict(enumerate(lines, 1)), _row, len(lines) if torn else None)
-    except _DamagedLineError as error:
-        raise SinklabError(
-            f"{path}, line {error.number} is not an evaluation ({error.__cause__}): the file was edited or damaged. "
-            "Restore it, or remove it: the run goes on without the evaluations that were in it"
-        ) from error
+    return list(_rows(path).values())
 
 
 def read_history(path: Path) -> list[Evaluation]:
-    """The evaluations of anyone's run by step, finished or not; where a continued run repeats a step, the later counts.
+    """The evaluations of a run by step; where a resumed run repeats a step, the later one counts.
 
-    Where the file is not there, it may lie beside it compressed, with .gz behind its name.
+    Where there is no such file, its compressed form with the suffix .gz is read.
 
     Raises:
         InputError: the file cannot be read, or a line is no evaluation.
     """
-    path = path if path.is_file() else path.with_name(path.name + ".gz")
-    if not path.is_file():
-        return []
+    compressed = path.with_name(path.name + ".gz")
+    path = compressed if compressed.is_file() and not path.is_file() else path
+    by_step = {}
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8", errors="replace") as file:
-            lines = file.read().split("\n")
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise InputError(f"{path} is damaged: it cannot be uncompressed ({error}).") from error
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}. Make it readable, or leave its folder out.") from error
-    said = {number: line for number, line in enumerate(lines, 1) if line.strip()}
-    torn = lines[-1].startswith("{")  # what follows the last end of line
-    try:
-        found = _parsed(
-            said, lambda one: Evaluation.model_validate(finite(parse_json(one))), len(lines) if torn else None
-        )
-    except _DamagedLineError as error:
-        raise InputError(f"{path}, line {error.number}, is damaged: expected an object with a step.") from error
-    by_step = {one.step: one for one in found}
+        for number, row in _rows(path).items():
+            try:
+                by_step[row["step"]] = Evaluation.model_validate(finite(row))
+            except ValueError as error:
+                raise _damaged(path, number, error) from error
+    except SinklabError as error:
+        raise InputError(str(error)) from error
     return [by_step[step] for step in sorted(by_step)]
 
 
-class _DamagedLineError(ValueError):
-    """A line that is not what it should be, for its cause."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
-def _parsed(lines: Mapping[int, str], parse: Callable[[str], T], torn: int | None) -> list[T]:
-    """Numbered lines, each as `parse` has it; that of number `torn` may be damaged, and is then left out."""
-    found: list[T] = []
-    for number, line in lines.items():
+def _rows(path: Path) -> dict[int, dict[str, Any]]:
+    """The objects of a file by the number of their line."""
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8", errors="replace") as file:
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return {}
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise SinklabError(f"{path} is damaged: it cannot be uncompressed ({error}).") from error
+    except OSError as error:
+        raise SinklabError(f"cannot read {path}: {error.strerror or error}.") from error
+    rows: dict[int, dict[str, Any]] = {}
+    for number, line in enumerate(lines, 1):
         try:
-            found.append(parse(line))
+            row = parse_json(line) if line.strip() else None
         except ValueError as error:
-            if number != torn:
-                raise _DamagedLineError(number) from error
-    return found
+            if number == len(lines) and line.strip("\0")[:1] in ("{", ""):  # torn, or a block of zeros after a crash
+                break
+            raise _damaged(path, number, error) from error
+        if row is not None:
+            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                raise _damaged(path, number, ValueError("expected an object with a whole number as its step"))
+            rows[number] = row
+    return rows
 
 
-def _row(line: str) -> dict[str, Any]:
-    row = parse_json(line)
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-        raise ValueError("expected an object with a whole number as its step")
-    return row
+def _damaged(path: Path, number: int, error: ValueError) -> SinklabError:
+    return SinklabError(
+        f"{path}, line {number}, is damaged ({cause(error)}): restore the file, or remove it to continue without it"
+    )
 
 
 def seconds_spent(history: Sequence[Evaluation]) -> float:
@@ -221,7 +199,7 @@ def seconds_spent(history: Sequence[Evaluation]) -> float:
 
 
 def finite(value: Any) -> Any:
-    """The same document with NaN and infinities as None: JSON has no word for them."""
+    """The same document with NaN and infinities, which JSON lacks, as None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

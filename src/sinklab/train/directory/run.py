@@ -8,27 +8,39 @@ checkpoints/       step_N folders
 failed.json        step and message, where the last call ended with an error
 lock               held by the process that trains
 measurement.json, measurement.npz, when the run is done
+
+Extension: a run with more `train.steps` continues a shorter one where the two agree so far. The number of steps is part
+of the run's hash, because the learning rate may depend on it. Where the rates of all steps so far are those of the
+longer run (a flat schedule; wsd before its decay; any during its warm-up), the shorter run is the beginning of the
+longer one, bit for bit, and the directory becomes the longer run's. env.json records it: `hash` is the longer run's,
+and `continues` lists hash and steps of the earlier ones.
 """
 
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from sinklab.attention.config import AttentionConfig
-from sinklab.data.loader import Loader, train_loader, valid_loader
+from sinklab.data.loader import Loader
 from sinklab.data.prepare import prepared
-from sinklab.data.shards import TokenDataset
-from sinklab.data.tokenfile import TokenFile
+from sinklab.data.shards import TokenDataset, TokenFile
 from sinklab.device import multiplies_natively, pick_device
 from sinklab.errors import InputError
 from sinklab.files import write_json, write_text, written_aside
 from sinklab.model.transformer import Transformer
-from sinklab.train.directory.checkpoint import load_weights, take_newest
-from sinklab.train.directory.environment import ENVIRONMENT, difference, earlier_hashes, environment, recorded_hash
-from sinklab.train.directory.extend_run import become_longer, shorter_run
+from sinklab.train.directory.checkpoint import load_weights, steps_saved, take_newest
+from sinklab.train.directory.environment import (
+    ENVIRONMENT,
+    difference,
+    earlier_hashes,
+    environment,
+    read_environment,
+    recorded_hash,
+)
+from sinklab.train.optim import learning_rate
 from sinklab.train.recipe import Recipe, load_recipe
 
 DEFAULT_ROOT = Path("runs")
@@ -42,12 +54,12 @@ class Run:
     """An opened run directory.
 
     Attributes:
-        directory: where everything of the run is.
+        directory: of all its files.
         recipe: resolved, with the vocabulary size set.
         dataset: its tokens.
         hash: of recipe and data; two runs with the same hash are the same run.
-        earlier: hashes of the shorter runs that it goes on from in this directory (see `extend_run`).
-        shorter: steps of the run that is there and is still to become this one, None where there is none.
+        earlier: hashes of the shorter runs that it extends.
+        shorter: steps of a shorter run in the directory that this one will extend; None where there is none.
     """
 
     directory: Path
@@ -59,7 +71,7 @@ class Run:
 
     @property
     def hashes(self) -> tuple[str, ...]:
-        """Whose checkpoints are its own."""
+        """Of the runs whose checkpoints it can continue."""
         return (self.hash, *self.earlier)
 
     @property
@@ -77,8 +89,9 @@ class Run:
     def loader(self, split: Literal["train", "valid"]) -> Loader:
         """Batches of the training or validation tokens under the recipe's data interventions."""
         recipe = self.recipe
-        return (train_loader if split == "train" else valid_loader)(
+        return Loader.of(
             self.dataset,
+            split,
             context=recipe.model.context,
             batch_size=recipe.train.batch_size,
             seed=recipe.seed,
@@ -87,51 +100,52 @@ class Run:
 
 
 def resolve(recipe: Recipe, dataset: TokenDataset) -> Recipe:
-    """The recipe with what it left open: the vocabulary size and the EOS from the data, the precision from the device.
+    """The recipe with its open values set: vocabulary size and EOS from the data, precision from the device.
 
     Raises:
         InputError: the model's vocabulary is smaller than the tokenizer's.
     """
-    size = recipe.model.vocab_size
+    size, attention = recipe.model.vocab_size, recipe.model.attention
     if size is not None and size < dataset.vocab_size:
         raise InputError(f"model.vocab_size {size} is smaller than the tokenizer's {dataset.vocab_size}")
-    model = recipe.model.model_copy(
-        update={"vocab_size": size or dataset.vocab_size, "attention": _with_eos(recipe.model.attention, dataset)}
-    )
+    if attention.mask.kind == "document":
+        mask = attention.mask.model_copy(update={"eos_id": dataset.eos_id})
+        attention = attention.model_copy(update={"mask": mask})
+    model = recipe.model.model_copy(update={"vocab_size": size or dataset.vocab_size, "attention": attention})
     train = recipe.train
     precision = resolved_precision(train.precision, pick_device(train.device))
     return recipe.model_copy(update={"model": model, "train": train.model_copy(update={"precision": precision})})
 
 
 def resolved_precision(name: Literal["auto", "fp32", "bf16"], device: torch.device) -> Literal["fp32", "bf16"]:
-    """What `train.precision` means on a device."""
+    """`train.precision` with auto replaced by the precision for a device."""
     if name == "auto":
         return "bf16" if multiplies_natively(torch.bfloat16, device) else "fp32"
     return name
 
 
-def _with_eos(attention: AttentionConfig, dataset: TokenDataset) -> AttentionConfig:
-    """A document mask learns from the data which token ends a document."""
-    if attention.mask.kind != "document":
-        return attention
-    return attention.model_copy(update={"mask": attention.mask.model_copy(update={"eos_id": dataset.eos_id})})
-
-
 def open_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None) -> Run:
-    """The run of a recipe on data, new or there already, or to be gone on from; nothing is written (`establish` does).
+    """The run of a recipe on data: new, existing, or extending a shorter one. Nothing is written (see `establish`).
 
     Args:
         out: default `runs/NAME-HASH`.
 
     Raises:
-        InputError: `out` holds another run, also one with fewer steps that is no beginning of this one, or files that
-            no run has written.
+        InputError: `out` holds another run, also one with fewer steps that this one does not extend, or files that no
+            run has written.
         SinklabError: its env.json is damaged.
     """
     recipe = resolve(recipe, dataset)
     run_hash = recipe.content_hash(dataset.fingerprint)
     run = Run(out or DEFAULT_ROOT / f"{recipe.name}-{run_hash}", recipe, dataset, run_hash)
-    _check_reachable(run.directory)
+    try:
+        if run.directory.exists() and not run.directory.is_dir():
+            raise InputError(f"{run.directory} is a file: choose another --out")
+        with suppress(FileNotFoundError):
+            (run.directory / ENVIRONMENT).stat()
+    except OSError as error:  # below a file, no permission, too long a name
+        reason = f"{run.directory} cannot be a run directory: {error.strerror}"
+        raise InputError(f"{reason}. Choose another --out") from error
     found = recorded_hash(run.directory)
     if found is None and (strange := [name for name in OWN if (run.directory / name).exists()]):
         raise InputError(f"{run.directory} holds {strange[0]}, which no run has written: choose another --out")
@@ -147,22 +161,11 @@ def open_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None) -> 
     return replace(run, earlier=(*earlier, found), shorter=shorter)
 
 
-def _check_reachable(directory: Path) -> None:
-    try:
-        if directory.exists() and not directory.is_dir():
-            raise InputError(f"{directory} is a file: choose another --out")
-        (directory / ENVIRONMENT).stat()
-    except FileNotFoundError:
-        return
-    except OSError as error:  # below a file, in somebody else's folder, with too long a name
-        raise InputError(f"{directory} cannot be a run directory: {error.strerror}. Choose another --out") from error
-
-
 def existing_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None) -> Run:
-    """The run as `open_run` has it, which must have been begun.
+    """The run of `open_run`, which must have been started.
 
     Raises:
-        InputError: it is not there, or `out` holds another run.
+        InputError: there is no such run, or `out` holds another one.
     """
     run = open_run(recipe, dataset, out)
     if recorded_hash(run.directory) is None:
@@ -171,17 +174,17 @@ def existing_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None)
 
 
 def establish(run: Run) -> None:
-    """Write what identifies the run into its directory, as far as it is not there. Only who holds its lock may do so.
+    """Write the missing ones of env.json, recipe.yaml and the tokenizer's files; needs the run's lock.
 
-    env.json is first: a directory that has it belongs to the run, and what a kill has left out is written by the next.
+    env.json is first: a directory that has it belongs to the run, and files that a kill left out are written next time.
 
     Raises:
-        InputError: meanwhile another run has been begun there.
-        SinklabError: it cannot be written.
+        InputError: another run has been started there meanwhile.
+        SinklabError: a file cannot be written.
     """
     open_run(run.recipe, run.dataset, run.directory)
     if (run.directory / ENVIRONMENT).exists():
-        become_longer(run.directory, run.recipe, run.hash)
+        _extend(run)
     else:
         data = {"fingerprint": run.dataset.fingerprint, "source": run.recipe.data.source}
         write_json(run.directory / ENVIRONMENT, {"hash": run.hash, "data": data, **environment(run.recipe)})
@@ -195,7 +198,7 @@ def establish(run: Run) -> None:
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """What measuring needs of a finished or interrupted run."""
+    """A finished or interrupted run at one of its checkpoints."""
 
     model: Transformer
     recipe: Recipe
@@ -220,30 +223,85 @@ def load_run(directory: Path, step: int | None = None) -> TrainedRun:
     recipe = load_recipe(str(directory / RECIPE))
     if recipe.model.vocab_size is None:
         raise InputError(
-            f"{directory} is not a run directory: its {RECIPE} is one to train from, and no run has been begun there"
+            f"{directory} is not a run directory: its {RECIPE} has no model.vocab_size, so no run has written it"
         )
     model = Transformer(recipe.model)
     recorded = recorded_hash(directory)
     hashes = None if recorded is None else (recorded, *earlier_hashes(directory))
     found = take_newest(directory / "checkpoints", model, lambda path: load_weights(path, model), hashes, at_most=step)
     if step is not None and (found is None or found[1].step != step):
-        raise InputError(f"{directory} has no valid checkpoint of step {step:,}: name one that it has kept")
+        raise InputError(f"{directory} has no valid checkpoint of step {step:,}: give a step that it has kept")
     if found is None:
         raise InputError(f"{directory} has no checkpoint yet: train it with `sinklab train` first")
     return TrainedRun(model.eval(), recipe, directory / "tokenizer.json", found[1].step)
 
 
 def validation_tokens(directory: Path) -> TokenFile:
-    """The token ids that a run is validated on, from its data, which is prepared again where it is not at hand.
+    """The validation tokens of a run; its data is prepared again where it is not in the cache.
 
     Raises:
-        InputError: its text cannot be had, or is not what it was when the run was trained.
+        InputError: its text cannot be read, or has changed since the run was trained.
     """
     recipe = load_recipe(str(directory / RECIPE))
     dataset = prepared(recipe.data)
     if recipe.content_hash(dataset.fingerprint) != recorded_hash(directory):
         raise InputError(
-            f"the text of {directory} ({recipe.data.source}) is not what the run was trained on, or its recipe has "
-            "been changed: give a text of your own"
+            f"the text of {directory} ({recipe.data.source}) or its recipe has changed since the run was trained: "
+            "give another text"
         )
     return dataset.valid
+
+
+MEASURED = ("measurement.json", "measurement.npz", "record.json")
+"""Final results of a run, removed when a longer one extends it."""
+
+
+def shorter_run(directory: Path, recipe: Recipe, data: str, found: str) -> int | None:
+    """The steps of a directory's run where `recipe` is the same run with more steps, else None.
+
+    Args:
+        recipe: resolved.
+        data: fingerprint of its data.
+        found: hash of the directory's run.
+
+    Raises:
+        InputError: the longer run has another learning rate at a step that was made.
+    """
+    steps, longer = _steps(directory), recipe.train.steps
+    if steps is None or steps >= longer or with_steps(recipe, steps).content_hash(data) != found:
+        return None
+    reached = max(steps_saved(directory / "checkpoints"), default=0)
+    for step in range(min(reached + 1, steps)):  # metrics have the rate of the next update
+        peak, schedule = recipe.optim.lr, recipe.schedule
+        if learning_rate(step, steps, peak, schedule) != learning_rate(step, longer, peak, schedule):
+            raise InputError(
+                f"{directory} holds a run of {steps} steps, which has reached step {reached}; from step {step + 1} on "
+                f"its learning rate differs from that of {longer} steps (schedule.shape {schedule.shape}), so it "
+                "cannot be extended. Choose another --out, or schedule.shape flat for runs to be extended"
+            )
+    return steps
+
+
+def with_steps(recipe: Recipe, steps: int) -> Recipe:
+    """The recipe with another number of steps."""
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": steps})})
+
+
+def _extend(run: Run) -> None:
+    """Make the directory of a shorter run that of the longer one; the next call completes an interrupted one."""
+    found, steps = read_environment(run.directory), _steps(run.directory)
+    if found["hash"] != run.hash:
+        earlier = [*found.get("continues", ()), {"hash": found["hash"], "steps": steps}]
+        write_json(run.directory / ENVIRONMENT, {**found, "hash": run.hash, "continues": earlier})
+    if steps is not None and steps != run.recipe.train.steps:
+        for name in MEASURED:
+            (run.directory / name).unlink(missing_ok=True)
+        write_text(run.directory / RECIPE, run.recipe.to_yaml())
+
+
+def _steps(directory: Path) -> int | None:
+    """Of the recipe in a run directory, None where it cannot be read."""
+    try:
+        return load_recipe(str(directory / RECIPE)).train.steps
+    except InputError:
+        return None

@@ -1,12 +1,12 @@
 """Tensors of a checkpoint: safetensors files written and read through torch.distributed.checkpoint.
 
 Each process writes its own shards, with their place in the whole tensor in the file's header; any number of processes
-reads them again, each what it needs. Nothing is pickled.
+reads them again, each its own part. Nothing is pickled.
 
 Names: `model/WEIGHT` and `optimizer/WEIGHT/KEY`.
 
 torch.distributed.checkpoint is imported where files are written or read: it takes half as long to load as all of torch,
-and many commands only ask which checkpoints there are.
+and many commands only list checkpoints.
 """
 
 import warnings
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
 SUFFIX = ".safetensors"
-"""Every file in a folder that ends so is read."""
+"""Every file with this suffix in a folder is read."""
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -57,7 +57,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], together: bool) -
 
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
-        with _without_a_word_on_being_alone():
+        with _without_warning():
             save(dict(tensors), storage_writer=writer, no_dist=not together)
     except CheckpointException as error:  # derives from BaseException
         raise SinklabError(_reasons(error)) from error
@@ -75,7 +75,7 @@ def read_tensors(folder: Path, into: Mapping[str, Tensor], together: bool) -> No
 
     reader = HuggingFaceStorageReader(str(folder))
     try:
-        with _without_a_word_on_being_alone():
+        with _without_warning():
             load(dict(into), storage_reader=reader, no_dist=not together)
     except CheckpointException as error:
         raise SinklabError(_reasons(error)) from error
@@ -101,9 +101,9 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def create_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, stored: Collection[str]) -> None:
-    """Let a new optimiser make the tensors that are stored of it, by an update with rate and gradients of zero.
+    """Have a new optimiser create its stored tensors, by an update with rate and gradients of zero.
 
-    The optimiser itself knows their kinds, devices and shards; the weights stay as they are.
+    The optimiser itself chooses their dtypes, devices and shards; the weights do not change.
     """
     for name, parameter in model.named_parameters():
         kept = any(key.startswith(f"{OPTIMIZER}{name}/") for key in stored)
@@ -118,8 +118,8 @@ def create_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, s
 
 
 @contextmanager
-def _without_a_word_on_being_alone() -> Iterator[None]:
-    """torch warns where one process saves for itself, also where that is asked for."""
+def _without_warning() -> Iterator[None]:
+    """torch warns where one process saves by itself, even with no_dist."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -1,31 +1,108 @@
-"""A sinklab transformer for transformers: `from_pretrained`, `generate` with a cache, a loss over labels.
+"""A sinklab transformer for transformers: config.json, `from_pretrained`, `generate` with a cache, a loss over labels.
 
-B batch, T tokens, V vocabulary.
+B batch, T tokens, S tokens of a past and those that continue it, V vocabulary.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 
 from sinklab.errors import InputError
 from sinklab.model.config import ModelConfig
-from sinklab.model.huggingface.configuration import SinklabConfig
-from sinklab.model.huggingface.padding import Padding, padding_of
 from sinklab.model.loss import IGNORED
 from sinklab.model.past import Past
 from sinklab.model.position import DistanceTerm
 from sinklab.model.transformer import Transformer
+
+MODEL_TYPE = "sinklab"
+DERIVED = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "width",
+    "intermediate_size": "ffn_width",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "max_position_embeddings": "context",
+}
+"""Names of transformers for the sizes of a recipe."""
+
+
+class SinklabConfig(PreTrainedConfig):
+    """config.json of an exported run.
+
+    Args:
+        model: the model part of a recipe, with `vocab_size` set.
+        **others: keys of every config of transformers; the sizes in DERIVED are always those of `model`.
+    """
+
+    model_type = MODEL_TYPE
+
+    def __init__(self, model: Mapping[str, Any] | None = None, **others: Any) -> None:
+        self.model = dict(model or {})
+        for name, ours in DERIVED.items():
+            others.pop(name, None)
+            setattr(self, name, self.model.get(ours))
+        if self.model.get("kv_heads") is None:
+            self.num_key_value_heads = self.model.get("heads")
+        others.setdefault("tie_word_embeddings", False)
+        super().__init__(**others)
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Number of the S tokens of each sequence that are padding, at its start and at its end."""
+
+    before_B: Tensor
+    behind_B: Tensor
+
+
+def padding_of(mask_BS: Tensor | None, tokens_BT: Tensor, past: Past | None) -> Padding | None:
+    """The padding of an attention mask, or without a mask that of the past; None where there is none.
+
+    Args:
+        mask_BS: not 0 at tokens, those of the past included.
+        tokens_BT: that continue the past.
+
+    Raises:
+        InputError: a mask of another shape, padding between tokens, or behind those that continue a past.
+    """
+    earlier, padded_B = (0, None) if past is None else (past.get_seq_length(), past.padding_B)
+    if mask_BS is None:
+        return None if padded_B is None else Padding(padded_B, torch.zeros_like(padded_B))
+    B, S = len(tokens_BT), earlier + tokens_BT.shape[1]
+    if tuple(mask_BS.shape) != (B, S):
+        raise InputError(
+            f"attention_mask is {tuple(mask_BS.shape)}: give one of (sequences, tokens), here ({B}, {S}), those in "
+            "past_key_values included"
+        )
+    real_BS = mask_BS.to(tokens_BT.device) != 0
+    if padded_B is None and bool(real_BS.all()):
+        return None
+    count_B = real_BS.sum(1)
+    before_B = torch.where(count_B > 0, real_BS.int().argmax(1), S)
+    behind_B, at_S = S - before_B - count_B, torch.arange(S, device=real_BS.device)
+    if not torch.equal(real_BS, (at_S >= before_B[:, None]) & (at_S < (before_B + count_B)[:, None])):
+        raise InputError(
+            "there is padding between the tokens of a sequence: pad on the left (tokenizer.padding_side = 'left'), or "
+            "on the right where nothing is generated"
+        )
+    if earlier and bool(behind_B.any()):
+        raise InputError("tokens that continue past_key_values are padding: pad on the left, before the first tokens")
+    return Padding(before_B, behind_B)
 
 
 class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
     """Any variant of sinklab, behind the interface of a causal language model of transformers.
 
     Attributes:
-        transformer: the model itself; what sinklab measures.
+        transformer: the model itself, which sinklab measures.
     """
 
     config_class = SinklabConfig
@@ -52,16 +129,16 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
         """Logits of the next token.
 
         Args:
-            input_ids: (B, T), those that continue `past_key_values` where it is given.
+            input_ids: (B, T); with `past_key_values` the tokens that continue it.
             attention_mask: 1 at tokens and 0 at padding, on the left, the right or both; (B, S), the tokens of
-                `past_key_values` included. Padding counts nowhere, and the logits there have no meaning.
-            past_key_values: of an earlier call with `use_cache`; the tokens are added to it.
+                `past_key_values` included. Padding is ignored, and the logits there have no meaning.
+            past_key_values: of an earlier call with `use_cache`; it is extended.
             labels: (B, T), the tokens to be predicted (transformers shifts them); IGNORED ones do not count, nor does
-                padding, nor do those that a prefix mask shows to every query.
-            use_cache: return a past that can be continued; the default is not to.
-            logits_to_keep: so many of the last positions, or these; 0 for all.
-            others: what transformers hands to every model. `position_ids` are not looked at: a token's position is its
-                place in its sequence, padding left out.
+                padding, nor do tokens of a prefix that a mask shows to every query.
+            use_cache: return a cache that can be continued; off unless given.
+            logits_to_keep: the number of last positions, or these positions; 0 for all.
+            others: arguments of every model of transformers. `position_ids` are ignored: a token's position is its
+                index in its sequence without padding.
 
         Raises:
             InputError: padding within a sequence, a mask of another shape, embeddings in the place of tokens, attention
@@ -92,9 +169,9 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
         return output.to_tuple() if return_dict is False else output
 
     def _hidden(self, tokens_BT: Tensor, past: Past | None, padding: Padding | None) -> Tensor:
-        """`Transformer.hidden`, which knows padding on the left: that on the right is put there, where it matters.
+        """`Transformer.hidden`, which supports padding on the left only: padding on the right is moved there.
 
-        It does where it is kept in a cache, and where a mask lets earlier queries see it.
+        Not where it has no effect: without a cache, and where no earlier query can see it.
         """
         if padding is None:
             return self.transformer.hidden(tokens_BT, past)
@@ -104,12 +181,12 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
             return self.transformer.hidden(tokens_BT, past, before_B if padded else None)
         T = tokens_BT.shape[1]
         at_T = torch.arange(T, device=tokens_BT.device)
-        turned_BT = tokens_BT.gather(1, (at_T - behind_B1) % T)
-        hidden_BTE = self.transformer.hidden(turned_BT, past, before_B + padding.behind_B)
+        shifted_BT = tokens_BT.gather(1, (at_T - behind_B1) % T)
+        hidden_BTE = self.transformer.hidden(shifted_BT, past, before_B + padding.behind_B)
         return hidden_BTE.gather(1, ((at_T + behind_B1) % T)[..., None].expand_as(hidden_BTE))
 
     def _counted(self, labels_BT: Tensor, first: int, padding: Padding | None) -> Tensor:
-        """The labels without padding and those tokens that are not predicted; `first` tokens are before them."""
+        """The labels with padding and unpredicted tokens IGNORED; `first` is their first position."""
         at_T = torch.arange(first, first + labels_BT.shape[1], device=labels_BT.device)
         first_counted = self.transformer.config.first_target - 1
         if padding is None:
@@ -120,9 +197,9 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(  # type: ignore[override]
         self, input_ids: Tensor, past_key_values: Past | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """The tokens that the cache does not have yet, and what `forward` takes.
+        """The tokens that the cache lacks, and the arguments of `forward`.
 
-        Only with a parameter of the name `kwargs` does `generate` take what `forward` does (transformers 5.17 to 5.23).
+        `generate` accepts those only with a parameter of the name `kwargs` (transformers 5.17 to 5.23).
 
         Raises:
             InputError: sequences that end with padding, which cannot be continued.
@@ -130,7 +207,7 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
         mask = kwargs.get("attention_mask")
         if mask is not None and not bool(mask[:, -1].all()):
             raise InputError(
-                "the prompts are padded on the right, where new tokens come: pad them on the left, with "
+                "the prompts are padded on the right, where new tokens are appended: pad them on the left, with "
                 "tokenizer.padding_side = 'left'"
             )
         read = 0 if past_key_values is None else past_key_values.get_seq_length()
@@ -139,7 +216,7 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        """No: the first call makes a `Past`, and returns it."""
+        """False: the first call creates a `Past` and returns it."""
         return False
 
     def get_input_embeddings(self) -> nn.Module:
@@ -150,14 +227,14 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Weights start as the transformer has them; after loading, what is not stored is worked out again."""
+        """Weights are the transformer's initial ones; after loading, values that are not stored are recomputed."""
         if isinstance(module, DistanceTerm):
             module.reset()
 
 
 def _check_supported(others: dict[str, Any]) -> None:
     if others.get("inputs_embeds") is not None:
-        raise InputError("a sinklab model reads tokens: give input_ids, not inputs_embeds")
+        raise InputError("a sinklab model needs tokens: give input_ids, not inputs_embeds")
     for name in ("output_attentions", "output_hidden_states"):
         if others.get(name):
-            raise InputError(f"{name}: a sinklab model returns logits only; sinklab.measure watches what is inside it")
+            raise InputError(f"{name}: a sinklab model returns logits only; use sinklab.measure for its attention")

@@ -1,4 +1,4 @@
-"""Floating-point operations that a model's formula needs, counted from its parts; and the peaks of known cards.
+"""Floating-point operations of a model, counted from its parts; peaks of known cards; the speed of a run.
 
 A multiplication and an addition are two operations. For one sequence of T tokens (L = T + learned leading tokens):
 
@@ -12,12 +12,15 @@ attention   2 * (D + V) * pairs per head and layer: every score and every weight
             for the key, writes it, and reads it for the query; and 2 * W * L for every channel of its convolution
 head        2 * E * V for every token that is predicted
 
-A backward pass needs twice a forward pass, so a step three times it. What a backend recomputes, masks out afterwards
-or needs a second pass for is not counted, nor is anything elementwise: the count says what the result costs, not how
-it was obtained, and the utilisation that follows from it is comparable between operations. Documents are not known
-beforehand: their mask counts as causal.
+A backward pass needs twice a forward pass, so a step three times it. Recomputation, masked scores and second passes of
+a backend are not counted, nor are elementwise operations: the count is that of the formula, not of its implementation,
+and the utilisation that follows from it is comparable between operations. Documents are not known beforehand: their
+mask counts as causal.
 """
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -30,10 +33,11 @@ from sinklab.model.block import LinearBlock
 from sinklab.model.config import ModelConfig
 from sinklab.model.gate import ValueGating
 from sinklab.model.transformer import Transformer
+from sinklab.train.recipe import Recipe
 
 FORWARD_AND_BACKWARD = 3
 
-# Dense bfloat16 products with float32 sums, per second, as the makers state them. The first name that fits counts.
+# Dense bfloat16 products with float32 sums, per second, as the makers state them. The first name that matches counts.
 PEAKS = {
     "B200": 2250e12,
     "GH200": 990e12,
@@ -63,7 +67,7 @@ class Flops:
 
 
 def model_flops(config: ModelConfig) -> Flops:
-    """What one training sequence of `config.context` tokens needs.
+    """Operations of one training sequence of `config.context` tokens.
 
     Args:
         config: with `vocab_size` set.
@@ -132,3 +136,60 @@ def _attention_flops(config: ModelConfig, positions: int) -> int:
         return config.heads * (2 * state * positions + bias)
     pairs = int(visible_keys(core.mask, positions, torch.device("cpu")).sum())
     return config.heads * (2 * (width + value_width) * pairs + bias)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Speed of the updates since the last evaluation, without evaluations and checkpoints.
+
+    Attributes:
+        tokens_per_second: over all processes; None where there was no update.
+        mfu: operations of the model's formula per second, over the peak of all cards (0..1); None on a CPU and on cards
+            whose peak is not known (`train.peak_flops`).
+        stall_share: share of the time that this process waited for batches (0..1).
+    """
+
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    stall_share: float | None = None
+
+
+class Speedometer:
+    """Times the updates between two evaluations.
+
+    Args:
+        recipe: with the model's `vocab_size` set.
+        device: of this process.
+        processes: that share the batch, each with a device like this one.
+    """
+
+    def __init__(self, recipe: Recipe, device: torch.device, processes: int = 1) -> None:
+        self._tokens_per_step = recipe.train.batch_size * recipe.model.context
+        self._flops_per_token = model_flops(recipe.model).total / recipe.model.context
+        peak = recipe.train.peak_flops or peak_flops(device)
+        self._peak = None if peak is None else peak * processes
+        self._seconds, self._running_since = 0.0, time.perf_counter()
+        self._step = self._waited = 0.0
+
+    def begin(self, step: int, waited: float) -> None:
+        """Start at `step`; `waited` are the seconds spent on waiting for data so far."""
+        self._seconds, self._running_since = 0.0, time.perf_counter()
+        self._step, self._waited = step, waited
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time within it does not count. All updates must have been made."""
+        self._seconds += time.perf_counter() - self._running_since
+        try:
+            yield
+        finally:
+            self._running_since = time.perf_counter()
+
+    def read(self, step: int, waited: float) -> Speed:
+        """The speed from `begin` to `step`; to be called while paused."""
+        tokens = (step - self._step) * self._tokens_per_step
+        if not tokens:
+            return Speed()
+        rate = tokens / self._seconds
+        mfu = None if self._peak is None else rate * self._flops_per_token / self._peak
+        return Speed(rate, mfu, (waited - self._waited) / self._seconds)

@@ -1,0 +1,274 @@
+"""Interventions: every key of a recipe that is one, a named variant of each, and the values that change nothing.
+
+The rows of the catalogue are read from the recipe's JSON schema. A variant is an overlay on a base recipe
+(`sinklab.train.recipe.build_recipe`); those here fit any model whose width over heads is a multiple of 4, and any
+context above 8.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from sinklab.attention.config import Choice, examples_of, kinds_of
+from sinklab.schema import Kind
+from sinklab.train.recipe import Schema, members, recipe_schema
+
+Overlay = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A named overlay.
+
+    Attributes:
+        overlay: on a base recipe.
+        may_diverge: the paper reports that it does not train, or nothing keeps its outputs bounded: a diverged run is
+            then a result, not a defect.
+    """
+
+    overlay: Overlay
+    may_diverge: bool = False
+
+
+@dataclass(frozen=True)
+class Neutral:
+    """A value at which an intervention is the baseline, bit for bit.
+
+    Attributes:
+        value: as text.
+        overlay: the recipe's change with that value.
+        against: the baseline it equals, as an overlay; the base recipe itself unless given.
+    """
+
+    value: str
+    overlay: Overlay
+    against: Overlay = dataclasses.field(default_factory=dict)
+
+
+def _model(**parts: Any) -> Variant:
+    return Variant({"model": parts})
+
+
+def _attention(choice: Choice, values: Mapping[str, object]) -> Overlay:
+    return {"model": {"attention": {choice: values}}}
+
+
+def _attention_key(choice: Choice, key: str, kind: type[Kind]) -> str:
+    return f"{f'model.attention.{choice}.{key}'.removesuffix('.')} ({kind.chosen({})['kind']})"
+
+
+_UNCLIPPED: Overlay = {"optim": {"clip": None}}  # the rounding of the clipping norm depends on the number of weights
+
+CHOICES: tuple[Choice, ...] = get_args(Choice)
+
+VARIANTS: dict[str, Variant] = {
+    "softmax": Variant({}),
+    # positions (table 3)
+    **{f"position_{kind}": _model(position=kind) for kind in ("none", "absolute", "learnable", "t5", "alibi")},
+    "position_relative": Variant({"model": {"position": "relative"}}, may_diverge=True),
+    # norms, feed-forward, heads, projections, linear layers, gates
+    "norm_post": _model(norm={"placement": "post"}),
+    "norm_sandwich": _model(norm={"placement": "sandwich"}),
+    "norm_layernorm": _model(norm={"kind": "layernorm"}),
+    "norm_dynamic_tanh": _model(norm={"kind": "dynamic_tanh"}),
+    "qk_norm": _model(norm={"qk_norm": True}),
+    "head_norm": _model(norm={"head_norm": True}),
+    "norms_per_head": _model(norm={"qk_norm": "per_head", "head_norm": "per_head"}),
+    "gated_norm": _model(norm={"gate_rank": 16}),
+    **{f"ffn_{kind}": _model(ffn=kind) for kind in ("relu", "gelu", "swish", "reglu", "geglu")},
+    "heads_1": _model(heads=1),
+    "multi_query": _model(kv_heads=1),
+    "heads_summed": _model(head_outputs="sum"),
+    "mla": _model(projection="latent"),
+    "mla_compressed": _model(projection={"kind": "latent", "kv_rank": 16, "q_rank": 24}),
+    "mla_sink_logit": _model(projection="latent", attention={"bias": "sink_logit"}),
+    "linear_hybrid": _model(mixer="gated_delta"),
+    "linear_hybrid_half": _model(mixer={"kind": "gated_delta", "every": 2}),
+    "gate_head": _model(gate="head"),
+    "gate_element": _model(gate="element"),
+    "gate_value": _model(gate="value"),
+    "exclusive": _model(exclusive=True),
+    "value_residual": _model(value_residual="fixed"),
+    "value_residual_learned": _model(value_residual="learned"),
+    "first_values": _model(value_residual={"kind": "fixed", "first": 1.0, "own": 0.0}),
+    "init_torch": _model(init="torch"),
+    # attention: the examples of its operations, biases and masks
+    **{
+        name: Variant(_attention(choice, example.values), example.may_diverge)
+        for choice in CHOICES
+        for name, example in examples_of(choice).items()
+    },
+    "softcap": _model(attention={"softcap": 30.0}),
+    "forgetting_no_position": _model(position="none", attention={"operation": "forgetting"}),
+    "stick_breaking_no_position": _model(position="none", attention={"operation": "stick_breaking"}),
+    "sigmoid_shifted_sandwich": _model(
+        attention={"operation": {"kind": "sigmoid", "shift": "context"}}, norm={"placement": "sandwich"}
+    ),
+    "prefix_elu_kernel": _model(
+        attention={"operation": {"kind": "elu_kernel", "normalised": True}, "mask": {"kind": "prefix", "length": 5}}
+    ),
+    # data
+    "bos": Variant({"data": {"bos": True}}),
+    "fixed_token": Variant({"data": {"fixed_token": {"token_id": 1, "positions": [1]}}}),
+    "random_tokens": Variant({"data": {"random_tokens": {"start": 0, "end": 2}}}),
+    # optimisation
+    "weight_decay_half": Variant({"optim": {"weight_decay": 0.5}}),
+    "sgd": Variant({"optim": {"name": "sgd", "lr": 0.1, "nesterov": True}}),
+    "muon": Variant({"optim": {"name": "muon", "lr": 3e-3}}),
+    "schedule_flat": Variant({"schedule": {"shape": "flat"}}),
+    "schedule_wsd": Variant({"schedule": {"shape": "wsd"}}),
+}
+
+NEUTRAL: dict[str, Neutral] = {
+    **{
+        _attention_key(choice, key, kind): Neutral(
+            one.said,
+            _attention(choice, kind.chosen(one.values)),
+            against={} if one.against is None else _attention(choice, kind.chosen(one.against)),
+        )
+        for choice in CHOICES
+        for kind in kinds_of(choice)
+        for key, one in kind.neutral.items()
+    },
+    "model.attention.operation.start (forgetting)": Neutral(
+        "1000, with optim.clip null",
+        {**_attention("operation", {"kind": "forgetting", "start": 1000.0}), **_UNCLIPPED},
+        against=_UNCLIPPED,
+    ),
+    "model.head_outputs": Neutral(
+        "concat, or sum with one head", {"model": {"heads": 1, "head_outputs": "sum"}}, against={"model": {"heads": 1}}
+    ),
+    "model.value_residual.first (fixed)": Neutral(
+        "0, with own 1", {"model": {"value_residual": {"kind": "fixed", "first": 0.0, "own": 1.0}}}
+    ),
+    "schedule.decay_fraction": Neutral("0", {"schedule": {"shape": "wsd", "decay_fraction": 0.0}}),
+    "schedule.min_lr": Neutral("optim.lr", {"schedule": {"shape": "cosine", "min_lr": 3e-3}}),
+    "model.mixer.every (gated_delta)": Neutral("1", {"model": {"mixer": {"kind": "gated_delta", "every": 1}}}),
+    "optim.clip": Neutral("null", _UNCLIPPED, against={"optim": {"clip": 1e9}}),
+}
+"""By dotted key, followed by the kind that has the key in brackets."""
+
+ROOTS = ("model", "data", "optim", "schedule")
+
+NOT_INTERVENTIONS = {
+    "model.layers",
+    "model.width",
+    "model.ffn_width",
+    "model.vocab_size",
+    "model.context",
+    "model.init_from",
+    "model.init_sha256",
+    "model.attention.backend",
+    "model.attention.mask.eos_id",
+    "data.tokenizer",
+    "data.valid_fraction",
+    "data.text_limit_bytes",
+    "data.token_limit",
+    "data.mix",
+}
+"""Keys of the same parts that are no interventions: sizes, the text, how something is computed or stored."""
+
+TYPES = {
+    "boolean": "true | false",
+    "integer": "whole number",
+    "number": "number",
+    "string": "text",
+    "null": "null",
+    "object": "mapping",
+}
+BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
+
+
+@dataclass(frozen=True)
+class Intervention:
+    """A row of the catalogue.
+
+    Attributes:
+        key: dotted key of a recipe.
+        kind: of the row or of the part that has the key; None outside of choices.
+        values: the legal values.
+        default: empty where the key has none.
+        neutral: the value that changes nothing; empty where none is known.
+        explanation: one line.
+    """
+
+    key: str
+    kind: str | None
+    values: str
+    default: str
+    neutral: str
+    explanation: str
+
+    @property
+    def is_kind(self) -> bool:
+        """Whether this row is a kind of a choice, not a value that the kind has."""
+        return self.kind is not None and self.values == self.kind
+
+
+def catalogue() -> list[Intervention]:
+    """Every intervention: a row per kind of every choice and per value of every part."""
+    properties = recipe_schema()["properties"]
+    rows = [row for root in ROOTS for row in _rows(properties[root], root, None, baseline=True)]
+    return [row for row in rows if not any(f"{row.key}.".startswith(f"{key}.") for key in NOT_INTERVENTIONS)]
+
+
+def kinds() -> set[str]:
+    """The names of all kinds of all choices."""
+    return {row.kind for row in catalogue() if row.kind is not None}
+
+
+def _rows(field: Schema, key: str, kind: str | None, baseline: bool) -> Iterator[Intervention]:
+    """Rows of a field of the recipe's schema and of the fields below it.
+
+    Args:
+        baseline: every choice above the field has its default kind, so that default values are those of the base.
+    """
+    types = members(field)
+    parts = [one for one in types if "properties" in one]
+    values, default = " | ".join(map(_value, types)), _written(field["default"]) if "default" in field else ""
+    if choice := field.get("discriminator"):
+        tag = choice["propertyName"]
+        chosen = field["default"][tag]
+        for part in parts:
+            name = part["properties"][tag]["const"]
+            yield Intervention(key, name, name, chosen, chosen if baseline else "", _first_paragraph(part))
+            yield from _rows_below(part, key, name, baseline and name == chosen)
+        return
+    if not parts:
+        known = NEUTRAL.get(f"{key} ({kind})") or NEUTRAL.get(key)
+        neutral = known.value if known is not None else default if baseline else ""
+        yield Intervention(key, kind, values, default, neutral, field.get("description", ""))
+    elif len(types) > 1:
+        explanation = field.get("description") or _first_paragraph(parts[0])
+        yield Intervention(key, kind, values, default, default, explanation)
+    for part in parts:
+        yield from _rows_below(part, key, kind, baseline)
+
+
+def _rows_below(part: Schema, key: str, kind: str | None, baseline: bool) -> Iterator[Intervention]:
+    for name, field in part["properties"].items():
+        if "const" not in field:  # the tag of a kind
+            yield from _rows(field, f"{key}.{name}", kind, baseline)
+
+
+def _value(member: Schema) -> str:
+    if "properties" in member:
+        return "{" + ", ".join(member["properties"]) + "}"
+    if "enum" in member or "const" in member:
+        return " | ".join(map(str, member.get("enum") or [member["const"]]))
+    if member["type"] == "array":
+        inner = [TYPES[one["type"]] for one in member.get("prefixItems") or [member["items"]]]
+        return "[" + ", ".join(inner) + (", .." if "items" in member else "") + "]"
+    bounds = [f"{sign} {member[name]:g}" for name, sign in BOUNDS.items() if name in member]
+    return " ".join([TYPES[member["type"]], *bounds])
+
+
+def _written(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _first_paragraph(part: Schema) -> str:
+    return " ".join(part.get("description", "").split("\n\n")[0].split())

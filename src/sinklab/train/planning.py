@@ -1,0 +1,300 @@
+"""Plan of a run before it is started: parameters, tokens, operations, memory.
+
+The memory estimate of a process has these parts:
+
+weights       4 bytes per parameter (float32, also under bf16 autocast); one share of them with FSDP
+gradients     4 bytes per parameter, as weights; all of them where FSDP adds up several micro-batches before it shares
+optimizer     AdamW 8, Muon 4 for hidden matrices and 8 for the rest, SGD 4 (without momentum 0), as weights
+activations   tensors that autograd saves between forward and backward of a micro-batch. They are counted: a model of
+              the recipe's sizes but one layer (two where some are linear: the first one of them is, and no values
+              are mixed) runs forward on the CPU at two short lengths; no operation here saves more than linearly many
+              bytes per position, so that the two give the bytes per position and the bytes that do not depend on it
+              (copies of the weights in bfloat16)
+              With `train.recompute: blocks` every block saves the residual stream before it only
+loss          logits and their gradients that exist at a time, the gradient of the head in float32
+working       gradients inside one block, taken as large as its activations; of a recomputed block those, too
+
+Not included: the libraries themselves (CUDA: about 0.5 GB), fragmentation, a layer's own values where learned value
+residuals save them beside the mixed ones, and activations that `torch.compile` does not save; with FSDP, the whole of
+one block and of all that is outside the blocks is added to `working`.
+
+The memory is checked before anything is built: Linux grants memory that it does not have and kills the process that
+uses it.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sinklab.attention.query_blocks import CHUNK
+from sinklab.data.prepare import prepared
+from sinklab.data.shards import TokenDataset
+from sinklab.data.tokenizers import trained_size
+from sinklab.errors import InputError
+from sinklab.model.config import ModelConfig
+from sinklab.model.loss import WHOLE, rows_per_chunk
+from sinklab.model.transformer import Transformer
+from sinklab.model.values import NoValueResidual
+from sinklab.models.memory_budget import total_bytes
+from sinklab.train.config import Muon, OptimConfig, Sgd
+from sinklab.train.directory.run import resolved_precision
+from sinklab.train.flops import Flops, model_flops, peak_flops, shape_of
+from sinklab.train.optim import hidden_matrices
+from sinklab.train.recipe import Recipe
+from sinklab.train.world import World
+
+FLOAT32 = 4
+MB = 2**20
+LENGTHS = (32, 64)  # of the forward passes in which bytes are counted
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes, by part (see the module)."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    loss: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+
+class _Saved(NamedTuple):
+    """Bytes that autograd saves in a forward pass, inside the blocks and outside of them."""
+
+    inside: float
+    outside: float
+
+
+def memory_estimate(recipe: Recipe, device: torch.device, processes: int = 1) -> MemoryEstimate:
+    """The memory of one of `processes` at its peak.
+
+    Args:
+        recipe: with the model's `vocab_size` and a `precision` other than auto.
+        device: of the process; it decides how many logits are held at a time.
+    """
+    config, train = recipe.model, recipe.train
+    model = shape_of(config)
+    sharded = processes > 1 and train.parallel == "fsdp"
+    share = processes if sharded else 1
+    parameters = sum(p.numel() for p in model.parameters())
+    mine = train.batch_size // processes
+    sequences = min(train.micro_batch or mine, mine)
+    bf16 = train.precision == "bf16"
+    fixed, per_position = _saved(config, bf16, layers=1)
+    positions = sequences * (config.context + model.leading)
+    block = fixed + per_position.inside * positions
+    with_attention = len(config.attention_layers)
+    outside, inside = per_position.outside * positions, with_attention * block
+    if with_attention < config.layers:
+        fixed, per_position = _saved(config, bf16, layers=2)
+        linear = fixed + per_position.inside * positions
+        inside += (config.layers - with_attention) * linear
+        block = max(block, linear)
+    recomputed = 0.0
+    if train.recompute == "blocks":
+        inside, recomputed = FLOAT32 * config.layers * config.width * positions, block
+    others = sum(p.numel() for part in model.blocks[1:] for p in part.parameters())
+    gathered = FLOAT32 * (parameters - others) if sharded else 0
+    return MemoryEstimate(
+        weights=FLOAT32 * parameters // share,
+        gradients=FLOAT32 * parameters // (share if sequences == mine else 1),
+        optimizer=_optimizer_bytes(model, recipe.optim) // share,
+        activations=round(inside + outside),
+        loss=_loss_bytes(config, sequences * config.context, device, bf16),
+        working=round(block + recomputed) + gathered,
+    )
+
+
+def _saved(config: ModelConfig, bf16: bool, layers: int) -> tuple[float, _Saved]:
+    """Bytes of the first of so many layers that do not depend on the positions; bytes per position."""
+    lengths = LENGTHS if layers == 1 else (CHUNK, 2 * CHUNK)  # a linear layer keeps chunks
+    lengths = lengths if config.context >= max(lengths) else (config.context // 2, config.context)
+    # A linear first layer, which such a recipe need not have, has no values for the second to mix with its own.
+    short = {"layers": layers, "vocab_size": 2} | ({} if layers == 1 else {"value_residual": NoValueResidual()})
+    model = Transformer(config.model_copy(update=short))
+    first, second = (_saved_at(model, length, bf16) for length in lengths)
+    slope = _Saved(*((more - less) / (lengths[1] - lengths[0]) for less, more in zip(first, second, strict=True)))
+    return max(0.0, first.inside - slope.inside * (lengths[0] + model.leading)), slope
+
+
+def _saved_at(model: Transformer, length: int, bf16: bool) -> _Saved:
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[bool, dict[int, Tensor]] = {True: {}, False: {}}  # by whether inside the first block
+    places = [False]
+
+    def save(tensor: Tensor) -> Tensor:
+        address, inside = tensor.untyped_storage().data_ptr(), places[-1]
+        if address not in own and address not in saved[not inside]:
+            saved[inside][address] = tensor  # kept alive, so that its address is not used again
+        return tensor
+
+    model.blocks[0].register_forward_pre_hook(lambda *_: places.append(True))
+    model.blocks[0].register_forward_hook(lambda *_: places.append(False))
+    with (
+        torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=bf16),
+    ):
+        model.hidden(torch.zeros(1, length, dtype=torch.long))
+    return _Saved(*(sum(t.untyped_storage().nbytes() for t in saved[inside].values()) for inside in (True, False)))
+
+
+def _optimizer_bytes(model: Transformer, config: OptimConfig) -> int:
+    parameters = sum(p.numel() for p in model.parameters())
+    if isinstance(config, Sgd):
+        return FLOAT32 * parameters if config.momentum else 0
+    matrices = sum(p.numel() for p in hidden_matrices(model)) if isinstance(config, Muon) else 0
+    return FLOAT32 * (2 * parameters - matrices)
+
+
+def _loss_bytes(config: ModelConfig, positions: int, device: torch.device, bf16: bool) -> int:
+    words = config.vocab_size or 0
+    narrow = 2 if bf16 else FLOAT32
+    head = words * config.width
+    if positions * words <= WHOLE:
+        return positions * words * (2 * FLOAT32 + (2 * narrow if bf16 else 0))
+    rows = min(positions, rows_per_chunk(positions, words, device))
+    fused = device.type == "cuda"  # the logits are not stored in float32; the previous chunk's gradient still is
+    chunk = rows * words * (3 * narrow if fused else 2 * FLOAT32 + (2 * narrow if bf16 else 0))
+    gradients = FLOAT32 * (head + positions * config.width)
+    return gradients + max(gradients, chunk + (narrow * head if bf16 else 0))  # in the backward, or in the forward pass
+
+
+def check_fits(recipe: Recipe, world: World) -> None:
+    """Compare the estimate for a process of `world` with the memory of its card, or its share of the machine's.
+
+    Args:
+        recipe: with the model's `vocab_size` and a `precision` other than auto.
+
+    Raises:
+        InputError: it does not fit; the message says which part is largest and which settings make it smaller.
+    """
+    device = world.device(recipe.train.device)
+    have = total_bytes(device)
+    if have is None:
+        return
+    if device.type == "cpu" and world.size > 1:
+        local = os.environ.get("LOCAL_WORLD_SIZE", "")
+        have //= int(local) if local.isdecimal() and int(local) else world.size
+    share = world.size if world.size > 1 and recipe.train.parallel == "fsdp" else 1
+    weights = 2 * FLOAT32 * _parameters(recipe.model) // share
+    if weights > have:  # the estimate itself builds one layer
+        raise _refusal(f"at least {weights / MB:,.0f} MB for its weights and gradients", have, device, "weights")
+    estimate = memory_estimate(recipe, device, world.size)
+    if estimate.total > have:
+        largest, size = max(asdict(estimate).items(), key=lambda part: part[1])
+        needs = f"{estimate.total / MB:,.0f} MB by estimate, {size / MB:,.0f} of them for its {largest},"
+        raise _refusal(needs, have, device, largest)
+
+
+def _refusal(needs: str, have: int, device: torch.device, largest: str) -> InputError:
+    of_the_model = largest in ("weights", "gradients", "optimizer")
+    smaller = "model.width, model.layers or model.vocab_size" if of_the_model else "train.micro_batch or model.context"
+    smaller += ", or train.recompute to blocks" if largest == "activations" else ""
+    return InputError(
+        f"a process needs {needs} and has {have / MB:,.0f} MB ({device}): set a smaller {smaller} "
+        "(--dry-run prints each part), or train without this check by --anyway"
+    )
+
+
+def _parameters(config: ModelConfig) -> int:
+    """Of the model, from its first two layers: ten thousand take a while to build, even on the meta device."""
+    one, two = (
+        sum(p.numel() for p in shape_of(config.model_copy(update={"layers": layers})).parameters()) for layers in (1, 2)
+    )
+    return one + (config.layers - 1) * (two - one)
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """A recipe in numbers.
+
+    Attributes:
+        parameters: of the model.
+        tokens, tokens_per_step: over all processes.
+        flops: of one sequence, forward and backward (`train/flops.py`).
+        flops_per_step: of the global batch.
+        memory: of one process at its peak.
+        device: of this process, by PyTorch's name.
+        processes: that share the batch.
+        hours_at_peak: at the cards' full dense bfloat16 speed, which no run reaches; None where not known.
+    """
+
+    name: str
+    parameters: int
+    steps: int
+    tokens: int
+    tokens_per_step: int
+    flops: Flops
+    flops_per_step: int
+    memory: MemoryEstimate
+    device: str
+    processes: int
+    hours_at_peak: float | None
+
+    def document(self) -> dict[str, Any]:
+        """As JSON, memory in MB."""
+        memory = {name: round(size / MB, 1) for name, size in asdict(self.memory).items()}
+        return {**asdict(self), "memory": memory | {"total": round(self.memory.total / MB, 1)}}
+
+
+def plan_of(recipe: Recipe, device: torch.device, processes: int = 1) -> TrainingPlan:
+    """The plan of a recipe on devices like `device`.
+
+    Text is prepared only where the vocabulary's size is not known otherwise.
+
+    Raises:
+        InputError: text that cannot be used, or a batch that the processes cannot share equally.
+    """
+    World(size=processes).rows(recipe.train.batch_size)
+    recipe = sized(recipe, device, lambda: prepared(recipe.data))
+    train, config = recipe.train, recipe.model
+    flops = model_flops(config)
+    per_step = flops.total * train.batch_size
+    peak = train.peak_flops or peak_flops(device)
+    return TrainingPlan(
+        name=recipe.name,
+        parameters=sum(p.numel() for p in shape_of(config).parameters()),
+        steps=train.steps,
+        tokens=train.steps * train.batch_size * config.context,
+        tokens_per_step=train.batch_size * config.context,
+        flops=flops,
+        flops_per_step=per_step,
+        memory=memory_estimate(recipe, device, processes),
+        device=str(device),
+        processes=processes,
+        hours_at_peak=None if peak is None else per_step * train.steps / (peak * processes) / 3600,
+    )
+
+
+def sized(recipe: Recipe, device: torch.device, prepare: Callable[[], TokenDataset]) -> Recipe:
+    """The recipe with the vocabulary's size and its precision on a device.
+
+    Args:
+        prepare: prepares its data; called only where the size is not known otherwise.
+    """
+    size = recipe.model.vocab_size or trained_size(recipe.data.tokenizer) or prepare().vocab_size
+    model = recipe.model.model_copy(update={"vocab_size": size})
+    train = recipe.train.model_copy(update={"precision": resolved_precision(recipe.train.precision, device)})
+    return recipe.model_copy(update={"model": model, "train": train})
+
+
+def memory_line(recipe: Recipe, device: torch.device, processes: int) -> str:
+    """The estimate for a resolved recipe, in one line."""
+    memory = memory_estimate(recipe, device, processes)
+    parts = ", ".join(f"{name} {megabytes(size)}" for name, size in asdict(memory).items())
+    return f"memory per process, estimated: {megabytes(memory.total)} MB ({parts})"
+
+
+def megabytes(size: int) -> str:
+    """Bytes as text: MB of 2**20 bytes, one decimal below ten."""
+    return f"{size / MB:,.0f}" if size >= 10 * MB else f"{size / MB:.1f}"
