@@ -126,7 +126,7 @@ def test_a_checkpoint_that_was_torn_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_the_command_stops_with_130_and_goes_on(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sinklab.commands.terminal.job_progress import JobProgress
+    from sinklab.commands.terminal.progress import JobProgress
 
     model, chats = tuned_run(tmp_path / "base")
     with monkeypatch.context() as patched:
