@@ -49,7 +49,7 @@ def test_a_tokenizer_without_a_template_is_given_ours_and_learns_what_the_assist
     assert trained_text(spoken, tokenizer) == ["sheep jumps 4<|endoftext|>", "fence 16<|endoftext|>"]
     said = "<|bos|>system:\ncount\nuser:\n1 and 2\nassistant:\nsheep jumps 4<|endoftext|>\nuser:\nand 9\nassistant:\n"
     assert tokenizer.decode(spoken.ids) == said + "fence 16<|endoftext|>\n"
-    assert "given sinklab's" in template.notes[0]
+    assert "sinklab's is used" in template.notes[0]
 
 
 def test_a_run_without_bos_has_a_template_without_it(tmp_path: Path) -> None:
