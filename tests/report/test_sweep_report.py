@@ -58,7 +58,7 @@ def test_a_section_has_question_source_adaptation_numbers_claims_and_runs(page: 
         "0 of 9 pairs of seeds against so far",
         "confirmatory, stated 2026-11-23",
         "model.attention.bias=k",
-        "The base recipe itself",
+        "The base recipe",
     ):
         assert said in page.text
 
@@ -166,9 +166,9 @@ def test_seeds_that_never_got_there_are_said_and_an_arrow_points_beyond_the_othe
         run["values"]["emergence_step"] = step
     (folder / "summary.json").write_text(json.dumps(summary))
     text = write_report([folder]).read_text(encoding="utf-8")
-    assert "never three seeds did not get there" in Page(text).text
-    assert "An arrow: there are seeds that did not get there" in Page(text).text
-    assert "1,234 one seed did not get there" in Page(text).text
+    assert "never three seeds did not reach it" in Page(text).text
+    assert "An arrow marks seeds that did not reach it" in Page(text).text
+    assert "1,234 one seed did not reach it" in Page(text).text
     chart = charts_of(text)["specs"]["table_2-numbers-2"]
     arrows = [layer for layer in chart["layer"] if str(layer["mark"].get("shape", "")).startswith("triangle")]
     assert [arrow["transform"] for arrow in arrows] == [[{"filter": "isValid(datum.beyond)"}]]
@@ -248,7 +248,7 @@ def test_the_runs_of_a_single_experiment_have_their_curves_and_their_section(tmp
     assert data.cells == EXPERIMENTS["table_2"].cells
     assert {run.cell for run in data.runs} == set(EXPERIMENTS["table_2"].cells)
     text = Page(write_report([top]).read_text(encoding="utf-8")).text
-    for said in ("The sink while the model trains", "Weight decay and the sink", "Where the numbers come from"):
+    for said in ("The sink while the model trains", "Weight decay and the sink", "Provenance"):
         assert said in text
 
 

@@ -240,7 +240,7 @@ def verify(
         for check in checks:
             wrong = len(check.problems)
             out.print(
-                f"{check.name}: {check.checked} checked, {f'{wrong} problems' if wrong else 'all as it should be'}",
+                f"{check.name}: {check.checked} checked, {f'{wrong} problems' if wrong else 'no problem'}",
                 **PLAIN,
             )
             for line in [

@@ -1,7 +1,7 @@
 """Figures and the four primitives that draw them: lines, dots, scatter and heatmap, from plain rows to Altair charts.
 
-No function here reads a file or knows what a run is. A row is a dict. Names are data, never parts of an expression or a
-field name, so that no text from a model or a file can be taken for code. Positions and layers count from 1.
+The functions read no files and know nothing of runs. A row is a dict. Names are data, never parts of an expression or a
+field name, so that text from a model or a file is never evaluated. Positions and layers count from 1.
 """
 
 import math
@@ -20,12 +20,12 @@ ChartRows = Sequence[Mapping[str, Any]]
 Width = int | str
 Drawing = alt.LayerChart | alt.FacetChart
 Tip = tuple[str, str, str]
-"""A further field in a tooltip with its title and format; of an empty format a text."""
+"""A field in a tooltip, its title and its format; an empty format is for text."""
 Channel = TypeVar("Channel", alt.X, alt.Y)
 
 HEIGHT, SHORT, ROW_HEIGHT = 260, 220, 26
 WIDE = 30
-"""A quantity that spans more than this factor is drawn on a logarithmic scale where that is left to the data."""
+"""Ratio of the extremes above which an `auto` scale is logarithmic."""
 DASHES = ([1, 0], [6, 4], [2, 3], [8, 3, 2, 3])
 OURS, PAPER = theme.PALETTE[0], theme.PALETTE[1]
 OUTLINE = "#FF2D87"
@@ -34,14 +34,14 @@ UNIFORM = "uniform"
 
 @dataclass(frozen=True)
 class ColourScale:
-    """The colour scale that a figure's heatmaps share.
+    """The colour scale shared by a figure's heatmaps.
 
     Attributes:
-        what: the quantity, as the reader sees it beside the scale.
+        what: the quantity, its label.
         low, high: its ends.
-        outlined: cells above this value, the threshold ε, get an outline; None for no outlines.
-        diverging: whether the middle of the scale has a meaning (a cosine of zero).
-        references: values that are marked on the scale: those of uniform attention.
+        outlined: threshold ε above which cells are outlined; None for no outlines.
+        diverging: whether zero is the centre of the scale (cosines).
+        references: values marked on the scale, those of uniform attention.
     """
 
     what: str
@@ -52,7 +52,7 @@ class ColourScale:
     references: tuple[float, ...] = ()
 
     def place(self, value: float) -> float:
-        """The position of a value on the scale, in percent of its length."""
+        """The position of a value on the scale, percent."""
         return 100 * (value - self.low) / (self.high - self.low)
 
 
@@ -61,12 +61,11 @@ class Figure:
     """One or more charts under one title.
 
     Attributes:
-        key: names its files and its place in the page.
-        caption: what is shown and how it was computed.
-        scale: the colour scale that its charts share, None where they have none; such charts are small and side by
-            side.
+        key: of its files and its anchor in the page.
+        caption: content and method.
+        scale: the colour scale shared by its charts, which are then small and side by side; None without one.
         small: whether its charts are side by side without a shared scale.
-        table: the same numbers as text.
+        table: the same numbers as a table.
     """
 
     key: str
@@ -95,15 +94,15 @@ def lines(
     height: int = HEIGHT,
     title: str | None = None,
 ) -> Drawing:
-    """A line per value of `colour`, `dash` and `apart`, with points and a band; a click on the legend singles one out.
+    """A line per value of `colour`, `dash` and `apart`, with points and a band; a click on the legend selects a line.
 
     Args:
-        rows: with the fields of all of these and of the axes.
-        colour: the field that fixes the colour; None for a single line.
+        rows: with all of these fields and those of the axes.
+        colour: the field of the colour; None for a single line.
         order: the values of `colour`, in the order of the palette; None for numbers on a sequential scale.
-        apart: further fields of which each value has a line of its own, drawn thinner.
+        apart: further fields with a thinner line per value.
         band: fields of its lower and upper end.
-        reference: a dashed horizontal line.
+        reference: position of a dashed horizontal line.
         curves: rows `x.field`, `y.field` and `of` of dashed grey curves.
     """
     fields = [y.field, *(band or ())]
@@ -162,15 +161,15 @@ def scatter(
     tips: Sequence[Tip] = (),
     width: Width = 640,
 ) -> Drawing:
-    """A point per row; where y is categorical, a row of points for each of its values.
+    """A point per row; for a categorical y, a line of points per category.
 
     Args:
-        rows: with the fields of the axes, of `colour`, `join` and `label`; `FIELD_low` and `FIELD_high` beside that of
-            an axis are the ends of a line through the point.
-        join: the field whose values join points by a line.
-        label: the field with a text beside each point.
-        published: rows that are open diamonds.
-        reference: a dashed line at this value of y; of x where y is categorical.
+        rows: with the fields of the axes, of `colour`, `join` and `label`; `FIELD_low` and `FIELD_high` of an axis are
+            the ends of an error bar.
+        join: field by whose values points are connected.
+        label: field with the text of each point.
+        published: rows drawn as open diamonds.
+        reference: a dashed line at this value of y, or of x for a categorical y.
     """
     both = [*rows, *published]
     ends_x, ends_y = ([axis.field, f"{axis.field}_low", f"{axis.field}_high"] for axis in (x, y))
@@ -216,13 +215,13 @@ class Dots:
     """The rows of a `dots` chart.
 
     Attributes:
-        cells: in the order to be shown.
-        labels: of the cells, as `at` in the rows.
+        cells: in display order.
+        labels: of the cells, `at` in the rows.
         seeds: rows `cell, at, seed, value, run, link`.
-        middles: rows `cell, at, never_reached`, and `median`, `smallest`, `largest` where there are such; where seeds
-            never reached the step that is asked for, `beyond`, the largest that did: an arrow points beyond it.
+        middles: rows `cell, at, never_reached`, with `median`, `smallest` and `largest` if known; if some seeds never
+            reached the step, also `beyond`, the largest step reached, which gets an arrow.
         paper: rows `cell, at, value`.
-        decimals: that a value has.
+        decimals: of a value.
     """
 
     cells: Sequence[str]
@@ -235,7 +234,7 @@ class Dots:
 
 _FIELDS = ("value", "median", "smallest", "largest")
 _SEEDS, _MIDDLES, _PAPER = (alt.NamedData(name) for name in ("seeds", "middles", "paper"))
-"""The rows are put beside the layers, which Altair copies again and again while it builds them."""
+"""Named datasets, as Altair copies the data of every layer while building a chart."""
 
 
 def dots(
@@ -244,9 +243,9 @@ def dots(
     """Seeds of each cell as points, with their median, smallest and largest, and the paper's number as a diamond.
 
     Args:
-        varied: what is varied from cell to cell, where they have an order: then they run from left to right, the
-            medians joined; else each cell is a row.
-        label_width: pixels for the names of cells.
+        varied: the quantity by which cells are ordered: they run from left to right, their medians connected. Without
+            an order each cell is a row.
+        label_width: pixels of the cell names.
     """
     upright = varied is not None
     everything = [*shown.seeds, *shown.middles, *shown.paper]
@@ -277,7 +276,7 @@ def dots(
         shape = "triangle-up" if upright else "triangle-right"
         arrow = alt.Chart(_MIDDLES).mark_point(shape=shape, size=90, filled=True, opacity=1, color=OURS)
         arrow = placed(arrow.transform_filter("isValid(datum.beyond)"), "beyond")
-        layers.append(_said(arrow, [("never_reached", "seeds that did not get there", "d")]))
+        layers.append(_said(arrow, [("never_reached", "seeds that did not reach it", "d")]))
     if shown.paper:
         diamond = alt.Chart(_PAPER).mark_point(shape="diamond", color=PAPER, **_OPEN)
         layers.append(_said(placed(diamond, "value"), [("value", "the paper's", f",.{max(shown.decimals, 2)}f")]))
@@ -305,7 +304,7 @@ def _said(mark: alt.Chart, tips: Sequence[Tip]) -> alt.Chart:
 
 
 def _apart(seeds: ChartRows) -> ChartRows:
-    """The seeds of a cell with an offset each, so that equal values do not overlap."""
+    """The seeds of a cell, each with an offset against overlap."""
     count = {row["cell"]: 0 for row in seeds}
     placed = []
     for row in seeds:
@@ -316,7 +315,7 @@ def _apart(seeds: ChartRows) -> ChartRows:
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a heatmap: its title, the number of the first cell, and which way it runs."""
+    """An axis of a heatmap: title, number of the first cell, and direction."""
 
     title: str
     first: int = 1
@@ -343,7 +342,7 @@ def heatmaps(
     columns: Side = HEADS,
     height: int | None = None,
 ) -> Figure:
-    """Heatmaps that share a colour scale; inside the page it is drawn once for all of them."""
+    """Heatmaps that share a colour scale, which a page draws only once."""
     own = width != "container"
     drawn = [heatmap(matrix, scale, name, rows, columns, width, height, own) for name, matrix in named]
     return Figure(key, title, caption, drawn, scale)
@@ -360,14 +359,14 @@ def heatmap(
     own_legend: bool = True,
     lowest: np.ndarray | None = None,
 ) -> Drawing:
-    """A matrix as coloured cells; what is NaN or infinite is left out.
+    """A matrix as coloured cells; NaN and infinities are left out.
 
     Args:
         values_YX: one row of cells for each row of the matrix.
-        scale: of the colours, shared by all heatmaps that are to be compared.
-        height: of the whole, in pixels; by default it grows with the rows.
+        scale: of the colours, shared by comparable heatmaps.
+        height: total, in pixels; by default proportional to the rows.
         own_legend: draw the colour scale below the cells.
-        lowest: another row of cells below the others (X,): that of attention that is uniform over the past.
+        lowest: an additional lowest row of cells (X,): causal uniform attention.
     """
     Y, X = values_YX.shape
     numbers = range(rows.first, rows.first + Y)
@@ -412,7 +411,7 @@ def heatmap(
 
 
 def scale_over(what: str, matrices: Iterable[np.ndarray], diverging: bool = False) -> ColourScale:
-    """A scale that holds all values, from zero where none is negative; symmetric where it is diverging."""
+    """A scale over all values, from zero if none is negative; a diverging scale is symmetric."""
     values = np.concatenate([matrix[np.isfinite(matrix)] for matrix in matrices])
     low, high = float(values.min(initial=0.0)), float(values.max(initial=0.0))
     if diverging:
@@ -423,7 +422,7 @@ def scale_over(what: str, matrices: Iterable[np.ndarray], diverging: bool = Fals
 
 
 def pooled(matrix_TT: np.ndarray, cells: int) -> np.ndarray:
-    """A square matrix thinned to at most `cells` x `cells` by means over squares; NaN only where nothing is known."""
+    """A square matrix downsampled to at most `cells` x `cells` by means over squares, ignoring NaN."""
     size = -(-len(matrix_TT) // cells)
     if size == 1:
         return matrix_TT
@@ -442,16 +441,16 @@ def _scale_title(scale: ColourScale) -> str:
 
 
 def _rounded_up(value: float) -> float:
-    """The next number with one digit: 0.37 is 0.4, 23 is 30."""
+    """Rounded up to one significant digit: 0.37 is 0.4, 23 is 30."""
     step = 10.0 ** math.floor(math.log10(value))
     return float(f"{math.ceil(value / step - 1e-9) * step:.12g}")
 
 
 def _thinned(count: int, first: int, more: Sequence[str] | None = None, **settings: Any) -> alt.Axis:
-    """An axis over `count` cells from `first` on with at most a dozen labels, so that they never overlap.
+    """An axis over `count` cells from `first` with at most a dozen labels, which therefore never overlap.
 
     Args:
-        more: labels of cells after them; the cells are then called by texts, not numbers.
+        more: labels of further cells; all labels are then strings.
     """
     every = -(-count // 12)
     values = [at for at in range(first, first + count) if every == 1 or at == first or at % every == 0]
@@ -464,14 +463,14 @@ _OPEN: dict[str, Any] = {"size": 85, "filled": False, "strokeWidth": 2}
 
 
 def layer_axis(rows: ChartRows, title: str) -> PlotAxis:
-    """The layers of rows, each with a tick where they are few."""
+    """The axis of layers, with a tick each if they are few."""
     found = sorted({row["layer"] for row in rows})
     ticks = found if len(found) <= 14 else None
     return PlotAxis(title, "layer", whole=True, precision="d", ticks=ticks, zero=False)
 
 
 def colour_of(order: Sequence[str] | None, field: str = "cell") -> alt.Color:
-    """The colour of each cell, the same in every chart, with its legend on top; of numbers a sequential scale."""
+    """The colour of each cell, the same in every chart, with a legend above; a sequential scale for numbers."""
     if order is None:
         return alt.Color(f"{field}:O", title=field, scale=alt.Scale(scheme=theme.HEAT_SCHEME))
     palette = theme.colours(list(order))
@@ -498,10 +497,10 @@ def _channel(
     field: str = "",
     label_width: int = 220,
 ) -> Channel:
-    """An axis as an encoding: categories in their order, or a number line that has room for all values of `fields`.
+    """An axis as an encoding: ordered categories, or a continuous scale over all values of `fields`.
 
     Args:
-        field: that is drawn, the axis's own unless given.
+        field: the encoded field; that of the axis unless given.
     """
     field, across = field or axis.field, kind is alt.X
     if axis.order is not None:

@@ -43,27 +43,27 @@ MEASURED = ("sink_rate", "sink_rate_visible", "sink_rate_bias", "hidden_norm_rat
 
 @dataclass(frozen=True)
 class WrittenRecipe:
-    """The recipe of a run as written by any version; a value of an unexpected type is None.
+    """The recipe of a run, written by any version; values of an unexpected type are None.
 
     Attributes:
-        values: nested, of every key.
+        values: nested, by key.
     """
 
     values: Mapping[str, object]
 
     @property
     def name(self) -> str | None:
-        """For people; that of the recipe that the run has changed, or of its cell."""
+        """The name of the recipe that the run changes, or of its cell."""
         return self._value("name", str)
 
     @property
     def seed(self) -> int | None:
-        """Of weights and data."""
+        """Seed of weights and data."""
         return self._value("seed", int)
 
     @property
     def steps(self) -> int | None:
-        """How many were asked for."""
+        """Planned number of updates."""
         return self._value("train.steps", int)
 
     @property
@@ -83,10 +83,10 @@ class ReportedRun:
     """One trained run, or one measured model (then there is no recipe and no history).
 
     Attributes:
-        cell: the name shared by the runs that differ only in their seed (see `grouping`).
-        env: env.json, as it was written.
+        cell: the name shared by runs that differ in the seed only (see `grouped`).
+        env: env.json as stored.
         history: its evaluations, ordered by step.
-        measurement: None where the run has not been measured yet.
+        measurement: None before the run is measured.
     """
 
     path: Path
@@ -99,7 +99,7 @@ class ReportedRun:
 
     @classmethod
     def of(cls, measurement: "Measurement") -> "ReportedRun":
-        """A measurement that is in memory."""
+        """A measurement in memory."""
         return cls(Path(), model_name(measurement.model) if measurement.model else "model", measurement=measurement)
 
     @property
@@ -129,13 +129,13 @@ class ReportedRun:
 
     @property
     def measured_early(self) -> str | None:
-        """At which step an unfinished run was measured; None for whole runs and other models."""
+        """The step at which an unfinished run was measured; None for finished runs and other models."""
         step, planned = (self.measurement.step, self.measurement.planned_steps) if self.measurement else (None, None)
         return f"step {step:,} of {planned:,}" if step is not None and planned and step < planned else None
 
     @property
     def eps(self) -> float:
-        """The threshold of the sink rate: the measurement's, else the recipe's, else the paper's 0.3."""
+        """Threshold of the sink rate: of the measurement, else of the recipe, else the paper's 0.3."""
         if self.measurement:
             return self.measurement.eps
         return float((self.recipe and self.recipe.eps) or 0.3)
@@ -152,7 +152,7 @@ class ReportedRun:
 
     @property
     def latest(self) -> Evaluation:
-        """The last evaluation, with what the final measurement has instead; its loss where none was evaluated."""
+        """The last evaluation, updated by the final measurement; with the measured loss if none was evaluated."""
         last = self.history[-1] if self.history else Evaluation(step=0)
         if self.measurement is None:
             return last
@@ -164,17 +164,17 @@ class ReportedRun:
 
 @dataclass(frozen=True)
 class Suite:
-    """The document of a command that made several measurements, with their directory.
+    """The result document of several measurements, with their directory.
 
     Attributes:
-        top: the directory of the document; the measurements are below it.
+        top: the directory of the document, above those of the measurements.
     """
 
     top: Path
     document: SuiteDocument
 
     def runs(self, data: "ReportData") -> list[tuple[str, "ReportedRun"]]:
-        """The measurements by their names in the document, in its order."""
+        """The measurements with their names, in the order of the document."""
         by_path = {run.path: run for run in data.runs}
         return [(name, by_path[self.top / name]) for name in self.document.measured if self.top / name in by_path]
 
@@ -184,7 +184,7 @@ class Assessed:
     """One assessment.json.
 
     Attributes:
-        name: of the model, for people.
+        name: label of the model.
         folder: of the file.
     """
 
@@ -195,15 +195,15 @@ class Assessed:
 
 @dataclass(frozen=True)
 class ReportData:
-    """Everything one report shows.
+    """The content of a report.
 
     Attributes:
         runs: ordered by cell (in order of appearance), then by seed.
-        claims: of summaries that name no experiment.
-        summary_cells: what the summaries say of the cells that these runs belong to, by name.
-        suites: what commands that measure many say of their measurements.
-        sweeps: whose experiments have a section each. Of a sweep of several experiments no run is among `runs`.
-        assessed: what was assessed, but for the runs of such a sweep.
+        claims: of summaries without experiments.
+        summary_cells: cells of the summaries that these runs belong to, by name.
+        suites: result documents of several measurements.
+        sweeps: each of their experiments has a section. The runs of a sweep of several experiments are not in `runs`.
+        assessed: assessments, except those of runs of a sweep.
     """
 
     dirs: list[Path]
@@ -216,13 +216,13 @@ class ReportData:
 
     @classmethod
     def of_suite(cls, document: SuiteDocument, measured: "Mapping[str, Measurement]") -> "ReportData":
-        """Measurements that are in memory, by the names in their document."""
+        """Measurements in memory, by their names in the document."""
         runs = [ReportedRun(Path(name), name, measurement=one) for name, one in measured.items()]
         return cls([Path()], runs, suites=[Suite(Path(), document)])
 
     @property
     def cells(self) -> list[str]:
-        """The names of the cells, each once, in order of appearance; those of the summary come first."""
+        """The distinct names of the cells, those of the summary first, in order of appearance."""
         return list(dict.fromkeys([*self.summary_cells, *(run.cell for run in self.runs)]))
 
     def runs_of(self, cell: str) -> list[ReportedRun]:
@@ -230,20 +230,20 @@ class ReportData:
         return [run for run in self.runs if run.cell == cell]
 
     def label(self, run: ReportedRun) -> str:
-        """The name of a run: its cell's, with the seed where the cell has several runs."""
+        """The name of a run: its cell, with the seed if the cell has several runs."""
         alone = len(self.runs_of(run.cell)) == 1
         return run.cell if alone or run.seed is None else f"{run.cell}, seed {run.seed}"
 
     @property
     def only_suite(self) -> SuiteDocument | None:
-        """The document of the suite that all of the report is about; None where there is more, or none."""
+        """The document of the only suite, if all runs belong to it."""
         if len(self.suites) != 1 or len(self.suites[0].runs(self)) != len(self.runs):
             return None
         return self.suites[0].document
 
     @property
     def failures(self) -> list[tuple[str, str]]:
-        """Failed measurements, each with the reason."""
+        """Failed measurements with the reason."""
         return [(name, f"not measured: {why}") for suite in self.suites for name, why in suite.document.failed.items()]
 
     @overload
@@ -268,22 +268,22 @@ class ReportData:
 
     @property
     def measured(self) -> "list[tuple[ReportedRun, Measurement]]":
-        """The runs that have been measured, each with its measurement."""
+        """The measured runs, with their measurements."""
         return [(run, run.measurement) for run in self.runs if run.measurement is not None]
 
     @property
     def detailed(self) -> "list[tuple[ReportedRun, Measurement, Details]]":
-        """Those that were measured with --details."""
+        """The runs measured with --details."""
         return [(run, one, one.details) for run, one in self.measured if one.details is not None]
 
     def arrays(self, of: "Callable[[Measurement], np.ndarray | None]") -> "list[tuple[str, np.ndarray]]":
-        """An array of every measurement that has it, with the name of its run."""
+        """An array of every measurement that has it, with the label of its run."""
         found = [(self.label(run), of(one)) for run, one in self.measured]
         return [(label, array) for label, array in found if array is not None and array.size]
 
 
 def model_name(model: str) -> str:
-    """A hub id as it is; of a path only its last folder."""
+    """A hub id unchanged; the last folder of a path."""
     return model if model.count("/") == 1 and not model.startswith((".", "/", "~")) else Path(model).name or model
 
 

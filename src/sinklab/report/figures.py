@@ -1,4 +1,4 @@
-"""The figures of a page: curves over training and lengths, of suites, of assessments; each with how it was computed."""
+"""The figures of a page: curves over training and lengths, of suites, of assessments."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,7 +31,7 @@ FEWEST = 2
 
 
 def figures(data: ReportData, width: Width = "container") -> list[Figure]:
-    """All figures the data allows, in reading order. `width` is in pixels, or "container" inside a page."""
+    """All figures with data, in reading order. `width` is in pixels, or "container" inside a page."""
     made = [
         *suite_figures(data, width),
         length_figure(data.summary_cells, width),
@@ -75,7 +75,7 @@ def _loss(data: ReportData, width: Width) -> Figure | None:
         return None
     caption = (
         "Mean cross-entropy of the next token on held-out documents (solid) and on the training batches (dashed). "
-        "Sinks are worth comparing only between models that have learned about equally well. " + _band(data)
+        "Compare sinks only between models of about equal loss. " + _band(data)
     )
     loss = PlotAxis("Loss (nats per token)", "mean", zero=False, precision=".3f")
     chart = _over_steps(rows, data, loss, width)
@@ -103,7 +103,7 @@ def _norm_ratio(data: ReportData, width: Width) -> Figure | None:
         "Norm of the hidden state at the first position over the mean norm at the others, after each block (the last "
         "one before the final normalisation). A ratio of 1, the dashed line, means that the first token is like any "
         "other; large ratios are the massive activations that accompany a sink. "
-        + ("Where the others are all zero the ratio is infinite, and left out. " if infinite else "")
+        + ("Infinite ratios (all others zero) are left out. " if infinite else "")
         + _band(data)
     )
     chart = lines(
@@ -127,7 +127,7 @@ def _band(data: ReportData) -> str:
 
 
 def length_figure(cells: Mapping[str, CellSummary], width: Width) -> Figure | None:
-    """Sink_1 of cells that say their eps and length (figure 3 of the paper); None unless there are several lengths.
+    """Sink_1 of cells with an eps and a length (figure 3 of the paper); None without several lengths.
 
     Args:
         cells: of a summary, by name.
@@ -208,7 +208,7 @@ def _domains(measured: Measured, width: Width, number: int) -> Figure:
     caption = (
         "Sink rate of the first token and loss on each text, the text with the strongest sink first. One model, one "
         "tokenizer, the same number of tokens per sequence. A text may have fewer sequences than were asked for; the "
-        "table and the points say how many."
+        "table and the points have their number."
     )
     return Figure(f"domains-{number}", "The sink by domain", caption, drawn)
 
@@ -262,7 +262,7 @@ CURVES: tuple[tuple[str, Callable[[MeasuredCheckpoint], float | None]], ...] = (
 
 
 def _checkpoints(checkpoints: Mapping[str, MeasuredCheckpoint], eps: float, width: Width, number: int) -> list[Figure]:
-    """Curves over steps, and which layers have the sink when."""
+    """Curves over steps, and the sink rate by layer and step."""
     found = sorted(checkpoints.values(), key=lambda one: one.step)
     small = width if width == "container" else SMALL
     steps = [one.step for one in found if one.step > 0]
@@ -298,7 +298,7 @@ def _checkpoints(checkpoints: Mapping[str, MeasuredCheckpoint], eps: float, widt
     layers_LS = np.array([one.by_layer for one in found]).T
     layers = heatmaps(
         f"checkpoint-layers-{number}",
-        "Which layers have the sink when",
+        "Sink by layer and checkpoint",
         f"Share of the (sequence, head) pairs of a layer in which the importance of the first token is above ε = "
         f"{eps:g}; checkpoints in the order of their {counted}, from {found[0].step:,} to {found[-1].step:,}.",
         [("first token", layers_LS)],

@@ -94,7 +94,7 @@ def _by_head(data: ReportData, width: Width) -> Figure | None:
     uniform = " and ".join(f"{first:.3f} at T = {length}" for length, first in firsts)
     caption = (
         "Mean over sequences of the attention a head pays to the first token (or to an added bias), averaged over all "
-        "queries. The colour scale is shared and reaches from 0 to ε at least. Outlined heads exceed ε on average. "
+        "queries. The colour scale is shared, from 0 to ε at least. Outlined heads exceed ε on average. "
         + f"Uniform attention would give the first token {uniform}. "
         + _masks_note(data)
         + "Point at a square for its value."
@@ -199,7 +199,7 @@ def _by_position(data: ReportData, width: Width) -> Figure | None:
         tips=[("runs", "runs", "d")],
         width=width,
     )
-    return Figure("importance-positions", "Where the attention goes", caption, [chart])
+    return Figure("importance-positions", "Attention received by position", caption, [chart])
 
 
 def _row_sums(data: ReportData, width: Width) -> Figure | None:
@@ -208,11 +208,11 @@ def _row_sums(data: ReportData, width: Width) -> Figure | None:
         return None
     caption = (
         "The sum of a query's raw scores, as a mean over queries and sequences, for operations whose scores do "
-        "not sum to one. There importance is that of the proxy scores |sim| / Σ |sim|, which hide how much attention "
-        "there is in all: this figure shows it. Softmax would be 1 everywhere."
+        "not sum to one. There importance is that of the proxy scores |sim| / Σ |sim|, which hide the total "
+        "attention that this figure shows. For softmax it is 1."
     )
     scale = scale_over("row sum", [matrix for _, matrix in maps])
-    return heatmaps("row-sums", "How much attention there is in all", caption, maps, scale, width)
+    return heatmaps("row-sums", "Sum of raw scores", caption, maps, scale, width)
 
 
 NORMS: dict[str, Callable[[Measurement], np.ndarray | None]] = {
@@ -234,7 +234,7 @@ def _norms(data: ReportData, width: Width) -> Figure | None:
     caption = (
         "l2 norm of hidden states, keys and values at the first position (solid) and as a mean over the others "
         "(dashed), mean over sequences, heads and seeds. A sink usually comes with a large hidden state, and with a "
-        "small key and a small value: it takes attention and gives nothing."
+        "small key and a small value: it receives attention and contributes little."
     )
     return Figure("norms", "Hidden states, keys and values of the first token", caption, drawn, small=True)
 
@@ -254,12 +254,12 @@ def _mixing(data: ReportData, width: Width) -> Figure | None:
     caption = (
         f"The token at position {' or '.join(map(str, positions))} was replaced by another: norm of the change of the "
         "later tokens' hidden states over their norm, mean over positions and sequences, as the model is (solid) and "
-        "with the first key hidden from all later queries (dashed). Where the dashed line is higher, resting on the "
-        "first token kept the change from spreading."
+        "with the first key hidden from all later queries (dashed). Where the dashed line is higher, attention to the "
+        "first token limits the spread."
     )
     chart = _layer_lines(rows, data.cells, "After block", "Change over norm", width)
     table = mixing_table([(data.label(run), one) for run, one in data.measured])
-    return Figure("mixing", "How far a change of one token spreads", caption, [chart], table=table)
+    return Figure("mixing", "Spread of a change of one token", caption, [chart], table=table)
 
 
 def details_figures(data: ReportData, width: Width) -> list[Figure]:

@@ -17,10 +17,10 @@ from sinklab.report.data import ReportData
 from sinklab.survey.suites import ComparedQuantity, ComparisonDocument
 from sinklab.tables import NOTHING, Table, TableCell, TableColumn, Value, names, numbers
 
-POSITIONS = 6  # that a measurement's table shows one by one
+POSITIONS = 6  # listed one by one in the table of a measurement
 SHOWN_SINKS = 3  # secondary sinks among the first few positions, and past them
 Labelled = Sequence[tuple[str, Measurement]]
-"""Measurements by their names; an empty name where there is only one."""
+"""Measurements with their labels; an empty label for a single one."""
 
 
 def suite_tables(data: ReportData) -> list[Table]:
@@ -35,7 +35,7 @@ def suite_tables(data: ReportData) -> list[Table]:
 
 
 def comparison_table(rows: Iterable[ComparedQuantity], models: Sequence[str]) -> Table:
-    """A row per quantity; of each model its value and the difference from the first."""
+    """A row per quantity, with the value of each model and its difference from the first."""
     first, *others = models
     columns = [TableColumn("Quantity", text=True), TableColumn(first, "first model", ".3f")]
     for model in others:
@@ -132,7 +132,7 @@ def _of(label: str) -> str:
 
 
 def _without_model(table: Table) -> Table:
-    """Without the column that names the model, where it is empty."""
+    """The table without the column of the model, if that is empty."""
     if any(row[0] for row in table.rows):
         return table
     return replace(table, columns=table.columns[1:], rows=[row[1:] for row in table.rows])
@@ -168,10 +168,9 @@ def measurement_facts(m: Measurement) -> list[str]:
 
 
 def _positions(m: Measurement) -> Table:
-    """Sink rates by threshold, and importance, of the bias, the first positions and the highest of the later ones.
+    """Sink rates by threshold, and importance, of the bias, the first positions and the maximum of the later ones.
 
-    The last half of the positions is left out of the highest: few queries see them, among which each position's own
-    weighs heavily.
+    The maximum excludes the second half of the positions: few queries see them, dominated by the position's own.
     """
     shown, half = min(POSITIONS, m.length), m.length // 2
     later = half > POSITIONS
@@ -250,7 +249,7 @@ def layers_table(measured: Labelled) -> Table:
 
 
 def _statistics(d: Details, layers: int) -> Mapping[str, Mapping[int, str]]:
-    """By title of a statistic's column, its numbers by layer (from 0); those of angles first."""
+    """The columns of statistics by title, each with its values by layer (from 0); angles first."""
     columns: dict[str, dict[int, str]] = {}
     for statistic, array in sorted(d.present(), key=lambda one: not one[0].angles):
         if (column := statistic.column) is None:
@@ -268,7 +267,7 @@ def _statistics(d: Details, layers: int) -> Mapping[str, Mapping[int, str]]:
 
 
 def mixing_table(measured: Labelled) -> Table | None:
-    """How far a change of one token spreads, block by block; None where it was not measured."""
+    """The effect of a changed token on later ones, by block; None if not measured."""
     found = [(label, one) for label, m in measured if (one := m.mixing)]
     if not found:
         return None
@@ -285,10 +284,10 @@ def mixing_table(measured: Labelled) -> Table | None:
 
 
 def secondary_table(measured: Labelled, shown: int | None = None) -> Table | None:
-    """Sinks past position 1; None where there are none.
+    """Sinks past position 1; None without any.
 
     Args:
-        shown: how many of the first few positions, and of those past them; all unless given.
+        shown: how many of the first few positions, and of later ones; all unless given.
     """
     found: list[tuple[str, SecondarySink]] = []
     rates: list[str] = []
@@ -353,7 +352,7 @@ def templates() -> jinja2.Environment:
 
 
 def verdict_class(verdict: str) -> str:
-    """The style of a claim's badge; an unknown verdict looks inconclusive."""
+    """The style of a claim's badge; that of inconclusive for an unknown verdict."""
     return verdict.replace(" ", "-") if verdict in VERDICTS else "inconclusive"
 
 

@@ -141,7 +141,7 @@ def _numbers(
     caption = (
         f"Every point is {one}, and leads to its {target}; the bar is the median over {many}, the line from the "
         "smallest to the largest."
-        + (" An arrow: there are seeds that did not get there within their steps." if bounds else "")
+        + (" An arrow marks seeds that did not reach it within their steps." if bounds else "")
         + (
             " The open diamond is the paper's number, a single run at the paper's own scale."
             * bool(experiment.published)
@@ -217,8 +217,8 @@ def _by_layer(
     ]
     if not rows:
         return None
-    caption = "Of each layer the head that most often sinks into the first token; a line per seed."
-    y = PlotAxis("Sequences in which a head sinks (percent)", "value", at_least=1.0, precision=".2f")
+    caption = "For each layer the head that most often has a sink on the first token; a line per seed."
+    y = PlotAxis("Sequences in which a head has a sink (percent)", "value", at_least=1.0, precision=".2f")
     chart = lines(rows, STEPS, y, "layer", apart=["cell", "seed"], width=width)
     return Figure(f"{key}-layers", f"{experiment.title}: layer by layer", caption, [chart])
 

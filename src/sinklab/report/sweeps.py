@@ -232,7 +232,7 @@ def _estimate(estimate: CellEstimate | None, decimals: int, elsewhere: str) -> T
     ends = ("never" if one is None else f"{one:{form}}" for one in (estimate.smallest, estimate.largest))
     notes = [f"[{', '.join(ends)}]" if len(estimate.seeds) > 1 else ""]
     if estimate.never_reached:
-        notes = [f"{counted(estimate.never_reached, 'seed')} did not get there"]
+        notes = [f"{counted(estimate.never_reached, 'seed')} did not reach it"]
     elif estimate.untrained is not None:
         notes.append(f"untrained {number_text(estimate.untrained, form)}, lowest {number_text(estimate.lowest, form)}")
     notes.append(f"({elsewhere})" if elsewhere else "")

@@ -1,8 +1,7 @@
-"""How all charts look: one palette, one configuration.
+"""The theme of all charts: palette and configuration.
 
-Text, axes and grid lines are drawn in `currentColor`, so that one drawing serves light pages, dark pages and
-paper; only data marks have colours of their own. An exported file has no page around it and is given a
-dark grey on white instead.
+Text, axes and grid lines use `currentColor`, so that one chart works on light pages, dark pages and paper; only data
+marks have their own colours. Exported files use dark grey on white.
 """
 
 from typing import Any
@@ -85,5 +84,5 @@ def config(ink: str = "currentColor", background: str | None = None, font: str =
 
 
 def on_paper() -> dict[str, Any]:
-    """The configuration for chart files: dark text on white, in a font every converter has."""
+    """The configuration of chart files: dark text on white, in a widely available font."""
     return config(ink=INK_ON_PAPER, background="white", font="DejaVu Sans, Liberation Sans, sans-serif")

@@ -247,7 +247,7 @@ def print_end(directory: Path, recipe: "Recipe", console: Console) -> None:
     doing = {f"sinklab measure {where} --text FILE": "another text", f"sinklab report {where}": "charts"}
     if recipe.schedule.shape == "flat":
         more = f"sinklab train ... --set train.steps={2 * recipe.train.steps} --out {where}"
-        doing[more] = "go on from here"
+        doing[more] = "train for longer"
     width = max(map(len, doing))
     for command, what in doing.items():
         console.print(f"  {command:{width}}   {what}", highlight=False, markup=False, soft_wrap=True)
