@@ -23,6 +23,7 @@ CONFIGS: dict[str, Any] = {
     "pythia": lambda: hf.GPTNeoXConfig(**SMALL),
     "qwen3": lambda: hf.Qwen3Config(**GROUPED),
     "gemma2": lambda: hf.Gemma2Config(**GROUPED, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
+    "gemma3": lambda: hf.Gemma3TextConfig(**GROUPED, sliding_window=5, query_pre_attn_scalar=8),
     "mistral, window 5": lambda: hf.MistralConfig(**GROUPED, sliding_window=5),
     "gpt-oss": lambda: hf.GptOssConfig(**GROUPED, num_local_experts=2, num_experts_per_tok=1),
 }
@@ -59,6 +60,10 @@ def test_a_llama_streams_as_one_that_reads_token_by_token() -> None:
 @pytest.mark.parametrize("name", ["llama", "pythia", "qwen3"])
 def test_rotary_positions_can_be_those_in_a_cache(name: str) -> None:
     assert HuggingFaceAdapter(made(name)).fixed_positions() is None
+
+
+def test_positions_of_two_rotary_embeddings_are_fixed() -> None:
+    assert HuggingFaceAdapter(made("gemma3")).fixed_positions() == "it has no single rotary embedding for all layers"
 
 
 def test_learned_positions_are_fixed_and_end() -> None:

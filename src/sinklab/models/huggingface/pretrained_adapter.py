@@ -213,7 +213,7 @@ class HuggingFaceAdapter:
         """None where `shift_rope` rotates the queries of the first layer from position 0 to their own."""
         shift = shift_rope(self.module)
         if shift is None:
-            return "it has no rotary embedding that turns queries and keys"
+            return "it has no single rotary embedding for all layers"
         tokens_1T = self._some_tokens()
         places_T = torch.arange(tokens_1T.shape[1], device=self.device)
         queries: list[Tensor] = []
@@ -269,9 +269,9 @@ class HuggingFaceAdapter:
 
 
 def shift_rope(model: PreTrainedModel) -> ShiftRope | None:
-    """Half-split rotation of the dimensions that the model's rotary embedding covers; None unless there is just one."""
+    """Half-split rotation of what the rotary embedding turns; None unless there is one embedding for all layers."""
     found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == ROTARY_EMBEDDING]
-    if len(found) != 1:
+    if len(found) != 1 or "layer_type" in inspect.signature(found[0].forward).parameters:  # as in Gemma 3
         return None
 
     def shift(x_BHLD: Tensor, by_L: Tensor) -> Tensor:
