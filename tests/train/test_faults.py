@@ -143,18 +143,18 @@ def test_lost_evaluations_are_reported(dataset: TokenDataset, tmp_path: Path, ca
     assert "has lost the evaluation of step 0" in caplog.text
 
 
-@pytest.mark.parametrize("how", ["is gone", "has been changed"])
+@pytest.mark.parametrize("how", ["was removed", "was changed"])
 def test_metrics_removed_in_mid_run_are_written_again_with_a_warning(
     how: str, dataset: TokenDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def lose(progress: StepReport) -> None:
         if progress.row is None and progress.step in (4, 7):
-            metrics.unlink() if how == "is gone" else metrics.write_bytes(b"\xff\n")
+            metrics.unlink() if how == "was removed" else metrics.write_bytes(b"\xff\n")
 
     metrics = tmp_path / "metrics.jsonl"
     Trainer(open_run(recipe(), dataset, tmp_path), lose).train()
     assert [row["step"] for row in read_metrics(metrics)] == list(range(8))
-    assert caplog.text.count(f"{metrics} {how} since it was written: it is written again, with all evaluations") == 2
+    assert caplog.text.count(f"{metrics} {how}: it is written again, with all evaluations") == 2
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_metrics_removed_in_mid_run_are_written_again_with_a_warning(
 def test_damaged_metrics_are_named_in_a_sentence(garbage: bytes, dataset: TokenDataset, tmp_path: Path) -> None:
     Trainer(open_run(recipe(), dataset, tmp_path)).train()
     (tmp_path / "metrics.jsonl").write_bytes(garbage)
-    with pytest.raises(SinklabError, match=r"metrics\.jsonl, line \d is not an evaluation .*Restore it, or remove it"):
+    with pytest.raises(SinklabError, match=r"metrics\.jsonl, line \d, is damaged .*restore the file, or remove it"):
         Trainer(open_run(recipe(), dataset, tmp_path))
     assert (tmp_path / "metrics.jsonl").read_bytes() == garbage
 
