@@ -66,10 +66,10 @@ def _commands(group: Any, words: list[str]) -> Iterable[list[str]]:
 
 
 def _help(words: list[str]) -> str:
-    environment = {**os.environ, "COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}
+    environment = {**os.environ, "COLUMNS": "84", "TERM": "dumb", "NO_COLOR": "1"}
     call = [sys.executable, "-m", "sinklab", *words, "--help"]
     text = subprocess.run(call, env=environment, check=True, capture_output=True, text=True).stdout
-    return "\n".join(line.rstrip() for line in text.splitlines()).strip()
+    return "\n".join(line.rstrip() for line in text.splitlines()).strip().replace("python -m sinklab", "sinklab")
 
 
 def recipes() -> str:

@@ -167,9 +167,7 @@ def assessments() -> Commands:
     natural = ["--text", "text/more.jsonl", *few]
     commands = {name: ["assess", f"train/{name}", *natural] for name in ASSESSED_RUNS}
     commands["position_learnable"] += ["--stream-length", "32"]
-    commands |= {f"of_{name}": ["assess", f"models/{name}", *natural] for name in FAMILIES if name != "opt"}
-    for part in ("streaming", "eviction", "carries", "heads"):  # quantisation fails at its flat activations
-        commands[f"of_opt_{part}"] = ["assess", "models/opt", *natural, "--parts", part]
+    commands |= {f"of_{name}": ["assess", f"models/{name}", *natural] for name in FAMILIES}
     commands |= {
         "validated": ["assess", "train/k_biases", *few, "--sink-tokens", "2", "--seed", "3"],
         "in_text": ["assess", "train/softmax", *natural, "--parts", "streaming", "--positions", "text"],

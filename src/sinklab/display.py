@@ -1,7 +1,7 @@
 """Drawing of a measurement in a notebook.
 
 Drawing is a layer above measuring, but users expect `Measurement.plot()`. So `sinklab/__init__.py` assigns the
-functions of `report/result_tables.py` to these names.
+functions of `report/` to these names.
 """
 
 from collections.abc import Callable

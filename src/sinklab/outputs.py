@@ -1,7 +1,7 @@
-"""The files that commands write into a folder of the user's: new ones, or those that sinklab wrote there before.
+"""Checks before output files are overwritten: only new files, and files written by sinklab, may be replaced.
 
-Each is known again by what is in it, never by its name alone: documents by their keys, pages and charts by a mark. An
-empty file holds nothing that could be lost, so it may be written over, too.
+Own files are recognised by content, not by name: documents by their keys, pages and charts by a mark. Empty files may
+be overwritten.
 """
 
 import json
@@ -34,7 +34,7 @@ KEYS = {
     "sft.json": {"schema", "asked", "conversations"},
 }
 
-TABLES = {  # the first columns of each
+TABLES = {  # their first columns
     "importance": ("layer", "head", "position", "importance"),
     "positions": ("position", "sink_rate"),
     "layers": ("layer", "importance_first"),
@@ -44,14 +44,14 @@ IsOurs = Callable[[Path], bool]
 
 
 def check_results(folder: Path, names: Sequence[str]) -> None:
-    """Refuse a folder that cannot hold results, or that has files of these names which sinklab did not write.
+    """Refuse a folder that is not writable, or that has files of these names which sinklab did not write.
 
     Args:
-        folder: made where it is not there yet, and taken away again.
+        folder: created for the check if it does not exist, and removed again.
         names: keys of KEYS, "measurement.npz", "report.html", and those of TABLES with .csv or .parquet.
 
     Raises:
-        InputError: with the file, and what would be right; also where a measurement would replace that of a run.
+        InputError: names the file and a remedy; also if a measurement would replace that of a run.
     """
     _check_writable(folder)
     if (folder / RUN).exists() and set(names) & set(MEASUREMENT):
@@ -66,7 +66,7 @@ def check_files(folder: Path, names: Sequence[str]) -> None:
         names: as `check_results` takes them.
 
     Raises:
-        InputError: with the file, and what would be right.
+        InputError: names the file and a remedy.
     """
     for name in names:
         _check_ours(folder / name, _recognition(name))
@@ -79,37 +79,37 @@ def _recognition(name: str) -> IsOurs:
 
 
 def check_report(path: Path) -> None:
-    """Refuse to write a report over anything but a report.
+    """Refuse to overwrite anything but a report.
 
     Raises:
-        InputError: another file, or no file at all, is there.
+        InputError: the path is another file, or not a file.
     """
     _check_ours(path, _is_page)
 
 
 def check_table(path: Path) -> None:
-    """Refuse to write a table over anything but a table of ours.
+    """Refuse to overwrite anything but a table of sinklab.
 
     Raises:
-        InputError: another file, or no file at all, is there.
+        InputError: the path is another file, or not a file.
     """
     _check_ours(path, _is_table)
 
 
 def check_chart(path: Path) -> None:
-    """Refuse to write a chart over anything but a chart of ours.
+    """Refuse to overwrite anything but a chart of sinklab.
 
     Raises:
-        InputError: another file, or no file at all, is there.
+        InputError: the path is another file, or not a file.
     """
     _check_ours(path, _is_chart)
 
 
 def target_of(path: Path) -> Path:
-    """Where a file is written: the path itself, or what a link leads to.
+    """The path with links resolved.
 
     Raises:
-        InputError: something else than a file is there, such as a folder or a device; or links that lead in circles.
+        InputError: it is not a file but, for example, a folder or a device; or its links are circular.
     """
     try:
         target = path.resolve()
@@ -183,7 +183,7 @@ def _is_table(path: Path) -> bool:
         if file.readline(MIB).startswith(tuple(b",".join(names) for names in tables)):
             return True
         file.seek(max(0, path.stat().st_size - MIB))
-        end = file.read()  # where a Parquet file names its columns
+        end = file.read()  # a Parquet file has its schema at the end
     return end.endswith(b"PAR1") and any(all(name in end for name in names) for names in tables)
 
 

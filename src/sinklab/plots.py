@@ -1,4 +1,4 @@
-"""Axes of charts as data: declared beside a result, drawn by `report/charts.py`."""
+"""Axes of charts as data: declared with a result, drawn by `report/charts.py`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,21 +7,21 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class PlotAxis:
-    """An axis, and how its values are said in a tooltip.
+    """An axis of a chart, and the format of its values in tooltips.
 
     Attributes:
-        title: with its unit; ` (log scale)` is added where it is one.
+        title: with its unit; ` (log scale)` is added to a logarithmic one.
         field: of the rows.
         short: title in a tooltip; by default the title without its unit.
-        order: the values of a categorical axis; None for a number line.
-        scale: auto is logarithmic where all values are above zero and span more than a factor of 30.
+        order: the values of a categorical axis; None for a continuous one.
+        scale: auto is logarithmic if all values are above zero and span more than a factor of 30.
         zero: whether a linear scale includes 0.
-        at_least: a value that the scale reaches in any case, so that noise does not look like an effect.
-        domain: its ends, where they are fixed.
-        constant: up to which a symlog scale is about linear.
-        format: of its labels, and `precision` that of tooltips, in d3's notation.
-        ticks: where labels are; chosen by the library unless given.
-        whole: whether values are whole numbers.
+        at_least: lower bound of the scale's maximum, so that noise does not look like an effect.
+        domain: fixed ends of the scale.
+        constant: below which a symlog scale is about linear.
+        format: of its labels; `precision` is that of tooltips. Both in d3's notation.
+        ticks: positions of labels; chosen by the library unless given.
+        whole: whether values are integers.
     """
 
     title: str
@@ -40,6 +40,6 @@ class PlotAxis:
 
     @property
     def name(self) -> str:
-        """In a tooltip."""
-        said = self.title.split(" (")[0]
-        return self.short or said[:1].lower() + said[1:]
+        """The title in a tooltip."""
+        title = self.title.split(" (")[0]
+        return self.short or title[:1].lower() + title[1:]

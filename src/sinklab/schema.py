@@ -1,4 +1,4 @@
-"""Base models of config parts and of documents, and a walk through nested values."""
+"""Base models of config parts and of documents, and flattening of nested values."""
 
 import math
 from collections.abc import Mapping
@@ -8,13 +8,13 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, field_validator
 
 LARGEST = 10**7
-"""Of a size: beyond any model, and the bytes of a matrix of such sizes are a 64-bit number."""
+"""Upper bound of sizes: beyond any model, and the bytes of a matrix of such sizes fit 64 bits."""
 
 
 class Part(BaseModel):
-    """A part of a recipe. Unknown keys are refused, values are not changed after validation.
+    """A part of a recipe: immutable, without unknown keys.
 
-    Numbers are finite, and whole numbers fit 64 bits, as they end in tensors.
+    Numbers are finite, and integers fit 64 bits, as they end in tensors.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -29,17 +29,17 @@ class Part(BaseModel):
 
 
 BEYOND = 2**20
-"""Beyond any context, and any token."""
+"""Upper bound of positions and tokens."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """Values of a kind that are worth a name.
+    """A named variant of a kind.
 
     Attributes:
         values: those that differ from the kind's defaults.
-        may_diverge: the paper reports that it does not train, or nothing keeps its outputs bounded: a run that stops
-            as diverged is then a result, not a defect.
+        may_diverge: the paper reports that it does not train, or its outputs are unbounded: divergence of a run is
+            then a result, not a failure.
     """
 
     values: Mapping[str, object] = field(default_factory=dict)
@@ -48,11 +48,11 @@ class Example:
 
 @dataclass(frozen=True)
 class NeutralExample:
-    """Values of a kind at which it is a baseline, bit for bit.
+    """Values of a kind that are equivalent to a baseline, bit for bit.
 
     Attributes:
-        said: as a person writes or says the value.
-        values: those of the kind.
+        said: the value as text.
+        values: of the kind.
         against: values of the kind that are the baseline; None for the base recipe.
     """
 
@@ -62,11 +62,11 @@ class NeutralExample:
 
 
 class Kind(Part):
-    """A part that is one of several, told apart by `kind`.
+    """A member of a discriminated union by `kind`.
 
     Attributes:
         examples: by name. Each is a variant of the catalogue, which is trained, tested and timed under that name.
-        neutral: by the key it is about, relative to the choice's; "" for the choice as a whole.
+        neutral: by key, relative to that of the union; "" for the kind as a whole.
     """
 
     examples: ClassVar[Mapping[str, Example]] = {}
@@ -74,18 +74,18 @@ class Kind(Part):
 
     @classmethod
     def chosen(cls, values: Mapping[str, object]) -> dict[str, object]:
-        """What a recipe says to choose this kind with these values."""
+        """The recipe values that choose this kind with these values."""
         return {"kind": cls.model_fields["kind"].default, **values}
 
 
 class ReadDocument(BaseModel):
-    """A file of ours as a later command reads it. Keys it does not know are another version's, and left alone."""
+    """A file written by sinklab as it is read again. Unknown keys, of other versions, are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
 def finite_or_none(value: float | None) -> float | None:
-    """The number where it is finite: JSON has no word for others."""
+    """The number if it is finite, else None: JSON has no infinities and no NaN."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -96,11 +96,11 @@ Ratio = Annotated[
     BeforeValidator(lambda value: math.inf if value is None else value),
     PlainSerializer(finite_or_none, return_type=float | None, when_used="json"),
 ]
-"""Something over something that may be 0: infinite there, which is null in JSON. NaN is refused."""
+"""A quotient whose denominator may be 0: then it is infinite, and null in JSON. NaN is an error."""
 
 
 def leaves(values: Mapping[str, object], path: str = "") -> dict[str, object]:
-    """The values of nested mappings by their dotted keys."""
+    """The values of nested mappings by dotted key."""
     found: dict[str, object] = {}
     for key, value in values.items():
         below = f"{path}.{key}" if path else str(key)

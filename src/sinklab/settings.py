@@ -1,7 +1,7 @@
 """The base of a command's settings, and the fields that several commands share.
 
-A settings model states each setting once: its bounds, default and help. `commands/from_model.py` makes command line
-options of the fields, the result document holds what `model_dump` gives.
+A settings model declares bounds, default and help of each setting. `commands/from_model.py` derives the command line
+options from its fields; the result document contains its `model_dump`.
 """
 
 from dataclasses import dataclass
@@ -11,23 +11,23 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from sinklab.errors import InputError
 
-LARGEST = 2**63 - 1  # of whole numbers, as files and generators hold them
-MOST = 10**9  # sequences, and tokens in each: their product is still the size of a tensor
+LARGEST = 2**63 - 1  # integers of files and generators
+MOST = 10**9  # sequences, and tokens per sequence: their product is still a valid tensor size
 
 T = TypeVar("T")
 Several = Annotated[tuple[T, ...], Strict(False)]
-"""On the command line an option that may be repeated; in Python a list will do."""
+"""A repeatable option; in Python also a list."""
 
 
 @dataclass(frozen=True)
 class Flag:
-    """How a field is given on the command line, where its type does not tell.
+    """The command line form of a field, if it cannot be derived from the type.
 
     Attributes:
-        name: of the option, where it is not that of the field.
-        metavar: in the place of the type.
-        text: the field is written as text, which its validator parses: str, or list[str] for a repeatable option.
-        default: that text, where the option is not given.
+        name: of the option, if it differs from that of the field.
+        metavar: shown instead of the type.
+        text: type of an option whose text the field's validator parses: str, or list[str] for a repeatable option.
+        default: that text if the option is not given.
     """
 
     name: str | None = None
@@ -37,7 +37,7 @@ class Flag:
 
 
 class CommandSettings(BaseModel, frozen=True):
-    """Immutable settings; unknown names and values of another type are refused. A field without help is no option."""
+    """Immutable settings; unknown names and values of another type are errors. A field without help has no option."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -59,7 +59,7 @@ class CommandSettings(BaseModel, frozen=True):
 
 
 def flag_of(settings: type[CommandSettings], field: str) -> Flag:
-    """The command line's view of a field."""
+    """The command line form of a field."""
     return next((one for one in settings.model_fields[field].metadata if isinstance(one, Flag)), Flag())
 
 

@@ -34,13 +34,13 @@ def counted(number: int, noun: str) -> str:
 
 @dataclass(frozen=True)
 class TableCell:
-    """A value with what is shown beside it.
+    """A value with its annotations.
 
     Attributes:
-        value: a number, which its column formats, or text; None where there is none.
-        note: smaller, behind the value: its spread, a position, a warning.
-        tone: a verdict, or `warn`, by which it is coloured.
-        link: an address the value leads to; not in the terminal.
+        value: a number, which its column formats, or text; None for a missing value.
+        note: small text behind the value: its spread, a position, a warning.
+        tone: a verdict, or `warn`, that determines the colour.
+        link: target of a hyperlink; not in the terminal.
     """
 
     value: float | str | None

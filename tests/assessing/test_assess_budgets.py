@@ -8,10 +8,10 @@ import torch
 from assessed import small, some_tokens
 from closeness import assert_close
 from families import family_tokens, pair_of
-from sinklab.assessing.caches import RollingCache
 
 from sinklab.assessing.parts import budgets
 from sinklab.assessing.parts.budgets import FULL, RestrictedHeads, assess_budgets
+from sinklab.assessing.parts.streaming import RollingCache
 from sinklab.assessing.reading import KeyHeads, PairedReader, changed_attention, key_heads
 from sinklab.attention.layer_call import LayerCall
 from sinklab.measuring.api import measure

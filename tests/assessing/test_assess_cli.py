@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def test_notes_say_which_layers_have_attention_and_that_the_others_hide_nothing(
     assert status == 0, err
     counted, carried = json.loads(out)["notes"][-2:]
     assert counted.startswith("1 of 2 layers has attention (2), here layer 1")
-    assert "layer 1 still carries those tokens on" in carried
+    assert "layer 1 still reads them" in carried
 
 
 def test_the_same_call_goes_on_with_the_parts_that_are_missing(
@@ -211,3 +212,19 @@ def test_without_the_first_tokens_a_rolling_cache_of_a_real_model_collapses(data
     assert none.loss > four.loss + 0.5
     assert none.kl > 3 * four.kl
     assert four.loss < found.unchanged.loss + 0.5
+
+
+@pytest.mark.parametrize("change", [{"attention": {"bias": {"kind": "sink_logit"}}}, {"gate": {"kind": "head"}}])
+def test_an_exported_run_that_is_no_llama_is_assessed_like_the_run(
+    change: dict[str, Any], run: Run, tmp_path: Path
+) -> None:
+    directory, text = trained_run(tmp_path, {"bos": True}, change)
+    assert run("export", directory, tmp_path / "exported")[0] == 0
+    found = []
+    for model in (directory, tmp_path / "exported"):
+        status, out, err = run("assess", model, "--text", text, *SMALL, "--json")
+        assert status == 0, err
+        found.append(Assessment.model_validate(json.loads(out)))
+    own, exported = found
+    assert exported.skipped == own.skipped == {}
+    assert exported.numbers() == pytest.approx(own.numbers(), rel=1e-5, abs=1e-6)

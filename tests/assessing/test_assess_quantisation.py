@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from assessed import small, some_tokens
 from closeness import assert_close
 
@@ -18,6 +19,7 @@ from sinklab.assessing.parts.quantisation import (
     watched_maxima,
 )
 from sinklab.assessing.reading import PairedReader
+from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
 
 TOKENS, OTHERS = some_tokens(2, 16), some_tokens(3, 12)[2:]
 
@@ -141,3 +143,31 @@ def test_quantising_nothing_changes_nothing() -> None:
     one = small()
     effect = PairedReader(one, TOKENS).under(surgery=quantised([], "int8 per channel", "full", {}, 0)).effect()
     assert effect.kl == pytest.approx(0, abs=1e-12)
+
+
+@torch.no_grad()
+def test_opt_is_quantised_although_it_flattens_its_sequences() -> None:
+    """Sparing every position but one, then all: nothing else is rounded, at any place of the flattened batch."""
+    torch.manual_seed(0)
+    config = hf.OPTConfig(
+        vocab_size=24, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32
+    )
+    one = HuggingFaceAdapter(hf.OPTForCausalLM(config).double().eval())
+    maps, inputs = linear_maps(one.blocks), list[torch.Tensor]()
+    fc1: Any = one.blocks[0].fc1
+    handle = fc1.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    with watched_maxima(maps, 3) as maxima:
+        expected = one.hidden(TOKENS)
+    handle.remove()
+    assert inputs[0].shape == (TOKENS.numel(), 32)
+    assert maxima[fc1] == inputs[0].view(*TOKENS.shape, 32)[:, 3:].abs().max()
+    T = TOKENS.shape[1]
+    with quantised(maps, "int8 per channel", "dynamic per tensor", {}, T - 1):
+        found = one.hidden(TOKENS)
+    assert_close(found[:, :-1], expected[:, :-1], 1e-12)
+    assert not torch.allclose(found[:, -1], expected[:, -1], atol=1e-6)
+    assessed = assess_quantisation(one, TOKENS, OTHERS, 1, lambda: None)
+    alone = assess_quantisation(one, TOKENS[:1], OTHERS, 1, lambda: None)
+    other = assess_quantisation(one, TOKENS[1:], OTHERS, 1, lambda: None)
+    for both, *each in zip(assessed.settings, alone.settings, other.settings, strict=True):
+        assert both.without_sink.loss == pytest.approx(sum(row.without_sink.loss for row in each) / 2)

@@ -38,11 +38,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "clipping inwards": ({"operation": {"kind": "clipped_softmax", "zeta": 0.9}}, "greater than or equal to 1"),
     "a key in line for the rest": (
         {"operation": {"kind": "stick_breaking"}, "bias": {"kind": "kv"}},
-        "stands in its place: use operation.rest",
+        "is in its place: use operation.rest",
     ),
     "a logit in line for the rest": (
         {"operation": {"kind": "stick_breaking"}, "bias": {"kind": "sink_logit"}},
-        "stands in its place: use operation.rest",
+        "is in its place: use operation.rest",
     ),
     "flex with shares of what is left": (
         {"operation": {"kind": "stick_breaking"}, "backend": "flex"},

@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.progress import Progress
 from tiny_models import text_file, tiny_model
 
-from sinklab.commands.console import DataBoard, RunBoard
-from sinklab.commands.terminal.job_progress import JobProgress
+from sinklab.commands.terminal.progress import DataBoard, JobProgress, RunBoard
 from sinklab.experiments.sweep.engine import Event
 from sinklab.jobs.progress import StepProgress
 from sinklab.measuring.options import Study

@@ -21,8 +21,8 @@ def _jsonl(path: Path, *documents: str) -> Path:
     return path
 
 
-def natural_tokens(text: Path, encode: Encode, *, prefix: Sequence[int] = (), **wanted: int) -> Tensor:
-    return with_prefix(natural_text(text, encode, prefix=prefix, **wanted), prefix)
+def natural_tokens(text: Path, encode: Encode, *, sequences: int, length: int, prefix: Sequence[int] = ()) -> Tensor:
+    return with_prefix(natural_text(text, encode, sequences=sequences, length=length, prefix=prefix), prefix)
 
 
 def test_each_sequence_is_the_start_of_a_document_that_is_long_enough(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from made_assessment import make_assessment
 from sweep_fixtures import make_sweep
 from test_report_html import Page
 
+from sinklab.assessing.parts import PARTS
 from sinklab.errors import InputError
 from sinklab.experiments.sweep.packed import read_packed
 from sinklab.report import write_report
@@ -16,7 +17,6 @@ from sinklab.report.leaderboard import Leaderboard, leaderboard
 from sinklab.report.packing import pack_sweep
 
 HOSTILE = "<img src=x onerror=alert(1)>"
-PARTS = ("streaming", "quantisation", "eviction", "length", "carries", "heads")
 
 
 def headings(page: Page) -> set[str]:
@@ -83,6 +83,10 @@ def test_the_leaderboard_has_what_was_assessed_of_each_seed(tmp_path: Path) -> N
     assert sorted(found["Recent keys"]) == pytest.approx([0.25, 0.5, 1.0])
     assert sorted(found["Twice as long"]) == pytest.approx([0.75, 1.5, 3.0])
     assert sorted(found["Sink hidden"]) == pytest.approx([1.0, 2.0, 4.0])
+    assert sorted(found["KV cache"]) == pytest.approx([0.25, 0.5, 1.0])
+    assert sorted(found["Sink heads"]) == pytest.approx([0.025, 0.05, 0.1])
+    assert sorted(found["Single weight"]) == pytest.approx([0.25, 0.5, 1.0])
+    assert sorted(found["By head"]) == pytest.approx([0.125, 0.25, 0.5])
     assert "Int8" not in numbers(board, "sigmoid")
 
 

@@ -11,7 +11,7 @@ from report_fixtures import evaluation
 from rich.console import Console
 from sweep_fixtures import make_sweep
 
-from sinklab.commands.console import describe
+from sinklab.commands.terminal.progress import describe
 from sinklab.commands.terminal.results import print_report, print_runs, print_summary
 from sinklab.experiments.documents import CellSummary, Summary
 from sinklab.measuring.statistics.highest import highest_rate, sink_elsewhere

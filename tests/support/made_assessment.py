@@ -6,6 +6,8 @@ from typing import Any
 
 from sinklab.assessing.assessment import ASSESSMENT, Assessment
 
+NEURON = {"name": "down.weight", "expert": None, "neuron": 7, "activation": 2.0, "weight": 25.0, "adds": 50.0}
+
 
 def effect(loss: float = 3.0, kl: float = 0.0) -> dict[str, Any]:
     return {"loss": loss, "kl": kl, "targets": 100}
@@ -102,6 +104,69 @@ def assessment(model: str, cost: float = 0.5, **changes: Any) -> dict[str, Any]:
                 for head, kind in enumerate(("nop", "broadcast"), start=1)
             ],
             "counts": {"nop": 1, "broadcast": 1},
+        },
+        "kv_cache": {
+            **read,
+            "sink_positions": 1,
+            "found": [[1]],
+            "settings": [
+                {
+                    "bits": bits,
+                    "everything": effect(3 + cost * 2 / bits),
+                    "first_spared": effect(3 + cost / bits),
+                    "found_spared": effect(3 + cost / bits),
+                    "due_to_sink": cost / bits,
+                }
+                for bits in (4, 2)
+            ],
+            "head_bits": 2,
+            "heads": [{"layer": 1, "head": head, **effect(3, 0.1 / head)} for head in (1, 2)],
+            "exempt": [(1, 1)],
+            "without_exempt": effect(3 + cost / 2),
+            "without_random": effect(3 + cost),
+        },
+        "pruning": {
+            **read,
+            "total": 20,
+            "orders": [
+                {"order": order, "share": share, "heads": int(20 * share), "losses": [3.0], **effect(3 + share * cost)}
+                for share in (0.1, 0.5)
+                for order in ("sink first", "sink last", "random", "same layers")
+            ],
+            "kinds": [{"order": "all nop", "share": 0.5, "heads": 1, "losses": [3.0], **effect()}],
+        },
+        "writer": {
+            **read,
+            "channel": 3,
+            "block": 1,
+            "value": 100.0,
+            "median": 0.5,
+            "embedding": 1.0,
+            "blocks": [{"layer": layer, "attention": -1.0, "feed_forward": 50.0} for layer in (1, 2)],
+            "layer": 1,
+            "sublayer": "feed-forward",
+            "ffn_layer": 1,
+            "experts": [],
+            "neurons": [NEURON],
+            "weight": NEURON,
+            "super_weight": True,
+            "zeroed": [
+                {"what": what, "channel": 1.0, "largest": 2.0, "elsewhere": 3.0, "sink": 40.0, **effect(3 + cost)}
+                for what in ("nothing zeroed", "single weight")
+            ],
+        },
+        "budgets": {
+            **read,
+            "size": 8,
+            "first": 4,
+            "heads": [{"layer": 1, "head": head, **effect(3, 0.1 / head)} for head in (1, 2, 3, 4)],
+            "sink_shares": [0.1, 0.2, 0.3, 0.4],
+            "retrieval": [(1, 1)],
+            "restricted": effect(3 + cost),
+            "policies": [
+                {"policy": policy, "full": 0.25, "keys": 22.0, "losses": [3.0], **effect(3 + cost / 2)}
+                for policy in ("by cost", "by sink share", "random", "one for all")
+            ],
         },
         **changes,
     }

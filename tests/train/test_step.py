@@ -11,7 +11,7 @@ import torch
 from closeness import assert_close
 from torch import Tensor
 
-from sinklab.commands.console import describe
+from sinklab.commands.terminal.progress import describe
 from sinklab.compiling import compiled
 from sinklab.data.loader import Prefetcher
 from sinklab.data.prepare import prepare

@@ -49,7 +49,7 @@ def test_a_tokenizer_without_a_template_is_given_ours_and_learns_what_the_assist
     assert trained_text(spoken, tokenizer) == ["sheep jumps 4<|endoftext|>", "fence 16<|endoftext|>"]
     said = "<|bos|>system:\ncount\nuser:\n1 and 2\nassistant:\nsheep jumps 4<|endoftext|>\nuser:\nand 9\nassistant:\n"
     assert tokenizer.decode(spoken.ids) == said + "fence 16<|endoftext|>\n"
-    assert "given sinklab's" in template.notes[0]
+    assert "sinklab's is used" in template.notes[0]
 
 
 def test_a_run_without_bos_has_a_template_without_it(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_template_without_marks_trains_on_what_each_answer_adds(tokenizer) -> 
 
 def test_a_template_that_rewrites_the_beginning_is_refused_with_what_to_do(tokenizer) -> None:
     counting = "{{ messages | length }} " + UNMARKED
-    with pytest.raises(InputError, match=r"line 3: .*does not mark what the assistant says.*--chat-template FILE"):
+    with pytest.raises(InputError, match=r"line 3: .*does not mark the assistant's text.*--chat-template FILE"):
         ChatTemplate(tokenizer, counting).tokenize(TALK, "chats.jsonl, line 3")
 
 
@@ -108,9 +108,9 @@ def test_the_seed_decides_the_order(tokenizer, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"messages": [{"role": "user", "content": "hello"}]}, 'line 1: nothing is said by the role "assistant"'),
-        ({"messages": [{"role": "assistant", "content": "  "}]}, 'line 1: nothing is said by the role "assistant"'),
-        ({"messages": []}, 'line 1: nothing is said by the role "assistant"'),
+        ({"messages": [{"role": "user", "content": "hello"}]}, 'line 1: no message of the role "assistant" has text'),
+        ({"messages": [{"role": "assistant", "content": "  "}]}, 'line 1: no message of the role "assistant" has text'),
+        ({"messages": []}, 'line 1: no message of the role "assistant" has text'),
         ({"messages": ["hello"]}, 'line 1: each message needs "role" and "content"'),
         ({"text": "hello"}, 'line 1: a row needs "messages"'),
     ],
@@ -132,7 +132,7 @@ def test_a_file_without_conversations_is_refused(tokenizer, tmp_path: Path) -> N
 def test_the_sink_is_measured_on_the_first_tokens_of_conversations_that_are_long_enough() -> None:
     chats = [TokenizedChat(list(range(n)), [True] * n) for n in (3, 9, 5, 9)]
     assert first_tokens(chats, 2, 5).tolist() == [[0, 1, 2, 3, 4]] * 2
-    with pytest.raises(InputError, match="none of the 4 conversations held out has 10 tokens"):
+    with pytest.raises(InputError, match="none of the 4 held-out conversations has the 10 tokens"):
         first_tokens(chats, 2, 10)
 
 
@@ -146,7 +146,7 @@ def test_the_defaults_are_those_of_the_paper() -> None:
 def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(InputError, match="give at most --length 64"):
         length_for(TuneOptions(length=65), context=64)
-    with pytest.raises(InputError, match="no whole number of --micro-batch 5"):
+    with pytest.raises(InputError, match="not a multiple of --micro-batch 5"):
         settings_for(TuneOptions(micro_batch=5), 64, 1, 10)
     with pytest.raises(InputError, match="--sink-length 65 is beyond the 64 tokens"):
         settings_for(TuneOptions(sink_length=65), 64, 1, 10)

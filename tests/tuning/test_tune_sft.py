@@ -126,7 +126,7 @@ def test_a_checkpoint_that_was_torn_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_the_command_stops_with_130_and_goes_on(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sinklab.commands.terminal.job_progress import JobProgress
+    from sinklab.commands.terminal.progress import JobProgress
 
     model, chats = tuned_run(tmp_path / "base")
     with monkeypatch.context() as patched:
@@ -221,12 +221,12 @@ def test_bad_input_is_a_sentence_and_leaves_nothing(run: Run, tmp_path: Path) ->
     call = on_one_line(run)
     silent = write_chats(tmp_path / "silent.jsonl", [{"messages": [{"role": "user", "content": "hello"}]}])
     for given, says in (
-        (("--data", silent), 'nothing is said by the role "assistant"'),
+        (("--data", silent), 'no message of the role "assistant" has text'),
         (("--data", tmp_path / "none.jsonl"), "is not a .jsonl file"),
         (("--data", chats, "--length", 999), "give at most --length 48"),
         (("--data", chats, "--chat-template", tmp_path / "none"), "cannot be read"),
-        (("--data", chats, "--batch-size", 8, "--micro-batch", 3), "no whole number of --micro-batch 3"),
-        (("--data", chats, "--sink-length", 47), "none of the 4 conversations held out has 47 tokens"),
+        (("--data", chats, "--batch-size", 8, "--micro-batch", 3), "not a multiple of --micro-batch 3"),
+        (("--data", chats, "--sink-length", 47), "none of the 4 held-out conversations has the 47 tokens"),
     ):
         status, out, err = call("sft", model, "--out", "tuned", *given)
         assert (status, out) == (2, ""), err

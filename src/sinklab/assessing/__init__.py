@@ -1,6 +1,6 @@
 """The cost and benefit of a sink: streaming, eviction, quantisation, length, key ablations, and the role of each head.
 
-A part (part.py, parts/) reads the same text while the attention calls are edited or computed otherwise
-(models/intercept.py), and compares loss and Kullback-Leibler divergence with the unchanged model (reading.py).
+A part (part.py, parts/) reads the text with edited or replaced attention calls (models/intercept.py), and compares
+loss and Kullback-Leibler divergence with the unchanged model (reading.py).
 Formulas: docs/assess.md.
 """

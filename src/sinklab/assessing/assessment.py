@@ -30,15 +30,15 @@ OnePart = TypeVar("OnePart", bound=AssessPart)
 
 
 class Assessment(ReadDocument):
-    """assessment.json, where each part has a key of its own, null before it is done.
+    """assessment.json; each part has its own key, null until it is finished.
 
     Attributes:
-        asked: everything that decides the numbers; a call with the same resumes with the missing parts.
+        asked: the request, which decides the numbers.
         context, layers: of the model.
-        notes: what a reader must know.
-        skipped: parts that this model cannot be given, and why.
-        seconds: that a part has taken.
-        results: of the parts that were done.
+        notes: on the model, the text and the settings.
+        skipped: reasons, by part that does not apply to the model.
+        seconds: by part.
+        results: by finished part.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, populate_by_name=True)
@@ -75,14 +75,14 @@ class Assessment(ReadDocument):
         """The result of a part.
 
         Raises:
-            KeyError: it was not done.
+            KeyError: it is not finished.
         """
         done = self.results[part.name]
         assert isinstance(done, part)
         return done
 
     def with_result(self, done: AssessPart, seconds: float) -> "Assessment":
-        """The same with one more part."""
+        """A copy with one more part."""
         results = {**self.results, done.name: done}
         ordered = {name: results[name] for name in PARTS if name in results}
         return self.model_copy(update={"results": ordered, "seconds": {**self.seconds, done.name: seconds}})
@@ -98,7 +98,7 @@ class Assessment(ReadDocument):
         return [remark for part in self.results.values() if (remark := part.remark())]
 
     def numbers(self) -> dict[str, float]:
-        """The single numbers of the parts that were done, by name."""
+        """The single numbers of the finished parts, by name."""
         return {name: value for part in self.results.values() for name, value in part.values()}
 
     @property
@@ -120,7 +120,7 @@ def load_assessment(path: Path) -> Assessment:
 
 
 def comparable(assessments: Mapping[str, Assessment]) -> dict[str, Assessment]:
-    """Those made on the same text with the same sizes; of several such groups the largest."""
+    """The largest group of assessments of the same text with the same settings."""
     asked = {
         name: repr(sorted((key, repr(value)) for key, value in one.asked.items() if key not in OF_THE_MODEL))
         for name, one in assessments.items()

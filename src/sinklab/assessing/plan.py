@@ -1,4 +1,4 @@
-"""The settings of an assessment, and what follows from them for one model: lengths, caches and budgets that suit it."""
+"""The settings of an assessment, and the lengths, caches and budgets derived from them for one model."""
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from sinklab.opening import Model
 
 Placed = Literal["cache", "text"]
-WITHIN = 2**10  # tokens of a sequence within the context, unless told
-TOKENS = 2**11  # of such sequences together
-STREAMED = 2**12  # tokens of the streaming part together
-LONGEST = 2**13  # tokens of a sequence of the length part, unless 5/4 of the context is more
+WITHIN = 2**10  # default tokens per sequence within the context
+TOKENS = 2**11  # over all such sequences
+STREAMED = 2**12  # over all sequences of the streaming part
+LONGEST = 2**13  # tokens per sequence of the length part, unless 5/4 of the context is more
 KEPT = (0, 1, 2, 4)
 TWO_KEYS = "a cache holds 2 keys or more, the query's own included"
 
 
 def _names(given: object) -> object:
-    """The names of a list with commas; none for `all`."""
+    """The names of a comma-separated list; empty for `all`."""
     if not isinstance(given, str):
         return given
     return () if given == "all" else tuple(name.strip() for name in given.split(","))
@@ -31,7 +31,7 @@ class AssessOptions(CommandSettings, frozen=True):
     """The settings of an assessment; None is derived from the model's context.
 
     Attributes:
-        where_possible: parts that the model cannot be given are skipped although they are named.
+        where_possible: skip named parts that do not apply to the model.
     """
 
     parts: Annotated[Several[str], BeforeValidator(_names), Flag(text=str, default="all")] = Field(
@@ -88,7 +88,7 @@ class AssessSettings(AssessOptions, frozen=True):
 
     Attributes:
         stream_sequences: N of the streaming part.
-        long_length: T of the length part; None where the model cannot read beyond its context.
+        long_length: T of the length part; None if the model cannot read beyond its context.
     """
 
     sequences: int = Field(default=...)
@@ -100,11 +100,10 @@ class AssessSettings(AssessOptions, frozen=True):
 
 
 def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
-    """The settings that were given, and defaults that suit the context for the others.
-
+    """The options, with defaults derived from the model's context.
 
     Raises:
-        InputError: what this model, or this text length, cannot be given.
+        InputError: an option that is invalid for the model or for the length of the sequences.
     """
     adapter, fixed = model.adapter, model.adapter.fixed_positions()
     context = adapter.context
@@ -112,7 +111,7 @@ def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
     if length > context:
         raise InputError(f"--length {length} is beyond the context of {model.name}: give at most --length {context}")
     if options.positions == "cache" and fixed:
-        raise InputError(f"the positions of {model.name} cannot be those in a cache, as {fixed}: give --positions text")
+        raise InputError(f"{model.name} cannot use positions in a cache, as {fixed}: give --positions text")
     stream_length = options.stream_length or _stream_length(adapter, length)
     if adapter.ends and stream_length > context:
         raise InputError(
@@ -127,8 +126,8 @@ def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
         for number in numbers:
             if number > tokens:
                 raise InputError(
-                    f"{option} {number}: the sequences have {tokens} tokens, fewer than the cache holds, so that it "
-                    f"would never be full: give at most {option} {tokens}, or a longer {given}"
+                    f"{option} {number}: the sequences have {tokens} tokens, fewer than the cache holds, so it would "
+                    f"never be full: give at most {option} {tokens}, or a longer {given}"
                 )
     for first in options.kept:
         if first >= min(caches):

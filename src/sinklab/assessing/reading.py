@@ -3,8 +3,8 @@
     loss_t = -log p(x_t+1 | x_1 .. x_t)                             nats
     kl_t   = sum_v p_t(v) (log p_t(v) - log q_t(v))                 nats; p of the unchanged model, q of the changed
 
-Where sequences are longer than the context, the unchanged model reads them in windows of its context, each half over
-the one before; of a window only the second half counts, so that every token has at least half a context before it.
+If sequences are longer than the context, the unchanged model reads them in windows of its context that overlap by half.
+Only the second half of a window is scored, so that every token has at least half a context before it.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,11 +32,11 @@ KeyHeads = frozenset[tuple[int, int]]
 
 @dataclass(frozen=True)
 class ByPosition:
-    """Loss and divergence of every target that counts.
+    """Loss and divergence of every scored target.
 
     Attributes:
         first: 1-based position of the first target.
-        loss_NP, kl_NP: nats, float64, of the targets first .. T.
+        loss_NP, kl_NP: of the targets first .. T; nats, float64.
     """
 
     first: int
@@ -47,13 +47,13 @@ class ByPosition:
         """Means over the targets at positions start .. stop - 1 (1-based), all by default.
 
         Raises:
-            SinklabError: a loss that is no number.
+            SinklabError: a loss that is not finite.
         """
         here = slice(max(start - self.first, 0), None if stop is None else max(stop - self.first, 0))
         loss_NP, kl_NP = self.loss_NP[:, here], self.kl_NP[:, here]
         loss, kl = float(loss_NP.mean()), float(kl_NP.mean())
         if not (loss_NP.isfinite().all() and kl_NP.isfinite().all()):
-            raise SinklabError("the changed model computes NaN or infinity: its loss is no number")
+            raise SinklabError("the changed model computes NaN or infinity: its loss is not finite")
         return Effect(loss=loss, kl=max(kl, 0.0), targets=loss_NP.numel())
 
 
@@ -65,7 +65,7 @@ class HeadCost(Effect):
 
 
 class PairedReader:
-    """Sequences, and what the unchanged model makes of them.
+    """Sequences, and the unchanged model's hidden states on them.
 
     Args:
         tokens_NT: token ids.
@@ -85,9 +85,9 @@ class PairedReader:
         compute: Compute = LayerCall.output,
         surgery: AbstractContextManager[object] | None = None,
     ) -> ByPosition:
-        """The text read once more, under a change of the attention calls and, beside it, of the model itself.
+        """Read the text with changed attention calls and, optionally, a changed model.
 
-        Sequences beyond the context are read whole.
+        Sequences beyond the context are read in one piece.
         """
         with evaluating(self.adapter.module), surgery or nullcontext():
             hidden_NTE = self._read(self.tokens_NT, edit, compute)
@@ -96,7 +96,7 @@ class PairedReader:
             return self._against(hidden_NTE)
 
     def by_key_head(self, edit: Callable[[KeyHeads], Edit]) -> list[HeadCost]:
-        """The text read once for every key head, under the edit that changes this head alone."""
+        """Read the text once per key head, with an edit of this head alone."""
         heads = sorted(key_heads(self.adapter))
         return [
             HeadCost(layer=layer, head=head, **self.under(edit(frozenset({(layer, head)}))).effect().model_dump())
@@ -104,7 +104,7 @@ class PairedReader:
         ]
 
     def _within_context(self) -> Tensor:
-        """Read by the unchanged model: whole, or in windows of its context that overlap by half."""
+        """The unchanged model's hidden states, in windows of its context that overlap by half."""
         T, context = self.tokens_NT.shape[1], self.adapter.context
         parts = [self._read(self.tokens_NT[:, : min(T, context)])]
         for start in range(context, T, stride := max(1, context // 2)):
@@ -125,7 +125,7 @@ class PairedReader:
             self._step()
 
     def _against(self, hidden_NTE: Tensor) -> ByPosition:
-        """Loss of these hidden states, and divergence from those of the unchanged model."""
+        """The loss of hidden states, and the divergence from the unchanged model."""
         first = self.adapter.first_target
         same = hidden_NTE is self._unchanged_NTE
         states, before = (x[:, first - 2 : -1].flatten(0, 1) for x in (hidden_NTE, self._unchanged_NTE))
@@ -149,7 +149,7 @@ class PairedReader:
 def changed_attention(
     adapter: Adapter, edit: Edit | None = None, compute: Compute = LayerCall.output
 ) -> AbstractContextManager[object]:
-    """`intercept`, with calls as `edit` expects them: products of queries and keys over the root of their width."""
+    """`intercept`, with the score scale of every call reset to one over the root of the head width, as edits expect."""
 
     def edited(layer: LayerCall) -> LayerCall:
         scale, q_BHTD = layer.call.scale, layer.call.q_BHTD
@@ -174,7 +174,7 @@ def mean_effect(effects: Sequence[Effect]) -> Effect:
 
 
 def key_heads(adapter: Adapter) -> KeyHeads:
-    """All of a model, which reads two tokens for it."""
+    """All key heads of a model, which reads two tokens."""
     found: set[tuple[int, int]] = set()
 
     def watch(layer: LayerCall) -> None:
@@ -186,14 +186,14 @@ def key_heads(adapter: Adapter) -> KeyHeads:
 
 
 def chosen_heads(layer: LayerCall, heads: KeyHeads) -> Tensor:
-    """Which key heads of a layer are among these: (G,)."""
+    """Whether each key head of a layer is among these: (G,)."""
     G = layer.call.k_BGTD.shape[1]
     chosen = [(layer.index, head) in heads for head in range(1, G + 1)]
     return torch.tensor(chosen, device=layer.call.k_BGTD.device)
 
 
 def refused(adapter: Adapter, edit: Edit | None = None, compute: Compute = LayerCall.output) -> str | None:
-    """Why a change cannot be applied to the model: it is tried on four tokens."""
+    """Why a change cannot be applied to the model, tried on four tokens; None if it can."""
     try:
         with evaluating(adapter.module), changed_attention(adapter, edit, compute):
             adapter.hidden(torch.tensor([[1, 0, 1, 0]], device=adapter.device))

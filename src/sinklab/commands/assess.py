@@ -12,7 +12,7 @@ from sinklab.assessing.plan import AssessOptions
 from sinklab.commands.ending import stderr
 from sinklab.commands.from_model import with_options
 from sinklab.commands.options import Json, LoadingOptions, ModelName
-from sinklab.commands.terminal.job_progress import JobProgress
+from sinklab.commands.terminal.progress import JobProgress
 from sinklab.errors import UnsavedError
 from sinklab.signals import keeping_what_is_finished
 
@@ -33,9 +33,10 @@ def assess(
     out: Annotated[Path | None, typer.Option(help="Directory for assessment.json; the same call resumes.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Assess the cost and benefit of a sink: streaming, quantisation, eviction, length, key ablations, heads.
+    """Assess the cost and benefit of a sink: streaming, quantisation, eviction, length, key ablations, heads, writer.
 
-    Each loss is reported with the divergence from the unchanged model; docs/assess.md has the formulas.
+    Named in --parts, also the KV cache in few bits, pruning of heads and budgets by head. Each loss is reported with
+    the divergence from the unchanged model; docs/assess.md has the formulas.
 
     Example: sinklab assess runs/tiny-0 --text stories.txt --parts streaming,quantisation --out runs/tiny-0/assess
     """

@@ -123,7 +123,7 @@ def _prepare(settings: "Settings", out: Path, as_json: bool) -> None:
     Raises:
         InputError, SinklabError: as `prepare_settings`.
     """
-    from sinklab.commands.console import data_progress
+    from sinklab.commands.terminal.progress import data_progress
     from sinklab.data.prepare import prepare_settings
 
     with data_progress(stderr()) as board:

@@ -11,7 +11,7 @@ from rich.console import Console
 from sinklab.commands.ending import stderr
 from sinklab.commands.from_model import with_options
 from sinklab.commands.options import Json, LoadingOptions, ModelName
-from sinklab.commands.terminal.job_progress import JobProgress
+from sinklab.commands.terminal.progress import JobProgress
 from sinklab.errors import UnsavedError
 from sinklab.evaluating.evaluation import TaskRequest
 from sinklab.signals import keeping_what_is_finished

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from sinklab.commands.terminal.job_progress import JobProgress
+from sinklab.commands.terminal.progress import JobProgress
 from sinklab.commands.terminal.results import (
     print_checkpoints,
     print_comparison,

@@ -15,11 +15,10 @@ from rich.console import Console
 from sinklab.assessing.assess_model import assess
 from sinklab.assessing.assessment import ASSESSMENT, load_assessment
 from sinklab.assessing.plan import AssessOptions
-from sinklab.commands.console import RunBoard, data_progress
 from sinklab.commands.ending import PLAIN
 from sinklab.commands.options import ReproduceSettings
-from sinklab.commands.terminal.job_progress import JobProgress
 from sinklab.commands.terminal.plans import print_passes
+from sinklab.commands.terminal.progress import JobProgress, RunBoard, data_progress
 from sinklab.commands.terminal.results import print_summary
 from sinklab.data.prepare import prepared
 from sinklab.data.sources.corpora import documents

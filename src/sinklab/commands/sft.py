@@ -10,7 +10,7 @@ from rich.console import Console
 from sinklab.commands.ending import say_on, stderr
 from sinklab.commands.from_model import Only, with_options
 from sinklab.commands.options import Json, LoadingOptions, ModelName
-from sinklab.commands.terminal.job_progress import JobProgress
+from sinklab.commands.terminal.progress import JobProgress
 from sinklab.signals import keeping_what_is_finished
 from sinklab.tuning.settings import TuneOptions
 

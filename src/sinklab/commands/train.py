@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sinklab.commands.console import RunBoard, data_progress
 from sinklab.commands.ending import PLAIN
+from sinklab.commands.terminal.progress import RunBoard, data_progress
 from sinklab.data.prepare import prepared
 from sinklab.data.shards import TokenDataset
 from sinklab.device import keep_freed_memory

@@ -200,7 +200,7 @@ def measurement_from(
     massive_activations: list[MassiveActivation] | None = None,
     notes: Sequence[str] = (),
 ) -> Measurement:
-    """The finished measurement from what was accumulated."""
+    """The finished measurement."""
     importance, keys, values = (totals.mean(name) for name in ("attention scores", "keys", "values"))
     if importance is None or keys is None or values is None:
         raise InputError("there are no sequences to measure: give at least one")

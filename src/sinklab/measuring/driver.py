@@ -33,7 +33,7 @@ class Records(Protocol):
     """Records of the attention layers in forward passes.
 
     Attributes:
-        backend: what computed the attention.
+        backend: of the attention.
         layers: records of the passes since the last `clear`, in the order of the layers.
     """
 

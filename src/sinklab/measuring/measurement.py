@@ -47,7 +47,7 @@ class Measurement(WithArrays):
     """Sinks, norms and loss of one model on one set of sequences.
 
     Attributes:
-        model: name or path of what was measured.
+        model: its name or path.
         revision: requested branch, tag or commit of a model of the hub; None for its main branch and for local models.
         commit: the commit of the hub that was loaded; None for local models.
         step, planned_steps: of a run of ours, the step it was measured at and its last one; None for other models.
@@ -72,14 +72,14 @@ class Measurement(WithArrays):
         uniform_ratio: alpha_k over that of uniform causal attention (metrics.py), mean over (sequence, layer, head),
             position 1 first: 1 is no sink, at any T.
         loss: nats per token over targets 2..T, those after the prefix under a prefix mask; None where there are none.
-        bits_per_byte: the loss over the bytes of the targets' text (bits.py); None where the input is not text, or for
-            the reason in the notes.
+        bits_per_byte: the loss over the bytes of the targets' text; None where the input is not text, or for the reason
+            in the notes.
         hidden_norm_ratio: |h_1| / mean over t > 1 of |h_t| before the first block and after every block (M + 1).
             inf, which is null in measurement.json, where the others are 0 and the first is not; 1 where all are 0.
-        norm_ratio_before_norm: of a post-norm model the same of what enters each norm, two per block; None elsewhere.
+        norm_ratio_before_norm: of a post-norm model the same of the input of each norm, two per block; None elsewhere.
         norm_ratio_sink_token: |h| of the first learned position over the mean of the tokens'; None where none leads.
         key_norm_ratio, value_norm_ratio: the same for keys and values, per attention layer (L).
-        backend: what computed the attention; "eager" where the model's own matrices had to be read.
+        backend: of the attention; "eager" where the model's own matrices had to be read.
         dtype: of the model.
         seconds: wall-clock, forward passes and metric.
         peak_memory_mb: of the device (CUDA) or of the whole process; None where unknown.

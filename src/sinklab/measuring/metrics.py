@@ -73,7 +73,7 @@ def sink_rate(importance_NLHT: Tensor, eps: float, valid_NT: Tensor | None = Non
 def sink_hits(importance_LNHT: Tensor, eps: float, valid_NT: Tensor | None = None) -> Tensor:
     """How many (sequence, layer, head) triples have alpha_k > eps, by position: counts_T.
 
-    These are what Sink_k is a share of; counts of several batches add up. Arguments as those of `sink_rate`, with the
+    Sink_k is their share; counts of several batches add up. Arguments as those of `sink_rate`, with the
     layers in front.
     """
     above_LNHT = importance_LNHT > eps

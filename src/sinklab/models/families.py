@@ -1,14 +1,13 @@
-"""Architectures of transformers: the names by which parts are found, and the model types that need something else.
+"""Architectures of transformers: the attribute names of parts, and the exceptions by model type.
 
-Nearly all model types are served by convention: a part is looked for under each of the names below. A type that departs
-from the conventions is a row of `FAMILIES`, and no other file compares the name of an architecture. A new family whose
-parts have other names adds them to a tuple.
+Nearly all model types follow conventions: a part has one of the names below. A model type that departs from them is a
+row of `FAMILIES`; no other file compares the name of an architecture. New names of parts are added to the tuples.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-LAYER_KINDS = ("layer_types", "layers_block_type")  # of a config: what each layer is
+LAYER_KINDS = ("layer_types", "layers_block_type")  # of a config: the kind of each layer
 TOKEN_WISE_LAYERS = ("moe", "mlp", "dense", "sparse")  # kinds of layers that read every token alone
 POSITION_TABLES = ("wpe", "embed_positions", "positions_embed", "position_embedding", "position_embeddings")
 FFN_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
@@ -21,7 +20,7 @@ UNREADABLE_EXTRAS = ("sinks", "block_indices")  # arguments of an attention call
 
 @dataclass(frozen=True)
 class Family:
-    """What a model type does otherwise than the conventions say.
+    """Departures of a model type from the conventions.
 
     Attributes:
         exported: it is a model that `sinklab export` wrote.
@@ -29,8 +28,8 @@ class Family:
         alibi_twice: its eager attention adds ALiBi to the scores and then a mask that holds it already, by head; its
             fused attention, the default, adds it once (transformers 5.17 to 5.23).
         true_hides: True in a boolean attention mask hides a key.
-        local_layers: the attribute of its config that says of each layer whether it is "local", that is, has a window
-            of `window_size` that is in no mask.
+        local_layers: the attribute of its config with the kind of each layer; a "local" one has a window of
+            `window_size` that is in no mask.
     """
 
     exported: bool = False

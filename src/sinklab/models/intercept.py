@@ -30,7 +30,7 @@ class Interception:
     """One use of `intercept`.
 
     Attributes:
-        backends: what computed the outputs: "one pass" (an observer), "sdpa" or "chunked" (the library's kernel),
+        backends: of the outputs: "one pass" (an observer), "sdpa" or "chunked" (the library's kernel),
             "compute", "operation".
     """
 

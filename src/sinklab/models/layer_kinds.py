@@ -37,8 +37,8 @@ class LayerKinds:
         if not self.linear:
             return []
         return [
-            "what is hidden from attention is hidden there alone: the linear or recurrent part of "
-            f"{layers_text(list(self.linear), self.total)} still carries those tokens on"
+            "tokens are hidden from attention alone: the linear or recurrent part of "
+            f"{layers_text(list(self.linear), self.total)} still reads them"
         ]
 
 

@@ -1,16 +1,16 @@
 """The figures of a page: curves over training and lengths, of suites, of assessments; each with how it was computed."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from sinklab.assessing.part import PartFigure
 from sinklab.experiments.documents import CellSummary
 from sinklab.measuring.measurement import Measurement
 from sinklab.plots import PlotAxis
 from sinklab.report.cells import CurvePoint, cell_rows, curve, norm_ratios
 from sinklab.report.charts import Drawing, Figure, Side, Width, heatmaps, layer_axis, lines, scale_over, scatter
-from sinklab.report.data import Assessed, ReportData, ReportedRun, Suite
+from sinklab.report.data import Assessed, ReportData, ReportedRun
 from sinklab.report.measurement_figures import details_figures, importance_figures
 from sinklab.survey.suites import (
     CheckpointsDocument,
@@ -50,7 +50,7 @@ def _sink_by_step(data: ReportData, width: Width) -> Figure | None:
     rows: list[CurvePoint] = []
     for position in [1, *elsewhere][:3]:
         where = "first token" if position == 1 else f"position {position}"
-        rows += curve(data.runs, lambda one, k=position: _at(one.sink_rate, k - 1), where)
+        rows += curve(data.runs, lambda one, k=position: dict(enumerate(one.sink_rate, 1)).get(k), where)
     rows += curve(data.runs, lambda one: one.sink_rate_bias, "bias or sink token")
     if not rows:
         return None
@@ -121,10 +121,6 @@ def _norm_ratio(data: ReportData, width: Width) -> Figure | None:
     return Figure("norm-ratio", "Size of the first token's hidden state", caption, [chart])
 
 
-def _at(values: Sequence[float | None], index: int) -> float | None:
-    return values[index] if index < len(values) else None
-
-
 def _band(data: ReportData) -> str:
     several = any(len(data.runs_of(cell)) > 1 for cell in data.cells)
     return "Lines are means over seeds, bands reach from the lowest to the highest seed." if several else ""
@@ -136,7 +132,12 @@ def length_figure(cells: Mapping[str, CellSummary], width: Width) -> Figure | No
     Args:
         cells: of a summary, by name.
     """
-    rows = [row for name, cell in cells.items() if (row := _of_length(name, cell))]
+    rows: list[dict[str, Any]] = []
+    for name, cell in cells.items():
+        eps, length, found = cell.change.get("eps"), cell.change.get("length"), cell.values.get("sink_1")
+        if isinstance(eps, float) and isinstance(length, int) and found is not None:
+            numbers = {"median": found.median, "low": found.smallest, "high": found.largest}
+            rows.append({"cell": f"ε = {eps:g}", "name": name, "eps": eps, "length": length, **numbers})
     lengths = sorted({row["length"] for row in rows})
     if len(lengths) < FEWEST:
         return None
@@ -157,32 +158,21 @@ def length_figure(cells: Mapping[str, CellSummary], width: Width) -> Figure | No
     return Figure("sink-by-length", "The sink by threshold and length", caption, [chart])
 
 
-def _of_length(name: str, cell: CellSummary) -> dict | None:
-    eps, length, found = cell.change.get("eps"), cell.change.get("length"), cell.values.get("sink_1")
-    if not isinstance(eps, float) or not isinstance(length, int) or found is None:
-        return None
-    numbers = {"median": found.median, "low": found.smallest, "high": found.largest}
-    return {"cell": f"ε = {eps:g}", "name": name, "eps": eps, "length": length, **numbers}
-
-
 def suite_figures(data: ReportData, width: Width) -> list[Figure]:
     """The figures of each suite, in the order of the directories."""
-    return [figure for number, suite in enumerate(data.suites) for figure in _of_suite(suite, data, width, number)]
-
-
-def _of_suite(suite: Suite, data: ReportData, width: Width, number: int) -> list[Figure]:
-    measured = [(run, run.measurement) for _, run in suite.runs(data) if run.measurement]
-    match suite.document:
-        case FamiliesDocument() as document:
-            return _families(document, width, number)
-        case _ if not measured:
-            return []
-        case DomainsDocument():
-            return [_domains(measured, width, number)]
-        case ComparisonDocument():
-            return [_comparison(measured, data.cells, width, number)]
-        case CheckpointsDocument() as document:
-            return _checkpoints(document.measured, measured[0][1].eps, width, number)
+    found: list[Figure] = []
+    for number, suite in enumerate(data.suites):
+        measured = [(run, run.measurement) for _, run in suite.runs(data) if run.measurement]
+        match suite.document:
+            case FamiliesDocument() as document if document.measured:
+                found.append(_families(document, width, number))
+            case DomainsDocument() if measured:
+                found.append(_domains(measured, width, number))
+            case ComparisonDocument() if measured:
+                found.append(_comparison(measured, data.cells, width, number))
+            case CheckpointsDocument() as document if measured:
+                found += _checkpoints(document.measured, measured[0][1].eps, width, number)
+    return found
 
 
 Measured = list[tuple[ReportedRun, Measurement]]
@@ -240,10 +230,8 @@ def _comparison(measured: Measured, cells: Sequence[str], width: Width, number: 
     return Figure(f"comparison-layers-{number}", "The sink by layer", caption, [chart])
 
 
-def _families(document: FamiliesDocument, width: Width, number: int) -> list[Figure]:
+def _families(document: FamiliesDocument, width: Width, number: int) -> Figure:
     found = document.measured
-    if not found:
-        return []
     about = {name: {"model": name, "family": one.family, "parameters": one.parameters} for name, one in found.items()}
     chart = scatter(
         [{**about[name], "value": one.sink_1} for name, one in found.items()],
@@ -261,7 +249,7 @@ def _families(document: FamiliesDocument, width: Width, number: int) -> list[Fig
         "arXiv 2410.10781 prints, only where the setting is the paper's (100 sequences of 64 tokens, ε = 0.3, the same "
         "kind of input). The text that the paper measured on was not released."
     )
-    return [Figure(f"families-{number}", "Measured and published", caption, [chart])]
+    return Figure(f"families-{number}", "Measured and published", caption, [chart])
 
 
 CURVES: tuple[tuple[str, Callable[[MeasuredCheckpoint], float | None]], ...] = (
@@ -322,39 +310,19 @@ def _checkpoints(checkpoints: Mapping[str, MeasuredCheckpoint], eps: float, widt
 
 
 def assessment_figures(assessed: Sequence[Assessed], width: Width) -> list[Figure]:
-    """The figures of every assessment; where there are several, their titles name the model."""
+    """The figures of every assessment; titles of several name the model."""
     found = []
     for number, one in enumerate(assessed):
         of = f": {one.name}" if len(assessed) > 1 else ""
         for name, part in one.document.results.items():
-            if figure := part.figure():
-                found.append(
-                    Figure(f"{name}-{number}", figure.title + of, figure.caption, [_part_drawn(figure, width)])
-                )
+            if (figure := part.figure()) is None:
+                continue
+            order = figure.series or list(dict.fromkeys(str(row[figure.colour]) for row in figure.rows))
+            axes = (figure.rows, figure.x, figure.y, figure.colour, order)
+            if figure.kind == "lines":
+                chart = lines(*axes, reference=figure.reference, tips=figure.tooltip, width=width)
+            else:
+                join = figure.y.field if figure.kind == "dots" else None
+                chart = scatter(*axes, join=join, reference=figure.reference, tips=figure.tooltip, width=width)
+            found.append(Figure(f"{name}-{number}", figure.title + of, figure.caption, [chart]))
     return found
-
-
-def _part_drawn(figure: PartFigure, width: Width) -> Drawing:
-    order = figure.series or list(dict.fromkeys(str(row[figure.colour]) for row in figure.rows))
-    if figure.kind == "lines":
-        return lines(
-            figure.rows,
-            figure.x,
-            figure.y,
-            figure.colour,
-            order,
-            reference=figure.reference,
-            tips=figure.tooltip,
-            width=width,
-        )
-    return scatter(
-        figure.rows,
-        figure.x,
-        figure.y,
-        figure.colour,
-        order,
-        join=figure.y.field if figure.kind == "dots" else None,
-        reference=figure.reference,
-        tips=figure.tooltip,
-        width=width,
-    )

@@ -1,7 +1,7 @@
 """Figures of measurements: importance by head, layer and position, norms, and the statistics of --details."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -90,14 +90,16 @@ def _by_head(data: ReportData, width: Width) -> Figure | None:
             maps.append((f"{label}: bias", measured.importance_bias))
     if not maps:
         return None
+    firsts = [(length, float(uniform_importance(length)[0])) for length in sorted(set(lengths))]
+    uniform = " and ".join(f"{first:.3f} at T = {length}" for length, first in firsts)
     caption = (
         "Mean over sequences of the attention a head pays to the first token (or to an added bias), averaged over all "
         "queries. The colour scale is shared and reaches from 0 to ε at least. Outlined heads exceed ε on average. "
-        + _said_of_uniform(lengths)
-        + _said_of_masks(data)
+        + f"Uniform attention would give the first token {uniform}. "
+        + _masks_note(data)
         + "Point at a square for its value."
     )
-    references = tuple(float(uniform_importance(length)[0]) for length in sorted(set(lengths)))
+    references = tuple(first for _, first in firsts)
     scale = _importance_scale(maps, data)
     scale = replace(scale, outlined=data.runs[0].eps, references=references)
     return heatmaps("importance-heads", "Which heads have the sink", caption, maps, scale, width)
@@ -114,7 +116,7 @@ def _by_layer(data: ReportData, width: Width) -> Figure | None:
         f"Importance of each of the first {max(matrix.shape[1] for _, matrix in maps)} positions in every layer: mean "
         "over sequences and over the layer's heads. A sink is a column brighter than the lowest row, which is what "
         "attention that is uniform over all tokens so far would give. The last positions are seen by few queries, "
-        "which raises them. " + _said_of_masks(data)
+        "which raises them. " + _masks_note(data)
     )
     scale = _importance_scale(maps, data)
     drawn = [
@@ -131,12 +133,7 @@ def uniform_importance(length: int) -> np.ndarray:
     return metrics.uniform_importance(torch.tensor([length]), length)[0].numpy()
 
 
-def _said_of_uniform(lengths: Iterable[int]) -> str:
-    values = [f"{uniform_importance(length)[0]:.3f} at T = {length}" for length in sorted(set(lengths))]
-    return f"Uniform attention would give the first token {' and '.join(values)}. " if values else ""
-
-
-def _said_of_masks(data: ReportData) -> str:
+def _masks_note(data: ReportData) -> str:
     if not data.arrays(lambda m: m.importance_visible):
         return ""
     return (
@@ -229,9 +226,9 @@ def _norms(data: ReportData, width: Width) -> Figure | None:
     drawn = []
     for title, norm in NORMS.items():
         arrays = ((run.cell, norms) for run, measured in data.measured if (norms := norm(measured)) is not None)
-        if rows := first_and_rest(arrays, first_layer=int(title != "Hidden states")):
-            at = "Layer" if rows[0]["layer"] else "After block (0 is the embedding)"
-            drawn.append(_by_layer_lines(rows, data.cells, at, "Norm", width, title))
+        if rows := _first_and_rest(arrays, first_layer=int(title != "Hidden states")):
+            at = "Layer" if rows[0]["layer"] else AFTER_BLOCK
+            drawn.append(_layer_lines(rows, data.cells, at, "Norm", width, title))
     if not drawn:
         return None
     caption = (
@@ -243,20 +240,16 @@ def _norms(data: ReportData, width: Width) -> Figure | None:
 
 
 def _mixing(data: ReportData, width: Width) -> Figure | None:
-    arrays = [
-        (run.cell, where, np.array(values))
+    rows = _mean_rows(
+        (run.cell, where, block, change)
         for run, measured in data.measured
         if (mixing := measured.mixing)
-        for where, values in (("as it is", mixing.spread), ("first key hidden", mixing.spread_without_first))
-    ]
-    if not arrays:
+        for where, spread in (("as it is", mixing.spread), ("first key hidden", mixing.spread_without_first))
+        for block, change in enumerate(spread)
+        if block > 0 and math.isfinite(change)
+    )
+    if not rows:
         return None
-    rows = [
-        {**row, "where": where}
-        for cell, where, values_M in arrays
-        for row in means([(cell, values_M)])
-        if row["layer"] > 0
-    ]
     positions = sorted({mixing.position for _, measured in data.measured if (mixing := measured.mixing)})
     caption = (
         f"The token at position {' or '.join(map(str, positions))} was replaced by another: norm of the change of the "
@@ -264,13 +257,13 @@ def _mixing(data: ReportData, width: Width) -> Figure | None:
         "with the first key hidden from all later queries (dashed). Where the dashed line is higher, resting on the "
         "first token kept the change from spreading."
     )
-    chart = _by_layer_lines(rows, data.cells, "After block", "Change over norm", width)
+    chart = _layer_lines(rows, data.cells, "After block", "Change over norm", width)
     table = mixing_table([(data.label(run), one) for run, one in data.measured])
     return Figure("mixing", "How far a change of one token spreads", caption, [chart], table=table)
 
 
 def details_figures(data: ReportData, width: Width) -> list[Figure]:
-    """In reading order: those above first and last, between them the others as their statistics are registered."""
+    """In reading order: `FIRST` and `LAST` at the ends, the others in the order of their statistics."""
     small = width if width == "container" else 300
     declared: dict[str, list[tuple[str, Shown]]] = {}
     for name, statistic in STATISTICS.items():
@@ -278,31 +271,57 @@ def details_figures(data: ReportData, width: Width) -> list[Figure]:
             declared.setdefault(shown.key, []).append((name, shown))
     drawn = {key: figure for key, parts in declared.items() if (figure := _figure(data, parts, width, small))}
     if "angles-cosine" in drawn:
-        drawn["angles-cosine"] = replace(
-            drawn["angles-cosine"], table=layers_table([(data.label(run), one) for run, one, _ in data.detailed])
+        table = layers_table([(data.label(run), one) for run, one, _ in data.detailed])
+        drawn["angles-cosine"] = replace(drawn["angles-cosine"], table=table)
+    if table := secondary_table([(data.label(run), one) for run, one, _ in data.detailed]):
+        shown = HeadMap(
+            "secondary",
+            "Sinks other than the first token",
+            f"Percent of sequences in which a head has an importance above ε = {data.runs[0].eps:g} at some position "
+            f"past the first {FIRST_FEW} and in the first half of the sequence. The numbers below name the strongest "
+            f"such tokens from position 2 to where half of the queries, or {ENOUGH} of them, are left, and those whose "
+            f"hidden state has a cosine above {ALIGNED:g} with the first token's, where the norm of that is at least "
+            f"{STANDS_OUT:g} times the others'.",
+            "percent of sequences",
         )
-    if secondary := _secondary(data, small):
-        drawn["secondary"] = secondary
+        drawn["secondary"] = replace(_heatmaps(data, "secondary", shown, small), table=table)
     between = [key for key in drawn if key not in FIRST + LAST]
     return [drawn[key] for key in (*FIRST, *between, *LAST) if key in drawn]
 
 
 def _figure(data: ReportData, parts: list[tuple[str, Shown]], width: Width, small: Width) -> Figure | None:
-    """The figure that statistics declare under one key; None where no measurement has them."""
+    """The figure that statistics declare under one key; None without a measurement that has them."""
     name, shown = parts[0]
-    if not _found(data, name):
+    found = _found(data, name)
+    if not found:
         return None
     match shown:
-        case HeadMap():
-            return _heads(data, name, shown, small)
-        case PositionMap():
-            return _positions(data, name, shown, small)
-        case MatrixMap():
-            return _matrices(data, name, shown, small)
+        case Heatmap():
+            return _heatmaps(data, name, shown, small)
         case BlockLines():
-            return _blocks(data, name, shown, width)
+            rows = _first_and_rest((run.cell, array_MT) for run, _, _, array_MT in found)
+            chart = _layer_lines(rows, data.cells, AFTER_BLOCK, shown.what, width)
+            return Figure(shown.key, shown.title, shown.caption, [chart]) if rows else None
         case SequenceLines():
-            return _sequences(data, name, shown, small)
+            panels = [
+                (shown.what, AFTER_BLOCK, [(run.cell, array_M) for run, _, _, array_M in found]),
+                (
+                    "Norm of the first token over the others'",
+                    AFTER_BLOCK,
+                    [(run.cell, one.hidden_norm_ratio or ()) for run, one, _, _ in found],
+                ),
+                (
+                    "Sink₁ of the layer (percent of heads)",
+                    "Layer",
+                    [(run.cell, 100 * (one.importance_first > one.eps).mean((0, 2))) for run, one, _, _ in found],
+                ),
+            ]
+            drawn = [
+                _layer_lines(rows, data.cells, at, title, small, title)
+                for title, at, arrays in panels
+                if (rows := _means(arrays, first_layer=int(at == "Layer")))
+            ]
+            return Figure(shown.key, shown.title, shown.caption, drawn, small=True)
         case _:
             return _buckets(data, [(one, part) for one, part in parts if isinstance(part, BucketLines)], width)
 
@@ -313,184 +332,116 @@ def _found(data: ReportData, name: str) -> list[tuple[ReportedRun, Measurement, 
     return [one for one in found if one[-1] is not None and one[-1].size]
 
 
-def _heads(data: ReportData, name: str, shown: HeadMap, width: Width) -> Figure:
-    maps = [(data.label(run), array[..., 0] if array.ndim == 3 else array) for run, _, _, array in _found(data, name)]
-    caption = shown.caption
-    if shown.uniform:
-        lengths = sorted({measured.length for _, measured, _ in data.detailed})
-        means = ", ".join(f"{shown.uniform(length):.2f} for T = {length}" for length in lengths)
-        caption += f" Attention that is uniform over all keys has {means}."
-    return heatmaps(shown.key, shown.title, caption, maps, _scale(shown, maps), width)
-
-
-def _positions(data: ReportData, name: str, shown: PositionMap, width: Width) -> Figure:
-    """Means over heads of the first positions."""
-    maps = [
-        (data.label(run), (array.mean(1) if array.ndim == 3 else array)[:, :SHOWN_POSITIONS])
-        for run, _, _, array in _found(data, name)
-    ]
-    rows = charts.BLOCKS if STATISTICS[name].axes == "MT" else charts.LAYERS
-    sides = (rows, charts.POSITIONS)
-    return heatmaps(shown.key, shown.title, shown.caption, maps, _scale(shown, maps), width, *sides)
-
-
-def _matrices(data: ReportData, name: str, shown: MatrixMap, width: Width) -> Figure:
+def _heatmaps(data: ReportData, name: str, shown: Heatmap, width: Width) -> Figure:
+    """A map per run, or per chosen head of a run; position maps are means over heads."""
     maps: list[Named] = []
-    for run, _, details, array_PTT in _found(data, name):
-        for (layer, head), map_TT in zip(details.maps, array_PTT, strict=True):
-            later = np.triu(np.ones_like(map_TT, dtype=bool), 1)
-            thin = pooled(np.where(later, np.nan, map_TT), MAP_CELLS)
-            maps.append((f"{data.label(run)}: layer {layer}, head {head}", thin))
-    thinned = any(measured.length > MAP_CELLS for _, measured, _ in data.detailed)
-    how = "; maps of long sequences are thinned by means over squares of positions, which the axes count."
-    caption = shown.caption + (how if thinned else ".")
-    sides = (charts.QUERIES, charts.KEYS)
-    return heatmaps(shown.key, shown.title, caption, maps, _scale(shown, maps), width, *sides, height=260)
-
-
-def _scale(shown: Heatmap, maps: list[Named]) -> ColourScale:
-    return scale_over(shown.what, [matrix for _, matrix in maps], shown.diverging)
-
-
-def _blocks(data: ReportData, name: str, shown: BlockLines, width: Width) -> Figure | None:
-    rows = first_and_rest((run.cell, array_MT) for run, _, _, array_MT in _found(data, name))
-    if not rows:
-        return None
-    chart = _by_layer_lines(rows, data.cells, "After block (0 is the embedding)", shown.what, width)
-    return Figure(shown.key, shown.title, shown.caption, [chart])
-
-
-def _sequences(data: ReportData, name: str, shown: SequenceLines, width: Width) -> Figure:
-    """A value of whole sequences by block, beside the norm of the first token and the sink."""
-    found = _found(data, name)
-    after, layer = "After block (0 is the embedding)", "Layer"
-    sinks = [(run.cell, 100 * (one.importance_first > one.eps).mean((0, 2))) for run, one, _, _ in found]
-    norms = [(run.cell, np.array(one.hidden_norm_ratio or ())) for run, one, _, _ in found]
-    drawn = [
-        _by_layer_lines(rows, data.cells, at, title, width, title)
-        for title, at, of_runs in (
-            (shown.what, after, [(run.cell, array_M) for run, _, _, array_M in found]),
-            ("Norm of the first token over the others'", after, norms),
-            ("Sink₁ of the layer (percent of heads)", layer, sinks),
-        )
-        if (rows := means(of_runs, first_layer=int(at == layer)))
-    ]
-    return Figure(shown.key, shown.title, shown.caption, drawn, small=True)
+    sides, height, caption = (charts.LAYERS, charts.HEADS), None, shown.caption
+    lengths = sorted({measured.length for _, measured, _ in data.detailed})
+    for run, _, details, array in _found(data, name):
+        label = data.label(run)
+        match shown:
+            case MatrixMap():
+                for (layer, head), map_TT in zip(details.maps, array, strict=True):
+                    later = np.triu(np.ones_like(map_TT, dtype=bool), 1)
+                    thin = pooled(np.where(later, np.nan, map_TT), MAP_CELLS)
+                    maps.append((f"{label}: layer {layer}, head {head}", thin))
+            case PositionMap():
+                maps.append((label, (array.mean(1) if array.ndim == 3 else array)[:, :SHOWN_POSITIONS]))
+            case _:
+                maps.append((label, array[..., 0] if array.ndim == 3 else array))
+    match shown:
+        case MatrixMap():
+            how = "; maps of long sequences are thinned by means over squares of positions, which the axes count."
+            caption += how if lengths[-1] > MAP_CELLS else "."
+            sides, height = (charts.QUERIES, charts.KEYS), 260
+        case PositionMap():
+            sides = (charts.BLOCKS if STATISTICS[name].axes == "MT" else charts.LAYERS, charts.POSITIONS)
+        case HeadMap() if shown.uniform:
+            means = ", ".join(f"{shown.uniform(length):.2f} for T = {length}" for length in lengths)
+            caption += f" Attention that is uniform over all keys has {means}."
+    scale = scale_over(shown.what, [matrix for _, matrix in maps], shown.diverging)
+    return heatmaps(shown.key, shown.title, caption, maps, scale, width, *sides, height=height)
 
 
 def _buckets(data: ReportData, parts: list[tuple[str, BucketLines]], width: Width) -> Figure:
-    """A line for each of the statistics."""
+    """A line per statistic."""
     rows = [row for name, part in parts for row in _bucket_rows(data, name, part.series)]
     shown = parts[0][1]
     drawn = [row for row in rows if not shown.logarithmic or row["value"] > 0]
-    buckets = list(dict.fromkeys(row["bucket"] for row in sorted(drawn, key=lambda row: row["order"])))
-    chart = lines(
-        drawn,
-        PlotAxis(shown.x_title, "bucket", order=buckets),
-        PlotAxis(
-            shown.y_title,
-            "value",
-            "value",
-            scale="log" if shown.logarithmic else "linear",
-            format="~g",
-            precision=".4f",
-        ),
-        order=data.cells,
-        dash="where",
-        width=width,
-        height=SHORT,
-    )
-    return Figure(shown.key, shown.title, shown.caption, [chart], table=_bucket_table(rows, shown.bucket))
+    x = PlotAxis(shown.x_title, "bucket", order=_bucket_order(drawn))
+    scale = "log" if shown.logarithmic else "linear"
+    y = PlotAxis(shown.y_title, "value", "value", scale=scale, format="~g", precision=".4f")
+    chart = lines(drawn, x, y, order=data.cells, dash="where", width=width, height=SHORT)
+    series = list(dict.fromkeys((row["cell"], row["where"]) for row in rows))
+    values = {(row["cell"], row["where"], row["bucket"]): row["value"] for row in rows}
+    columns = [*names(shown.bucket), *(TableColumn(cell, where, ".4f") for cell, where in series)]
+    numbers = [[bucket, *(values.get((*one, bucket)) for one in series)] for bucket in _bucket_order(rows)]
+    return Figure(shown.key, shown.title, shown.caption, [chart], table=Table("", columns, numbers))
+
+
+def _bucket_order(rows: ChartRows) -> list[str]:
+    return list(dict.fromkeys(row["bucket"] for row in sorted(rows, key=lambda row: row["order"])))
 
 
 def _bucket_rows(data: ReportData, name: str, series: str) -> list[dict[str, Any]]:
-    collected = by_key(
-        ((run.cell, start, str(start) if end - start == 1 else f"{start}..{end - 1}"), float(share))
-        for run, measured, details, shares_LHX in _found(data, name)
-        for (start, end), share in zip(_buckets_of(name, measured, details), shares_LHX.mean((0, 1)), strict=True)
-    )
+    """Mean over layers, heads and runs of a cell, by bucket."""
+    shares: list[tuple[tuple[str, int, str], float]] = []
+    for run, measured, details, shares_LHX in _found(data, name):
+        of_queries = STATISTICS[name].axes == "LHQ"
+        starts = [*details.queries, measured.length + 1] if of_queries else [*details.distances, measured.length]
+        for (start, end), share in zip(pairwise(starts), shares_LHX.mean((0, 1)), strict=True):
+            bucket = str(start) if end - start == 1 else f"{start}..{end - 1}"
+            shares.append(((run.cell, start, bucket), float(share)))
     return [
-        {"cell": cell, "where": series, "bucket": called, "order": start, "value": fmean(shares)}
-        for (cell, start, called), shares in collected.items()
+        {"cell": cell, "where": series, "bucket": bucket, "order": start, "value": fmean(values)}
+        for (cell, start, bucket), values in by_key(shares).items()
     ]
 
 
-def _buckets_of(name: str, measured: Measurement, details: Details) -> Iterator[tuple[int, int]]:
-    """First of each bucket, and first of the next."""
-    if STATISTICS[name].axes == "LHQ":
-        return pairwise([*details.queries, measured.length + 1])
-    return pairwise([*details.distances, measured.length])
-
-
-def _bucket_table(rows: list[dict[str, Any]], title: str) -> Table:
-    """One line per bucket, one column per cell and series."""
-    series = list(dict.fromkeys((row["cell"], row["where"]) for row in rows))
-    values = {(row["cell"], row["where"], row["bucket"]): row["value"] for row in rows}
-    buckets = dict.fromkeys(row["bucket"] for row in sorted(rows, key=lambda row: row["order"]))
-    columns = [*names(title), *(TableColumn(cell, where, ".4f") for cell, where in series)]
-    return Table("", columns, [[bucket, *(values.get((*one, bucket)) for one in series)] for bucket in buckets])
-
-
-def _secondary(data: ReportData, width: Width) -> Figure | None:
-    table = secondary_table([(data.label(run), one) for run, one, _ in data.detailed])
-    if table is None:
-        return None
-    shown = HeadMap(
-        "secondary",
-        "Sinks other than the first token",
-        f"Percent of sequences in which a head has an importance above ε = {data.runs[0].eps:g} at some position past "
-        f"the first {FIRST_FEW} and in the first half of the sequence. The numbers below name the strongest "
-        f"such tokens from position 2 to where half of the queries, or {ENOUGH} of them, are left, and those whose "
-        f"hidden state has a cosine above {ALIGNED:g} with the first token's, where the norm of that is at least "
-        f"{STANDS_OUT:g} times the others'.",
-        "percent of sequences",
-    )
-    return replace(_heads(data, "secondary", shown, width), table=table)
-
-
-def first_and_rest(arrays: Iterable[tuple[str, np.ndarray]], first_layer: int = 0) -> ChartRows:
-    """Rows for `_by_layer_lines`: the first position and the mean of the others, mean over the runs of a cell.
+def _first_and_rest(arrays: Iterable[tuple[str, np.ndarray]], first_layer: int = 0) -> ChartRows:
+    """The first position and the mean of the others, mean over the runs of a cell.
 
     Args:
         arrays: (layers, positions) of each run, with its cell; those of one position are left out.
         first_layer: number of the first layer.
     """
-    collected = by_key(
-        ((cell, where, layer), float(value))
+    return _mean_rows(
+        (cell, where, layer, float(value))
         for cell, array_LT in arrays
         if array_LT.shape[1] > 1
         for where, values in (("first token", array_LT[:, 0]), ("the others", array_LT[:, 1:].mean(1)))
         for layer, value in enumerate(values, first_layer)
     )
-    return [
-        {"cell": cell, "where": where, "layer": layer, "value": fmean(values)}
-        for (cell, where, layer), values in collected.items()
-    ]
 
 
-def means(arrays: Iterable[tuple[str, np.ndarray]], first_layer: int = 0) -> ChartRows:
-    """Rows for `_by_layer_lines`: one value per layer, mean over the runs of a cell; what is not finite is left out.
+def _means(arrays: Iterable[tuple[str, Iterable[float]]], first_layer: int = 0) -> ChartRows:
+    """One finite value per layer, mean over the runs of a cell.
 
     Args:
         arrays: (layers,) of each run, with its cell.
         first_layer: number of the first layer.
     """
-    collected = by_key(
-        ((cell, layer), float(value))
+    return _mean_rows(
+        (cell, "mean", layer, float(value))
         for cell, array_L in arrays
         for layer, value in enumerate(array_L, first_layer)
         if math.isfinite(value)
     )
+
+
+def _mean_rows(values: Iterable[tuple[str, str, int, float]]) -> ChartRows:
+    """Means over the values of the same (cell, where, layer)."""
+    found = by_key((tuple(key), value) for *key, value in values)
     return [
-        {"cell": cell, "where": "mean", "layer": layer, "value": fmean(values)}
-        for (cell, layer), values in collected.items()
+        {"cell": cell, "where": where, "layer": layer, "value": fmean(numbers)}
+        for (cell, where, layer), numbers in found.items()
     ]
 
 
-def _by_layer_lines(
+def _layer_lines(
     rows: ChartRows, cells: Sequence[str], at: str, y_title: str, width: Width, title: str | None = None
 ) -> Drawing:
-    """A quantity layer by layer; rows: `cell, where, layer, value`."""
+    """A quantity by layer."""
     y = PlotAxis(y_title, "value", "value", scale="auto", precision=".4f")
     return lines(rows, layer_axis(rows, at), y, order=cells, dash="where", width=width, height=SHORT, title=title)
 

@@ -1,4 +1,4 @@
-"""Conversations as tokens for instruction tuning: which tokens are the assistant's, which conversations are used.
+"""Conversations as tokens for instruction tuning: the assistant's tokens, and the usable conversations.
 
 A chat template may mark the assistant's part, `{% generation %}..{% endgeneration %}`. Without marks, the assistant's
 part of message i is the text that the message adds:
@@ -7,12 +7,12 @@ part of message i is the text that the message adds:
 
 which is a prefix of the whole conversation. A template that violates this is refused.
 
-The text is tokenized up to each beginning and end of an assistant's part; the tokens added in between are those of the
-part. A token that would cross such a boundary is split there, as in generation. Character offsets are not used: they
+The text is tokenized up to each boundary of an assistant's part; the tokens added between two boundaries are those of
+the part. A token that would cross a boundary is split there, as in generation. Character offsets are not used, as they
 are wrong for tokenizers that drop characters.
 
-A conversation is cut at the length of a sequence, and left out where the assistant says nothing before the cut. Which
-conversations are held out depends on the seed and the file alone.
+A conversation is cut at the length of a sequence, and left out if it has no tokens of the assistant before the cut. The
+held-out conversations depend on the seed and the file only.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ASSISTANT = "assistant"
-REMEDY = "take it out, or give another template as --chat-template FILE"
+REMEDY = "remove it, or give another template as --chat-template FILE"
 DEFAULT = (
     "{% for message in messages %}{{ message['role'] + ':\\n' }}{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] | trim + eos_token }}{% endgeneration %}"
     "{% else %}{{ message['content'] | trim }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}"
 )
-"""For a tokenizer without a template. It needs no tokens of its own: roles are words, and EOS ends a reply."""
+"""The template for tokenizers without one. It needs no special tokens: roles are words, and EOS ends a reply."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class TokenizedChat:
 
     Attributes:
         is_trained: per token, whether it is the assistant's.
-        is_exact: whether the tokens decode to exactly what the assistant says.
+        is_exact: the assistant's tokens decode to the assistant's text.
     """
 
     ids: list[int]
@@ -61,11 +61,11 @@ class ChatTemplate:
     """The chat template of a tokenizer.
 
     Args:
-        tokenizer: keeps the template that is used.
-        given: Jinja in place of its own; None for its own, or DEFAULT where it has none.
+        tokenizer: gets the template that is used.
+        given: Jinja template that replaces its own; None for its own, or DEFAULT without one.
 
     Attributes:
-        notes: on a template that is not the tokenizer's own.
+        notes: on a template other than the tokenizer's own.
 
     Raises:
         InputError: a tokenizer without a template and without EOS, or with several templates.
@@ -76,7 +76,7 @@ class ChatTemplate:
         self.notes: list[str] = []
         if given is not None:
             tokenizer.chat_template = given
-            self.notes.append("the chat template is the one that was given")
+            self.notes.append("the chat template is that of --chat-template")
         elif not tokenizer.chat_template:
             if tokenizer.eos_token is None:
                 raise InputError(
@@ -84,8 +84,8 @@ class ChatTemplate:
                 )
             tokenizer.chat_template = ("{{ bos_token }}" if default_prefix(tokenizer) else "") + DEFAULT
             self.notes.append(
-                "the model has no chat template and was given sinklab's: a line `role:`, what is said, and EOS after "
-                "what the assistant says"
+                "the model has no chat template; sinklab's is used: a line `role:`, the content, and EOS after the "
+                "assistant's"
             )
         if isinstance(tokenizer.chat_template, dict):
             raise InputError(
@@ -97,25 +97,25 @@ class ChatTemplate:
         """Tokenize a whole conversation.
 
         Raises:
-            InputError: the template refuses it or does not tell what the assistant says, or the tokenizer has no token
-                for any of that; `where` names the row.
+            InputError: the template refuses the conversation or does not mark the assistant's text, or the tokenizer
+                has no tokens for it; `where` names the row.
         """
         whole = self._rendered(messages, where)
         spans = whole.marked if self._is_marked else list(self._spans(messages, whole.text, where))
         if not any(whole.text[start:end].strip() for start, end in spans):
             raise InputError(
-                f"{where}: the chat template writes nothing of what the assistant says within its "
-                "{% generation %} marks: give another as --chat-template FILE"
+                f"{where}: the chat template puts none of the assistant's text between its {{% generation %}} marks: "
+                "give another as --chat-template FILE"
             )
         chat = self._tokens(whole.text, spans, where)
         if not any(chat.is_trained):
             raise InputError(
-                f"{where}: the model's tokenizer has no token for anything that the assistant says: take it out"
+                f"{where}: the model's tokenizer has no tokens for the assistant's text: remove the conversation"
             )
         return chat
 
     def _tokens(self, text: str, spans: list[tuple[int, int]], where: str) -> TokenizedChat:
-        """The tokens of a text; none reaches over the beginning or the end of a span."""
+        """The tokens of a text; none crosses a boundary of a span."""
         ids: list[int] = []
         is_trained: list[bool] = []
         start, before, is_exact = 0, list[int](), True
@@ -130,17 +130,17 @@ class ChatTemplate:
         return TokenizedChat(ids, is_trained, is_exact)
 
     def _added(self, before: list[int], until: list[int], piece: str, where: str) -> list[int]:
-        """The tokens that a piece adds to a text with the tokens `before`; those of both together are `until`."""
+        """The tokens that a piece adds to a text with the tokens `before`; `until` are those of both."""
         if until[: len(before)] == before:
             return until[len(before) :]
-        end = str(self._tokenizer.eos_token or "")  # behind which no space is put in front of a word
+        end = str(self._tokenizer.eos_token or "")  # after it no space is added before a word
         for found in (self._encode(piece), self._encode(end + piece)[len(self._encode(end)) :]):
             if self._decode(before + found) == self._decode(until):
                 return found
         raise InputError(
-            f"{where}: the model's tokenizer joins what the assistant says with what stands beside it, here "
-            f"{piece[:20]!r}, and writes something else where they are kept apart: give a template that puts a special "
-            "token there as --chat-template FILE, or take it out"
+            f"{where}: the model's tokenizer joins the assistant's text with the text beside it, here "
+            f"{piece[:20]!r}, and gives other characters if they are tokenized apart: give a template with a special "
+            "token there as --chat-template FILE, or remove the conversation"
         )
 
     def _encode(self, text: str) -> list[int]:
@@ -151,7 +151,7 @@ class ChatTemplate:
         return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     def _spans(self, messages: list[Message], text: str, where: str) -> Iterator[tuple[int, int]]:
-        """Characters of `text` that each message of the assistant begins and ends with."""
+        """The first and last character position in `text` of each message of the assistant."""
         for i, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
@@ -159,9 +159,9 @@ class ChatTemplate:
             after = self._rendered(messages[: i + 1], where).text
             if not (after.startswith(before) and text.startswith(after)):
                 raise InputError(
-                    f"{where}: the model's chat template does not mark what the assistant says, and writes the "
-                    f"beginning of a conversation otherwise once message {i + 1} follows, so it cannot be told: give a "
-                    "template with {% generation %}..{% endgeneration %} around it as --chat-template FILE"
+                    f"{where}: the model's chat template does not mark the assistant's text, and changes the beginning "
+                    f"of a conversation once message {i + 1} follows, so that text cannot be found: give a template "
+                    "with {% generation %}..{% endgeneration %} around it as --chat-template FILE"
                 )
             yield len(before), len(after)
 
@@ -174,10 +174,10 @@ class Chats:
     """The usable conversations of a file, shuffled, each cut to the length of a sequence.
 
     Attributes:
-        usable: conversations in which the assistant says something before the cut.
+        usable: conversations with tokens of the assistant before the cut.
         read: number in the file.
-        cut: number of usable ones that were longer.
-        inexact: number in which the tokenizer has no token for some of what the assistant says.
+        cut: number of usable ones that were cut.
+        inexact: number in which the tokenizer changes the assistant's text.
     """
 
     usable: list[TokenizedChat]
@@ -186,11 +186,11 @@ class Chats:
     inexact: int = 0
 
     def note(self, length: int) -> str:
-        """How many were read, cut and left out, in a sentence."""
+        """The numbers read, cut and left out, as a sentence."""
         silent = self.read - len(self.usable)
-        left_out = f", {silent:,} left out, as the assistant says nothing in them before that" if silent else ""
+        left_out = f", {silent:,} left out without text of the assistant before that" if silent else ""
         otherwise = (
-            f"; in {self.inexact:,} the tokenizer leaves out or changes characters of what the assistant says"
+            f"; in {self.inexact:,} the tokenizer drops or changes characters of the assistant's text"
             if self.inexact
             else ""
         )
@@ -201,18 +201,18 @@ def read_chats(path: Path, template: ChatTemplate, length: int, seed: int) -> Ch
     """Read and tokenize all conversations of a file.
 
     Args:
-        length: tokens at which they are cut.
+        length: at which they are cut, in tokens.
         seed: of the shuffling.
 
     Raises:
-        InputError: not a file of conversations, a conversation in which the assistant says nothing, or one that the
-            template or the tokenizer cannot write; the message names the line.
+        InputError: not a file of conversations, a conversation without text of the assistant, or one that the template
+            or the tokenizer cannot represent; the message names the line.
     """
     chats = []
     for messages, where in read_conversations(path):
         if not any(message["role"] == ASSISTANT and message["content"].strip() for message in messages):
             raise InputError(
-                f'{where}: nothing is said by the role "{ASSISTANT}", so there is nothing to learn from it: take it out'
+                f'{where}: no message of the role "{ASSISTANT}" has text to train on: remove the conversation'
             )
         chats.append(template.tokenize(messages, where))
     if not chats:
@@ -233,7 +233,7 @@ def first_tokens(chats: Sequence[TokenizedChat], sequences: int, length: int) ->
     long_enough = [chat.ids[:length] for chat in chats if len(chat.ids) >= length][:sequences]
     if not long_enough:
         raise InputError(
-            f"none of the {len(chats)} conversations held out has {length} tokens, which the sink is measured on: give "
-            "a smaller --sink-length, more --held-out, or another text as --text FILE"
+            f"none of the {len(chats)} held-out conversations has the {length} tokens of the sink metric: give a "
+            "smaller --sink-length, more --held-out, or another text as --text FILE"
         )
     return torch.tensor(long_enough)

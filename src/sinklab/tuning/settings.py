@@ -1,8 +1,8 @@
 """The settings of an instruction tuning; the defaults are the paper's for 1B parameters (2410.10781, figure 30).
 
-The paper states UltraChat, the learning rate, its cosine shape, 64 conversations of 2,048 tokens a step and one epoch.
-It does not state the warm-up (a tenth of the steps here, as for Zephyr on the same conversations) nor the optimiser
-(AdamW with transformers' defaults: betas 0.9 and 0.999, no weight decay, gradients clipped at 1).
+The paper states UltraChat, the learning rate, its cosine schedule, 64 conversations of 2,048 tokens per step and one
+epoch. It does not state the warm-up (here a tenth of the steps, as for Zephyr on the same conversations) or the
+optimiser (here AdamW with transformers' defaults: betas 0.9 and 0.999, no weight decay, gradients clipped at 1).
 """
 
 import math
@@ -20,7 +20,7 @@ TOKENS_AT_A_TIME = 4096  # of a micro-batch
 
 
 class TuneOptions(CommandSettings, frozen=True):
-    """The settings of an instruction tuning; None is decided by the model and the conversations."""
+    """The settings of an instruction tuning; None is derived from the model and the conversations."""
 
     lr: float = Field(default=2e-5, ge=1e-12, le=1e3, description="Peak learning rate; cosine decay to 0.")
     warmup: float = Field(default=0.1, ge=0.0, le=0.9, description="Share of the steps with linear warm-up.")
@@ -54,7 +54,7 @@ class TuneOptions(CommandSettings, frozen=True):
 
 
 class TuneSettings(TuneOptions, frozen=True):
-    """The settings with everything decided; `steps` are those of all epochs."""
+    """The settings with all derived values; `steps` is the number over all epochs."""
 
     micro_batch: int = Field(default=...)
     length: int = Field(default=...)
@@ -67,13 +67,13 @@ class TuneSettings(TuneOptions, frozen=True):
 
 
 class TuneManifest(TuneSettings, frozen=True):
-    """Everything that decides the result of a tuning.
+    """The request of a tuning: everything that decides its result.
 
     Attributes:
-        files: hash of the model's files; None for a model of the hub.
+        files: hash of the model's files; None for a model on the hub.
         data: SHA-256 of the file of conversations.
         sink_tokens: SHA-256 of the tokens on which the sink is measured.
-        chat_template: in place of the model's own.
+        chat_template: replaces the model's own; None to use that.
     """
 
     files: str | None
@@ -83,13 +83,13 @@ class TuneManifest(TuneSettings, frozen=True):
 
 
 def length_for(options: TuneOptions, context: int | None) -> int:
-    """Tokens at which a conversation is cut.
+    """The length at which conversations are cut, in tokens.
 
     Args:
-        context: of the model; None where its positions have no end.
+        context: of the model; None without a limit.
 
     Raises:
-        InputError: beyond the context.
+        InputError: the length is beyond the context.
     """
     if options.length is None:
         return min(LONGEST, context or LONGEST)
@@ -116,19 +116,20 @@ def held_out_for(options: TuneOptions, conversations: int) -> int:
 
 
 def settings_for(options: TuneOptions, length: int, held_out: int, trained: int) -> TuneSettings:
-    """The settings with everything decided.
+    """The settings with all derived values.
 
     Args:
-        length: tokens at which a conversation is cut.
-        trained: conversations that are trained on.
+        length: at which conversations are cut, in tokens.
+        trained: number of training conversations.
 
     Raises:
-        InputError: batches that are no whole number of micro-batches, or a sink metric on more tokens than are read.
+        InputError: batches that are not a multiple of the micro-batch, or a sink metric on longer sequences than
+            `length`.
     """
     micro = options.micro_batch or _largest_divisor(options.batch_size, max(1, TOKENS_AT_A_TIME // length))
     if options.batch_size % micro:
         raise InputError(
-            f"--batch-size {options.batch_size} is no whole number of --micro-batch {micro}: give a divisor of it"
+            f"--batch-size {options.batch_size} is not a multiple of --micro-batch {micro}: give a divisor of it"
         )
     sink_length = min(SINK_LENGTH, length) if options.sink_length is None else options.sink_length
     if sink_length > length:

@@ -1,4 +1,4 @@
-"""The parts of an assessment, one per file of this folder; a new file is found by itself."""
+"""The parts of an assessment, one per file of this folder; new files are found automatically."""
 
 from collections.abc import Iterator
 from importlib import import_module

@@ -26,7 +26,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sinklab.assessing.caches import Kept, RollingCache
 from sinklab.assessing.part import (
     GROWTH,
     AssessPart,
@@ -39,6 +38,7 @@ from sinklab.assessing.part import (
     ResultRow,
     plot_row,
 )
+from sinklab.assessing.parts.streaming import Kept, RollingCache
 from sinklab.assessing.plan import KEPT, AssessSettings
 from sinklab.assessing.reading import (
     HeadCost,

@@ -1,14 +1,14 @@
-"""Eviction: what a cache of a given budget keeps, with every key at its own position.
+"""Eviction: the loss with a cache of a fixed budget, by policy; keys keep their positions in the text.
 
     recent                 the C latest
     first and recent       the first n and the C - n latest (StreamingLLM, 2309.17453)
-    heavy hitters          the C / 2 latest, and of the others those that got most attention so far (H2O, 2306.14048)
-    heavy without sink     the same, but the first n can be no heavy hitters
+    heavy hitters          the C / 2 latest, and of the others those with most attention so far (H2O, 2306.14048)
+    heavy without sink     the same, without the first n as heavy hitters
     random                 the C / 2 latest, and random ones of the others
 
-What was evicted does not come back. As in H2O's public code, the attention that a key gets is summed over the queries
-that found it in the cache, the softmax being over what the cache held, and the budget is halved between the two kinds;
-heads that share keys share a cache, so that their sums are added up (that code predates them and has one for each).
+Evicted keys are lost. As in H2O's public code, the attention to a key is summed over the queries that found it in the
+cache, with the softmax over the cache, and the budget is halved between the two kinds. Heads that share keys share a
+cache, so their sums are added (that code predates shared keys and has a cache per head).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +42,7 @@ POLICIES = 5
 
 
 class Evicted(Effect):
-    """Under a cache of so many keys, on text within the context."""
+    """The effect of a cache with `budget` keys, on text within the context."""
 
     policy: str
     budget: int
@@ -91,10 +91,10 @@ class Eviction(AssessPart):
         return PartFigure(
             "lines",
             "Evicting keys",
-            f"What evicting keys adds to the loss of {self.unchanged.loss:.3f} ({self.sequences} x {self.length:,} "
-            "tokens), by policy and budget; random keys are the control.",
+            f"Loss added to {self.unchanged.loss:.3f} by evicting keys ({self.sequences} x {self.length:,} tokens), by "
+            "policy and budget; random keys are the control.",
             [plot_row(one, self.added(one), one.policy, one.budget) for one in self.policies],
-            PlotAxis("Keys that are kept", "x", "keys", order=sorted({one.budget for one in self.policies})),
+            PlotAxis("Keys kept", "x", "keys", order=sorted({one.budget for one in self.policies})),
             PlotAxis(GROWTH, "y", "nats added"),
         )
 
@@ -105,7 +105,7 @@ class HeavyHitters:
 
     Attributes:
         budget: C, keys in the cache when a query reads it, its own included.
-        barred: first keys that count as recent ones only.
+        barred: number of first keys that are kept as recent ones only.
     """
 
     budget: int
@@ -128,7 +128,7 @@ class HeavyHitters:
 
 @dataclass(frozen=True)
 class RandomKeys:
-    """An edit: recent keys and random ones of the others, the control of equal budget; by layer, group and row."""
+    """An edit: recent keys and random others, drawn by layer, key head and sequence; the control of equal budget."""
 
     budget: int
     seed: int
@@ -142,10 +142,11 @@ class RandomKeys:
 
 
 def _kept(layer: LayerCall, budget: int, observe: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """Which keys each query finds: (B, G, L, L).
+    """Whether each query finds each key in the cache: (B, G, L, L).
 
     Args:
-        observe: (query, keys that it finds) -> the standing of every key, by which those that are not recent stay.
+        observe: (query, keys that it finds) -> the score of every key; of the keys that are not recent those with the
+            highest scores are kept.
     """
     B, groups, L, _ = layer.call.k_BGTD.shape
     device = layer.call.k_BGTD.device
@@ -155,12 +156,12 @@ def _kept(layer: LayerCall, budget: int, observe: Callable[[int, Tensor], Tensor
     for t in range(L):
         held_BGL[..., t] = True
         found_BGLL[:, :, t] = held_BGL
-        standing_BGL = observe(t, held_BGL[..., : t + 1])
+        score_BGL = observe(t, held_BGL[..., : t + 1])
         if t + 1 < budget:
             continue
-        older = t + 2 - recent  # of the cache that the next query finds, whose own key is recent
+        older = t + 2 - recent  # in the cache of the next query, whose own key is recent
         heavy = budget - recent
-        candidates = standing_BGL[..., :older].masked_fill(~held_BGL[..., :older], -torch.inf)
+        candidates = score_BGL[..., :older].masked_fill(~held_BGL[..., :older], -torch.inf)
         chosen = candidates.topk(heavy, -1).indices
         stays = torch.zeros_like(held_BGL[..., :older]).scatter_(-1, chosen, True)
         held_BGL[..., :older] &= stays & candidates.isfinite()
@@ -168,7 +169,7 @@ def _kept(layer: LayerCall, budget: int, observe: Callable[[int, Tensor], Tensor
 
 
 def _row(layer: LayerCall, t: int, kept_BHS: Tensor) -> Tensor:
-    """Shares of one query's row over the keys that it finds: (B, H, t + 1)."""
+    """Attention of one query over the keys in its cache: (B, H, t + 1)."""
     call = layer.call
     seen = call.mask.block(t, t + 1, 0, t + 1, kept_BHS.device) & kept_BHS[:, :, None]
     short = replace(
@@ -188,7 +189,7 @@ def assess_eviction(
     """Loss under every policy and budget.
 
     Args:
-        first: n, the first keys that are kept or barred; a sink token in front is the first of them.
+        first: n, the first keys that are kept or barred; a learned sink token is the first of them.
     """
     reader = PairedReader(adapter, tokens_NT, step)
     found = []

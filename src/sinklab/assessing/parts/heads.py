@@ -1,16 +1,16 @@
 """Heads: no-op heads ("nop") and broadcast heads, by the value and the output of their sink.
 
-After 2606.08105, of which only the abstract could be read: "nop sinks exhibit negligible value norms; broadcast sinks
-induce low-rank outputs". The quantities and the numbers at which they are cut are therefore ours:
+The terms are those of 2606.08105, of which only the abstract was available: "nop sinks exhibit negligible value norms;
+broadcast sinks induce low-rank outputs". The definitions and thresholds below are therefore ours:
 
-    share            mean over queries t of A_t,sink                       the head has a sink above SHARE
-    value_norm       |v_sink| / mean over other s of |v_s|                 negligible up to NEGLIGIBLE: nop
-    output_share     mean_t |A_t,sink v_sink| / mean_t |o_t|               large from LARGE on, and
-    effective_rank   exp(-sum_i p_i log p_i), p_i = s_i^2 / sum_j s_j^2    low up to LOW of the head's width: broadcast
+    share            mean over queries t of A_t,sink                       a sink if above SHARE
+    value_norm       |v_sink| / mean over other s of |v_s|                 nop if at most NEGLIGIBLE
+    output_share     mean_t |A_t,sink v_sink| / mean_t |o_t|               broadcast if at least LARGE, and
+    effective_rank   exp(-sum_i p_i log p_i), p_i = s_i^2 / sum_j s_j^2    at most LOW of the head's width
 
 with s_i the singular values of the head's outputs o_t over the queries after the sink. The sink is the bias key or sink
-logit, else the first position: of several registers the first, so that the others count as tokens. A gate suits a nop,
-a register or sink token a broadcast.
+logit, else the first position; of several registers it is the first, and the others count as tokens. A gate can replace
+a nop, a register or sink token a broadcast.
 """
 
 from collections import Counter
@@ -37,12 +37,12 @@ LOW = 0.25
 
 
 class HeadRole(ReadDocument):
-    """What one head does with its sink.
+    """The role of the sink in one head.
 
     Attributes:
         share: of attention on the sink, mean over the queries after it.
-        value_norm: |v| of the sink over the mean of the other keys'.
-        output_share: mean norm of what the sink adds to the head's output over the mean norm of that output.
+        value_norm: |v| of the sink over the mean |v| of the other keys.
+        output_share: mean norm of the sink's contribution to the head's output over the mean norm of that output.
         effective_rank: of the head's outputs, of at most `width`.
     """
 
@@ -56,7 +56,7 @@ class HeadRole(ReadDocument):
 
 
 class Heads(AssessPart):
-    """Every head and its sink, "bias" where the model has one of its own, else the first position."""
+    """The role of every head; the sink is "bias" if the model has one, else the first position."""
 
     name = "heads"
     rank = 6
@@ -85,14 +85,14 @@ class Heads(AssessPart):
         logarithmic = all(head.value_norm > 0 for head in self.heads)
         return PartFigure(
             "scatter",
-            "What heads do with their sink",
-            f"One point per head; the sink is the {self.sink}. A head whose sink has a negligible value does nothing "
-            "when it attends there (nop); one whose sink has a large value of low rank broadcasts it (2606.08105). "
+            "Roles of the heads",
+            f"One point per head; the sink is the {self.sink}. In a nop head the value of the sink is negligible; in a "
+            "broadcast head it is large, and the head's output has a low rank (2606.08105). "
             f"{counts}.",
             [{**head.model_dump(), "percent": 100 * head.share} for head in self.heads],
             PlotAxis("Share of attention on the sink (percent)", "percent", "share, percent", domain=(0, 100)),
             PlotAxis(
-                "|v| of the sink over that of the others",
+                "|v| of the sink over that of the other keys",
                 "value_norm",
                 "value's norm, times the others'",
                 scale="log" if logarithmic else "linear",
@@ -112,7 +112,7 @@ class Heads(AssessPart):
 
 @dataclass(frozen=True)
 class _Sums:
-    """Of one layer, over sequences: (H,) each but the Gram matrices of the outputs (H, V, V)."""
+    """Sums of one layer over sequences: (H,), and the Gram matrices of the outputs (H, V, V)."""
 
     share_H: Tensor
     value_H: Tensor
@@ -123,7 +123,7 @@ class _Sums:
 
 
 class _Watch:
-    """A compute that changes nothing and sums up what each head does."""
+    """A compute that changes nothing and sums the quantities of each head."""
 
     def __init__(self) -> None:
         self.layers: dict[int, _Sums] = {}
@@ -168,7 +168,7 @@ def assess_heads(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Heads:
     """The role of every head.
 
     Raises:
-        InputError: an operation whose scores cannot be told apart.
+        InputError: an operation without separate scores.
     """
     reader, watch = PairedReader(adapter, tokens_NT, step), _Watch()
     reader.under(compute=watch)
@@ -205,7 +205,7 @@ def assess_heads(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Heads:
 
 
 def effective_rank(gram_VV: Tensor) -> float:
-    """exp of the entropy of the eigenvalues over their sum; 0 of nothing."""
+    """exp of the entropy of the normalised eigenvalues; 0 for a zero matrix."""
     values = torch.linalg.eigvalsh(gram_VV).clamp(min=0)
     total = values.sum()
     if total <= 0:
@@ -215,7 +215,7 @@ def effective_rank(gram_VV: Tensor) -> float:
 
 
 def kind_of(share: float, value_norm: float, output_share: float, rank_share: float) -> HeadKind:
-    """What a head does, by the numbers above."""
+    """The role of a head, by the thresholds above."""
     if share <= SHARE:
         return "no sink"
     if value_norm <= NEGLIGIBLE:

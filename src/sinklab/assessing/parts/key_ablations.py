@@ -1,18 +1,18 @@
-"""Key ablations: the sink's value, its place in the row, its share and its logit, each taken or changed by itself.
+"""Key ablations: the loss when the sink's value, key, attention or logit is removed or changed, one at a time.
 
     value zeroed   o_t - sum over selected s of A_ts v_s
-    hidden         the selected keys are masked, so that where rows are divided by their sum the others share the rest
-    spread         A_ts of the selected is given to the other keys of the row in equal parts (2410.10781's share, taken)
+    hidden         the selected keys are masked; a normalised row is normalised over the other keys
+    spread         A_ts of the selected keys is divided equally among the other keys of the row (cf. 2410.10781)
     shifted        z_ts + d for the selected keys, before the similarity; d = -inf hides them
 
-Selected are, of every query:
+The keys selected for each query:
 
     bias     the bias key or sink logit of the model, with its own value (zero in most)
     sink     the first n keys, for the queries after them
     recent   the n keys right before the query's own
     random   n of the keys before the query's own, drawn by layer, head and query
 
-The last two are controls, and never contain the first n keys.
+The last two are controls, and exclude the first n keys.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,19 +50,18 @@ Keys = Literal["bias", "sink", "recent", "random"]
 
 
 class Shift(Effect):
-    """The logits of some keys shifted by so much; None is minus infinity, which hides them."""
+    """The effect of shifted logits; None is minus infinity, which hides the keys."""
 
     by: float | None
 
 
 class AblatedKeys(ReadDocument):
-    """The ablations of the sink, or of as many other keys.
+    """The ablations of the sink, or of an equal number of other keys.
 
     Attributes:
-        share: of attention that they get, mean over layers, heads and the queries after them; over all queries for a
-            bias.
-        value_zeroed, hidden, spread: one ablation each.
-        shifted: from hidden to strong.
+        share: of attention on them, mean over layers, heads and the queries after them; for a bias, over all queries.
+        value_zeroed, hidden, spread: the effect of each ablation.
+        shifted: by shift, from minus infinity up.
     """
 
     keys: Keys
@@ -74,7 +73,7 @@ class AblatedKeys(ReadDocument):
 
 
 class KeyAblations(AssessPart):
-    """What the sink carries, with recent and random keys as controls."""
+    """Ablations of the sink, with recent and random keys as controls."""
 
     name = "carries"
     rank = 5
@@ -127,10 +126,9 @@ class KeyAblations(AssessPart):
         ]
         return PartFigure(
             "lines",
-            "What the sink carries",
-            f"What the loss of {self.unchanged.loss:.3f} becomes when the logits of the sink's "
-            f"{counted(self.sink_keys, 'key')} are shifted, from nearly hidden to strong, and when those of as many "
-            "recent and random keys are.",
+            "Ablation of the sink",
+            f"Loss added to {self.unchanged.loss:.3f} by shifting the logits of the sink's "
+            f"{counted(self.sink_keys, 'key')}, from nearly hidden to strong, and of as many recent and random keys.",
             rows,
             PlotAxis("Shift of the logits", "x", "shift", format="+~g"),
             PlotAxis(GROWTH, "y", "nats added"),
@@ -139,7 +137,7 @@ class KeyAblations(AssessPart):
 
 @dataclass(frozen=True)
 class SelectedKeys:
-    """Some keys of every query.
+    """The selected keys of every query.
 
     Attributes:
         count: n.
@@ -151,7 +149,7 @@ class SelectedKeys:
     seed: int = 0
 
     def matrix(self, layer: LayerCall) -> Tensor:
-        """Whether query t's key s is selected: (1 or H, L, L); nothing for the bias, which has no column."""
+        """Whether key s is selected for query t: (1 or H, L, L); all false for the bias, which has no column."""
         L, device = layer.length, layer.call.q_BHTD.device
         q_L1, k_L = torch.arange(L, device=device)[:, None], torch.arange(L, device=device)
         if self.keys == "bias":
@@ -169,7 +167,7 @@ class SelectedKeys:
 
 @dataclass(frozen=True)
 class ZeroedValues:
-    """A compute: the selected keys keep their share and pass nothing on."""
+    """A compute: the selected keys keep their attention, with values of zero."""
 
     selection: SelectedKeys
 
@@ -183,7 +181,7 @@ class ZeroedValues:
 
 @dataclass(frozen=True)
 class SpreadShares:
-    """A compute: the share of the selected keys goes to the other keys that the query sees, in equal parts."""
+    """A compute: the attention of the selected keys is divided equally among the other visible keys."""
 
     selection: SelectedKeys
 
@@ -251,7 +249,7 @@ class _WithShiftedBias(Call):
 
 
 class _Shares:
-    """A compute that changes nothing and sums up the share of the selected keys."""
+    """A compute that changes nothing and sums the attention on the selected keys."""
 
     def __init__(self, selection: SelectedKeys) -> None:
         self.selection, self.total, self.rows = selection, 0.0, 0
@@ -275,13 +273,13 @@ class _Shares:
 def ablate_keys(
     adapter: Adapter, tokens_NT: Tensor, sink_keys: int, shifts: Sequence[float], seed: int, step: Step
 ) -> KeyAblations:
-    """Loss when something is done to the sink, and when the same is done to as many other keys.
+    """Loss under every ablation of the sink, and of an equal number of other keys.
 
     Args:
-        sink_keys: n, the first keys; a sink token in front is the first of them.
+        sink_keys: n, the first keys; a learned sink token is the first of them.
 
     Raises:
-        InputError: an operation whose scores cannot be changed one by one.
+        InputError: an operation without separate scores.
     """
     reader = PairedReader(adapter, tokens_NT, step)
     others: tuple[Keys, ...] = ("sink", "recent", "random")
@@ -309,7 +307,7 @@ def _ablated(reader: PairedReader, selection: SelectedKeys, shifts: Sequence[flo
 
 
 def has_bias(adapter: Adapter, tokens_NT: Tensor) -> bool:
-    """Whether a bias key or a sink logit takes part in the model's rows."""
+    """Whether the model has a bias key or a sink logit."""
     found: list[bool] = []
 
     def watch(layer: LayerCall) -> Tensor:

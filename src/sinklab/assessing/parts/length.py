@@ -1,4 +1,4 @@
-"""Length: loss by position, beyond the context that the model was trained with."""
+"""Length: loss by position, beyond the training context."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -23,15 +23,15 @@ from sinklab.models.adapter import Adapter
 from sinklab.schema import ReadDocument
 
 EDGES = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1, 9 / 8, 5 / 4, 3 / 2, 7 / 4, 2, 3, 4)
-"""Of the buckets, in contexts."""
+"""Edges of the buckets, in contexts."""
 
 
 class Bucket(ReadDocument):
     """Targets at positions start .. stop - 1.
 
     Attributes:
-        whole: the text read at once, beyond the context as well.
-        within: the same targets read within the context; the divergence of `whole` is from this.
+        whole: the text read in one piece.
+        within: the same targets within the context; the reference for the divergence of `whole`.
     """
 
     start: int
@@ -79,7 +79,7 @@ class LossByLength(AssessPart):
             yield ResultRow(f"positions {one.positions}", one.whole, within)
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """The last positions beyond the context, above reading them within it."""
+        """The added loss of the last positions beyond the context."""
         if self.buckets and (last := self.buckets[-1]).start > self.context:
             yield "beyond_context_added", last.whole.loss - last.within.loss
 
@@ -89,8 +89,8 @@ class LossByLength(AssessPart):
         return PartFigure(
             "lines",
             "Loss beyond the context",
-            "Loss by position of the same tokens, read at once and in windows of the context of "
-            f"{self.context:,}. Bucket by bucket the two read the same targets.",
+            "Loss by position of the same tokens, read in one piece and in windows of the context of "
+            f"{self.context:,}. Both have the same targets in every bucket.",
             rows,
             PlotAxis("Position of the target", "x", "positions", order=[one.positions for one in self.buckets]),
             PlotAxis("Loss (nats per token)", "y", "loss", zero=False),
@@ -98,7 +98,7 @@ class LossByLength(AssessPart):
 
 
 def assess_length(adapter: Adapter, tokens_NT: Tensor, step: Step) -> LossByLength:
-    """Loss of the text read at once, and of the same targets read within the context, by position."""
+    """Loss by position of the text read in one piece, and of the same targets within the context."""
     N, T = tokens_NT.shape
     reader = PairedReader(adapter, tokens_NT, step)
     whole, within = reader.under(), reader.unchanged

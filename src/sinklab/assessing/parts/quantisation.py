@@ -14,7 +14,7 @@ precision; SmoothQuant (2211.10438) leaves out the first three.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -62,14 +62,14 @@ DEVIATIONS = 6  # from the mean, beyond which a value is an outlier (2306.12929)
 
 
 class Quantised(ReadDocument):
-    """One way of quantising.
+    """One setting of quantisation.
 
     Attributes:
-        weights, activations: what is done to each.
+        weights, activations: their quantisation.
         everything: all tokens quantised.
-        without_sink: the sink positions in full precision, and left out of the scales.
-        due_to_sink: loss of the one less loss of the other.
-        destroyed: whether the loss has grown tenfold.
+        without_sink: the sink positions in full precision and outside the scales.
+        due_to_sink: loss of `everything` less that of `without_sink`.
+        destroyed: the loss is at least ten times that of the unchanged model.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Outliers(ReadDocument):
 
 
 class Quantisation(AssessPart):
-    """Loss after simulated quantisation, and the outliers that make it hard, by block."""
+    """Loss after simulated quantisation, and the outliers of each block."""
 
     name = "quantisation"
     rank = 2
@@ -138,7 +138,7 @@ class Quantisation(AssessPart):
             yield ResultRow(one.name, one.everything, due)
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """Everything in int8 with static scales per tensor."""
+        """Int8 with static scales per tensor."""
         for one in self.settings:
             if one.name == STATIC:
                 yield "int8_added", self.added(one.everything)
@@ -153,8 +153,8 @@ class Quantisation(AssessPart):
         return PartFigure(
             "dots",
             "Quantisation with and without the sink",
-            f"What simulated quantisation adds to the loss of {self.unchanged.loss:.3f}, and how much of it is left "
-            f"where the first {counted(self.sink_positions, 'token')} stays in full precision and out of the scales.",
+            f"Loss added to {self.unchanged.loss:.3f} by simulated quantisation of everything, and with the first "
+            f"{counted(self.sink_positions, 'token')} in full precision and outside the scales.",
             rows,
             PlotAxis(GROWTH, "x", "nats per token"),
             PlotAxis("", "y", "setting", order=[one.name for one in self.settings]),
@@ -165,11 +165,11 @@ class Quantisation(AssessPart):
 def assess_quantisation(
     adapter: Adapter, tokens_NT: Tensor, calibration_NT: Tensor, sink_tokens: int, step: Step
 ) -> Quantisation:
-    """Loss under every way of quantising, with and without the sink positions.
+    """Loss under every setting, with and without the sink positions.
 
     Args:
         calibration_NT: other text, for static scales.
-        sink_tokens: so many first tokens are sinks, beside a learned sink token.
+        sink_tokens: number of first tokens that form the sink, beside a learned sink token.
     """
     spared = adapter.leading + sink_tokens
     maps = linear_maps(adapter.blocks)
@@ -209,7 +209,7 @@ def _calibrated(adapter: Adapter, tokens_NT: Tensor, skipped: int, step: Step) -
 
 
 def outliers_by_block(adapter: Adapter, tokens_NT: Tensor) -> list[Outliers]:
-    """Of the residual stream of the first sequence, after each block."""
+    """Outliers in the residual stream of the first sequence, after each block."""
     with ExitStack() as stack:
         stack.enter_context(evaluating(adapter.module))
         found = stack.enter_context(residual_stream(adapter.blocks, _outliers))
@@ -232,7 +232,7 @@ def _outliers(x_BTC: Tensor) -> Outliers:
 
 
 def on_grid(x: Tensor, bits: int, largest: Tensor) -> Tensor:
-    """q(x), where `largest` (broadcast) is the maximum of |x| that the scale is made for; zero stays zero."""
+    """q(x) for a scale made for the maximum `largest` (broadcast); zero remains zero."""
     steps = 2 ** (bits - 1) - 1
     scale = largest / steps
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
@@ -240,7 +240,7 @@ def on_grid(x: Tensor, bits: int, largest: Tensor) -> Tensor:
 
 
 def quantised_weight(weight_OI: Tensor, kind: Weights) -> Tensor:
-    """A weight with its output channels in rows; a last group may be shorter."""
+    """The quantised weight, output channels in rows; a last group may be shorter."""
     if kind == "int8 per channel":
         return on_grid(weight_OI, INT8, weight_OI.abs().amax(1, keepdim=True))
     width = weight_OI.shape[1]
@@ -250,19 +250,25 @@ def quantised_weight(weight_OI: Tensor, kind: Weights) -> Tensor:
 
 @dataclass(frozen=True)
 class LinearMap:
-    """A linear map and how its weight lies: GPT-2's have their output channels in columns."""
+    """A linear map of a block.
+
+    Attributes:
+        transposed: the output channels are in the columns of the weight, as in GPT-2.
+        block: the block that it is in; None if its inputs are always (B, T, I).
+    """
 
     module: nn.Module
     transposed: bool
+    block: nn.Module | None = None
 
     @property
     def weight(self) -> Tensor:
-        """The parameter itself."""
+        """The parameter."""
         found: Any = self.module.weight
         return found.data
 
     def quantised(self, kind: Weights) -> Tensor:
-        """Its weight, quantised, as it lies."""
+        """The quantised weight, in the layout of the parameter."""
         return quantised_weight(self.weight.T, kind).T if self.transposed else quantised_weight(self.weight, kind)
 
     def apply(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -272,29 +278,30 @@ class LinearMap:
 
 
 def linear_maps(blocks: Sequence[nn.Module]) -> list[LinearMap]:
-    """Of the blocks, in order; the gates of ours count, as they are matrix products too."""
+    """The linear maps of the blocks in order, gates included."""
     found = []
     for block in blocks:
         for module in block.modules():
             if isinstance(module, nn.Linear):
-                found.append(LinearMap(module, transposed=False))
+                found.append(LinearMap(module, False, block))
             elif type(module).__name__ == "Conv1D":
-                found.append(LinearMap(module, transposed=True))
+                found.append(LinearMap(module, True, block))
     return found
 
 
 @contextmanager
 def watched_maxima(maps: Sequence[LinearMap], skipped: int) -> Iterator[Maxima]:
-    """The largest |x| that enters each map in the block; the first `skipped` positions are not looked at."""
+    """The largest |x| of the inputs of each map, without the first `skipped` positions."""
     found: Maxima = {}
+    shape = _SequenceShape()
 
     def entering(module: nn.Module, args: tuple[Any, ...]) -> None:
-        rest = args[0][:, skipped:]
+        rest = shape.unflattened(args[0])[:, skipped:]
         if rest.numel():
             here = rest.abs().amax()
             found[module] = torch.maximum(found[module], here) if module in found else here
 
-    with hooked(one.module.register_forward_pre_hook(entering) for one in maps):
+    with shape.watched(maps), hooked(one.module.register_forward_pre_hook(entering) for one in maps):
         yield found
 
 
@@ -302,35 +309,57 @@ def watched_maxima(maps: Sequence[LinearMap], skipped: int) -> Iterator[Maxima]:
 def quantised(
     maps: Sequence[LinearMap], weights: Weights, activations: Activations, maxima: Maxima, spared: int
 ) -> Iterator[None]:
-    """Weights and inputs of the maps are quantised for the length of the block, and put back bit for bit.
+    """Quantise weights and inputs of the maps within the context; the weights are then restored bit for bit.
 
     Args:
         maxima: of every map's input, for static scales.
-        spared: so many first positions are computed in full precision, and are left out of dynamic scales.
+        spared: number of first positions in full precision and outside dynamic scales.
     """
     by_module = {one.module: (one, one.weight.clone()) for one in maps}
-    whole: dict[nn.Module, Tensor] = {}
+    exact: dict[nn.Module, Tensor] = {}
+    shape = _SequenceShape()
 
     def entering(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x_BTI = args[0]
-        whole[module] = x_BTI[:, :spared]
-        return (torch.cat((x_BTI[:, :spared], _rounded(x_BTI[:, spared:], activations, maxima.get(module))), 1),)
+        x_BTI = shape.unflattened(args[0])
+        exact[module] = x_BTI[:, :spared]
+        rounded_BTI = _rounded(x_BTI[:, spared:], activations, maxima.get(module))
+        return (torch.cat((exact[module], rounded_BTI), 1).view_as(args[0]),)
 
     def leaving(module: nn.Module, _: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        first = whole.pop(module)
+        first = exact.pop(module)
         if not spared:
             return None
         one, weight = by_module[module]
-        return torch.cat((one.apply(first, weight), output[:, spared:]), 1)
+        rest = shape.unflattened(output)[:, spared:]
+        return torch.cat((one.apply(first, weight), rest), 1).view_as(output)
 
     try:
         for one in maps:
             one.weight.copy_(one.quantised(weights))
-        with hooked(_around(maps, entering, leaving)):
+        with shape.watched(maps), hooked(_around(maps, entering, leaving)):
             yield
     finally:
         for one, weight in by_module.values():
             one.weight.copy_(weight)
+
+
+class _SequenceShape:
+    """The batch size and length of the sequences, which OPT flattens before its feed-forward layers."""
+
+    def __init__(self) -> None:
+        self._shape = torch.Size((1, 1))
+
+    def watched(self, maps: Sequence[LinearMap]) -> AbstractContextManager[None]:
+        """Read the shape from the input of each block."""
+        blocks = dict.fromkeys(one.block for one in maps if one.block is not None)
+        return hooked(block.register_forward_pre_hook(self._read, with_kwargs=True) for block in blocks)
+
+    def unflattened(self, x: Tensor) -> Tensor:
+        """(B T, I) as (B, T, I)."""
+        return x.unflatten(0, self._shape) if x.ndim == 2 else x
+
+    def _read(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._shape = (args[0] if args else kwargs["hidden_states"]).shape[:2]
 
 
 def _around(maps: Sequence[LinearMap], entering: Any, leaving: Any) -> Iterator[Any]:

@@ -40,12 +40,12 @@ from sinklab.models.adapter import Adapter
 
 
 class CachedReading(Effect):
-    """Under a rolling cache.
+    """The effect of a rolling cache.
 
     Attributes:
-        cache: keys that it holds when a query reads it.
-        first: how many of the first stay.
-        perplexity: exp(loss); None where that overflows.
+        cache: keys in it when a query reads it.
+        first: number of first keys kept.
+        perplexity: exp(loss); None if it overflows.
     """
 
     cache: int
@@ -54,7 +54,7 @@ class CachedReading(Effect):
 
 
 class Streaming(AssessPart):
-    """Long text through a rolling cache; positions are those in the cache or those in the text."""
+    """Long text through a rolling cache, with positions in the cache or in the text."""
 
     name = "streaming"
     rank = 1
@@ -96,7 +96,7 @@ class Streaming(AssessPart):
             yield ResultRow(f"cache {one.cache}, first {one.first} kept", one)
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """Through the largest cache by N kept, and above most kept; through the smallest, above the unchanged model."""
+        """For the largest cache by N kept, and above most kept; for the smallest above the unchanged model."""
         if not self.caches:
             return
         sizes = {one.cache for one in self.caches}
@@ -119,9 +119,9 @@ class Streaming(AssessPart):
         return PartFigure(
             "lines",
             "Streaming through a rolling cache",
-            f"Perplexity of {self.sequences} x {self.length:,} tokens read through a cache that keeps the first tokens "
-            f"and the most recent ones, positions as they are {where} (2309.17453). The dashed line is the unchanged "
-            "model, which reads the text in windows of its context.",
+            f"Perplexity of {self.sequences} x {self.length:,} tokens with a cache of the first and the most recent "
+            f"tokens, with positions {where} (2309.17453). The dashed line is the unchanged model, which reads the "
+            "text in windows of its context.",
             rows,
             PlotAxis("Keys in the cache", "x", "keys", order=sorted({one.cache for one in self.caches})),
             PlotAxis("Perplexity", "y", scale="log"),
@@ -132,10 +132,10 @@ class Streaming(AssessPart):
 def assess_streaming(
     adapter: Adapter, tokens_NT: Tensor, sizes: Sequence[int], kept: Sequence[int], positions: Placed, step: Step
 ) -> Streaming:
-    """Perplexity of the text for every size of the cache and every number of first tokens kept.
+    """Perplexity for every cache size and number of first tokens kept.
 
     Raises:
-        InputError: a cache that holds no more keys than it keeps.
+        InputError: a cache without room for keys beside those kept.
     """
     reader = PairedReader(adapter, tokens_NT, step)
     caches = []
@@ -175,12 +175,12 @@ class Kept(Mask):
 
 @dataclass(frozen=True)
 class RollingCache:
-    """An edit: every layer reads from a rolling cache of so many keys; a bias key is not one of them.
+    """An edit: every layer reads from a rolling cache; a bias key is not in its budget.
 
     Attributes:
         size: C.
-        first: n, the first keys that stay; a learned sink token is the first of them.
-        in_cache: positions are those in the cache, not those in the text.
+        first: n, the first keys, which are kept; a learned sink token is the first of them.
+        in_cache: use positions in the cache, not those in the text.
     """
 
     size: int
@@ -189,7 +189,7 @@ class RollingCache:
 
     def __post_init__(self) -> None:
         if not 0 <= self.first < self.size:
-            raise InputError(f"a cache of {self.size} keys that keeps the first {self.first}: keep fewer than it holds")
+            raise InputError(f"a cache of {self.size} keys cannot keep the first {self.first}: keep fewer keys")
 
     def __call__(self, layer: LayerCall) -> LayerCall:
         """The call that reads from the cache."""
@@ -199,15 +199,15 @@ class RollingCache:
         return layer
 
     def _placed(self, layer: LayerCall) -> LayerCall:
-        """Queries nearer to the first keys, as they are in the cache."""
+        """Queries shifted towards the first keys, to their positions in the cache."""
         call = layer.call
         if call.position is not None:
             call = replace(call, position=self._nearer(call.position))
         if layer.shift_rope is not None:
             if not layer.operation.has_logits:
                 raise InputError(
-                    f"{layer.operation.kind!r} attention is no function of the product of query and key, so its "
-                    "rotary positions cannot be those in a cache: give --positions text"
+                    f"{layer.operation.kind!r} attention is not a function of the product of query and key, so it "
+                    "cannot use rotary positions in a cache: give --positions text"
                 )
             places_L = torch.arange(layer.length, device=call.q_BHTD.device)
             moved_BHLD = layer.shift_rope(call.q_BHTD, places_L.clamp(max=self.size - 1) - places_L)
@@ -217,7 +217,7 @@ class RollingCache:
             k = _side_by_side(call.k_BGTD * ~early_L1, call.k_BGTD * early_L1, parts)
             key_HD = call.key_HD
             if key_HD is not None:
-                key_HD = _side_by_side(torch.zeros_like(key_HD), key_HD, parts)  # it meets the query where that stands
+                key_HD = _side_by_side(torch.zeros_like(key_HD), key_HD, parts)  # it meets unshifted queries
             call = replace(call, q_BHTD=q, k_BGTD=k, key_HD=key_HD)
         return replace(layer, call=call)
 
@@ -231,5 +231,5 @@ class RollingCache:
 
 
 def _side_by_side(one: Tensor, other: Tensor, parts: int) -> Tensor:
-    """Two queries or keys in one, for each of the `parts` of a head by itself."""
+    """Two queries or keys concatenated, within each of the `parts` of a head."""
     return torch.cat((one.unflatten(-1, (parts, -1)), other.unflatten(-1, (parts, -1))), -1).flatten(-2)

@@ -17,11 +17,12 @@ where g is 1, or what a norm behind the part makes of c. W_down are the weights 
 that output, so that no names are needed; a_j is that gradient, which within an expert includes the routing weight. An
 expert adds the sum over its neurons.
 
-The single weight W_down[c, j] is, of the 8 neurons that add most, the one without which the largest |x_c| at the first
-position is smallest. `super_weight`: whether it is the one that the public code of super weights takes (2411.07191;
-mengxiayu/LLMSuperWeight 232e4ee, analyze.py): c the largest |output| of the down map, j its largest |input|. Beside it
-the neuron, the expert (super experts, 2507.23279, are removed by zeroing their down map) and the part's output at the
-first position (2510.06477, section 3.3) are zeroed, and as the control the map's largest weight to another channel.
+The single weight W_down[c, j] is, of the 8 neurons that add most, the one without which |x_c| after that block is
+smallest (later blocks often subtract x_c again, with or without it). `super_weight`: whether it is the one that the
+public code of super weights takes (2411.07191; mengxiayu/LLMSuperWeight 232e4ee, analyze.py): c the largest |output| of
+the down map, j its largest |input|. Beside it the neuron, the expert (super experts, 2507.23279, are removed by zeroing
+their down map) and the part's output at the first position (2510.06477, section 3.3) are zeroed, and as the control the
+map's largest weight to another channel.
 """
 
 import re
@@ -90,8 +91,9 @@ class ZeroedWriter(Effect):
     """Something zeroed, or nothing.
 
     Attributes:
-        channel: |x_c| at the first position, largest over blocks, mean over sequences.
-        largest: the same over all channels.
+        channel: |x_c| at the first position after the block where it is largest in the unchanged model, mean over
+            sequences.
+        largest: |x| there over all channels and blocks.
         elsewhere: the same of the largest other position.
         sink: percent of (sequence, layer, head) with a share of the first position above 0.3; a learned token in front
             is that position.
@@ -331,7 +333,7 @@ def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
     def left(one: NeuronWrites) -> float:
         here = by_name[one.name]
         with zeroed_entries(here.weight, here.entry(one.expert, one.neuron, channel)):
-            return float(_first_position(adapter, tokens_N1)[1:, :, channel].abs().amax(0).mean())
+            return float(_first_position(adapter, tokens_N1)[block, :, channel].abs().mean())
 
     chosen = min(neurons, key=left)
     here = by_name[chosen.name]
@@ -366,7 +368,7 @@ def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
         neurons=neurons,
         weight=chosen,
         super_weight=rule,
-        zeroed=[_zeroed(reader, channel, what, change) for what, change in changes.items()],
+        zeroed=[_zeroed(reader, block, channel, what, change) for what, change in changes.items()],
     )
 
 
@@ -415,14 +417,17 @@ def _largest_to_others(one: DownMap) -> tuple[int, ...]:
     return tuple(int(place) for place in torch.unravel_index(magnitude.argmax(), magnitude.shape))
 
 
-def _zeroed(reader: PairedReader, channel: int, what: str, change: AbstractContextManager[None]) -> ZeroedWriter:
+def _zeroed(
+    reader: PairedReader, block: int, channel: int, what: str, change: AbstractContextManager[None]
+) -> ZeroedWriter:
     """The text read under a change of weights, with the stream and the sink at the first position."""
+    written: list[Tensor] = []
     largest: list[Tensor] = []
     above: list[Tensor] = []
 
     def stream(x_BSE: Tensor) -> None:
-        found_BS = x_BSE.abs().amax(-1)
-        largest.append(torch.cat((x_BSE[:, :1, channel].abs(), found_BS), 1).float().cpu())
+        written.append(x_BSE[:, 0, channel].abs().float().cpu())
+        largest.append(x_BSE.abs().amax(-1).float().cpu())
 
     def observe(layer: LayerCall) -> None:
         above.append((first_importance(layer) > EPS).flatten().cpu())
@@ -435,13 +440,12 @@ def _zeroed(reader: PairedReader, channel: int, what: str, change: AbstractConte
 
     effect = reader.under(surgery=watched()).effect()
     M = len(reader.adapter.blocks) + 1
-    forwards = [torch.stack(largest[start + 1 : start + M]).amax(0) for start in range(0, len(largest), M)]
-    largest_NS = torch.cat(forwards)  # the channel, then every position
+    largest_NS = torch.cat([torch.stack(largest[start + 1 : start + M]).amax(0) for start in range(0, len(largest), M)])
     return ZeroedWriter(
         what=what,
-        channel=float(largest_NS[:, 0].mean()),
-        largest=float(largest_NS[:, 1].mean()),
-        elsewhere=float(largest_NS[:, 2:].amax(-1).mean()),
+        channel=float(torch.cat(written[block::M]).mean()),
+        largest=float(largest_NS[:, 0].mean()),
+        elsewhere=float(largest_NS[:, 1:].amax(-1).mean()),
         sink=100 * float(torch.cat(above).float().mean()),
         **effect.model_dump(),
     )

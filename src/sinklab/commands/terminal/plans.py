@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from sinklab.commands.console import duration, short_duration
+from sinklab.commands.terminal.progress import duration, short_duration
 from sinklab.commands.terminal.tables import print_table, printable
 from sinklab.experiments.definition import SCALES, Scale
 from sinklab.experiments.paper import Covered

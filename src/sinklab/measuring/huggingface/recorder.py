@@ -61,7 +61,7 @@ class Recorder(ABC):
         details: receives every layer.
 
     Attributes:
-        backends: what computed the attention outputs ("one pass", "sdpa", "chunked", "eager").
+        backends: of the attention outputs ("one pass", "sdpa", "chunked", "eager").
     """
 
     def __init__(

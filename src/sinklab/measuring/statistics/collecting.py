@@ -54,38 +54,27 @@ def layer_details(
         angles: of the same queries and keys; None where queries cannot be read.
         mapped: heads whose maps are requested, 0-based.
     """
-    reading: _Reading | None = None
+    layer: Layer | None = None
+    sums: dict[str, tuple[OfRows, Tensor]] = {}
+    maps: dict[int, Tensor] = {}
     for one in rows:
-        if reading is None:
-            reading = _Reading(one.weights_BHQS, real, angles, mapped)
-        reading.read(one)
-    assert reading is not None
-    return reading.result()
-
-
-class _Reading:
-    """Sums over the blocks of one layer."""
-
-    def __init__(self, weights_BHQS: Tensor, real: RealTokens, angles: Angles | None, mapped: Sequence[int]) -> None:
-        self._layer = Layer(weights_BHQS, real, angles)
-        R = real.index_BR.shape[1]
-        self._maps = {head: weights_BHQS.new_zeros(3, R, R) for head in mapped}
-        self._sums = {
-            name: (one, self._layer.sums(one.axes, weights_BHQS))
-            for name, one in STATISTICS.items()
-            if isinstance(one, OfRows) and (angles is not None or not one.angles)
-        }
-
-    def read(self, rows: Rows) -> None:
-        block = ScoreBlock(rows, self._layer)
-        self._layer.count(block)
-        for statistic, sums in self._sums.values():
-            statistic.read(block, sums)
-        draw(self._maps, block)
-
-    def result(self) -> LayerDetails:
-        means = {name: statistic.mean(sums, self._layer) for name, (statistic, sums) in self._sums.items()}
-        return LayerDetails(means, self._maps)
+        weights_BHQS, R = one.weights_BHQS, real.index_BR.shape[1]
+        if layer is None:
+            layer = Layer(weights_BHQS, real, angles)
+            maps = {head: weights_BHQS.new_zeros(3, R, R) for head in mapped}
+            read = {name: statistic for name, statistic in STATISTICS.items() if isinstance(statistic, OfRows)}
+            sums = {
+                name: (statistic, layer.sums(statistic.axes, weights_BHQS))
+                for name, statistic in read.items()
+                if angles is not None or not statistic.angles
+            }
+        block = ScoreBlock(one, layer)
+        layer.count(block)
+        for statistic, sums_BHX in sums.values():
+            statistic.read(block, sums_BHX)
+        draw(maps, block)
+    assert layer is not None
+    return LayerDetails({name: statistic.mean(sums_BHX, layer) for name, (statistic, sums_BHX) in sums.items()}, maps)
 
 
 @dataclass(frozen=True)

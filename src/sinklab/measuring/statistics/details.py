@@ -41,7 +41,7 @@ class Entropy(OfRows):
     figures = (
         HeadMap(
             "entropy",
-            "How spread the attention is",
+            "Entropy of the attention",
             "Entropy of the attention of a query, in nats, mean over queries and sequences.",
             "entropy",
             uniform=lambda length: fmean(np.log(np.arange(1, length + 1)).tolist()),
@@ -64,16 +64,16 @@ class Cosine(OfRows):
     figures = (
         PositionMap(
             "angles-cosine",
-            "Where queries point: cos(q, k)",
+            "Directions of queries and keys: cos(q, k)",
             "Mean over heads of the cosine between a key and the queries that see it. The logit of a query and a key "
-            "is their cosine times both norms: where the first column stands out here, and not in the next figure, the "
+            "is their cosine times both norms: where the first column is large here, and not in the next figure, the "
             "sink has its large logits from the direction of its key.",
             "cosine",
             diverging=True,
         ),
         HeadMap(
             "angles-heads",
-            "Which heads point at the first token",
+            "Cosine with the key of the first token",
             "Mean cosine between the queries and the key of the first token. Compare it with the heads of the sink.",
             "cosine",
             diverging=True,
@@ -95,7 +95,7 @@ class NormProduct(OfRows):
     figures = (
         PositionMap(
             "angles-norms",
-            "How long queries and keys are: |q| |k|",
+            "Norms of queries and keys: |q| |k|",
             "Mean over heads of the norm of a key times the norms of the queries that see it, as they enter attention. "
             "A dark first column is a small key.",
             "norm product",
@@ -112,9 +112,9 @@ class NormProduct(OfRows):
 
 BY_QUERY = BucketLines(
     "by-query",
-    "The sink as the sequence goes on",
-    "What a query pays to the first token (solid) and to an average other token before it (dashed), by where the query "
-    "stands, mean over layers, heads and seeds. Without a sink both fall together.",
+    "The sink along the sequence",
+    "Attention of a query on the first token (solid) and on an average other token before it (dashed), by the position "
+    "of the query, mean over layers, heads and seeds. Without a sink both fall together.",
     series="first token",
     x_title="Position of the query",
     y_title="Share of its attention",
@@ -130,10 +130,10 @@ class ByDistance(OfRows):
     figures = (
         BucketLines(
             "by-distance",
-            "How far back attention goes",
-            "How far back attention goes: the share of a query's attention on keys so many tokens before it, mean over "
+            "Attention by distance",
+            "The share of a query's attention on keys by their distance in tokens, mean over "
             "queries, layers, heads and seeds. The shares add up to one, less what is on a bias. Few queries have keys "
-            "far back; what they pay to a sink stands at the right.",
+            "far back; their attention on a sink is at the right.",
             series="attention",
             x_title="Distance (tokens back; 0 is the query itself)",
             y_title="Share",
@@ -179,7 +179,7 @@ class ValueRatio(Statistic):
     figures = (
         HeadMap(
             "value-ratio",
-            "How much the first token gives",
+            "Value norm of the first token",
             "Norm of the first token's value over the mean norm of the others. Below one, attention on the first token "
             "adds little to the output. A head is left out where the others are all zero.",
             "ratio of norms",
@@ -218,9 +218,9 @@ class Alignment(OfStream):
     figures = (
         PositionMap(
             "alignment",
-            "Which tokens are like the first",
+            "Alignment with the first token",
             "Cosine between the hidden state of each token and that of the first token, mean over sequences; 0 is the "
-            "embedding. Tokens that are like the first one, where it stands out, are candidates for further sinks.",
+            "embedding. Tokens with a high cosine, where the first token's norm is large, may be further sinks.",
             "cosine",
             diverging=True,
         ),
@@ -253,7 +253,7 @@ class MatrixEntropy(OfStates):
     figures = (
         SequenceLines(
             "compression",
-            "Where the hidden states are compressed",
+            "Compression of the hidden states",
             "Left: entropy of the squared singular values of the hidden states of a sequence's tokens, over the "
             "largest there can be (1: as many directions as tokens or channels allow, 0: a single one), mean over "
             "sequences. Beside it the norm of the first token over the others' and the sink rate of the layer. A "

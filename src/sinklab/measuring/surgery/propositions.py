@@ -2,7 +2,7 @@
 
 With equal tokens and no position added to them, all embeddings are equal. Then so are all values of the first layer,
 and an average of equal values does not depend on the weights: hidden states stay equal through every layer. With equal
-queries and keys, q.k is the same for every pair, but for what the positional embedding does to it:
+queries and keys, q.k is the same for every pair, except for the effect of the positional embedding:
 
     1  none             A[t, j] = 1 / t
     2  relative, t5     A[t, j] = exp(g(t - j)) / sum over i = 1..t of exp(g(t - i)), g the term of the distance
@@ -15,8 +15,8 @@ models, unless xi is large. Positions added to the embedding, learned or not, ma
 forbids a sink there, and the same check, against 1 / t, fails.
 
 Rounding grows with the blocks: in bfloat16 equal hidden states of a real model come out different by 42 percent. So a
-model is checked in float32 where the memory suffices (`in_float32`), and what a coarser precision shows beyond its
-rounding decides nothing.
+model is checked in float32 where the memory suffices (`in_float32`), and a deviation in a coarser precision is
+inconclusive.
 """
 
 from collections.abc import Iterator, Sequence
@@ -156,7 +156,7 @@ STATEMENTS = {
 def check_propositions(
     model: "PreTrainedModel | Transformer", token: int | Sequence[int], length: int = LENGTH
 ) -> Propositions:
-    """How far the model is from what the paper proves of its positional embedding, in float32 if possible.
+    """The model's deviation from the paper's proposition on its positional embedding, in float32 if possible.
 
     Args:
         token: one, or several, each read alone.

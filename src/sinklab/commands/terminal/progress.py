@@ -1,11 +1,12 @@
-"""Progress of training runs and of data preparation: live in a terminal, plain lines elsewhere, and the time left."""
+"""Progress of training runs, data preparation and resumable jobs: bars in a terminal, elsewhere plain lines."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -13,14 +14,18 @@ from rich.progress import (
     Progress,
     TaskProgressColumn,
     TextColumn,
+    TimeRemainingColumn,
 )
 
 from sinklab.commands.ending import PLAIN
-from sinklab.commands.terminal.bars import SPEAKS_EVERY, Clock, Lines
+from sinklab.commands.terminal.tables import printable
 from sinklab.measuring.statistics.highest import elsewhere_text, in_brackets
 
 if TYPE_CHECKING:
     from sinklab.experiments.sweep.engine import Event
+    from sinklab.jobs.progress import JobEvent
+
+SPEAKS_EVERY = 10.0  # seconds, without a terminal
 
 MANY = 8  # runs: of more, only those in progress have a line
 LOOKS_EVERY = 1.0  # seconds between two estimates of the time left
@@ -28,6 +33,8 @@ SPEED_OVER = 600.0  # seconds over which the speed is averaged, evaluations incl
 STALLED = 0.02  # share of the time spent waiting for data from which on it is shown
 SECONDS_OF_A_YEAR = 365.25 * 86400
 DAYS_WITH_HOURS = 10  # from here on without hours
+
+Clock = Callable[[], float]
 
 
 def duration(seconds: float) -> str:
@@ -61,6 +68,41 @@ def short_duration(seconds: float) -> str:
     else:
         value, unit = seconds / SECONDS_OF_A_YEAR, "y"
     return f"{value:.1f} {unit}" if value < 9.95 else f"{value:,.0f} {unit}"
+
+
+class Lines:
+    """Progress lines without a terminal: one is due SPEAKS_EVERY seconds after the last line of any kind.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, console: Console, clock: Clock = time.monotonic) -> None:
+        self._console, self._clock, self._said = console, clock, clock()
+
+    def say(self, what: str) -> None:
+        """Print a line, in a terminal as well."""
+        self._said = self._clock()
+        self._console.print(printable(what), markup=False, highlight=False, soft_wrap=True)
+
+    def reached(self, name: str, done: float, total: float | None, shown: str = "", unit: str = "") -> None:
+        """Print a progress line, if one is due."""
+        if not self._console.is_terminal and self._clock() - self._said >= SPEAKS_EVERY:
+            of = "" if total is None else f" of {total:,.0f}"
+            self.say(f"{name}: {done:,.0f}{of}{unit and ' '}{unit}" + (f", {shown}" if shown else ""))
+
+
+def bars(console: Console) -> Progress:
+    """Bars with counts and the time left; none without a terminal."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
 
 
 class RunBoard:
@@ -207,3 +249,55 @@ def data_progress(console: Console) -> Iterator[DataBoard]:
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         yield DataBoard(console, progress)
+
+
+class JobProgress:
+    """Draws the events of a job: a bar for the current step, one for all steps if their number is known, and lines.
+
+    Args:
+        what: the steps are, such as "domains".
+        steps: number of them; None draws no bar for all.
+        clock: seconds.
+    """
+
+    def __init__(self, console: Console, what: str = "", steps: int | None = None, clock: Clock = time.monotonic):
+        self._console, self._lines, self._bars = console, Lines(console, clock), bars(console)
+        self._all = None if steps is None else self._bars.add_task(what, total=steps)
+        self._step = self._bars.add_task("", total=None)
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._bars.stop()
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        self._lines.say(text)
+
+    def __call__(self, event: "JobEvent") -> None:
+        """Draw an event."""
+        match event.kind:
+            case "started":
+                name = escape(printable(event.step))
+                self._bars.reset(self._step, description=name, total=event.total, completed=int(event.done))
+                if event.text and not self._console.is_terminal:
+                    self.say(f"{event.step}: {event.text}")
+            case "advanced":
+                name = escape(printable(event.text or event.step))
+                self._bars.update(self._step, description=name, total=event.total, completed=event.done)
+                self._lines.reached(event.step, event.done, event.total, event.text)
+            case "noted":
+                self.say(event.text)
+            case "finished":
+                self._end(event, f"{event.text or 'done'} in {duration(event.seconds)}")
+            case "kept":
+                self._end(event, f"{event.text} (kept)" if event.text else "kept")
+            case "failed" | "skipped":
+                self._end(event, f"{event.kind}: {event.text}")
+
+    def _end(self, event: "JobEvent", text: str) -> None:
+        if self._all is not None:
+            self._bars.advance(self._all)
+        self.say(f"{event.step}: {text}")
