@@ -39,7 +39,7 @@ WITHOUT_FUSED_CHECK = {  # checked before the optimiser's step
     "tolist, train/update.py add": 1,
     "tolist, train/update.py read": 1,
 }
-IN_LOSS = {"copy to the card, train/evaluate.py loss": BATCHES_OF_LOSS, "item, train/evaluate.py loss": 1}
+IN_LOSS = {"copy to the card, train/evaluator.py loss": BATCHES_OF_LOSS, "item, train/evaluator.py loss": 1}
 IN_MEASUREMENT = {
     "copy to the card, measuring/driver.py step": BATCHES_OF_METRIC,
     "copy to the card, attention/real_tokens.py to": BATCHES_OF_METRIC,

@@ -1,4 +1,4 @@
-"""What a recipe may say about data, and what it is told when it may not."""
+"""The data part of a recipe: its values and its errors."""
 
 import pytest
 from pydantic import ValidationError
@@ -11,7 +11,7 @@ def test_the_defaults_are_the_lab():
     assert (config.source, config.tokenizer, config.bos) == ("stdlib", "train:1024", False)
 
 
-def test_a_config_survives_being_written_and_read():
+def test_a_config_is_read_back_unchanged():
     config = DataConfig(fixed_token=FixedToken(positions=[0, 2]), random_tokens=RandomTokens(start=3, end=5))
     assert DataConfig.model_validate_json(config.model_dump_json()) == config
 

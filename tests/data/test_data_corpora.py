@@ -1,4 +1,4 @@
-"""Where text comes from: installed Python sources, .txt and .jsonl files, datasets."""
+"""Text sources: installed Python sources, .txt and .jsonl files, datasets."""
 
 import importlib.util
 import json
@@ -18,7 +18,7 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
     return path
 
 
-def test_the_standard_library_comes_in_the_same_order_every_time():
+def test_the_standard_library_is_always_in_the_same_order():
     first, second = (list(documents("stdlib", limit_bytes=300_000)) for _ in range(2))
     assert first == second
     assert fingerprint(first) == fingerprint(second)
@@ -32,13 +32,13 @@ def test_the_standard_library_has_sources_and_the_language_reference():
     assert not any("site-packages" in name or "__pycache__" in name for name in names)
 
 
-def test_installed_packages_are_text_too_and_the_two_can_be_joined():
+def test_installed_packages_are_a_corpus_and_can_be_joined_with_the_standard_library():
     names = {entry.name for entry in entries(["stdlib", "site-packages"])}
     assert {"stdlib/argparse.py", "site-packages/pytest/__init__.py"} <= names
     assert len(list(islice(documents("stdlib+site-packages"), 3))) == 3
 
 
-def test_a_limit_takes_exactly_that_much_text_and_cuts_no_character(tmp_path: Path):
+def test_a_limit_is_exact_and_splits_no_character(tmp_path: Path):
     source = str(write_rows(tmp_path / "a.jsonl", [{"text": "abc"}, {"text": "äöü"}, {"text": "never"}]))
     assert list(documents(source, limit_bytes=6)) == ["abc", "ä"]
     assert list(documents(source, limit_bytes=3)) == ["abc"]
@@ -61,7 +61,7 @@ def test_a_folder_is_its_text_files_in_sorted_order(tmp_path: Path):
     assert list(documents(str(tmp_path))) == ["first", "second", "third"]
 
 
-def test_a_book_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path: Path):
+def test_a_book_is_split_at_blank_lines_without_loss(tmp_path: Path):
     book = "".join(f"Chapter {i}. {'word ' * 300}\n\n" for i in range(40))
     path = tmp_path / "book.txt"
     path.write_text(book, encoding="utf-8")
@@ -71,7 +71,7 @@ def test_a_book_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path: Path):
     assert all(piece.endswith("\n\n") for piece in pieces)
 
 
-def test_text_without_line_breaks_is_cut_too(tmp_path: Path):
+def test_text_without_line_breaks_is_split(tmp_path: Path):
     path = tmp_path / "line.txt"
     path.write_text("x" * 300_000, encoding="utf-8")
     pieces = list(documents(str(path)))
@@ -91,7 +91,7 @@ def test_real_domains_are_read_whole(data_dir: Path):
     assert total_bytes(str(source)) == source.stat().st_size
 
 
-def test_the_fingerprint_sees_the_text_and_where_it_is_cut():
+def test_the_fingerprint_depends_on_the_text_and_its_boundaries():
     assert fingerprint(["ab", "c"]) == fingerprint(iter(["ab", "c"]))
     assert len({fingerprint(texts) for texts in (["ab", "c"], ["a", "bc"], ["abc"], ["c", "ab"])}) == 4
 
@@ -131,7 +131,7 @@ def test_a_lone_surrogate_in_json_becomes_a_question_mark(tmp_path: Path):
     assert list(documents(str(path))) == ["a?b"]
 
 
-def test_missing_and_unreadable_sources_say_what_would_be_right(tmp_path: Path):
+def test_missing_and_unreadable_sources_are_refused_with_the_right_forms(tmp_path: Path):
     with pytest.raises(InputError, match=r"no text at .*nowhere.*give a .txt or .jsonl"):
         next(documents(str(tmp_path / "nowhere")))
     with pytest.raises(InputError, match=r"no \.txt or \.jsonl file"):
@@ -144,7 +144,7 @@ def test_missing_and_unreadable_sources_say_what_would_be_right(tmp_path: Path):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is not None, reason="the data extra is installed")
-def test_a_dataset_without_the_extra_says_how_to_get_it():
+def test_a_dataset_without_the_extra_names_the_installing_command():
     with pytest.raises(InputError, match=re.escape(install_command("data"))):
         next(documents("hf:some/dataset"))
 

@@ -1,4 +1,4 @@
-"""Batches: a function of (seed, index) and nothing else, with the interventions where the recipe puts them."""
+"""Batches: a function of (seed, index) alone, with the data interventions of the recipe."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_a_batch_holds_chunks_of_context_and_one_more():
         assert (row[0] - 2) % 10 == 0
 
 
-def test_an_epoch_shows_every_chunk_exactly_once_and_the_next_in_another_order():
+def test_an_epoch_has_every_chunk_once_and_the_next_another_order():
     it = loader(batch_size=10)
     epochs = [torch.cat([it.batch(10 * epoch + i) for i in range(10)]) for epoch in range(2)]
     for epoch in epochs:
@@ -58,7 +58,7 @@ def test_a_batch_may_straddle_two_epochs_without_losing_a_chunk():
 
 
 @given(index=st.integers(0, 10_000), seed=st.integers(0, 2**31), count=st.integers(1, 6))
-def test_any_batch_is_the_same_whoever_asks_and_whatever_was_asked_before(index: int, seed: int, count: int):
+def test_a_batch_does_not_depend_on_earlier_batches_or_processes(index: int, seed: int, count: int):
     config = {"bos": True, "random_tokens": RandomTokens(start=2, end=5)}
     visited = loader(seed=seed, **config)
     in_turn = [visited.batch(i) for i in range(index, index + count)]
@@ -90,7 +90,7 @@ def test_with_bos_a_chunk_is_bos_and_context_tokens():
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_a_fixed_token_stands_at_its_positions_of_every_chunk_and_nowhere_else(shuffle: bool):
+def test_a_fixed_token_is_at_its_positions_of_every_chunk_only(shuffle: bool):
     fixed = FixedToken(token_id=1, positions=[0, 2])
     changed, plain = loader(fixed_token=fixed, shuffle=shuffle), loader(shuffle=shuffle)
     for index in range(5):
@@ -160,7 +160,7 @@ def test_validation_goes_once_through_the_shard_in_order():
         ({"batch_size": 0}, "at least 1"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_numbers(values: dict, told: str):
+def test_settings_that_do_not_fit_are_refused_with_the_numbers(values: dict, told: str):
     with pytest.raises(InputError, match=told):
         loader(**values)
 

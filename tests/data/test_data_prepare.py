@@ -1,4 +1,4 @@
-"""Token shards: what is in them, that they are whole or not valid, and that work is done once."""
+"""Token shards: their contents, their validity, and their reuse."""
 
 import fcntl
 import json
@@ -41,7 +41,7 @@ def source(tmp_path: Path) -> str:
     return rows_file(tmp_path / "text.jsonl", TEXTS)
 
 
-def test_every_document_ends_with_eos_and_stands_in_exactly_one_shard(source: str, tmp_path: Path):
+def test_every_document_ends_with_eos_and_is_in_exactly_one_shard(source: str, tmp_path: Path):
     data = prepare(source, "train:300", tmp_path / "out", valid_fraction=0.3)
     train, valid = split_at_eos(data, data.train), split_at_eos(data, data.valid)
     assert sorted(train + valid) == sorted(TEXTS)
@@ -59,7 +59,7 @@ def test_the_split_does_not_depend_on_the_order_of_the_documents(source: str, tm
 
 
 @pytest.mark.parametrize("fraction", [1e-9, 0.5])
-def test_both_shards_have_a_document_however_few_there_are(tmp_path: Path, fraction: float):
+def test_both_shards_have_a_document(tmp_path: Path, fraction: float):
     for texts in (TEXTS[i : i + 2] for i in range(8)):
         source = rows_file(tmp_path / "two.jsonl", texts)
         folder = tmp_path / f"{TEXTS.index(texts[0])}"
@@ -67,7 +67,7 @@ def test_both_shards_have_a_document_however_few_there_are(tmp_path: Path, fract
         assert sorted(split_at_eos(data, data.train) + split_at_eos(data, data.valid)) == sorted(texts)
 
 
-def test_the_document_nearest_to_the_threshold_fills_an_empty_side(source: str, tmp_path: Path):
+def test_the_document_nearest_to_the_threshold_fills_an_empty_shard(source: str, tmp_path: Path):
     small, large = (
         prepare(source, "train:300", tmp_path / str(fraction), valid_fraction=fraction) for fraction in (1e-9, 0.1)
     )
@@ -76,7 +76,7 @@ def test_the_document_nearest_to_the_threshold_fills_an_empty_side(source: str, 
     assert len(split_at_eos(small, small.train)) == len(TEXTS) - 1
 
 
-def test_the_manifest_says_what_was_read(source: str, tmp_path: Path):
+def test_the_manifest_describes_the_text(source: str, tmp_path: Path):
     data = prepare(source, "train:300", tmp_path / "out")
     manifest = data.manifest
     assert manifest.text_sha256 == fingerprint(documents(source))
@@ -87,7 +87,7 @@ def test_the_manifest_says_what_was_read(source: str, tmp_path: Path):
     assert int(data.train[:].max()) < data.vocab_size
 
 
-def test_the_fingerprint_is_of_the_contents_and_not_of_the_place(source: str, tmp_path: Path):
+def test_the_fingerprint_depends_on_the_contents_and_not_the_path(source: str, tmp_path: Path):
     here = prepare(source, "train:300", tmp_path / "here")
     moved = rows_file(tmp_path / "moved.jsonl", TEXTS)
     there = prepare(moved, "train:300", tmp_path / "there")
@@ -96,7 +96,7 @@ def test_the_fingerprint_is_of_the_contents_and_not_of_the_place(source: str, tm
     assert TokenDataset.open(tmp_path / "here").fingerprint == here.fingerprint
 
 
-def test_large_vocabularies_get_wider_ids():
+def test_large_vocabularies_have_wider_ids():
     assert (dtype_for(65_536), dtype_for(65_537)) == ("uint16", "uint32")
 
 
@@ -109,7 +109,7 @@ def test_real_text_with_the_papers_tokenizer(data_dir: Path, tmp_path: Path):
     assert sorted(split_at_eos(data, data.train) + split_at_eos(data, data.valid)) == sorted(documents(source))
 
 
-def test_text_may_be_limited(tmp_path: Path):
+def test_text_can_be_limited(tmp_path: Path):
     data = prepare("stdlib", "train:300", tmp_path / "out", text_limit_bytes=100_000)
     assert 99_990 < data.manifest.text_bytes <= 100_000
 
@@ -122,7 +122,7 @@ def test_progress_counts_the_text_of_both_stages(source: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["train.bin", "valid.bin"])
-def test_one_flipped_bit_is_noticed_and_the_remedy_named(source: str, tmp_path: Path, name: str):
+def test_a_flipped_bit_is_reported_with_a_remedy(source: str, tmp_path: Path, name: str):
     out = tmp_path / "out"
     prepare(source, "train:300", out)
     content = bytearray((out / name).read_bytes())
@@ -134,7 +134,7 @@ def test_one_flipped_bit_is_noticed_and_the_remedy_named(source: str, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["train.bin", "valid.bin"])
-def test_a_shard_cut_short_or_lost_is_noticed_without_checksums_too(source: str, tmp_path: Path, name: str):
+def test_a_truncated_or_missing_shard_is_reported_without_checksums(source: str, tmp_path: Path, name: str):
     out = tmp_path / "out"
     prepare(source, "train:300", out)
     (out / name).write_bytes((out / name).read_bytes()[:-2])
@@ -145,7 +145,7 @@ def test_a_shard_cut_short_or_lost_is_noticed_without_checksums_too(source: str,
         TokenDataset.open(out, verify=False)
 
 
-def test_another_tokenizer_put_beside_the_shards_is_noticed(source: str, tmp_path: Path):
+def test_a_replaced_tokenizer_is_reported(source: str, tmp_path: Path):
     prepare(source, "train:300", tmp_path / "out")
     prepare(source, "train:301", tmp_path / "other")
     (tmp_path / "other" / "tokenizer.json").replace(tmp_path / "out" / "tokenizer.json")
@@ -153,7 +153,7 @@ def test_another_tokenizer_put_beside_the_shards_is_noticed(source: str, tmp_pat
         TokenDataset.open(tmp_path / "out")
 
 
-def test_a_damaged_or_missing_manifest_is_told_apart(source: str, tmp_path: Path):
+def test_damaged_and_missing_manifests_have_different_errors(source: str, tmp_path: Path):
     prepare(source, "train:300", tmp_path / "out")
     (tmp_path / "out" / "data.json").write_text('{"schema_version": 1', encoding="utf-8")
     with pytest.raises(SinklabError, match=r"data\.json is damaged.*Delete the folder"):
@@ -172,7 +172,7 @@ def test_finished_data_is_used_again_and_other_settings_do_not_overwrite_it(sour
     assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
 
 
-def test_a_single_document_cannot_be_split_and_leaves_nothing_valid(tmp_path: Path):
+def test_a_single_document_is_refused(tmp_path: Path):
     source = rows_file(tmp_path / "one.jsonl", ["alone"])
     with pytest.raises(InputError, match="single document"):
         prepare(source, "train:300", tmp_path / "out")
@@ -196,7 +196,7 @@ def test_numbers_out_of_range_are_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_rows_stop_the_work_and_leave_nothing_valid(tmp_path: Path):
+def test_malformed_rows_end_the_preparation_without_a_valid_result(tmp_path: Path):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "fine"}\n{"text"\n', encoding="utf-8")
     with pytest.raises(InputError, match=r"bad\.jsonl, line 2"):
@@ -204,7 +204,7 @@ def test_bad_rows_stop_the_work_and_leave_nothing_valid(tmp_path: Path):
     assert not (tmp_path / "out").exists()
 
 
-def test_who_waits_for_one_that_fails_is_told_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_waiting_process_raises_the_error_of_the_failed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path, out, told = tmp_path / "bad.jsonl", tmp_path / "out", []
     waits, lock = threading.Event(), fcntl.flock
     path.write_text('{"text": "fine"}\n{"text"\n', encoding="utf-8")
@@ -236,7 +236,7 @@ def test_who_waits_for_one_that_fails_is_told_the_same(tmp_path: Path, monkeypat
     assert not out.exists()
 
 
-def test_the_cache_is_filled_once_and_found_again(source: str, tmp_path: Path):
+def test_prepared_data_is_found_in_the_cache(source: str, tmp_path: Path):
     config = DataConfig(source=source, tokenizer="train:300")
     worked: list[str] = []
     first = prepared(config, tmp_path / "cache")
@@ -244,14 +244,14 @@ def test_the_cache_is_filled_once_and_found_again(source: str, tmp_path: Path):
     assert (second.directory, second.fingerprint, worked) == (first.directory, first.fingerprint, [])
 
 
-def test_what_does_not_change_the_shards_does_not_prepare_them_again(source: str, tmp_path: Path):
+def test_settings_that_do_not_change_the_shards_reuse_them(source: str, tmp_path: Path):
     plain = prepared(DataConfig(source=source, tokenizer="train:300"), tmp_path / "cache")
     bos = prepared(DataConfig(source=source, tokenizer="train:300", bos=True, token_budget=9), tmp_path / "cache")
     other = prepared(DataConfig(source=source, tokenizer="train:300", valid_fraction=0.3), tmp_path / "cache")
     assert plain.directory == bos.directory != other.directory
 
 
-def test_changed_text_is_prepared_anew(source: str, tmp_path: Path):
+def test_changed_text_is_prepared_again(source: str, tmp_path: Path):
     config = DataConfig(source=source, tokenizer="train:300")
     before = prepared(config, tmp_path / "cache")
     rows_file(Path(source), [*TEXTS, "One more."])
@@ -291,7 +291,7 @@ from sinklab.errors import SinklabError
 """
 
 
-def test_processes_that_ask_at_once_get_the_same_whole_data(source: str, tmp_path: Path):
+def test_concurrent_preparations_return_the_same_complete_data(source: str, tmp_path: Path):
     ask = (
         PREPARE
         + "print(prepared(DataConfig(source=sys.argv[1], tokenizer='train:300'), Path(sys.argv[2])).fingerprint)"
@@ -301,7 +301,7 @@ def test_processes_that_ask_at_once_get_the_same_whole_data(source: str, tmp_pat
     assert answers == {prepare(source, "train:300", tmp_path / "alone").fingerprint}
 
 
-def test_a_killed_preparation_is_not_valid_and_the_next_one_equals_an_undisturbed_one(source: str, tmp_path: Path):
+def test_a_preparation_after_a_kill_equals_an_undisturbed_one(source: str, tmp_path: Path):
     kill = PREPARE + (
         "import os\n"
         "def die(stage, done, total):\n"
@@ -320,7 +320,7 @@ def test_a_killed_preparation_is_not_valid_and_the_next_one_equals_an_undisturbe
     assert not (left / "partial").exists()
 
 
-def test_a_full_disk_ends_with_a_sentence_and_nothing_half_written(source: str, tmp_path: Path):
+def test_a_full_disk_ends_with_a_sentence_and_no_partial_file(source: str, tmp_path: Path):
     limited = PREPARE + (
         "import resource\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"

@@ -1,4 +1,4 @@
-"""Text at scale: mixed by weight, encoded fast, limited, estimated; killed anywhere, the bytes are the same."""
+"""Text at scale: mixed by weight, encoded fast, limited, estimated; the same bytes after any interruption."""
 
 import json
 import os
@@ -81,7 +81,7 @@ def tokenizer_json(name: str, data_dir: Path, bpe: str) -> Path:
 
 
 @pytest.mark.parametrize("name", ["neox", "llama", "trained"])
-def test_the_ids_are_those_of_the_tokenizers_library(name: str, data_dir: Path, bpe: str):
+def test_ids_equal_those_of_the_tokenizers_library(name: str, data_dir: Path, bpe: str):
     tokenizer = load_tokenizer(str(tokenizer_json(name, data_dir, bpe)))
     assert tokenizer.encode_flat.__name__ == "quick"
 
@@ -95,7 +95,7 @@ def test_the_ids_are_those_of_the_tokenizers_library(name: str, data_dir: Path, 
     assert tokenizer.encode_batch([]) == []
 
 
-def test_what_fastokens_cannot_read_is_encoded_by_tokenizers(tmp_path: Path):
+def test_tokenizers_encodes_where_fastokens_cannot(tmp_path: Path):
     request = parse("synthetic:bigram_backcopy:length=32,documents=8")
     assert request is not None
     tokenizer = word_tokenizer(request, tmp_path)
@@ -104,7 +104,7 @@ def test_what_fastokens_cannot_read_is_encoded_by_tokenizers(tmp_path: Path):
     assert tokenizer.encode_batch([" ".join(words), ""]) == [[tokenizer.backend.token_to_id(w) for w in words], []]
 
 
-def test_fastokens_is_left_aside_where_it_gives_other_ids(bpe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_fastokens_is_not_used_where_its_ids_differ(bpe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     other = train_bpe(prose("code", 50), 270, tmp_path).backend.to_str()
     read = fastokens.Tokenizer.from_json_str
     monkeypatch.setattr(fastokens.Tokenizer, "from_json_str", staticmethod(lambda _: read(other)))
@@ -142,7 +142,7 @@ def test_the_papers_weights_are_the_seventeen_of_its_corpus():
     assert (len(weights), weights["pile_cc"], weights["philpapers"]) == (17, 0.1121, 0.0027)
 
 
-def test_each_domain_has_the_share_of_the_tokens_that_its_weight_says(corpus: Path, bpe: str, tmp_path: Path):
+def test_each_domain_has_the_share_of_the_tokens_of_its_weight(corpus: Path, bpe: str, tmp_path: Path):
     mix = WeightedMix(weights={"law": 3, "code": 2, "wiki": 1})
     data = prepare(str(corpus), bpe, tmp_path / "out", mix=mix, token_limit=20_000)
     shares = data.manifest.shares
@@ -160,7 +160,7 @@ def test_a_mix_ends_where_the_first_domain_does(corpus: Path):
     assert 30 <= names.count("wiki") <= 70
 
 
-def test_files_at_the_same_pace_give_all_they_have(corpus: Path):
+def test_a_mix_at_the_same_pace_has_all_documents(corpus: Path):
     mix = UniformMix()
     domains = streams(str(corpus), mix)
     taken = list(mixed(domains, mix, {domain.name: 1.0 for domain in domains}))
@@ -187,7 +187,7 @@ def test_absent_domains_are_named_or_left_out(corpus: Path):
     assert left.name == "law"
 
 
-def test_a_recipe_may_mix_and_says_nothing_of_it_where_it_does_not(corpus: Path):
+def test_a_recipe_without_a_mix_has_no_key_for_it(corpus: Path):
     plain = build_recipe({"data": {"source": str(corpus)}})
     seeded = build_recipe({"data": {"source": str(corpus), "mix": {"kind": "weights", "seed": 1}, "token_limit": 100}})
     assert {"mix", "token_limit"} & plain.data.model_dump().keys() == set()
@@ -211,7 +211,9 @@ def test_a_limit_on_tokens_is_exact_and_the_last_document_ends_with_eos(
     assert np.array_equal(data.train[:-1], whole.train[: len(data.train) - 1])
 
 
-def test_a_dry_run_writes_nothing_and_comes_near(corpus: Path, bpe: str, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_a_dry_run_writes_nothing_and_is_close_to_the_result(
+    corpus: Path, bpe: str, tmp_path: Path, capsys: pytest.CaptureFixture
+):
     out = tmp_path / "out"
     app(
         ["data", "prepare", str(corpus), "--tokenizer", bpe, "--out", str(out), "--dry-run", "--json"],
@@ -255,7 +257,7 @@ def killed(corpus: Path, bpe: str, out: Path, after: int, tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("_small_parts")
-def test_killed_and_called_again_the_bytes_are_those_of_an_undisturbed_call(corpus: Path, bpe: str, tmp_path: Path):
+def test_a_resumed_preparation_has_the_bytes_of_an_undisturbed_one(corpus: Path, bpe: str, tmp_path: Path):
     mix = WeightedMix(weights={"law": 2, "code": 1})
     prepare(str(corpus), bpe, tmp_path / "undisturbed", mix=mix)
     out = tmp_path / "out"
@@ -277,7 +279,7 @@ def test_killed_and_called_again_the_bytes_are_those_of_an_undisturbed_call(corp
 
 @pytest.mark.usefixtures("_small_parts")
 @pytest.mark.parametrize("damage", ["bit", "text", "text with the same name and time"])
-def test_what_has_changed_since_the_interruption_is_noticed(corpus: Path, bpe: str, tmp_path: Path, damage: str):
+def test_changes_since_the_interruption_are_noticed(corpus: Path, bpe: str, tmp_path: Path, damage: str):
     out = tmp_path / "out"
     killed(corpus, bpe, out, after=3, tmp_path=tmp_path)
     mix = WeightedMix(weights={"law": 2, "code": 1})
@@ -297,7 +299,7 @@ def test_what_has_changed_since_the_interruption_is_noticed(corpus: Path, bpe: s
 
 
 @pytest.mark.usefixtures("_small_parts")
-def test_an_error_far_into_the_text_keeps_what_was_finished(
+def test_an_error_far_into_the_text_keeps_the_finished_parts(
     corpus: Path, bpe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     out = tmp_path / "out"

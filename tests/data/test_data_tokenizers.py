@@ -1,4 +1,4 @@
-"""One face for tokenizers: trained here, read from a folder, fetched by name."""
+"""Tokenizers: trained here, read from a folder, fetched by name."""
 
 import json
 import random
@@ -32,7 +32,7 @@ def test_a_trained_tokenizer_has_eos_0_bos_1_and_its_size(tmp_path: Path):
     assert (tokenizer.eos_id, tokenizer.bos_id, tokenizer.vocab_size) == (0, 1, 600)
 
 
-def test_a_trained_tokenizer_writes_any_text_and_reads_it_back(tmp_path: Path):
+def test_a_trained_tokenizer_encodes_and_decodes_any_text(tmp_path: Path):
     tokenizer = train_bpe(["ascii only"], 258, tmp_path)
     text = "Grüße, 世界 🙂\n\tdef f(): pass  <|endoftext|>"
     (ids,) = tokenizer.encode_batch([text])
@@ -51,7 +51,7 @@ def test_a_saved_tokenizer_is_the_same_when_read_and_for_transformers(tmp_path: 
     assert tokenizer.encode_batch([text]) == again.encode_batch([text]) == [theirs(text)["input_ids"]]
 
 
-def test_gpt_neox_begins_with_its_end_of_text_and_agrees_with_transformers(data_dir: Path):
+def test_gpt_neox_uses_its_end_of_text_as_bos_and_agrees_with_transformers(data_dir: Path):
     from transformers import AutoTokenizer
 
     folder = data_dir / "tokenizers" / "gptneox"
@@ -77,7 +77,7 @@ def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path: Path):
         load_tokenizer(str(path))
 
 
-def test_what_cannot_be_loaded_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_unusable_tokenizer_is_refused_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(InputError, match="no tokenizer at"):
         load_tokenizer(str(tmp_path / "nowhere"))
     with pytest.raises(InputError, match="no usable tokenizer"):
@@ -134,7 +134,7 @@ def test_a_long_document_is_encoded_in_pieces_to_the_same_tokens(
     assert [row.tolist() for row in np.split(ids, lengths.cumsum()[:-1])] == expected
 
 
-def test_pieces_are_of_the_size_that_is_asked_for_or_whole() -> None:
+def test_pieces_have_the_requested_size_or_are_whole() -> None:
     text = _long_text(0)
     parts = list(tokenizers.pieces(text, 1000))
     assert "".join(parts) == text

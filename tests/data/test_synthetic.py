@@ -1,4 +1,4 @@
-"""The synthetic tasks: what they draw, and that softmax grows a sink on them where relu attention need not."""
+"""The synthetic tasks: their text, and the sink that softmax develops on them where relu attention does not."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_backcopy_follows_one_markov_chain_elsewhere() -> None:
     assert np.corrcoef(counts[0].ravel(), counts[1].ravel())[0, 1] > 0.9
 
 
-def test_after_a_trigger_comes_a_symbol_that_was_there_before_it() -> None:
+def test_a_symbol_after_a_trigger_has_appeared_before_it() -> None:
     places = []
     for words in documents("synthetic:trigger_average:documents=300"):
         symbols = [word[1:] for word in words]
@@ -102,7 +102,9 @@ def test_synthetic_text_needs_its_own_tokenizer(tmp_path: Path) -> None:
     ("recipe", "operation", "sink"),
     [("backcopy", "softmax", True), ("trigger_average", "softmax", True), ("trigger_average", "relu", False)],
 )
-def test_a_packaged_recipe_shows_what_it_says(recipe: str, operation: str, sink: bool, tmp_path: Path) -> None:
+def test_the_shipped_synthetic_recipe_has_its_documented_effect(
+    recipe: str, operation: str, sink: bool, tmp_path: Path
+) -> None:
     loaded = load_recipe(recipe, [f"model.attention.operation={operation}"])
     run = open_run(loaded, prepared(loaded.data, tmp_path / "cache"), tmp_path / "run")
     assert Trainer(run).train().status == "done"
@@ -111,7 +113,7 @@ def test_a_packaged_recipe_shows_what_it_says(recipe: str, operation: str, sink:
 
 
 @pytest.mark.slow
-def test_the_backcopy_head_copies_at_triggers_and_rests_on_bos_elsewhere(tmp_path: Path) -> None:
+def test_the_backcopy_head_copies_at_triggers_and_attends_to_bos_elsewhere(tmp_path: Path) -> None:
     loaded = load_recipe("backcopy", ["train.steps=500", "train.eval_every=500"])
     data = prepared(loaded.data, tmp_path / "cache")
     Trainer(open_run(loaded, data, tmp_path / "run")).train()

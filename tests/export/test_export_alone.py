@@ -1,4 +1,4 @@
-"""Exported models in processes of their own: without sinklab, with its code from the directory, and registered."""
+"""Exported models in separate processes: without sinklab, with the code beside them, and registered."""
 
 import json
 import os
@@ -95,9 +95,7 @@ def test_every_other_variant_loads_without_sinklab_from_the_code_beside_it(token
 
 
 @pytest.mark.parametrize("imports", REGISTERED.values(), ids=REGISTERED)
-def test_in_whatever_order_things_are_imported_the_auto_classes_know_the_model(
-    imports: str, tokenizer: Path, tmp_path: Path
-) -> None:
+def test_the_auto_classes_know_the_model_in_any_order_of_imports(imports: str, tokenizer: Path, tmp_path: Path) -> None:
     write_directory(shaken_run("k_biases", tokenizer), [], tmp_path / "model")
     code = f"import sys; {imports}; print(type(AutoModelForCausalLM.from_pretrained(sys.argv[1])).__module__)"
     assert python(code, str(tmp_path / "model"), home=tmp_path) == MODELING
@@ -110,7 +108,7 @@ def test_the_config_alone_is_known_too(tokenizer: Path, tmp_path: Path) -> None:
     assert python(code, str(tmp_path / "model"), home=tmp_path) == "32"
 
 
-def test_a_model_with_the_code_beside_it_is_measured_as_our_own(tokenizer: Path, tmp_path: Path) -> None:
+def test_a_model_loaded_from_its_code_file_is_measured_as_our_own(tokenizer: Path, tmp_path: Path) -> None:
     run = shaken_run("k_biases", tokenizer)
     write_directory(run, [], tmp_path / "model")
     code = """
@@ -136,7 +134,7 @@ print(json.dumps([measured.loss, layers]))
     assert_close([bias for _, bias in layers], ours.importance_bias)
 
 
-def test_the_code_in_one_file_imports_nothing_of_ours_and_says_from_which_module_each_part_is() -> None:
+def test_the_bundle_does_not_import_sinklab_and_names_its_modules() -> None:
     code = bundled(MODELING)
     assert "from sinklab" not in code
     assert "import sinklab" not in code
@@ -145,6 +143,6 @@ def test_the_code_in_one_file_imports_nothing_of_ours_and_says_from_which_module
     assert len(parts) == len(set(parts))
 
 
-def test_a_module_that_does_not_exist_has_no_code() -> None:
+def test_a_missing_module_cannot_be_bundled() -> None:
     with pytest.raises(ValueError, match=r"there is no module sinklab\.nowhere"):
         bundled("sinklab.nowhere")

@@ -1,4 +1,4 @@
-"""`sinklab export`: what lies in the directory, that it measures as the run does, and what is refused."""
+"""`sinklab export`: the files, their measurement, and errors."""
 
 import json
 import shutil
@@ -60,7 +60,7 @@ def test_an_exported_run_measures_as_the_run(
     assert theirs["bos"] == ours["bos"] == (which == "with_bos")
 
 
-def test_the_tokenizer_begins_a_text_as_the_run_did(
+def test_the_tokenizer_prepends_bos_as_the_run_did(
     with_bos: tuple[Path, Path], natural: tuple[Path, Path], tmp_path: Path
 ) -> None:
     for there, starts in ((with_bos[0], True), (natural[0], False)):
@@ -70,7 +70,7 @@ def test_the_tokenizer_begins_a_text_as_the_run_did(
         assert tokenizer.eos_token == "<|endoftext|>"
 
 
-def test_the_model_card_says_what_was_measured_and_how_it_loads(
+def test_the_model_card_has_the_evaluation_and_the_way_to_load(
     with_bos: tuple[Path, Path], natural: tuple[Path, Path], tmp_path: Path
 ) -> None:
     card = (export_run(with_bos[0], tmp_path / "llama").directory / "README.md").read_text()
@@ -96,7 +96,9 @@ def test_a_run_in_progress_is_exported_at_its_newest_checkpoint(with_bos: tuple[
     assert "At step" not in (tmp_path / "hf" / "README.md").read_text()
 
 
-def test_what_cannot_be_exported_is_a_sentence(with_bos: tuple[Path, Path], run: Run, tmp_path: Path) -> None:
+def test_runs_that_cannot_be_exported_are_refused_in_a_sentence(
+    with_bos: tuple[Path, Path], run: Run, tmp_path: Path
+) -> None:
     command = on_one_line(run)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")

@@ -40,7 +40,7 @@ def continued(model: Any, tokenizer: Any, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("variant", ["k_biases", "prefix", "registers", "document", "linear_hybrid"])
-def test_what_a_tokenizer_gives_is_what_generate_takes(variant: str, loaded: Loaded) -> None:
+def test_generate_accepts_a_tokenizers_output(variant: str, loaded: Loaded) -> None:
     model, tokenizer = loaded(variant)
     one = tokenizer(TEXTS[0], return_tensors="pt")
     assert model.generate(**one, **HOW)[0, one.input_ids.shape[1] :].tolist() == continued(model, tokenizer, TEXTS[0])

@@ -1,4 +1,4 @@
-"""Batches of unequal sequences in exported models: what each would be alone, whichever side padding is on."""
+"""Padded batches in exported models equal each sequence alone, with padding on either side."""
 
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ def padded(rows: list[Tensor], before: list[int], width: int = LONGEST) -> tuple
 
 @pytest.mark.parametrize("name", [*VARIANTS, *COMBINED])
 @torch.no_grad()
-def test_padded_sequences_are_read_as_each_alone(name: str, tokenizer: Path) -> None:
+def test_padded_sequences_have_the_logits_of_each_alone(name: str, tokenizer: Path) -> None:
     model, rows = case(name, tokenizer), prompts()
     alone = [model(row[None]).logits[0] for row in rows]
     for before in ([0, 6, 3], [0, 0, 0], [0, 3, 1]):  # on the left, on the right, on both
@@ -94,7 +94,7 @@ def test_padded_sequences_are_read_as_each_alone(name: str, tokenizer: Path) -> 
 
 @pytest.mark.parametrize("name", [*VARIANTS, *COMBINED])
 @torch.no_grad()
-def test_padded_prompts_go_on_as_each_alone(name: str, tokenizer: Path) -> None:
+def test_padded_prompts_are_continued_as_each_alone(name: str, tokenizer: Path) -> None:
     model, rows = case(name, tokenizer), prompts()
     tokens_BT, mask_BT = padded(rows, [LONGEST - len(row) for row in rows])
     how = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -107,7 +107,7 @@ def test_padded_prompts_go_on_as_each_alone(name: str, tokenizer: Path) -> None:
 
 @pytest.mark.parametrize("name", ["softmax", "prefix", "sink_token", "linear_hybrid", "document"])
 @torch.no_grad()
-def test_what_is_kept_behind_padding_can_be_read_in_pieces_exchanged_and_cut(name: str, tokenizer: Path) -> None:
+def test_a_cache_with_padding_can_be_extended_exchanged_and_cropped(name: str, tokenizer: Path) -> None:
     model, rows = case(name, tokenizer), prompts()
     tokens_BT, mask_BT = padded(rows, [0, 6, 3])
     whole = model(tokens_BT, attention_mask=mask_BT).logits
@@ -152,7 +152,7 @@ def test_padding_is_in_no_loss_and_gives_no_gradient(side: str, tokenizer: Path)
     assert not model.transformer.embedding.weight.grad[unread].any()
 
 
-def test_padding_that_cannot_be_meant_is_refused_with_what_to_do(tokenizer: Path) -> None:
+def test_impossible_padding_is_refused_with_a_remedy(tokenizer: Path) -> None:
     model, rows = case("k_biases", tokenizer), prompts()
     tokens_BT, mask_BT = padded(rows, [0, 0, 0])
     with pytest.raises(InputError, match=r"padded on the right, .* tokenizer\.padding_side = 'left'"):
@@ -169,7 +169,7 @@ def test_padding_that_cannot_be_meant_is_refused_with_what_to_do(tokenizer: Path
 
 
 @torch.no_grad()
-def test_a_directory_has_padding_too(tokenizer: Path, tmp_path: Path) -> None:
+def test_an_exported_model_supports_padding(tokenizer: Path, tmp_path: Path) -> None:
     run = shaken_run("registers", tokenizer)
     write_directory(run, [], tmp_path / "one")
     model, rows = AutoModelForCausalLM.from_pretrained(tmp_path / "one"), prompts()

@@ -41,7 +41,7 @@ def exported(variant: str, tokenizer: Path, folder: Path, **sizes: Any) -> tuple
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
-def test_transformers_computes_every_variant_as_we_do(variant: str, tokenizer: Path, tmp_path: Path) -> None:
+def test_every_variant_has_the_same_logits_in_transformers(variant: str, tokenizer: Path, tmp_path: Path) -> None:
     ours, theirs = exported(variant, tokenizer, tmp_path / "one")
     assert type(theirs).__name__ == ALONE.get(variant, "SinklabForCausalLM")
     tokens_BT = some_tokens(length=20)
@@ -61,7 +61,7 @@ def test_transformers_computes_every_variant_as_we_do(variant: str, tokenizer: P
 
 
 @torch.no_grad()
-def test_a_sink_logit_in_a_window_is_transformers_own_as_well(tokenizer: Path, tmp_path: Path) -> None:
+def test_a_sink_logit_in_a_window_loads_as_an_architecture_of_transformers(tokenizer: Path, tmp_path: Path) -> None:
     run = shaken_run("sink_logit", tokenizer, attention={"mask": {"kind": "window", "width": 5}}, kv_heads=2)
     assert write_directory(run, [], tmp_path / "one").architecture == "GraniteSWAForCausalLM"
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
@@ -79,13 +79,13 @@ def test_beams_are_the_same_with_a_cache_as_without(variant: str, tokenizer: Pat
     assert torch.equal(with_cache, without)
 
 
-def test_the_loss_is_that_of_the_targets_a_run_counts(tokenizer: Path, tmp_path: Path) -> None:
+def test_the_loss_counts_the_same_targets_as_a_run(tokenizer: Path, tmp_path: Path) -> None:
     ours, theirs = exported("prefix", tokenizer, tmp_path / "one")
     tokens_BT = some_tokens(length=20)
     assert_close(theirs(tokens_BT, labels=tokens_BT).loss, ours.loss(tokens_BT))
 
 
-def test_what_a_sinklab_model_cannot_do_is_refused(tokenizer: Path, tmp_path: Path) -> None:
+def test_unsupported_arguments_are_refused(tokenizer: Path, tmp_path: Path) -> None:
     _, theirs = exported("k_biases", tokenizer, tmp_path / "one")
     tokens_BT = some_tokens()
     with pytest.raises(InputError, match="output_attentions"):
@@ -104,7 +104,7 @@ def test_a_cache_of_another_model_is_refused(tokenizer: Path, tmp_path: Path) ->
 
 
 @torch.no_grad()
-def test_learned_positions_end_at_the_context(tokenizer: Path, tmp_path: Path) -> None:
+def test_learned_positions_limit_the_length_of_exported_models(tokenizer: Path, tmp_path: Path) -> None:
     _, theirs = exported("position_learnable", tokenizer, tmp_path / "one")
     with pytest.raises(InputError, match=f"learned positions end at model.context {CONTEXT}"):
         theirs.generate(some_tokens(), max_new_tokens=CONTEXT, do_sample=False, eos_token_id=None)

@@ -1,4 +1,4 @@
-"""Exclusive self-attention: the own value is gone from every head's output, and nothing else."""
+"""Exclusive self-attention removes the own value from every head's output, and nothing else."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def head_outputs(model: Transformer, tokens_BT: Tensor) -> Tensor:
     return seen[0]
 
 
-def test_what_is_left_is_the_output_orthogonal_to_the_own_value_of_the_heads_key_head() -> None:
+def test_exclusive_outputs_are_orthogonal_to_the_own_value_of_the_key_head() -> None:
     out, v = random(2, 4, 5, 6), random(2, 2, 5, 6, seed=1)
     left = without_own_value(out, v)
     for head in range(4):
@@ -41,12 +41,12 @@ def test_what_is_left_is_the_output_orthogonal_to_the_own_value_of_the_heads_key
         torch.testing.assert_close(left[:, head], expected, rtol=0, atol=1e-12)
 
 
-def test_of_a_token_that_sees_itself_alone_exactly_nothing_is_left() -> None:
+def test_the_output_of_a_token_that_sees_only_itself_is_exactly_zero() -> None:
     v = torch.randn(2, 3, 5, 16, generator=torch.Generator().manual_seed(2))
     assert not without_own_value(v.repeat_interleave(2, dim=1), v).any()
 
 
-def test_a_norm_behind_it_does_not_blow_up_rounding() -> None:
+def test_a_following_norm_does_not_amplify_rounding() -> None:
     norm = {"placement": "sandwich", "head_norm": True}
     parts = {"model": {**SMALL, "exclusive": True, "norm": norm}, "metric": {"length": 32}}
     model = Transformer(build_recipe(parts).model)
@@ -56,7 +56,7 @@ def test_a_norm_behind_it_does_not_blow_up_rounding() -> None:
     assert_close(single, model.double()(tokens_BT), 1e-4)
 
 
-def test_a_value_of_zero_takes_nothing_away_and_has_a_finite_gradient() -> None:
+def test_a_value_of_zero_removes_nothing_and_has_a_finite_gradient() -> None:
     out, v = random(1, 1, 3, 4).requires_grad_(), torch.zeros(1, 1, 3, 4, dtype=torch.float64, requires_grad=True)
     left = without_own_value(out, v)
     assert torch.equal(left, out)
@@ -70,7 +70,7 @@ def test_gradcheck_passes() -> None:
     assert torch.autograd.gradcheck(without_own_value, (out, v))
 
 
-def test_half_precision_is_computed_in_single_and_comes_back_as_it_was() -> None:
+def test_half_precision_is_computed_in_single_and_returned_in_half() -> None:
     out, v = random(2, 4, 5, 16), random(2, 4, 5, 16, seed=1)
     left = without_own_value(out.bfloat16(), v.bfloat16())
     assert left.dtype == torch.bfloat16
@@ -106,9 +106,7 @@ def normed(**attention: Any) -> Transformer:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ROUNDED)
 @torch.no_grad()
-def test_of_a_token_that_sees_itself_alone_nothing_is_left_also_where_its_share_is_not_one(
-    name: str, dtype: torch.dtype
-) -> None:
+def test_the_output_of_a_token_that_sees_only_itself_is_zero_for_any_share(name: str, dtype: torch.dtype) -> None:
     model, tokens = normed(**ROUNDED[name]).to(dtype), torch.arange(16).view(2, 8)
     outputs = head_outputs(model, tokens)
     assert not outputs[:, 0].any()
@@ -117,7 +115,7 @@ def test_of_a_token_that_sees_itself_alone_nothing_is_left_also_where_its_share_
 
 @pytest.mark.parametrize("backend", ["eager", "chunked", "auto"])
 @torch.no_grad()
-def test_such_tokens_are_those_of_the_mask(backend: str) -> None:
+def test_tokens_that_see_only_themselves_follow_from_the_mask(backend: str) -> None:
     tokens, given = torch.tensor([[5, 3, 6, 7, 3, 8, 9, 10]]), {"bias": "sink_logit", "backend": backend}
     alone = {
         "window": ({"kind": "window", "width": 1}, range(8)),
@@ -131,7 +129,7 @@ def test_such_tokens_are_those_of_the_mask(backend: str) -> None:
 
 
 @torch.no_grad()
-def test_a_sequence_that_is_continued_has_them_where_it_has_them_as_a_whole() -> None:
+def test_a_continued_sequence_has_the_same_tokens_that_see_only_themselves() -> None:
     model, tokens = (
         normed(bias="sink_logit", mask={"kind": "document", "eos_id": 3}),
         torch.tensor([[5, 3, 6, 7, 3, 8]]),
@@ -146,7 +144,7 @@ def test_a_sequence_that_is_continued_has_them_where_it_has_them_as_a_whole() ->
     assert torch.equal(pieces.any(-1), whole.any(-1))
 
 
-def test_nothing_is_learned_of_what_is_left_of_a_token_that_sees_itself_alone() -> None:
+def test_a_token_that_sees_only_itself_has_no_gradient() -> None:
     model = normed(bias="sink_logit", mask={"kind": "window", "width": 1})
     model.loss(torch.arange(18).view(2, 9)).backward()
     for name in ("qkv.weight", "core.bias.logit"):
@@ -155,7 +153,7 @@ def test_nothing_is_learned_of_what_is_left_of_a_token_that_sees_itself_alone() 
         assert not gradient.any()
 
 
-def test_where_the_output_is_the_own_value_the_mark_changes_no_bit_of_the_gradient() -> None:
+def test_marking_an_output_equal_to_its_value_leaves_the_gradient_unchanged() -> None:
     v = torch.randn(2, 3, 5, 16, generator=torch.Generator().manual_seed(2))
     weight = torch.randn(2, 6, 5, 16, generator=torch.Generator().manual_seed(4))
     found = []
@@ -170,7 +168,7 @@ def test_where_the_output_is_the_own_value_the_mark_changes_no_bit_of_the_gradie
 
 @pytest.mark.parametrize("bias", ["none", "sink_token"])
 @torch.no_grad()
-def test_a_token_that_sees_itself_alone_adds_nothing(bias: str) -> None:
+def test_a_token_that_sees_only_itself_adds_nothing_to_the_stream(bias: str) -> None:
     recipe = build_recipe({"model": {**SMALL, "exclusive": True, "attention": {"bias": bias}}, "metric": {"length": 8}})
     model, tokens = Transformer(recipe.model, seed=1).double(), torch.arange(16).view(2, 8)
     outputs = head_outputs(model, tokens)
@@ -179,7 +177,7 @@ def test_a_token_that_sees_itself_alone_adds_nothing(bias: str) -> None:
 
 
 @torch.no_grad()
-def test_a_value_bias_is_part_of_what_is_made_exclusive() -> None:
+def test_a_value_bias_is_part_of_the_exclusive_output() -> None:
     recipe = build_recipe({"model": {**SMALL, "exclusive": True, "attention": {"bias": "v"}}, "metric": {"length": 8}})
     model, tokens = Transformer(recipe.model, seed=1).double(), torch.arange(16).view(2, 8)
     core, seen = model.get_submodule("blocks.1.attention.core"), []

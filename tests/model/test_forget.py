@@ -1,4 +1,4 @@
-"""Forget gates inside the model: what they are made of, as what they start, and what they do to attention."""
+"""Forget gates inside the model: parameters, initialisation, and effect on attention."""
 
 import pytest
 import torch
@@ -32,13 +32,13 @@ def test_gates_start_at_the_sigmoid_of_their_start(init: str) -> None:
 
 
 @pytest.mark.parametrize("position", ["none", "rotary", "alibi"])
-def test_gates_that_are_open_leave_the_model_as_it_is_without_them(position: str) -> None:
+def test_open_gates_leave_the_model_unchanged(position: str) -> None:
     forgetting = model(60.0, position={"kind": position})
     plain = Transformer(ModelConfig.model_validate({**SIZES, "position": {"kind": position}}), seed=2).double()
     assert_close(forgetting(tokens()), plain(tokens()), 1e-12)
 
 
-def test_gates_that_are_shut_leave_every_token_alone_with_itself() -> None:
+def test_closed_gates_leave_every_token_its_own_value() -> None:
     forgetting = model(-2000.0, position={"kind": "none"})
     assert_close(forgetting(tokens())[:, 4:5], forgetting(tokens()[:, 4:5]), 1e-12)
 

@@ -1,4 +1,4 @@
-"""Our model against one that shares nothing with it but the documentation, in float64 and relative to the largest."""
+"""Our model against an independent one written from the documentation, in float64 and relative to the largest."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -49,18 +49,18 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("seed", range(FEW))
-def test_a_random_recipe_is_what_its_documentation_says(seed: int) -> None:
+def test_a_random_recipe_computes_its_documented_formula(seed: int) -> None:
     compare(random_recipe(seed))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(FEW, 1000))
-def test_more_random_recipes_are_what_their_documentation_says(seed: int) -> None:
+def test_more_random_recipes_compute_their_documented_formulas(seed: int) -> None:
     compare(random_recipe(seed))
 
 
 @pytest.mark.parametrize("name", LEGAL)
-def test_a_recipe_that_must_not_be_left_to_luck_is_what_its_documentation_says(name: str) -> None:
+def test_a_chosen_recipe_computes_its_documented_formula(name: str) -> None:
     recipe = covering_recipe(name)
     assert recipe is not None
     compare(recipe)
@@ -69,9 +69,7 @@ def test_a_recipe_that_must_not_be_left_to_luck_is_what_its_documentation_says(n
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (at % 2)) for at, name in enumerate(CHUNKED)]
 )
-def test_what_is_computed_in_chunks_is_the_same_where_a_sequence_has_several(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunked_computations_agree_over_several_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 5 positions, so that the contexts of 12 to 20 have three or four, most of them with a part of one."""
     for module in ("delta", "linear"):
         monkeypatch.setattr(f"sinklab.attention.{module}.CHUNK", 5)
@@ -81,7 +79,7 @@ def test_what_is_computed_in_chunks_is_the_same_where_a_sequence_has_several(
 
 
 @pytest.mark.parametrize("mixer", [DELTA, GROUPED_DELTA], ids=["delta", "grouped delta"])
-def test_linear_layers_are_what_their_documentation_says_beyond_a_chunk(mixer: dict[str, Any]) -> None:
+def test_linear_layers_compute_their_documented_formula_beyond_a_chunk(mixer: dict[str, Any]) -> None:
     sizes = {"layers": 2, "width": 16, "heads": 2, "ffn_width": 12, "vocab_size": 20, "context": CHUNK + 9}
     compare(build_recipe({"model": {**sizes, "mixer": mixer}, "metric": {"length": CHUNK + 9}}))
 

@@ -1,4 +1,4 @@
-"""What weights start as: by the paper's law or by PyTorch's own, each tensor from a stream of its own."""
+"""Initial weights: by the paper's law or by PyTorch's own, each tensor from its own random stream."""
 
 import copy
 import math
@@ -34,7 +34,7 @@ def alike(weight: Tensor, other: Tensor) -> bool:
     [{}, {"gate": "element", "ffn": "relu"}, {"attention": {"operation": "mlp"}}, {"head_outputs": "sum"}],
     ids=str,
 )
-def test_torch_gives_every_module_what_its_own_reset_gives(model: dict[str, Any]) -> None:
+def test_torch_initialises_every_module_as_its_reset_parameters(model: dict[str, Any]) -> None:
     started = start("torch", **model)
     modules = {n: m for n, m in started.named_modules() if isinstance(m, nn.Linear | nn.Embedding | nn.RMSNorm)}
     assert len(modules) >= 14
@@ -51,7 +51,7 @@ def test_torch_gives_every_module_what_its_own_reset_gives(model: dict[str, Any]
             assert 0.98 * edge < module.weight.detach().abs().max().item() <= edge
 
 
-def test_the_declared_law_is_another() -> None:
+def test_the_declared_law_differs_from_pytorchs() -> None:
     declared, torchs = start("declared"), start("torch")
     for name in ("embedding.weight", "head.weight", "blocks.0.ffn.down.weight"):
         assert not alike(declared.get_parameter(name), torchs.get_parameter(name))
@@ -84,7 +84,7 @@ def test_tables_start_like_embeddings_and_a_value_gate_like_a_linear_layer() -> 
     ],
     ids=str,
 )
-def test_what_is_neither_linear_nor_embedding_starts_the_same_by_both(model: dict[str, Any]) -> None:
+def test_other_tensors_start_the_same_by_both_laws(model: dict[str, Any]) -> None:
     plain = {name for name, _ in start("torch").named_parameters() if not name.endswith("norm.weight")}
     declared, torchs = start("declared", **model), start("torch", **model)
     others = [name for name, _ in torchs.named_parameters() if name not in plain]
@@ -93,7 +93,7 @@ def test_what_is_neither_linear_nor_embedding_starts_the_same_by_both(model: dic
         assert torch.equal(declared.get_parameter(name), torchs.get_parameter(name)), name
 
 
-def test_each_tensor_has_its_own_stream_by_both_laws() -> None:
+def test_each_tensor_has_its_own_random_stream_under_both_laws() -> None:
     for kind in ("declared", "torch"):
         plain, gated = start(kind).state_dict(), start(kind, gate="value").state_dict()
         assert len(gated) > len(plain)

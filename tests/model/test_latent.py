@@ -1,4 +1,4 @@
-"""Multi-head latent attention: DeepSeek's own modules, what it refuses, where it starts, what it leaves as it was."""
+"""Multi-head latent attention: equality with DeepSeek's modules, refused combinations, initialisation, hashes."""
 
 import math
 import re
@@ -100,7 +100,7 @@ class Table(nn.Module):
 
 @pytest.mark.parametrize("q_rank", [None, 14])
 @torch.no_grad()
-def test_a_whole_model_is_deepseek_v3_in_float64(q_rank: int | None) -> None:
+def test_a_whole_model_equals_deepseek_v3_in_float64(q_rank: int | None) -> None:
     ours = model(q_rank)
     theirs = DeepseekV3ForCausalLM(DeepseekV3Config(**arguments(q_rank))).double().eval()
     theirs.load_state_dict(their_weights(ours))
@@ -115,7 +115,7 @@ def test_a_whole_model_is_deepseek_v3_in_float64(q_rank: int | None) -> None:
 
 @pytest.mark.parametrize("q_rank", [None, 14])
 @torch.no_grad()
-def test_a_whole_model_is_deepseek_v2(q_rank: int | None) -> None:
+def test_a_whole_model_equals_deepseek_v2(q_rank: int | None) -> None:
     ours = model(q_rank)
     theirs = DeepseekV2ForCausalLM(DeepseekV2Config(**arguments(q_rank))).double().eval()
     theirs.load_state_dict(their_weights(ours))
@@ -123,7 +123,7 @@ def test_a_whole_model_is_deepseek_v2(q_rank: int | None) -> None:
 
 
 @torch.no_grad()
-def test_a_measurement_is_that_of_the_same_model_in_transformers() -> None:
+def test_a_measurement_equals_that_of_the_same_model_in_transformers() -> None:
     ours = model().float()
     theirs = DeepseekV3ForCausalLM(DeepseekV3Config(**arguments(None))).eval()
     theirs.load_state_dict(their_weights(ours))
@@ -148,7 +148,7 @@ def test_every_operation_has_tensors_of_the_widths_of_its_queries_and_values(nam
     assert all(x.grad is not None for key, x in made.named_parameters() if "learned" in key)
 
 
-def test_widths_that_are_not_given_have_the_papers_ratio_to_the_head_width() -> None:
+def test_default_widths_have_the_papers_ratio_to_the_head_width() -> None:
     heads = Transformer(build_recipe({"model": {**SIZES, "projection": "latent"}, "metric": {"length": 32}}).model)
     latent = heads.get_submodule("blocks.0.attention.latent")
     assert isinstance(latent, LatentHeads)
@@ -158,7 +158,7 @@ def test_widths_that_are_not_given_have_the_papers_ratio_to_the_head_width() -> 
     assert latent.q_up.weight.shape == (H * (d + d // 2), E)
 
 
-def test_its_matrices_start_by_the_laws_of_the_house_and_its_norms_as_one() -> None:
+def test_latent_matrices_start_by_the_declared_laws_and_norms_as_one() -> None:
     wide = {**SIZES, "width": 512, "projection": {"kind": "latent", "q_rank": 96}}
     made = Transformer(build_recipe({"model": wide, "metric": {"length": 32}}).model, seed=1)
     for name, d_in in (("q_down", 512), ("q_up", 96), ("kv_down", 512), ("kv_up", 512)):
@@ -178,12 +178,12 @@ def test_its_matrices_start_by_the_laws_of_the_house_and_its_norms_as_one() -> N
         ({"projection": {"kind": "latent", "rope_width": 3}}, "an even projection.rope_width, not 3"),
     ],
 )
-def test_what_does_not_go_with_a_latent_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_combinations_that_a_latent_cannot_have_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         build_recipe({"model": {**SIZES, "projection": "latent"}, "metric": {"length": 32}}, {"model": changes})
 
 
-def test_a_run_from_before_there_was_a_choice_of_projection_is_the_same_run() -> None:
+def test_the_projection_key_keeps_earlier_hashes() -> None:
     before = "40d507f639ef7edb"  # of `tiny-128` then
     assert load_recipe("tiny-128").content_hash("d") == before
     assert load_recipe("tiny-128", ["model.projection=full"]).content_hash("d") == before

@@ -115,7 +115,7 @@ def test_a_chunk_has_at_least_one_row() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_compiled_the_loss_is_the_same_and_stores_no_probabilities_to_write_into(
+def test_the_compiled_loss_is_the_same_and_stores_no_probabilities(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graphs: list[torch.fx.GraphModule] = []

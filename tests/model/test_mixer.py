@@ -1,4 +1,4 @@
-"""Layers of linear attention among those with attention: the published module, cache, measuring, starts, refusals."""
+"""Hybrids with linear attention: equality with the published module, cache, measuring, initialisation, errors."""
 
 import re
 from typing import Any
@@ -63,7 +63,7 @@ def their_weights(ours: LinearAttention, keys: int, values: int, D: int, V: int)
 
 @pytest.mark.parametrize(("keys", "values", "D", "V", "conv"), [(4, 4, 8, 8, 4), (2, 6, 5, 3, 3)])
 @torch.no_grad()
-def test_a_linear_layer_is_that_of_qwen3_next(keys: int, values: int, D: int, V: int, conv: int) -> None:
+def test_a_linear_layer_equals_qwen3_nexts(keys: int, values: int, D: int, V: int, conv: int) -> None:
     mixer = {"heads": values, "key_heads": keys, "key_width": D, "value_width": V, "conv": conv}
     ours = linear({"kind": "gated_delta", **mixer})
     config = Qwen3NextConfig(
@@ -81,7 +81,7 @@ def test_a_linear_layer_is_that_of_qwen3_next(keys: int, values: int, D: int, V:
     ("layers", "every", "expected"),
     [(48, 4, tuple(range(4, 49, 4))), (4, 4, (4,)), (10, 4, (2, 6, 10)), (1, 4, (1,)), (3, 1, (1, 2, 3))],
 )
-def test_one_layer_of_so_many_has_attention_and_the_last_always(layers: int, every: int, expected: Any) -> None:
+def test_one_layer_of_every_has_attention_and_the_last_always(layers: int, every: int, expected: Any) -> None:
     made = model({"kind": "gated_delta", "every": every}, layers=layers)
     assert made.config.attention_layers == expected
     assert tuple(n for n, b in enumerate(made.blocks, 1) if isinstance(b, DecoderBlock)) == expected
@@ -92,7 +92,7 @@ def test_without_linear_layers_every_layer_has_attention() -> None:
 
 
 @pytest.mark.parametrize("bias", ["none", "sink_token", "sink_logit"])
-def test_linear_layers_are_in_no_sink_rate_and_said_to_be_there(bias: str) -> None:
+def test_linear_layers_are_reported_and_in_no_sink_rate(bias: str) -> None:
     made = model({"kind": "gated_delta", "every": 2}, attention={"bias": bias})
     measured = measure(made, tokens(), details=True)
     assert measured.layers == 2
@@ -111,7 +111,7 @@ def test_a_map_of_a_layer_without_attention_is_refused() -> None:
         measure(model(), tokens(), maps=[(2, 1)])
 
 
-def test_decay_and_step_start_as_published_and_the_rest_by_the_laws_of_the_house() -> None:
+def test_decay_and_step_start_as_published_and_the_rest_by_the_declared_laws() -> None:
     wide = model(width=512, heads=64)
     for number in range(3):
         layer = wide.get_submodule(f"blocks.{number}.attention")
@@ -126,7 +126,7 @@ def test_decay_and_step_start_as_published_and_the_rest_by_the_laws_of_the_house
         assert (layer.norm.weight == 1).all()
 
 
-def test_layers_with_attention_start_as_without_linear_ones() -> None:
+def test_attention_layers_start_as_in_a_model_without_linear_layers() -> None:
     plain, hybrid = model("attention").state_dict(), model().state_dict()
     same = [name for name in hybrid if name in plain and ".attention.out" not in name and ".attention.qkv" not in name]
     assert len(same) > 15
@@ -153,13 +153,13 @@ def test_linear_layers_work_under_bfloat16_autocast_as_in_float32() -> None:
         ({"value_residual": "fixed"}, "has a state and no values to hand on"),
     ],
 )
-def test_what_does_not_go_with_linear_layers_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_combinations_that_linear_layers_cannot_have_are_refused(changes: dict[str, Any], message: str) -> None:
     base = {"model": {**SIZES, "mixer": "gated_delta"}, "metric": {"length": 32}}
     with pytest.raises(InputError, match=re.escape(message)):
         build_recipe(base, {"model": changes})
 
 
-def test_a_run_from_before_there_were_linear_layers_is_the_same_run() -> None:
+def test_the_mixer_key_keeps_earlier_hashes() -> None:
     before = "40d507f639ef7edb"  # of `tiny-128` then
     assert load_recipe("tiny-128").content_hash("d") == before
     assert load_recipe("tiny-128", ["model.mixer=attention"]).content_hash("d") == before

@@ -41,7 +41,7 @@ def test_other_variants_are_refused_as_llamas() -> None:
         to_llama(Transformer(small(attention={"bias": "k"}).model))
 
 
-def test_weights_start_as_the_paper_has_them() -> None:
+def test_weights_start_by_the_papers_law() -> None:
     model = Transformer(small(width=256, ffn_width=512, vocab_size=2000).model)
     stds = {name: p.std().item() for name, p in model.named_parameters() if p.ndim == 2}
     assert stds["embedding.weight"] == pytest.approx(math.sqrt(2 / (5 * 256)), rel=0.02)
@@ -86,7 +86,7 @@ def test_a_prefix_mask_leaves_its_tokens_out_of_the_loss() -> None:
         assert not torch.equal(model(batch)[:, 1], model(changed)[:, 1])
 
 
-def test_a_prefix_as_long_as_the_context_leaves_the_last_token_of_a_chunk_to_predict() -> None:
+def test_with_a_prefix_as_long_as_the_context_one_token_is_predicted() -> None:
     config = small(attention={"mask": {"kind": "prefix", "length": 32}}).model
     model, chunk = Transformer(config), tokens(length=33)
     expected = torch.nn.functional.cross_entropy(model(chunk[:, :-1])[:, -1], chunk[:, -1])

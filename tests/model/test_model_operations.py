@@ -76,7 +76,7 @@ def effect_of_a_shift(model: Transformer) -> float:
 
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if name not in TURNED_BEFORE_PHI])
-def test_only_distances_count_under_rotary(operation: str, qk_norm: bool) -> None:
+def test_under_rotary_only_distances_matter(operation: str, qk_norm: bool) -> None:
     tried = 0
     for bias in WITHOUT_QUERY:
         model = model_of(operation, bias, norm={"qk_norm": qk_norm})
@@ -90,15 +90,15 @@ def test_only_distances_count_under_rotary(operation: str, qk_norm: bool) -> Non
     ("operation", "bias"),
     [*((name, "none") for name in TURNED_BEFORE_PHI), ("softmax", "k_biases"), ("differential", "kv_biases")],
 )
-def test_what_does_not_see_query_and_key_together_tells_positions_apart(operation: str, bias: str) -> None:
-    """A feature map of the rotated query, and the rotated query's product with a key that stands nowhere."""
+def test_operations_without_scores_depend_on_absolute_positions(operation: str, bias: str) -> None:
+    """A feature map of the rotated query, and the rotated query's product with a key without a position."""
     model = model_of(operation, bias)
     assert model is not None
     assert effect_of_a_shift(model) > 1e-3
 
 
 @pytest.mark.parametrize("operation", ["softmax", "differential"])
-def test_each_query_and_key_is_normed_and_turned_over_its_own_width(operation: str) -> None:
+def test_each_query_and_key_is_normed_and_rotated_over_its_own_width(operation: str) -> None:
     model = model_of(operation, norm={"qk_norm": True})
     assert model is not None
     layer = model.blocks[0].attention

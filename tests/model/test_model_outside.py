@@ -76,7 +76,7 @@ def test_rotary_agrees_with_llama() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 5, 30])
-def test_a_window_is_mistrals_sliding_window(width: int) -> None:
+def test_a_window_equals_mistrals_sliding_window(width: int) -> None:
     ours = Transformer(recipe(attention={"mask": {"kind": "window", "width": width}}).model, seed=3).eval()
     plain = Transformer(recipe().model, seed=3)
     arguments = llama_config(plain)
@@ -89,7 +89,7 @@ def test_a_window_is_mistrals_sliding_window(width: int) -> None:
         assert_close(ours(tokens()), theirs(tokens()).logits)
 
 
-def test_qk_norm_is_that_of_qwen3() -> None:
+def test_qk_norm_equals_qwen3s() -> None:
     ours = Transformer(recipe(norm={"qk_norm": True}).model, seed=3).eval()
     plain = Transformer(recipe().model, seed=3)
     arguments = {key: value for key, value in llama_config(plain).items() if key not in ("attention_bias", "mlp_bias")}
@@ -105,7 +105,7 @@ def test_qk_norm_is_that_of_qwen3() -> None:
         assert_close(ours(tokens()), theirs(tokens()).logits)
 
 
-def test_softcap_is_that_of_gemma_2() -> None:
+def test_softcap_equals_gemma_2s() -> None:
     config = Gemma2Config(**SIZES, query_pre_attn_scalar=D, attn_logit_softcapping=2.0, attention_dropout=0.0)
     config._attn_implementation = "eager"
     theirs, x = drawn(Gemma2Attention(config, layer_idx=1), 0.5), random(2, T, E)
@@ -116,7 +116,7 @@ def test_softcap_is_that_of_gemma_2() -> None:
         assert not torch.allclose(through(theirs, core(), x), expected, rtol=1e-2, atol=1e-2)
 
 
-def test_sink_logits_are_those_of_gpt_oss() -> None:
+def test_sink_logits_equal_those_of_gpt_oss() -> None:
     config = GptOssConfig(**SIZES, attention_dropout=0.0)
     config._attn_implementation = "eager"
     theirs, x, ours = drawn(GptOssAttention(config, layer_idx=1), 0.5), random(2, T, E), core(bias="sink_logit")
@@ -128,7 +128,7 @@ def test_sink_logits_are_those_of_gpt_oss() -> None:
         assert not torch.allclose(through(theirs, core(), x), expected, rtol=1e-2, atol=1e-2)
 
 
-def test_differential_attention_is_that_of_diffllama() -> None:
+def test_differential_attention_equals_diffllamas() -> None:
     """A whole model of it: every head a pair of half-heads, each rotated by itself, and lambda by depth."""
     ours = Transformer(recipe(layers=3, attention={"operation": {"kind": "differential"}}).model, seed=3).eval()
     plain = Transformer(recipe(layers=3).model)

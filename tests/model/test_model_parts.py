@@ -61,7 +61,7 @@ def test_dynamic_tanh_is_its_formula_and_starts_with_the_recipes_slope() -> None
     torch.testing.assert_close(norm(x), torch.tanh(0.7 * x))
 
 
-def test_sandwich_norms_what_a_sublayer_reads_and_what_it_adds() -> None:
+def test_sandwich_norms_input_and_output_of_a_sublayer() -> None:
     model = Transformer(recipe(norm={"placement": "sandwich"}).model)
     added = outputs_of(model.get_submodule("blocks.1.ffn_post_norm"))
     with torch.no_grad():
@@ -168,14 +168,14 @@ def test_importance_under_a_document_mask_stays_within_documents() -> None:
     assert both.importance[..., 0].max() <= 0.5 + 1e-6
 
 
-def test_a_run_takes_the_end_of_documents_from_its_data(tmp_path: Path) -> None:
+def test_a_run_uses_the_eos_of_its_data_for_document_masks(tmp_path: Path) -> None:
     source = "data.source=synthetic:bigram_backcopy:documents=50"
     loaded = load_recipe("backcopy", [source, "model.attention.mask={kind: document, eos_id: 77}"])
     mask = open_run(loaded, prepared(loaded.data, tmp_path / "cache"), tmp_path / "run").recipe.model.attention.mask
     assert mask.model_dump() == {"kind": "document", "eos_id": 0}
 
 
-def test_norms_and_rotations_have_the_gradients_that_autograd_finds_bit_for_bit() -> None:
+def test_norms_and_rotations_have_autograds_gradients_bit_for_bit() -> None:
     # The stream goes on beside the norm, as in a block: the order in which its gradients are added counts.
     x_BTE, up_BTE = random(2, 8, 16).requires_grad_(), random(2, 8, 16)
     norm, plain = RmsNorm(16, eps=1e-5), nn.RMSNorm(16, eps=1e-5)

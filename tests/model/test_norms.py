@@ -1,4 +1,4 @@
-"""Norms of heads and gates behind norms: where they stand, what they compute, how they start."""
+"""Norms of heads and gates behind norms: placement, formula, initialisation."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def test_heads_of_any_size_leave_a_fresh_head_norm_with_unit_mean_square() -> No
     torch.testing.assert_close(normed.square().mean(-1), torch.ones(2, 4, 5, dtype=torch.float64))
 
 
-def test_weights_of_every_head_start_as_one_weight_for_all_and_are_then_its_own() -> None:
+def test_per_head_weights_start_as_shared_ones_and_are_then_independent() -> None:
     x = random(2, 5, 32, seed=2)
     shared, own = (
         transformer(norm={"qk_norm": norm, "head_norm": norm}).blocks[1].attention for norm in (True, "per_head")
@@ -87,7 +87,7 @@ def test_halves_of_a_head_have_weights_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm", "dynamic_tanh"])
-def test_a_gate_multiplies_what_the_norm_gives(kind: str) -> None:
+def test_a_gate_multiplies_the_output_of_the_norm(kind: str) -> None:
     plain, gated = (
         build_norm(NormConfig.model_validate({"kind": kind, "gate_rank": rank}), 12).double() for rank in (None, 3)
     )
@@ -101,7 +101,7 @@ def test_a_gate_multiplies_what_the_norm_gives(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("placement", "norms"), [("pre", 5), ("post", 4), ("sandwich", 9)])
-def test_there_is_a_gate_behind_every_norm_of_the_stream_and_no_other(placement: str, norms: int) -> None:
+def test_every_norm_of_the_stream_and_no_other_has_a_gate(placement: str, norms: int) -> None:
     model = transformer(norm={"placement": placement, "gate_rank": 2, "qk_norm": True, "head_norm": True})
     gates = {name.removesuffix(".gate") for name, module in model.named_modules() if isinstance(module, LowRankGate)}
     assert len(gates) == norms

@@ -1,4 +1,4 @@
-"""A sequence that is continued from what was kept of its beginning is the sequence read at once."""
+"""A sequence continued from its cache equals the sequence read at once."""
 
 from typing import Any
 
@@ -75,19 +75,19 @@ def check_in_pieces(transformer: Transformer) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_variant_goes_on_from_what_was_kept(name: str) -> None:
+def test_every_variant_continues_from_its_cache(name: str) -> None:
     heads = {"kv_heads": None} if name.startswith(("heads_1", "multi_query", "mla")) else {}
     check_in_pieces(model(VARIANTS[name].overlay, **heads))
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
-def test_combinations_go_on_from_what_was_kept(name: str) -> None:
+def test_combinations_continue_from_their_cache(name: str) -> None:
     check_in_pieces(model({"model": {"attention": COMBINATIONS[name]}}))
 
 
 @pytest.mark.parametrize("name", ["softmax", "sink_token", "document", "elu_kernel", "forgetting", "linear_hybrid"])
 @torch.no_grad()
-def test_rows_can_be_exchanged_repeated_and_cut_in_between(name: str) -> None:
+def test_cached_rows_can_be_exchanged_repeated_and_cropped(name: str) -> None:
     transformer, tokens_BT = model(VARIANTS[name].overlay), tokens(3)
     past = transformer.new_past()
     transformer.hidden(tokens_BT[:, :12], past)
@@ -102,7 +102,7 @@ def test_rows_can_be_exchanged_repeated_and_cut_in_between(name: str) -> None:
 
 
 @torch.no_grad()
-def test_what_is_cut_to_nothing_begins_anew() -> None:
+def test_a_cache_cropped_to_nothing_is_empty() -> None:
     transformer = model(VARIANTS["sink_token"].overlay)
     past = transformer.new_past()
     past.crop(0)
@@ -112,7 +112,7 @@ def test_what_is_cut_to_nothing_begins_anew() -> None:
     assert_close(transformer.hidden(tokens(), past), transformer.hidden(tokens()))
 
 
-def test_a_learned_table_of_positions_ends_also_for_what_is_continued() -> None:
+def test_a_learned_table_of_positions_limits_continued_sequences() -> None:
     transformer = model(VARIANTS["position_learnable"].overlay)
     past = transformer.new_past()
     transformer.hidden(tokens(length=30), past)

@@ -1,4 +1,4 @@
-"""Positions against transformers' own modules on shared inputs and weights, and what the sink token changes."""
+"""Positions against transformers' modules on shared inputs and weights, and the effect of the sink token."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def term_matrix(term: DistanceTerm, heads: int, length: int) -> torch.Tensor:
     return term.score()(torch.zeros(1, heads, length, length), torch.zeros(1).long(), h, q, k)[0]
 
 
-def test_buckets_are_those_of_t5() -> None:
+def test_buckets_equal_t5s() -> None:
     distance = torch.arange(300)
     theirs = T5Attention._relative_position_bucket(-distance, bidirectional=False, num_buckets=32, max_distance=128)
     ours = bucket_numbers(32, 128)[distance.clamp(max=128)]
@@ -123,7 +123,7 @@ def test_the_t5_table_is_one_for_all_layers_and_learns() -> None:
 
 
 @pytest.mark.parametrize("position", POSITIONS)
-def test_only_position_tells_where_a_token_stands(position: str) -> None:
+def test_the_order_of_earlier_tokens_matters_only_with_positions(position: str) -> None:
     """The last token's output depends on the order of those before it, unless there is no position."""
     transformer, batch = model(position, layers=1), tokens()
     shuffled = torch.cat((batch[:, :-1].flip(1), batch[:, -1:]), 1)
@@ -148,7 +148,7 @@ def test_a_sink_token_leaves_the_positions_of_the_real_tokens(position: str) -> 
 
 
 @pytest.mark.parametrize("position", [*ON_SCORES, "rotary"])
-def test_a_sink_token_stands_one_before_the_first_for_distances(position: str) -> None:
+def test_a_sink_token_is_one_position_before_the_first_for_distances(position: str) -> None:
     led = model(position, attention={"bias": "sink_token"})
     longer = model(position)
     with torch.no_grad():
@@ -162,7 +162,7 @@ def test_learned_positions_end_with_the_context() -> None:
         model("learnable")(tokens(1, 33))
 
 
-def test_buckets_that_cannot_be_are_refused() -> None:
+def test_impossible_buckets_are_refused() -> None:
     with pytest.raises(InputError, match="max_distance 8 must be above buckets / 2 = 16"):
         build_recipe(SMALL, {"model": {"position": {"kind": "t5", "max_distance": 8}}})
 

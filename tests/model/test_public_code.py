@@ -90,7 +90,7 @@ def assert_same(module: nn.Module, x: Tensor, ours: Tensor, theirs: Tensor) -> N
 
 
 @pytest.mark.parametrize("weights", [None, True, "per_head"], ids=["plain", "pro, shared weights", "pro"])
-def test_forgetting_is_that_of_its_authors(weights: bool | str | None) -> None:
+def test_forgetting_equals_its_authors_code(weights: bool | str | None) -> None:
     """github.com/zhixuan-lin/forgetting-transformer, ops/forgetting_attention.py (the reference of its own test).
 
     The layer around it is `ForgettingAttentionLayer` of modeling_forgetting_transformer.py with the gate `full`, and
@@ -129,7 +129,7 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
 
 
-def test_sigmoid_less_the_logarithm_of_the_context_is_that_of_its_authors() -> None:
+def test_sigmoid_less_the_logarithm_of_the_context_equals_its_authors_code() -> None:
     """github.com/apple/ml-sigmoid-attention, attention_simulator/src/attention_simulator/layers/attention.py.
 
     `Attention` there, with the bias `attn_bias` before the sigmoid and scores masked by the smallest number. That the
@@ -144,7 +144,7 @@ def test_sigmoid_less_the_logarithm_of_the_context_is_that_of_its_authors() -> N
 
 
 @pytest.mark.parametrize("offset", [None, 0.7])
-def test_scalable_softmax_is_that_of_public_code(offset: float | None) -> None:
+def test_scalable_softmax_equals_public_code(offset: float | None) -> None:
     """github.com/gdevos010/Scalable-Softmax, src/scalable_softmax.py, not by the paper's authors.
 
     It takes the rows of one length n at a time: row t of a causal matrix is given to it with its t keys alone.
@@ -160,7 +160,7 @@ def test_scalable_softmax_is_that_of_public_code(offset: float | None) -> None:
     assert_same(attention, x, attended(attention, x), joined(attention, torch.cat(rows, 2)))
 
 
-def test_exclusive_attention_is_that_of_public_code() -> None:
+def test_exclusive_attention_equals_public_code() -> None:
     """github.com/openai/parameter-golf, commit 3a36c41bc690, `_xsa_efficient` of a submission's train_gpt.py.
 
     It is in records/track_10min_16mb/2026-03-20_11L_EMA_XSA_TTT_Int6, not by the paper's authors. The same, but for
@@ -174,7 +174,7 @@ def test_exclusive_attention_is_that_of_public_code() -> None:
     assert_same(attention, x, attended(attention, x), joined(attention, out))
 
 
-def test_a_norm_of_heads_is_that_of_public_code() -> None:
+def test_a_norm_of_heads_equals_public_code() -> None:
     """github.com/facebookresearch/RAM, projects/mta/mta_transformer.py: `subln` where `group_norm` is true.
 
     Of another paper (2504.00927): RMSNorm of every head's output, one weight for all heads, before the last matrix.
@@ -186,7 +186,7 @@ def test_a_norm_of_heads_is_that_of_public_code() -> None:
     assert_same(attention, x, attended(attention, x), joined(attention, out))
 
 
-def test_a_gated_norm_is_that_of_public_code() -> None:
+def test_a_gated_norm_equals_public_code() -> None:
     """github.com/marin-community/marin, experiments/grug/moe/model.py: `RMSNorm`, then `GatedNorm`, of rank 128 there.
 
     Not by the paper's authors.
@@ -226,7 +226,7 @@ def llama(ours: Transformer) -> LlamaForCausalLM:
 
 @pytest.mark.parametrize(("first", "own"), [(0.5, 0.5), (1.0, 0.0)], ids=["ResFormer", "SVFormer"])
 @torch.no_grad()
-def test_value_residuals_are_those_of_their_authors(first: float, own: float) -> None:
+def test_value_residuals_equal_their_authors_code(first: float, own: float) -> None:
     """github.com/Zcchill/Value-Residual-Learning, src/modeling/modeling_llama_resformer.py and .._svformer.py.
 
     They are transformers' Llama but for what becomes of the values of a layer, and Llama is what is executed here.

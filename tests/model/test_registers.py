@@ -38,7 +38,7 @@ def test_one_register_is_the_sink_token_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("position", ["none", "alibi", "relative", "t5", "rotary"])
 @torch.no_grad()
-def test_registers_stand_where_as_many_tokens_before_the_first_would(position: str) -> None:
+def test_registers_have_the_positions_of_tokens_before_the_first(position: str) -> None:
     led, longer = model(3, position=position), model(None, position=position)
     led.get_parameter("sink_token").copy_(longer.embedding.weight[[5, 6, 7]][None])
     batch = torch.cat((torch.tensor([[5, 6, 7]] * 2), tokens()), 1)
@@ -47,7 +47,7 @@ def test_registers_stand_where_as_many_tokens_before_the_first_would(position: s
 
 @pytest.mark.parametrize("position", ["absolute", "learnable"])
 @torch.no_grad()
-def test_nothing_is_added_to_registers_and_real_tokens_stay_where_they_are(position: str) -> None:
+def test_registers_have_no_position_vector_and_real_tokens_keep_theirs(position: str) -> None:
     plain, led, seen = model(None, position=position), model(3, position=position), []
     for transformer in (plain, led):
         transformer.blocks[0].register_forward_pre_hook(lambda _, given: seen.append(given[0]))
@@ -72,7 +72,7 @@ def test_every_query_sees_all_registers_and_they_see_each_other_causally(mask: d
     assert ((shares[..., :3, :] > 0) == torch.ones(3, 12).tril().bool()).all()
 
 
-def test_the_share_of_the_bias_is_that_of_all_registers_together() -> None:
+def test_the_share_of_the_bias_is_the_sum_over_registers() -> None:
     found = sinklab.measure(model(3).double(), tokens(), batch_size=1)
     assert found.importance_registers is not None
     assert found.importance_bias is not None
@@ -84,7 +84,7 @@ def test_the_share_of_the_bias_is_that_of_all_registers_together() -> None:
 
 
 @torch.no_grad()
-def test_each_register_is_a_term_of_the_entropy_of_its_own() -> None:
+def test_each_register_is_a_separate_term_of_the_entropy() -> None:
     led, seen = model(3), []
     cores = [led.get_submodule(f"blocks.{layer}.attention.core") for layer in (0, 1)]
     hooks = [core.register_forward_pre_hook(lambda core, given: seen.append((core, given))) for core in cores]
@@ -114,7 +114,7 @@ def test_a_register_can_be_zeroed_by_its_position_from_the_first_token_backwards
         pass
 
 
-def test_a_massive_activation_on_a_register_is_called_that() -> None:
+def test_a_massive_activation_on_a_register_is_named_by_it() -> None:
     led = model(3)
     with torch.no_grad():
         led.get_parameter("sink_token")[0, 1, 4] = 500.0

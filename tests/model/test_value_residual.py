@@ -53,7 +53,7 @@ def test_layers_from_the_second_attend_to_the_mixture(gate: str) -> None:
         assert not torch.allclose(own, first)
 
 
-def test_learned_numbers_start_as_the_recipe_says_and_the_first_layer_has_none() -> None:
+def test_learned_lambdas_start_at_the_recipes_values_and_the_first_layer_has_none() -> None:
     learned = model({"kind": "learned", "start_first": 0.25, "start_own": 0.75})
     found = {name: weight.tolist() for name, weight in learned.named_parameters() if "value_residual" in name}
     layer = {"first": [0.25], "own": [0.75]}
@@ -62,7 +62,7 @@ def test_learned_numbers_start_as_the_recipe_says_and_the_first_layer_has_none()
     assert_close(learned(tokens()), fixed(tokens()))
 
 
-def test_learned_numbers_get_the_gradient_of_what_they_multiply() -> None:
+def test_learned_lambdas_have_the_gradient_of_their_values() -> None:
     learned = model("learned")
     learned.loss(tokens()).backward()
     weight = learned.get_parameter("blocks.1.attention.value_residual.first")
@@ -76,7 +76,7 @@ def test_learned_numbers_get_the_gradient_of_what_they_multiply() -> None:
     assert weight.grad.item() == pytest.approx((losses[1] - losses[0]) / 2e-5, rel=1e-4)
 
 
-def test_with_the_first_values_alone_those_of_later_layers_are_not_trained() -> None:
+def test_with_the_first_values_alone_later_values_are_not_trained() -> None:
     shared = model({"kind": "fixed", "first": 1.0, "own": 0.0})
     shared.loss(tokens()).backward()
     rows = slice(4 * 8 + 2 * 8, None)  # behind those of queries and keys
@@ -87,7 +87,7 @@ def test_with_the_first_values_alone_those_of_later_layers_are_not_trained() -> 
     assert sizes[1] == sizes[2] == 0
 
 
-def test_one_forward_pass_leaves_nothing_to_the_next() -> None:
+def test_forward_passes_are_independent() -> None:
     mixing = model("fixed")
     with torch.no_grad():
         expected = mixing(tokens())

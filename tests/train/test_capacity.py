@@ -1,4 +1,4 @@
-"""What cannot fit in memory is refused in a sentence, before anything is built."""
+"""A recipe beyond the memory is refused in a sentence, before anything is built."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def has(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
         (["model.width=1024", "train.batch_size=1", "model.context=64"], "optimizer", "model.width, model.layers"),
     ],
 )
-def test_what_the_estimate_says_cannot_fit_is_refused_and_the_largest_part_named(
+def test_a_recipe_beyond_the_memory_is_refused_and_its_largest_part_named(
     changes: list[str], largest: str, smaller: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = recipe(*changes)
@@ -72,7 +72,7 @@ def test_the_default_recipe_is_refused_before_its_text_is_prepared(run: Run, mon
     assert [path.name for path in Path().iterdir()] == ["defaults.yaml"]
 
 
-def test_with_anyway_the_allocator_says_what_cannot_be_had_in_a_sentence(run: Run) -> None:
+def test_with_anyway_a_failed_allocation_is_reported_in_a_sentence(run: Run) -> None:
     sets = ["model.width=10000000", "data.source=synthetic:bigram_backcopy:length=65,documents=20000"]
     sets += ["data.tokenizer=words", "data.bos=false", "train.device=cpu"]
     settings = [arg for value in sets for arg in ("--set", value)]

@@ -1,4 +1,4 @@
-"""Checkpoints: a damaged one is named and passed over, one format serves any number of processes, disks may fill up."""
+"""Checkpoints: damaged ones are skipped, one format for any number of processes, full disks."""
 
 import json
 import logging
@@ -122,7 +122,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_loaded(
     damage: str, two: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     spoil, says = DAMAGES[damage]
@@ -136,21 +136,21 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
     assert re.search(says, record.getMessage()), record.getMessage()
 
 
-def test_a_whole_checkpoint_is_taken_without_a_word(two: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_valid_checkpoint_is_loaded_without_a_warning(two: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert find_checkpoint(two, trained()[0], "run") == two / "step_00000008"
     assert find_checkpoint(two, trained()[0], "run", at_most=7) == two / "step_00000004"
     assert find_checkpoint(two, trained()[0], "run", at_most=3) is None
     assert caplog.records == []
 
 
-def test_where_all_are_damaged_nothing_is_trained_over_them(two: Path) -> None:
+def test_with_damaged_checkpoints_only_training_is_refused(two: Path) -> None:
     for checkpoint in two.iterdir():
         flip(shard(checkpoint))
     with pytest.raises(SinklabError, match=r"no valid checkpoint is left.*step_00000008.*step_00000004.*delete"):
         find_checkpoint(two, trained()[0], "run")
 
 
-def test_what_a_killed_save_has_left_is_no_checkpoint_and_goes(two: Path) -> None:
+def test_leftovers_of_a_killed_save_are_removed(two: Path) -> None:
     for name in (".step_00000012.new", ".step_00000004.old"):
         shutil.copytree(two / "step_00000008", two / name)
     assert find_checkpoint(two, trained()[0], "run") == two / "step_00000008"
@@ -158,12 +158,12 @@ def test_what_a_killed_save_has_left_is_no_checkpoint_and_goes(two: Path) -> Non
     assert sorted(path.name for path in two.iterdir()) == ["step_00000004", "step_00000008"]
 
 
-def test_a_file_of_the_system_in_a_checkpoint_does_no_harm(two: Path) -> None:
+def test_a_system_file_in_a_checkpoint_is_ignored(two: Path) -> None:
     (two / "step_00000008" / ".DS_Store").write_bytes(b"anything")
     assert find_checkpoint(two, trained()[0], "run") == two / "step_00000008"
 
 
-def test_a_checkpoint_that_lacks_what_others_have_written_is_not_made_valid(
+def test_a_checkpoint_without_tensors_of_other_processes_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = tensor_store.write_tensors
@@ -181,7 +181,7 @@ def test_a_checkpoint_that_lacks_what_others_have_written_is_not_made_valid(
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000004"]
 
 
-def test_a_checkpoint_that_lacks_the_middle_of_a_tensor_is_not_made_valid(
+def test_a_checkpoint_without_the_middle_of_a_tensor_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def outer(folder: Path, tensors: Mapping[str, Tensor], together: bool) -> None:
@@ -197,9 +197,7 @@ def test_a_checkpoint_that_lacks_the_middle_of_a_tensor_is_not_made_valid(
 
 
 @pytest.mark.parametrize("previous", [None, "step_00000004"])
-def test_a_damaged_checkpoint_between_two_sound_ones_does_not_count_among_those_kept(
-    two: Path, previous: str | None
-) -> None:
+def test_a_damaged_checkpoint_between_valid_ones_does_not_count_as_kept(two: Path, previous: str | None) -> None:
     flip(shard(two / "step_00000008"))
     model, optimizer = trained()
     known = two / previous if previous else None
@@ -208,7 +206,7 @@ def test_a_damaged_checkpoint_between_two_sound_ones_does_not_count_among_those_
     assert sorted(path.name for path in two.iterdir()) == kept
 
 
-def test_a_passed_over_checkpoint_does_not_count_among_those_kept(two: Path) -> None:
+def test_a_skipped_checkpoint_does_not_count_as_kept(two: Path) -> None:
     flip(shard(two / "step_00000008"))
     model, optimizer = trained()
     save_checkpoint(two, model, optimizer, TrainState(6), "run", keep=2)
@@ -216,7 +214,7 @@ def test_a_passed_over_checkpoint_does_not_count_among_those_kept(two: Path) -> 
 
 
 @pytest.mark.parametrize("updates", [0, 2])
-def test_weights_optimiser_and_state_come_back_bit_for_bit(updates: int, tmp_path: Path) -> None:
+def test_weights_optimiser_and_state_are_restored_bit_for_bit(updates: int, tmp_path: Path) -> None:
     model, optimizer = trained(steps=updates)
     state = TrainState(updates, 1 / 3, 2, 0.7)
     folder = save_checkpoint(tmp_path, model, optimizer, state, "run", keep=1)
@@ -248,7 +246,7 @@ def small_disk(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_full_disk_leaves_the_checkpoint_before_valid(small_disk: Path) -> None:
+def test_a_full_disk_leaves_the_previous_checkpoint_valid(small_disk: Path) -> None:
     try:
         model, optimizer = trained()
         valid = save_checkpoint(small_disk, model, optimizer, TrainState(1), "run", keep=2)

@@ -30,12 +30,12 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda p: p.stem)
-def test_the_recipes_that_come_along_are_valid(path: Path) -> None:
+def test_the_shipped_recipes_are_valid(path: Path) -> None:
     needed = ["model.init_from=MODEL"] if path.stem == "continued" else []
     assert load_recipe(str(path), needed) == load_recipe(path.stem, needed)
 
 
-def test_a_recipe_that_continues_a_model_needs_one_unless_told_otherwise() -> None:
+def test_the_continued_recipe_needs_a_checkpoint_or_null() -> None:
     with pytest.raises(
         InputError, match=r"continued needs model\.init_from: add --set model\.init_from=VALUE, or null"
     ):
@@ -53,7 +53,7 @@ def test_the_60m_recipe_is_the_papers() -> None:
     assert recipe.train.batch_size * model.context == 1048576
 
 
-def test_defaults_then_file_then_command_line(tmp_path: Path) -> None:
+def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("optim: {lr: 0.001}\nmodel: {layers: 3}\n")
     recipe = load_recipe(str(file), ["optim.lr=3e-3"])
@@ -66,7 +66,7 @@ def test_a_choice_may_be_given_by_its_name() -> None:
     assert recipe.model.attention.bias.kind == "kv"
 
 
-def test_another_kind_drops_the_old_kinds_values() -> None:
+def test_another_kind_drops_the_values_of_the_old_kind() -> None:
     recipe = load_recipe(
         "tiny", ["model.attention.mask={kind: window, width: 8}", "model.attention.mask={kind: prefix, length: 2}"]
     )
@@ -87,24 +87,24 @@ def test_a_recipe_that_is_no_text_is_refused(tmp_path: Path) -> None:
         load_recipe(str(tmp_path / "recipe.yaml"))
 
 
-def test_on_and_off_are_words_in_yaml_too() -> None:
+def test_compile_accepts_on_and_off_of_yaml() -> None:
     assert [load_recipe("tiny", [f"train.compile={word}"]).train.compile for word in ("on", "off")] == ["on", "off"]
 
 
 @pytest.mark.parametrize("name", ["", "../up", "a/b", "."])
-def test_a_name_is_a_part_of_a_path(name: str) -> None:
+def test_a_name_must_be_usable_in_a_path(name: str) -> None:
     with pytest.raises(InputError, match=r"name: .* cannot begin a directory's name: give one without slashes"):
         build_recipe({"name": name})
 
 
-def test_a_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
+def test_a_resolved_recipe_is_read_back_unchanged(tmp_path: Path) -> None:
     recipe = load_recipe("tiny", ["model.attention.bias=kv", "data.random_tokens={start: 1, end: 3}"])
     file = tmp_path / "recipe.yaml"
     file.write_text(recipe.to_yaml())
     assert load_recipe(str(file)) == recipe
 
 
-def test_the_hash_is_of_what_decides_the_result() -> None:
+def test_the_hash_covers_the_keys_that_change_the_result() -> None:
     base = load_recipe("tiny")
     assert base.content_hash("d") == load_recipe("tiny", ["name=other"]).content_hash("d")
     others = [load_recipe("tiny", ["seed=1"]), load_recipe("tiny", ["model.attention.bias=k"])]
@@ -132,7 +132,7 @@ LATER = [
 
 
 @pytest.mark.parametrize("changed", LATER)
-def test_a_run_from_before_a_key_is_the_same_run_until_the_key_says_otherwise(changed: str) -> None:
+def test_a_later_key_changes_the_hash_only_beyond_its_neutral_value(changed: str) -> None:
     before = {"": "40d507f639ef7edb", "model.attention.bias=sink_token": "ec8395dedb0ef0a9"}  # of `tiny-128`
     for override, known in before.items():
         overrides = [override] if override else []
@@ -158,12 +158,12 @@ def test_a_run_from_before_a_key_is_the_same_run_until_the_key_says_otherwise(ch
         ("seed=" + 5000 * "9", "the value is not valid YAML"),
     ],
 )
-def test_numbers_that_no_machine_has_and_endless_values_are_refused_at_once(override: str, message: str) -> None:
+def test_huge_numbers_and_endless_values_are_refused_at_once(override: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         load_recipe("tiny", [override])
 
 
-def test_a_run_from_before_there_was_a_choice_of_initialisation_is_the_same_run() -> None:
+def test_the_initialisation_key_keeps_earlier_hashes() -> None:
     before = "40d507f639ef7edb"  # of `tiny-128` then
     assert load_recipe("tiny-128").content_hash("d") == before
     assert load_recipe("tiny-128", ["model.init=declared"]).content_hash("d") == before
@@ -203,7 +203,7 @@ def test_a_wrong_recipe_names_the_field_and_what_is_allowed(override: str, messa
 
 @pytest.mark.parametrize("written", ["1", "[]", ""])
 @pytest.mark.parametrize(("section", "key"), [("model", "layers=2"), ("train", "steps=5"), ("optim", "lr=0.1")])
-def test_a_value_in_the_place_of_a_section_does_not_drop_it(section: str, key: str, written: str) -> None:
+def test_a_value_in_the_place_of_a_section_is_refused(section: str, key: str, written: str) -> None:
     with pytest.raises(InputError, match=rf"{section}: a section with keys of its own \(.*not a value"):
         load_recipe("tiny", [f"{section}={written}", f"{section}.{key}"])
 
@@ -215,7 +215,7 @@ def test_a_section_of_a_recipe_file_is_not_a_value_or_empty(text: str, tmp_path:
         load_recipe(str(tmp_path / "mine.yaml"), ["model.layers=2", "optim.lr=0.1", "model.attention.mask.width=8"])
 
 
-def test_a_section_that_is_there_or_not_may_be_none() -> None:
+def test_an_optional_section_may_be_null() -> None:
     recipe = load_recipe("tiny", ["data.random_tokens=null", "data.random_tokens={start: 1, end: 3}"])
     assert recipe.data.random_tokens is not None
     assert load_recipe("tiny", ["data.random_tokens=null"]).data.random_tokens is None
@@ -228,7 +228,7 @@ def test_sdpa_is_refused_for_what_it_cannot_compute() -> None:
         load_recipe("tiny", ["model.attention.backend=sdpa", "model.attention.operation=sigmoid"])
 
 
-def test_a_missing_recipe_lists_those_there_are() -> None:
+def test_a_missing_recipe_lists_the_available_ones() -> None:
     with pytest.raises(InputError, match=re.escape("no recipe at huge: give a YAML file or one of 1b, 60m")) as refused:
         load_recipe("huge")
     assert str(refused.value).startswith("no recipe at huge")
@@ -241,7 +241,7 @@ REPEATED = "".join(
 
 
 @pytest.mark.parametrize("text", ["train: &all\n  steps: *all\n", REPEATED + "train: {steps: *f}\n"])
-def test_aliases_that_never_end_are_refused_in_a_sentence(text: str, tmp_path: Path) -> None:
+def test_endless_aliases_are_refused_in_a_sentence(text: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(text)
     with pytest.raises(InputError, match=r"mine\.yaml is not valid YAML: it has more than 10,000 values") as refused:

@@ -1,4 +1,4 @@
-"""What may go wrong around a run: a loss that is not finite, a second trainer, damaged data, a clock that is set."""
+"""Faults of a run: a loss that is not finite, a second trainer, damaged data, a changed clock."""
 
 import errno
 import fcntl
@@ -50,7 +50,7 @@ def files(folder: Path) -> dict[Path, bytes]:
 
 
 @pytest.mark.parametrize("step", [1, 4, 6])
-def test_a_replayed_step_has_the_loss_it_had_and_changes_nothing(
+def test_a_replayed_step_has_the_same_loss_and_changes_no_file(
     step: int, dataset: TokenDataset, tmp_path: Path
 ) -> None:
     Trainer(open_run(recipe(), dataset, tmp_path)).train()
@@ -77,7 +77,7 @@ def test_the_replay_of_a_diverged_step_names_the_first_tensor_that_is_not_finite
     json.dumps(found.document(), allow_nan=False)
 
 
-def test_a_replay_finds_the_weight_that_was_spoiled(dataset: TokenDataset, tmp_path: Path) -> None:
+def test_a_replay_finds_a_damaged_weight(dataset: TokenDataset, tmp_path: Path) -> None:
     trainer = Trainer(open_run(recipe(), dataset, tmp_path))
     trainer._update()
     with torch.no_grad():
@@ -108,16 +108,14 @@ def test_a_second_trainer_is_refused_and_reading_is_not(dataset: TokenDataset, t
     assert Trainer(run).train().status == "done"
 
 
-def test_a_run_directory_that_is_removed_meanwhile_does_not_hide_the_error(
-    dataset: TokenDataset, tmp_path: Path
-) -> None:
+def test_a_removed_run_directory_does_not_hide_the_error(dataset: TokenDataset, tmp_path: Path) -> None:
     trainer = Trainer(open_run(recipe(), dataset, tmp_path / "run"))
     shutil.rmtree(tmp_path / "run")
     with pytest.raises(SinklabError, match=r"cannot write .*metrics\.jsonl"):
         trainer.train()
 
 
-def test_a_file_system_without_locks_is_not_taken_for_a_second_trainer(
+def test_a_file_system_without_locks_is_not_reported_as_a_second_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(file: object, how: int) -> None:
@@ -129,7 +127,7 @@ def test_a_file_system_without_locks_is_not_taken_for_a_second_trainer(
 
 
 @pytest.mark.parametrize("rate", [1e30, 1e38])
-def test_an_update_that_overflows_is_said_to_have_diverged(rate: float, dataset: TokenDataset, tmp_path: Path) -> None:
+def test_an_update_that_overflows_is_reported_as_diverged(rate: float, dataset: TokenDataset, tmp_path: Path) -> None:
     trainer = Trainer(
         open_run(recipe(optim={"name": "sgd", "lr": rate}, schedule={"warmup_steps": 0}), dataset, tmp_path)
     )
@@ -137,9 +135,7 @@ def test_an_update_that_overflows_is_said_to_have_diverged(rate: float, dataset:
         trainer.train()
 
 
-def test_evaluations_that_are_lost_are_missed(
-    dataset: TokenDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lost_evaluations_are_reported(dataset: TokenDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     Trainer(open_run(recipe(), dataset, tmp_path)).train()
     assert "has lost" not in caplog.text
     (tmp_path / "metrics.jsonl").unlink()
@@ -147,18 +143,18 @@ def test_evaluations_that_are_lost_are_missed(
     assert "has lost the evaluation of step 0" in caplog.text
 
 
-@pytest.mark.parametrize("how", ["is gone", "has been changed"])
-def test_metrics_that_go_in_mid_run_are_written_again_and_it_is_said(
+@pytest.mark.parametrize("how", ["was removed", "was changed"])
+def test_metrics_removed_in_mid_run_are_written_again_with_a_warning(
     how: str, dataset: TokenDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def lose(progress: StepReport) -> None:
         if progress.row is None and progress.step in (4, 7):
-            metrics.unlink() if how == "is gone" else metrics.write_bytes(b"\xff\n")
+            metrics.unlink() if how == "was removed" else metrics.write_bytes(b"\xff\n")
 
     metrics = tmp_path / "metrics.jsonl"
     Trainer(open_run(recipe(), dataset, tmp_path), lose).train()
     assert [row["step"] for row in read_metrics(metrics)] == list(range(8))
-    assert caplog.text.count(f"{metrics} {how} since it was written: it is written again, with all evaluations") == 2
+    assert caplog.text.count(f"{metrics} {how}: it is written again, with all evaluations") == 2
 
 
 @pytest.mark.parametrize(
@@ -166,16 +162,16 @@ def test_metrics_that_go_in_mid_run_are_written_again_and_it_is_said(
     [b"\xff\xfe\x00\x93garbage", b'{"step": 0}\n[3]\n{"step": 3}\n', b'{"stop": 0}\n{}\n', b"[" * 10**5 + b"\n\n"],
     ids=["binary", "a list", "no step", "deep"],
 )
-def test_metrics_that_are_none_are_named_in_a_sentence(garbage: bytes, dataset: TokenDataset, tmp_path: Path) -> None:
+def test_damaged_metrics_are_named_in_a_sentence(garbage: bytes, dataset: TokenDataset, tmp_path: Path) -> None:
     Trainer(open_run(recipe(), dataset, tmp_path)).train()
     (tmp_path / "metrics.jsonl").write_bytes(garbage)
-    with pytest.raises(SinklabError, match=r"metrics\.jsonl, line \d is not an evaluation .*Restore it, or remove it"):
+    with pytest.raises(SinklabError, match=r"metrics\.jsonl, line \d, is damaged .*restore the file, or remove it"):
         Trainer(open_run(recipe(), dataset, tmp_path))
     assert (tmp_path / "metrics.jsonl").read_bytes() == garbage
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 7, "va', b"\0" * 40, b'{"a": "\xc3'])
-def test_a_last_line_that_a_kill_has_torn_is_left_out(torn: bytes, tmp_path: Path) -> None:
+def test_a_last_line_torn_by_a_kill_is_left_out(torn: bytes, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n' + torn)
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0}]
 
@@ -195,7 +191,7 @@ def test_a_run_in_progress_can_be_read_at_any_time(dataset: TokenDataset, tmp_pa
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is always full is Linux's /dev/full")
-def test_a_full_disk_does_not_keep_the_lock_from_being_held(tmp_path: Path) -> None:
+def test_a_full_disk_does_not_prevent_the_lock(tmp_path: Path) -> None:
     (tmp_path / "lock").symlink_to("/dev/full")
     lock_run(tmp_path).close()
 
@@ -228,7 +224,7 @@ def test_a_read_only_shard_is_enough(dataset: TokenDataset, tmp_path: Path) -> N
     assert files(folder) == before
 
 
-def test_a_clock_that_is_set_back_does_not_matter(
+def test_a_clock_that_is_set_back_changes_nothing(
     dataset: TokenDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = itertools.count(time.time(), -3600)
@@ -237,7 +233,7 @@ def test_a_clock_that_is_set_back_does_not_matter(
     assert all(row["tokens_per_second"] > 0 for row in read_metrics(tmp_path / "metrics.jsonl")[1:])
 
 
-def test_training_neither_reads_nor_moves_the_global_random_generators(dataset: TokenDataset, tmp_path: Path) -> None:
+def test_training_does_not_use_the_global_random_generators(dataset: TokenDataset, tmp_path: Path) -> None:
     histories = []
     for seed in (1, 2):
         trainer = Trainer(open_run(recipe(), dataset, tmp_path / str(seed)))

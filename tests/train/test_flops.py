@@ -48,7 +48,7 @@ def counted(wanted: Recipe, length: int) -> int:
     ],
     ids=str,
 )
-def test_the_count_is_pytorchs_where_every_query_sees_every_key(model: dict[str, object]) -> None:
+def test_the_count_equals_pytorchs_where_every_query_sees_every_key(model: dict[str, object]) -> None:
     # The eager backend computes all pairs, and a prefix over the whole sequence allows them all but the last's row.
     attention = {**dict(model.get("attention", {})), "backend": "eager"}  # type: ignore[call-overload]
     causal = recipe(**{**model, "attention": attention})
@@ -60,7 +60,7 @@ def test_the_count_is_pytorchs_where_every_query_sees_every_key(model: dict[str,
     assert ours.total + in_square == counted(causal, SIZES["context"])
 
 
-def test_the_60m_recipe_costs_what_its_formula_says() -> None:
+def test_the_60m_recipe_has_the_operations_of_the_formula() -> None:
     sizes = {"layers": 10, "width": 768, "heads": 8, "ffn_width": 1536, "vocab_size": 50432, "context": 2048}
     flops = model_flops(build_recipe({"model": sizes}).model)
     assert flops.matrices == 6 * 2048 * 10 * (4 * 768 * 768 + 3 * 768 * 1536)
@@ -178,7 +178,7 @@ def test_the_estimate_is_near_the_measured_peak(precision: str, changes: dict[st
 
 @pytest.mark.parametrize(("layers", "every"), [(3, 2), (4, 3), (3, 1)])
 @pytest.mark.parametrize("value_residual", ["fixed", "learned"])
-def test_memory_is_estimated_where_linear_layers_stand_between_mixed_values(
+def test_memory_is_estimated_with_linear_layers_between_mixed_values(
     layers: int, every: int, value_residual: str
 ) -> None:
     parts: dict[str, object] = {"layers": layers, "mixer": {"kind": "gated_delta", "every": every}}
@@ -195,7 +195,7 @@ def test_memory_and_operations_of_any_recipe_are_estimated(seed: int) -> None:
     assert model_flops(wanted.model).total > 0
 
 
-def test_what_is_computed_again_is_not_kept() -> None:
+def test_recomputed_activations_are_not_in_the_estimate() -> None:
     plain = recipe(layers=8)
     again = memory_estimate(build_recipe(plain.model_dump(), {"train": {"recompute": "blocks"}}), CPU)
     kept = memory_estimate(plain, CPU)
@@ -204,7 +204,7 @@ def test_what_is_computed_again_is_not_kept() -> None:
     assert (again.weights, again.optimizer, again.loss) == (kept.weights, kept.optimizer, kept.loss)
 
 
-def test_sharing_lowers_what_a_process_holds() -> None:
+def test_sharding_lowers_the_memory_of_a_process() -> None:
     plain = recipe()
     alone, replica = (memory_estimate(plain, CPU, n) for n in (1, 4))
     assert replica.weights == alone.weights

@@ -1,4 +1,4 @@
-"""A training process keeps the memory that a step frees: the next asks the system for none."""
+"""A training process reuses freed memory: a step requests none from the system."""
 
 import os
 import platform
@@ -38,11 +38,11 @@ def faults(kept: bool, **environment: str) -> int:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep memory")
-def test_a_step_asks_for_no_new_pages():
+def test_a_step_allocates_no_new_pages():
     assert 20 * faults(kept=True) < faults(kept=False, MALLOC_MMAP_THRESHOLD_="65536")
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep memory")
-def test_what_the_user_has_set_is_left_alone():
+def test_allocator_settings_of_the_user_are_kept():
     given_back = {"MALLOC_MMAP_THRESHOLD_": "65536"}
     assert 2 * faults(kept=True, **given_back) > faults(kept=False, **given_back)

@@ -40,7 +40,7 @@ def step(model: Transformer, optimizer: torch.optim.Optimizer, number: int) -> f
 
 
 @pytest.mark.parametrize("optim", OPTIMIZERS, ids=lambda optim: "-".join(map(str, optim.values())))
-def test_a_saved_optimizer_continues_bit_for_bit(optim: dict[str, object], tmp_path: Path) -> None:
+def test_a_restored_optimizer_continues_bit_for_bit(optim: dict[str, object], tmp_path: Path) -> None:
     wanted = recipe(optim)
     model = Transformer(wanted.model)
     optimizer = build_optimizer(model, wanted.optim)
@@ -57,7 +57,7 @@ def test_a_saved_optimizer_continues_bit_for_bit(optim: dict[str, object], tmp_p
     assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
 
 
-def test_the_hidden_matrices_move_as_torch_muon_moves_them_and_the_rest_as_adamw() -> None:
+def test_hidden_matrices_are_updated_by_torch_muon_and_the_rest_by_adamw() -> None:
     wanted = recipe({"name": "muon", "lr": 3e-3, "weight_decay": 0.2})
     ours, theirs = Transformer(wanted.model), Transformer(wanted.model)
     optimizer = build_optimizer(ours, wanted.optim)
@@ -87,7 +87,7 @@ def test_muon_leaves_embeddings_head_norms_and_biases_to_adamw() -> None:
     }
 
 
-def test_a_learning_rate_set_from_outside_reaches_both_parts_of_muon() -> None:
+def test_a_learning_rate_applies_to_both_parts_of_muon() -> None:
     model = Transformer(recipe({"name": "muon"}).model)
     optimizer = build_optimizer(model, Muon())
     for group in optimizer.param_groups:
@@ -107,7 +107,7 @@ def test_muon_restores_its_state_dict() -> None:
     assert [step(first, one, n) for n in (1, 2)] == [step(second, two, n) for n in (1, 2)]
 
 
-def test_a_pytorch_without_muon_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pytorch_without_muon_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(SinklabError, match=r"needs torch\.optim\.Muon.*adamw or sgd"):
         MuonAndAdamW(Transformer(recipe({"name": "muon"}).model), Muon())
@@ -132,7 +132,7 @@ def test_a_wrong_optimizer_is_refused_with_what_is_allowed(optim: dict[str, obje
         build_recipe(SMALL, {"optim": optim})
 
 
-def test_wsd_is_flat_and_then_falls_in_a_line() -> None:
+def test_wsd_is_flat_and_then_decays_linearly() -> None:
     schedule = ScheduleConfig(shape="wsd", warmup_steps=10, min_lr=0.1, decay_fraction=0.5)
     rates = [learning_rate(step, 100, 1.0, schedule) for step in (0, 9, 10, 50, 75, 100)]
     assert rates == pytest.approx([0.1, 1.0, 1.0, 1.0, 0.55, 0.1])

@@ -1,4 +1,4 @@
-"""Several processes train the model that one would: same batches, same loss curve, and they stop together."""
+"""Several processes train the same model as one: same batches, same loss curve, a common stop."""
 
 import json
 import subprocess
@@ -58,7 +58,7 @@ def trained(tokens: Path, out: Path, processes: int, *settings: str, steps: int 
     return [row["train_loss"] for row in rows[1:]]
 
 
-def test_two_replicas_are_one_process_with_two_micro_batches_bit_for_bit(tokens: Path, tmp_path: Path) -> None:
+def test_two_replicas_equal_one_process_with_two_micro_batches_bit_for_bit(tokens: Path, tmp_path: Path) -> None:
     alone = trained(tokens, tmp_path / "one", 1, "train.micro_batch=4", steps=8)
     assert trained(tokens, tmp_path / "two", 2, "train.micro_batch=4", steps=8) == alone
     one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
@@ -91,7 +91,7 @@ def test_the_loss_curve_does_not_depend_on_the_number_of_processes(
 
 
 @pytest.mark.slow
-def test_torchrun_trains_and_only_the_first_process_speaks(tokens: Path, tmp_path: Path) -> None:
+def test_under_torchrun_only_the_first_process_prints(tokens: Path, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "sinklab"]
     args = command(tokens, tmp_path / "run", "train.parallel=fsdp", "train.eval_every=10")
     done = subprocess.run([*torchrun, *args, "--json"], capture_output=True, text=True, check=False)
@@ -114,7 +114,7 @@ def test_the_number_of_processes_may_change_in_mid_run(parallel: str, tokens: Pa
 
 
 @pytest.mark.parametrize("place", [{"WORLD_SIZE": "two"}, {"WORLD_SIZE": ""}, {"RANK": "2", "WORLD_SIZE": "2"}])
-def test_an_environment_that_names_no_place_is_refused(
+def test_an_environment_without_valid_ranks_is_refused(
     place: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in place.items():
@@ -209,7 +209,7 @@ def plant_nan(world: World, args: list[str], moment: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_fails_in_the_backward_pass_takes_the_others_with_it(tokens: Path, tmp_path: Path) -> None:
+def test_a_process_that_fails_in_the_backward_pass_ends_the_others(tokens: Path, tmp_path: Path) -> None:
     assert call_together(fail_in_backward, 2, command(tokens, tmp_path / "run")) == [1, 1]
     assert trained(tokens, tmp_path / "run", 2) == trained(tokens, tmp_path / "undisturbed", 2)
 
@@ -255,7 +255,7 @@ def test_a_batch_that_cannot_be_shared_equally_is_refused() -> None:
     assert [World(rank, 4).rows(8) for rank in range(4)] == [slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 8)]
 
 
-def test_every_process_takes_its_own_card_and_touches_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_process_uses_its_own_card_only(monkeypatch: pytest.MonkeyPatch) -> None:
     touched: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("sinklab.train.world.pick_device", lambda name: touched.append(name) or torch.device(name))
@@ -265,6 +265,6 @@ def test_every_process_takes_its_own_card_and_touches_no_other(monkeypatch: pyte
         World(5, 8, 1).device("cuda:0")
 
 
-def test_the_run_is_the_same_run_however_its_processes_share_the_work() -> None:
+def test_the_hash_does_not_depend_on_the_kind_of_parallelism() -> None:
     hashes = {build_recipe(BASE, {"train": {"parallel": how}}).content_hash("data") for how in ("ddp", "fsdp")}
     assert len(hashes) == 1

@@ -1,4 +1,4 @@
-"""`train.recompute: blocks` changes nothing but what is kept: same losses and gradients, bit for bit."""
+"""`train.recompute: blocks` leaves losses and gradients unchanged, bit for bit."""
 
 from collections.abc import Callable
 from functools import partial
@@ -44,7 +44,7 @@ def loss_and_gradients(model: Transformer, precision: torch.dtype = torch.float3
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_losses_and_gradients_are_those_of_activations_that_were_kept(name: str, precision: torch.dtype) -> None:
+def test_recomputation_leaves_losses_and_gradients_unchanged(name: str, precision: torch.dtype) -> None:
     plain, again = a_model(name), a_model(name)
     recompute_blocks(again, "blocks")
     assert list(again.state_dict()) == list(plain.state_dict())
@@ -65,7 +65,7 @@ def test_every_block_runs_twice_in_a_step_and_once_without_gradients() -> None:
 
 
 @pytest.mark.parametrize("name", ["k_biases", "linear_hybrid", "value_residual_learned"])
-def test_compiled_blocks_can_be_computed_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_blocks_can_be_recomputed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     models = [a_model(name), a_model(name)]
@@ -90,11 +90,11 @@ def trained(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     return train
 
 
-def test_a_run_is_the_same_run(trained: Callable[..., list[dict[str, Any]]]) -> None:
+def test_recomputation_leaves_the_run_unchanged(trained: Callable[..., list[dict[str, Any]]]) -> None:
     assert trained(recompute="blocks") == trained(recompute="none")
 
 
-def test_on_a_cpu_float32_products_are_what_they_were(trained: Callable[..., list[dict[str, Any]]]) -> None:
+def test_float32_matmul_changes_nothing_on_a_cpu(trained: Callable[..., list[dict[str, Any]]]) -> None:
     assert trained(float32_matmul="high") == trained(float32_matmul="highest")
 
 

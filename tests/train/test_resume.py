@@ -1,4 +1,4 @@
-"""A run that is killed with SIGKILL anywhere, inside a save too, and continued is the undisturbed run, bit for bit."""
+"""A run that is killed by SIGKILL anywhere, also inside a save, and resumed equals the undisturbed run, bit for bit."""
 
 import random
 import signal
@@ -67,9 +67,7 @@ def of_softmax(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Tensor
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "softmax"])
-def test_the_run_that_is_killed_is_not_that_of_softmax(
-    name: str, tokens: Path, of_softmax: Tensor, tmp_path: Path
-) -> None:
+def test_the_killed_run_differs_from_softmax(name: str, tokens: Path, of_softmax: Tensor, tmp_path: Path) -> None:
     """A variant that changes nothing in this small a run would be killed and continued for nothing."""
     assert ((losses(name, tokens, tmp_path) - of_softmax).abs() > SEEN * of_softmax).any()
 
@@ -104,7 +102,7 @@ def killed_and_continued(name: str, tokens: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_a_killed_run_is_the_undisturbed_run(name: str, tokens: Path, tmp_path: Path) -> None:
+def test_a_killed_and_resumed_run_equals_the_undisturbed_run(name: str, tokens: Path, tmp_path: Path) -> None:
     killed_and_continued(name, tokens, tmp_path)
 
 
@@ -126,14 +124,14 @@ def test_a_signal_saves_and_the_status_says_whether_to_call_again(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name not in SAMPLE])
-def test_every_killed_variant_is_the_undisturbed_run(name: str, tokens: Path, tmp_path: Path) -> None:
+def test_every_killed_and_resumed_variant_equals_the_undisturbed_run(name: str, tokens: Path, tmp_path: Path) -> None:
     killed_and_continued(name, tokens, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["softmax", "k_biases", "sigmoid"])
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_processes_of_which_one_is_killed_are_the_undisturbed_two(
+def test_two_processes_with_one_killed_and_resumed_equal_the_undisturbed_two(
     name: str, parallel: str, tokens: Path, tmp_path: Path
 ) -> None:
     recipe = written(name, tokens, tmp_path)

@@ -100,7 +100,7 @@ def train_damaged(world: World, data: Path, out: Path, damage: Callable[[Path], 
 
 
 @pytest.mark.parametrize(("damage", "says"), [(cut, "was cut short"), (change, "is corrupted: its checksum is not")])
-def test_a_run_whose_text_is_damaged_stops_and_continues_when_it_is_back(
+def test_a_run_with_damaged_text_stops_and_continues_when_it_is_restored(
     damage: Callable[[Path], None], says: str, tokens: Path, data: Path, tmp_path: Path
 ) -> None:
     assert train(tokens, tmp_path / "whole", lambda shard: None) == "done"
@@ -118,7 +118,7 @@ def test_a_run_whose_text_is_damaged_stops_and_continues_when_it_is_back(
 
 
 @pytest.mark.parametrize("harmless", [os.utime, os.unlink, rewrite])
-def test_a_run_goes_on_while_the_bytes_it_reads_are_the_same(
+def test_a_run_continues_while_the_bytes_of_its_text_are_unchanged(
     harmless: Callable[[Path], None], tokens: Path, data: Path, tmp_path: Path
 ) -> None:
     assert train(tokens, tmp_path / "whole", lambda shard: None) == "done"
@@ -162,7 +162,7 @@ def break_disk(dataset: TokenDataset) -> None:
 
 
 @NO_PROC
-def test_where_the_disk_of_one_process_fails_it_says_so_and_all_stop(data: Path, tmp_path: Path) -> None:
+def test_a_failing_disk_of_one_process_stops_all(data: Path, tmp_path: Path) -> None:
     assert call_together(train_with_one_bad_disk, 2, data, tmp_path / "run") == [1, 1]
     assert "train.bin cannot be read: Input/output error" in json.loads((tmp_path / "said1.json").read_text())
     assert not saved(tmp_path / "run")
@@ -202,7 +202,7 @@ def test_validation_text_that_is_damaged_after_it_was_opened_is_named(
         Trainer(run)
 
 
-def test_ids_are_those_in_the_file(data: Path) -> None:
+def test_ids_equal_the_bytes_of_the_file(data: Path) -> None:
     tokens, ids = TokenDataset.open(data).train, np.fromfile(data / "train.bin", np.uint16)
     assert len(tokens) == len(ids)
     for where in (slice(None), slice(3, 8), slice(-4, None), slice(len(ids) - 2, len(ids) + 5), slice(5, 3)):

@@ -1,4 +1,4 @@
-"""`model.init_from`: a run that starts from a checkpoint, at its outputs, and goes on bit for bit."""
+"""`model.init_from`: a run that starts from a checkpoint, with its outputs, and is resumed bit for bit."""
 
 import json
 import shutil
@@ -68,7 +68,7 @@ def some_tokens(length: int = 20) -> torch.Tensor:
 
 @pytest.mark.parametrize("added", NEUTRAL)
 @torch.no_grad()
-def test_the_start_has_the_outputs_of_the_checkpoint_whatever_is_added(added: str, checkpoint: Path) -> None:
+def test_the_start_has_the_outputs_of_the_checkpoint_with_any_addition(added: str, checkpoint: Path) -> None:
     expected = AutoModelForCausalLM.from_pretrained(checkpoint)(some_tokens()).logits
     # A sink logit of -12 takes 6e-6 of a row of sum 1; everything else changes nothing but by rounding.
     tolerance = 5e-5 if added in ("a sink logit", "k biases", "kv biases") else 1e-5
@@ -76,12 +76,12 @@ def test_the_start_has_the_outputs_of_the_checkpoint_whatever_is_added(added: st
 
 
 @torch.no_grad()
-def test_gates_that_are_added_to_a_run_of_ours_leave_its_outputs_bit_for_bit(checkpoint: Path) -> None:
+def test_gates_added_to_a_run_leave_its_outputs_unchanged_bit_for_bit(checkpoint: Path) -> None:
     plain, gated = (begun(checkpoint, NEUTRAL[added]) for added in ("nothing", "a gate per head"))
     assert torch.equal(plain(some_tokens()), gated(some_tokens()))
 
 
-def test_a_gate_that_is_added_can_be_learned(checkpoint: Path) -> None:
+def test_an_added_gate_is_learned(checkpoint: Path) -> None:
     model = begun(checkpoint, NEUTRAL["a gate per head"])
     model.loss(some_tokens()).backward()
     gradient = model.get_parameter("blocks.0.attention.output_gate.linear.weight").grad
@@ -105,7 +105,7 @@ def test_a_bias_may_start_elsewhere(checkpoint: Path) -> None:
     assert model.get_parameter("blocks.1.attention.core.bias.logit").tolist() == [-3.0] * 4
 
 
-def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+def test_a_started_run_is_resumed_bit_for_bit(checkpoint: Path, text: Path, tmp_path: Path) -> None:
     recipe = recipe_on(checkpoint, NEUTRAL["a sink logit"], text)
     dataset = prepared(recipe.data, tmp_path / "cache")
     Trainer(open_run(recipe, dataset, tmp_path / "whole")).train()
@@ -122,7 +122,7 @@ def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(checkpoint: Path, text: P
     assert first["sink_rate_bias"] == 0
 
 
-def test_a_run_of_ours_is_a_start_as_well(tmp_path: Path) -> None:
+def test_a_run_directory_can_be_a_start(tmp_path: Path) -> None:
     there, text = trained_run(tmp_path, {})
     recipe = started(
         build_recipe(
@@ -143,9 +143,7 @@ def test_a_run_of_ours_is_a_start_as_well(tmp_path: Path) -> None:
     assert trainer.train().status == "done"
 
 
-def test_which_weights_a_run_starts_from_is_part_of_its_hash_and_not_where_they_lie(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_the_hash_covers_the_weights_of_a_start_and_not_their_path(checkpoint: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoint, tmp_path / "copy")
     shutil.copytree(checkpoint, tmp_path / "other")
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
@@ -163,7 +161,7 @@ def test_which_weights_a_run_starts_from_is_part_of_its_hash_and_not_where_they_
     assert scratch.content_hash("d") != here
 
 
-def test_runs_from_before_there_was_such_a_start_are_the_runs_they_were() -> None:
+def test_the_keys_of_a_start_keep_earlier_hashes() -> None:
     before = {"k": "c84f02767c36cf2e", "kv": "7414608d881ecfa2", "sink_logit": "e9d860ebd563696f"}
     for bias, known in before.items():
         assert load_recipe("tiny-128", [f"model.attention.bias={bias}"]).content_hash("d") == known
@@ -171,7 +169,7 @@ def test_runs_from_before_there_was_such_a_start_are_the_runs_they_were() -> Non
         assert begun_elsewhere.content_hash("d") != known
 
 
-def test_a_gguf_file_is_a_start(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gguf_file_can_be_a_start(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needed()
     monkeypatch.setenv("SINKLAB_CACHE", str(tmp_path / "cache"))
     path = as_gguf(checkpoint, tmp_path / "tiny.gguf")
@@ -181,7 +179,7 @@ def test_a_gguf_file_is_a_start(checkpoint: Path, tmp_path: Path, monkeypatch: p
         assert_close(tensor, from_directory[name], what=name)
 
 
-def test_starts_that_cannot_be_are_sentences(checkpoint: Path, text: Path, run: Run, tmp_path: Path) -> None:
+def test_impossible_starts_are_refused_in_a_sentence(checkpoint: Path, text: Path, run: Run, tmp_path: Path) -> None:
     command = on_one_line(run)
     (tmp_path / "recipe.yaml").write_text(
         f"data: {{source: {text}, valid_fraction: 0.2}}\nmetric: {{length: 16, sequences: 4}}\n"
@@ -194,7 +192,7 @@ def test_starts_that_cannot_be_are_sentences(checkpoint: Path, text: Path, run: 
             [f"model.init_from={checkpoint}", "model.layers=3", "model.ffn_width=7"],
             "model.layers is 3 here and 2 there, model.ffn_width is 7 here and 96 there. Leave these keys out",
         ),
-        ([f"model.init_from={checkpoint}", "model.ffn=relu"], "it is not the same architecture"),
+        ([f"model.init_from={checkpoint}", "model.ffn=relu"], "it is another architecture"),
         (
             [
                 f"model.init_from={checkpoint}",
@@ -261,7 +259,7 @@ def test_the_cells_of_an_experiment_start_from_the_checkpoint(
     assert begun["logit"]["valid_loss"] == pytest.approx(begun["plain"]["valid_loss"], rel=1e-4)
 
 
-def test_a_recipe_that_does_not_know_its_weights_begins_no_run(checkpoint: Path) -> None:
+def test_a_recipe_without_the_hash_of_its_weights_is_refused(checkpoint: Path) -> None:
     model = Transformer(recipe_on(checkpoint, {}).model.model_copy(update={"init_sha256": None}))
     with pytest.raises(InputError, match="the recipe has no model"):
         begin(model, load_start(str(checkpoint)), checkpoint / "tokenizer.json")

@@ -1,4 +1,4 @@
-"""Around an update: batches in the background, finite numbers checked late, compiled blocks, the speed noted."""
+"""Parts of an update: prefetched batches, the late check for finite numbers, compiled blocks, speed."""
 
 import json
 import shutil
@@ -56,12 +56,12 @@ def late_trainer(dataset: TokenDataset, out: Path) -> Trainer:
     return trainer
 
 
-def test_batches_come_in_order_whatever_was_prepared() -> None:
+def test_batches_are_returned_in_order_for_any_prefetched_one() -> None:
     batches = Prefetcher(lambda index: torch.tensor([index]), CPU, end=5)
     assert [batches.batch(index).item() for index in (0, 1, 2, 7, 3, 4)] == [0, 1, 2, 7, 3, 4]
 
 
-def test_a_batch_is_prepared_while_the_one_before_is_in_use() -> None:
+def test_a_batch_is_prefetched_while_the_previous_one_is_used() -> None:
     asked: list[int] = []
 
     def fetch(index: int) -> Tensor:
@@ -76,7 +76,7 @@ def test_a_batch_is_prepared_while_the_one_before_is_in_use() -> None:
     assert asked == [0, 1]
 
 
-def test_an_error_of_the_data_reaches_the_loop() -> None:
+def test_an_error_of_the_data_is_raised_in_the_loop() -> None:
     def fetch(index: int) -> Tensor:
         raise SinklabError("the shard is gone")
 
@@ -127,7 +127,7 @@ def tensors(trainer: Trainer) -> list[tuple[str, Tensor]]:
     return [*((n, p.detach()) for n, p in weights), *moments]
 
 
-def test_every_evaluation_says_how_fast_it_was(dataset: TokenDataset, tmp_path: Path) -> None:
+def test_every_evaluation_has_the_speed(dataset: TokenDataset, tmp_path: Path) -> None:
     Trainer(open_run(recipe(train={"peak_flops": 1e9}), dataset, tmp_path)).train()
     first, *rows = read_metrics(tmp_path / "metrics.jsonl")
     assert first["tokens_per_second"] is first["mfu"] is first["stall_share"] is None
@@ -139,13 +139,13 @@ def test_every_evaluation_says_how_fast_it_was(dataset: TokenDataset, tmp_path: 
         assert 0 <= row["stall_share"] < 1
 
 
-def test_the_progress_line_says_how_fast_it_is() -> None:
+def test_the_progress_line_has_the_speed() -> None:
     row = {"valid_loss": 3.0, "sink_rate": [2.0], "sink_rate_bias": None, "tokens_per_second": 1e6}
     assert describe(row | {"mfu": None, "stall_share": 0.001}).endswith("1,000,000 tokens/s")
     assert describe(row | {"mfu": 0.41, "stall_share": 0.3}).endswith("41% of peak  waited for data 30%")
 
 
-def test_how_the_work_is_done_does_not_name_another_run() -> None:
+def test_settings_that_do_not_change_the_result_keep_the_hash() -> None:
     plain = recipe().content_hash("data")
     manner = {"compile": "on", "peak_flops": 1e12, "device": "cpu", "keep": 7, "save_every": 3, "recompute": "blocks"}
     assert recipe(train=manner, data={"valid_fraction": 0.1}).content_hash("data") == plain
@@ -189,7 +189,7 @@ def test_compiled_blocks_give_the_same_gradients_and_measurement(
     assert before == (after if after is None else pytest.approx(after))
 
 
-def test_a_function_that_is_called_in_many_forms_is_compiled_for_each(traced: Callable[[], dict[str, int]]) -> None:
+def test_a_function_is_compiled_for_every_form_of_its_arguments(traced: Callable[[], dict[str, int]]) -> None:
     larger = compiled(lambda x, factor: x * factor, dynamic=False)
     assert [larger(torch.ones(()), factor).item() for factor in range(2, 22)] == list(range(2, 22))
     assert traced()["graphs"] == 20
@@ -204,7 +204,7 @@ def test_auto_compiles_on_cuda_only() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
-def test_a_compiled_run_learns_like_the_plain_one(dataset: TokenDataset, tmp_path: Path) -> None:
+def test_a_compiled_run_has_the_loss_of_the_uncompiled_one(dataset: TokenDataset, tmp_path: Path) -> None:
     for name in ("off", "on"):
         Trainer(open_run(recipe(train={"compile": name}), dataset, tmp_path / name)).train()
     losses = [[row["valid_loss"] for row in read_metrics(tmp_path / n / "metrics.jsonl")] for n in ("off", "on")]

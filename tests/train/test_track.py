@@ -1,4 +1,4 @@
-"""Runs followed in TensorBoard and W&B, offline, with the real packages; and what a run is said to take."""
+"""Runs logged to TensorBoard and W&B, offline, with the real packages; and the planned cost of a run."""
 
 import importlib.util
 import json
@@ -104,7 +104,7 @@ def test_a_run_killed_before_its_first_checkpoint_does_not_repeat_them_either(tm
 
 
 @needs("tensorboard")
-def test_who_follows_a_finished_run_is_told_all_of_it_and_once(tmp_path: Path) -> None:
+def test_a_tracker_new_to_a_finished_run_logs_all_of_it_once(tmp_path: Path) -> None:
     train(tmp_path, None)
     for _ in range(2):
         found = events(train(tmp_path, "tensorboard"))
@@ -171,7 +171,7 @@ def test_a_missing_package_is_named_with_its_extra(name: Any, monkeypatch: pytes
     require([])
 
 
-def test_lists_become_a_number_per_position_and_nothing_is_no_number() -> None:
+def test_lists_become_a_number_per_position_without_null_values() -> None:
     row = {"step": 3, "sink_rate": [5.0, 0.5], "hidden_norm_ratio": [1.0], "bias": None, "domains": {"law": 2.5}}
     numbers = {"step": 3, "sink_rate/1": 5.0, "sink_rate/2": 0.5, "hidden_norm_ratio/0": 1.0, "domains/law": 2.5}
     assert numbers_of(row) == numbers
@@ -184,7 +184,7 @@ def test_positions_layers_and_heads_count_from_one() -> None:
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("60m", 136_462_080), ("1b", 1_337_026_560), ("tiny", 295_488)])
-def test_a_dry_run_says_what_a_packaged_recipe_takes(name: str, parameters: int) -> None:
+def test_a_dry_run_prints_the_cost_of_a_shipped_recipe(name: str, parameters: int) -> None:
     plan, speaks = plan_command(name, ["train.peak_flops=990e12", "train.precision=bf16"])
     assert speaks
     assert plan.parameters == parameters
@@ -199,7 +199,7 @@ def test_a_dry_run_says_what_a_packaged_recipe_takes(name: str, parameters: int)
     assert "[red] on 1 x cpu" in printed.getvalue()
 
 
-def test_a_dry_run_refuses_what_training_would() -> None:
+def test_a_dry_run_refuses_the_same_recipes_as_training() -> None:
     with pytest.raises(InputError, match="cannot be shared equally by 3 processes"):
         plan_of(load_recipe("60m"), torch.device("cpu"), processes=3)
 

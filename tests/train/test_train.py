@@ -1,4 +1,4 @@
-"""Training: it learns, it is measured, and a run that was stopped is the undisturbed run, bit for bit."""
+"""Training: it learns, it is measured, and a stopped and resumed run equals the undisturbed run, bit for bit."""
 
 import itertools
 import json
@@ -73,7 +73,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("stop_at", [4, 7])
-def test_a_run_stopped_and_continued_is_the_undisturbed_run(
+def test_a_stopped_and_resumed_run_equals_the_undisturbed_run(
     dataset: TokenDataset, tmp_path: Path, variant: str, stop_at: int
 ) -> None:
     wanted = recipe(**VARIANTS[variant])
@@ -102,14 +102,14 @@ def test_a_finished_run_is_not_trained_again(dataset: TokenDataset, tmp_path: Pa
     assert contents(tmp_path)[1] == before
 
 
-def test_micro_batches_give_the_whole_batchs_gradient(dataset: TokenDataset, tmp_path: Path) -> None:
+def test_micro_batches_give_the_gradient_of_the_whole_batch(dataset: TokenDataset, tmp_path: Path) -> None:
     whole = train(dataset, tmp_path / "whole", recipe(train={"steps": 3})).model.state_dict()
     split = train(dataset, tmp_path / "split", recipe(train={"steps": 3, "micro_batch": 1})).model.state_dict()
     for name, weight in whole.items():
         torch.testing.assert_close(weight, split[name], rtol=0, atol=2e-5)
 
 
-def test_an_evaluation_takes_no_more_sequences_at_a_time_than_an_update(dataset: TokenDataset, tmp_path: Path) -> None:
+def test_evaluation_batches_are_no_larger_than_those_of_updates(dataset: TokenDataset, tmp_path: Path) -> None:
     batches = Trainer(open_run(recipe(train={"micro_batch": 2}), dataset, tmp_path)).evaluator.batches
     assert {len(batch) for batch in batches} == {2}
     assert sum(map(len, batches)) == 16
@@ -128,7 +128,7 @@ def test_training_lowers_the_loss_and_records_every_evaluation(dataset: TokenDat
 
 
 @pytest.mark.parametrize(("step", "question"), [(0, 3), (5, 3), (5, 7), (12, 3), (12, 11)])
-def test_a_run_that_is_stopped_within_an_evaluation_is_the_undisturbed_run(
+def test_a_run_stopped_within_an_evaluation_equals_the_undisturbed_run(
     step: int, question: int, dataset: TokenDataset, tmp_path: Path
 ) -> None:
     def should_stop() -> bool:
@@ -151,9 +151,7 @@ def test_a_run_that_is_stopped_within_an_evaluation_is_the_undisturbed_run(
     assert (speeds[step] is None) == (question != 11)  # the updates before it were made by another process
 
 
-def test_a_model_that_is_being_built_is_left_when_the_run_is_asked_to_stop(
-    dataset: TokenDataset, tmp_path: Path
-) -> None:
+def test_a_stop_request_ends_the_construction_of_the_model(dataset: TokenDataset, tmp_path: Path) -> None:
     questions = itertools.count(1)
     with pytest.raises(StoppedError, match="asked to stop"):
         Trainer(open_run(recipe(), dataset, tmp_path / "run"), should_stop=lambda: next(questions) == 9)
@@ -166,7 +164,7 @@ FLAT = {"schedule": {"shape": "flat", "warmup_steps": 4}}
 
 @pytest.mark.parametrize("steps", [7, 10], ids=["ends between evaluations", "ends at one"])
 @pytest.mark.parametrize("stop_at", [None, 6])
-def test_more_steps_of_a_flat_run_are_the_run_of_that_many_steps(
+def test_an_extended_flat_run_equals_the_run_of_that_many_steps(
     steps: int, stop_at: int | None, dataset: TokenDataset, tmp_path: Path
 ) -> None:
     short, long = recipe(**FLAT, train={"steps": steps}), recipe(**FLAT, train={"steps": 15})
@@ -183,9 +181,7 @@ def test_more_steps_of_a_flat_run_are_the_run_of_that_many_steps(
         open_run(short, dataset, tmp_path / "grown")
 
 
-def test_what_a_shorter_run_ended_with_is_not_taken_for_the_longer_runs_end(
-    dataset: TokenDataset, tmp_path: Path
-) -> None:
+def test_final_results_of_a_shorter_run_are_removed_when_it_is_extended(dataset: TokenDataset, tmp_path: Path) -> None:
     train(dataset, tmp_path, recipe(**FLAT))
     stopped = train(dataset, tmp_path, recipe(**FLAT, train={"steps": 15}), stop_at=13)
     assert stopped.state.step == 13
@@ -193,9 +189,7 @@ def test_what_a_shorter_run_ended_with_is_not_taken_for_the_longer_runs_end(
     assert load_run(tmp_path).step == 13
 
 
-def test_a_directory_that_was_killed_while_it_became_a_longer_run_becomes_it(
-    dataset: TokenDataset, tmp_path: Path
-) -> None:
+def test_an_interrupted_extension_is_completed(dataset: TokenDataset, tmp_path: Path) -> None:
     train(dataset, tmp_path, recipe(**FLAT))
     short = (tmp_path / "recipe.yaml").read_text()
     long = open_run(recipe(**FLAT, train={"steps": 15}), dataset, tmp_path)
@@ -214,7 +208,7 @@ def test_a_directory_that_was_killed_while_it_became_a_longer_run_becomes_it(
         ({"shape": "cosine", "warmup_steps": 8}, 5, None),
     ],
 )
-def test_a_run_whose_rate_was_already_falling_does_not_become_longer(
+def test_a_run_with_other_learning_rates_is_not_extended(
     schedule: dict[str, object], stop_at: int | None, first: int | None, dataset: TokenDataset, tmp_path: Path
 ) -> None:
     short, long = recipe(schedule=schedule), recipe(schedule=schedule, train={"steps": 20})
@@ -225,7 +219,9 @@ def test_a_run_whose_rate_was_already_falling_does_not_become_longer(
         assert_same_run(tmp_path / "long", tmp_path / "grown")
         return
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(InputError, match=rf"another than that of 20 steps, from step {first} on .*has reached step 12"):
+    with pytest.raises(
+        InputError, match=rf"has reached step 12; from step {first} on its learning rate differs from that of 20 steps"
+    ):
         open_run(long, dataset, tmp_path / "grown")
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
@@ -250,7 +246,7 @@ def test_a_diverging_run_stops_before_the_update(dataset: TokenDataset, tmp_path
     assert torch.equal(before["head.weight"].nan_to_num(), after["head.weight"].nan_to_num())
 
 
-def test_a_save_that_was_killed_leaves_the_checkpoint_before_it(dataset: TokenDataset, tmp_path: Path) -> None:
+def test_a_killed_save_leaves_the_previous_checkpoint(dataset: TokenDataset, tmp_path: Path) -> None:
     train(dataset, tmp_path, recipe(), stop_at=5)
     torn = tmp_path / "checkpoints" / ".step_00000008.new"
     torn.mkdir()
@@ -259,13 +255,15 @@ def test_a_save_that_was_killed_leaves_the_checkpoint_before_it(dataset: TokenDa
     assert not torn.exists()
 
 
-def test_a_directory_with_another_run_is_refused_and_why(dataset: TokenDataset, tmp_path: Path) -> None:
+def test_a_directory_with_another_run_is_refused_with_the_difference(dataset: TokenDataset, tmp_path: Path) -> None:
     establish(open_run(recipe(), dataset, tmp_path))
     with pytest.raises(InputError, match=r"\(seed is 0 there and 1 here\): choose another --out"):
         open_run(recipe(seed=1), dataset, tmp_path)
 
 
-def test_what_does_not_decide_the_result_is_not_named_as_the_difference(dataset: TokenDataset, tmp_path: Path) -> None:
+def test_settings_that_do_not_change_the_result_are_not_named_as_differences(
+    dataset: TokenDataset, tmp_path: Path
+) -> None:
     establish(open_run(recipe(), dataset, tmp_path))
     elsewhere = {"source": "other.txt", "valid_fraction": 0.3, "text_limit_bytes": 9}
     manner = {"save_every": 99, "keep": 99, "device": "cpu", "peak_flops": 1.0}
@@ -278,7 +276,7 @@ def test_what_does_not_decide_the_result_is_not_named_as_the_difference(dataset:
         open_run(recipe(train=manner), dataset, tmp_path)
 
 
-def test_a_key_that_a_run_is_older_than_is_not_named_as_the_difference(dataset: TokenDataset, tmp_path: Path) -> None:
+def test_a_later_key_is_not_named_as_a_difference(dataset: TokenDataset, tmp_path: Path) -> None:
     establish(open_run(recipe(), dataset, tmp_path))
     written = (tmp_path / "recipe.yaml").read_text()
     (tmp_path / "recipe.yaml").write_text(written.replace("  init:\n    kind: declared\n", ""))
@@ -288,7 +286,7 @@ def test_a_key_that_a_run_is_older_than_is_not_named_as_the_difference(dataset: 
 
 
 @pytest.mark.parametrize("name", ["recipe.yaml", "tokenizer.json", "metrics.jsonl", "checkpoints"])
-def test_a_directory_with_other_peoples_files_is_left_alone(dataset: TokenDataset, tmp_path: Path, name: str) -> None:
+def test_a_directory_with_files_of_others_is_refused(dataset: TokenDataset, tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("mine")
     with pytest.raises(InputError, match=f"holds {name}, which no run has written: choose another --out"):
         Trainer(open_run(recipe(), dataset, tmp_path))
@@ -298,7 +296,7 @@ def test_a_directory_with_other_peoples_files_is_left_alone(dataset: TokenDatase
 
 
 @pytest.mark.parametrize(("below", "why"), [("file/run", "Not a directory"), ("n" * 300, "File name too long")])
-def test_a_directory_that_cannot_be_is_refused_before_anything_is_done(
+def test_an_impossible_directory_is_refused_before_any_work(
     below: str, why: str, dataset: TokenDataset, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("mine")
@@ -314,9 +312,7 @@ def test_a_recipe_that_is_refused_leaves_no_directory(dataset: TokenDataset, tmp
     assert train(dataset, out, recipe()).state.step == 12
 
 
-def test_who_comes_second_is_refused_also_where_both_found_an_empty_directory(
-    dataset: TokenDataset, tmp_path: Path
-) -> None:
+def test_the_second_of_two_trainers_of_an_empty_directory_is_refused(dataset: TokenDataset, tmp_path: Path) -> None:
     first, second = open_run(recipe(), dataset, tmp_path), open_run(recipe(seed=1), dataset, tmp_path)
     Trainer(first).train()
     with pytest.raises(InputError, match="seed is 0 there and 1 here"):
@@ -324,7 +320,7 @@ def test_who_comes_second_is_refused_also_where_both_found_an_empty_directory(
     assert load_run(tmp_path).recipe.seed == 0
 
 
-def test_what_is_missing_of_a_runs_own_files_is_written_again(dataset: TokenDataset, tmp_path: Path) -> None:
+def test_missing_files_of_a_run_are_written_again(dataset: TokenDataset, tmp_path: Path) -> None:
     train(dataset, tmp_path, recipe())
     (tmp_path / "recipe.yaml").unlink()
     (tmp_path / "tokenizer.json").unlink()
@@ -336,7 +332,7 @@ def test_what_is_missing_of_a_runs_own_files_is_written_again(dataset: TokenData
         open_run(recipe(), dataset, tmp_path)
 
 
-def test_a_finished_run_loads_back(dataset: TokenDataset, tmp_path: Path) -> None:
+def test_a_finished_run_can_be_loaded(dataset: TokenDataset, tmp_path: Path) -> None:
     trainer = train(dataset, tmp_path, recipe())
     loaded = load_run(tmp_path)
     assert loaded.step == 12

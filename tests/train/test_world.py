@@ -1,4 +1,4 @@
-"""How processes join: how long they wait for one another, and with which card."""
+"""Initialisation of several processes: their timeout, and their card."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ def patience(world: World, out: Path) -> None:
     (out / str(world.rank)).write_text(str(backend.options._timeout))
 
 
-def test_processes_wait_for_one_that_prepares_text_longer_than_pytorchs_half_hour(tmp_path: Path) -> None:
+def test_processes_wait_longer_than_pytorchs_half_hour_for_prepared_text(tmp_path: Path) -> None:
     assert call_together(patience, 2, tmp_path) == [0, 0]
     assert {path.read_text() for path in tmp_path.iterdir()} == {str(PATIENCE)}
     assert dist.distributed_c10d.default_pg_timeout < PATIENCE
@@ -29,7 +29,7 @@ def test_processes_wait_for_one_that_prepares_text_longer_than_pytorchs_half_hou
         (1, {"LOCAL_WORLD_SIZE": "2"}, None),  # they share cards, or train on the processor
     ],
 )
-def test_a_process_joins_with_its_own_card_where_each_has_one(
+def test_a_process_initialises_nccl_with_its_own_card(
     cards: int, environment: dict[str, str], expected: torch.device | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)

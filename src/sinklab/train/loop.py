@@ -25,7 +25,7 @@ from sinklab.train.directory.checkpoint import (
 from sinklab.train.directory.history import History, finite, read_metrics
 from sinklab.train.directory.lock import holder, leave, lock_run, sees
 from sinklab.train.directory.run import Run, establish
-from sinklab.train.evaluate import OTHER_EPS, Evaluator, first_position
+from sinklab.train.evaluator import OTHER_EPS, Evaluator, first_position
 from sinklab.train.flops import Speedometer
 from sinklab.train.parallelize import compile_blocks
 from sinklab.train.update import DivergedError, NotFiniteError, Updater
