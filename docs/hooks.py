@@ -1,4 +1,4 @@
-"""What mkdocs cannot read from docs/ alone: committed results that pages link to, and pages made from the code.
+"""Hooks of mkdocs: committed results that pages link to, and pages generated from the code.
 
 Commands come from their help, recipe keys and result files from the JSON schemas of their pydantic models.
 """

@@ -55,7 +55,7 @@ def check_results(folder: Path, names: Sequence[str]) -> None:
     """
     _check_writable(folder)
     if (folder / RUN).exists() and set(names) & set(MEASUREMENT):
-        raise InputError(f"{folder} is a run directory, which keeps the measurement of its own: choose another --out")
+        raise InputError(f"{folder} is a run directory with a measurement of its own: choose another --out")
     check_files(folder, names)
 
 
@@ -117,7 +117,7 @@ def target_of(path: Path) -> Path:
     except (OSError, RuntimeError) as error:  # RuntimeError: a circle of links
         raise InputError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
     if kind:
-        raise InputError(f"{path} is {kind}, where a file is to be written: choose another --out")
+        raise InputError(f"{path} is {kind} and not a file: choose another --out")
     return target
 
 
@@ -129,7 +129,7 @@ def _check_ours(path: Path, is_ours: IsOurs) -> None:
         raise InputError(f"cannot read {path}: {error.strerror}. Choose another --out") from error
     if not ours:
         raise InputError(
-            f"{path} is there already and was not written by sinklab, so it stays as it is: choose another --out, or "
+            f"{path} is there already and was not written by sinklab, so it is not replaced: choose another --out, or "
             "move it away"
         )
 

@@ -61,7 +61,7 @@ class TableColumn:
         unit: below the title.
         form: format specification of its numbers.
         text: left-aligned and wrapped; the leading ones name the rows.
-        help: what title and unit do not say.
+        help: explanation beyond title and unit.
     """
 
     title: str
@@ -82,7 +82,7 @@ class Table:
 
     Attributes:
         rows: a value for each column.
-        notes: what is to be known to read it, below it.
+        notes: explanations shown below the table.
         key: of its anchor in the page.
     """
 
@@ -134,7 +134,7 @@ def numbers(form: str, *titles: str, unit: str = "") -> list[TableColumn]:
 
 
 def markdown(table: Table) -> str:
-    """A Markdown table, without its title and notes; what Markdown or HTML would take for markup is escaped."""
+    """A Markdown table, without its title and notes; markup of Markdown and HTML in its text is escaped."""
     lines = [_row(column.title for column in table.columns), _row("---" for _ in table.columns)]
     lines += [_row(" ".join(filter(None, (text, cell.note))) for text, cell in row) for row in table.cells()]
     return "\n".join(lines)

@@ -27,7 +27,7 @@ RECIPE = {
     "metric": {"sequences": 4, "length": 16},
 }
 STATUSES = [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
-SAYS = "interrupted; what was finished is kept. Run the same command again to continue."
+SAYS = "interrupted; finished work is kept. Run the same command again to continue."
 
 
 @pytest.fixture(scope="module")

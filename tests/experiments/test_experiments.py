@@ -106,8 +106,8 @@ def test_an_experiment_that_is_named_is_listed_in_full(run: Run, tmp_path: Path)
     ("change", "said"),
     [
         (("sigmoid: sigmoid", "sigmoid: sigmod"), "cells.sigmoid: Value error, there is no variant 'sigmod'"),
-        (("cell: sigmoid", "cell: other"), "claim learns is about cell 'other', which is not there"),
-        (("sigmoid: sigmoid", "a/b: sigmoid"), "the name is that of a folder"),
+        (("cell: sigmoid", "cell: other"), "claim learns is about cell 'other', which does not exist"),
+        (("sigmoid: sigmoid", "a/b: sigmoid"), "the name must be a folder name"),
         (("title:", "titel:"), "titel"),
         (('"Three ways"', "[3"), "cannot be read"),
         (("weight_decay: 0.5", "weight_decay: much"), "cell decayed of mine is not a valid recipe: optim.weight_decay"),

@@ -307,12 +307,12 @@ OVER_DOMAINS = {"is": "alike_over_domains", "value": "sink_1", "cell": "natural"
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"claims": [{"id": "a", "text": "..", "check": BOUND}]}, "cell 'no', which is not there"),
+        ({"claims": [{"id": "a", "text": "..", "check": BOUND}]}, "cell 'no', which does not exist"),
         (
             {"claims": [{"id": "a", "text": "..", "check": OVER_DOMAINS}]},
             "compares domains: the experiment is measured",
         ),
-        ({"each": "domain", "cells": {"random": {"inputs": "random"}}}, "is not of text"),
+        ({"each": "domain", "cells": {"random": {"inputs": "random"}}}, "needs inputs: natural"),
         ({"cells": {"natural": {"inputs": "natural", "eps": 2}}}, "eps"),
         ({"columns": ["sinks"]}, "there is no number 'sinks'"),
         ({"scale": "tiny"}, "scale"),

@@ -47,7 +47,7 @@ def test_a_row_that_says_nothing_known_is_refused(row: dict[str, object], compla
     [
         ("{table: table_44}", "no published table 'table_44'; there are: table_1"),
         ("{table: table_4, rows: {softmax: hardmax}}", "has no row 'hardmax' for cell 'softmax'; it has: softmax"),
-        ("{table: table_4, rows: {hardmax: softmax}}", "'hardmax' is no cell"),
+        ("{table: table_4, rows: {hardmax: softmax}}", "'hardmax' is not a cell"),
     ],
 )
 def test_an_experiment_with_an_unknown_table_or_row_is_refused(published: str, complaint: str, tmp_path: Path) -> None:

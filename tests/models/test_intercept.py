@@ -99,7 +99,7 @@ def test_uses_may_end_in_any_order_and_leave_the_model_as_it_was(name: str) -> N
 def test_two_computes_are_refused() -> None:
     adapter = small()
     inner = intercept(adapter, compute=LayerCall.output)
-    with intercept(adapter, compute=LayerCall.output), pytest.raises(SinklabError, match="in another way"), inner:
+    with intercept(adapter, compute=LayerCall.output), pytest.raises(SinklabError, match="already replaced"), inner:
         pass
 
 

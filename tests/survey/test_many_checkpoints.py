@@ -115,7 +115,7 @@ def test_a_curve_over_tokens_is_drawn_over_tokens(training: Path, text: Path, tm
     shutil.copytree(training / "checkpoint-20", tmp_path / "babylm" / "checkpoint-20")
     status, _, err = run("measure", "babylm", "--by-checkpoint", "--text", text, *few)
     assert status == 2
-    assert "make no curve together" in " ".join(err.split())
+    assert "cannot share an axis" in " ".join(err.split())
 
 
 def test_a_curve_holds_what_measuring_each_checkpoint_by_itself_gives(

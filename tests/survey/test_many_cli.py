@@ -90,7 +90,7 @@ def test_a_dry_run_lists_sizes_and_makes_nothing(run: Run, models: Path, tmp_pat
         (["measure", "--family", "gpt2"], "natural inputs need a text"),
         (["measure", "--family", "gpt2", "--by-domain"], "leave out --family"),
         (["measure", "--family", "gpt2", "--dry-run", "--models-dir", "no"], "--models-dir no is not a directory"),
-        (["measure", "x", "--dry-run"], "--dry-run goes with --family"),
+        (["measure", "x", "--dry-run"], "--dry-run requires --family"),
         (["measure", "x", "--by-domain"], "needs --text FOLDER"),
         (["measure", "x", "--by-domain", "--text", "texts/alpha.jsonl"], "needs --text FOLDER"),
         (["measure", "x", "--by-domain", "--text", "texts", "--inputs", "random"], "leave out --inputs random"),

@@ -133,7 +133,7 @@ def test_the_command_stops_with_130_and_goes_on(run: Run, tmp_path: Path, monkey
         patched.setattr(JobProgress, "__call__", lambda self, event: interrupt(event))
         status, out, err = run("sft", model, "--data", chats, "--out", "tuned", *QUICK)
     assert (status, out) == (130, "")
-    assert "what was finished is kept" in err
+    assert "finished work is kept" in err
     status, out, err = run("sft", model, "--data", chats, "--out", "tuned", *QUICK)
     assert status == 0
     assert "continues after" in err

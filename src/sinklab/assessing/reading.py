@@ -167,7 +167,7 @@ def first_importance(layer: LayerCall) -> Tensor:
 
 
 def mean_effect(effects: Sequence[Effect]) -> Effect:
-    """Of several draws on the same targets."""
+    """The mean effect over several draws on the same targets."""
     return Effect(
         loss=fmean(one.loss for one in effects), kl=fmean(one.kl for one in effects), targets=effects[0].targets
     )

@@ -86,9 +86,7 @@ class AttentionConfig(Part):
                 "in its place: use operation.rest"
             )
         if operation.sequential and self.backend == "flex":
-            raise ValueError(
-                f"backend flex knows sums over a row only, not operation {name}: use auto, chunked or eager"
-            )
+            raise ValueError(f"backend flex supports row sums only, not operation {name}: use auto, chunked or eager")
         if bias.adds_logit and not operation.has_logits:
             raise ValueError(
                 f"bias {bias.kind} adds a logit to the row, and operation {name} is a kernel without logits: use "

@@ -36,7 +36,7 @@ class LayerCall:
     """operation(call, values), of one layer.
 
     Attributes:
-        operation, call: softmax for foreign models.
+        operation, call: softmax for models of transformers.
         value_BGSV: values.
         leading: learned tokens in front of the sequence.
         padding_B: how many positions of each row, before the leading tokens, are padding; None for none.
@@ -131,8 +131,8 @@ class LayerCall:
         """
         if not isinstance(self.operation, LogSimilarity):
             raise InputError(
-                f"the scores of {self.operation.kind!r} attention cannot be changed one by one: its outputs are no "
-                "weighted mean of the values with weights of one sign"
+                f"the scores of {self.operation.kind!r} attention cannot be edited individually: its outputs are not a "
+                "weighted mean of the values with weights of the same sign"
             )
         parts = list(self.rows())
         first = parts[0].weights_BHQS

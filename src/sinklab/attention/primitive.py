@@ -4,7 +4,7 @@ Every softmax-like operation is algebra on the normalised average `out` and the 
 
 Backends: `eager`, at the end of this file, is the specification; `sdpa` PyTorch's fused kernel, where the plain softmax
 applies; `chunked` walks blocks of queries on any device; `flex` is FlexAttention on CUDA. `auto` chooses per call by
-what the call needs, never by what it is called.
+the requirements of the call, never by the name of the operation.
 """
 
 import math

@@ -108,7 +108,7 @@ def score_block(z_BHTS: Tensor, block: Block, offset: int, score: Score | None) 
 def floored_exp_(exponents: Tensor) -> Tensor:
     """Exponentials, in place, of at least the smallest normal number: a CPU needs ten times as long below it.
 
-    So nothing is zero afterwards: what is to be, is to be masked again.
+    No result is exactly zero: masked entries have to be masked again.
     """
     return exponents.clamp_(min=math.log(torch.finfo(exponents.dtype).tiny) + 0.1).exp_()
 

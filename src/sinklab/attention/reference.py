@@ -1,7 +1,7 @@
 """Attention as the papers write it: explicit matrices, one line per symbol, for the `reference` of every operation.
 
-Nothing here is fast, nothing here is used in training, and nothing here is shared with what is: scores, softcap, mask
-and biases are computed anew. Shared, as definitions in closed form, are only whether query t may see key s
+This code is slow, is not used in training and shares no code with training: scores, softcap, mask and biases are
+computed independently. The only exceptions are two closed-form definitions: whether query t may see key s
 (`Mask.allowed`) and the effect of a positional embedding on one score (`Score`). Every other path is tested against it.
 
 S = T + 1 columns where a bias adds a key or a logit, which is column 0 and takes part in a row like any other key; it

@@ -1,4 +1,4 @@
-"""The command line. Results go to standard output, everything else to stderr; what is heavy is imported when called."""
+"""The command line. Results go to standard output, everything else to stderr; heavy modules are imported lazily."""
 
 import json
 from enum import StrEnum
@@ -231,7 +231,7 @@ def verify(
     from sinklab.experiments.sweep.verifying import verify_packed
 
     if not directory.is_dir():
-        raise InputError(f"{directory} is not a folder: expected one that report --pack has written")
+        raise InputError(f"{directory} is not a folder: expected a folder written by report --pack")
     checks = verify_packed(directory, retrain, seed, lambda text: stderr().print(text, **PLAIN))
     if as_json:
         print(json.dumps([asdict(check) for check in checks], indent=2))

@@ -22,11 +22,11 @@ from sinklab.signals import (
 
 PLAIN: Any = {"highlight": False, "markup": False, "soft_wrap": True}
 SHOWN = 80  # characters of a name that is too long
-_KEPT = "interrupted; what was finished is kept. Run the same command again to continue."
+_KEPT = "interrupted; finished work is kept. Run the same command again to continue."
 _NOT_KEPT = "interrupted; nothing was written. Run the same command again to begin anew."
 _OUT_OF_MEMORY = (
-    "this does not fit into the memory there is: use a smaller model, shorter sequences or fewer at a time "
-    "(train.micro_batch, --batch-size). What was saved before is untouched"
+    "out of memory: use a smaller model, shorter sequences or fewer at a time "
+    "(train.micro_batch, --batch-size). Files saved before are untouched"
 )
 
 

@@ -106,7 +106,7 @@ def measure(
     name = one_model(model, family, by_domain, models_dir, dry_run, next(iter(revisions), None), over_steps)
     if name is None and loading.subfolder is not None:
         raise InputError(
-            f"--subfolder {loading.subfolder} is of one MODEL: leave it out, or give the MODEL without --family"
+            f"--subfolder {loading.subfolder} is for one MODEL: leave it out, or give the MODEL without --family"
         )
     name = name and in_subfolder(name, loading.subfolder)
     resumes = (name is None and not dry_run) or ((by_domain or over_steps) and out is not None)

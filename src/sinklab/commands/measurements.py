@@ -114,14 +114,14 @@ def one_model(
             asked = "--by-domain measures one MODEL on many texts" if by_domain else "checkpoints are of one MODEL"
             raise InputError(f"{asked}: leave out --family")
         if revision is not None:
-            raise InputError(f"--revision {revision} is of one MODEL: leave it out, or give the MODEL without --family")
+            raise InputError(f"--revision {revision} is for one MODEL: leave it out, or give MODEL without --family")
         return None
     if by_domain and over_steps:
         raise InputError("--by-domain and --by-checkpoint exclude each other: give one of them")
     if model is None:
         raise InputError("name a MODEL, or families of models: --family gpt2 (see --help)")
     if models_dir is not None or dry_run:
-        raise InputError(f"{'--dry-run' if dry_run else '--models-dir'} goes with --family: leave it out for one MODEL")
+        raise InputError(f"{'--dry-run' if dry_run else '--models-dir'} requires --family: leave it out for one MODEL")
     return model
 
 

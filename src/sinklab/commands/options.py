@@ -55,12 +55,12 @@ class ReproduceSettings(CommandSettings, frozen=True):
     seeds: int | None = Field(
         default=None,
         ge=1,
-        description="Models per cell, the first so many of the experiment's seeds; all, mostly 5.",
+        description="Models per cell: the first N of the experiment's seeds; default: all, mostly 5.",
     )
     models: Annotated[Several[str], Flag(name="--model")] = Field(
         default=(),
-        description="What experiments on existing models measure, on --seeds draws of sequences: Hugging Face id, "
-        "directory, .gguf file or run directory; the chat model second.",
+        description="Model to measure, for experiments on existing models, on --seeds draws of sequences: Hugging Face "
+        "id, directory, .gguf file or run directory; repeatable, the chat model second.",
     )
     steps: int | None = Field(default=None, ge=1, description="Updates per model; the recipe's unless given.")
     text: Path | None = Field(

@@ -36,7 +36,8 @@ def lab(
     """Train three tiny models side by side and watch the sink appear, move and stay away.
 
     Softmax grows a sink on the first token; with K biases it moves to the bias; sigmoid without normalisation grows
-    none. One model of each kind gives numbers and no verdict; what five of each gave stands beside them.
+    none. One model of each kind gives numbers and no verdict; the results of
+    five models of each kind are shown beside them.
     Ends with a table and report.html. Interrupt it with Ctrl-C and call it again to continue.
     """
     from sinklab.experiments.shipped import load_experiment
@@ -103,9 +104,9 @@ def reproduce(
 
     Example: sinklab reproduce table_1 figure_2 --model MODEL --text FILE
 
-    Ends with our numbers beside the paper's, the verdict of each claim, summary.json and report.html. What has been
-    trained below the directory is not trained again, and several of these commands, on any machines that see it, share
-    the work. Interrupt it with Ctrl-C and call it again to continue.
+    Ends with our numbers beside the paper's, the verdict of each claim, summary.json and report.html. Runs that
+    are already trained below the directory are not trained again. Several of these commands, on any machines that share
+    the directory, share the work. Interrupt it with Ctrl-C and call it again to continue.
     """
     found = _experiments(names, settings)
     if found[0].requests:
@@ -120,7 +121,7 @@ def reproduce(
         return
     if settings.data is not None:
         raise InputError(
-            f"--data {settings.data} is of experiments on existing models, and {names[0]} trains its own: leave it out"
+            f"--data {settings.data} is for experiments on existing models, and {names[0]} trains its own: leave it out"
         )
     from sinklab.commands.reproducing import look_ahead
     from sinklab.commands.terminal.plans import hours_line, print_preview
@@ -159,11 +160,11 @@ def _experiments(names: Sequence[str], settings: ReproduceSettings) -> "list[Exp
         first.setdefault(name != ALL and bool(loaded[0].requests), name)
         for one in loaded:
             if found.setdefault(one.id, one) != one:
-                raise InputError(f"two different experiments are called {one.id}: ask for them one after the other")
+                raise InputError(f"two different experiments are called {one.id}: run them one after the other")
     if len(first) == 2:
         raise InputError(
-            f"{first[True]} measures a --model, and {first[False]} trains models of its own: ask for them one after "
-            "the other"
+            f"{first[True]} measures a --model, and {first[False]} trains models of its own: run them "
+            "one after the other"
         )
     if False in first and settings.models:
         raise InputError(f"--model {settings.models[0]}: {first[False]} trains models of its own; leave --model out")

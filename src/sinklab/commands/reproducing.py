@@ -211,8 +211,8 @@ def _assess_run(run: Unassessed, observe: Observer) -> None:
     path = run.directory / ASSESSMENT
     if path.is_file() and not load_assessment(path).on_held_out:
         raise InputError(
-            f"{path} is of another text than the run's own, and is kept: move it elsewhere and call this again to have "
-            "the run assessed as its experiment wants"
+            f"{path} is of another text than the run's own and is not replaced: move it away and run the same "
+            "command again to assess the run for its experiment"
         )
     options = AssessOptions(parts=tuple(run.parts), where_possible=True)
     assess(str(run.directory), None, options, out=run.directory, observe=observe)
@@ -261,7 +261,7 @@ def measure_experiments(
     passes = {one.id: passes_of(one, subjects_of(one, models, text)) for one in experiments}
     if data is not None and not any(downstream_tasks(one) for one in experiments):
         raise InputError(
-            f"--data {data} is the file of a downstream task, and {experiments[0].id} asks none: leave it out"
+            f"--data {data} is the file of a downstream task, and {experiments[0].id} uses none: leave it out"
         )
     top = settings.out or MODELS / "+".join(label.replace("/", "_") for label in labels(models))
     places = {name: top if settings.out and len(passes) == 1 else top / name for name in passes}

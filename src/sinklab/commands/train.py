@@ -58,7 +58,7 @@ def train_command(
     Raises:
         InputError: a recipe, text or directory that cannot be used, a model beyond the memory, or a tracker whose
             package is missing.
-        SinklabError: the run could not go on; what was saved is untouched.
+        SinklabError: training failed; saved checkpoints are untouched.
     """
     keep_freed_memory()
     with joined_world() as world:

@@ -114,7 +114,7 @@ class TokenFile:
             return self[where : where + 1][0]
         start, stop, step = where.indices(self._tokens)
         if step != 1:
-            raise IndexError(f"ids are read in their order: a step of {step} is not possible")
+            raise IndexError(f"token ids are read contiguously: a slice with step {step} is not supported")
         offset, size = start * self.dtype.itemsize, max(stop - start, 0) * self.dtype.itemsize
         content = b""
         while len(content) < size:

@@ -63,7 +63,7 @@ class FileTask:
         return ChoiceItem.model_validate(row)
 
     def local_file(self) -> Path | None:
-        """Its file in SINKLAB_DATA; None without one."""
+        """Path of the task's file in SINKLAB_DATA; None if there is none."""
         data = os.environ.get("SINKLAB_DATA")
         places = [Path(data).expanduser() / "eval" / name for name in self.files] if data else []
         return next((place for place in places if place.is_file()), None)

@@ -59,7 +59,7 @@ class _OneCell(Part):
 
 def _require_rate(name: str, what: str) -> None:
     if quantity(name).unit != "%":
-        raise ValueError(f"{what} is about a rate, and {name} is none")
+        raise ValueError(f"{what} is about a rate, and {name} is not one")
 
 
 class Within(_OneCell, _Bounds):

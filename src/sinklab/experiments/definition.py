@@ -110,7 +110,7 @@ def _is_default(part: Part, name: str) -> bool:
 
 def _is_a_folder(name: str) -> str:
     if not name or name.startswith(".") or "/" in name:
-        raise ValueError(f"cell {name!r}: the name is that of a folder, without / and no . in front")
+        raise ValueError(f"cell {name!r}: the name must be a folder name without / and without a leading dot")
     return name
 
 
@@ -257,21 +257,21 @@ class Experiment(Part):
     def _check_names_of_cells(self) -> None:
         known = {*self.requests, *(name for scale in self.base for name in self.cells_at(scale))}
         if self.baseline and self.baseline not in known:
-            raise ValueError(f"baseline {self.baseline!r} is no cell")
+            raise ValueError(f"baseline {self.baseline!r} is not a cell")
         for claim in self.claims:
             named = self.massive_cell(claim)
             asked = [] if claim.same_as else [*claim.cells, *([named] if named else [])]
             if missing := [cell for cell in asked if cell not in known]:
-                raise ValueError(f"claim {claim.id} is about cell {missing[0]!r}, which is not there")
+                raise ValueError(f"claim {claim.id} is about cell {missing[0]!r}, which does not exist")
             if wrong := [scale for scale in claim.scales or () if scale not in self.base]:
                 raise ValueError(f"claim {claim.id} is made at scale {wrong[0]!r}, which the experiment lacks")
         if wrong := [cell for cell in (self.published.rows if self.published else ()) if cell not in known]:
-            raise ValueError(f"published: {wrong[0]!r} is no cell")
+            raise ValueError(f"published: {wrong[0]!r} is not a cell")
         for scale, adaptations in self.adapted.items():
             if scale not in self.base:
                 raise ValueError(f"adapted to scale {scale!r}, which the experiment lacks")
             if wrong := [name for one in adaptations for name in one.without if name not in self.cells]:
-                raise ValueError(f"{wrong[0]!r}, which scale {scale} is to be without, is no cell")
+                raise ValueError(f"{wrong[0]!r}, to be removed at scale {scale}, is not a cell")
 
     def _check_measured(self) -> None:
         """A claim compares what the cells are measured for: cells, domains or models."""
@@ -286,9 +286,9 @@ class Experiment(Part):
                 )
         for name, cell in self.requests.items():
             if self.each == "domain" and cell.inputs != "natural":
-                raise ValueError(f"cell {name!r} is not of text, and the experiment is for each domain of a text")
+                raise ValueError(f"cell {name!r} needs inputs: natural, as the experiment is measured for each domain")
             if self.each == "model" and cell.model != "base":
-                raise ValueError(f"cell {name!r} is of one model, and the experiment is for each")
+                raise ValueError(f"cell {name!r} names a model, and the experiment is measured for each: leave it out")
 
     @property
     def requests(self) -> dict[str, MeasuredCell]:

@@ -115,9 +115,10 @@ class CellEstimate(ReadDocument):
     """A quantity over the seeds of a cell.
 
     Attributes:
-        seeds: the number of every seed that has one, in the order of the seeds; None for a step never reached.
-        median, smallest, largest: of these; None for a step never reached.
-        untrained, lowest: of a norm ratio the medians before training, and of the lowest evaluation since.
+        seeds: value per seed, in the order of the seeds; seeds without a value are left out, None is a step never
+            reached.
+        median, smallest, largest: over `seeds`; None for a step never reached.
+        untrained, lowest: norm ratios only: medians of the untrained value and of the lowest evaluation since.
     """
 
     seeds: list[float | None] = Field(default_factory=list)
@@ -406,8 +407,8 @@ def read_record(directory: Path) -> RunRecord | None:
         return None
     except (OSError, ValueError, ValidationError) as error:
         raise InputError(
-            f"{path} cannot be read ({_first_line(error)}): it is damaged or another version's. "
-            "Remove it, and the run is recorded again"
+            f"{path} cannot be read ({_first_line(error)}): it is damaged or of another version. "
+            "Remove it to record the run again"
         ) from error
 
 

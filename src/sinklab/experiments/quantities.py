@@ -16,7 +16,7 @@ valid_loss        nats per token, and train_loss likewise
 norm_ratio        |h_1| over the mean of the others, in the block where it is largest; none where it is infinite
 norm_untrained    the same of the untrained model (step 0); norm_lowest is the lowest of all evaluations since
 norm_growth       norm_ratio over norm_untrained
-norm_ratio_before_norm   of a post-norm model: norm_ratio of what enters its norms, where largest; none if infinite
+norm_ratio_before_norm   of a post-norm model: norm_ratio of the inputs of its norms, where largest; none if infinite
 norm_ratio_sink_token    of a sink token: its |h| over the mean of the tokens', where largest; none if infinite
 norm_growth_sink_token   that over the same of the untrained model
 kurtosis          of the hidden states, in the block where it is largest; measured once, at the end

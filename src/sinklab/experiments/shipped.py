@@ -143,7 +143,7 @@ class ListedExperiment:
 
 
 def list_experiments(names: Sequence[str] = ()) -> list[ListedExperiment]:
-    """Those of these ids or files; all that come with sinklab, most informative first, unless some are named.
+    """The experiments with these ids or files; by default all shipped ones, most informative first.
 
     Raises:
         InputError: there is no such experiment, or the file is no valid one.

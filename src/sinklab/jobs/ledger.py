@@ -140,7 +140,7 @@ def run_steps(
             text = step.run(StepProgress(step.name, observe))
         except UnsavedError:
             raise
-        except Exception as error:  # the code of a foreign model can raise anything
+        except Exception as error:  # code of a model repository can raise anything
             if on_failure is None:
                 raise
             failure = _sentence(error)  # the error itself would keep its model in memory

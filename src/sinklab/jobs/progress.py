@@ -1,4 +1,4 @@
-"""Progress of a job as events: a job calls one observer, and the terminal draws what it is given."""
+"""Progress of a job as events: a job calls one observer, and the terminal displays the events."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -61,11 +61,11 @@ def view_of(seen_by_BGT: Tensor, later_BGT: Tensor) -> View:
 
 
 def visible_layers(alphas: Sequence[Tensor], visible: Sequence[Tensor | None]) -> Tensor | None:
-    """The mean over the queries that may see each key (A, B, H, T); None where it is alpha in every layer.
+    """The mean over the queries that may see each key (A, B, H, T); None if it equals alpha in every layer.
 
     Args:
-        alphas: (B, H, T) by layer.
-        visible: the same over these queries; None where they are those that alpha counts.
+        alphas: alpha (B, H, T) by layer.
+        visible: this mean by layer; None in a layer where it equals alpha.
     """
     if all(one is None for one in visible):
         return None

@@ -179,7 +179,7 @@ class Measurement(WithArrays):
         return self.model_dump(mode="json", by_alias=True, exclude=absent)
 
     def save(self, folder: Path | str) -> None:
-        """Write `measurement.npz`, then `measurement.json`, each whole or not at all.
+        """Write `measurement.npz`, then `measurement.json`, each atomically.
 
         Raises:
             InputError: `folder` is a file, or has files of these names that sinklab did not write.

@@ -152,7 +152,7 @@ class ModelConfig(Part):
         if not isinstance(self.value_residual, NoValueResidual) and 1 not in self.attention_layers:
             raise ValueError(
                 "value_residual mixes the first layer's values into later ones, and the first layer of mixer "
-                "gated_delta has a state and no values to hand on: use one of the two"
+                "gated_delta has a state and no values to mix: use one of the two"
             )
         if self.attention.mask.kind == "document" and len(self.attention_layers) < self.layers:
             raise ValueError(

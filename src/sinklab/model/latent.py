@@ -28,7 +28,7 @@ from sinklab.schema import LARGEST, Part
 
 
 class FullProjection(Part):
-    """Queries, keys and values of every head are linear in what attention reads."""
+    """Queries, keys and values of every head are linear in the attention input."""
 
     kind: Literal["full"] = "full"
 

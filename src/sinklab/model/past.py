@@ -127,7 +127,7 @@ class Past:
         return tokens_BT
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes what row beam_idx[i] was."""
+        """Reorder the rows: row i takes the state of row beam_idx[i]."""
         self._select(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:

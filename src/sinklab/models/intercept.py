@@ -91,7 +91,7 @@ def intercept(
             handler.installed.enter_context(adapter.intercepted(handler))
             _handlers[adapter.module] = handler
         if compute is not None and any(other.compute is not None for other in handler.uses):
-            raise SinklabError("the attention of this model is computed in another way already: end that first")
+            raise SinklabError("the attention of this model is already replaced: leave the other `intercept` first")
         handler.uses.append(use)
         try:
             yield use

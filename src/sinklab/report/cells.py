@@ -249,7 +249,7 @@ def cells_table(data: ReportData, curves: bool = False) -> Table:
 
 
 def sparklines(curves: Sequence[Sequence[float]]) -> list[str]:
-    """Curves as bars on a shared scale from 0 to their maximum, to 1 at least."""
+    """Curves as bars on a shared scale from 0 to their maximum, or to 1 if that is larger."""
     highest = max((value for values in curves for value in values), default=0.0)
     return [sparkline(values, max(highest, 1.0)) for values in curves]
 

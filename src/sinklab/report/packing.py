@@ -94,7 +94,7 @@ def _check_paths(sweep: Sweep) -> None:
         for key, value in leaves(document).items():
             if isinstance(value, str) and Path(value).is_absolute():
                 raise InputError(
-                    f"{path}: {key} is {value}, a path of this machine, which nobody else could use: "
+                    f"{path}: {key} is {value}, a path of this machine, which does not exist elsewhere: "
                     "train with a path relative to the working directory"
                 )
 

@@ -165,7 +165,7 @@ def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
         if one.unit != other.unit:
             steps, tokens = (one, other) if one.unit == "step" else (other, one)
             raise InputError(
-                f"{steps.name} contains a step and {tokens.name} a number of tokens, which make no curve together: "
+                f"{steps.name} contains a step and {tokens.name} a number of tokens, which cannot share an axis: "
                 "give checkpoints of one kind"
             )
         if one.step == other.step:

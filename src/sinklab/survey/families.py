@@ -126,7 +126,7 @@ def check_models_dir(models_dir: Path | None) -> None:
         InputError: it is not one.
     """
     if models_dir is not None and not models_dir.is_dir():
-        raise InputError(f"--models-dir {models_dir} is not a directory: give the one that holds the models")
+        raise InputError(f"--models-dir {models_dir} is not a directory: give the directory that contains the models")
 
 
 def directory_of(model: OpenModel, models_dir: Path | None) -> Path | None:

@@ -124,7 +124,7 @@ class TrainConfig(Part):
 
 
 class MetricConfig(Part):
-    """What is measured at every evaluation (2410.10781, section 3.2)."""
+    """The sink metric of every evaluation (2410.10781, section 3.2)."""
 
     eps: float = Field(default=0.3, gt=0, lt=1, description="a position is a sink where its importance exceeds this")
     sequences: int = Field(default=100, ge=1)

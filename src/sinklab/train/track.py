@@ -37,7 +37,7 @@ class Tracker(Protocol):
         ...
 
     def charts(self, files: Sequence[Path]) -> None:
-        """The charts of the finished run, PNG files named by what they show."""
+        """The charts of the finished run, PNG files named by their subject."""
         ...
 
     def close(self) -> None:

@@ -145,7 +145,7 @@ class Budgets(AssessPart):
         )
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """Of a quarter of the heads."""
+        """The added losses with all keys for a quarter of the heads."""
         quarter = {one.policy: one for one in self.policies if one.full == SHOWN_FULL}
         if quarter:
             yield "budget_by_head_added", self.added(quarter[BY_COST])

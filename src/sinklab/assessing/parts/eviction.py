@@ -82,7 +82,7 @@ class Eviction(AssessPart):
             yield ResultRow(f"{one.policy}, {one.budget} keys", one)
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """Of the smallest budget."""
+        """The added loss at the smallest budget."""
         recent = [one for one in self.policies if one.policy == "recent"]
         if recent:
             yield "recent_keys_added", self.added(min(recent, key=lambda one: one.budget))

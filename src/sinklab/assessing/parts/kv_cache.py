@@ -161,7 +161,7 @@ class KVCache(AssessPart):
         )
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """Of all positions rounded."""
+        """The added losses with all positions rounded, and the part due to the sink."""
         for one in self.settings:
             yield f"cache_{one.bits}_bits_added", self.added(one.everything)
         fewest = min(self.settings, key=lambda one: one.bits)

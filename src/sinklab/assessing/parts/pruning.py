@@ -118,7 +118,7 @@ class Pruning(AssessPart):
             yield ResultRow(f"{one.order}, {counted(one.heads, 'head')} removed", one, _spread(one))
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """Of the tenth."""
+        """The added losses with a tenth of the heads removed."""
         tenth = {one.order: one for one in self.orders if one.share == SHOWN_SHARE}
         if tenth:
             yield "sink_heads_pruned_added", self.added(tenth[SINK_FIRST])

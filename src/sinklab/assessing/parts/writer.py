@@ -52,7 +52,7 @@ Sublayer = Literal["attention", "feed-forward"]
 
 
 class BlockWrites(ReadDocument):
-    """What a block, from 1, adds to the channel at the first position, mean over sequences."""
+    """The addition of one block (counted from 1) to the channel at the first position, mean over sequences."""
 
     layer: int
     attention: float
@@ -60,7 +60,7 @@ class BlockWrites(ReadDocument):
 
 
 class NeuronWrites(ReadDocument):
-    """What a neuron of the feed-forward part adds.
+    """The addition of one neuron of the feed-forward part.
 
     Attributes:
         name: of its down map within the part.
@@ -80,7 +80,7 @@ class NeuronWrites(ReadDocument):
 
 
 class ExpertWrites(ReadDocument):
-    """What an expert, from 0, of a down map adds."""
+    """The addition of one expert (counted from 0) of a down map."""
 
     name: str
     expert: int
@@ -107,7 +107,7 @@ class ZeroedWriter(Effect):
 
 
 class Writer(AssessPart):
-    """Who writes the massive activation.
+    """The parts that write the massive activation.
 
     Attributes:
         channel: c, from 0.
@@ -155,7 +155,7 @@ class Writer(AssessPart):
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
         config: Any = adapter.module.config
         if adapter.post_norms or getattr(config, "do_layer_norm_before", True) is False:
-            return "its norms stand behind the sublayers and scale the whole stream, which is then no sum of additions"
+            return "its norms follow the sublayers and scale the whole stream, which is then not a sum of additions"
         for layer, block in enumerate(adapter.blocks, 1):
             part = feed_forward(block)
             if part is None:
@@ -183,7 +183,7 @@ class Writer(AssessPart):
         )
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """Of the single weight."""
+        """The added loss without the single weight."""
         for one in self.zeroed:
             if one.what == WEIGHT:
                 yield "single_weight_added", self.added(one)

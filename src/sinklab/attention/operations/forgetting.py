@@ -38,7 +38,7 @@ class ForgetGate(nn.Linear):
 class Forgetting(LogSimilarity):
     """A = softmax(z_ts + sum over s < l <= t of log f_l), f_l = sigmoid(w_h.x_l + b_h) for every head (2503.02130).
 
-    x is what attention reads, the layer's input after its norm; the gates are those of query heads and a module of the
+    x is the attention input, the layer's input after its norm; the gates are those of query heads and a module of the
     model (`ForgetGate`), the core receives their running sums. The sum is added behind softcap and position, to
     the keys of the sequence: a bias key or sink logit does not fade, and a key later than its query (prefix mask)
     neither. w starts as any linear map, b at `start`: 0 in the authors' code, f = 1/2

@@ -184,7 +184,7 @@ class MlpKernel(Kernel):
 
 
 def linear_sums(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor, rows: RunningSum) -> Tensor:
-    """sum over the visible keys s of (q_t.k_s) v_s: (B, H, T, V). `rows` says which those are; T = S."""
+    """sum over the visible keys s of (q_t.k_s) v_s: (B, H, T, V). `rows` defines the visible keys; T = S."""
     if not rows.shared:
         return causal_sums(q_BHTD, k_BGTD, v_BGTV)
     leading, end = rows.leading, min(rows.shared, k_BGTD.shape[2])
@@ -203,7 +203,7 @@ def last_sums(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, mask: Mask) -> Ten
 
 
 def causal_sums(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor) -> Tensor:
-    """sum over s <= t of (q_t.k_s) v_s: (B, H, T, V). T may be 0: what leads a prefix, without a sink token."""
+    """sum over s <= t of (q_t.k_s) v_s: (B, H, T, V). T may be 0 (no learned tokens before a prefix)."""
     (B, H, T, D), G, V = q_BHTD.shape, k_BGTD.shape[1], v_BGTV.shape[3]
     R, C = H // G, min(CHUNK, max(T, 1))
     missing = -T % C

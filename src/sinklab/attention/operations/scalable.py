@@ -40,7 +40,7 @@ class ScalableSoftmax(LogSimilarity):
     whatever s is. z has its softcap and its position already. `offset` is the paper's variant with a second learned
     number, softmax((s_h log n_t + b_h) z_ts), of which it finds that it generalises to long contexts less well. The
     default start is 1 over the mean of log n for n = 1 .. 1024, so that scores start about as large as softmax has
-    them; the paper's text was available as abstract and formulas only, and what b starts as there is not known to us.
+    them; the paper's text was available as abstract and formulas only, and its initial b is not known to us.
     """
 
     kind: Literal["scalable_softmax"] = "scalable_softmax"

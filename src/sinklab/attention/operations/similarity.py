@@ -30,7 +30,7 @@ class Softmax(LogSimilarity):
     """A_ts = alpha * exp(z_ts) / (sum_s exp(z_ts) ** p) ** (1 / p) (table 14 left, figure 29)."""
 
     kind: Literal["softmax"] = "softmax"
-    alpha: float = Field(default=1.0, gt=0, description="what the scores of a row sum to")
+    alpha: float = Field(default=1.0, gt=0, description="sum of the scores of a row")
     p: float = Field(default=1.0, gt=0, description=NORM)
     examples: ClassVar = {
         "softmax_sums_to_2": Example({"alpha": 2.0}),
@@ -139,7 +139,7 @@ def _plus_of_head(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, shift_H
 class Sigmoid(Similarity):
     """sim(z) = sigmoid(z + b), b = 0 unless `shift` is set (2409.04431).
 
-    `context` is what its authors train with, a constant -log n for the whole of training, n the length of a training
+    `context` is the setting of its authors, a constant -log n for the whole of training, n the length of a training
     sequence: `subtract_seq_len_bias` of their trainer (github.com/apple/axlearn, gala_sigmoid.py; the constant
     `attn_bias` or `sigmoid_bias`, after ALiBi, in github.com/apple/ml-sigmoid-attention). `learned` adds a
     number per head to it, from 0 on; `row` is ours, with n the number of keys that each query sees, a bias key

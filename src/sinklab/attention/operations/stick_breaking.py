@@ -55,7 +55,7 @@ class StickBreaking(OperationPart):
     kind: Literal["stick_breaking"] = "stick_breaking"
     rest: Literal["dropped", "own", "learned"] = Field(
         default="dropped",
-        description="what the rest carries: nothing, the query's own value, a learned vector per head",
+        description="value of the rest: zero, the query's own value, or a learned vector per head",
     )
     sequential: ClassVar[bool] = True
     examples: ClassVar = {
@@ -232,12 +232,12 @@ def break_sticks(
     Args:
         q_BHTD: queries, the last T of S positions.
         k_BGSD, v_BGSV: keys and values; H a multiple of G.
-        score: what is done to a scaled score; None is the identity.
+        score: applied to a scaled score; None is the identity.
         mask: which keys take part.
         eager: on the explicit matrix, differentiated by autograd.
 
     Returns:
-        The output in the dtype of the values; what no key took, float32 (float64 for float64).
+        The output in the dtype of the values; the rest in float32 (float64 for float64).
     """
     bl.check_shapes(q_BHTD, k_BGSD)
     if eager:

@@ -47,7 +47,7 @@ def print_experiments(found: Sequence[ListedExperiment], console: Console) -> No
 
 
 def print_experiment(one: ListedExperiment, console: Console) -> None:
-    """One experiment in full: what it asks and claims, its cells, and the time that each scale takes here."""
+    """One experiment in full: its question and claims, its cells, and the time that each scale takes here."""
     console.print(Text(printable(f"{one.id}: {one.title}"), style="bold"))
     for text in filter(None, (one.question, one.source and f"After {one.source}")):
         console.print(Text(printable(text)))
@@ -84,7 +84,7 @@ def _print_estimates(found: Sequence[ListedExperiment], jobs: int, console: Cons
 
 
 def print_coverage(parts: Mapping[str, Covered], console: Console) -> None:
-    """A line per table, figure, takeaway and proposition of the paper: what it says, its claims, what is left out."""
+    """A line per table, figure, takeaway and proposition of the paper: its statement, claims, and parts not encoded."""
     rows = [(name, part.says, "\n".join(part.claims), part.without or "") for name, part in parts.items()]
     print_table(Table("", names("of the paper", "says", "claims", "not encoded"), rows), console)
 
@@ -101,7 +101,7 @@ def hours_line(ahead: Preview) -> str:
 
 
 def print_preview(ahead: Preview, console: Console) -> None:
-    """A line per cell, what it changes and what of it is done; and the time it all takes."""
+    """A line per cell with its changes and finished runs, and the total time."""
     rows = [
         (
             cell.name,
@@ -118,7 +118,7 @@ def print_preview(ahead: Preview, console: Console) -> None:
 
 
 def print_passes(planned: Mapping[str, "Sequence[Pass]"], draws: int, console: Console) -> None:
-    """A line for each pass over sequences: what it reads, and which cells it is for."""
+    """A line for each pass over sequences: its model and inputs, and the cells that use it."""
     rows = [
         (
             experiment,

@@ -118,9 +118,9 @@ def plan_sweep(questions: Sequence[Question], overlay: Mapping[str, Any]) -> Swe
             known = cells.get(name, cell)
             if known.recipe != cell.recipe:
                 raise InputError(
-                    f"cell {name} of {question.experiment.id} is not what {first[name]} means by it "
+                    f"cell {name} has different recipes in {question.experiment.id} and {first[name]} "
                     f"({_first_difference(known.recipe, cell.recipe)}): run them in different directories (--out), or "
-                    "give the cell another name"
+                    "rename the cell"
                 )
             first.setdefault(name, question.experiment.id)
             seeds, may_diverge = sorted({*cell.seeds, *known.seeds}), cell.may_diverge or known.may_diverge

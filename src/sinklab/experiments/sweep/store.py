@@ -116,8 +116,8 @@ def read_manifests(out: Path) -> dict[str, SweepManifest]:
         except (OSError, ValueError, ValidationError) as error:
             first = str(error).splitlines()[0]
             raise InputError(
-                f"{path} cannot be read ({first}): it is damaged or another version's. Remove it and ask for that "
-                "experiment again, or choose another --out"
+                f"{path} cannot be read ({first}): it is damaged or of another version. Remove it and run "
+                "that experiment again, or choose another --out"
             ) from error
         found[manifest.experiment.id] = manifest
     return found
@@ -138,8 +138,8 @@ def merged_manifests(before: Mapping[str, SweepManifest], now: Mapping[str, Swee
             mine = known.get((name, seed), (run_hash, ""))
             if mine[0] != run_hash:
                 raise InputError(
-                    f"cell {name} of {mine[1]} is not what {one.experiment.id}, which was run here before, meant by "
-                    f"it: choose another --out, or remove {MANIFESTS}/{one.experiment.id}.json there"
+                    f"cell {name} of {mine[1]} has another recipe than in {one.experiment.id}, which was run here "
+                    f"before: choose another --out, or remove {MANIFESTS}/{one.experiment.id}.json there"
                 )
     merged |= {name: _with_earlier_seeds(one, kept.get(name)) for name, one in now.items()}
     return dict(sorted(merged.items(), key=lambda item: item[1].experiment.rank))

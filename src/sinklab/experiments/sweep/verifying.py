@@ -164,8 +164,8 @@ def _train_again(directory: Path, again: Path, watch: Callable[[Event], None]) -
     assert isinstance(record, RunRecord)
     if recipe.content_hash(dataset.fingerprint) != record.hash:
         raise InputError(
-            f"it was trained on another text than {recipe.data.source} is here (Python {before.get('python')} there): "
-            "it cannot be trained again on this machine"
+            f"its text, {recipe.data.source}, differs on this machine (trained with Python {before.get('python')}): "
+            "it cannot be trained again here"
         )
     threads = torch.get_num_threads()
     torch.set_num_threads(before.get("threads") or threads)

@@ -226,7 +226,7 @@ def _record_from_files(directory: Path, run_hash: str, recipe: Recipe) -> None:
 
     measured, history = Measurement.load(directory), read_history(directory / "metrics.jsonl")
     if measured.planned_steps is None:
-        raise SinklabError(f"{directory / 'measurement.json'} does not say of which step it is")
+        raise SinklabError(f"{directory / 'measurement.json'} has no planned_steps")
     RunRecord(
         hash=run_hash,
         name=recipe.name,

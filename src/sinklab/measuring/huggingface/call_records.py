@@ -1,8 +1,8 @@
 """Records of a model whose attention calls are intercepted: models of transformers, and exported ones of ours.
 
-A foreign call is computed here where that is cheapest, output and column sums from the same scores (one_pass.py). Where
-gradients are wanted, on CUDA, and where the output is computed elsewhere, the sums are taken beside it. Sums of a layer
-are kept over several passes, while a sequence is decoded from a cache.
+A call of a transformers model is computed here where that is cheapest: output and column sums from the same scores
+(one_pass.py). With gradients, on CUDA, and where the output is computed elsewhere, the sums are computed separately.
+Sums of a layer are kept over several passes, while a sequence is decoded from a cache.
 
 Calls are counted: a model that ignores the interface is not measured as zero but read by matrix_records.py, from the
 matrices that it returns itself.
@@ -73,8 +73,8 @@ class LayerTotals:
         seen, keys = before + queries, key_BGSD.shape[2]
         if keys > seen:
             raise SinklabError(
-                f"{keys} keys met {seen} tokens that the probe has seen: put the probe around the whole sequence, the "
-                "first call included, with a dynamic cache (the default) or use_cache=False"
+                f"the attention has {keys} keys and the probe has seen {seen} tokens: put the probe around the whole "
+                "sequence, the first call included, with a dynamic cache (the default) or use_cache=False"
             )
         self._check_keys(key_BGSD[:, 0, :, :FINGERPRINT], keys - queries)
         self._sums_BHT = _grown(self._sums_BHT, sums.keys_BHS, seen)
@@ -96,8 +96,8 @@ class LayerTotals:
             same = not bool((moved_BS > FINGERPRINT_TOLERANCE * size_BS).any())
         if not same:
             raise SinklabError(
-                "the cache holds other sequences, or in another order, than in the pass before, as in beam search: the "
-                f"sums are of those that were there. {READ_AFTERWARDS}"
+                "the cache holds other sequences, or in another order, than in the previous pass, as in beam search: "
+                f"the recorded sums are of the previous ones. {READ_AFTERWARDS}"
             )
         self._keys_BTN = new_BTN if before_BTN is None else torch.cat((before_BTN, new_BTN), dim=1)
 
@@ -170,7 +170,7 @@ class CallRecords(Recorder):
         if not self._running:
             if self._native:
                 return None  # the transformer inside of the model was called, not the model
-            raise SinklabError("a probed model was not called itself, only a part of it: call model(...)")
+            raise SinklabError("only a submodule of the probed model was called: call model(...)")
         fused = layer.library is not None and (layer.fusible or bool(self._lengths))
         with torch.no_grad():
             out = self._record(layer.exact() if self._native else layer, fused)

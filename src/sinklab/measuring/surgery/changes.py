@@ -109,7 +109,7 @@ def zeroed(
         if not 1 <= number <= len(blocks):
             raise InputError(f"layer {number} does not exist: give one of 1 to {len(blocks)}")
     if last_layer < layer:
-        raise InputError(f"layers {layer} to {last_layer} are none: give a last layer from {layer} on")
+        raise InputError(f"layers {layer} to {last_layer} are an empty range: give a last layer from {layer} on")
     first = 1 - model.leading if isinstance(model, Transformer) else 1
     if position < first:
         raise InputError(f"position {position} does not exist: they are counted from {first}")
@@ -266,7 +266,7 @@ class _HiddenKeys:
         if self._hybrid and not getattr(module, "is_causal", False):
             return None  # a recurrent layer
         if mask is not None and not isinstance(mask, Tensor):
-            raise SinklabError(f"{type(module).__name__} reads a {type(mask).__name__}, in which no key can be hidden")
+            raise SinklabError(f"{type(module).__name__} takes a {type(mask).__name__} as mask: no key can be hidden")
         self._reached += 1
         mask = self._without_first(mask, states_BTC)
         place = names.index("attention_mask")

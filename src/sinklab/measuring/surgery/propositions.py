@@ -104,7 +104,7 @@ def attention_matrices(model: "PreTrainedModel | Transformer", tokens_BT: Tensor
 
 
 def is_coarse(dtype: torch.dtype) -> bool:
-    """Whether a dtype is a floating one that rounds more than float32."""
+    """Whether a dtype is floating-point with less precision than float32."""
     return dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(torch.float32).eps
 
 

@@ -37,7 +37,7 @@ def attention_layers(config: "PretrainedConfig") -> int:
     """
     count = len(layer_kinds(config).attention)
     if not count:
-        raise SinklabError(f"no layer of a {config.model_type!r} model has softmax attention: there is no sink to see")
+        raise SinklabError(f"no layer of a {config.model_type!r} model has softmax attention: it has no attention sink")
     return count
 
 

@@ -1,8 +1,8 @@
-"""A run directory: self-contained, named by what it computes, continued rather than repeated.
+"""A run directory: self-contained, named by the hash of recipe and data, resumed rather than trained again.
 
 env.json           the run's hash, its data, versions, device
 recipe.yaml        the resolved recipe, defaults included
-tokenizer.json     what turned its text into tokens
+tokenizer.json     the tokenizer of its text
 metrics.jsonl      one object per evaluation
 checkpoints/       step_N folders
 failed.json        step and message, where the last call ended with an error
@@ -71,7 +71,7 @@ class Run:
 
     @property
     def hashes(self) -> tuple[str, ...]:
-        """Of the runs whose checkpoints it can continue."""
+        """Hashes of the runs whose checkpoints it can continue."""
         return (self.hash, *self.earlier)
 
     @property

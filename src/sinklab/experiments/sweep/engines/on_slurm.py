@@ -172,7 +172,7 @@ class SlurmEngine:
         try:
             jobs = self._executor.submit_array(bodies)
         except (FailedJobError, FailedSubmissionError) as error:
-            raise SinklabError(f"the cluster does not take the jobs: {_last_line(str(error))}") from error
+            raise SinklabError(f"the cluster rejected the jobs: {_last_line(str(error))}") from error
         for run, job in zip(runs, jobs, strict=True):
             write_text(self._noted(run), job.job_id)
             self._follow(run, job)
@@ -234,7 +234,7 @@ class SlurmEngine:
     def _lost(self, one: _Submitted) -> Event:
         ended = f"ended as {one.state}" if one.state else "is no longer known to Slurm"
         message = (
-            f"job {one.job.job_id} {ended} without a result; what it printed is in {one.job.paths.stderr}; "
+            f"job {one.job.job_id} {ended} without a result; its output is in {one.job.paths.stderr}; "
             "run the same command again to continue"
         )
         return Event(one.run.name, "failed", message=message)
@@ -308,9 +308,7 @@ def _require_cluster() -> None:
         raise InputError(f"--engine slurm: submitit is not installed: {install_command('cluster')}") from error
     for command in ("sbatch", "srun", "squeue", "scancel"):
         if shutil.which(command) is None:
-            raise InputError(
-                f"--engine slurm: {command} is not on the PATH; call sinklab where the cluster takes jobs from"
-            )
+            raise InputError(f"--engine slurm: {command} is not on the PATH; run sinklab where jobs can be submitted")
     try:
         _output_of("squeue", "--me", "--noheader")
     except SinklabError as error:
@@ -335,7 +333,7 @@ def _output_of(*command: str) -> str:
     except subprocess.CalledProcessError as error:
         raise SinklabError(f"{command[0]} says: {_last_line(error.stderr)}") from error
     except subprocess.TimeoutExpired as error:
-        raise SinklabError(f"{command[0]} has said nothing for {ANSWERS_WITHIN_S} seconds") from error
+        raise SinklabError(f"{command[0]} did not respond within {ANSWERS_WITHIN_S} seconds") from error
 
 
 def _last_line(text: str) -> str:

@@ -21,7 +21,7 @@ STOP_POLL_S = 1.0
 class StopFile:
     """A file that asks a run to save and end. Calling the object returns whether it was asked; once True it stays so.
 
-    The file is looked up once a second, which a file system that a thousand runs share can bear.
+    The file is polled once a second, so that a thousand runs do not overload a shared file system.
 
     Args:
         folder: that all machines see.
