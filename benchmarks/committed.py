@@ -8,12 +8,23 @@ Writes `src/sinklab/experiments/committed.json`, which comes with sinklab; other
 import argparse
 from pathlib import Path
 
-from sinklab.experiments.documents import SUMMARY, Summary
+from sinklab.experiments.documents import JUDGED, SUMMARY, Summary
 from sinklab.experiments.verdicts import five_seeds
-from sinklab.experiments.verdicts.five_seeds import committed_verdicts, shipped_verdicts
+from sinklab.experiments.verdicts.five_seeds import CommittedVerdict, shipped_verdicts
 from sinklab.files import parse_json, write_json
 
 PATH = Path(five_seeds.__file__).parents[1] / five_seeds.COMMITTED
+
+
+def committed_verdicts(summary: Summary) -> dict[str, CommittedVerdict]:
+    """The verdicts of a summary by EXPERIMENT.CLAIM; those on existing models are left out."""
+    return {
+        f"{claim.experiment}.{claim.id}": CommittedVerdict(
+            verdict=claim.verdict, seeds=claim.seeds, evidence=claim.evidence
+        )
+        for claim in summary.claims
+        if claim.verdict in JUDGED and not claim.same_as and claim.replicate == "seed"
+    }
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """`sinklab assess`: what it prints and keeps, how it goes on, and what it refuses."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,11 @@ def test_notes_say_which_layers_have_attention_and_that_the_others_hide_nothing(
     counted, carried = json.loads(out)["notes"][-2:]
     assert counted.startswith("1 of 2 layers has attention (2), here layer 1")
     assert "layer 1 still reads them" in carried
+
+
+def test_the_help_of_parts_names_every_part() -> None:
+    described = AssessOptions.model_fields["parts"].description or ""
+    assert [name for name in PARTS if not re.search(rf"\b{name}\b", described)] == []
 
 
 def test_the_same_call_goes_on_with_the_parts_that_are_missing(

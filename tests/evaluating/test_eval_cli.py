@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from conftest import Run, on_one_line
-from hellaswag_files import hellaswag_file, sheep_items
+from hellaswag_files import hellaswag_file, read_records, sheep_items
 from trained_run import trained_run
 
 from sinklab.evaluating.evaluate_model import evaluate_model
-from sinklab.evaluating.evaluation import DownstreamScores, TaskRequest, load_scores, read_records
+from sinklab.evaluating.evaluation import DownstreamScores, TaskRequest, load_scores
 from sinklab.extras import install_command
 from sinklab.jobs.progress import JobEvent
 from sinklab.train.directory.lock import HeldError, lock_run, one_writer
@@ -60,7 +60,7 @@ def test_scores_of_a_run_are_kept_in_its_directory(made: Made, run: Run) -> None
     assert (task["items"], task["available"], task["limit"]) == (8, 30, 8)
     assert set(task["metrics"]) == {"acc", "acc_norm"}
     assert all({"value", "stderr"} == set(metric) for metric in task["metrics"].values())
-    assert len(list(read_records(directory / task["records"]))) == 8
+    assert len(read_records(directory / task["records"])) == 8
     assert not list(directory.glob("answers_*"))
     assert run("runs", directory)[0] == 0  # and it is a run as before
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hellaswag_files import hellaswag_file, sheep_items
+from hellaswag_files import hellaswag_file, read_records, sheep_items
 from loglikelihood_reference import hellaswag_answers, reference_model
 from tiny_gguf import needed
 
 from sinklab.errors import InputError
-from sinklab.evaluating.evaluation import load_scores, read_records
+from sinklab.evaluating.evaluation import load_scores
 from sinklab.evaluating.tasks import FILE_TASKS
 
 RESULTS = Path(__file__).parents[2] / "results" / "models"
@@ -81,7 +81,7 @@ def items_of(data_dir: Path) -> list[dict[str, Any]]:
 
 def agree_with_the_definition(name: str, every: int, model: Any, tokenizer: Any, items: list[dict[str, Any]]) -> None:
     """Of the committed records of a model, every so many."""
-    records = list(read_records(RESULTS / name / "hellaswag" / "items_hellaswag.jsonl.gz"))
+    records = read_records(RESULTS / name / "hellaswag" / "items_hellaswag.jsonl.gz")
     for record in records[::every]:
         expected = hellaswag_answers(model, tokenizer, items[record.item])
         for found, (log_p, greedy) in zip(record.responses, expected, strict=True):
@@ -94,7 +94,7 @@ def agree_with_the_definition(name: str, every: int, model: Any, tokenizer: Any,
 def test_committed_scores_are_those_of_their_items(name: str, count: int) -> None:
     folder = RESULTS / name / "hellaswag"
     scores = load_scores(folder / "evaluation.json").tasks["hellaswag"]
-    records = list(read_records(folder / "items_hellaswag.jsonl.gz"))
+    records = read_records(folder / "items_hellaswag.jsonl.gz")
     assert scores.items == len(records) == count
     for metric, score in scores.metrics.items():
         share = sum(float(str(record.metrics[metric])) for record in records) / count

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from hellaswag_files import hellaswag_file, sheep_items
+from hellaswag_files import hellaswag_file, read_records, sheep_items
 from loglikelihood_reference import hellaswag_answers, reference_model
 from trained_run import trained_run
 
 from sinklab.data.tokenizers import load_tokenizer
 from sinklab.evaluating.evaluate_model import evaluate_model
-from sinklab.evaluating.evaluation import ItemRecord, TaskRequest, TaskScores, read_records
+from sinklab.evaluating.evaluation import ItemRecord, TaskRequest, TaskScores
 from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
 from sinklab.train.directory.run import load_run
@@ -26,7 +26,7 @@ LONG = {"context": 64}
 def scored(model: Path, request: TaskRequest, out: Path) -> tuple[TaskScores, list[ItemRecord]]:
     scores = evaluate_model(str(model), request, out=out).tasks["hellaswag"]
     assert scores.records is not None
-    return scores, list(read_records(out / scores.records))
+    return scores, read_records(out / scores.records)
 
 
 def close(found: Any, expected: tuple[float, bool]) -> bool:

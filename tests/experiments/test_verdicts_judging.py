@@ -11,7 +11,7 @@ from sinklab.experiments.documents import JudgedClaim, Summary
 from sinklab.experiments.quantities import Reading
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.summary import at_scale, summarise
-from sinklab.experiments.verdicts.five_seeds import Committed, Pilots, committed_verdicts, detectable, verdict_of_five
+from sinklab.experiments.verdicts.five_seeds import Committed, Pilots, detectable, verdict_of_five
 from sinklab.experiments.verdicts.judging import judge
 
 SINKS = {"softmax": [36.0, 30.0, 41.5, 27.0, 22.0], "k_biases": [0.0] * 5}
@@ -241,6 +241,8 @@ def test_what_five_seeds_find_comes_from_pilots_of_the_scale(check: dict[str, An
 
 
 def test_what_five_seeds_gave_is_kept_for_those_who_train_fewer() -> None:
+    from benchmarks.committed import committed_verdicts
+
     experiment = experiment_of(LESS, cells=list(SINKS), id="table")
     kept = committed_verdicts(summarise([at_scale(experiment, "tiny")], first(5)))
     committed = Committed(scales={"tiny": kept})

@@ -22,7 +22,6 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options, Study
 from sinklab.measuring.surgery import zeroed
-from sinklab.measuring.surgery.ablations import emerging_activation
 from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
 
@@ -103,16 +102,15 @@ def test_the_massive_activation_is_zeroed_where_it_first_stands_out() -> None:
     with torch.no_grad():
         for block in model.model.layers:
             block.mlp.down_proj.weight[7] *= 30  # a channel that both blocks write to
-    found = emerging_activation(model, tokens[0])
     with torch.no_grad():
         size = model(tokens[:1], output_hidden_states=True).hidden_states[1][0].abs()
-    assert (found.layer, found.dimension) == (1, 7)
-    assert divmod(int(size.argmax()), 32) == (found.position - 1, 7)
+    before, dimension = divmod(int(size.argmax()), 32)
+    assert dimension == 7
     [ablation] = sinklab.measure(model, tokens, ablate=["zero_massive"]).ablations or []
-    with zeroed(model, found.layer, found.position, found.dimension, last_layer=2):
+    with zeroed(model, 1, before + 1, 7, last_layer=2):
         assert ablation.loss_after == sinklab.measure(model, tokens).loss
     [alone] = sinklab.measure(model, tokens, ablate=["zero_massive:1"]).ablations or []
-    with zeroed(model, 1, found.position, found.dimension):
+    with zeroed(model, 1, before + 1, 7):
         assert alone.loss_after == sinklab.measure(model, tokens).loss != ablation.loss_after
     assert ablation.loss_before == sinklab.measure(model, tokens).loss != ablation.loss_after
 

@@ -34,9 +34,9 @@ def test_measure_takes_a_model_and_tokens(model: Any) -> None:
 
 
 def test_measure_still_holds_its_modules(model: Any) -> None:
-    from sinklab.measuring.metrics import sink_rate
+    from sinklab.measuring.metrics import percent
 
-    assert sink_rate(torch.ones(1, 1, 1, 3), 0.3).tolist() == [100, 100, 100]
+    assert percent(torch.tensor(1), 4).item() == 25
     assert sinklab.measure(model, TOKENS).layers == 3
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from closeness import assert_close, assert_same_rates
+from own_models import llama_of
 
 from sinklab.data.prepare import prepare
 from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
-from sinklab.model.llama import to_llama
 from sinklab.train.directory.run import load_run, open_run
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import build_recipe
@@ -52,7 +52,7 @@ def test_a_trained_model_and_its_llama_measure_the_same(trained: tuple[Path, tor
     directory, tokens = trained
     model = load_run(directory).model
     ours = measure(model, tokens, eps=0.05)
-    llama = measure(to_llama(model), tokens, eps=0.05)
+    llama = measure(llama_of(model), tokens, eps=0.05)
     assert max(ours.sink_rate) > 0  # at this eps there is something to agree on
     assert_same(ours, llama)
 

@@ -15,7 +15,7 @@ from transformers.models.mistral.modeling_mistral import MistralForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
 from sinklab.attention.core import AttentionCore
-from sinklab.model.llama import llama_config, llama_weights
+from sinklab.model.llama import llama_sizes, llama_weights
 from sinklab.model.position import rotary_tables, rotate
 from sinklab.model.transformer import Transformer
 from sinklab.train.recipe import Recipe, build_recipe
@@ -79,7 +79,7 @@ def test_rotary_agrees_with_llama() -> None:
 def test_a_window_equals_mistrals_sliding_window(width: int) -> None:
     ours = Transformer(recipe(attention={"mask": {"kind": "window", "width": width}}).model, seed=3).eval()
     plain = Transformer(recipe().model, seed=3)
-    arguments = llama_config(plain)
+    arguments = llama_sizes(plain.config)
     arguments = {key: value for key, value in arguments.items() if key not in ("attention_bias", "mlp_bias")}
     config = MistralConfig(**arguments, sliding_window=width)
     config._attn_implementation = "eager"
@@ -92,7 +92,9 @@ def test_a_window_equals_mistrals_sliding_window(width: int) -> None:
 def test_qk_norm_equals_qwen3s() -> None:
     ours = Transformer(recipe(norm={"qk_norm": True}).model, seed=3).eval()
     plain = Transformer(recipe().model, seed=3)
-    arguments = {key: value for key, value in llama_config(plain).items() if key not in ("attention_bias", "mlp_bias")}
+    arguments = {
+        key: value for key, value in llama_sizes(plain.config).items() if key not in ("attention_bias", "mlp_bias")
+    }
     theirs = Qwen3ForCausalLM(Qwen3Config(**arguments, head_dim=D, attention_bias=False)).eval()
     weights = llama_weights(plain)
     with torch.no_grad():
@@ -133,7 +135,7 @@ def test_differential_attention_equals_diffllamas() -> None:
     ours = Transformer(recipe(layers=3, attention={"operation": {"kind": "differential"}}).model, seed=3).eval()
     plain = Transformer(recipe(layers=3).model)
     halves = {"num_attention_heads": 2 * H, "num_key_value_heads": 2 * G, "head_dim": D // 2}
-    theirs = DiffLlamaForCausalLM(DiffLlamaConfig(**{**llama_config(plain), **halves})).eval()
+    theirs = DiffLlamaForCausalLM(DiffLlamaConfig(**{**llama_sizes(plain.config), **halves})).eval()
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
             parameter.mul_(4 if ".learned." in name or ".qkv." in name else 1)

@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from sinklab.model.block import Attention, Places
-from sinklab.model.llama import llama_config, llama_weights
+from sinklab.model.llama import llama_sizes, llama_weights
 from sinklab.model.norm import NormConfig, build_norm
 from sinklab.model.transformer import Transformer
 from sinklab.train.recipe import build_recipe
@@ -213,7 +213,9 @@ def llama(ours: Transformer) -> LlamaForCausalLM:
     """transformers' Llama with our weights, nothing in it rounded to float32."""
     plain = transformer(position={"kind": "rotary", "theta": THETA})
     plain.load_state_dict(ours.state_dict())
-    theirs = LlamaForCausalLM(LlamaConfig(**{**llama_config(plain), "attn_implementation": "sdpa"})).double().eval()
+    theirs = (
+        LlamaForCausalLM(LlamaConfig(**{**llama_sizes(plain.config), "attn_implementation": "sdpa"})).double().eval()
+    )
     theirs.load_state_dict(llama_weights(plain))
     for name, module in list(theirs.named_modules()):
         if type(module).__name__ == "LlamaRMSNorm":

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from sinklab.attention.config import AttentionConfig, examples_of
 from sinklab.attention.config import Choice as ChoiceName
 from sinklab.attention.core import AttentionCore
-from sinklab.attention.reference import proxy_scores
 from sinklab.attention.scores import Score
 
 Choice = dict[str, Any]
@@ -154,6 +153,13 @@ def assert_core_equals_formula(core: AttentionCore, seed: int = 0, tolerance: fl
     for mine, reference_gradient in zip(ours, theirs, strict=True):
         close(mine, reference_gradient, tolerance)
     assert_importance_is_that_of(core, inputs, scores.detach(), tolerance)
+
+
+def proxy_scores(scores_BHTS: Tensor) -> Tensor:
+    """|A_ts| / sum_s |A_ts|, and 0 where the row sums to 0 (2410.10781, table 6)."""
+    size = scores_BHTS.abs()
+    total = size.sum(-1, keepdim=True)
+    return torch.where(total > 0, size / total.clamp(min=torch.finfo(size.dtype).tiny), 0)
 
 
 def assert_importance_is_that_of(

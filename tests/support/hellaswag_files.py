@@ -1,8 +1,11 @@
-"""Small HellaSwag files: items of counted sheep, as many of each right answer as of the others."""
+"""Small HellaSwag files: items of counted sheep, as many of each right answer as of the others; records of items."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
+
+from sinklab.evaluating.evaluation import ItemRecord
 
 
 def sheep_items(count: int, words: int = 3) -> list[dict[str, Any]]:
@@ -20,3 +23,8 @@ def sheep_items(count: int, words: int = 3) -> list[dict[str, Any]]:
 def hellaswag_file(path: Path, items: list[dict[str, Any]]) -> Path:
     path.write_text("".join(f"{json.dumps(item)}\n" for item in items), encoding="utf-8")
     return path
+
+
+def read_records(path: Path) -> list[ItemRecord]:
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return [ItemRecord.model_validate_json(line) for line in file]

@@ -4,8 +4,10 @@ import math
 from typing import Any
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from sinklab.model.config import ModelConfig
+from sinklab.model.llama import llama_sizes, llama_weights
 from sinklab.model.transformer import Transformer
 
 LENGTH, VOCABULARY = 10, 32
@@ -40,6 +42,13 @@ def own_model(variant: str) -> Transformer:
             if not name.endswith("norm.weight"):
                 parameter.mul_(40 if ".bias." in name or name == "sink_token" else 1.6)  # sharper than at the start
     return model
+
+
+def llama_of(model: Transformer) -> LlamaForCausalLM:
+    """A Llama of transformers with the weights of a plain model of ours."""
+    llama = LlamaForCausalLM(LlamaConfig(**llama_sizes(model.config)))
+    llama.load_state_dict(llama_weights(model))
+    return llama.eval()
 
 
 def own_tokens(sequences: int = 5) -> torch.Tensor:

@@ -61,11 +61,6 @@ class LayerCall:
         return self.call.q_BHTD.shape[2]
 
     @property
-    def has_bias(self) -> bool:
-        """Whether a bias key or a sink logit takes part in every row."""
-        return self.call.key_HD is not None or self.call.logit_H is not None
-
-    @property
     def fusible(self) -> bool:
         """Whether one_pass.py may replace the library's kernel: on a CPU, without gradients."""
         return self.library is not None and not torch.is_grad_enabled() and not self.call.q_BHTD.is_cuda
@@ -81,7 +76,7 @@ class LayerCall:
         """A copy with other fields of `call`, without the library's kernel, which ignores them."""
         return replace(self, call=replace(self.call, **call), library=None)
 
-    def under(self, mask: Mask) -> "LayerCall":
+    def masked(self, mask: Mask) -> "LayerCall":
         """A copy in which this mask hides keys as well."""
         return self.changed(mask=masks.both(self.call.mask, mask))
 

@@ -167,10 +167,3 @@ def over_norm(similarity_BHTS: Tensor, p: float) -> Tensor:
     positive = similarity_BHTS > 0  # of zero, a power has no gradient
     total = (torch.where(positive, similarity_BHTS, 1) ** p * positive).sum(-1, keepdim=True)
     return similarity_BHTS / torch.where(total > 0, total, 1) ** (1 / p)
-
-
-def proxy_scores(scores_BHTS: Tensor) -> Tensor:
-    """|A_ts| / sum_s |A_ts|, and 0 where the row sums to 0 (2410.10781, table 6)."""
-    size = scores_BHTS.abs()
-    total = size.sum(-1, keepdim=True)
-    return torch.where(total > 0, size / total.clamp(min=torch.finfo(size.dtype).tiny), 0)

@@ -2,7 +2,7 @@
 
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -178,10 +178,3 @@ def write_records(path: Path, records: Sequence[ItemRecord]) -> None:
     lines = "".join(f"{json.dumps(one.model_dump(mode='json'), ensure_ascii=False)}\n" for one in records)
     with written_aside(path) as aside:
         aside.write_bytes(gzip.compress(lines.encode("utf-8"), mtime=0))
-
-
-def read_records(path: Path) -> Iterator[ItemRecord]:
-    """The items of such a file."""
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        for line in file:
-            yield ItemRecord.model_validate_json(line)

@@ -22,7 +22,7 @@ from sinklab.measuring.statistics.collecting import DetailTotals
 
 Rate = TypeVar("Rate", float, list[float])
 
-VISIBLE = "attention scores over visible queries"
+VISIBLE = "importance values over visible queries"
 BEFORE = "hidden states before their norms"
 BIAS, LEADING, REGISTERS, ROW_SUMS = "bias", "leading positions", "registers", "row sums"
 
@@ -69,8 +69,8 @@ class Accumulator:
         self.sequences_T[:T] += valid_BT.sum(0)
         if batch.visible_ABHT is not None and self.visible_hits_ET is None:  # so far equal
             self.visible_hits_ET = self.hits_ET.clone()
-            if "attention scores" in self._sums:
-                self._sums[VISIBLE] = self._sums["attention scores"].clone()
+            if "importance values" in self._sums:
+                self._sums[VISIBLE] = self._sums["importance values"].clone()
         self.hits_ET[:, :T] += self._hits(importance, valid_BT)
         if self.visible_hits_ET is not None:
             visible = importance if batch.visible_ABHT is None else batch.visible_ABHT
@@ -82,7 +82,7 @@ class Accumulator:
         for hits_EP, prefix_ABHP in zip(self._prefix_hits, batch.prefixes, strict=True):
             hits_EP += self._hits(prefix_ABHP)
         exact = importance.double()
-        self._sum("attention scores", exact.sum(1))
+        self._sum("importance values", exact.sum(1))
         self.uniform_ratios_T[:T] += (exact.mean((0, 2)) / metrics.uniform_importance(valid_BT.sum(1), T)).sum(0)
         self.first.append(importance[..., 0].transpose(0, 1).float())
         for name, norms in (
@@ -141,12 +141,12 @@ class Accumulator:
         return None if self.visible_hits_ET is None else self._rate(self.visible_hits_ET[threshold])
 
     def _rate(self, hits_T: Tensor) -> list[float]:
-        layers, heads, _ = self._sums["attention scores"].shape
+        layers, heads, _ = self._sums["importance values"].shape
         return metrics.percent(hits_T, self.sequences_T * layers * heads).tolist()
 
     def visibility_note(self) -> str | None:
         """In which layers the two means differ; None where they do not."""
-        return visibility_note([self.views.get(layer) for layer in range(len(self._sums["attention scores"]))])
+        return visibility_note([self.views.get(layer) for layer in range(len(self._sums["importance values"]))])
 
     def uniform_ratio(self) -> list[float]:
         """alpha_k over that of uniform causal attention, mean over (sequence, layer, head), position 1 first."""
@@ -154,7 +154,7 @@ class Accumulator:
 
     def sink_rate_by_length(self) -> dict[str, dict[str, list[float]]]:
         """Percent per position, by length and threshold: {"16": {"0.3": [...]}}."""
-        layers, heads, _ = self._sums["attention scores"].shape
+        layers, heads, _ = self._sums["importance values"].shape
         triples = self.sequences * layers * heads
         return {
             str(cut): {
@@ -185,7 +185,7 @@ class Accumulator:
         return self._totals[name] / self.sequences if name in self._totals else None
 
     def mean(self, name: str) -> Tensor | None:
-        """Mean over sequences of "attention scores", VISIBLE (L, H, T), "keys", "values" or "hidden states" (L, T)."""
+        """Mean over sequences of "importance values", VISIBLE (L, H, T), "keys", "values" or "hidden states" (L, T)."""
         return self._sums[name] / self.sequences_T if name in self._sums else None
 
 
@@ -201,7 +201,7 @@ def measurement_from(
     notes: Sequence[str] = (),
 ) -> Measurement:
     """The finished measurement."""
-    importance, keys, values = (totals.mean(name) for name in ("attention scores", "keys", "values"))
+    importance, keys, values = (totals.mean(name) for name in ("importance values", "keys", "values"))
     if importance is None or keys is None or values is None:
         raise InputError("there are no sequences to measure: give at least one")
     hidden, bias, visibility = totals.mean("hidden states"), totals.mean_of_sequences(BIAS), totals.visibility_note()

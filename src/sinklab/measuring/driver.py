@@ -95,9 +95,10 @@ def measure(
         if isinstance(adapter, NativeAdapter):
             recording: AbstractContextManager[Records] = native_records(adapter, options.lengths, details)
         else:
-            from sinklab.measuring.huggingface.probe import probe
+            from sinklab.measuring.huggingface.probe import adapter_records
 
-            recording = probe(cast("PreTrainedModel", adapter.module), options.lengths, details)
+            model = cast("PreTrainedModel", adapter.module)
+            recording = adapter_records(model, adapter, options.lengths, details)
         records = stack.enter_context(recording)  # may run the model on two tokens
         real = _after_leading(adapter.leading, mask_NT[:1])
         largest = stack.enter_context(largest_activations(adapter.blocks, real))

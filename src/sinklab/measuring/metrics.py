@@ -53,28 +53,15 @@ def uniform_ratio_of_means(importance_LHT: np.ndarray) -> list[float]:
     return (importance_LHT.mean((0, 1), dtype=np.float64) / uniform_T).tolist()
 
 
-def sink_rate(importance_NLHT: Tensor, eps: float, valid_NT: Tensor | None = None) -> Tensor:
-    """Sink_k = share of (sequence, layer, head) triples with alpha_k > eps, thresholded before any averaging.
-
-    Args:
-        importance_NLHT: alpha per sequence.
-        eps: the threshold; strictly above counts.
-        valid_NT: bool, False at positions past a sequence's end; None where all sequences are whole.
-
-    Returns:
-        percent_T, float64, 0..100.
-    """
-    N, L, H, T = importance_NLHT.shape
-    valid_NT = importance_NLHT.new_ones(N, T, dtype=torch.bool) if valid_NT is None else valid_NT
-    hits_T = sink_hits(importance_NLHT.transpose(0, 1), eps, valid_NT)
-    return percent(hits_T, valid_NT.sum(0) * L * H)
-
-
 def sink_hits(importance_LNHT: Tensor, eps: float, valid_NT: Tensor | None = None) -> Tensor:
     """How many (sequence, layer, head) triples have alpha_k > eps, by position: counts_T.
 
-    Sink_k is their share; counts of several batches add up. Arguments as those of `sink_rate`, with the
-    layers in front.
+    Sink_k is their share, thresholded before any averaging; counts of several batches add up.
+
+    Args:
+        importance_LNHT: alpha per sequence.
+        eps: the threshold; strictly above counts.
+        valid_NT: bool, False at positions past a sequence's end; None where all sequences are whole.
     """
     above_LNHT = importance_LNHT > eps
     return (above_LNHT if valid_NT is None else above_LNHT & valid_NT[:, None]).sum((0, 1, 2))

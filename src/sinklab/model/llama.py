@@ -20,18 +20,7 @@ from sinklab.model.values import NoValueResidual
 from sinklab.schema import Part
 
 if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM, PreTrainedModel
-
-
-def llama_config(model: Transformer) -> dict[str, Any]:
-    """Arguments of `transformers.LlamaConfig` for this model.
-
-    Raises:
-        InputError: the variant is not one that a plain Llama can compute.
-    """
-    if other := differences(model.config):
-        raise InputError("not a plain Llama: " + "; ".join(other.values()))
-    return llama_sizes(model.config)
+    from transformers import PreTrainedModel
 
 
 def differences(config: ModelConfig) -> dict[str, str]:
@@ -112,19 +101,6 @@ def llama_weights(model: Transformer) -> dict[str, Tensor]:
             parts = weight.split(rows.get(ours, len(weight) // len(theirs)))
             weights |= {f"model.layers.{i}.{name}.weight": part for name, part in zip(theirs, parts, strict=True)}
     return {name: weight.detach().contiguous() for name, weight in weights.items()}
-
-
-def to_llama(model: Transformer) -> "LlamaForCausalLM":
-    """A `transformers` Llama with the same weights, in evaluation mode.
-
-    Raises:
-        InputError: the variant is not one that a plain Llama can compute.
-    """
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    llama = LlamaForCausalLM(LlamaConfig(**llama_config(model)))
-    llama.load_state_dict(llama_weights(model))
-    return llama.eval()
 
 
 def from_llama(llama: "PreTrainedModel") -> tuple[dict[str, Any], dict[str, Tensor]]:

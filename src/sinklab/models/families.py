@@ -24,6 +24,7 @@ class Family:
 
     Attributes:
         exported: it is a model that `sinklab export` wrote.
+        convertible: `from_llama` converts its weights to ours.
         alibi: its scores have ALiBi.
         alibi_twice: its eager attention adds ALiBi to the scores and then a mask that holds it already, by head; its
             fused attention, the default, adds it once (transformers 5.17 to 5.23).
@@ -33,6 +34,7 @@ class Family:
     """
 
     exported: bool = False
+    convertible: bool = False
     alibi: bool = False
     alibi_twice: bool = False
     true_hides: bool = False
@@ -41,6 +43,7 @@ class Family:
 
 FAMILIES = {
     "sinklab": Family(exported=True),
+    "llama": Family(convertible=True),
     "bloom": Family(alibi=True),
     "mpt": Family(alibi=True, true_hides=True),
     "falcon": Family(alibi_twice=True),

@@ -90,6 +90,7 @@ def load_start(name: str) -> Start:
         run = load_run(Path(name))
         weights = {key: tensor.detach().float() for key, tensor in run.model.state_dict().items()}
         return Start(name, run.recipe.model.model_dump(mode="json"), weights, load_tokenizer(str(run.tokenizer_path)))
+    from sinklab.models.families import family_of
     from sinklab.models.huggingface.loading import Loading, load_pretrained, without_bars
     from sinklab.models.native import own_transformer
 
@@ -99,7 +100,7 @@ def load_start(name: str) -> Start:
     if own is not None:
         model = own.config.model_dump(mode="json")
         weights = {key: tensor.detach() for key, tensor in own.state_dict().items()}
-    elif loaded.model.config.model_type == "llama":
+    elif family_of(loaded.model).convertible:
         model, weights = from_llama(loaded.model)
     else:
         raise InputError(

@@ -185,7 +185,7 @@ class RestrictedHeads:
         H, L, device = layer.call.q_BHTD.shape[1], layer.length, layer.call.q_BHTD.device
         others_H = ~chosen_G.repeat_interleave(H // len(chosen_G))
         kept_LL = Kept(self.size, self.first).block(0, L, 0, L, device)
-        return layer.under(Dense((kept_LL | others_H[:, None, None])[None], later=True))
+        return layer.masked(Dense((kept_LL | others_H[:, None, None])[None], later=True))
 
 
 def assess_budgets(

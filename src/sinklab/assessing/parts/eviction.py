@@ -180,7 +180,7 @@ def _row(layer: LayerCall, t: int, kept_BHS: Tensor) -> Tensor:
 
 def _finding(layer: LayerCall, found_BGLL: Tensor) -> LayerCall:
     repeats = layer.call.q_BHTD.shape[1] // found_BGLL.shape[1]
-    return layer.under(Dense(found_BGLL.repeat_interleave(repeats, 1)))
+    return layer.masked(Dense(found_BGLL.repeat_interleave(repeats, 1)))
 
 
 def assess_eviction(

@@ -209,7 +209,7 @@ class HiddenKeys:
         """The call without them."""
         if self.selection.keys == "bias":
             return layer.changed(key_HD=None, logit_H=None, value_HV=None)
-        return layer.under(Dense(~self.selection.matrix(layer)[None], later=True))
+        return layer.masked(Dense(~self.selection.matrix(layer)[None], later=True))
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,7 @@ def has_bias(adapter: Adapter, tokens_NT: Tensor) -> bool:
     found: list[bool] = []
 
     def watch(layer: LayerCall) -> Tensor:
-        found.append(layer.has_bias)
+        found.append(layer.call.has_bias)
         return layer.output()
 
     with torch.no_grad(), changed_attention(adapter, compute=watch):

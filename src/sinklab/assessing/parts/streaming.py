@@ -193,7 +193,7 @@ class RollingCache:
 
     def __call__(self, layer: LayerCall) -> LayerCall:
         """The call that reads from the cache."""
-        layer = layer.under(Kept(self.size, self.first))
+        layer = layer.masked(Kept(self.size, self.first))
         if self.in_cache and layer.length > self.size and (self.first or layer.call.key_HD is not None):
             return self._placed(layer)
         return layer

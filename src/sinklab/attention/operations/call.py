@@ -60,6 +60,11 @@ class Call:
         """The position of the first query among the keys."""
         return self.k_BGTD.shape[2] - self.q_BHTD.shape[2]
 
+    @property
+    def has_bias(self) -> bool:
+        """Whether a bias key or a sink logit takes part in every row."""
+        return self.key_HD is not None or self.logit_H is not None
+
     def attend(self, v_BGTV: Tensor, similarity: Score | None = None) -> tuple[Tensor, Tensor]:
         """`primitive.attend` over the sequence's own keys, the logarithm of the similarity after the call's scores."""
         return attend(self.q_BHTD, self.k_BGTD, v_BGTV, backend=self.backend, **self._scoring(similarity))
@@ -79,9 +84,8 @@ class Call:
     def keys_per_row(self) -> Tensor:
         """(B, T), in the precision of scores: number of keys in each row, bias key included."""
         B, _, T, _ = self.q_BHTD.shape
-        has_bias = self.key_HD is not None or self.logit_H is not None
         seen_BT = visible_keys(self.mask, T, self.q_BHTD.device, self.k_BGTD.shape[2])
-        keys_BT = seen_BT.expand(B, T) + int(has_bias)
+        keys_BT = seen_BT.expand(B, T) + int(self.has_bias)
         return keys_BT.to(accumulate_dtype(self.q_BHTD.dtype))
 
     def bias_logits(self, similarity: Score | None = None) -> Tensor | None:

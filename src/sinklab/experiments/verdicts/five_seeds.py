@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ConfigDict, Field
 
 from sinklab.experiments.claims import Alike, All, Check, Differs, Equal, Monotone, Within
-from sinklab.experiments.documents import JUDGED, JudgedClaim, Summary
+from sinklab.experiments.documents import JudgedClaim
 from sinklab.experiments.quantities import quantity
 from sinklab.experiments.verdicts.wording import step_unit
 from sinklab.files import parse_json
@@ -119,17 +119,6 @@ def verdict_of_five(claim: JudgedClaim, committed: Committed | None = None) -> s
     known = (committed or shipped_verdicts()).scales.get(claim.scale, {})
     found = known.get(claim.same_as or f"{claim.experiment}.{claim.id}")
     return f"{found.seeds} seeds before: {found.verdict} ({found.evidence})" if found else ""
-
-
-def committed_verdicts(summary: Summary) -> dict[str, CommittedVerdict]:
-    """The verdicts of a summary by EXPERIMENT.CLAIM; those on existing models are left out."""
-    return {
-        f"{claim.experiment}.{claim.id}": CommittedVerdict(
-            verdict=claim.verdict, seeds=claim.seeds, evidence=claim.evidence
-        )
-        for claim in summary.claims
-        if claim.verdict in JUDGED and not claim.same_as and claim.replicate == "seed"
-    }
 
 
 def _shipped(name: str) -> Any:

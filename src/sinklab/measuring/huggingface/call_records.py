@@ -193,7 +193,8 @@ class CallRecords(Recorder):
             self._totals.append(LayerTotals(layer.leading))
         elif self._native and k.shape[2] == T:  # the sequence is read again from its beginning, as under a prefix mask
             self._totals[self._calls] = LayerTotals(layer.leading)
-        totals, exact, out = self._totals[self._calls], layer.exact(), None
+        totals, out = self._totals[self._calls], None
+        exact = layer if self._native else layer.exact()
         if fused:
             out, sums, prefixes_BHES = attend_and_sum(layer.call, layer.value_BGSV, counted_BT, self._lengths)
             cut = zip(self._lengths, prefixes_BHES.unbind(2), strict=True)

@@ -15,7 +15,7 @@ from sinklab.measuring.huggingface.matrix_records import matrix_records
 from sinklab.measuring.huggingface.recorder import READ_AFTERWARDS, Recorder
 from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.model.transformer import Transformer
-from sinklab.models.adapter import check_causal_lm
+from sinklab.models.adapter import Adapter, check_causal_lm
 from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
 from sinklab.models.model_lock import probed_alone
 from sinklab.models.native import NativeAdapter, is_exported
@@ -97,6 +97,15 @@ def probe(
     """
     check_causal_lm(model)
     adapter = NativeAdapter(cast("Transformer", model.transformer)) if is_exported(model) else HuggingFaceAdapter(model)
+    with adapter_records(model, adapter, lengths, details) as watch:
+        yield watch
+
+
+@contextmanager
+def adapter_records(
+    model: PreTrainedModel, adapter: Adapter, lengths: Sequence[int], details: DetailsCollector | None
+) -> Iterator[Recorder]:
+    """`probe` with the adapter of the model, or of the transformer in an exported one."""
     with probed_alone(model):
         recording = call_records(model, adapter, lengths, details) if adapter.dispatches else None
         with recording or matrix_records(model, lengths, details) as watch, generating(model, watch):

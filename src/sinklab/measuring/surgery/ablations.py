@@ -115,17 +115,6 @@ def measure_ablations(
     return found
 
 
-def emerging_activation(model: "PreTrainedModel | Transformer", tokens_T: Tensor) -> MassiveActivation:
-    """The largest activation of one sequence, relative to the median, after the first block where it is the largest.
-
-    Its position counts a learned sink token, if there is one.
-
-    Raises:
-        SinklabError: the blocks of the model could not be found.
-    """
-    return _first_and_top(_largest_by_block(model, tokens_T))[0]
-
-
 def _first_and_top(found: Sequence[MassiveActivation]) -> tuple[MassiveActivation, MassiveActivation]:
     """The largest activation after the first block where it is the largest, and after that where it is strongest."""
     top = strongest(found)[0]
