@@ -94,11 +94,11 @@ def test_a_folder_with_a_recipe_is_not_taken_for_a_run(run: Run, tmp_path: Path)
     for command in (("measure", tmp_path, "--inputs", "random"), ("export", tmp_path, tmp_path / "out")):
         status, out, err = on_one_line(run)(*command)
         assert (status, out) == (2, "")
-        assert "is not a run directory: its recipe.yaml is one to train from" in err
+        assert "is not a run directory: its recipe.yaml has no model.vocab_size" in err
 
 
 def test_an_environment_of_another_form_is_named(run: Run, tmp_path: Path) -> None:
     trained, text = trained_run(tmp_path, {})
     (trained / "env.json").write_text("[1]")
     _, _, err = on_one_line(run)("measure", trained, "--text", text, *FEW)
-    assert "env.json cannot be read (a list in the place of a mapping of keys to values)" in err
+    assert "env.json cannot be read (it does not hold the hash of a run)" in err

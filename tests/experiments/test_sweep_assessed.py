@@ -92,7 +92,7 @@ def test_what_another_process_assesses_is_waited_for(run: Run, monkeypatch: pyte
         status, _, err = run("reproduce", "streamed.yaml", *OPTIONS, "--seeds", 1)
     assert status == 0
     assert "was not assessed" not in err
-    assert waited == [reproducing.LOOKS_EVERY_S]
+    assert [seconds for seconds in waited if seconds] == [reproducing.LOOKS_EVERY_S]  # sleep(0) yields the core
     assert "streaming" in load_assessment(path).results
 
 
@@ -103,4 +103,4 @@ def test_of_a_run_whose_text_has_changed_nothing_is_assessed(run: Run) -> None:
         file.write('{"text": "one document more"}\n')
     status, _, err = on_one_line(run)("assess", directory, "--parts", "heads")
     assert status == 2
-    assert "is not what the run was trained on" in err
+    assert "or its recipe has changed since the run was trained" in err

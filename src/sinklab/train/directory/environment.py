@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 
 import sinklab
 from sinklab.device import pick_device, processor_name
@@ -31,13 +32,14 @@ def read_environment(directory: Path) -> dict[str, Any]:
     """
     path = directory / ENVIRONMENT
     try:
-        text = path.read_text(encoding="utf-8")
-        _Identity.model_validate_json(text)
-        return json.loads(text)
+        found = json.loads(path.read_text(encoding="utf-8"))
+        _Identity.model_validate(found)
+        return found
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise SinklabError(f"{path} cannot be read ({cause(error)}): restore it, or choose another --out") from error
+        why = "it does not hold the hash of a run" if isinstance(error, ValidationError) else cause(error)
+        raise SinklabError(f"{path} cannot be read ({why}): restore it, or choose another --out") from error
 
 
 class _ShorterRun(ReadDocument):
