@@ -24,7 +24,7 @@ class UnsavedError(SinklabError):
     """A result could not be saved (exit status 1).
 
     Attributes:
-        result: it is printed nevertheless.
+        result: the unsaved result, which is still printed.
     """
 
     def __init__(self, message: str, result: Any) -> None:

@@ -96,7 +96,7 @@ _KEPT = threading.Event()  # no attribute of the exception, as Typer turns Ctrl-
 
 @contextmanager
 def keeping_what_is_finished() -> Iterator[None]:
-    """Work within it can be resumed after an exception."""
+    """Marks the enclosed work as resumable if it ends with an exception."""
     try:
         yield
     except BaseException:

@@ -145,7 +145,7 @@ class SplitWriter:
 
     @property
     def tokens(self) -> int:
-        """In both shards."""
+        """Number of tokens in both shards."""
         return self.train.state.tokens + self.valid.state.tokens
 
     def add(self, ids: np.ndarray, lengths: np.ndarray, ranks: np.ndarray) -> None:
@@ -291,7 +291,7 @@ class Builder:
 
 
 def _intact(path: Path, states: list[SplitState], token_bytes: int) -> int:
-    """How many parts, from the first on, are in the file as they were written."""
+    """Number of leading parts whose bytes in the file match their checksums."""
     if not path.exists():
         return 0
     before = 0

@@ -25,7 +25,7 @@ UNKNOWN = -1
 
 @dataclass(frozen=True)
 class Spelled(Sequence[int]):
-    """Token ids of a text, or of a part of it, with their sizes.
+    """Token ids of a text or of a part of a text, with their sizes.
 
     Attributes:
         ids: of the tokens.

@@ -70,7 +70,7 @@ class Stream:
                 yield from read_documents(Path(self.source).expanduser() / file)
 
     def tokens_per_byte(self, tokenizer: Tokenizer) -> float:
-        """Of a sample from the start.
+        """Tokens per byte of a sample from the start.
 
         Raises:
             InputError: there is no text, or it cannot be read.

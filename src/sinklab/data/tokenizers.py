@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 EOS = "<|endoftext|>"
 BOS = "<|bos|>"
 SMALLEST_VOCABULARY = 256 + 2  # every byte, EOS and BOS
-LARGEST_VOCABULARY = 2**24  # tokenizers sets memory aside for so many, and aborts where there is too little
+LARGEST_VOCABULARY = 2**24  # tokenizers allocates this many entries upfront, and aborts if memory is short
 _HUB_FILES = ["*token*.json", "vocab.*", "merges.txt", "*.model", "config.json"]
 
 EncodeBatch = Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]
@@ -231,7 +231,7 @@ def _converted(folder: Path, source: str) -> Tokenizer:
     try:
         slow = AutoTokenizer.from_pretrained(folder)
         backend = slow.backend_tokenizer
-    except Exception as error:  # whatever the converter of that one format raises
+    except Exception as error:  # each format's converter raises its own exceptions
         raise InputError(
             f"no usable tokenizer in {source}: there is no tokenizer.json and transformers cannot convert the files "
             f"there ({type(error).__name__}). Give a folder with tokenizer.json, or use train:SIZE."

@@ -63,7 +63,7 @@ def _require_rate(name: str, what: str) -> None:
 
 
 class Within(_OneCell, _Bounds):
-    """The number of one cell lies within one bound or two, in the quantity's unit."""
+    """One cell lies within a lower or upper bound, or both, in the quantity's unit."""
 
     kind: Literal["within"] = Field(default="within", alias="is")
 
@@ -87,12 +87,12 @@ class SinkAbsent(_OneCell, QuantityClaim):
 
 
 class Differs(_Bounds):
-    """Every seed of one cell is above (greater) or below (less) every seed of another.
+    """All seeds of one cell are above (greater) or below (less) all seeds of another.
 
     Attributes:
         by: at least this difference, in the quantity's unit.
         times: at least this ratio of the larger (greater) or smaller (less) to the other.
-        at_least, at_most: bounds that the cell keeps as well, seed by seed.
+        at_least, at_most: bounds that every seed of the cell must also satisfy.
         absent: the sink of the cell is also below 1 % at each of the last three evaluations.
     """
 
@@ -215,7 +215,7 @@ class _OverSizes(_OneCell, QuantityClaim):
     """Compares the models of each family, from small to large.
 
     Attributes:
-        families: to which it is limited; all unless given.
+        families: the families compared; all unless given.
         but: families that are left out.
     """
 
@@ -271,7 +271,7 @@ def parts_of(check: Check) -> tuple[Check, ...]:
 
 
 def quantities_of(check: Check) -> tuple[str, ...]:
-    """The quantities that a check is about, its main one first; none for `diverges` and `trains`."""
+    """The quantities that a check uses, the main one first; empty for `diverges` and `trains`."""
     match check:
         case All():
             return tuple(dict.fromkeys(name for part in check.of for name in quantities_of(part)))
@@ -291,16 +291,16 @@ class Claim(Part):
     """A sentence, the comparison that decides it, and the day on which it was stated.
 
     Attributes:
-        id: names it within its experiment.
+        id: unique within its experiment.
         check: the comparison. A file gives either this or `same_as`; loading it fills in that of the claim referred to.
         same_as: EXPERIMENT.CLAIM, which states the comparison; this claim refers to it and is not counted.
-        scales: those at which it is made; all unless given.
+        scales: the scales at which the claim is made; all unless given.
         asks_massive: whether it is asked only if the trained baseline, or the cell named here, has at least twice its
             untrained norm ratio; as the experiment says unless given.
         positions: limits it to measured models that add positions to their embedding, or to the others.
         proposition: limits it to measured models to which this proposition of the paper applies.
-        evidence: that of its experiment unless given.
-        stated: the day; that of its experiment unless given.
+        evidence: confirmatory or exploratory; the experiment's unless given.
+        stated: the day it was written down; the experiment's unless given.
         changed: `YYYY-MM-DD: the change, and which results had been seen`; shown on the claim.
         why: the reason for a bound or margin that is not the paper's own.
     """
@@ -326,7 +326,7 @@ class Claim(Part):
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The cells that it is about; none for a reference that has not been looked up."""
+        """The cells that the check uses; empty for an unresolved reference (`same_as`)."""
         return self.check.cells if self.check else ()
 
     def about(self, check: Check, subject: str = "") -> "Claim":

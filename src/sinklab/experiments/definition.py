@@ -130,12 +130,12 @@ class MeasuredCell(Part):
     """A request to measure a model. Cells that differ in eps and length only share their sequences and the pass.
 
     Attributes:
-        model: which of those given; the chat model is the second, and optional.
-        inputs: kind of the sequences. A file says it in every measured cell.
+        model: selects one of the given models; the chat model is the second, and optional.
+        inputs: kind of the sequences; required in every measured cell of a file.
         sequences, length: N and T.
         eps: threshold of the sink rate.
-        loss: whether the loss is computed, a third of the work.
-        details: also angles and the other statistics of `--details`.
+        loss: whether the loss is computed, which is a third of the compute.
+        details: whether to also measure angles and the other statistics of `--details`.
         swap_position, replace_position: learned positions that are changed (`Study`).
         task: a downstream task that is evaluated as well.
     """
@@ -153,7 +153,7 @@ class MeasuredCell(Part):
 
     @property
     def pass_key(self) -> str:
-        """The same for cells that one pass over the same sequences measures."""
+        """Key of the forward pass; cells with equal keys are measured in the same pass."""
         return self.model_dump_json(exclude={"eps", "length"})
 
 
@@ -188,7 +188,7 @@ class Experiment(Part):
     Attributes:
         id: names its results.
         title: its subject, in a few words.
-        question: that it asks, a sentence.
+        question: the research question, a sentence.
         source: its place in the paper, or another origin.
         base: of trained cells, the recipe for each scale, by the name or file that `sinklab train` takes.
         cells: by name, overlays that are laid over the base one after the other, or requests to measure.
@@ -200,9 +200,9 @@ class Experiment(Part):
         published: the paper's numbers.
         assess: the parts of `sinklab assess` that every run is assessed with, on its validation text.
         evidence: of its claims, unless one says otherwise.
-        stated: the day on which its claims were written down, unless one says otherwise.
+        stated: the day on which its claims were written down; a claim may override it.
         seeds: the replicates that its verdicts are meant to rest on: seeds, or draws of sequences.
-        first_seed: of its runs; its table and verdicts use this seed and those after it alone.
+        first_seed: first seed of its runs; its table and verdicts use only this seed and later ones.
         asks_massive: whether its claims about norms are asked only if the trained baseline, or the cell named here, has
             at least twice its untrained norm ratio.
         rank: in lists and in `reproduce all`, the smaller first.
@@ -232,7 +232,7 @@ class Experiment(Part):
     @field_validator("base", mode="before")
     @classmethod
     def _one_recipe_is_of_one_scale(cls, base: Any) -> Any:
-        """A recipe by the name of a scale is that scale's; any other is of the smallest."""
+        """A recipe named after a scale belongs to that scale; any other recipe to the smallest scale."""
         return {base if base in SCALES else SCALES[0]: base} if isinstance(base, str) else base
 
     @model_validator(mode="after")
@@ -274,7 +274,7 @@ class Experiment(Part):
                 raise ValueError(f"{wrong[0]!r}, to be removed at scale {scale}, is not a cell")
 
     def _check_measured(self) -> None:
-        """A claim compares what the cells are measured for: cells, domains or models."""
+        """Check that claims compare what the cells are measured for: cells, domains or models."""
         compared = {AlikeOverDomains: "domain", GrowsWithSize: "model", AlikeOverSizes: "model"}
         for claim in self.claims:
             wanted = compared.get(type(claim.check))
@@ -292,7 +292,7 @@ class Experiment(Part):
 
     @property
     def requests(self) -> dict[str, MeasuredCell]:
-        """The measured cells; none where cells are trained."""
+        """The measured cells; empty if the cells are trained."""
         return {name: cell for name, cell in self.cells.items() if isinstance(cell, MeasuredCell)}
 
     @property
@@ -302,7 +302,7 @@ class Experiment(Part):
 
     @property
     def compared_with(self) -> str:
-        """The name of the baseline; empty where cells are measured."""
+        """The name of the baseline; empty if the cells are measured."""
         return "" if self.requests else self.baseline or next(iter(self.cells))
 
     def cells_at(self, scale: Scale) -> dict[str, Sequence[Mapping[str, Any]]]:
@@ -331,5 +331,5 @@ class Experiment(Part):
         return (self.compared_with if said is True else said) or None
 
     def own_seeds(self, count: int | None = None) -> range:
-        """The seeds of its runs: the first so many; as many as its verdicts rest on unless given."""
+        """The first `count` seeds of its runs; `seeds` of them by default."""
         return range(self.first_seed, self.first_seed + (self.seeds if count is None else count))

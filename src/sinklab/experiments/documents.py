@@ -43,14 +43,14 @@ class RunRecord(ReadDocument):
     Attributes:
         hash: of the run (`Recipe.content_hash`).
         name, seed: of its recipe.
-        status: done, or failed for good, such as with a non-finite loss: a repetition would fail again.
+        status: done, or failed permanently (for example with a non-finite loss, which a retry would reproduce).
         message: the reason of the failure.
         step: of the last update, of `steps`.
         triples: number of (sequence, layer, head) triples of its rates.
         seconds: of training.
         tokens_per_second: of its updates.
         peak_memory_mb: of the process, or of the card if it was trained on one.
-        kurtosis: of the hidden states at the end, in the block where it is largest.
+        kurtosis: kurtosis of the final hidden states, maximum over blocks.
         files: SHA-256 of recipe.yaml, metrics.jsonl and measurement.json at the end of the run.
     """
 
@@ -85,8 +85,8 @@ class CellRun(ReadDocument):
         status: done, failed, or unfinished.
         message: the reason of the failure.
         values: its numbers by quantity (`quantities`), those it has.
-        never: the quantities that are steps which it never reached.
-        edited: files of its directory that have changed since it ended.
+        never: step quantities that the run never reached.
+        edited: files in its directory that were modified after the run ended.
         seconds: of training.
     """
 
@@ -233,16 +233,16 @@ class JudgedClaim(ReadDocument):
         experiment: that makes it.
         scale: of the models, to which the verdict is limited; of existing models their names.
         evidence: the numbers that decided it, a sentence.
-        cells: that it is about.
-        quantity: that it is about; empty if there is none.
+        cells: the cells that the claim is about.
+        quantity: the quantity that the claim is about; may be empty.
         analysis: confirmatory or exploratory; empty if unknown.
         stated: the day on which it was written down, YYYY-MM-DD.
         changed: the changes since, and the results that had been seen.
         same_as: EXPERIMENT.CLAIM that states the comparison; this one refers to it and is not counted.
-        seeds: that the verdict rests on, of two cells the fewer.
+        seeds: number of seeds behind the verdict; with two cells, the smaller number.
         replicate: the unit of `seeds`: of existing models a draw of sequences.
-        at_eps: the verdict at other thresholds of the sink rate, if it is about one that was recorded there.
-        finds: the effect that five seeds find in 80 % of cases, by pilot runs.
+        at_eps: the verdict at other thresholds of the sink rate, if that rate was recorded at them.
+        finds: the effect size that five seeds detect with 80 % power, estimated from pilot runs.
         elsewhere: an earlier verdict of five seeds, if these are fewer.
     """
 
@@ -364,7 +364,7 @@ class Summary(ReadDocument):
         return {name: self.cell(experiment, name) for name in self.experiments[experiment].cells}
 
     def cell(self, experiment: str, name: str) -> CellSummary:
-        """A cell with the seeds of an experiment; an empty cell if there is none."""
+        """A cell limited to the seeds of an experiment; an empty cell if it does not exist."""
         cell, about = self.cells.get(name, CellSummary(seeds=0)), self.experiments.get(experiment)
         return cell.of_seeds(about.seeds) if about and about.seeds else cell
 
@@ -420,8 +420,9 @@ def _first_line(error: Exception) -> str:
 
 
 def record_of(directory: Path, run_hash: str) -> RunRecord | None:
-    """The record of the run with that hash, None if it has not ended: a record of the shorter run that it extends is
-    not its own.
+    """The record of the run with that hash; None if the run has not ended.
+
+    The record of a shorter run that it extends does not count.
 
     Raises:
         InputError: the record is damaged, or of another schema version.
@@ -443,7 +444,7 @@ def edited(directory: Path, record: RunRecord) -> list[str]:
 
 
 def _content(path: Path) -> bytes | None:
-    """Of a file, or of its compressed copy; None if neither can be read."""
+    """Content of a file or of its compressed copy; None if neither can be read."""
     try:
         return path.read_bytes() if path.exists() else gzip.decompress(Path(f"{path}{COMPRESSED}").read_bytes())
     except (OSError, EOFError):

@@ -180,7 +180,7 @@ class MeasuredResults:
 
     Attributes:
         subjects: domains or models that its cells are measured for.
-        hashes: of the request of each measurement, by its folder.
+        hashes: hash of each measurement request, by folder.
     """
 
     experiment: Experiment
@@ -246,7 +246,7 @@ def measure_experiment(
     observe: Observer = ignore,
     data: Path | None = None,
 ) -> MeasuredResults:
-    """Measure every cell on so many draws of sequences, one model after the other, and judge the claims.
+    """Measure every cell on each draw of sequences, one model after the other, and judge the claims.
 
     Args:
         models: run directories, model directories, .gguf files or names on the Hugging Face hub.
@@ -308,7 +308,7 @@ def _item(one: Pass, draw: int, source: str | None, loaded: "_OneAtATime", task:
 
 
 class _OneAtATime:
-    """Loads a model when it is needed, and releases the one before."""
+    """Loads models lazily and keeps only the latest in memory."""
 
     def __init__(self, passes: Sequence[Pass], loading: Loading) -> None:
         self._passes, self.loading = passes, loading
@@ -398,7 +398,7 @@ def _by_family(
 
 
 def _described(experiment: Experiment, subjects: Sequence[Subject], cells: list[str]) -> ExperimentSummary:
-    """Its part of the summary. The names of the models, to which verdicts are limited, stand in place of a scale."""
+    """The experiment's part of the summary. The model names, to which verdicts are limited, replace the scale."""
     models = dict.fromkeys(model for subject in subjects for model in subject.models.values())
     published = {
         subject.cell_name(name): published_numbers(experiment, name, cell, subject.models[cell.model])
@@ -424,7 +424,7 @@ def _described(experiment: Experiment, subjects: Sequence[Subject], cells: list[
 
 
 def paper_model(given: str) -> OpenModel | None:
-    """The model of the paper that is given: by its name on the hub, or a folder with the last part of that name."""
+    """The paper's model that matches a given model: by hub name, or a folder named like the last part of it."""
     label = next(iter(labels([given]))).lower()
     return next(
         (one for one in models_of([EVERY]) if label in (one.id.lower(), one.id.rpartition("/")[2].lower())), None

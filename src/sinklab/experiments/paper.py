@@ -110,7 +110,7 @@ class Covered(Part):
     """A table, figure, takeaway, proposition or section of the paper.
 
     Attributes:
-        says: its statement, in our words.
+        says: its statement, paraphrased.
         claims: that encode it, each as EXPERIMENT.CLAIM.
         without: the reason why there is no claim, or why some of it is not encoded.
     """
@@ -137,7 +137,7 @@ class DrawnNumber(Part):
 
     Attributes:
         cell: of the experiment of the statement's first claim.
-        value: a quantity of it, in percent.
+        value: a quantity of that cell, in percent.
         row: the paper's, as TABLE.ROW of `published.yaml`.
     """
 
@@ -163,7 +163,7 @@ class PaperStatement(Part):
         says: the statement, a few words about the sink.
         paper: the paper's numbers for it; rates are percent of heads.
         claims: that encode it, each as EXPERIMENT.CLAIM; a scale judges those that it asks.
-        number: that is drawn; None if the paper prints none in percent.
+        number: the number plotted; None if the paper prints no percentage.
         caveat: how our claims differ from the paper's statement, a sentence.
     """
 

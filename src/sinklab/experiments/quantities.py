@@ -89,7 +89,7 @@ class Quantity:
         label: for people.
         unit: percent, nats, x (a ratio), steps, or none.
         decimals: in tables.
-        once: whether it is measured once, at the end of a run, rather than at every evaluation.
+        once: whether it is measured only at the end of a run, not at every evaluation.
     """
 
     name: str
@@ -147,7 +147,7 @@ def quantity(name: str) -> Quantity:
     """The quantity of a name.
 
     Raises:
-        ValueError: there is none; the message lists the names.
+        ValueError: no quantity has that name; the message lists the valid names.
     """
     if name in _NAMED:
         return _NAMED[name]
@@ -276,7 +276,7 @@ class RunNumbers:
     def evaluations(
         self, name: str, at_step: int | None = None, eps: str | None = None, count: int = LAST
     ) -> list[float]:
-        """Its last evaluations, at most so many; empty if the run has none, or ended before `at_step`."""
+        """Its last evaluations, up to a limit; empty if the run has none, or ended before `at_step`."""
         if at_step is not None and self.last.step < at_step:
             return []
         upto = [one for one in self.readings if at_step is None or one.step <= at_step][-count:]
@@ -310,7 +310,7 @@ class _Crossing(NamedTuple):
 
 
 def _crossing(name: str) -> _Crossing | None:
-    """The crossing at the step of that name; None if it is not the name of a step."""
+    """The crossing that defines a step quantity; None if the name is not a step quantity."""
     if (found := _LAYER.fullmatch(name)) and found[1] == "layer_step":
         return _Crossing(f"sink_layer_{found[2]}", HALF)
     return {

@@ -37,7 +37,7 @@ class CellResults:
     failed: int = 0
 
     def of_seeds(self, seeds: Collection[int] | None) -> "CellResults":
-        """Limited to these seeds; unchanged unless given."""
+        """The results limited to these seeds; all results unless given."""
         if seeds is None:
             return self
         runs = [run for run in self.runs if run.seed in seeds]
@@ -114,7 +114,7 @@ def _mean_percent(by_layer: Sequence[Sequence[float | None]] | None) -> float | 
 
 
 def _largest(ratios: Sequence[float] | None) -> float | None:
-    """Of all blocks; None if there are none, or one is infinite."""
+    """Maximum over all blocks; None without values or if one is infinite."""
     return finite_or_none(max(ratios or (), default=None))
 
 

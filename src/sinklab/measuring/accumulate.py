@@ -137,7 +137,7 @@ class Accumulator:
         return self._rate(self.hits_ET[threshold])
 
     def sink_rate_visible(self, threshold: int = 0) -> list[float] | None:
-        """The same of the means over the queries that may see each key; None where they are alpha everywhere."""
+        """`sink_rate` of the means over the queries that may see each key; None if these equal alpha everywhere."""
         return None if self.visible_hits_ET is None else self._rate(self.visible_hits_ET[threshold])
 
     def _rate(self, hits_T: Tensor) -> list[float]:
@@ -145,7 +145,7 @@ class Accumulator:
         return metrics.percent(hits_T, self.sequences_T * layers * heads).tolist()
 
     def visibility_note(self) -> str | None:
-        """In which layers the two means differ; None where they do not."""
+        """A note on the layers in which alpha and the mean over visible queries differ; None if they agree."""
         return visibility_note([self.views.get(layer) for layer in range(len(self._sums["importance values"]))])
 
     def uniform_ratio(self) -> list[float]:
@@ -165,7 +165,7 @@ class Accumulator:
         }
 
     def sink_rate_bias(self, threshold: int = 0) -> float | None:
-        """Percent for the added bias or sink token, for one of the thresholds; None where there is none."""
+        """Percent for the added bias or sink token at one of the thresholds; None in models without either."""
         return 100 * self.bias_hits_E[threshold] / self.bias_triples if self.bias_triples else None
 
     def sink_rate_window_start(self) -> float | None:

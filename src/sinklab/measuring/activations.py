@@ -84,7 +84,7 @@ def largest_activations(
 
 
 def strongest(found: Sequence[MassiveActivation]) -> list[MassiveActivation]:
-    """The STRONGEST of them by ratio to the median, strongest first."""
+    """The top `STRONGEST` activations by ratio to the median, in descending order."""
     return sorted(found, key=lambda one: -one.ratio_to_median)[:STRONGEST]
 
 
@@ -102,7 +102,7 @@ class _Largest:
         self.numbers = torch.stack([place.double(), value.double(), _median(size.float()).double()])
 
     def found(self, layer: int, place: float, value: float, median: float) -> MassiveActivation:
-        """As reported."""
+        """The massive activation as reported in the result."""
         position, dimension = divmod(int(place), self._width)
         value = value if math.isfinite(value) else 0.0  # the accumulator reports NaN, with its layer
         return MassiveActivation(

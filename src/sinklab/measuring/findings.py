@@ -55,7 +55,7 @@ class Ablation(Part):
 
     @property
     def sentences(self) -> list[str]:
-        """The ablation and, where the massive activation was zeroed, the largest one that remains."""
+        """Description of the ablation and, after `zero_massive`, the largest remaining activation."""
         before, after = self.largest_before, self.largest_after
         if before is None or after is None:
             return [self.what]

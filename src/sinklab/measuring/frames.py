@@ -20,10 +20,10 @@ FRAMES = {"pandas": "DataFrame", "polars": "DataFrame", "pyarrow": "table"}  # i
 
 
 def data_frame(columns: Columns) -> Any:
-    """Columns of one length as a data frame of the installed one of pandas, polars and pyarrow.
+    """Equally long columns as a data frame of pandas, polars or pyarrow, whichever is installed.
 
     Raises:
-        InputError: none of them is.
+        InputError: none of the three is installed.
     """
     for package, kind in FRAMES.items():
         if find_spec(package):

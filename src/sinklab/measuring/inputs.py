@@ -154,7 +154,7 @@ class _Cutter:
         return InputError(f"{text} gives no sequence: {of} has {self.body} tokens of text; give a longer text")
 
     def sequences(self, text: Path) -> Iterator[Sequence[int]]:
-        """Of a file, of the files of a folder in turn, or of another corpus."""
+        """Sequences of a file, of the files of a folder in turn, or of another corpus."""
         here = text.expanduser()
         if not here.exists():
             yield from self._of_documents(documents(str(text), render=self.render))

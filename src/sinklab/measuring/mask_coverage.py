@@ -82,7 +82,7 @@ def joined(views: Iterable[View | None]) -> View | None:
 
 
 def visibility_note(views: Sequence[View | None]) -> str | None:
-    """A sentence on the layers, in their order, in which the two means differ; None where there is none."""
+    """A sentence on the layers, in order, in which the two means differ; None if they agree in all."""
     layers: dict[View, list[int]] = {}
     for number, view in enumerate(views, start=1):
         if view is not None:

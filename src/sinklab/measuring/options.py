@@ -20,7 +20,7 @@ def thresholds(eps: float | Sequence[float]) -> tuple[float, ...]:
     """One threshold or several, as floats.
 
     Raises:
-        InputError: none at all, or one that is not a number in (0, 1).
+        InputError: no threshold is given, or a threshold is not a number in (0, 1).
     """
     given: Any = eps
     several = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
@@ -38,7 +38,7 @@ def parse_eps(given: Any) -> tuple[float, ...]:
     """Thresholds, of which --eps gives each or a list as text: ["0.3", "0.2,0.4"] is 0.3, 0.2, 0.4.
 
     Raises:
-        InputError: no number, or no share of attention.
+        InputError: not a number, or outside (0, 1).
     """
     if not isinstance(given, list) or not all(isinstance(one, str) for one in given):
         return thresholds(given)

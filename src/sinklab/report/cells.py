@@ -92,7 +92,7 @@ class CellRow:
 
     @property
     def sink_visible(self) -> Spread | None:
-        """The same over the queries that may see the key."""
+        """Sink rate of the first token over the queries that may see it, percent."""
         return self.over_runs(lambda one: next(iter(one.sink_rate_visible or ()), None))
 
     @property
@@ -133,7 +133,7 @@ def _cell_row(data: ReportData, cell: str) -> CellRow:
 
 
 def _seconds(run: ReportedRun) -> float | None:
-    """Updates of unknown speed are left out: the next evaluation includes their time."""
+    """Seconds of training; updates of unknown speed are skipped, as the next evaluation includes their time."""
     if run.trained:
         return seconds_spent([one for one in run.history if one.tokens is not None and one.tokens_per_second]) or None
     return run.measurement.seconds if run.measurement else None

@@ -65,7 +65,7 @@ LAST = ("secondary", "map-attention", "map-cosine", "map-norms")
 
 
 def importance_figures(data: ReportData, width: Width) -> list[Figure | None]:
-    """In reading order; None where the data does not allow one."""
+    """The figures in reading order; None for a figure without the required data."""
     small = width if width == "container" else 300
     return [
         _by_head(data, small),
@@ -143,7 +143,7 @@ def _masks_note(data: ReportData) -> str:
 
 
 def _importance_scale(maps: list[Named], data: ReportData) -> ColourScale:
-    """From 0 to eps at least, so that a model without a sink looks like one."""
+    """A colour scale from 0 to at least eps, so that a model without a sink shows no strong colours."""
     highest = max(float(matrix.max()) for _, matrix in maps)
     return ColourScale("importance", 0, max(*(run.eps for run in data.runs), math.ceil(highest * 10) / 10))
 

@@ -279,7 +279,7 @@ def _title(one: Quantity) -> str:
 
 
 def _values_axis(title: str, from_zero: bool) -> PlotAxis:
-    """From zero, and to one at least; or logarithmic for a large range."""
+    """An axis from zero to at least one; logarithmic for a large range."""
     scale = "linear" if from_zero else "auto"
     return PlotAxis(title, "value", scale=scale, zero=from_zero, at_least=1.0 if from_zero else None)
 

@@ -116,10 +116,10 @@ def memory_estimate(recipe: Recipe, device: torch.device, processes: int = 1) ->
 
 
 def _saved(config: ModelConfig, bf16: bool, layers: int) -> tuple[float, _Saved]:
-    """Bytes of the first of so many layers that do not depend on the positions; bytes per position."""
+    """Saved bytes of the first layer of a model with few layers: the constant part, and bytes per position."""
     lengths = LENGTHS if layers == 1 else (CHUNK, 2 * CHUNK)  # a linear layer keeps chunks
     lengths = lengths if config.context >= max(lengths) else (config.context // 2, config.context)
-    # A linear first layer, which such a recipe need not have, has no values for the second to mix with its own.
+    # A linear first layer, which the recipe may lack, has no values for the second layer to mix with its own.
     short = {"layers": layers, "vocab_size": 2} | ({} if layers == 1 else {"value_residual": NoValueResidual()})
     model = Transformer(config.model_copy(update=short))
     first, second = (_saved_at(model, length, bf16) for length in lengths)
@@ -202,7 +202,7 @@ def _refusal(needs: str, have: int, device: torch.device, largest: str) -> Input
     smaller += ", or train.recompute to blocks" if largest == "activations" else ""
     return InputError(
         f"a process needs {needs} and has {have / MB:,.0f} MB ({device}): set a smaller {smaller} "
-        "(--dry-run prints each part), or train without this check by --anyway"
+        "(--dry-run prints each part), or pass --anyway to skip this check"
     )
 
 

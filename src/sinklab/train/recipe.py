@@ -87,10 +87,10 @@ class Recipe(Part):
 
 
 def recipe_text(name: str) -> str:
-    """The text of a recipe file, or of one that is shipped with sinklab (`tiny`, `mini`, `60m`, ..).
+    """The text of a recipe file or of a shipped recipe (`tiny`, `mini`, `60m`, ..).
 
     Raises:
-        InputError: there is neither such a file nor such a recipe, or it is not readable text.
+        InputError: no such file or shipped recipe, or the file is not readable text.
     """
     path = Path(name)
     if path.is_file():

@@ -35,7 +35,7 @@ class Updater:
     """Model, optimiser and training batches of a run.
 
     Args:
-        run: an opened run directory; no file of it is read or written here.
+        run: an opened run directory; its files are neither read nor written here.
         world: the processes that train together.
         look: called between the tensors of the new model; an exception from it ends the construction.
 
@@ -163,7 +163,7 @@ class _Looking(TorchFunctionMode):
 
 
 class DivergedError(SinklabError):
-    """The numbers of a run are not finite any more. To train it again would give the same result."""
+    """The numbers of a run became non-finite; training it again would give the same result."""
 
 
 class NotFiniteError(SinklabError):

@@ -86,7 +86,7 @@ class TuneRecord(TrainerCallback):
         mark_complete(Path(cast(str, args.output_dir)), state.global_step)
 
     def write(self) -> None:
-        """Write both files."""
+        """Write the files of updates and of evaluations."""
         write_rows(self._folder / UPDATES, self.updates)
         write_rows(self._folder / METRICS, self.evaluations)
 

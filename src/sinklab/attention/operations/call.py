@@ -107,7 +107,7 @@ class Call:
         return lse_BHT if logits_BHT is None else ExtraKey(logits_BHT).merge(lse_BHT[..., None], lse_BHT)[1]
 
     def score(self, similarity: Score | None = None) -> Score | None:
-        """The score function of the sequence's own keys, the logarithm of the similarity last."""
+        """The score function for the sequence's own keys; the log similarity is applied last."""
         return compose(self.cap, self.position, self.fading, similarity)
 
 

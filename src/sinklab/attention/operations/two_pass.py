@@ -115,7 +115,7 @@ class ElasticSoftmax(LogSimilarity):
     """
 
     kind: Literal["elastic_softmax"] = "elastic_softmax"
-    start: float = Field(default=0.0, description="tau before training")
+    start: float = Field(default=0.0, description="initial value of tau")
     examples: ClassVar = {"elastic_softmax": Example({"start": -1.0})}
 
     @property

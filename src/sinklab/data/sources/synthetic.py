@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 PREFIX = "synthetic:"
 WORDS = "words"
-VERSION = 1  # of the generators: another version makes another text from the same source
+VERSION = 1  # version of the generators: bump it when the same source yields a different text
 
 
 @dataclass(frozen=True)

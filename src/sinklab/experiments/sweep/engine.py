@@ -36,7 +36,8 @@ class PlannedRun:
         recipe: resolved, as YAML.
         directory: of the run.
         hash: of the run; a worker whose own hash differs, because its text differs, refuses.
-        processes: that train it together; unless given, as many as there are cards for it on the worker's machine.
+        processes: number of processes that train it; by default one per card that it can use on the
+            worker's machine.
     """
 
     name: str
@@ -88,7 +89,7 @@ class Engine(Protocol):
         ...
 
     def submit(self, runs: Sequence[PlannedRun]) -> None:
-        """Start or queue runs, no more than there is room for; returns at once.
+        """Start or queue at most `room` runs; returns immediately.
 
         Raises:
             SinklabError: they cannot be submitted, such as to a cluster that does not answer.

@@ -206,7 +206,7 @@ def place_sweep(
 
 
 def data_key(recipe: Recipe) -> str:
-    """The same for recipes that share prepared data."""
+    """Cache key of the prepared data; recipes with the same key share it."""
     return recipe.data.model_dump_json(include=DATA_ORIGIN)
 
 

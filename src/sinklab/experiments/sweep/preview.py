@@ -141,7 +141,7 @@ def preview(
 
 
 def _identity(plan: SweepPlan, name: str) -> str:
-    """The same for cells with the same runs."""
+    """Deduplication key: equal for cells with the same runs."""
     return plan.cells[name].recipe.model_dump_json(exclude={"name"})
 
 
@@ -158,7 +158,7 @@ def _prepared_data(plan: SweepPlan) -> dict[str, TokenDataset]:
 
 
 def operations(recipe: Recipe, like: Recipe | None = None) -> float:
-    """Of a whole run: its updates, evaluations and measurements.
+    """Operations of a whole run: its updates, evaluations and measurements.
 
     Args:
         like: a recipe whose model needs as many operations per token, so that they are counted once for both.
@@ -236,7 +236,7 @@ def _speed_of_products(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _seconds_of_update(base: Recipe, device: torch.device, bf16: bool) -> float:
-    """Of forward pass, backward pass and optimiser step on random tokens."""
+    """Seconds of forward pass, backward pass and optimiser step on random tokens."""
     config, train = _sized(base), base.train
     model = Transformer(config, base.seed).to(device)
     optimizer = build_optimizer(model, base.optim)

@@ -73,7 +73,7 @@ class SweepManifest(ReadDocument):
 
     @property
     def seeds(self) -> list[int]:
-        """Of its runs."""
+        """Seeds of its runs."""
         return sorted({seed for _, seed, _ in self.runs()})
 
     def runs(self) -> Iterator[tuple[str, int, str]]:
@@ -127,7 +127,7 @@ def merged_manifests(before: Mapping[str, SweepManifest], now: Mapping[str, Swee
     """The manifests of one summary: those requested now, with seeds and experiments requested before.
 
     Raises:
-        InputError: an experiment of before means another run by the same cell and seed.
+        InputError: for the same cell and seed, an earlier manifest has a different run.
     """
     first = next(iter(now.values()))
     kept = {name: one for name, one in before.items() if one.shares_summary_with(first)}
@@ -146,7 +146,7 @@ def merged_manifests(before: Mapping[str, SweepManifest], now: Mapping[str, Swee
 
 
 def _with_earlier_seeds(now: SweepManifest, before: SweepManifest | None) -> SweepManifest:
-    """With the seeds requested before, of cells that are unchanged, unless the experiment's first seed has changed."""
+    """Adds the earlier seeds of unchanged cells, unless the experiment's first seed has changed."""
     if before is None or before.experiment.first_seed != now.experiment.first_seed:
         return now
     cells = {}

@@ -37,7 +37,7 @@ def cards_for(recipe: Recipe) -> int:
 def train_with_torchrun(
     planned: PlannedRun, processes: int, watch: Callable[[Event], None], should_stop: Callable[[], bool]
 ) -> Event:
-    """Train a run with so many processes; returns its last event.
+    """Train a run with several processes; returns its last event.
 
     Raises:
         LostProcessError: they ended without one.

@@ -111,7 +111,7 @@ def _recorded_without_checkpoint(planned: PlannedRun) -> bool:
 
 
 def _opened(planned: PlannedRun, recipe: Recipe, world: World) -> Run:
-    """The run, which must be the one that was planned."""
+    """The opened run, after checking that it matches the plan."""
     dataset = world.together(lambda: prepared(recipe.data))
     run = world.together(lambda: open_run(recipe, dataset, planned.directory))
     if run.hash != planned.hash:

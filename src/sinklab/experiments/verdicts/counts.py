@@ -25,7 +25,7 @@ def seed_by_seed(held: Sequence[bool]) -> bool | None:
 
 
 def pairs_against(above: Sequence[float], below: Sequence[float]) -> int:
-    """Pairs of seeds that speak against every one of the first lying above every one of the second; a tie does."""
+    """Number of seed pairs in which the first is not above the second; ties count."""
     return sum(a <= b for a in above for b in below)
 
 
@@ -35,7 +35,7 @@ def separated(above: Sequence[float], below: Sequence[float]) -> bool:
 
 
 def rank_sum_p(n: int, m: int, against: int) -> float:
-    """The share of all orders of n and m different numbers that have at most so many pairs against (0 to n m).
+    """The share of all orders of n and m distinct numbers with at most `against` pairs against (0 to n m).
 
     Counted exactly (Mann and Whitney, 1947): U = `against`, p = P(U <= u).
     """
@@ -44,7 +44,7 @@ def rank_sum_p(n: int, m: int, against: int) -> float:
 
 @cache
 def _orders(n: int, m: int, against: int) -> int:
-    """Orders of n and m numbers with exactly so many pairs against: the largest is one of the n, or one of the m."""
+    """Number of orders of n and m numbers with exactly `against` pairs against, by recursion on the largest."""
     if against < 0:
         return 0
     if n == 0 or m == 0:

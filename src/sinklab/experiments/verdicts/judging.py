@@ -164,7 +164,7 @@ def _at_eps(check: Check, runs: Runs) -> Verdict | None:
 
 
 def _waits_for(check: Check, runs: Runs) -> str:
-    """The cells without a finished run that a check needs; empty if there is none."""
+    """The cells that a check needs and that have no finished run."""
     said = []
     for cell in check.cells:
         failed = runs.results[cell].failed if cell in runs.results else 0
@@ -203,7 +203,7 @@ def _not_asked(claim: Claim, baseline: str | None, results: Mapping[str, CellRes
 
 
 def _beside_published(found: Finding, check: Check, published: Published, runs: Runs) -> Finding:
-    """A claim that holds, and whether the paper's numbers lie in the 95 % prediction interval of another seed (t).
+    """Add to a finding whether the paper's numbers lie in the 95 % prediction interval of a new seed (t).
 
     Of five seeds within mean +- 3.04 standard deviations. A published number is one draw, of the end of a run.
     """

@@ -47,7 +47,7 @@ class Finding:
         holds: reproduced (True), contradicted (False), or neither.
         said: the evidence.
         seeds: that decide it; of two cells the fewer.
-        size: whether the size or absence that it states holds, too; True if it states none.
+        size: whether the stated size or absence also holds; True if none is stated.
     """
 
     holds: bool | None
@@ -58,7 +58,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs that a check is put to.
+    """The runs that a check is evaluated on.
 
     Attributes:
         results: by cell.
@@ -94,7 +94,7 @@ class Runs:
 
 
 def put_to(check: SingleCheck, runs: Runs) -> Finding:
-    """The outcome of a check by some runs."""
+    """Evaluate a check on some runs."""
     match check:
         case StandsAt():
             return _stands_at(check, runs)

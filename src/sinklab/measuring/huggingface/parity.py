@@ -184,7 +184,7 @@ def _difference(one: _BackendReading, other: _BackendReading) -> float:
 def _read(
     model: PreTrainedModel, tokens_BT: Tensor, backend: str, without_sinks: bool = False
 ) -> _BackendReading | str:
-    """The reading of the model with a backend, or the reason why there is none."""
+    """Run the model with a backend; returns its reading, or the reason why the backend is unavailable."""
     text = model.config.get_text_config(decoder=True)
     reading = _BackendReading(has_experts=any((getattr(text, name, None) or 0) > 1 for name in EXPERT_COUNTS))
     before = str(model.config._attn_implementation)
@@ -203,7 +203,7 @@ def _read(
 
 
 def _read_own(model: PreTrainedModel, tokens_BT: Tensor) -> _BackendReading | str:
-    """The reading by sinklab's own computation, or the reason why there is none."""
+    """The reading by sinklab's own attention, or the reason why it is unavailable."""
     reading = _BackendReading()
     try:
         with evaluating(model), call_records(model, HuggingFaceAdapter(model)) as watch:

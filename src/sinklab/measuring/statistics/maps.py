@@ -9,7 +9,7 @@ from torch import Tensor
 from sinklab.measuring.statistics.plot_specs import MatrixMap
 from sinklab.measuring.statistics.statistic_base import ScoreBlock, Statistic
 
-MAP_POSITIONS = 4096  # a map of so many positions takes 64 MB, and there are three of each head
+MAP_POSITIONS = 4096  # a map of this size takes 64 MB, and each head has three
 CAPTION = "Query by key, mean over sequences"
 Head = tuple[int, int]
 

@@ -22,7 +22,7 @@ from sinklab.schema import Part
 
 FIRST_FEW = 4  # positions that are not secondary: sinks of a first token often cover its neighbours
 ALIGNED = 0.9  # cosine above which a hidden state is like the first token's, as in the code of 2512.22213
-STANDS_OUT = 3.0  # provided that the first token's norm is so many times that of the others
+STANDS_OUT = 3.0  # minimum ratio of the first token's norm to the others'
 STRONGEST = 8  # listed of the first few positions, and of those past them
 ENOUGH = 16
 """Queries that a mean needs: a column sums to one on average, and to 4.8 where alpha is 0.3 over 16 queries."""

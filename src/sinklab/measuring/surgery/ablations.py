@@ -73,7 +73,7 @@ def measure_ablations(
     Args:
         tokens_NT: whole sequences, without padding.
         baseline: the measurement of the same sequences.
-        remeasure: measures the model again, as it then is.
+        remeasure: measures the modified model.
 
     Raises:
         SinklabError: an ablation that is impossible in this model.

@@ -80,7 +80,10 @@ def _spread(model: "PreTrainedModel | Transformer", pairs_N2T: Tensor, position:
     adapter, total_M = adapt(model), torch.zeros(())
 
     def change(hidden_BTC: Tensor) -> Tensor:
-        """Of the later positions, summed over sequences; the second half of the batch has the replaced token."""
+        """Relative change of the later positions, summed over sequences.
+
+        The second half of the batch has the replaced token.
+        """
         before, after = hidden_BTC[:, adapter.leading + position :].double().chunk(2)
         return (token_norms(after - before) / token_norms(before).clamp(min=1e-30)).mean(1).sum().cpu()
 

@@ -202,8 +202,8 @@ def position_kind(model: "PreTrainedModel | Transformer") -> PositionKind:
     """The model's positional embedding.
 
     Raises:
-        InputError: one that the propositions do not cover, or attention that is not causal softmax on the sequence's
-            own keys.
+        InputError: a positional embedding that the propositions do not cover, or attention that is not causal
+            softmax on the sequence's own keys.
     """
     if isinstance(model, Transformer):
         attention = model.config.attention

@@ -25,7 +25,7 @@ ORIGIN = {f"data.{key}" for key in DATA_ORIGIN}
 
 
 def read_environment(directory: Path) -> dict[str, Any]:
-    """env.json of a run directory; empty where there is none.
+    """env.json of a run directory; empty if the file is missing.
 
     Raises:
         SinklabError: it is damaged.

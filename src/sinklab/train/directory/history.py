@@ -77,7 +77,7 @@ class Evaluation(ReadDocument):
 
     @property
     def largest_norm_ratio(self) -> float | None:
-        """Of all blocks; None where none is known."""
+        """Maximum of the norm ratio over all blocks; None if unknown."""
         return max(self.hidden_norm_ratio, default=None)
 
 

@@ -59,7 +59,7 @@ class Run:
         dataset: its tokens.
         hash: of recipe and data; two runs with the same hash are the same run.
         earlier: hashes of the shorter runs that it extends.
-        shorter: steps of a shorter run in the directory that this one will extend; None where there is none.
+        shorter: steps of a shorter run in the directory that this run will extend; None without such a run.
     """
 
     directory: Path
@@ -300,7 +300,7 @@ def _extend(run: Run) -> None:
 
 
 def _steps(directory: Path) -> int | None:
-    """Of the recipe in a run directory, None where it cannot be read."""
+    """`train.steps` of the recipe in a run directory; None if it cannot be read."""
     try:
         return load_recipe(str(directory / RECIPE)).train.steps
     except InputError:

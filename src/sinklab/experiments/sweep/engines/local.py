@@ -30,7 +30,7 @@ class MachineShare:
     Attributes:
         cores: to which the run is pinned; None for all.
         threads: of PyTorch.
-        cards: for CUDA_VISIBLE_DEVICES; None leaves it unchanged.
+        cards: value of CUDA_VISIBLE_DEVICES; None leaves it unchanged.
     """
 
     cores: frozenset[int] | None
@@ -73,7 +73,7 @@ def _cards(jobs: int) -> list[str | None]:
 
 
 def cards_here() -> int:
-    """How many cards of CUDA this process sees."""
+    """Number of CUDA devices visible to this process."""
     import torch
 
     return torch.cuda.device_count()
