@@ -237,7 +237,7 @@ def test_two_experiments_that_mean_different_things_by_a_name_are_refused(run: R
     Path("other.yaml").write_text(OTHER.replace("gate: gate_head", "sigmoid: gate_head"))
     status, _, err = run("reproduce", "mine.yaml", "other.yaml", *OPTIONS)
     assert status == 2
-    assert "cell sigmoid of mine is not what other means by it" in " ".join(err.split())
+    assert "cell sigmoid has different recipes in mine and other" in " ".join(err.split())
     assert not Path("runs").exists()
 
 
