@@ -186,7 +186,7 @@ def key_heads(adapter: Adapter) -> KeyHeads:
 
 
 def chosen_heads(layer: LayerCall, heads: KeyHeads) -> Tensor:
-    """Whether each key head of a layer is among these: (G,)."""
+    """Boolean mask (G,) of the key heads of a layer that are in `heads`."""
     G = layer.call.k_BGTD.shape[1]
     chosen = [(layer.index, head) in heads for head in range(1, G + 1)]
     return torch.tensor(chosen, device=layer.call.k_BGTD.device)

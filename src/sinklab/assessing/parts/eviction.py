@@ -142,11 +142,11 @@ class RandomKeys:
 
 
 def _kept(layer: LayerCall, budget: int, observe: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """Whether each query finds each key in the cache: (B, G, L, L).
+    """Cache membership, a boolean (B, G, L, L): True where the key is in the cache at that query.
 
     Args:
-        observe: (query, keys that it finds) -> the score of every key; of the keys that are not recent those with the
-            highest scores are kept.
+        observe: (query, keys in its cache) -> the score of every key; the cache keeps the recent keys and, of the
+            others, those with the highest scores.
     """
     B, groups, L, _ = layer.call.k_BGTD.shape
     device = layer.call.k_BGTD.device

@@ -149,7 +149,7 @@ class SelectedKeys:
     seed: int = 0
 
     def matrix(self, layer: LayerCall) -> Tensor:
-        """Whether key s is selected for query t: (1 or H, L, L); all false for the bias, which has no column."""
+        """Boolean mask of the ablated keys by query, (1 or H, L, L); all False for the bias, which has no column."""
         L, device = layer.length, layer.call.q_BHTD.device
         q_L1, k_L = torch.arange(L, device=device)[:, None], torch.arange(L, device=device)
         if self.keys == "bias":
@@ -307,7 +307,7 @@ def _ablated(reader: PairedReader, selection: SelectedKeys, shifts: Sequence[flo
 
 
 def has_bias(adapter: Adapter, tokens_NT: Tensor) -> bool:
-    """Whether the model has a bias key or a sink logit."""
+    """True if the model has a bias key or a sink logit."""
     found: list[bool] = []
 
     def watch(layer: LayerCall) -> Tensor:

@@ -302,7 +302,7 @@ def outlier_tokens(adapter: Adapter, tokens_NT: Tensor) -> Tensor:
 
 
 def _latent(adapter: Adapter) -> bool:
-    """Whether keys and values are made of a latent, in a run or a model of transformers."""
+    """True for latent attention (MLA), in a run or a model of transformers."""
     config: Any = adapter.module.config
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     return bool(getattr(text, "latent", None) or getattr(text, "kv_lora_rank", None))
