@@ -17,12 +17,12 @@ where g is 1, or what a norm behind the part makes of c. W_down are the weights 
 that output, so that no names are needed; a_j is that gradient, which within an expert includes the routing weight. An
 expert adds the sum over its neurons.
 
-The single weight W_down[c, j]: j is chosen among the 8 neurons with the largest additions so that |x_c| after that block
-is smallest without it (later blocks often subtract x_c again, with or without it). `super_weight` is True if the public
-code of super weights selects the same weight (2411.07191; mengxiayu/LLMSuperWeight 232e4ee, analyze.py): c the largest |output| of
-the down map, j its largest |input|. Beside it the neuron, the expert (super experts, 2507.23279, are removed by zeroing
-their down map) and the part's output at the first position (2510.06477, section 3.3) are zeroed, and as the control the
-map's largest weight to another channel.
+The single weight W_down[c, j]: j is chosen among the 8 neurons with the largest additions so that |x_c| after that
+block is smallest without it (later blocks often subtract x_c again, with or without it). `super_weight` is True if
+the public code of super weights selects the same weight (2411.07191; mengxiayu/LLMSuperWeight 232e4ee, analyze.py): c
+the largest |output| of the down map, j its largest |input|. Beside it the neuron, the expert (super experts,
+2507.23279, are removed by zeroing their down map) and the part's output at the first position (2510.06477, section
+3.3) are zeroed, and as the control the map's largest weight to another channel.
 """
 
 import re
