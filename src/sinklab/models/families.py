@@ -12,6 +12,7 @@ TOKEN_WISE_LAYERS = ("moe", "mlp", "dense", "sparse")  # kinds of layers that re
 POSITION_TABLES = ("wpe", "embed_positions", "positions_embed", "position_embedding", "position_embeddings")
 FFN_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+LATENT_WIDTH = "kv_lora_rank"  # of a config: keys and values are made from a latent of this width
 ROTARY_EMBEDDING = "rotary_emb"  # the module that turns queries and keys
 ROTARY_CLASS = "RotaryEmbedding"  # how its class name ends
 SINK_LOGITS = "sinks"  # of an attention module

@@ -35,7 +35,7 @@ from sinklab.train.directory.history import Evaluation, finite, read_history
 from sinklab.train.directory.lock import is_held
 
 SEED_FOLDER = re.compile(r"seed_(\d+)")
-LOOKED_FOR = "recipe.yaml (a run), measurement.json (a measurement), assessment.json or summary.json (a lab)"
+LOOKED_FOR = "recipe.yaml (a run), measurement.json (a measurement), assessment.json or summary.json (experiments)"
 READ_SCHEMA = Summary.model_fields["schema_version"].default
 """Schema version of summary.json; a file without one is accepted."""
 

@@ -57,6 +57,7 @@ from sinklab.assessing.reading import (
 )
 from sinklab.attention.layer_call import LayerCall
 from sinklab.models.adapter import Adapter
+from sinklab.models.families import LATENT_WIDTH
 from sinklab.models.hooks import evaluating, residual_stream
 from sinklab.schema import ReadDocument
 
@@ -305,4 +306,4 @@ def _latent(adapter: Adapter) -> bool:
     """True for latent attention (MLA), in a run or a model of transformers."""
     config: Any = adapter.module.config
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    return bool(getattr(text, "latent", None) or getattr(text, "kv_lora_rank", None))
+    return bool(getattr(text, "latent", None) or getattr(text, LATENT_WIDTH, None))
