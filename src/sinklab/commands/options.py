@@ -60,7 +60,8 @@ class ReproduceSettings(CommandSettings, frozen=True):
     models: Annotated[Several[str], Flag(name="--model")] = Field(
         default=(),
         description="Model to measure, for experiments on existing models, on --seeds draws of sequences: Hugging Face "
-        "id, directory, .gguf file or run directory; repeatable, the chat model second.",
+        "id, directory, .gguf file or run directory; repeatable, the chat model second. Of an experiment that names "
+        "its models: measure these instead.",
     )
     steps: int | None = Field(default=None, ge=1, description="Updates per model; the recipe's unless given.")
     text: Path | None = Field(
@@ -70,6 +71,7 @@ class ReproduceSettings(CommandSettings, frozen=True):
     data: Path | None = Field(
         default=None, description="HellaSwag's file, for experiments on existing models that ask it."
     )
+    trust_remote_code: bool = Field(default=False, description="Run code from the repository of a model.")
     jobs: int | None = Field(default=None, ge=1, description="Models at a time; as many as the cores suggest.")
     engine: EngineName = Field(default=EngineName.local, description="Where models are trained.")
     engine_options: Annotated[Several[str], Flag(name="--engine-option", metavar="KEY=VALUE")] = Field(
