@@ -10,6 +10,7 @@ from rich.console import Console
 from sinklab.commands.terminal.tables import print_notes, print_table, print_title
 from sinklab.experiments.definition import SCALES
 from sinklab.experiments.documents import Summary
+from sinklab.measuring.answer import answer
 from sinklab.measuring.statistics.highest import elsewhere_text, in_brackets
 from sinklab.report.cells import cells_table, headline
 from sinklab.report.collect import ListedRun
@@ -85,12 +86,13 @@ def print_assessment(assessment: "Assessment", console: Console) -> None:
 
 
 def print_measurement(measurement: "Measurement", console: Console) -> None:
-    """Print the tables of one measurement, and its notes."""
+    """Print the answer of one measurement, then its tables and notes."""
     m = measurement
     model = (m.model or "model") + (f" at {m.revision}" if m.revision else "")
     print_title(
         f"{model}: {m.sequences} sequences of {m.length} tokens, {m.inputs}", console, measurement_facts(measurement)
     )
+    console.print(" ".join(answer(m)), markup=False, highlight=False)
     for table in measurement_tables(measurement):
         print_table(table, console)
     print_notes(m.notes, console)
