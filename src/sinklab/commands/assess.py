@@ -31,6 +31,7 @@ def assess(
     options: AssessOptions,
     loading: LoadingOptions,
     out: Annotated[Path | None, typer.Option(help="Directory for assessment.json; the same call resumes.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="Also print loss and divergence under every change.")] = False,
     as_json: Json = False,
 ) -> None:
     """Assess the cost and benefit of a sink: streaming, quantisation, eviction, length, key ablations, heads, writer.
@@ -49,7 +50,7 @@ def assess(
         if as_json:
             print(json.dumps(assessment.document(), indent=2))
         else:
-            print_assessment(assessment, Console())
+            print_assessment(assessment, Console(), full)
 
     with keeping_what_is_finished() if out is not None else nullcontext(), JobProgress(console) as observe:
         try:

@@ -319,6 +319,21 @@ def secondary_table(measured: Labelled, shown: int | None = None) -> Table | Non
     return Table(title, heads, rows)
 
 
+def answers_table(document: Assessment, key: str = "") -> Table:
+    """The question of every part and its answers: changes, and the loss that each adds."""
+    columns = [*names("Question", "Change"), TableColumn("Loss added", "nats / token", "+.4f")]
+    rows: list[list[Value]] = []
+    before = None
+    for question, one in document.answers():
+        rows.append([question if question != before else "", one.change, one.added])
+        before = question
+    notes = [
+        *(f"Skipped: {part}: {why}" for part, why in document.skipped.items()),
+        *document.notes,
+    ]
+    return Table("Loss added, by the question that it answers", columns, rows, notes, key)
+
+
 def assessment_table(document: Assessment, title: str = "Costs and benefits of the sink", key: str = "") -> Table:
     """Loss, perplexity and KL divergence of the model under every change, part by part."""
     columns = [

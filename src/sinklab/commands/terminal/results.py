@@ -16,6 +16,7 @@ from sinklab.report.cells import cells_table, headline
 from sinklab.report.collect import ListedRun
 from sinklab.report.data import ReportData
 from sinklab.report.result_tables import (
+    answers_table,
     assessment_table,
     comparison_table,
     measurement_facts,
@@ -79,10 +80,13 @@ def print_summary(summary: Summary, wanted: Iterable[str], console: Console) -> 
             print_table(claims_table(claims), console)
 
 
-def print_assessment(assessment: "Assessment", console: Console) -> None:
-    """Print one table over all parts, with what was skipped and the notes."""
+def print_assessment(assessment: "Assessment", console: Console, full: bool = False) -> None:
+    """Print the answer, a table of questions, and with `full` one of every change."""
     print_title(f"{assessment.model}: {assessment.layers} layers, context {assessment.context:,}", console)
-    print_table(assessment_table(assessment), console)
+    console.print(" ".join(assessment.answer()), markup=False, highlight=False)
+    print_table(answers_table(assessment), console)
+    if full:
+        print_table(assessment_table(assessment), console)
 
 
 def print_measurement(measurement: "Measurement", console: Console) -> None:
