@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.padding import Padding
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from sinklab.commands.terminal.progress import duration, short_duration
@@ -55,8 +56,10 @@ def print_experiment(one: ListedExperiment, console: Console) -> None:
     console.print(Text(printable(f"{len(one.cell_names)} cells: {', '.join(one.cell_names)}")))
     console.print()
     console.print(f"{len(one.claim_texts)} claims{':' * bool(one.claim_texts)}", highlight=False)
+    listed = RichTable.grid(padding=(0, 1))
     for text in one.claim_texts:
-        console.print(Padding(Text(printable(f"- {text}")), (0, 0, 0, 2), expand=False))
+        listed.add_row(" -", Text(printable(text)))
+    console.print(listed)
     console.print()
     jobs = jobs_here()
     for scale, cost in one.scales.items():
@@ -84,9 +87,13 @@ def _print_estimates(found: Sequence[ListedExperiment], jobs: int, console: Cons
 
 
 def print_coverage(parts: Mapping[str, Covered], console: Console) -> None:
-    """A line per table, figure, takeaway and proposition of the paper: its statement, claims, and parts not encoded."""
-    rows = [(name, part.says, "\n".join(part.claims), part.without or "") for name, part in parts.items()]
-    print_table(Table("", names("of the paper", "says", "claims", "not encoded"), rows), console)
+    """What each table, figure, takeaway and proposition of the paper says, its claims, and the parts not encoded."""
+    for name, part in parts.items():
+        console.print(Text.assemble((printable(name), "bold"), f": {printable(part.says)}"))
+        claims = ", ".join(one.removeprefix(f"{name}.") for one in part.claims)
+        for title, text in (("claims", claims), ("not encoded", part.without)):
+            if text:
+                console.print(Padding(Text(printable(f"{title}: {text}"), "dim"), (0, 0, 0, 2), expand=False))
 
 
 def hours_line(ahead: Preview) -> str:
