@@ -80,7 +80,7 @@ class Alibi(Part):
 
 
 class Rotary(Part):
-    """Queries and keys rotated by the angle t theta^(-2i/D), D their width, half a head's under differential, or a share."""
+    """Queries and keys rotated by the angle t theta^(-2i/D), D `share` of their width (half a head in differential)."""
 
     kind: Literal["rotary"] = "rotary"
     theta: float = Field(default=10000.0, gt=0, description="base of the wavelengths")
