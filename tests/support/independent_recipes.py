@@ -125,7 +125,7 @@ def covering_cells() -> dict[str, Cell]:
           for m in ({"kind": "attention"}, DELTA, GROUPED_DELTA)),
         *({"projection": {"kind": "latent"}, "bias": b} for b in BIASES),
         *({"projection": {"kind": "latent"}, "operation": o} for o in OPERATIONS[:3] + KERNELS),
-        *({"projection": LATENT, "position": p} for p in POSITIONS),
+        *({"projection": LATENT, "position": p} for p in POSITIONS if "share" not in p),
         *({"mixer": DELTA, "bias": b} for b in BIASES),
         *({"mixer": m, "mask": mask} for m in (DELTA, GROUPED_DELTA) for mask in ("causal", "window", "prefix")),
         *({"mixer": GROUPED_DELTA, "projection": p} for p in (FULL, LATENT)),
