@@ -6,6 +6,7 @@ It is trained and measured as it is. Probes attach from outside: to the blocks f
 B batch, T tokens, L = leading + T positions, E width, D head width, V vocabulary.
 """
 
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -17,7 +18,7 @@ from sinklab.errors import InputError
 from sinklab.model.block import DecoderBlock, LinearBlock, Places
 from sinklab.model.config import ModelConfig
 from sinklab.model.init import initialise
-from sinklab.model.loss import next_token_loss
+from sinklab.model.loss import AddedLosses, next_token_loss
 from sinklab.model.mixer import GatedDelta
 from sinklab.model.norm import build_norm
 from sinklab.model.past import Past
@@ -195,3 +196,13 @@ class Transformer(nn.Module):
         first = self.config.first_target - 1
         hidden_BTE = self.hidden(tokens_BT[:, :-1])[:, first - 1 :]
         return next_token_loss(hidden_BTE.flatten(0, 1), self.head.weight, tokens_BT[:, first:].flatten())
+
+    def losses(self, tokens_BT: Tensor, added: AddedLosses) -> Tensor:
+        """`loss`, then each term of `added`, weighted: (1 + terms,). Training minimises their sum."""
+        outputs: list[Tensor] = []
+        with ExitStack() as observed:
+            for block in self.blocks if added.terms else ():
+                hook = block.register_forward_hook(lambda block, inputs, output: outputs.append(output))
+                observed.callback(hook.remove)
+            loss = self.loss(tokens_BT)
+        return torch.stack([loss, *(term.of(outputs).to(loss.dtype) for term in added.terms.values())])

@@ -22,6 +22,7 @@ LATER: dict[str, object] = {
     "model.norm.head_norm": False,
     "model.norm.gate_rank": None,
     "train.float32_matmul": "highest",
+    "losses": {"hidden_z": None, "tweo": None},
 }
 """Dotted keys of a recipe, each with the value that leaves a run as it was before the key."""
 
