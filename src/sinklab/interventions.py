@@ -73,6 +73,8 @@ VARIANTS: dict[str, Variant] = {
     "norm_post": _model(norm={"placement": "post"}),
     "norm_sandwich": _model(norm={"placement": "sandwich"}),
     "norm_layernorm": _model(norm={"kind": "layernorm"}),
+    "norm_single": _model(norm={"kind": "rmsnorm_single"}),
+    "embedding_projected": _model(embedding="projected"),
     "norm_dynamic_tanh": _model(norm={"kind": "dynamic_tanh"}),
     "qk_norm": _model(norm={"qk_norm": True}),
     "head_norm": _model(norm={"head_norm": True}),
@@ -126,6 +128,12 @@ VARIANTS: dict[str, Variant] = {
     "weight_decay_half": Variant({"optim": {"weight_decay": 0.5}}),
     "sgd": Variant({"optim": {"name": "sgd", "lr": 0.1, "nesterov": True}}),
     "muon": Variant({"optim": {"name": "muon", "lr": 3e-3}}),
+    "outlier_safe": Variant(
+        {
+            "model": {"norm": {"kind": "rmsnorm_single"}, "embedding": "projected"},
+            "optim": {"name": "muon", "lr": 3e-3},
+        }
+    ),
     "schedule_flat": Variant({"schedule": {"shape": "flat"}}),
     "schedule_wsd": Variant({"schedule": {"shape": "wsd"}}),
 }

@@ -72,7 +72,7 @@ def _above(tau_BHT: Tensor, first: int) -> Score:
     return log_of(squared, (tau_BHT,))
 
 
-STEPS = 10  # no row of a million keys that was tried took more than eight, in float64
+NEWTON_STEPS = 10  # no row of a million keys that was tried took more than eight, in float64
 
 
 @torch.no_grad()
@@ -104,7 +104,7 @@ def _rooted(x: Tensor) -> tuple[Tensor, Tensor]:
     """tau and the slope of rows whose largest entry is 0."""
     tau = torch.full_like(x[..., :1], -1.0)
     limits = torch.finfo(x.dtype)
-    for _ in range(STEPS):
+    for _ in range(NEWTON_STEPS):
         above = F.relu(x - tau)
         total, norm = above.sum(-1, keepdim=True), torch.linalg.vector_norm(above, dim=-1, keepdim=True)
         step = ((norm - 1) * norm / total.clamp(min=limits.tiny)).clamp(min=0)
