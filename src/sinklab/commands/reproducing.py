@@ -130,7 +130,8 @@ def sweep(questions: Sequence[Question], settings: ReproduceSettings, console: C
     recipes = {data_key(cell.recipe): cell.recipe for cell in plan.cells.values()}
     with data_progress(console) as progress:
         data = {key: prepared(recipe.data, progress=progress) for key, recipe in recipes.items()}
-    planned = place_sweep(plan, data, out, found_runs(out))
+    with JobProgress(console, phase=f"looking for runs in {out}"):
+        planned = place_sweep(plan, data, out, found_runs(out))
     now = {one.experiment.id: manifest_of(one, planned, overlay) for one in questions}
     manifests = merged_manifests(before, now)
     if left_out := [name for name in before if name not in manifests]:
@@ -153,7 +154,8 @@ def sweep(questions: Sequence[Question], settings: ReproduceSettings, console: C
         left = _assess([manifests[name] for name in now], out, console)
     finally:
         summary = _summarised(manifests, out)
-    write_report([out])
+    with JobProgress(console, phase="drawing the report"):
+        write_report([out])
     return SweepEnding(summary, _failures(planned, ended), left)
 
 
@@ -189,6 +191,7 @@ def _assess(manifests: Sequence[SweepManifest], out: Path, console: Console) -> 
         while runs := [run for run in unassessed(manifests, out) if run.name not in done | left.keys()]:
             free = [run for run in runs if not is_written(run.directory / ASSESSMENT)]
             if not free:  # other processes of this sweep are assessing them
+                progress.begin("waiting for other processes, which assess runs")
                 time.sleep(LOOKS_EVERY_S)
             for number, run in enumerate(free, 1):
                 progress.say(f"assessing {run.name}, {number} of {len(free)}")
@@ -269,7 +272,9 @@ def measure_experiments(
         check_results(place, (REPORT,))
     done: list[MeasuredResults] = []
     for one in experiments:
-        with JobProgress(console, one.id, draws * len(passes[one.id])) as observe:
+        with JobProgress(
+            console, one.id, draws * len(passes[one.id]), phase="reading the text and the models"
+        ) as observe:
             place, file = places[one.id], data if downstream_tasks(one) else None
             done.append(measure_experiment(one, models, text, draws, out=place, observe=observe, data=file))
     if as_json:
@@ -280,7 +285,9 @@ def measure_experiments(
             print_summary(one.summary(), [one.experiment.id], Console())
     for place in places.values():
         if any(place.rglob("measurement.json")):
-            console.print(f"report: {write_report([place])}", highlight=False, soft_wrap=True)
+            with JobProgress(console, phase="drawing the report"):
+                path = write_report([place])
+            console.print(f"report: {path}", highlight=False, soft_wrap=True)
     if failed := [f"{name}: {why}" for one in done for name, why in one.outcome.failed.items()]:
         raise SinklabError("\n".join(failed))
 
