@@ -68,7 +68,8 @@ class ReproduceSettings(CommandSettings, frozen=True):
     models: Annotated[Several[str], Flag(name="--model", metavar="MODEL")] = Field(
         default=(),
         description="Model to measure, for experiments on existing models, on --seeds draws of sequences: Hugging Face "
-        "id, directory, .gguf file or run directory; repeatable, the chat model second.",
+        "id, directory, .gguf file or run directory; repeatable, the chat model second. Of an experiment that names "
+        "its models: measure these instead.",
     )
     steps: int | None = Field(default=None, ge=1, description="Updates per model; the recipe's unless given.")
     text: Path | None = Field(
@@ -77,6 +78,9 @@ class ReproduceSettings(CommandSettings, frozen=True):
     )
     data: Path | None = Field(
         default=None, description="HellaSwag's file, for experiments on existing models that ask it."
+    )
+    trust_remote_code: Annotated[bool, Flag(panel=ADVANCED)] = Field(
+        default=False, description="Run code from the repository of a model."
     )
     jobs: Annotated[int | None, Flag(panel=ADVANCED)] = Field(
         default=None, ge=1, description="Models at a time; as many as the cores suggest."

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from sinklab.experiments.sweep.plan import Question
 
 ALL = "all"
-DRAWS = 5
-"""Default draws of sequences of an experiment on existing models."""
 ONLY_TRAINING = ("steps", "jobs", "engine_options", "packed", "scale", "engine")
 """Options that an experiment on existing models refuses."""
 
@@ -121,7 +119,7 @@ def reproduce(
     Example: sinklab reproduce table_4 table_2 --scale tiny --seeds 5 --jobs 2
 
     Experiments on existing models (tables 1, 7 and 8, figures 2, 3, 9, 10 and 19, propositions) train nothing and
-    measure a --model.
+    measure a --model; polypythias, smollm2_checkpoints, outlier_safe and gated_attention name their models.
 
     Example: sinklab reproduce table_1 figure_2 --model MODEL --text FILE
 
@@ -133,12 +131,11 @@ def reproduce(
     if found[0].requests:
         from sinklab.commands.reproducing import measure_experiments, preview_measured
 
-        draws = settings.seeds or DRAWS
         if settings.dry_run:
-            preview_measured(found, settings, draws, as_json, Console())
+            preview_measured(found, settings, as_json, Console())
             return
         with keeping_what_is_finished():
-            measure_experiments(found, settings, draws, as_json, stderr())
+            measure_experiments(found, settings, as_json, stderr())
         return
     if settings.data is not None:
         raise InputError(

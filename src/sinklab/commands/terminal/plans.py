@@ -19,7 +19,7 @@ from sinklab.tables import NOTHING, Table, TableColumn, names, numbers
 
 if TYPE_CHECKING:
     from sinklab.data.texts import Estimate
-    from sinklab.experiments.measured import Pass
+    from sinklab.experiments.passes import ModelChoice, Pass
     from sinklab.interventions import Intervention
     from sinklab.train.planning import TrainingPlan
 
@@ -124,20 +124,25 @@ def print_preview(ahead: Preview, console: Console) -> None:
     console.print(hours_line(ahead), highlight=False, soft_wrap=True)
 
 
-def print_passes(planned: Mapping[str, "Sequence[Pass]"], draws: int, console: Console) -> None:
-    """A line for each pass over sequences: its model and inputs, and the cells that use it."""
-    rows = [
-        (
-            experiment,
-            one.model,
-            f"{draws} x {(request := one.request(0)).sequences} x {request.length}",
-            request.options.inputs,
-            ", ".join(one.cells),
-        )
-        for experiment, passes in planned.items()
-        for one in passes
-    ]
+def print_passes(planned: Sequence[tuple[str, "Pass", range]], console: Console) -> None:
+    """A line for each pass over sequences: its models and inputs, and the cells that use it; then what it all takes.
+
+    Args:
+        planned: experiment, pass, and its replicates.
+    """
+    from sinklab.experiments.passes import download_of, enumerated
+
+    rows, models = [], dict[str, "ModelChoice"]()
+    read = 0
+    for experiment, one, replicates in planned:
+        own = {str(model): model for model in map(one.model, replicates)}
+        request = one.request(0)
+        sequences = f"{len(replicates)} x {request.sequences} x {request.length}"
+        rows.append((experiment, enumerated(list(own)), sequences, request.options.inputs, ", ".join(one.cells)))
+        models |= own
+        read += len(replicates) * request.sequences * request.length
     print_table(Table("", names("experiment", "model", "sequences", "tokens", "cells"), rows), console)
+    console.print(f"{read:,} tokens are read; {download_of(list(models.values()))}", highlight=False, soft_wrap=True)
 
 
 def print_catalogue(found: "Iterable[Intervention]", console: Console) -> None:
