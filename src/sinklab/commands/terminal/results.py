@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 GRADIENTS = 12
 """Parameters that a replay lists."""
-VERDICT = 16  # characters of a verdict in a line
+VERDICT = 16, 30  # characters of a verdict in a line: below 100 columns, and from there on
 SHARES = ("acc", "exact_match")
 """Beginnings of the metrics of downstream tasks that are shown in percent."""
 
@@ -66,7 +66,7 @@ def print_claims(claims: Sequence[JudgedClaim], console: Console) -> None:
     """The verdict of each claim beside its text, with the evidence below."""
     table = claims_table(claims)
     drawn = RichTable(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
-    drawn.add_column(max_width=VERDICT)
+    drawn.add_column(max_width=VERDICT[console.width >= 100])
     drawn.add_column()
     for (verdict, tone), claim, evidence in ([*row] for row in table.cells()):
         below = Padding(Text(printable(evidence[0]), "dim"), (0, 0, 1, 2), expand=False)
