@@ -100,8 +100,9 @@ class LossByLength(AssessPart):
 def assess_length(adapter: Adapter, tokens_NT: Tensor, step: Step) -> LossByLength:
     """Loss by position of the text read in one piece, and of the same targets within the context."""
     N, T = tokens_NT.shape
-    reader = PairedReader(adapter, tokens_NT, step)
-    whole, within = reader.under(), reader.unchanged
+    reader = PairedReader(adapter, tokens_NT, step, whole=True)
+    whole, within = reader.whole, reader.unchanged
+    assert whole is not None, "asked for"
     inner = {int(edge * adapter.context) + 1 for edge in EDGES}
     edges = [whole.first, *sorted(edge for edge in inner if whole.first < edge <= T), T + 1]
     buckets = [
