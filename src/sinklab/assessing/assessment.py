@@ -95,7 +95,14 @@ class Assessment(ReadDocument):
 
     def remarks(self) -> list[str]:
         """The lines below the table."""
-        return [remark for part in self.results.values() if (remark := part.remark())]
+        remarks = [remark for part in self.results.values() if (remark := part.remark())]
+        errors = {
+            name: found
+            for name, part in self.results.items()
+            if (found := [row.effect.error for row in part.rows() if row.effect.error is not None])
+        }
+        ranges = ", ".join(f"{name} {min(found):.2g} to {max(found):.2g}" for name, found in errors.items())
+        return [*remarks, *([f"standard errors of the added losses, in nats: {ranges}"] if ranges else [])]
 
     def numbers(self) -> dict[str, float]:
         """The single numbers of the finished parts, by name."""

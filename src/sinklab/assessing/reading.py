@@ -31,6 +31,7 @@ from sinklab.models.intercept import Compute, Edit, intercept
 from sinklab.models.memory_budget import LOGITS_AT_ONCE
 
 TOKENS_AT_ONCE = 2**11
+TARGETS_OF_A_BLOCK = 64
 LOG_PROBABILITIES_KEPT = 2**30  # bytes of a text: 5,461 positions of a vocabulary of 49,152 in float32
 SLICE = 2**19  # elements of the logits that are compared at a time on a CPU: 2 MB in float32
 Step = Callable[[], None]
@@ -45,14 +46,18 @@ class ByPosition:
     Attributes:
         first: 1-based position of the first target.
         loss_NP, kl_NP: of the targets first .. T; nats, float64.
+        unchanged_NP: the loss of the unchanged model; None for that model itself.
     """
 
     first: int
     loss_NP: Tensor
     kl_NP: Tensor
+    unchanged_NP: Tensor | None = None
 
     def effect(self, start: int = 1, stop: int | None = None) -> Effect:
         """Means over the targets at positions start .. stop - 1 (1-based), all by default.
+
+        The standard error is over blocks of 64 successive targets, as targets beside each other are not independent.
 
         Raises:
             SinklabError: a loss that is not finite.
@@ -62,7 +67,18 @@ class ByPosition:
         loss, kl = float(loss_NP.mean()), float(kl_NP.mean())
         if not (loss_NP.isfinite().all() and kl_NP.isfinite().all()):
             raise SinklabError("the changed model computes NaN or infinity: its loss is not finite")
-        return Effect(loss=loss, kl=max(kl, 0.0), targets=loss_NP.numel())
+        error = None if self.unchanged_NP is None else standard_error(loss_NP - self.unchanged_NP[:, here])
+        return Effect(loss=loss, kl=max(kl, 0.0), targets=loss_NP.numel(), error=error)
+
+
+def standard_error(x_NP: Tensor) -> float | None:
+    """Of the mean, over blocks of 64 successive positions of a sequence as clusters; None for a single block.
+
+    (B / (B - 1) sum_b (sum of block b - its positions times the mean)^2)^(1/2) / number of positions
+    """
+    deviations_B = torch.stack([block_NK.sum(1) for block_NK in (x_NP - x_NP.mean()).split(TARGETS_OF_A_BLOCK, 1)])
+    B = deviations_B.numel()
+    return None if B < 2 else float((B / (B - 1) * deviations_B.square().sum()).sqrt()) / x_NP.numel()
 
 
 class HeadCost(Effect):
@@ -99,13 +115,14 @@ class PairedReader:
         self._kept, self._log_p_RV = kept, list[Tensor]()
         self.whole: ByPosition | None = None
         with evaluating(adapter.module):
-            hidden_NTE = self._read(tokens_NT) if whole else None
-            if hidden_NTE is not None:
-                self._passed()
-            self._unchanged_NTE = self._within_context(hidden_NTE)
+            alike = not adapter.depends_on_length(adapter.context, tokens_NT.shape[1])
+            whole_NTE = self._read(tokens_NT) if whole and alike else None
+            self._unchanged_NTE = self._within_context(whole_NTE)
             self.unchanged = self._against(self._unchanged_NTE)
-            if hidden_NTE is not None:
-                self.whole = self._against(hidden_NTE)
+            self._passed()
+            if whole:  # if not alike only now, as the dynamic RoPE of transformers keeps the frequencies of long text
+                self.whole = self._against(self._read(tokens_NT) if whole_NTE is None else whole_NTE)
+                self._passed()
 
     def under(
         self,
@@ -144,17 +161,19 @@ class PairedReader:
         ]
 
     def _within_context(self, whole_NTE: Tensor | None) -> Tensor:
-        """The unchanged model's hidden states, in windows of its context that overlap by half."""
+        """The unchanged model's hidden states, in windows of its context that overlap by half.
+
+        Args:
+            whole_NTE: of the text in one piece, if those of its first window are the same.
+        """
         T, context = self.tokens_NT.shape[1], self.adapter.context
-        if whole_NTE is None or self.adapter.depends_on_length(context, T):
-            parts = [self._read(self.tokens_NT[:, : min(T, context)])]
-        else:
-            parts = [whole_NTE[:, :context]]
+        if whole_NTE is None:
+            whole_NTE = self._read(self.tokens_NT[:, :context])
+        parts = [whole_NTE[:, :context]]
         for start in range(context, T, stride := max(1, context // 2)):
             stop = min(start + stride, T)
             window_NLE = self._read(self.tokens_NT[:, stop - context : stop])
             parts.append(window_NLE[:, start - stop :])
-        self._passed()
         return torch.cat(parts, 1)
 
     def _read(self, tokens_NT: Tensor, edit: Edit | None = None, compute: Compute = LayerCall.output) -> Tensor:
@@ -189,7 +208,8 @@ class PairedReader:
                 losses.append(-log_q_SV.gather(1, targets_S1)[:, 0].double())
                 divergences.append((log_p_SV.exp() * (log_p_SV - log_q_SV)).sum(-1).double())
         N = len(self.tokens_NT)
-        return ByPosition(first, torch.cat(losses).view(N, -1).cpu(), torch.cat(divergences).view(N, -1).cpu())
+        loss_NP, kl_NP = (torch.cat(x).view(N, -1).cpu() for x in (losses, divergences))
+        return ByPosition(first, loss_NP, kl_NP, None if hidden_NTE is self._unchanged_NTE else self.unchanged.loss_NP)
 
     def _log_p(self, number: int, states_RE: Tensor) -> Tensor:
         """The unchanged model's log-probabilities of the rows of this number (from 0)."""

@@ -17,7 +17,7 @@ from sinklab.assessing.part import (
     ResultRow,
     plot_row,
 )
-from sinklab.assessing.plan import STREAMED, AssessSettings
+from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step
 from sinklab.models.adapter import Adapter
 from sinklab.schema import ReadDocument
@@ -51,6 +51,7 @@ class LossByLength(AssessPart):
     name = "length"
     rank = 4
     long_text = True
+    in_quick = False
     numbers = (
         PartNumber(
             "beyond_context_added",
@@ -70,7 +71,7 @@ class LossByLength(AssessPart):
     @classmethod
     def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
         assert settings.long_length is not None, "refused otherwise"
-        tokens_NT = text.sequences(max(1, STREAMED // settings.long_length), settings.long_length)
+        tokens_NT = text.sequences(max(1, settings.sizes.streamed // settings.long_length), settings.long_length)
         return PartJob(2 * len(tokens_NT), partial(assess_length, text.model.adapter, tokens_NT))
 
     def rows(self) -> Iterator[ResultRow]:
