@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Run, on_one_line
+from made_assessment import assessment
 from tiny_gguf import needed
 from tiny_models import text_file, tiny_model
 from trained_run import trained_run
@@ -45,13 +46,42 @@ def test_every_part_of_a_run_is_assessed(made: tuple[Path, Path], run: Run, tmp_
     assert [(row.cache, row.first) for row in streaming.caches] == [(8, 0), (8, 1), (8, 2), (8, 4)]
 
 
-def test_one_table_is_printed(made: tuple[Path, Path], run: Run) -> None:
+def test_the_answer_is_printed_before_the_questions_and_every_change_on_request(
+    made: tuple[Path, Path], run: Run
+) -> None:
     directory, text = made
-    status, out, _ = run("assess", directory, "--text", text, *SMALL, "--parts", "streaming,heads")
+    call = ("assess", directory, "--text", text, *SMALL, "--parts", "streaming,heads")
+    status, printed, _ = run(*call)
     assert status == 0
-    assert "cache 8, first 4 kept" in out
-    assert "heads (first position):" in out
+    out = " ".join(printed.split())
+    assert re.search(r" without the sink: [+-]\d\.\d{3} nats per token in streaming through 8 keys\. ", out)
+    assert out.index(" without the sink:") < out.index("Can it stream") < out.index("What do heads")
     assert "quantisation" not in out
+    assert "first 2 kept" not in out
+    status, out, _ = run(*call, "--full")
+    assert status == 0
+    assert "cache 8, first 2 kept" in out
+    assert "heads (first position):" in out
+
+
+def test_the_answer_has_the_loss_without_the_sink_then_the_loss_that_it_causes() -> None:
+    found = Assessment.model_validate(assessment("model", 0.05))
+    assert found.answer() == [
+        "A large loss without the sink: +0.050 nats per token in streaming through 16 keys, +0.200 with the first key "
+        "hidden, +0.000 with its attention spread over the other keys.",
+        "The sink itself costs +0.038 nats per token in static int8, +0.025 with a cache in 2 bits.",
+    ]
+    small = Assessment.model_validate(assessment("model", 0.002)).answer()[0]
+    assert small.startswith("Hardly any loss without the sink: ")
+    neither = found.model_copy(update={"results": {"heads": found.results["heads"]}})
+    assert neither.answer() == ["The loss without the sink was not assessed: --parts carries, or streaming, does so."]
+
+
+def test_every_part_answers_the_question_that_the_documentation_has() -> None:
+    found = Assessment.model_validate(assessment("model"))
+    page = (Path(__file__).parents[2] / "docs" / "assess.md").read_text(encoding="utf-8")
+    assert [name for name, part in PARTS.items() if f"| `{name}` | {part.question} |" not in page] == []
+    assert {question for question, _ in found.answers()} == {part.question for part in PARTS.values()}
 
 
 def test_notes_say_which_layers_have_attention_and_that_the_others_hide_nothing(run: Run, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def latent(model: Config, own: Weights, x: Tensor, times: Tensor) -> tuple[Tenso
     up = (c @ w["kv_up.weight"].T).unflatten(-1, (H, nope + value))
     k = torch.stack([torch.cat([up[:, :, h, :nope], down[..., rank:]], dim=-1) for h in range(H)], dim=2)
     if model["position"]["kind"] == "rotary":
-        theta = model["position"]["theta"]
+        theta = model["position"]["theta"]  # a share of its own is `rope_width`
         for y in (q, k):
             for h in range(H):
                 y[:, :, h, nope:] = turned(y[:, :, h, nope:].clone(), times, theta)
@@ -178,8 +178,10 @@ class Row(NamedTuple):
             w_k = of_head(self.own["attention.k_norm.weight"], how, halves * self.key_head + second, halves * G)
             q, own_keys = rms_norm(q, w_q, eps), rms_norm(own_keys, w_k, eps)
         if self.model["position"]["kind"] == "rotary" and self.model["projection"]["kind"] == "full":
-            theta = self.model["position"]["theta"]
-            q, own_keys = (turned(x, self.times, theta) for x in (q, own_keys))
+            theta, n = self.model["position"]["theta"], round(self.model["position"]["share"] * q.shape[-1])
+            q, own_keys = (
+                torch.cat([turned(x[..., :n], self.times, theta), x[..., n:]], dim=-1) for x in (q, own_keys)
+            )
         return q, torch.cat([own_keys, k[:, L:]], dim=1)
 
     def _seen(self) -> Tensor:

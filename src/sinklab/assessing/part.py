@@ -1,4 +1,4 @@
-"""The declaration of a part of an assessment: text, passes, result, table rows, single numbers and figure.
+"""The declaration of a part of an assessment: question, text, passes, result, answers, table rows, numbers, figure.
 
 A part is a subclass of `AssessPart` in a file of its own in `parts/`, which finds it. Its fields are its entry in
 assessment.json. Losses and divergences are in nats per token; positions and layers count from 1, a learned sink token
@@ -122,6 +122,25 @@ class ResultRow:
 
 
 @dataclass(frozen=True)
+class PartAnswer:
+    """What a part answers to its question: a change, and the loss that it adds.
+
+    Attributes:
+        change: in a few words.
+        added: nats per token above the unchanged model, or above the row before where `change` says so; None where the
+            answer is no loss.
+        lost: words for the first sentence of the assessment, where `added` is what the model loses without its sink:
+            "with the sink hidden".
+        gained: words for its second sentence, where `added` is what the sink costs: "in int8".
+    """
+
+    change: str
+    added: float | None
+    lost: str = ""
+    gained: str = ""
+
+
+@dataclass(frozen=True)
 class PartNumber:
     """A single number of a part in nats per token, for claims and for tables of many models.
 
@@ -171,6 +190,7 @@ class AssessPart(ReadDocument, ABC):
     Attributes:
         name: in `--parts`, in assessment.json and in experiments.
         rank: parts run and are shown by this number.
+        question: that the part answers.
         long_text: skip the part if the text is too short for it; other parts then raise an error.
         on_request: run the part only if it is named, as it takes long.
         in_quick: run the part with --quick, too, unless some are named.
@@ -181,6 +201,7 @@ class AssessPart(ReadDocument, ABC):
 
     name: ClassVar[str]
     rank: ClassVar[int]
+    question: ClassVar[str]
     long_text: ClassVar[bool] = False
     on_request: ClassVar[bool] = False
     in_quick: ClassVar[bool] = True
@@ -204,8 +225,12 @@ class AssessPart(ReadDocument, ABC):
             InputError: the text is too short.
         """
 
+    @abstractmethod
+    def answers(self) -> Iterator[PartAnswer]:
+        """The answers to the question, shown before all rows."""
+
     def rows(self) -> Iterator[ResultRow]:
-        """The rows of the table."""
+        """The rows of the table of every change."""
         yield from ()
 
     def remark(self) -> str | None:

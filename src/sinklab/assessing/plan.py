@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from sinklab.errors import InputError
-from sinklab.settings import MOST, CommandSettings, Flag, Seed, Several, option_name
+from sinklab.settings import ADVANCED, INPUT, MEASURED, MOST, CommandSettings, Flag, Seed, Several, option_name
 
 if TYPE_CHECKING:
     from sinklab.models.adapter import Adapter
@@ -53,7 +53,9 @@ class AssessOptions(CommandSettings, frozen=True):
         where_possible: skip named parts that do not apply to the model.
     """
 
-    parts: Annotated[Several[str], BeforeValidator(_names), Flag(text=str, default="all")] = Field(
+    panel = MEASURED
+
+    parts: Annotated[Several[str], BeforeValidator(_names), Flag(text=str, default="all", metavar="NAMES")] = Field(
         default=(),
         exclude=True,
         description="Comma-separated: streaming, quantisation, eviction, length, carries, heads, writer; all of "
@@ -65,13 +67,13 @@ class AssessOptions(CommandSettings, frozen=True):
         description="Smaller defaults, for a first look in minutes: sequences of 256 tokens, 512 in all, streaming "
         "1,024; --keep 0 and 4; all parts but length. Other options win.",
     )
-    sequences: int | None = Field(
+    sequences: Annotated[int | None, Flag(panel=INPUT)] = Field(
         default=None, ge=1, le=MOST, description="Number of sequences; default: 2,048 tokens in all, streaming 4,096."
     )
-    length: int | None = Field(
+    length: Annotated[int | None, Flag(panel=INPUT)] = Field(
         default=None, ge=8, le=MOST, description="Tokens per sequence; default: the context, at most 1,024."
     )
-    stream_length: int | None = Field(
+    stream_length: Annotated[int | None, Flag(panel=INPUT)] = Field(
         default=None, ge=8, le=MOST, description="Tokens per sequence of streaming; default: 4 times --length."
     )
     caches: Annotated[Several[int], Flag("--cache")] = Field(
@@ -80,22 +82,22 @@ class AssessOptions(CommandSettings, frozen=True):
     kept: Annotated[Several[int], Flag("--keep")] = Field(
         default=(), description="First tokens kept in the rolling cache; repeatable; default: 0, 1, 2, 4."
     )
-    positions: Placed | None = Field(
+    positions: Annotated[Placed | None, Flag(metavar="PLACE")] = Field(
         default=None,
-        description="Positions of keys: in the cache or in the text; default: in the cache if the model allows it.",
+        description="Positions of keys: those in the cache, or in the text; default: cache if the model allows it.",
     )
     budgets: Annotated[Several[int], Flag("--budget")] = Field(
         default=(), description="Keys kept by eviction; repeatable; default: 1/8 and 1/4 of --length."
     )
     sink_tokens: int = Field(default=1, ge=1, description="Number of first tokens that form the sink.")
-    head_sequences: int = Field(
+    head_sequences: Annotated[int, Flag(panel=ADVANCED)] = Field(
         default=1,
         ge=1,
         le=MOST,
         exclude_if=lambda sequences: sequences == 1,
         description="Sequences that kv_cache and budgets read once for every key head.",
     )
-    seed: Seed = Field(default=0, description="Of the random keys and heads.")
+    seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(default=0, description="Of the random keys and heads.")
     where_possible: bool = Field(default=False, exclude=True)
 
     @property

@@ -25,13 +25,8 @@ from sinklab.data.sources.corpora import documents
 from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.definition import Experiment
 from sinklab.experiments.documents import SUMMARY, Summary, record_of
-from sinklab.experiments.measured import (
-    MeasuredResults,
-    downstream_tasks,
-    measure_experiment,
-    passes_of,
-    subjects_of,
-)
+from sinklab.experiments.measured import MeasuredResults, downstream_tasks, measure_experiment
+from sinklab.experiments.passes import Pass, of_given_models, passes_of, subjects_of
 from sinklab.experiments.sweep.engine import Event, train_all
 from sinklab.experiments.sweep.engines import EngineName, open_engine
 from sinklab.experiments.sweep.engines.local import cards_here, cores_here, jobs_for, shares
@@ -57,12 +52,15 @@ from sinklab.experiments.sweep.store import (
 )
 from sinklab.files import parse_json
 from sinklab.jobs.progress import Observer
+from sinklab.models.huggingface.loading import Loading
 from sinklab.outputs import REPORT, check_results
 from sinklab.report import write_report
 from sinklab.survey.compare import labels
 from sinklab.train.directory.lock import HeldError, is_written
 
 MODELS = Path("runs/models")
+NAMED = "named"
+"""Folder of the results of experiments that name their models."""
 
 SUMMARISED_EVERY_S = 60.0
 """Interval between summaries during training, so that a power cut leaves one."""
@@ -242,15 +240,12 @@ def _failures(planned: PlannedSweep, ended: Mapping[str, Event]) -> dict[str, st
 
 
 def measure_experiments(
-    experiments: Sequence[Experiment], settings: ReproduceSettings, draws: int, as_json: bool, console: Console
+    experiments: Sequence[Experiment], settings: ReproduceSettings, as_json: bool, console: Console
 ) -> None:
     """Measure what is missing and judge; progress goes to `console`, the result to standard output.
 
     One experiment is written into --out, several into folders below it by their ids; without --out they are written
     below runs/models, by model.
-
-    Args:
-        draws: sets of sequences that each cell is measured on.
 
     Raises:
         InputError: no model or text, or one that cannot be used.
@@ -258,20 +253,24 @@ def measure_experiments(
         KeyboardInterrupt, PreemptedError: finished measurements are saved, and the same call resumes.
     """
     models, text, data = settings.models, settings.text, settings.data
-    passes = {one.id: passes_of(one, subjects_of(one, models, text)) for one in experiments}
+    passes = _passes(experiments, settings)
     if data is not None and not any(downstream_tasks(one) for one in experiments):
         raise InputError(
             f"--data {data} is the file of a downstream task, and {experiments[0].id} uses none: leave it out"
         )
-    top = settings.out or MODELS / "+".join(label.replace("/", "_") for label in labels(models))
+    given = "+".join(label.replace("/", "_") for label in labels(models)) if models else NAMED
+    top = settings.out or MODELS / given
     places = {name: top if settings.out and len(passes) == 1 else top / name for name in passes}
     for place in places.values():
         check_results(place, (REPORT,))
     done: list[MeasuredResults] = []
+    loading = Loading(trust_remote_code=settings.trust_remote_code)
     for one in experiments:
-        with JobProgress(console, one.id, draws * len(passes[one.id])) as observe:
+        draws = _draws(one, settings)
+        with JobProgress(console, one.id, sum(len(each.replicates(draws)) for each in passes[one.id])) as observe:
             place, file = places[one.id], data if downstream_tasks(one) else None
-            done.append(measure_experiment(one, models, text, draws, out=place, observe=observe, data=file))
+            found = measure_experiment(one, models, text, draws, loading=loading, out=place, observe=observe, data=file)
+            done.append(found)
     if as_json:
         written = [one.document() for one in done]
         print(json.dumps(written[0] if len(written) == 1 else written, indent=2))
@@ -286,19 +285,41 @@ def measure_experiments(
 
 
 def preview_measured(
-    experiments: Sequence[Experiment], settings: ReproduceSettings, draws: int, as_json: bool, console: Console
+    experiments: Sequence[Experiment], settings: ReproduceSettings, as_json: bool, console: Console
 ) -> None:
     """Print the planned measurements; no model is loaded.
 
     Raises:
         InputError: no model or text, or one that cannot be used.
     """
-    text = settings.text
-    planned = {one.id: passes_of(one, subjects_of(one, settings.models, text)) for one in experiments}
+    text, found = settings.text, _passes(experiments, settings)
+    planned = [(one, passes, _draws(one, settings)) for one, passes in zip(experiments, found.values(), strict=True)]
     if text is not None:
         next(documents(str(text)))
     if as_json:
-        asked = {name: {one.name: one.request(0).document() for one in passes} for name, passes in planned.items()}
-        print(json.dumps({"schema": 1, "draws": draws, "experiments": asked}, indent=2))
+        asked = {one.id: {each.name: _planned_pass(each, draws) for each in passes} for one, passes, draws in planned}
+        print(json.dumps({"schema": 2, "experiments": asked}, indent=2))
     else:
-        print_passes(planned, draws, console)
+        rows = [(one.id, each, each.replicates(draws)) for one, passes, draws in planned for each in passes]
+        print_passes(rows, console)
+
+
+def _planned_pass(one: Pass, draws: int) -> dict[str, object]:
+    """A pass as `--dry-run --json` prints it."""
+    models = [str(one.model(number)) for number in one.replicates(draws)]
+    return {"models": list(dict.fromkeys(models)), "replicates": len(models), **one.request(0).document()}
+
+
+def _passes(experiments: Sequence[Experiment], settings: ReproduceSettings) -> dict[str, list[Pass]]:
+    """The passes of experiments by id.
+
+    Raises:
+        InputError: no model or text, or one that cannot be used.
+    """
+    chosen = [of_given_models(one, settings.models) for one in experiments]
+    return {one.id: passes_of(one, subjects_of(one, settings.models, settings.text)) for one in chosen}
+
+
+def _draws(experiment: Experiment, settings: ReproduceSettings) -> int:
+    """The most replicates of each pass."""
+    return settings.seeds or experiment.seeds

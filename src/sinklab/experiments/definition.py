@@ -26,6 +26,7 @@ cells:                                                          # of the model t
   short: {inputs: natural, length: 16, eps: 0.2}                # the same sequences cut shorter, from the same pass
   swapped_5: {inputs: repeat, swap_position: [1, 5]}
   chat: {inputs: natural, model: chat}                          # of the second --model
+  end: {inputs: natural, models: [ORG/seed1@step1000, ORG/seed2@step1000]}    # these models instead, as replicates
 claims:
   - {id: none_on_repeated, text: "..", check: {is: within, value: sink_1, cell: repeat, at_most: 1.0}}
 """
@@ -131,6 +132,9 @@ class MeasuredCell(Part):
 
     Attributes:
         model: selects one of the given models; the chat model is the second, and optional.
+        models: existing models that are measured instead, as NAME or NAME@REVISION. Several are replicates, which all
+            read the same sequences; a single one is measured on several draws.
+        revision, subfolder: of each of `models`; the revision of a directory is a folder in it.
         inputs: kind of the sequences; required in every measured cell of a file.
         sequences, length: N and T.
         eps: threshold of the sink rate.
@@ -141,6 +145,9 @@ class MeasuredCell(Part):
     """
 
     model: Literal["base", "chat"] = "base"
+    models: tuple[str, ...] = ()
+    revision: str | None = None
+    subfolder: str | None = None
     inputs: Inputs = "natural"
     sequences: int = Field(default=100, ge=1)
     length: int = Field(default=64, ge=2)
@@ -284,11 +291,28 @@ class Experiment(Part):
                     f"claim {claim.id} compares {f'{wanted}s' if wanted else 'cells'}: the experiment is "
                     f"{'measured once' if self.each is None else f'for each {self.each}'}"
                 )
+        self._check_models()
         for name, cell in self.requests.items():
             if self.each == "domain" and cell.inputs != "natural":
                 raise ValueError(f"cell {name!r} needs inputs: natural, as the experiment is measured for each domain")
             if self.each == "model" and cell.model != "base":
                 raise ValueError(f"cell {name!r} names a model, and the experiment is measured for each: leave it out")
+
+    def _check_models(self) -> None:
+        """Check that all cells or none say `models`, and all one or all several."""
+        for name, cell in self.requests.items():
+            if (cell.revision or cell.subfolder) and not cell.models:
+                raise ValueError(f"cell {name!r} has a revision or subfolder: these belong to `models`, which it lacks")
+            if cell.models and (self.each or cell.model != "base"):
+                raise ValueError(f"cell {name!r} names its models: leave out `model` and `each`")
+            if len(set(cell.models)) < len(cell.models):
+                raise ValueError(f"cell {name!r} names a model twice")
+        counts = {min(len(cell.models), 2): name for name, cell in self.requests.items()}
+        if len(counts) > 1:
+            raise ValueError(
+                f"the cells {' and '.join(map(repr, counts.values()))} differ in whether they name no, one or several "
+                "`models`, and their replicates cannot be compared"
+            )
 
     @property
     def requests(self) -> dict[str, MeasuredCell]:
@@ -297,8 +321,10 @@ class Experiment(Part):
 
     @property
     def replicate(self) -> ReplicateKind:
-        """The unit that is repeated: a seed of trained cells, a draw of sequences of measured ones."""
-        return "draw" if self.requests else "seed"
+        """The unit that is repeated: a seed of trained cells, a model or a draw of sequences of measured ones."""
+        if not self.requests:
+            return "seed"
+        return "model" if any(len(cell.models) > 1 for cell in self.requests.values()) else "draw"
 
     @property
     def compared_with(self) -> str:

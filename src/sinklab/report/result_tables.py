@@ -9,6 +9,7 @@ from markupsafe import Markup
 
 from sinklab.assessing.assessment import Assessment
 from sinklab.experiments.documents import VERDICTS
+from sinklab.measuring.answer import answer
 from sinklab.measuring.findings import Propositions
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.details import Details
@@ -168,27 +169,29 @@ def measurement_facts(m: Measurement) -> list[str]:
 
 
 def _positions(m: Measurement) -> Table:
-    """Sink rates by threshold, and importance, of the bias, the first positions and the maximum of the later ones.
+    """Sink rates by threshold, and importance: a row for each of the first positions, the highest later one, the bias.
 
-    The maximum excludes the second half of the positions: few queries see them, dominated by the position's own.
+    The highest excludes the second half of the positions: few queries see them, dominated by the position's own.
     """
     shown, half = min(POSITIONS, m.length), m.length // 2
-    later = half > POSITIONS
-    heads = [TableColumn("", text=True), TableColumn("bias", form=".2f")]
-    heads += numbers(".2f", *(str(k + 1) for k in range(shown)))
-    heads += [TableColumn(f"highest of {POSITIONS + 1}..{half}")] if later else []
-
-    def row(name: str, values: Sequence[float], bias: float | None = None) -> list[Value]:
-        top = max(range(POSITIONS, half), key=values.__getitem__) if later else 0
-        return [name, bias, *values[:shown], *([f"{values[top]:.2f} at {top + 1}"] if later else [])]
-
     rates = m.sink_rates or {f"{m.eps:g}": m.sink_rate}
     biases = m.sink_rates_bias or {f"{m.eps:g}": m.sink_rate_bias}
     visible = m.sink_rates_visible or ({f"{m.eps:g}": m.sink_rate_visible} if m.sink_rate_visible else {})
-    rows = [row(f"sink rate, %, eps {eps}", found, biases.get(eps)) for eps, found in rates.items()]
-    rows += [row(f"of the queries that see it, eps {eps}", found) for eps, found in visible.items()]
-    rows.append(row("importance, times uniform", m.uniform_ratio))
-    return Table("Sink rate and importance by position", heads, rows).without_empty_columns()
+    columns: list[tuple[TableColumn, Sequence[float], float | None]] = [
+        *((TableColumn("sink rate", f"%, eps {eps}", ".2f"), found, biases.get(eps)) for eps, found in rates.items()),
+        *((TableColumn("where visible", f"%, eps {eps}", ".2f"), found, None) for eps, found in visible.items()),
+        (TableColumn("importance", "times uniform", ".2f"), m.uniform_ratio, None),
+    ]
+    rows: list[list[Value]] = [[str(k + 1), *(found[k] for _, found, _ in columns)] for k in range(shown)]
+    if half > POSITIONS:
+        tops = [max(range(POSITIONS, half), key=found.__getitem__) for _, found, _ in columns]
+        highest = [TableCell(found[top], f"at {top + 1}") for (_, found, _), top in zip(columns, tops, strict=True)]
+        rows.append([f"highest of {POSITIONS + 1} to {half}", *highest])
+    if any(bias is not None for _, _, bias in columns):
+        rows.append(["bias", *(bias for _, _, bias in columns)])
+    heads = [TableColumn("position", text=True), *(column for column, _, _ in columns)]
+    notes = ["where visible: over the queries that see the position"] if visible else []
+    return Table("Sink rate and importance by position", heads, rows, notes)
 
 
 def _by_length(m: Measurement) -> Table | None:
@@ -316,6 +319,21 @@ def secondary_table(measured: Labelled, shown: int | None = None) -> Table | Non
     return Table(title, heads, rows)
 
 
+def answers_table(document: Assessment, key: str = "") -> Table:
+    """The question of every part and its answers: changes, and the loss that each adds."""
+    columns = [*names("Question", "Change"), TableColumn("Loss added", "nats / token", "+.4f")]
+    rows: list[list[Value]] = []
+    before = None
+    for question, one in document.answers():
+        rows.append([question if question != before else "", one.change, one.added])
+        before = question
+    notes = [
+        *(f"Skipped: {part}: {why}" for part, why in document.skipped.items()),
+        *document.notes,
+    ]
+    return Table("Loss added, by the question that it answers", columns, rows, notes, key)
+
+
 def assessment_table(document: Assessment, title: str = "Costs and benefits of the sink", key: str = "") -> Table:
     """Loss, perplexity and KL divergence of the model under every change, part by part."""
     columns = [
@@ -365,6 +383,7 @@ def html(m: Measurement) -> str:
             ", ".join(measurement_facts(m)),
         )
     ]
+    parts.append(Markup("<p>{}</p>").format(" ".join(answer(m))))
     for table in measurement_tables(m):
         parts += [Markup("<h4>{}</h4>").format(table.title), draw(table)]
     parts += [Markup("<p>note: {}</p>").format(note) for note in m.notes]

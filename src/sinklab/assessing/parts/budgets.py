@@ -31,6 +31,7 @@ from sinklab.assessing.part import (
     AssessPart,
     AssessText,
     Effect,
+    PartAnswer,
     PartFigure,
     PartJob,
     PartNumber,
@@ -91,6 +92,7 @@ class Budgets(AssessPart):
 
     name = "budgets"
     rank = 10
+    question = "Do all heads need all keys?"
     on_request = True
     numbers = (
         PartNumber(
@@ -128,6 +130,12 @@ class Budgets(AssessPart):
         run = partial(assess_budgets, adapter, both_NT[:N], both_NT[N:], size, first, settings.seed)
         passes = (2 + len(FULL) * (3 + BUDGET_DRAWS)) * N + (2 + len(key_heads(adapter))) * (len(both_NT) - N)
         return PartJob(passes, run)
+
+    def answers(self) -> Iterator[PartAnswer]:
+        """Budgets by policy, with all keys for a quarter of the heads."""
+        for one in self.policies:
+            if one.full == SHOWN_FULL:
+                yield PartAnswer(f"{one.keys:,.0f} of {self.length:,} keys, {one.policy}", self.added(one))
 
     def rows(self) -> Iterator[ResultRow]:
         yield self.unchanged_row()

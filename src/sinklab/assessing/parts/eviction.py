@@ -23,6 +23,7 @@ from sinklab.assessing.part import (
     AssessPart,
     AssessText,
     Effect,
+    PartAnswer,
     PartFigure,
     PartJob,
     PartNumber,
@@ -54,6 +55,7 @@ class Eviction(AssessPart):
 
     name = "eviction"
     rank = 3
+    question = "Which keys must a small cache keep?"
     numbers = (
         PartNumber(
             "recent_keys_added",
@@ -76,6 +78,13 @@ class Eviction(AssessPart):
         first = max(settings.kept) or max(KEPT)
         run = partial(assess_eviction, text.model.adapter, tokens_NT, settings.budgets, first, settings.seed)
         return PartJob((1 + POLICIES * len(settings.budgets)) * len(tokens_NT), run)
+
+    def answers(self) -> Iterator[PartAnswer]:
+        """Every policy at the smallest budget."""
+        smallest = min((one.budget for one in self.policies), default=0)
+        for one in self.policies:
+            if one.budget == smallest:
+                yield PartAnswer(f"{one.policy}, {one.budget:,} keys", self.added(one))
 
     def rows(self) -> Iterator[ResultRow]:
         yield self.unchanged_row()

@@ -14,6 +14,7 @@ a nop, a register or sink token a broadcast.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
@@ -21,7 +22,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from sinklab.assessing.part import AssessPart, AssessText, PartFigure, PartJob, PlotAxis
+from sinklab.assessing.part import AssessPart, AssessText, PartAnswer, PartFigure, PartJob, PlotAxis
 from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step, refused
 from sinklab.attention.layer_call import LayerCall
@@ -60,6 +61,7 @@ class Heads(AssessPart):
 
     name = "heads"
     rank = 6
+    question = "What do heads with a sink do?"
 
     sink: Literal["bias", "first position"]
     width: int
@@ -75,9 +77,14 @@ class Heads(AssessPart):
         tokens_NT = text.sequences(settings.sequences, settings.length)
         return PartJob(2 * len(tokens_NT), partial(assess_heads, text.model.adapter, tokens_NT))
 
+    def answers(self) -> Iterator[PartAnswer]:
+        yield PartAnswer(self._counted(), None)
+
     def remark(self) -> str:
-        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(self.counts.items()))
-        return f"heads ({self.sink}): {counts}"
+        return f"heads ({self.sink}): {self._counted()}"
+
+    def _counted(self) -> str:
+        return ", ".join(f"{count} {kind}" for kind, count in sorted(self.counts.items()))
 
     def figure(self) -> PartFigure:
         kinds = [kind for kind in get_args(HeadKind) if self.counts.get(kind)]

@@ -28,6 +28,7 @@ from sinklab.assessing.part import (
     AssessPart,
     AssessText,
     Effect,
+    PartAnswer,
     PartFigure,
     PartJob,
     PartNumber,
@@ -77,6 +78,7 @@ class KeyAblations(AssessPart):
 
     name = "carries"
     rank = 5
+    question = "Does it need its attention to the sink?"
     numbers = (
         PartNumber(
             "sink_hidden_added",
@@ -99,6 +101,23 @@ class KeyAblations(AssessPart):
         kinds = 4 if has_bias(text.model.adapter, tokens_NT) else 3
         run = partial(ablate_keys, text.model.adapter, tokens_NT, settings.sink_tokens, SHIFTS, settings.seed)
         return PartJob((2 + kinds * (3 + len(SHIFTS))) * len(tokens_NT), run)
+
+    def answers(self) -> Iterator[PartAnswer]:
+        """The three ablations of the sink; of the other keys, hiding them."""
+        names = {
+            "bias": "learned bias",
+            "sink": "first key" if self.sink_keys == 1 else f"first {self.sink_keys} keys",
+            "recent": "as many recent keys",
+            "random": "as many random keys",
+        }
+        for number, one in enumerate(self.keys):
+            name, lost = names[one.keys], number == 0  # the bias where there is one
+            clause = f"with the {name} hidden" if lost else ""
+            yield PartAnswer(f"{name} hidden", self.added(one.hidden), lost=clause)
+            if one.keys in ("bias", "sink"):
+                clause = "with its attention spread over the other keys" if lost else ""
+                yield PartAnswer(f"attention to the {name} spread over others", self.added(one.spread), lost=clause)
+                yield PartAnswer(f"value of the {name} zeroed", self.added(one.value_zeroed))
 
     def rows(self) -> Iterator[ResultRow]:
         yield self.unchanged_row()

@@ -36,6 +36,7 @@ from sinklab.assessing.part import (
     AssessPart,
     AssessText,
     Effect,
+    PartAnswer,
     PartFigure,
     PartJob,
     PartNumber,
@@ -99,6 +100,7 @@ class KVCache(AssessPart):
 
     name = "kv_cache"
     rank = 7
+    question = "Does the sink make a rounded cache costly?"
     on_request = True
     numbers = (
         PartNumber(
@@ -142,6 +144,13 @@ class KVCache(AssessPart):
         run = partial(assess_kv_cache, adapter, both_NT[:N], both_NT[N:], settings.sink_tokens, settings.seed)
         by_head = (1 + len(key_heads(adapter))) * (len(both_NT) - N)
         return PartJob((3 + 3 * len(BITS)) * N + by_head, run)
+
+    def answers(self) -> Iterator[PartAnswer]:
+        fewest = min(self.settings, key=lambda one: one.bits)
+        for one in self.settings:
+            yield PartAnswer(f"keys and values in {one.bits} bits", self.added(one.everything))
+        words = f"with a cache in {fewest.bits} bits"
+        yield PartAnswer(f"of {fewest.bits} bits due to the sink", fewest.due_to_sink, gained=words)
 
     def rows(self) -> Iterator[ResultRow]:
         yield self.unchanged_row()

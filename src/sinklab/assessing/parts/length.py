@@ -10,6 +10,7 @@ from sinklab.assessing.part import (
     AssessPart,
     AssessText,
     Effect,
+    PartAnswer,
     PartFigure,
     PartJob,
     PartNumber,
@@ -50,6 +51,7 @@ class LossByLength(AssessPart):
 
     name = "length"
     rank = 4
+    question = "Can it read beyond its context?"
     long_text = True
     in_quick = False
     numbers = (
@@ -73,6 +75,11 @@ class LossByLength(AssessPart):
         assert settings.long_length is not None, "refused otherwise"
         tokens_NT = text.sequences(max(1, settings.sizes.streamed // settings.long_length), settings.long_length)
         return PartJob(2 * len(tokens_NT), partial(assess_length, text.model.adapter, tokens_NT))
+
+    def answers(self) -> Iterator[PartAnswer]:
+        """The last positions, against the same targets within the context."""
+        for _, added in self.values():
+            yield PartAnswer(f"positions {self.buckets[-1].positions} read at once", added)
 
     def rows(self) -> Iterator[ResultRow]:
         for one in self.buckets:

@@ -29,6 +29,7 @@ from sinklab.assessing.part import (
     AssessPart,
     AssessText,
     Effect,
+    PartAnswer,
     PartFigure,
     PartJob,
     PartNumber,
@@ -79,6 +80,7 @@ class Pruning(AssessPart):
 
     name = "pruning"
     rank = 8
+    question = "Can the heads with a sink be removed?"
     on_request = True
     numbers = (
         PartNumber(
@@ -109,6 +111,11 @@ class Pruning(AssessPart):
         passes = 3 + len(SHARES) * (2 + 2 * DRAWS) + len(KINDS) * (1 + DRAWS)
         run = partial(assess_pruning, text.model.adapter, tokens_NT, settings.seed)
         return PartJob(passes * len(tokens_NT), run)
+
+    def answers(self) -> Iterator[PartAnswer]:
+        for one in self.orders:
+            if one.share == SHOWN_SHARE:
+                yield PartAnswer(f"{counted(one.heads, 'head')} removed, {one.order}", self.added(one))
 
     def rows(self) -> Iterator[ResultRow]:
         yield self.unchanged_row()

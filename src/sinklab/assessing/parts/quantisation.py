@@ -28,6 +28,7 @@ from sinklab.assessing.part import (
     AssessPart,
     AssessText,
     Effect,
+    PartAnswer,
     PartFigure,
     PartJob,
     PartNumber,
@@ -104,6 +105,7 @@ class Quantisation(AssessPart):
 
     name = "quantisation"
     rank = 2
+    question = "Does the sink make few bits costly?"
     numbers = (
         PartNumber(
             "int8_added",
@@ -130,6 +132,12 @@ class Quantisation(AssessPart):
         N = max(1, len(both_NT) - calibrated)
         run = partial(assess_quantisation, text.model.adapter, both_NT[:N], both_NT[N:], settings.sink_tokens)
         return PartJob((1 + 2 * len(SETTINGS)) * N + 2 * (len(both_NT) - N), run)
+
+    def answers(self) -> Iterator[PartAnswer]:
+        for one in self.settings:
+            yield PartAnswer(one.name, self.added(one.everything))
+            if one.name == STATIC:
+                yield PartAnswer("of it due to the sink", one.due_to_sink, gained="in static int8")
 
     def rows(self) -> Iterator[ResultRow]:
         yield self.unchanged_row()

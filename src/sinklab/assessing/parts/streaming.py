@@ -23,6 +23,7 @@ from sinklab.assessing.part import (
     AssessPart,
     AssessText,
     Effect,
+    PartAnswer,
     PartFigure,
     PartJob,
     PartNumber,
@@ -58,6 +59,7 @@ class Streaming(AssessPart):
 
     name = "streaming"
     rank = 1
+    question = "Can it stream long text without the sink?"
     numbers = (
         PartNumber("streamed_loss_N", "Loss streamed with the first N kept"),
         PartNumber("streamed_gap_N", "Loss streamed with the first N kept, above most kept"),
@@ -89,6 +91,17 @@ class Streaming(AssessPart):
         readings = sum(first < size for size in sizes for first in kept)
         run = partial(assess_streaming, text.model.adapter, tokens_NT, sizes, kept, settings.positions)
         return PartJob((1 + readings) * len(tokens_NT), run)
+
+    def answers(self) -> Iterator[PartAnswer]:
+        """Of the smallest cache, with the fewest and the most of the first tokens kept."""
+        size = min((one.cache for one in self.caches), default=0)
+        by_first = {one.first: one for one in self.caches if one.cache == size}
+        for first in sorted({min(by_first), max(by_first)} if by_first else ()):
+            kept = f"first {first}" if first else "no first token"
+            yield PartAnswer(f"cache of {size:,} keys, {kept} kept", self.added(by_first[first]))
+        if len(by_first) > 1 and 0 in by_first:
+            due = by_first[0].loss - by_first[max(by_first)].loss
+            yield PartAnswer("difference of the two", due, lost=f"in streaming through {size:,} keys")
 
     def rows(self) -> Iterator[ResultRow]:
         yield self.unchanged_row()

@@ -35,7 +35,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PlotAxis, ResultRow
+from sinklab.assessing.part import (
+    AssessPart,
+    AssessText,
+    Effect,
+    PartAnswer,
+    PartFigure,
+    PartJob,
+    PartNumber,
+    PlotAxis,
+    ResultRow,
+)
 from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step, first_importance
 from sinklab.attention.layer_call import LayerCall
@@ -127,6 +137,7 @@ class Writer(AssessPart):
 
     name = "writer"
     rank = 9
+    question = "Does it need its massive activation?"
     numbers = (
         PartNumber(
             "single_weight_added",
@@ -168,6 +179,10 @@ class Writer(AssessPart):
     def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
         tokens_NT = text.sequences(settings.sequences, settings.length)
         return PartJob(7 * len(tokens_NT), partial(assess_writer, text.model.adapter, tokens_NT))
+
+    def answers(self) -> Iterator[PartAnswer]:
+        for one in self.zeroed[1:]:
+            yield PartAnswer(f"{one.what} zeroed", self.added(one))
 
     def rows(self) -> Iterator[ResultRow]:
         for one in self.zeroed:

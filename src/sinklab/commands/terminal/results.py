@@ -5,16 +5,21 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.table import Table as RichTable
+from rich.text import Text
 
-from sinklab.commands.terminal.tables import print_notes, print_table, print_title
+from sinklab.commands.terminal.tables import TONES, print_notes, print_table, print_title, printable
 from sinklab.experiments.definition import SCALES
-from sinklab.experiments.documents import Summary
+from sinklab.experiments.documents import JudgedClaim, Summary
+from sinklab.measuring.answer import answer
 from sinklab.measuring.statistics.highest import elsewhere_text, in_brackets
 from sinklab.report.cells import cells_table, headline
 from sinklab.report.collect import ListedRun
 from sinklab.report.data import ReportData
 from sinklab.report.result_tables import (
+    answers_table,
     assessment_table,
     comparison_table,
     measurement_facts,
@@ -41,6 +46,7 @@ if TYPE_CHECKING:
 
 GRADIENTS = 12
 """Parameters that a replay lists."""
+VERDICT = 16  # characters of a verdict in a line
 SHARES = ("acc", "exact_match")
 """Beginnings of the metrics of downstream tasks that are shown in percent."""
 
@@ -53,7 +59,20 @@ def print_report(data: ReportData, console: Console) -> None:
     for sweep in data.sweeps:
         print_summary(sweep.summary, sweep.summary.experiments, console)
     if data.claims:
-        print_table(claims_table(data.claims), console)
+        print_claims(data.claims, console)
+
+
+def print_claims(claims: Sequence[JudgedClaim], console: Console) -> None:
+    """The verdict of each claim beside its text, with the evidence below."""
+    table = claims_table(claims)
+    drawn = RichTable(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    drawn.add_column(max_width=VERDICT)
+    drawn.add_column()
+    for (verdict, tone), claim, evidence in ([*row] for row in table.cells()):
+        below = Padding(Text(printable(evidence[0]), "dim"), (0, 0, 1, 2), expand=False)
+        drawn.add_row(Text(printable(verdict), TONES.get(tone.tone, "")), Group(Text(printable(claim[0])), below))
+    print_title(table.title, console)
+    console.print(drawn)
 
 
 def print_summary(summary: Summary, wanted: Iterable[str], console: Console) -> None:
@@ -75,22 +94,26 @@ def print_summary(summary: Summary, wanted: Iterable[str], console: Console) -> 
         ]
         print_notes(warnings, console)
         if claims := summary.claims_of(name):
-            print_table(claims_table(claims), console)
+            print_claims(claims, console)
 
 
-def print_assessment(assessment: "Assessment", console: Console) -> None:
-    """Print one table over all parts, with what was skipped and the notes."""
+def print_assessment(assessment: "Assessment", console: Console, full: bool = False) -> None:
+    """Print the answer, a table of questions, and with `full` one of every change."""
     print_title(f"{assessment.model}: {assessment.layers} layers, context {assessment.context:,}", console)
-    print_table(assessment_table(assessment), console)
+    console.print(" ".join(assessment.answer()), markup=False, highlight=False)
+    print_table(answers_table(assessment), console)
+    if full:
+        print_table(assessment_table(assessment), console)
 
 
 def print_measurement(measurement: "Measurement", console: Console) -> None:
-    """Print the tables of one measurement, and its notes."""
+    """Print the answer of one measurement, then its tables and notes."""
     m = measurement
     model = (m.model or "model") + (f" at {m.revision}" if m.revision else "")
     print_title(
         f"{model}: {m.sequences} sequences of {m.length} tokens, {m.inputs}", console, measurement_facts(measurement)
     )
+    console.print(" ".join(answer(m)), markup=False, highlight=False)
     for table in measurement_tables(measurement):
         print_table(table, console)
     print_notes(m.notes, console)
@@ -126,6 +149,8 @@ def print_comparison(comparison: "Comparison", console: Console) -> None:
     print_title(
         f"Comparison: {first.sequences} sequences of {first.length} tokens, {first.inputs}, eps {first.eps:g}", console
     )
+    for model, measured in comparison.measured.items():
+        console.print(Text(f"{printable(model)}: {answer(measured)[0]}"))
     print_table(comparison_table(comparison.rows(), list(comparison.measured)), console)
     for model, measured in comparison.measured.items():
         notes = ["position 1 is BOS" if measured.bos else "no BOS", *measured.notes]

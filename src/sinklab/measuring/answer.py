@@ -1,0 +1,136 @@
+"""The answer of a measurement in two sentences, for the terminal and the report; docs/reading.md has the thresholds."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sinklab.measuring.findings import Propositions
+from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.options import Inputs
+from sinklab.measuring.statistics.highest import NOISE, highest_rate
+from sinklab.measuring.statistics.secondary import stretches
+
+STRENGTHS = ((70.0, "Strong"), (30.0, "Moderate"), (NOISE, "Weak"))
+"""Percent of heads from which on a sink has the adjective."""
+MOST_STRETCHES = 4  # of layers that are listed; of more, only the number of layers
+INPUTS: dict[Inputs, str] = {"natural": "", "random": " (random tokens)", "repeat": " (one token repeated)"}
+
+
+def answer(m: Measurement) -> list[str]:
+    """Whether there is a sink, where and how strong; then massive activations, and secondary sinks or a proposition.
+
+    A quantity that was not measured is said to be so.
+    """
+    beside = f"{_massive(m)}; {_secondary(m) if m.propositions is None else _proposition(m.propositions)}."
+    return [_sink(m), beside[0].upper() + beside[1:]]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a sink may be.
+
+    Attributes:
+        rate: percent of (sequence, layer, head) with an importance above the threshold.
+        above_LH: whether the mean importance of a head is above it.
+        overall: the rate over all queries, where `rate` is over those that see the position.
+        always: named beside a stronger sink, whatever its rate.
+    """
+
+    name: str
+    rate: float
+    above_LH: np.ndarray
+    overall: float | None = None
+    always: bool = True
+
+    def __str__(self) -> str:
+        return f"{percent(self.rate)} on {self.name}"
+
+
+def _sink(m: Measurement) -> str:
+    uniform = float(np.mean(1 / np.arange(1, m.length + 1)))
+    if uniform >= m.eps:
+        return (
+            f"Sequences of {m.length} tokens are too short to tell: uniform attention already gives the first token "
+            f"{uniform:.2f}, and the threshold is {m.eps:g}."
+        )
+    places = _places(m)
+    strongest = max(places, key=lambda place: place.rate)
+    of = f"{'proxy scores of heads' if m.proxy else 'heads'} at eps {m.eps:g}"
+    if strongest.rate < NOISE:
+        rates = ", ".join(map(str, places)).replace(" %", f" % of {of}", 1)
+        return f"No sink{INPUTS[m.inputs]}: {rates}."
+    said = [f"{percent(strongest.rate)} of {of}", *_layers(strongest.above_LH)]
+    if strongest.overall is not None:
+        said[0] += f", over the queries that see it ({percent(strongest.overall)} over all)"
+    said += [str(one) for one in places if one is not strongest and (one.always or one.rate >= NOISE)]
+    if (m.sink_rate_window_start or 0) >= NOISE:
+        said.append(f"{percent(m.sink_rate_window_start or 0)} on the first key of a window")
+    strength = next(word for least, word in STRENGTHS if strongest.rate >= least)
+    return f"{strength} sink on {strongest.name}{INPUTS[m.inputs]}: {'; '.join(said)}."
+
+
+def _places(m: Measurement) -> list[_Place]:
+    """Position 1, then the learned bias or token, and the highest later position."""
+    rates = m.sink_rate_visible or m.sink_rate
+    importance_LHT = m.importance if m.importance_visible is None else m.importance_visible
+
+    def position(number: int, name: str) -> _Place:
+        overall = None if m.sink_rate_visible is None else m.sink_rate[number - 1]
+        return _Place(name, rates[number - 1], importance_LHT[:, :, number - 1] > m.eps, overall, always=number == 1)
+
+    found = [position(1, "BOS" if m.bos else "the first token")]
+    if m.sink_rate_bias is not None and m.importance_bias is not None:
+        token = m.norm_ratio_sink_token is not None or m.importance_registers is not None
+        name = "the learned token in front" if token else "the learned bias or sink logit"
+        found.append(_Place(name, m.sink_rate_bias, m.importance_bias > m.eps))
+    if later := highest_rate([None, *rates[1:]]):
+        found.append(position(later[0], f"position {later[0]}"))
+    return found
+
+
+def _layers(above_LH: np.ndarray) -> list[str]:
+    """The layers in which most heads have the sink, else the layer with the most such heads; nothing without any."""
+    share_L = above_LH.mean(1)
+    most = [layer for layer, share in enumerate(share_L, 1) if share > 0.5]
+    if len(most) == len(share_L):
+        return ["most heads of every layer"]
+    if not most:
+        best = int(share_L.argmax())
+        return [f"most in layer {best + 1}, {percent(100 * share_L[best])} of its heads"] if share_L[best] else []
+    named = [one.replace("..", " to ") for one in stretches(most).split(", ")]
+    if len(named) > MOST_STRETCHES:
+        return [f"most heads of {len(most)} of {len(share_L)} layers"]
+    listed = " and ".join(filter(None, (", ".join(named[:-1]), named[-1])))
+    return [f"most heads of layer{'s' * (len(most) > 1)} {listed}"]
+
+
+def _massive(m: Measurement) -> str:
+    if not m.massive_activations:
+        return "massive activations were not measured"
+    largest = next((one for one in m.massive_activations if one.is_massive), m.massive_activations[0])
+    times = f"{largest.ratio_to_median:,.0f} times the median"
+    if not largest.is_massive:
+        return f"no massive activation (the largest is {largest.value:,.0f}, {times})"
+    return (
+        f"massive activation in channel {largest.dimension} at position {largest.position}, strongest after layer "
+        f"{largest.layer} ({largest.value:,.0f}, {times})"
+    )
+
+
+def _secondary(m: Measurement) -> str:
+    if m.details is None:
+        return "secondary sinks were not measured (--details)"
+    rate = m.details.secondary_rate
+    return f"no secondary sinks above {NOISE:g} %" if rate < NOISE else f"secondary sinks in {percent(rate)} of heads"
+
+
+def _proposition(one: Propositions) -> str:
+    if one.number is None:
+        return "none of the paper's propositions is about these positions"
+    holds = {True: "holds", False: "does not hold", None: "cannot be decided in this precision"}[one.holds]
+    return f"proposition {one.number} of the paper {holds}"
+
+
+def percent(rate: float) -> str:
+    """`74 %`, `4.6 %`, `0 %`."""
+    return f"{rate:.0f} %" if rate >= 9.95 or rate == 0 else f"{rate:.1f} %"

@@ -1,0 +1,105 @@
+"""The two sentences that begin the output of a measurement."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from made_measurement import made_measurement
+from own_models import VOCABULARY, own_model
+
+from sinklab.measuring.answer import answer
+from sinklab.measuring.api import measure
+from sinklab.measuring.measurement import Measurement
+
+LARGE_MODEL = Path(__file__).parents[2] / "results" / "models" / "SmolLM2-135M-Instruct"
+LONG = 40
+
+
+def measured(**changes: Any) -> Measurement:
+    """A measurement in which nothing is a sink, but for the changes."""
+    made = made_measurement(bias="sink_rate_bias" in changes, length=LONG)
+    nothing: dict[str, Any] = {"sink_rate": [0.0] * LONG, "importance": np.zeros_like(made.importance)}
+    return made.model_copy(update=nothing | changes)
+
+
+def rates(**by_position: float) -> list[float]:
+    return [by_position.get(f"at_{position}", 0.0) for position in range(1, LONG + 1)]
+
+
+def test_the_answer_of_a_real_model_names_its_layers_and_its_massive_activation() -> None:
+    sink, beside = answer(Measurement.load(LARGE_MODEL))
+    assert sink == (
+        "Strong sink on the first token: 74 % of heads at eps 0.3; most heads of layers 4 to 10 and 13 to 30; "
+        "1.1 % on position 6."
+    )
+    assert beside.startswith("Massive activation in channel 507 at position 1, strongest after layer 12 (25,188, ")
+    assert beside.endswith("; secondary sinks in 11 % of heads.")
+
+
+def test_the_answer_on_one_token_repeated_is_the_proposition() -> None:
+    sink, beside = answer(Measurement.load(LARGE_MODEL / "repeat"))
+    assert sink == "No sink (one token repeated): 0 % of heads at eps 0.3 on the first token, 0 % on position 2."
+    assert beside.endswith("; proposition 4 of the paper holds.")
+
+
+def test_the_adjectives_have_the_thresholds_of_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reading.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (?:below|from|(\d+) to) (\d+) % \| (\w+) sink \|", page, re.MULTILINE)
+    assert [strength for *_, strength in rows] == ["no", "weak", "moderate", "strong"]
+    for (low, high, strength), edge in zip(rows, (0, 1, 30, 70), strict=True):
+        assert edge == int(low or (0 if strength == "no" else high))
+        for rate in (edge, (edge or 1) - 0.1):
+            said = answer(measured(sink_rate=rates(at_1=rate)))[0]
+            assert said.lower().startswith(f"{strength} sink") == (rate >= edge or strength == "no")
+
+
+def test_a_sink_on_the_learned_bias_is_named_beside_the_first_token() -> None:
+    found = measured(sink_rate=rates(at_1=0.4), sink_rate_bias=62.0, importance_bias=np.ones((3, 4)))
+    assert answer(found)[0] == (
+        "Moderate sink on the learned bias or sink logit: 62 % of heads at eps 0.3; most heads of every layer; "
+        "0.4 % on BOS."
+    )
+
+
+def test_a_sink_on_a_later_position_is_not_taken_for_none() -> None:
+    first = answer(measured(sink_rate=rates(at_3=45.0)))[0]
+    assert first == "Moderate sink on position 3: 45 % of heads at eps 0.3; 0 % on BOS."
+
+
+def test_under_windows_the_rate_is_that_of_the_queries_that_see_the_position() -> None:
+    found = measured(
+        sink_rate=rates(at_1=2.0), sink_rate_visible=rates(at_1=80.0), importance_visible=np.zeros((3, 4, LONG))
+    )
+    assert answer(found)[0].startswith(
+        "Strong sink on BOS: 80 % of heads at eps 0.3, over the queries that see it (2.0"
+    )
+
+
+def test_what_was_not_measured_is_said_to_be_so() -> None:
+    assert answer(measured())[1] == (
+        "Massive activations were not measured; secondary sinks were not measured (--details)."
+    )
+
+
+@pytest.mark.parametrize("variant", ["sink token", "key bias", "sigmoid", "window"])
+def test_native_variants_have_an_answer(variant: str) -> None:
+    tokens = torch.randint(VOCABULARY, (3, 16), generator=torch.Generator().manual_seed(1))
+    found = measure(own_model(variant), tokens, eps=(0.3, 0.1), details=True)
+    sink, beside = answer(found)
+    named = {"sink token": "the learned token in front", "key bias": "the learned bias or sink logit"}
+    assert " of heads at eps 0.3" in sink
+    assert ("learned" in sink) == (variant in named)
+    assert named.get(variant, "") in sink
+    assert ("proxy scores" in sink) == found.proxy
+    assert beside.startswith("No massive activation (the largest is ")
+
+
+def test_sequences_in_which_uniform_attention_passes_the_threshold_decide_nothing() -> None:
+    short = made_measurement(length=8)
+    assert answer(short)[0] == (
+        "Sequences of 8 tokens are too short to tell: uniform attention already gives the first token 0.34, "
+        "and the threshold is 0.3."
+    )
