@@ -270,8 +270,8 @@ def measure_experiments(
     loading = Loading(trust_remote_code=settings.trust_remote_code)
     for one in experiments:
         draws = _draws(one, settings)
-        count = sum(len(each.replicates(draws)) for each in passes[one.id])
-        with JobProgress(console, one.id, count, phase="reading the text and the models") as observe:
+        passes_here = sum(len(each.replicates(draws)) for each in passes[one.id])
+        with JobProgress(console, one.id, passes_here, phase="reading the text and the models") as observe:
             place, file = places[one.id], data if downstream_tasks(one) else None
             found = measure_experiment(one, models, text, draws, loading=loading, out=place, observe=observe, data=file)
             done.append(found)
