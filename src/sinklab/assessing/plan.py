@@ -18,7 +18,7 @@ KEPT = (0, 1, 2, 4)
 
 
 @dataclass(frozen=True)
-class Sizes:
+class DefaultSizes:
     """Defaults that decide the time of an assessment.
 
     Attributes:
@@ -34,8 +34,8 @@ class Sizes:
     kept: tuple[int, ...]
 
 
-FULL = Sizes(2**10, 2**11, 2**12, KEPT)
-QUICK = Sizes(2**8, 2**9, 2**10, (0, 4))
+FULL = DefaultSizes(2**10, 2**11, 2**12, KEPT)
+QUICK = DefaultSizes(2**8, 2**9, 2**10, (0, 4))
 TWO_KEYS = "a cache holds 2 keys or more, the query's own included"
 
 
@@ -101,7 +101,7 @@ class AssessOptions(CommandSettings, frozen=True):
     where_possible: bool = Field(default=False, exclude=True)
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> DefaultSizes:
         """The defaults that decide the time."""
         return QUICK if self.quick else FULL
 
