@@ -299,10 +299,28 @@ def of_scores(operation: Config, own: Weights, head: int, z: Tensor, seen: Tenso
     if kind == "softpick":
         excess = torch.where(seen, torch.exp(z) - 1, 0.0)
         return excess.clamp(min=0) / (excess.abs().sum(-1, keepdim=True) + operation["eps"])
+    if kind == "entmax15":
+        return entmax15(z, seen)
     assert kind == "elastic_softmax"
     count = seen.sum(-1, keepdim=True)
     lifted = softmax(z, seen) + own["attention.core.learned.tau"][head] / count
     return torch.where(seen, lifted.clamp(min=0), 0.0)
+
+
+def entmax15(z: Tensor, seen: Tensor) -> Tensor:
+    """relu(z / 2 - tau)^2 of the visible keys: tau by halving, then from the keys above it, with its gradient."""
+    half = (z / 2).masked_fill(~seen, -math.inf)
+    high = half.detach().amax(-1, keepdim=True)
+    low = high - 1
+    for _ in range(100):
+        middle = (low + high) / 2
+        above_one = (half.detach() - middle).clamp(min=0).square().sum(-1, keepdim=True) > 1
+        low, high = torch.where(above_one, middle, low), torch.where(above_one, high, middle)
+    kept = half.detach() > high
+    n, chosen = kept.sum(-1, keepdim=True), torch.where(kept, z / 2, 0.0)
+    mean = chosen.sum(-1, keepdim=True) / n  # n tau^2 - 2 n mean tau + sum of squares = 1
+    root = torch.sqrt(mean**2 - ((chosen**2).sum(-1, keepdim=True) - 1) / n)
+    return torch.where(kept, chosen - (mean - root), 0.0) ** 2
 
 
 def sticks(z: Tensor, seen: Tensor) -> Tensor:

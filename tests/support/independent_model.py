@@ -136,7 +136,7 @@ def rows_sum_to_one(operation: Config) -> bool:
         return operation["normalised"] and operation["p"] == 1
     if kind == "elu_kernel":
         return operation["normalised"]
-    if kind in ("scalable_softmax", "forgetting", "stick_breaking"):
+    if kind in ("scalable_softmax", "forgetting", "stick_breaking", "entmax15"):
         return True
     return kind == "clipped_softmax" and operation["zeta"] == 1 and operation["gamma"] == 0
 

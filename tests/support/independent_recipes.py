@@ -54,6 +54,7 @@ OPERATIONS = [
     {"kind": "softpick"},
     {"kind": "softpick", "eps": 0.3},
     {"kind": "elastic_softmax", "start": -0.5},
+    {"kind": "entmax15"},
     {"kind": "differential"},
     {"kind": "differential", "lambda_init": 0.4},
 ]

@@ -26,7 +26,7 @@ from sinklab.report.result_tables import (
     measurement_tables,
     suite_tables,
 )
-from sinklab.report.sweeps import claims_table, experiment_table, paper_models
+from sinklab.report.sweeps import claims_table, experiment_table, grid_tables, paper_models
 from sinklab.survey.suites import CheckpointsDocument, DomainsDocument, FamiliesDocument
 from sinklab.tables import Table, TableCell, TableColumn, Value, names, number_text, numbers
 from sinklab.train.directory.history import read_history
@@ -82,7 +82,8 @@ def print_summary(summary: Summary, wanted: Iterable[str], console: Console) -> 
         cells = summary.cells_of(name)
         place = f" {'at' if experiment.scale in SCALES else 'in'} {experiment.scale}" if experiment.scale else ""
         print_title(f"{name}{place}: {experiment.title}", console)
-        print_table(experiment_table(experiment, cells), console)
+        for table in grid_tables(experiment, cells) or [experiment_table(experiment, cells)]:
+            print_table(table, console)
         if elsewhere := paper_models(experiment):
             print_table(elsewhere, console)
         print_notes([f"adapted: {why}" for why in experiment.adapted], console)
