@@ -12,8 +12,9 @@ on the machine would count in a clock; ratios are medians over the rounds. A row
     times_forward   seconds of the part over those of one bare forward pass
     per_pass        the same over `passes`
 
-A pass of the streaming part has 4 times the tokens of the others. Goal: at most 1.4 forward passes for a pass of every
-part but eviction, whose heavy hitters are found query by query.
+A pass of the streaming part has 4 times the tokens of the others. The time of quantisation includes the rounding of all
+weights, that of writer passes over single tokens, both the same for any text. Goal: at most 1.4 forward passes for a
+pass of every part but eviction, whose heavy hitters are found query by query.
 """
 
 import argparse

@@ -28,7 +28,7 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import evaluating
 from sinklab.models.intercept import Compute, Edit, intercept
-from sinklab.models.memory_budget import LOGITS_AT_ONCE
+from sinklab.models.memory_budget import LOGITS_AT_ONCE, free_bytes
 
 TOKENS_AT_ONCE = 2**11
 TARGETS_OF_A_BLOCK = 64
@@ -95,7 +95,7 @@ class PairedReader:
         tokens_NT: token ids.
         step: called for every sequence, after each pass.
         whole: read the text in one piece, too. Where its first window would be computed alike it is taken from there.
-        kept: bytes of log-probabilities that are kept.
+        kept: bytes of log-probabilities that are kept; at most a quarter of the free memory.
 
     Attributes:
         unchanged: within the context.
@@ -112,7 +112,9 @@ class PairedReader:
         kept: int = LOG_PROBABILITIES_KEPT,
     ) -> None:
         self.adapter, self.tokens_NT, self._step = adapter, tokens_NT, step
-        self._kept, self._log_p_RV = kept, list[Tensor]()
+        free = free_bytes(adapter.device)
+        self._kept = kept if free is None else min(kept, free // 4)
+        self._log_p_RV = list[Tensor]()
         self.whole: ByPosition | None = None
         with evaluating(adapter.module):
             alike = not adapter.depends_on_length(adapter.context, tokens_NT.shape[1])
