@@ -82,6 +82,7 @@ class Options(CommandSettings, frozen=True):
             every query sees are left out as well, as in training.
         loss: False leaves it out, and with it the logits: a third of the work of a small model with many words.
         maps: (layer, head), 1-based, of the matrices to save; implies details.
+        explore: keep the attention map of every head on the first sequence (explored.py).
         model_name, inputs, bos: recorded with the result.
     """
 
@@ -101,6 +102,12 @@ class Options(CommandSettings, frozen=True):
         BeforeValidator(parse_maps),
         Flag("--map", metavar="LAYER.HEAD", text=list[str]),
     ] = Field(default=(), description="Save the attention matrix of this head; implies --details; repeatable.")
+    explore: bool = Field(
+        default=False,
+        description="Also keep every head's attention map of the first sequence for the report: the first 128 tokens, "
+        "1 byte per head, query and key (270 heads of 64 tokens: 1.1 MB), at most 1,000 heads, above that those of "
+        "--map; one more forward pass of one sequence.",
+    )
     loss: bool = Field(default=True, description="Skip the loss and the logits: a third faster on a small model.")
     batch_size: int | None = Field(
         default=None, ge=1, description="Sequences per batch; default: as many as fit, at most 16."
