@@ -84,6 +84,13 @@ class Model:
             return spelling(self.encode, self.tokenizer.token, set(self.tokenizer.backend.get_added_tokens_decoder()))
         return spelling(self.encode, self.tokenizer.convert_ids_to_tokens, set(self.tokenizer.added_tokens_decoder))
 
+    def decode(self, tokens: list[int]) -> str:
+        """The text of some tokens, special ones by their names."""
+        own = isinstance(self.tokenizer, Tokenizer)
+        return (
+            self.tokenizer.backend.decode(tokens, skip_special_tokens=False) if own else self.tokenizer.decode(tokens)
+        )
+
     @property
     def vocabulary_hash(self) -> str:
         """Hash of the vocabulary without added tokens: a chat model has its base model's."""

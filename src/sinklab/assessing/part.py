@@ -109,11 +109,13 @@ class ResultRow:
     Attributes:
         what: the change.
         more: a remark.
+        added: loss above that of the same targets without the change; None where these are all of the part's.
     """
 
     what: str
     effect: Effect
     more: str = ""
+    added: float | None = None
 
     @property
     def perplexity(self) -> str:
@@ -252,6 +254,10 @@ class AssessPart(ReadDocument, ABC):
     def added(self, effect: Effect) -> float:
         """The loss of a change above that of the unchanged model."""
         return effect.loss - self.unchanged.loss
+
+    def added_by(self, row: ResultRow) -> float:
+        """The loss that the change of a row adds."""
+        return self.added(row.effect) if row.added is None else row.added
 
 
 def plot_row(effect: Effect, y: float | None, series: str, x: object) -> dict[str, object]:

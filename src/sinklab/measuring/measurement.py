@@ -15,6 +15,7 @@ from sinklab import display
 from sinklab.errors import InputError
 from sinklab.files import parse_json, write_json, written_aside
 from sinklab.measuring.activations import MassiveActivation
+from sinklab.measuring.explored import Explored
 from sinklab.measuring.findings import Ablation, Mixing, Propositions
 from sinklab.measuring.frames import TABLES, Columns, TableName, data_frame, write_csv, write_parquet
 from sinklab.measuring.metrics import uniform_ratio_of_means
@@ -38,6 +39,7 @@ LEFT_OUT = (
     "ablations",
     "mixing",
     "propositions",
+    "explored",
     "scores",
 )
 """Of measurement.json, where they are None."""
@@ -89,6 +91,7 @@ class Measurement(WithArrays):
         ablations: loss and sinks under each ablation (ablations.py); None unless requested.
         mixing: how far a change of one token spreads (mixing.py); None unless requested.
         propositions: check of the paper's propositions on repeated tokens (propositions.py); None for other inputs.
+        explored: attention maps of one sequence (explored.py); None unless requested.
         scores: on downstream tasks, percent, where the model was evaluated on any; None elsewhere.
         importance: alpha, mean over sequences (L, H, T).
         importance_visible: mean over the queries that may see a key (L, H, T); None where that is alpha everywhere.
@@ -143,6 +146,7 @@ class Measurement(WithArrays):
     ablations: list[Ablation] | None = None
     mixing: Mixing | None = None
     propositions: Propositions | None = None
+    explored: Explored | None = None
     scores: dict[str, Percent] | None = None
     importance: Annotated[Array, Axes("LHT")]
     importance_visible: Annotated[ArrayOrNone, Axes("LHT")] = None
@@ -189,7 +193,9 @@ class Measurement(WithArrays):
         if folder.exists() and not folder.is_dir():
             raise InputError(f"{folder} is a file: give the folder of the measurement")
         check_files(folder, MEASUREMENT)
-        arrays: dict[str, Any] = self.arrays() | (self.details.arrays() if self.details else {})
+        arrays: dict[str, Any] = self.arrays()
+        for part in filter(None, (self.details, self.explored)):
+            arrays |= part.arrays()
         with written_aside(folder / "measurement.npz") as aside, aside.open("wb") as file:
             np.savez(file, **arrays)
         write_json(folder / "measurement.json", self.document())
@@ -306,6 +312,8 @@ class Measurement(WithArrays):
                 arrays = dict(file)
             if document.get("details"):
                 document["details"] = {**document["details"], **Details.found_in(arrays)}
+            if document.get("explored"):
+                document["explored"] = {**document["explored"], **Explored.found_in(arrays)}
             if "uniform_ratio" not in document and "importance" in arrays:  # older files
                 document["uniform_ratio"] = uniform_ratio_of_means(arrays["importance"])
             return cls.model_validate({**document, **cls.found_in(arrays)})

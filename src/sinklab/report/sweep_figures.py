@@ -16,7 +16,7 @@ from sinklab.plots import PlotAxis
 from sinklab.report.charts import Dots, Drawing, Figure, Width, dots, lines, scatter
 from sinklab.report.sweeps import Sweep, quantity_of
 from sinklab.schema import finite_or_none
-from sinklab.tables import NOTHING, Table, TableColumn, names
+from sinklab.tables import NOTHING, SINK_1, Table, TableColumn, names
 from sinklab.train.directory.history import Evaluation
 
 OTHER_MODELS = "other models"
@@ -31,7 +31,7 @@ STEPS = PlotAxis("Training step", "step", "step", whole=True, precision=",d")
 CURVES: Sequence[tuple[set[str], str, Callable[[Evaluation], float | None], bool]] = (
     (
         {"emergence_step", "norm_step", "loss_change"},
-        "Sink₁ (percent of heads)",
+        f"{SINK_1} (percent of heads)",
         lambda one: one.sink_rate[0] if one.sink_rate else None,
         True,
     ),

@@ -84,7 +84,7 @@ class LossByLength(AssessPart):
     def rows(self) -> Iterator[ResultRow]:
         for one in self.buckets:
             within = f"within the context {one.within.loss:.4f}" if one.start > self.context else ""
-            yield ResultRow(f"positions {one.positions}", one.whole, within)
+            yield ResultRow(f"positions {one.positions}", one.whole, within, one.whole.loss - one.within.loss)
 
     def values(self) -> Iterator[tuple[str, float]]:
         """The added loss of the last positions beyond the context."""
