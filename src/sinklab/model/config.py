@@ -60,6 +60,10 @@ class ModelConfig(Part):
     vocab_size: int | None = Field(default=None, ge=2, le=LARGEST, description="default: the tokenizer's")
     context: int = Field(default=2048, ge=2, le=LARGEST, description="tokens of a training sequence")
     position: Position = Rotary()
+    embedding: Literal["plain", "projected"] = Field(
+        default="plain",
+        description="projected: embeddings and the input of the head each go through a matrix of width x width",
+    )
     norm: NormConfig = NormConfig()
     ffn: Literal["relu", "gelu", "swish", "reglu", "geglu", "swiglu"] = Field(
         default="swiglu", description="act(x W) V; those ending in glu: (act(x W) * x U) V"

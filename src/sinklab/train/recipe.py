@@ -21,6 +21,7 @@ from sinklab.data.config import DataConfig, Selection
 from sinklab.errors import InputError
 from sinklab.files import parse_yaml
 from sinklab.model.config import ModelConfig
+from sinklab.model.loss import AddedLosses
 from sinklab.schema import Part, leaves
 from sinklab.train.config import AdamW, MetricConfig, OptimConfig, ScheduleConfig, TrainConfig
 from sinklab.train.identity import without_later
@@ -45,6 +46,7 @@ class Recipe(Part):
     seed: int = Field(default=0, ge=0, description="of the initial weights and the order of the data")
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
+    losses: AddedLosses = AddedLosses()
     optim: OptimConfig = AdamW()
     schedule: ScheduleConfig = ScheduleConfig()
     train: TrainConfig = TrainConfig()

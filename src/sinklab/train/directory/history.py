@@ -24,8 +24,9 @@ class Evaluation(ReadDocument):
     Attributes:
         step: updates made.
         tokens: trained on so far.
-        train_loss: mean over the batches since the evaluation before, nats per token.
-        valid_loss: on held-out documents, nats per token.
+        train_loss: mean cross-entropy over the batches since the evaluation before, nats per token.
+        valid_loss: cross-entropy on held-out documents, nats per token.
+        valid_added_losses: on the same, each loss that training adds to it (`losses` of a recipe), weighted, by name.
         sink_rate: percent of (sequence, layer, head) triples, position 1 first.
         sink_rate_visible: the same of the mean over the queries that may see a key; None where both are the same.
         sink_rate_bias: percent, of a bias, sink logit or sink token.
@@ -52,6 +53,7 @@ class Evaluation(ReadDocument):
     tokens: int | float | None = None
     train_loss: float | None = None
     valid_loss: float | None = None
+    valid_added_losses: dict[str, float | None] | None = None
     sink_rate: list[float | None] = Field(default_factory=list)
     sink_rate_visible: list[float | None] | None = None
     sink_rate_bias: float | None = None
