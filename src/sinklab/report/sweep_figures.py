@@ -153,7 +153,7 @@ def _numbers(
 
 
 def against(cells: dict[str, CellSummary], experiment: ExperimentSummary, width: Width) -> Drawing | None:
-    """The second quantity of `against` over the first; None where no cell has both.
+    """The second quantity of `against` over the first; None if no cell has both.
 
     Models of one family of the paper's list have one colour.
     """
