@@ -10,6 +10,7 @@ from typer.main import get_command
 
 import sinklab
 from sinklab.commands.app import app
+from sinklab.settings import PANELS
 
 ROOT = Path(sinklab.__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("results/*/README.md"))]
@@ -22,9 +23,23 @@ def _stand_in(found: re.Match[str]) -> str:
     return "1" if found[0] == "STEP" else ""
 
 
+def commands(group: Any = None, words: str = "sinklab") -> dict[str, Any]:
+    """Every command by the words that call it."""
+    found = {}
+    commands_of: Any = group or get_command(app)
+    for name, command in commands_of.commands.items():
+        found |= commands(command, f"{words} {name}") if hasattr(command, "commands") else {f"{words} {name}": command}
+    return found
+
+
+def examples(command: Any) -> list[str]:
+    """The calls that a command's help has as examples."""
+    return re.findall(r"^Example: sinklab (.+)$", command.help, re.MULTILINE)
+
+
 def shown() -> list[tuple[str, str]]:
-    """(page, command) of every line of a code block that calls sinklab, continued lines joined."""
-    found = []
+    """(page, command) of every line of a code block that calls sinklab, continued lines joined, and of every help."""
+    found = [(f"{words} --help", example) for words, command in commands().items() for example in examples(command)]
     for page in PAGES:
         if page.name in HISTORY:
             continue
@@ -53,6 +68,14 @@ def test_a_command_that_is_shown_is_one_that_sinklab_takes(page: str, command: s
     except Exception as wrong:  # of the click that typer brings along
         if type(wrong).__name__ != "Exit":  # --help
             pytest.fail(f"{page}: {getattr(wrong, 'format_message', wrong.__str__)()}")
+
+
+@pytest.mark.parametrize(("words", "command"), commands().items(), ids=commands())
+def test_the_help_of_every_command_has_an_example_and_panels(words: str, command: Any) -> None:
+    assert all(example.startswith(words.removeprefix("sinklab ")) for example in examples(command))
+    assert examples(command)
+    options = [one for one in command.params if one.param_type_name == "option"]
+    assert [one.name for one in options if one.rich_help_panel not in PANELS] == []
 
 
 def test_commands_are_found() -> None:

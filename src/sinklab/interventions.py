@@ -58,6 +58,8 @@ def _attention_key(choice: Choice, key: str, kind: type[Kind]) -> str:
     return f"{f'model.attention.{choice}.{key}'.removesuffix('.')} ({kind.chosen({})['kind']})"
 
 
+_WINDOW = {"kind": "window", "width": 8}
+
 _UNCLIPPED: Overlay = {"optim": {"clip": None}}  # the rounding of the clipping norm depends on the number of weights
 
 CHOICES: tuple[Choice, ...] = get_args(Choice)
@@ -85,6 +87,12 @@ VARIANTS: dict[str, Variant] = {
     "mla_sink_logit": _model(projection="latent", attention={"bias": "sink_logit"}),
     "linear_hybrid": _model(mixer="gated_delta"),
     "linear_hybrid_half": _model(mixer={"kind": "gated_delta", "every": 2}),
+    "rotary_quarter": _model(position={"kind": "rotary", "share": 0.25}),
+    "pattern_windows": _model(attention={"mask": _WINDOW}, pattern={"every": 2, "mask": "causal"}),
+    "pattern_sinks": _model(
+        attention={"mask": _WINDOW, "bias": "sink_logit"}, pattern={"every": 2, "mask": "causal", "bias": "none"}
+    ),
+    "pattern_nope": _model(pattern={"every": 2, "position": "none"}),
     "gate_head": _model(gate="head"),
     "gate_element": _model(gate="element"),
     "gate_value": _model(gate="value"),
@@ -144,6 +152,9 @@ NEUTRAL: dict[str, Neutral] = {
     ),
     "schedule.decay_fraction": Neutral("0", {"schedule": {"shape": "wsd", "decay_fraction": 0.0}}),
     "schedule.min_lr": Neutral("optim.lr", {"schedule": {"shape": "cosine", "min_lr": 3e-3}}),
+    "model.pattern.every": Neutral(
+        "1, with the mask of model.attention", {"model": {"pattern": {"every": 1, "mask": "causal"}}}
+    ),
     "model.mixer.every (gated_delta)": Neutral("1", {"model": {"mixer": {"kind": "gated_delta", "every": 1}}}),
     "optim.clip": Neutral("null", _UNCLIPPED, against={"optim": {"clip": 1e9}}),
 }
@@ -234,6 +245,10 @@ def _rows(field: Schema, key: str, kind: str | None, baseline: bool) -> Iterator
             name = part["properties"][tag]["const"]
             yield Intervention(key, name, name, chosen, chosen if baseline else "", _first_paragraph(part))
             yield from _rows_below(part, key, name, baseline and name == chosen)
+        return
+    if nested := next((one["discriminator"] for one in field.get("anyOf", ()) if "discriminator" in one), None):
+        names = [one["properties"][nested["propertyName"]]["const"] for one in parts]  # their values are listed once
+        yield Intervention(key, kind, " | ".join([*names, "null"]), default, default, field.get("description", ""))
         return
     if not parts:
         known = NEUTRAL.get(f"{key} ({kind})") or NEUTRAL.get(key)

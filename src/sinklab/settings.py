@@ -5,13 +5,15 @@ options from its fields; the result document contains its `model_dump`.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from sinklab.errors import InputError
 
 LARGEST = 2**63 - 1  # integers of files and generators
+INPUT, TRAINING, MEASURED, OUTPUT, ADVANCED = PANELS = ("Input", "Training", "Measured", "Output", "Advanced")
+"""The panels of a command's help, in their order."""
 MOST = 10**9  # sequences, and tokens per sequence: their product is still a valid tensor size
 
 T = TypeVar("T")
@@ -26,19 +28,26 @@ class Flag:
     Attributes:
         name: of the option, if it differs from that of the field.
         metavar: shown instead of the type.
+        panel: of the help, if it differs from that of the settings.
         text: type of an option whose text the field's validator parses: str, or list[str] for a repeatable option.
         default: that text if the option is not given.
     """
 
     name: str | None = None
     metavar: str | None = None
+    panel: str | None = None
     text: Any = None
     default: str | None = None
 
 
 class CommandSettings(BaseModel, frozen=True):
-    """Immutable settings; unknown names and values of another type are errors. A field without help has no option."""
+    """Immutable settings; unknown names and values of another type are errors. A field without help has no option.
 
+    Attributes:
+        panel: of the help, for the options of the fields.
+    """
+
+    panel: ClassVar[str] = ADVANCED
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     def __init__(self, **values: Any) -> None:

@@ -1,5 +1,6 @@
 """Models of Hugging Face taken apart, put together again, and streamed."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 import transformers as hf
 from assessed import some_tokens
 from closeness import assert_close
+from exported_models import shaken_run, tokenizer_in
+from exported_models import some_tokens as exported_tokens
 from families import GROUPED, SMALL
 from foreign_streaming_reference import streamed_llama
 from streaming_reference import first_and_recent
@@ -14,8 +17,10 @@ from streaming_reference import first_and_recent
 from sinklab.assessing.parts.eviction import HeavyHitters
 from sinklab.assessing.parts.streaming import RollingCache
 from sinklab.assessing.reading import PairedReader, changed_attention
+from sinklab.export.directory import write_directory
 from sinklab.models.hooks import evaluating
 from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
+from sinklab.models.native import NativeAdapter
 
 CONFIGS: dict[str, Any] = {
     "llama": lambda: hf.LlamaConfig(**GROUPED),
@@ -64,6 +69,28 @@ def test_rotary_positions_can_be_those_in_a_cache(name: str) -> None:
 
 def test_positions_of_two_rotary_embeddings_are_fixed() -> None:
     assert HuggingFaceAdapter(made("gemma3")).fixed_positions() == "it has no single rotary embedding for all layers"
+
+
+def test_layers_without_positions_stream_as_those_of_the_run_that_was_exported(tmp_path: Path) -> None:
+    tokenizer_in(tmp_path)
+    run = shaken_run("pattern_nope", tmp_path / "tokenizer.json", layers=3)
+    write_directory(run, [], tmp_path / "one")
+    exported = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "one")
+    assert type(exported).__name__ == "SmolLM3ForCausalLM"
+    theirs, tokens = HuggingFaceAdapter(exported), exported_tokens(length=20)
+    assert theirs.fixed_positions() is None
+    found = []
+    for one in (theirs, NativeAdapter(run.model)):
+        with evaluating(one.module), changed_attention(one, RollingCache(6, 2)):
+            found.append(one.hidden(tokens))
+    assert_close(found[0], found[1], 1e-5)
+
+
+def test_positions_of_layers_with_bases_of_their_own_are_fixed() -> None:
+    config = hf.GraniteSWAConfig(**GROUPED, layer_rope_theta=[1e4, 10.0], attention_multiplier=0.3)
+    torch.manual_seed(3)
+    one = HuggingFaceAdapter(hf.AutoModelForCausalLM.from_config(config).double())
+    assert one.fixed_positions() == "its rotary embedding is of a kind that is not known"
 
 
 def test_learned_positions_are_fixed_and_end() -> None:

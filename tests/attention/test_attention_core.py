@@ -210,7 +210,8 @@ def test_a_strong_key_bias_takes_the_attention() -> None:
 
 
 @pytest.mark.parametrize(
-    "operation", ["softpick", "softmax_p_2", "clipped_softmax", "elastic_softmax", "sigmoid", "relu_normalised"]
+    "operation",
+    ["softpick", "softmax_p_2", "clipped_softmax", "elastic_softmax", "sigmoid", "relu_normalised", "entmax15"],
 )
 def test_scores_of_any_size_stay_finite_in_single_precision(operation: str) -> None:
     core = core_of(config_of(operation, "none", "causal", backend="chunked"), dtype=torch.float32)

@@ -105,6 +105,7 @@ B, H, T = 2, SIZES["heads"], SIZES["context"]
         ("position_t5", {(129, H)}),
         ("clipped_softmax", {(B, H, T)}),
         ("elastic_softmax", {(B, H, T)}),
+        ("entmax15", {(B, H, T)}),
     ],
 )
 def test_what_a_row_has_in_common_is_not_scattered_where_it_can_be_taken_out(

@@ -13,6 +13,7 @@ from conftest import Run
 
 import sinklab
 from sinklab.experiments.definition import SCALES
+from sinklab.settings import PANELS
 
 QUICK = ["model.layers=1", "model.width=32", "model.heads=2", "model.ffn_width=32", "model.context=32"]
 QUICK += ["metric.length=32", "metric.sequences=10", "train.batch_size=4", "train.eval_every=4", "train.save_every=4"]
@@ -33,25 +34,13 @@ def settings(text: Path, *more: str) -> list[str]:
     return [arg for value in (*QUICK, f"data.source={text}", *more) for arg in ("--set", value)]
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        [],
-        ["lab"],
-        ["train"],
-        ["measure"],
-        ["parity"],
-        ["experiments"],
-        ["reproduce"],
-        ["report"],
-        ["runs"],
-        ["data", "prepare"],
-    ],
-)
-def test_every_command_has_help(run: Run, command: list[str]) -> None:
-    status, out, _ = run(*command, "--help")
+def test_the_help_of_measure_fits_two_screens(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    status, out, _ = run("measure", "--help")
     assert status == 0
-    assert "Usage" in out
+    assert len(out.splitlines()) <= 100
+    assert max(map(len, out.splitlines())) <= 80
+    assert [name for name in PANELS if f"─ {name} ─" in out] == ["Input", "Measured", "Output", "Advanced"]
 
 
 def test_the_help_of_train_names_every_recipe_that_comes_along(run: Run) -> None:

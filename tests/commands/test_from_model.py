@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from sinklab.commands.from_model import Only, with_options
 from sinklab.errors import InputError
-from sinklab.settings import CommandSettings, Flag, Several
+from sinklab.settings import INPUT, CommandSettings, Flag, Several
 
 
 class Inner(CommandSettings, frozen=True):
@@ -20,7 +20,7 @@ class Inner(CommandSettings, frozen=True):
 class Outer(CommandSettings, frozen=True):
     inner: Inner = Inner()
     count: int = Field(default=3, ge=1, le=9, description="How many.")
-    sizes: Annotated[Several[Annotated[int, Field(ge=2)]], Flag("--size", metavar="N")] = Field(
+    sizes: Annotated[Several[Annotated[int, Field(ge=2)]], Flag("--size", metavar="N", panel=INPUT)] = Field(
         default=(), description="May be repeated."
     )
     pair: tuple[int, int] | None = Field(default=None, description="Two of them.")
@@ -66,14 +66,30 @@ def test_every_field_is_an_option() -> None:
     assert called(*options) == Outer(inner=Inner(kind="two", loss=False), count=4, sizes=(2, 3), pair=(5, 6), share=0.5)
 
 
-def test_help_bounds_choices_and_defaults_are_those_of_the_fields() -> None:
+def test_help_choices_defaults_and_panels_are_those_of_the_fields() -> None:
     lines = {line.split()[1]: line for line in shown().splitlines() if "--" in line}
-    assert "1<=x<=9" in lines["--count"]
+    assert "x<=" not in shown()
+    assert lines["--count"].split()[2] == "N"
     assert "How many. [default: 3]" in lines["--count"]
     assert "<one|two>" in lines["--kind"]
     assert "N" in lines["--size"].split()
     assert {"--no-loss", "--pair", "--share"} < lines.keys()
     assert "--hidden" not in lines
+    panels = [line.split()[1] for line in shown().splitlines() if line.startswith("╭")]
+    assert panels[-2:] == ["Input", "Advanced"]
+    assert shown().index("Input") < shown().index("--size") < shown().index("Advanced") < shown().index("--count")
+
+
+def test_bounds_are_checked_though_they_are_not_shown() -> None:
+    with pytest.raises(InputError, match=r"^--count 10: Input should be less than or equal to 9$"):
+        called("--count", 10)
+
+    def command(*, seeds: Annotated[int, typer.Option(min=1)] = 1) -> None: ...
+
+    app = typer.Typer()
+    app.command()(with_options(command))
+    with pytest.raises(InputError, match=r"^--seeds 0: Input should be greater than or equal to 1$"):
+        app(["--seeds", "0"], standalone_mode=False)
 
 
 def test_a_command_may_have_some_of_the_fields_and_defaults_of_its_own() -> None:

@@ -86,7 +86,7 @@ def test_a_preview_measures_nothing(run: Run) -> None:
     status, out, err = run("reproduce", "mine.yaml", "--model", "gpt2", "--text", "text.jsonl", "--dry-run", "--json")
     assert status == 0, err
     asked = json.loads(out)
-    assert asked["draws"] == 5
+    assert [one["replicates"] for one in asked["experiments"]["mine"].values()] == [5, 5]
     assert {name: one["inputs"] for name, one in asked["experiments"]["mine"].items()} == {
         "natural": "natural",
         "repeat": "repeat",

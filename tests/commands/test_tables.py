@@ -8,13 +8,15 @@ import torch
 from made_measurement import made_measurement
 from rich.console import Console
 
-from sinklab.commands.terminal.results import print_measurement, print_sizes
+from sinklab.commands.terminal.results import print_claims, print_measurement, print_sizes
 from sinklab.commands.terminal.tables import print_table
+from sinklab.experiments.documents import JudgedClaim
 from sinklab.measuring.accumulate import Accumulator, measurement_from
 from sinklab.measuring.batches import Cost
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.measuring.records import Batch
+from sinklab.report.result_tables import measurement_tables
 from sinklab.survey.families import Size
 from sinklab.tables import Table, TableCell, TableColumn, markdown, names
 
@@ -83,8 +85,45 @@ def test_a_long_name_wraps_and_numbers_do_not() -> None:
     assert max(map(len, narrow.splitlines())) <= 30
 
 
-def test_without_a_mask_that_matters_there_is_one_row_of_rates() -> None:
-    assert "queries that see it" not in shown(100, lambda console: print_measurement(made_measurement(), console))
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_long_word_is_broken_behind_its_punctuation(width: int) -> None:
+    key = "model.attention.operation.kind=scalable_softmax"
+    rows = [("A CELL OF A SWEEP WITH A LONG NAME", f"{key} and more", 92.47)]
+    table = Table("", [*names("cell", "changes"), TableColumn("value", form=".2f")], rows)
+    drawn = shown(width, lambda console: print_table(table, console))
+    pieces = [piece for line in drawn.splitlines()[3:] for piece in re.findall(r"\S+", line) if piece in key]
+    assert "".join(pieces) == key
+    assert all(piece[-1] in "._=" for piece in pieces[:-1])
+    assert max(map(len, drawn.splitlines())) <= width
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_claim_is_beside_its_verdict_with_the_evidence_below(width: int) -> None:
+    text = "K biases: the bias is a sink in more heads than softmax's first token, at every seed of all experiments"
+    evidence = "the comparison of table_4.k_biases_take_the_sink, counted there; " * 3
+    claim = JudgedClaim(id="b", experiment="a", text=text, verdict="inconclusive", evidence=evidence)
+    lines = shown(width, lambda console: print_claims([claim], console)).splitlines()[1:]
+    assert lines[0].startswith("inconclusive  K biases: the bias is a sink")
+    below = [line for line in lines if not line[: len("inconclusive")].strip()]
+    assert " ".join(" ".join(below).split()).endswith(evidence.strip())
+    assert sum(line.count("table_4.k_biases_take_the_sink") for line in lines) == 3
+    assert max(map(len, lines)) <= width
+
+
+def test_without_a_mask_that_matters_there_is_one_column_of_rates() -> None:
+    assert "where visible" not in shown(100, lambda console: print_measurement(made_measurement(), console))
+    assert "where visible" in shown(100, lambda console: print_measurement(large(), console))
+
+
+def test_every_column_of_the_positions_is_labelled() -> None:
+    table = measurement_tables(large())[0]
+    assert [f"{column.title}, {column.unit}" for column in table.columns] == [
+        "position, ",
+        *(f"sink rate, %, eps {eps}" for eps in ("0.3", "0.2", "0.1")),
+        *(f"where visible, %, eps {eps}" for eps in ("0.3", "0.2", "0.1")),
+        "importance, times uniform",
+    ]
+    assert [row[0] for row in table.rows] == [*"123456", "highest of 7 to 32", "bias"]
 
 
 def test_markdown_has_the_same_cells_and_no_markup_of_theirs() -> None:

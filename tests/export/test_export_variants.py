@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from sinklab.errors import InputError
 from sinklab.export.directory import write_directory
 from sinklab.interventions import VARIANTS
+from sinklab.measuring.api import measure
 from sinklab.model.transformer import Transformer
 
 ALONE = {  # those that transformers knows: the default, also under what does not change the model, and sink logits
@@ -22,6 +23,8 @@ ALONE = {  # those that transformers knows: the default, also under what does no
     "heads_1": "LlamaForCausalLM",
     "sink_logit": "GraniteSWAForCausalLM",
     "off_by_one": "GraniteSWAForCausalLM",
+    "pattern_windows": "SmolLM3ForCausalLM",
+    "pattern_nope": "SmolLM3ForCausalLM",
 }
 
 
@@ -66,6 +69,81 @@ def test_a_sink_logit_in_a_window_loads_as_an_architecture_of_transformers(token
     assert write_directory(run, [], tmp_path / "one").architecture == "GraniteSWAForCausalLM"
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
     assert_close(theirs(some_tokens(length=20)).logits, run.model(some_tokens(length=20)))
+
+
+WINDOW = {"kind": "window", "width": 5}
+GEMMA = {"norm": {"placement": "sandwich", "qk_norm": True}, "ffn": "geglu"}
+PATTERNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt-oss' attention": (
+        "GraniteSWAForCausalLM",
+        {"attention": {"mask": WINDOW, "bias": "sink_logit"}, "pattern": {"every": 2, "mask": "causal"}},
+    ),
+    "sink logits with no positions and another base": (
+        "GraniteSWAForCausalLM",
+        {
+            "attention": {"mask": WINDOW, "bias": "off_by_one"},
+            "position": "none",
+            "pattern": {"every": 2, "bias": "sink_logit", "position": {"kind": "rotary", "theta": 100.0}},
+        },
+    ),
+    "SmolLM3 with windows": (
+        "SmolLM3ForCausalLM",
+        {"attention": {"mask": WINDOW}, "pattern": {"every": 3, "first": 1, "mask": "causal", "position": "none"}},
+    ),
+    "Gemma 3": (
+        "Gemma3ForCausalLM",
+        {
+            **GEMMA,
+            "attention": {"mask": WINDOW},
+            "pattern": {"every": 3, "mask": "causal", "position": {"kind": "rotary", "theta": 1e6}},
+        },
+    ),
+    "Gemma 3 without a window": ("Gemma3ForCausalLM", GEMMA),
+    "Gemma 3 with a base that is not that of the windows": (
+        "SinklabForCausalLM",
+        {**GEMMA, "pattern": {"every": 3, "position": {"kind": "rotary", "theta": 1e6}}},
+    ),
+    "a pattern of every layer": (
+        "LlamaForCausalLM",
+        {"attention": {"mask": WINDOW}, "pattern": {"every": 1, "mask": "causal"}},
+    ),
+    "windows of two widths": (
+        "SinklabForCausalLM",
+        {"attention": {"mask": WINDOW}, "pattern": {"every": 2, "mask": {"kind": "window", "width": 9}}},
+    ),
+    "two bases without a window": (
+        "SinklabForCausalLM",
+        {"pattern": {"every": 2, "position": {"kind": "rotary", "theta": 1e6}}},
+    ),
+    "sink logits in windows alone": (
+        "SinklabForCausalLM",
+        {
+            "attention": {"mask": WINDOW, "bias": "sink_logit"},
+            "pattern": {"every": 2, "mask": "causal", "bias": "none"},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@torch.no_grad()
+def test_a_pattern_loads_as_the_architecture_that_has_it(name: str, tokenizer: Path, tmp_path: Path) -> None:
+    architecture, changed = PATTERNS[name]
+    run = shaken_run("softmax", tokenizer, layers=3, kv_heads=2, **changed)
+    for norm in (part for part_name, part in run.model.named_parameters() if part_name.endswith("norm.weight")):
+        norm.copy_(torch.linspace(0.5, 1.5, len(norm)))
+    assert write_directory(run, [], tmp_path / "one").architecture == architecture
+    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
+    assert_close(theirs(some_tokens(length=20)).logits, run.model(some_tokens(length=20)))
+    ours, measured = (measure(model, some_tokens(length=20)) for model in (run.model, theirs))
+    assert_close(torch.tensor(measured.importance), torch.tensor(ours.importance))
+    assert measured.sink_rate_bias == ours.sink_rate_bias
+    prompt = some_tokens(length=3)
+    generated = [
+        theirs.generate(prompt, max_new_tokens=14, do_sample=False, use_cache=cache, eos_token_id=None)
+        for cache in (True, False)
+    ]
+    assert torch.equal(*generated)
 
 
 @pytest.mark.parametrize("variant", ["prefix", "document", "sink_token"])

@@ -53,6 +53,17 @@ def test_a_random_recipe_computes_its_documented_formula(seed: int) -> None:
     compare(random_recipe(seed))
 
 
+@pytest.mark.parametrize("seed", range(FEW // 2))
+def test_a_random_recipe_whose_layers_differ_computes_its_documented_formula(seed: int) -> None:
+    compare(random_recipe(seed, pattern=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(FEW // 2, 500))
+def test_more_random_recipes_whose_layers_differ_compute_their_documented_formulas(seed: int) -> None:
+    compare(random_recipe(seed, pattern=True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(FEW, 1000))
 def test_more_random_recipes_compute_their_documented_formulas(seed: int) -> None:
@@ -112,10 +123,9 @@ def compare(recipe: Recipe) -> None:
 
     _check_attention(ours, read, theirs)
     _check_continued(ours, read, theirs.logits, recipe.seed)
-    mask = recipe.model.attention.mask
-    if mask.kind == "prefix":
+    if recipe.model.shared_tokens > 1:
         _check_padded(ours, config, weights, read, recipe.seed)
-    predicted = read.shape[1] > (mask.length if mask.kind == "prefix" else 1)
+    predicted = read.shape[1] > recipe.model.shared_tokens
     _check_measurement(ours, read, theirs, _loss_without_gradient(config, weights, read) if predicted else None)
 
 
@@ -157,9 +167,7 @@ def _far_from_its_start(recipe: Recipe) -> tuple[Transformer, Tensor]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.35 * torch.randn(parameter.shape, generator=source, dtype=torch.float64)
-    length, mask = recipe.model.context - recipe.seed % 3, recipe.model.attention.mask
-    if mask.kind == "prefix":
-        length = max(length, mask.length)
+    length = max(recipe.model.context - recipe.seed % 3, recipe.model.shared_tokens)
     assert recipe.model.vocab_size is not None
     return model, torch.randint(recipe.model.vocab_size, (3, length + 1), generator=source)
 
@@ -173,8 +181,8 @@ def _check_attention(model: Transformer, tokens: Tensor, theirs: Result) -> None
         layer = next(layers)
         ours = core.layer_call(q, k, v, *documents).importance()
         _close("importance", ours.positions_BHT, theirs.importance[layer])
-        _close_or_absent("share of the bias", ours.bias_BH, theirs.bias_share, layer)
-        _close_or_absent("row sums", ours.row_sums_BH, theirs.row_sums, layer)
+        _close_or_absent("share of the bias", ours.bias_BH, theirs.bias_share[layer])
+        _close_or_absent("row sums", ours.row_sums_BH, theirs.row_sums[layer])
         shares = torch.zeros_like(theirs.shares[layer])
         for rows in core.layer_call(q, k, v, *documents).rows():
             here = slice(rows.block.start, rows.block.stop)
@@ -193,13 +201,13 @@ def _check_attention(model: Transformer, tokens: Tensor, theirs: Result) -> None
 
 def _check_measurement(model: Transformer, tokens: Tensor, theirs: Result, loss: Tensor | None) -> None:
     got = measure(model, tokens, batch_size=2)
-    assert got.proxy == (theirs.row_sums is not None)
+    assert got.proxy == (theirs.row_sums[0] is not None)
     means = {"importance": theirs.importance, "importance_bias": theirs.bias_share, "row_sums": theirs.row_sums}
-    for name, per_sequence in means.items():
-        measured = getattr(got, name)
-        assert (measured is None) == (per_sequence is None), name
-        if per_sequence is not None:
-            _close(f"measured {name}", torch.tensor(measured).double(), per_sequence.mean(1), FLOAT32)
+    for name, by_layer in means.items():
+        measured, found = getattr(got, name), [one for one in by_layer if one is not None]
+        assert (measured is None) == (len(found) < len(by_layer)), name  # a value per layer, or none
+        if measured is not None:
+            _close(f"measured {name}", torch.tensor(measured).double(), torch.stack(found).mean(1), FLOAT32)
     assert (got.loss is None) == (loss is None)
     if loss is not None:
         _close("measured loss", torch.tensor(got.loss, dtype=torch.float64), loss)
@@ -207,18 +215,18 @@ def _check_measurement(model: Transformer, tokens: Tensor, theirs: Result, loss:
 
 def _puts_out_zeros(recipe: Recipe) -> bool:
     """Of a query that sees its own key alone exclusive attention leaves nothing."""
-    mask = recipe.model.attention.mask
-    return recipe.model.exclusive and isinstance(mask, WindowMask) and mask.width == 1
+    masks = [kind.attention.mask for kind in recipe.model.layer_kinds]
+    return recipe.model.exclusive and any(isinstance(mask, WindowMask) and mask.width == 1 for mask in masks)
 
 
 def _gradient(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
-def _close_or_absent(what: str, ours: Tensor | None, theirs: Tensor | None, layer: int) -> None:
+def _close_or_absent(what: str, ours: Tensor | None, theirs: Tensor | None) -> None:
     assert (ours is None) == (theirs is None), what
     if ours is not None and theirs is not None:
-        _close(what, ours, theirs[layer])
+        _close(what, ours, theirs)
 
 
 def _close(what: str, ours: Tensor, theirs: Tensor, bound: float = CLOSE, floor: float = 0.0) -> None:

@@ -36,6 +36,11 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
         "bias": "sink_token",
         "mask": {"kind": "document", "eos_id": 3},
     },
+    "1.5-entmax with a sink logit in a window": {
+        "operation": "entmax15",
+        "bias": "sink_logit",
+        "mask": {"kind": "window", "width": 4},
+    },
     "softpick with a sink logit in documents": {
         "operation": "softpick",
         "bias": "sink_logit",

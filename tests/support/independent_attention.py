@@ -98,7 +98,7 @@ def latent(model: Config, own: Weights, x: Tensor, times: Tensor) -> tuple[Tenso
     up = (c @ w["kv_up.weight"].T).unflatten(-1, (H, nope + value))
     k = torch.stack([torch.cat([up[:, :, h, :nope], down[..., rank:]], dim=-1) for h in range(H)], dim=2)
     if model["position"]["kind"] == "rotary":
-        theta = model["position"]["theta"]
+        theta = model["position"]["theta"]  # a share of its own is `rope_width`
         for y in (q, k):
             for h in range(H):
                 y[:, :, h, nope:] = turned(y[:, :, h, nope:].clone(), times, theta)
@@ -178,8 +178,10 @@ class Row(NamedTuple):
             w_k = of_head(self.own["attention.k_norm.weight"], how, halves * self.key_head + second, halves * G)
             q, own_keys = rms_norm(q, w_q, eps), rms_norm(own_keys, w_k, eps)
         if self.model["position"]["kind"] == "rotary" and self.model["projection"]["kind"] == "full":
-            theta = self.model["position"]["theta"]
-            q, own_keys = (turned(x, self.times, theta) for x in (q, own_keys))
+            theta, n = self.model["position"]["theta"], round(self.model["position"]["share"] * q.shape[-1])
+            q, own_keys = (
+                torch.cat([turned(x[..., :n], self.times, theta), x[..., n:]], dim=-1) for x in (q, own_keys)
+            )
         return q, torch.cat([own_keys, k[:, L:]], dim=1)
 
     def _seen(self) -> Tensor:
@@ -297,10 +299,28 @@ def of_scores(operation: Config, own: Weights, head: int, z: Tensor, seen: Tenso
     if kind == "softpick":
         excess = torch.where(seen, torch.exp(z) - 1, 0.0)
         return excess.clamp(min=0) / (excess.abs().sum(-1, keepdim=True) + operation["eps"])
+    if kind == "entmax15":
+        return entmax15(z, seen)
     assert kind == "elastic_softmax"
     count = seen.sum(-1, keepdim=True)
     lifted = softmax(z, seen) + own["attention.core.learned.tau"][head] / count
     return torch.where(seen, lifted.clamp(min=0), 0.0)
+
+
+def entmax15(z: Tensor, seen: Tensor) -> Tensor:
+    """relu(z / 2 - tau)^2 of the visible keys: tau by halving, then from the keys above it, with its gradient."""
+    half = (z / 2).masked_fill(~seen, -math.inf)
+    high = half.detach().amax(-1, keepdim=True)
+    low = high - 1
+    for _ in range(100):
+        middle = (low + high) / 2
+        above_one = (half.detach() - middle).clamp(min=0).square().sum(-1, keepdim=True) > 1
+        low, high = torch.where(above_one, middle, low), torch.where(above_one, high, middle)
+    kept = half.detach() > high
+    n, chosen = kept.sum(-1, keepdim=True), torch.where(kept, z / 2, 0.0)
+    mean = chosen.sum(-1, keepdim=True) / n  # n tau^2 - 2 n mean tau + sum of squares = 1
+    root = torch.sqrt(mean**2 - ((chosen**2).sum(-1, keepdim=True) - 1) / n)
+    return torch.where(kept, chosen - (mean - root), 0.0) ** 2
 
 
 def sticks(z: Tensor, seen: Tensor) -> Tensor:

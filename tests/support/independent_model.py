@@ -17,20 +17,20 @@ from torch import Tensor
 
 
 class Result(NamedTuple):
-    """What a model says of some tokens; layers that have attention are the first axis of the last four."""
+    """What a model says of some tokens; the last four by layer that has attention."""
 
     logits: Tensor
     """(B, T, V)."""
-    shares: Tensor
+    shares: list[Tensor]
     """A, or the proxy scores where rows of A do not sum to one; registers are the first rows and columns, another
-    bias or the rest of a row the last column: (M, B, H, L, S).
+    bias or the rest of a row the last column: (B, H, L, S).
     """
-    importance: Tensor
-    """alpha_k = mean over t = k .. T of the shares of key k: (M, B, H, T)."""
-    bias_share: Tensor | None
-    """Mean over all T queries of what the bias gets, or the registers together: (M, B, H)."""
-    row_sums: Tensor | None
-    """Mean over all T queries of the raw sum of a row, where rows do not sum to one: (M, B, H)."""
+    importance: list[Tensor]
+    """alpha_k = mean over t = k .. T of the shares of key k: (B, H, T)."""
+    bias_share: list[Tensor | None]
+    """Mean over all T queries of what the bias gets, or the registers together: (B, H)."""
+    row_sums: list[Tensor | None]
+    """Mean over all T queries of the raw sum of a row, where rows do not sum to one: (B, H)."""
 
 
 def loss_of(model: Config, logits: Tensor, tokens: Tensor) -> Tensor:
@@ -38,11 +38,28 @@ def loss_of(model: Config, logits: Tensor, tokens: Tensor) -> Tensor:
 
     `logits` are those of tokens 1 .. T - 1.
     """
-    mask = model["attention"]["mask"]
-    seen = mask["length"] if mask["kind"] == "prefix" else 1
+    seen = first_counted(model)
     log_p = torch.log_softmax(logits, dim=-1)
     of_target = [log_p[:, t - 1].gather(1, tokens[:, t : t + 1]) for t in range(seen, tokens.shape[1])]
     return -torch.cat(of_target, dim=1).mean()
+
+
+def first_counted(model: Config) -> int:
+    """The longest prefix of any layer that has attention, 1 without."""
+    layers = [layer for layer in range(1, model["layers"] + 1) if has_attention(model, layer)]
+    masks = [of_layer(model, layer)["attention"]["mask"] for layer in layers]
+    return max(mask["length"] if mask["kind"] == "prefix" else 1 for mask in masks)
+
+
+def of_layer(model: Config, layer: int) -> Config:
+    """The model with the mask, bias and position that a pattern gives a layer, from 1."""
+    pattern = model["pattern"]
+    if pattern is None or layer not in range(
+        pattern["first"] or pattern["every"], model["layers"] + 1, pattern["every"]
+    ):
+        return model
+    given = {part: pattern[part] for part in ("mask", "bias") if pattern[part] is not None}
+    return model | {"attention": model["attention"] | given, "position": pattern["position"] or model["position"]}
 
 
 def run(model: Config, weights: Weights, tokens: Tensor) -> Result:
@@ -58,28 +75,38 @@ def run(model: Config, weights: Weights, tokens: Tensor) -> Result:
     if N:
         stream = torch.cat([weights["sink_token"].reshape(1, N, E).expand(B, N, E), stream], dim=1)
     times = torch.arange(-N, T)
-    visible = who_sees_whom(model["attention"]["mask"], tokens, N)
-    of_layers, first_values = [], []
+    of_layers, biases, first_values = [], [], []
     for layer in range(1, model["layers"] + 1):
+        one = of_layer(model, layer)
+        visible = who_sees_whom(one["attention"]["mask"], tokens, N)
         own = {k.split(".", 2)[2]: w for k, w in weights.items() if k.startswith(f"blocks.{layer - 1}.")}
         outer = {k: w for k, w in weights.items() if k.startswith("distance.")}
         seen: list[Tensor] = []
 
-        def attend(x: Tensor, own: Weights = own | outer, layer: int = layer, seen: list[Tensor] = seen) -> Tensor:
+        def attend(
+            x: Tensor,
+            own: Weights = own | outer,
+            layer: int = layer,
+            seen: list[Tensor] = seen,
+            one: Config = one,
+            visible: Tensor = visible,
+        ) -> Tensor:
             if not has_attention(model, layer):
                 return gated_delta(model, own, x)
-            out, scores = attention(model, own, layer, x, times, visible, first_values)
+            out, scores = attention(one, own, layer, x, times, visible, first_values)
             seen.append(scores)
             return out
 
         stream = residual(model, own, "attention", stream, attend)
         stream = residual(model, own, "ffn", stream, lambda x, own=own: feed_forward(model["ffn"], own, x))
         of_layers += seen
+        biases += [one["attention"]["bias"]] * len(seen)
     stream = stream[:, N:]
     if model["norm"]["placement"] != "post":
         stream = norm(model["norm"], weights, "final_norm", stream)
-    logits, bias = stream @ weights["head.weight"].T, model["attention"]["bias"]
-    return Result(logits, *measured(torch.stack(of_layers), model["attention"]["operation"], bias, T))
+    logits, operation = stream @ weights["head.weight"].T, model["attention"]["operation"]
+    by_layer = [measured(A, operation, bias, T) for A, bias in zip(of_layers, biases, strict=True)]
+    return Result(logits, *(list(part) for part in zip(*by_layer, strict=True)))
 
 
 def registers(bias: Config) -> int:
@@ -87,7 +114,7 @@ def registers(bias: Config) -> int:
 
 
 def measured(A: Tensor, operation: Config, bias: Config, T: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Shares, alpha of every token, the share of the bias and the mean row sum, from A (M, B, H, L, S)."""
+    """Shares, alpha of every token, the share of the bias and the mean row sum, from A (B, H, L, S)."""
     shares, row_sums = A, None
     if not rows_sum_to_one(operation):
         row_sums = A[..., -T:, :].sum(-1).mean(-1)
@@ -109,7 +136,7 @@ def rows_sum_to_one(operation: Config) -> bool:
         return operation["normalised"] and operation["p"] == 1
     if kind == "elu_kernel":
         return operation["normalised"]
-    if kind in ("scalable_softmax", "forgetting", "stick_breaking"):
+    if kind in ("scalable_softmax", "forgetting", "stick_breaking", "entmax15"):
         return True
     return kind == "clipped_softmax" and operation["zeta"] == 1 and operation["gamma"] == 0
 

@@ -54,6 +54,7 @@ OPERATIONS = [
     {"kind": "softpick"},
     {"kind": "softpick", "eps": 0.3},
     {"kind": "elastic_softmax", "start": -0.5},
+    {"kind": "entmax15"},
     {"kind": "differential"},
     {"kind": "differential", "lambda_init": 0.4},
 ]
@@ -74,7 +75,10 @@ POSITIONS = [
     {"kind": "alibi"},
     {"kind": "rotary"},
     {"kind": "rotary", "theta": 100.0},
+    {"kind": "rotary", "theta": 100.0, "share": 0.5},
+    {"kind": "rotary", "share": 0.25},
 ]
+ADDED = ("absolute", "learnable")
 FULL = {"kind": "full"}
 DELTA = {"kind": "gated_delta", "every": 2}
 SPARSE_DELTA = {"kind": "gated_delta", "every": 3}
@@ -88,11 +92,12 @@ MASKS = ["causal", "window", "prefix", "document"]
 VALUE_RESIDUALS = ["none", {"kind": "fixed", "first": 0.7, "own": -0.4}, "fixed", "learned"]
 
 
-def random_recipe(seed: int) -> Recipe:
-    """One legal recipe, another for every seed."""
-    rng = random.Random(f"recipe {seed}")
+def random_recipe(seed: int, pattern: bool = False) -> Recipe:
+    """One legal recipe, another for every seed; with a pattern of layers that differ."""
+    rng = random.Random(f"{'pattern' if pattern else 'recipe'} {seed}")
     while True:
-        recipe = _tried(_drawn(rng, {}))
+        drawn = _drawn(rng, {})
+        recipe = _tried(_with_pattern(rng, drawn) if pattern else drawn)
         if recipe is not None:
             return recipe
 
@@ -110,9 +115,18 @@ def covering_cells() -> dict[str, Cell]:
         *({"bias": {"kind": "sink_token", "count": 4}, "mask": m} for m in MASKS),
         *({"operation": {"kind": "softmax"}, "mask": "causal", "bias": {"kind": b}, "backend": "sdpa"}
           for b in ("none", "sink_token", "v")),
+        *({"pattern": {"every": 2, "mask": {"kind": "causal"}}, "mask": "window", "bias": b} for b in BIASES),
+        *({"pattern": {"every": 2, "bias": b}, "bias": {"kind": "none"}} for b in BIASES if b["kind"] != "sink_token"),
+        *({"pattern": {"every": 2, "mask": m}, "mask": "causal"}
+          for m in ({"kind": "window", "width": 3}, {"kind": "prefix", "length": 3}, {"kind": "document"})),
+        *({"pattern": {"every": 2, "position": p}, "position": o}
+          for p in POSITIONS for o in ({"kind": "none"}, {"kind": "rotary", "theta": 30.0})
+          if p["kind"] not in ADDED),
+        *({"pattern": {"every": 2, "first": 1, "mask": {"kind": "causal"}, "position": {"kind": "none"}}, "mixer": m}
+          for m in ({"kind": "attention"}, DELTA, GROUPED_DELTA)),
         *({"projection": {"kind": "latent"}, "bias": b} for b in BIASES),
         *({"projection": {"kind": "latent"}, "operation": o} for o in OPERATIONS[:3] + KERNELS),
-        *({"projection": LATENT, "position": p} for p in POSITIONS),
+        *({"projection": LATENT, "position": p} for p in POSITIONS if "share" not in p),
         *({"mixer": DELTA, "bias": b} for b in BIASES),
         *({"mixer": m, "mask": mask} for m in (DELTA, GROUPED_DELTA) for mask in ("causal", "window", "prefix")),
         *({"mixer": GROUPED_DELTA, "projection": p} for p in (FULL, LATENT)),
@@ -149,6 +163,8 @@ def _words(cell: Cell) -> Iterator[str]:
         if not isinstance(value, dict):
             yield f"{key}={value}"
             continue
+        if key == "pattern":
+            yield key
         for name, inner in value.items():
             shown = "-".join(str(part) for part in inner.values()) if isinstance(inner, dict) else inner
             yield str(shown) if name == "kind" else f"{name}={shown}"
@@ -205,11 +221,25 @@ def _drawn(rng: random.Random, cell: Cell) -> dict[str, Any]:
             "mixer": cell.get("mixer")
             or rng.choice([*[{"kind": "attention"}] * 4, DELTA, GROUPED_DELTA, SPARSE_DELTA]),
             "value_residual": cell.get("value_residual") or rng.choice(VALUE_RESIDUALS),
+            "pattern": cell.get("pattern"),
         },
     }
     if "projection" in cell:  # which does not go with either
         drawn["model"] |= {"kv_heads": None, "norm": drawn["model"]["norm"] | {"qk_norm": False}}
     return drawn
+
+
+def _with_pattern(rng: random.Random, drawn: dict[str, Any]) -> dict[str, Any]:
+    """The recipe with some layers that differ."""
+    model = drawn["model"]
+    given = {
+        "mask": _mask(rng, rng.choice(MASKS), model["context"]),
+        "bias": _varied(rng, rng.choice(BIASES)),
+        "position": _varied(rng, rng.choice(POSITIONS)),
+    }
+    kept = rng.sample(sorted(given), rng.randint(1, 3))
+    pattern = {"every": rng.choice([1, 2, 2, 3]), "first": rng.choice([None, None, 1, 2])}
+    return drawn | {"model": model | {"pattern": pattern | {part: given[part] for part in kept}}}
 
 
 def _mask(rng: random.Random, kind: str, context: int) -> dict[str, Any]:

@@ -62,12 +62,15 @@ class DocumentMask(Kind):
         return masks.CAUSAL
 
 
+AttentionMask = Annotated[CausalMask | WindowMask | PrefixMask | DocumentMask, Field(discriminator="kind")]
+
+
 class AttentionConfig(Part):
     """The computation from q, k, v to the attention output."""
 
     operation: Operation = Softmax()
     bias: Bias = NoBias()
-    mask: Annotated[CausalMask | WindowMask | PrefixMask | DocumentMask, Field(discriminator="kind")] = CausalMask()
+    mask: AttentionMask = CausalMask()
     softcap: float | None = Field(default=None, gt=0, description="q.k scores z become softcap * tanh(z / softcap)")
     backend: Backend = "auto"
 

@@ -154,6 +154,26 @@ def sum_rows(
     return ColumnSums(keys_BHS, bias_BH, earlier_BHS)
 
 
+def importance_from_sums(keys_BHT: Tensor, queries_B: Tensor) -> Tensor:
+    """alpha_k = (sum over queries t = k..n of A[t, k]) / (n - k + 1); the query k itself counts.
+
+    Args:
+        keys_BHT: column sums of the attention matrix, aligned so that index 0 is the first position that counts.
+        queries_B: n, the number of queries of each sequence; 0 at positions past it.
+
+    Returns:
+        alpha_BHT in [0, 1], in the dtype of the sums.
+    """
+    k_T = torch.arange(keys_BHT.shape[-1], device=keys_BHT.device)
+    left_BT = queries_B.to(keys_BHT.device)[:, None] - k_T
+    return torch.where(left_BT[:, None] > 0, keys_BHT / left_BT.clamp(min=1)[:, None], 0)
+
+
+def prefix_importance(sums_BHS: Tensor, length: int) -> Tensor:
+    """alpha (B, H, length) from sums over the first `length` queries, of sequences without padding."""
+    return importance_from_sums(sums_BHS[..., :length], torch.full((len(sums_BHS),), length, device=sums_BHS.device))
+
+
 def importance_of(
     sums: ColumnSums, mask: Mask = CAUSAL, leading: int = 0, row_sums_BH: Tensor | None = None
 ) -> Importance:
@@ -168,14 +188,13 @@ def importance_of(
         row_sums_BH: mean sums of raw scores, copied to the result.
     """
     S = sums.keys_BHS.shape[-1]
-    queries = torch.arange(S, 0, -1, device=sums.keys_BHS.device, dtype=sums.keys_BHS.dtype)
-    alpha_BHT = (sums.keys_BHS / queries)[..., leading:]
+    alpha_BHT = prefix_importance(sums.keys_BHS, S)[..., leading:]
     bias_BH = None if sums.bias_BH is None else sums.bias_BH / S
     registers_BHN = sums.keys_BHS[..., :leading] / (S - leading)
     if leading:
         to_leading_BH = registers_BHN.sum(-1)
         bias_BH = to_leading_BH if sums.bias_BH is None else to_leading_BH + sums.bias_BH / (S - leading)
-    seen_by_BGS, seen_by_BGT = _seen_by(mask, S, queries.device)
+    seen_by_BGS, seen_by_BGT = _seen_by(mask, S, sums.keys_BHS.device)
     seen_by_BGT, visible_BHT = seen_by_BGT[..., leading:], None
     if not torch.equal(seen_by_BGT, torch.arange(S - leading, 0, -1).expand_as(seen_by_BGT)):
         visible_BHT = sums.all_queries()[..., leading:] / seen_by_BGS[..., leading:].clamp(min=1)

@@ -13,10 +13,12 @@ from sinklab.commands import data, reproduce
 from sinklab.commands.assess import assess
 from sinklab.commands.ending import PLAIN, end, stderr
 from sinklab.commands.evaluate import evaluate
+from sinklab.commands.from_model import PanelCommand, with_options
 from sinklab.commands.measure import compare, measure, parity
 from sinklab.commands.options import Json
 from sinklab.commands.sft import sft
 from sinklab.errors import InputError
+from sinklab.settings import ADVANCED, INPUT, OUTPUT, TRAINING
 from sinklab.signals import keeping_what_is_finished
 
 PROBLEMS = 20  # of a check of packed results that the terminal shows
@@ -27,7 +29,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 data_app = typer.Typer(help="Text and tokens.", no_args_is_help=True)
-app.add_typer(data_app, name="data")
 
 
 def main() -> None:
@@ -57,10 +58,7 @@ def everywhere(
     """A laboratory for attention sinks in language models: train, measure, report."""
 
 
-app.command()(reproduce.lab)
-
-
-@app.command()
+@with_options
 def train(
     recipe: Annotated[
         str,
@@ -69,24 +67,37 @@ def train(
         ),
     ],
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; repeatable.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", rich_help_panel=TRAINING, help="Override a recipe key; repeatable."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Run directory; default: runs/NAME-HASH.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(rich_help_panel=OUTPUT, help="Run directory; default: runs/NAME-HASH.")
+    ] = None,
     replay: Annotated[
         int | None,
         typer.Option(
-            metavar="STEP", help="Train nothing: recompute this step's batch and report where NaN first appears."
+            metavar="STEP",
+            rich_help_panel=ADVANCED,
+            help="Train nothing: recompute this step's batch and report where NaN first appears.",
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Train nothing: estimate parameters, FLOPs and memory.")
+        bool,
+        typer.Option("--dry-run", rich_help_panel=OUTPUT, help="Train nothing: estimate parameters, FLOPs and memory."),
     ] = False,
     anyway: Annotated[
-        bool, typer.Option("--anyway", help="Train even if the memory estimate exceeds this machine's memory.")
+        bool,
+        typer.Option(
+            "--anyway",
+            rich_help_panel=ADVANCED,
+            help="Train even if the memory estimate exceeds this machine's memory.",
+        ),
     ] = False,
     track: Annotated[
         list[TrackerChoice] | None,
-        typer.Option(help="Also log to W&B (also offline) or TensorBoard; repeatable."),
+        typer.Option(
+            metavar="NAME", rich_help_panel=OUTPUT, help="Also log to wandb (also offline) or tensorboard; repeatable."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -130,14 +141,7 @@ def train(
         print_end(ended.directory, ended.recipe, Console())
 
 
-app.command("measure")(measure)
-app.command("compare")(compare)
-app.command("parity")(parity)
-app.command("assess")(assess)
-app.command("eval")(evaluate)
-
-
-@app.command()
+@with_options
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory with a checkpoint.")],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty directory.")],
@@ -150,9 +154,11 @@ def export(
 
     Example: sinklab export runs/k my-model
     """
+    from sinklab.commands.terminal.progress import JobProgress
     from sinklab.export.directory import export_run
 
-    done = export_run(run, directory)
+    with JobProgress(stderr(), phase=f"exporting {run}"):
+        done = export_run(run, directory)
     if as_json:
         print(json.dumps(done.document(), indent=2))
         return
@@ -162,14 +168,12 @@ def export(
     Console().print(line, **PLAIN)
 
 
-app.command("sft")(sft)
-app.command()(reproduce.experiments)
-app.command()(reproduce.reproduce)
-
-
-@app.command()
+@with_options
 def interventions(as_json: Json = False) -> None:
-    """List everything a recipe can change: keys, legal values, defaults, and the values that change nothing."""
+    """List everything a recipe can change: keys, legal values, defaults, and the values that change nothing.
+
+    Example: sinklab interventions
+    """
     from dataclasses import asdict
 
     from sinklab.commands.terminal.plans import print_catalogue
@@ -182,21 +186,35 @@ def interventions(as_json: Json = False) -> None:
         print_catalogue(rows, Console())
 
 
-@app.command()
+@with_options
 def report(
     directories: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run, measurement or lab directories.")],
     out: Annotated[
-        Path | None, typer.Option(help="The HTML file; default: report.html in the first directory.")
+        Path | None,
+        typer.Option(rich_help_panel=OUTPUT, help="The HTML file; default: report.html in the first directory."),
     ] = None,
     formats: Annotated[
-        list[str] | None, typer.Option("--format", help="Also write every chart as svg, pdf or png; repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--format",
+            metavar="TYPE",
+            rich_help_panel=OUTPUT,
+            help="Also write every chart as svg, pdf or png; repeatable.",
+        ),
     ] = None,
     pack: Annotated[
         Path | None,
-        typer.Option(help="Also copy one sweep without its weights into this folder, small enough to be committed."),
+        typer.Option(
+            rich_help_panel=OUTPUT,
+            help="Also copy one sweep without its weights into this folder, small enough to be committed.",
+        ),
     ] = None,
 ) -> None:
-    """(Re)draw report.html from the results on disk; runs may be in progress."""
+    """(Re)draw report.html from the results on disk; runs may be in progress.
+
+    Example: sinklab report runs/lab --format svg
+    """
+    from sinklab.commands.terminal.progress import JobProgress
     from sinklab.commands.terminal.results import print_report
     from sinklab.report import write_report
     from sinklab.report.collect import collect
@@ -204,19 +222,24 @@ def report(
     if pack is not None:
         from sinklab.report.packing import pack_sweep
 
-        stderr().print(f"packed: {pack_sweep(directories, pack)}", **PLAIN)
-    path = write_report(directories, out, tuple(formats or ()))
-    print_report(collect(directories), Console())
+        with JobProgress(stderr(), phase="packing"):
+            packed = pack_sweep(directories, pack)
+        stderr().print(f"packed: {packed}", **PLAIN)
+    with JobProgress(stderr(), phase="drawing the report"):
+        path = write_report(directories, out, tuple(formats or ()))
+        found = collect(directories)
+    print_report(found, Console())
     stderr().print(f"report: {path}", **PLAIN)
 
 
-@app.command()
+@with_options
 def verify(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A folder written by report --pack.")],
     retrain: Annotated[
-        int, typer.Option(min=0, help="Number of runs, drawn at random, to train again and compare.")
+        int,
+        typer.Option(min=0, rich_help_panel=INPUT, help="Number of runs, drawn at random, to train again and compare."),
     ] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the draw of runs.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, rich_help_panel=INPUT, help="Of the draw of runs.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Check packed results: checksums, the hash of every recipe, every verdict judged anew, runs trained again.
@@ -228,11 +251,18 @@ def verify(
     """
     from dataclasses import asdict
 
+    from sinklab.commands.terminal.progress import JobProgress
     from sinklab.experiments.sweep.verifying import verify_packed
 
     if not directory.is_dir():
         raise InputError(f"{directory} is not a folder: expected a folder written by report --pack")
-    checks = verify_packed(directory, retrain, seed, lambda text: stderr().print(text, **PLAIN))
+    with JobProgress(stderr(), phase="reading the packed results") as progress:
+
+        def say(text: str) -> None:
+            progress.say(text)
+            progress.begin(text)
+
+        checks = verify_packed(directory, retrain, seed, say)
     if as_json:
         print(json.dumps([asdict(check) for check in checks], indent=2))
     else:
@@ -253,7 +283,7 @@ def verify(
         raise typer.Exit(1)
 
 
-@app.command()
+@with_options
 def runs(
     directories: Annotated[
         list[Path], typer.Argument(metavar="DIR...", help="Directories with runs in or below them.")
@@ -261,6 +291,8 @@ def runs(
     as_json: Json = False,
 ) -> None:
     """List training runs: state, step, sink, loss, and the recipe keys in which they differ.
+
+    Example: sinklab runs runs
 
     States: running, done, stopped (the same command resumes it), failed, not begun, damaged.
     """
@@ -276,4 +308,22 @@ def runs(
         print_runs(found, Console())
 
 
-data_app.command("prepare")(data.prepare)
+GROUPS = {
+    "Measure a model": {"measure": measure, "compare": compare, "parity": parity, "assess": assess, "eval": evaluate},
+    "Train models": {
+        "lab": reproduce.lab,
+        "train": train,
+        "sft": sft,
+        "export": export,
+        "interventions": interventions,
+    },
+    "Experiments": {"experiments": reproduce.experiments, "reproduce": reproduce.reproduce, "verify": verify},
+    "Results on disk": {"report": report, "runs": runs},
+}
+"""The commands in the panels of `sinklab --help`."""
+
+for title, commands in GROUPS.items():
+    for name, command in commands.items():
+        app.command(name, cls=PanelCommand, rich_help_panel=title)(command)
+app.add_typer(data_app, name="data", rich_help_panel="Train models")
+data_app.command("prepare", cls=PanelCommand)(data.prepare)

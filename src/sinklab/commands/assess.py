@@ -14,6 +14,7 @@ from sinklab.commands.from_model import with_options
 from sinklab.commands.options import Json, LoadingOptions, ModelName
 from sinklab.commands.terminal.progress import JobProgress
 from sinklab.errors import UnsavedError
+from sinklab.settings import INPUT, OUTPUT
 from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:
@@ -26,12 +27,19 @@ def assess(
     model: ModelName,
     text: Annotated[
         Path | None,
-        typer.Option(help=".txt or .jsonl, read as one stream; default for a run: its validation text."),
+        typer.Option(
+            rich_help_panel=INPUT, help=".txt or .jsonl, read as one stream; default for a run: its validation text."
+        ),
     ] = None,
     options: AssessOptions,
     loading: LoadingOptions,
-    out: Annotated[Path | None, typer.Option(help="Directory for assessment.json; the same call resumes.")] = None,
-    full: Annotated[bool, typer.Option("--full", help="Also print loss and divergence under every change.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(rich_help_panel=OUTPUT, help="Directory for assessment.json; the same call resumes."),
+    ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", rich_help_panel=OUTPUT, help="Also print loss and divergence under every change.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Assess the cost and benefit of a sink: streaming, quantisation, eviction, length, key ablations, heads, writer.
@@ -52,7 +60,10 @@ def assess(
         else:
             print_assessment(assessment, Console(), full)
 
-    with keeping_what_is_finished() if out is not None else nullcontext(), JobProgress(console) as observe:
+    with (
+        keeping_what_is_finished() if out is not None else nullcontext(),
+        JobProgress(console, phase=f"reading {model} and the text") as observe,
+    ):
         try:
             found = assess_model(model, text, options, loading=loading.on(console), out=out, observe=observe)
         except UnsavedError as error:

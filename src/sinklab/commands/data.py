@@ -8,9 +8,10 @@ import typer
 from rich.console import Console
 
 from sinklab.commands.ending import stderr
+from sinklab.commands.from_model import with_options
 from sinklab.commands.options import Json
 from sinklab.errors import InputError
-from sinklab.settings import LARGEST
+from sinklab.settings import ADVANCED, INPUT, LARGEST, OUTPUT
 from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from sinklab.data.shards import Settings
 
 
+@with_options
 def prepare(
     source: Annotated[
         str,
@@ -25,35 +27,55 @@ def prepare(
             help="stdlib, site-packages, a .txt or .jsonl file, a folder of them, hf:NAME or synthetic:NAME."
         ),
     ],
-    tokenizer: Annotated[str, typer.Option(help="Hugging Face name or path, or train:SIZE.")],
-    out: Annotated[Path, typer.Option(help="Directory for the token shards.")],
-    valid_fraction: Annotated[float, typer.Option(help="Share of the documents kept for validation.")] = 0.02,
+    tokenizer: Annotated[str, typer.Option(rich_help_panel=INPUT, help="Hugging Face name or path, or train:SIZE.")],
+    out: Annotated[Path, typer.Option(rich_help_panel=OUTPUT, help="Directory for the token shards.")],
+    valid_fraction: Annotated[
+        float, typer.Option(rich_help_panel=INPUT, help="Share of the documents kept for validation.")
+    ] = 0.02,
     limit_bytes: Annotated[
-        int | None, typer.Option(min=1, max=LARGEST, help="Read at most this many bytes of text.")
+        int | None,
+        typer.Option(min=1, max=LARGEST, rich_help_panel=INPUT, help="Read at most this many bytes of text."),
     ] = None,
     limit_tokens: Annotated[
-        int | None, typer.Option(min=2, max=LARGEST, help="Write exactly this many tokens.")
+        int | None, typer.Option(min=2, max=LARGEST, rich_help_panel=INPUT, help="Write exactly this many tokens.")
     ] = None,
     mix: Annotated[
         Literal["weights", "files"] | None,
-        typer.Option(help="Domains by weight, or all files at the same pace; default: one after the other."),
+        typer.Option(
+            metavar="KIND",
+            rich_help_panel=INPUT,
+            help="weights: domains by weight, files: all files at the same pace; default: one after the other.",
+        ),
     ] = None,
     weights: Annotated[
-        Path | None, typer.Option(help="With --mix weights: YAML of domain: weight; default: the paper's 17 domains.")
+        Path | None,
+        typer.Option(
+            rich_help_panel=INPUT, help="With --mix weights: YAML of domain: weight; default: the paper's 17 domains."
+        ),
     ] = None,
     absent: Annotated[
         Literal["refuse", "renormalise"],
-        typer.Option(help="With --mix weights: how to treat domains without a file."),
+        typer.Option(
+            metavar="HOW",
+            rich_help_panel=INPUT,
+            help="With --mix weights: refuse a domain without a file, or renormalise the weights of the others.",
+        ),
     ] = "refuse",
     seed: Annotated[
-        int, typer.Option(min=0, max=LARGEST, help="With --mix: seed of the order of the domains or files.")
+        int,
+        typer.Option(
+            min=0, max=LARGEST, rich_help_panel=ADVANCED, help="With --mix: seed of the order of the domains or files."
+        ),
     ] = 0,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Write nothing: report the number of bytes and tokens.")
+        bool,
+        typer.Option("--dry-run", rich_help_panel=OUTPUT, help="Write nothing: report the number of bytes and tokens."),
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Turn text into token shards that recipes can name as their data.source.
+
+    Example: sinklab data prepare stories.txt --tokenizer train:4096 --out data/stories
 
     The same call resumes after an interruption and writes the same bytes. Encoding uses all cores, or
     RAYON_NUM_THREADS of them.
@@ -108,9 +130,11 @@ def _estimate(settings: "Settings", as_json: bool) -> None:
         InputError: text or tokenizer cannot be used.
     """
     from sinklab.commands.terminal.plans import print_estimate
+    from sinklab.commands.terminal.progress import JobProgress
     from sinklab.data.texts import estimate
 
-    found = estimate(settings)
+    with JobProgress(stderr(), phase="estimating"):
+        found = estimate(settings)
     if as_json:
         print(json.dumps(found.document(), indent=2))
     else:

@@ -14,6 +14,7 @@ from sinklab.commands.options import Json, LoadingOptions, ModelName
 from sinklab.commands.terminal.progress import JobProgress
 from sinklab.errors import UnsavedError
 from sinklab.evaluating.evaluation import TaskRequest
+from sinklab.settings import OUTPUT
 from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ def evaluate(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Directory for evaluation.json and the items; default for a run: its own. The same call resumes."
+            rich_help_panel=OUTPUT,
+            help="Directory for evaluation.json and the items; default for a run: its own. The same call resumes.",
         ),
     ] = None,
     as_json: Json = False,
@@ -54,7 +56,10 @@ def evaluate(
             print_scores(scores, Console())
 
     place = Path(model) if out is None and is_run(model) else out
-    with keeping_what_is_finished() if place is not None else nullcontext(), JobProgress(console) as observe:
+    with (
+        keeping_what_is_finished() if place is not None else nullcontext(),
+        JobProgress(console, phase=f"reading {model} and the tasks") as observe,
+    ):
         try:
             found = evaluate_model(model, request, loading=loading.on(console), out=place, observe=observe)
         except UnsavedError as error:

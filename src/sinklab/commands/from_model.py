@@ -1,21 +1,43 @@
-"""Command line options made from the fields of settings models.
+"""Command line options, made from the fields of settings models where a command has them.
 
 A command has the model as a parameter; typer sees one option per field in its place, and the command gets the validated
-model. Considered and not used: pydantic-settings (its command line is argparse, with another help and other messages),
+model. Options are ordered by their panels in the help, types have short names there, and bounds are checked but not
+shown. Considered and not used: pydantic-settings (its command line is argparse, with another help and other messages),
 pydantic-typer and typantic (the parameter's name before every option, or one model that holds everything), cyclopts
 (would replace typer for all commands).
 """
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, TypeGuard, get_args, get_origin
 
 import typer
+from typer.core import TyperCommand
+from typer.models import OptionInfo
 
-from sinklab.settings import CommandSettings, flag_of, option_name
+from sinklab.errors import InputError
+from sinklab.settings import PANELS, CommandSettings, flag_of, option_name
 
 REQUIRED = inspect.Parameter.empty
+
+
+METAVARS: dict[Any, str] = {bool: "", int: "N", float: "X", str: "TEXT", Path: "PATH"}
+"""Of options without one of their own; those of choices are the choices."""
+
+
+class PanelCommand(TyperCommand):
+    """A command that lists --help in the last panel instead of one of its own."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """The option with its panel."""
+        option = super().get_help_option(ctx)
+        panels = [getattr(one, "rich_help_panel", None) for one in self.params]
+        if option is not None and any(panels):
+            option.rich_help_panel, option.metavar = list(filter(None, panels))[-1], ""  # type: ignore[attr-defined]
+        return option
 
 
 class Only(tuple[str, ...]):
@@ -28,13 +50,19 @@ class Only(tuple[str, ...]):
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """The command with an option for every field of its settings, those of nested models included.
 
-    A default of the settings parameter, a model, gives the options their defaults.
+    A default of the settings parameter, a model, gives the options their defaults. Options of other parameters are
+    shown and checked alike.
     """
     settings: dict[str, tuple[type[CommandSettings], CommandSettings | None, dict[str, inspect.Parameter]]] = {}
     parameters: list[inspect.Parameter] = []
+    bounds: dict[str, OptionInfo] = {}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         kind, *extras = get_args(parameter.annotation) or (parameter.annotation,)
         if not (isinstance(kind, type) and issubclass(kind, CommandSettings)):
+            option = next((one for one in extras if isinstance(one, OptionInfo)), None)
+            if option is not None:
+                bounds[parameter.name], annotation = option, Annotated[kind, _shown(option, kind)]
+                parameter = parameter.replace(annotation=annotation)
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
             continue
         default = parameter.default if isinstance(parameter.default, kind) else None
@@ -43,16 +71,59 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         settings[parameter.name] = kind, default, {name: options[name] for name in names}
         parameters += settings[parameter.name][2].values()
 
+    parameters.sort(key=_panel)
+
     def run(**values: Any) -> None:
+        for name, option in bounds.items():
+            _check(name, option, values[name])
         for name, (kind, default, options) in settings.items():
             given = {field: values.pop(field) for field in options}
             values[name] = _model(kind, default, given)
         command(**values)
 
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    run.__name__ = command.__name__
+    run.__doc__ = "\n\n".join(" ".join(one.split()) for one in paragraphs)  # typer keeps the line breaks of most
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+def _panel(parameter: inspect.Parameter) -> int:
+    """The place of its panel in the help; arguments have none and are first."""
+    panel = next((one.rich_help_panel for one in get_args(parameter.annotation) if isinstance(one, OptionInfo)), None)
+    return PANELS.index(panel) + 1 if panel in PANELS else 0
+
+
+def _shown(option: OptionInfo, annotation: Any) -> OptionInfo:
+    """The option with a short name of its type, without the bounds in its help."""
+    shown = copy.copy(option)
+    shown.min = shown.max = None
+    if shown.metavar is None:
+        shown.metavar = METAVARS.get(_element(annotation))
+    return shown
+
+
+def _element(annotation: Any) -> Any:
+    """The type of one value of an option that may be absent or repeated."""
+    if NoneType in get_args(annotation):
+        (annotation,) = (one for one in get_args(annotation) if one is not NoneType)
+    return get_args(annotation)[0] if get_origin(annotation) is list else annotation
+
+
+def _check(name: str, option: OptionInfo, value: Any) -> None:
+    """Refuse a number beyond the bounds of its option.
+
+    Raises:
+        InputError: names the option and its bounds.
+    """
+    if value is not None and option.min is not None and value < option.min:
+        expected = f"greater than or equal to {option.min}"
+    elif value is not None and option.max is not None and value > option.max:
+        expected = f"less than or equal to {option.max}"
+    else:
+        return
+    raise InputError(f"--{name.replace('_', '-')} {value}: Input should be {expected}")
 
 
 def _model(kind: type[CommandSettings], default: CommandSettings | None, given: Mapping[str, Any]) -> CommandSettings:
@@ -82,21 +153,18 @@ def _options(kind: type[CommandSettings], default: CommandSettings | None) -> di
 def _option(kind: type[CommandSettings], name: str, value: Any) -> inspect.Parameter:
     """The option of a field, with a default."""
     field, flag = kind.model_fields[name], flag_of(kind, name)
-    annotation, limits = field.annotation, field.metadata
+    annotation = field.annotation
     if NoneType in get_args(annotation):
         (annotation,) = (one for one in get_args(annotation) if one is not NoneType)
     if flag.text is not None:
         annotation, value = flag.text, REQUIRED if value is REQUIRED else flag.default
-    elif get_origin(annotation) is tuple and get_args(annotation)[1] is ...:  # repeatable; the bounds are its elements'
-        element, *limits = get_args(get_args(annotation)[0]) or get_args(annotation)[:1]
-        annotation, value = list[element], None
+    elif get_origin(annotation) is tuple and get_args(annotation)[1] is ...:  # repeatable
+        element = get_args(annotation)[0]
+        annotation, value = list[(get_args(element) or (element,))[0]], None
     elif annotation is bool:
         value = False
-    limits = [bound for one in limits for bound in (one, *getattr(one, "metadata", ()))]
-    bounds = {
-        word: getattr(one, key) for one in limits for key, word in (("ge", "min"), ("le", "max")) if hasattr(one, key)
-    }
-    option = typer.Option(option_name(kind, name), metavar=flag.metavar, help=field.description, **bounds)
+    panel, metavar = flag.panel or kind.panel, flag.metavar or METAVARS.get(_element(annotation))
+    option = typer.Option(option_name(kind, name), metavar=metavar, help=field.description, rich_help_panel=panel)
     hint = Annotated[annotation if value is not None else annotation | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=hint)
 

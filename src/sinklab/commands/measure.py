@@ -12,6 +12,7 @@ from sinklab.commands.from_model import Only, with_options
 from sinklab.commands.options import Json, LoadingOptions, SubfolderLoadingOptions
 from sinklab.errors import InputError
 from sinklab.measuring.options import Options
+from sinklab.settings import INPUT, MEASURED, OUTPUT
 from sinklab.signals import keeping_what_is_finished
 from sinklab.survey.request import Request
 
@@ -23,7 +24,10 @@ class TableFormat(StrEnum):  # typer takes no lists of literals
     parquet = "parquet"
 
 
-Text = Annotated[Path | None, typer.Option(help=".txt or .jsonl (text or messages); for natural inputs.")]
+Text = Annotated[
+    Path | None,
+    typer.Option(rich_help_panel=INPUT, help=".txt or .jsonl (text or messages); for natural inputs."),
+]
 
 
 @with_options
@@ -57,44 +61,63 @@ def measure(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Branch, tag or commit on the hub; several, such as step1000, give a curve over training.",
+            rich_help_panel=INPUT,
+            help="Branch, tag or commit on the hub; several give a curve over training.",
         ),
     ] = None,
     loading: Annotated[SubfolderLoadingOptions, Only("dtype", "device", "subfolder", "trust_remote_code")],
     by_domain: Annotated[
         bool,
-        typer.Option("--by-domain", help="Measure each file of the folder --text separately: one table and chart."),
+        typer.Option("--by-domain", rich_help_panel=INPUT, help="Measure each file of the folder --text separately."),
     ] = False,
     by_checkpoint: Annotated[
         bool,
         typer.Option(
-            "--by-checkpoint", help="Measure each checkpoint below MODEL, a folder of checkpoints or a run directory."
+            "--by-checkpoint", rich_help_panel=INPUT, help="Measure each checkpoint in the folder or run MODEL."
         ),
     ] = False,
     family: Annotated[
         list[str] | None,
-        typer.Option(help="Models of the paper: gpt2, llama2, llama3, mistral, pythia, opt, jamba or all; repeatable."),
+        typer.Option(
+            metavar="NAME",
+            rich_help_panel=INPUT,
+            help="Models of the paper: gpt2, llama2, llama3, mistral, pythia, opt, jamba or all; repeatable.",
+        ),
     ] = None,
     models_dir: Annotated[
-        Path | None, typer.Option(help="With --family: folder of the models, each in a directory named as on the hub.")
+        Path | None,
+        typer.Option(rich_help_panel=INPUT, help="With --family: folder of the models, named as on the hub."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="With --family: only list parameters, disk and memory.")
+        bool,
+        typer.Option("--dry-run", rich_help_panel=OUTPUT, help="With --family: only list parameters, disk and memory."),
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="Directory for measurements and report.html; default with --family: runs/families."),
+        typer.Option(
+            rich_help_panel=OUTPUT,
+            help="Directory for measurements and report.html; default with --family: runs/families.",
+        ),
     ] = None,
     formats: Annotated[
         list[TableFormat] | None,
-        typer.Option("--format", help="Also write the tables of one MODEL to --out; repeatable."),
+        typer.Option(
+            "--format",
+            metavar="TYPE",
+            rich_help_panel=OUTPUT,
+            help="Also write the tables of one MODEL to --out: csv or parquet; repeatable.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure the attention sinks of a causal language model: positions, rates, norms and loss.
 
-    --by-domain, --by-checkpoint, several --revision and --family make many measurements, each in a directory of its own
-    below --out. The same call resumes after an interruption.
+    Example: sinklab measure MODEL --text stories.txt --out measured
+
+    Example: sinklab measure runs/k --inputs random --eps 0.3,0.2 --details
+
+    --by-domain, --by-checkpoint, several --revision and --family make many measurements, each in a folder of --out. The
+    same call resumes after an interruption.
     """
     from sinklab.commands.measurements import (
         Invocation,
@@ -147,11 +170,16 @@ def compare(
     request: Annotated[Request, Only("inputs", "sequences", "length", "eps", "no_bos", "batch_size", "seed")],
     loading: SubfolderLoadingOptions,
     out: Annotated[
-        Path | None, typer.Option(help="Directory for a measurement per model, comparison.json and report.html.")
+        Path | None,
+        typer.Option(
+            rich_help_panel=OUTPUT, help="Directory for a measurement per model, comparison.json and report.html."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure models on the same text, side by side: base against chat, small against large.
+
+    Example: sinklab compare BASE CHAT --text chats.jsonl --out compared
 
     Each model reads the text with its own tokenizer, and conversations (messages) with its own chat template.
     Differences are relative to the first model.
@@ -172,13 +200,19 @@ def parity(
     text: Text = None,
     backend: Annotated[
         list[str] | None,
-        typer.Option(help="eager, sdpa, flex_attention or flash_attention_2 to _4; repeatable; default: all."),
+        typer.Option(
+            metavar="NAME",
+            rich_help_panel=MEASURED,
+            help="eager, sdpa, flex_attention or flash_attention_2 to _4; repeatable; default: all.",
+        ),
     ] = None,
     request: Annotated[Request, Only("sequences", "length", "seed")] = Request(sequences=4),
     loading: LoadingOptions,
     as_json: Json = False,
 ) -> None:
     """Check that the attention backends of transformers agree on a model, its learned sinks included.
+
+    Example: sinklab parity MODEL --backend sdpa --backend eager
 
     Reads --text, or random tokens. Exit status 1 if a backend differs from eager attention or drops the sink logits.
     """

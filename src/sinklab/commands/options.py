@@ -10,7 +10,7 @@ from pydantic import Field
 from sinklab.commands.ending import say_on
 from sinklab.errors import InputError
 from sinklab.experiments.sweep.engines import EngineName
-from sinklab.settings import CommandSettings, Flag, Several
+from sinklab.settings import ADVANCED, INPUT, OUTPUT, CommandSettings, Flag, Several
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,11 +24,15 @@ Precision = Literal["auto", "float32", "bfloat16", "float16"]
 class LoadingOptions(CommandSettings, frozen=True):
     """How a model is loaded."""
 
-    dtype: Precision = Field(
-        default="auto", description="Of the weights; auto: that of the files, or float32 if the CPU only emulates it."
+    dtype: Annotated[Precision, Flag(metavar="TYPE")] = Field(
+        default="auto",
+        description="Of the weights: float32, bfloat16, float16, or auto: that of the files, float32 where the CPU "
+        "only emulates it.",
     )
-    device: str = Field(default="auto", description="auto, cpu, cuda, cuda:N, or map: weights spread over all devices.")
-    revision: Annotated[str | None, Flag(metavar="NAME")] = Field(
+    device: Annotated[str, Flag(metavar="NAME")] = Field(
+        default="auto", description="auto, cpu, cuda, cuda:N, or map: weights spread over all devices."
+    )
+    revision: Annotated[str | None, Flag(metavar="NAME", panel=INPUT)] = Field(
         default=None, description="Branch, tag or commit on the hub; default: main."
     )
     trust_remote_code: bool = Field(default=False, description="Run code from the model's repository.")
@@ -43,7 +47,7 @@ class LoadingOptions(CommandSettings, frozen=True):
 class SubfolderLoadingOptions(LoadingOptions, frozen=True):
     """How a model is loaded that may lie in a folder of its repository."""
 
-    subfolder: Annotated[str | None, Flag(metavar="FOLDER")] = Field(
+    subfolder: Annotated[str | None, Flag(metavar="FOLDER", panel=INPUT)] = Field(
         default=None, description="Folder of the model within the directory or repository."
     )
 
@@ -51,16 +55,21 @@ class SubfolderLoadingOptions(LoadingOptions, frozen=True):
 class ReproduceSettings(CommandSettings, frozen=True):
     """The settings of `sinklab reproduce` and `lab`; experiments on existing models use five of them."""
 
-    scale: str = Field(default="tiny", description="tiny, mini, small, 60m or 1b, of those that the experiment has.")
+    panel = INPUT
+
+    scale: Annotated[str, Flag(metavar="NAME")] = Field(
+        default="tiny", description="tiny, mini, small, 60m or 1b, of those that the experiment has."
+    )
     seeds: int | None = Field(
         default=None,
         ge=1,
         description="Models per cell: the first N of the experiment's seeds; default: all, mostly 5.",
     )
-    models: Annotated[Several[str], Flag(name="--model")] = Field(
+    models: Annotated[Several[str], Flag(name="--model", metavar="MODEL")] = Field(
         default=(),
         description="Model to measure, for experiments on existing models, on --seeds draws of sequences: Hugging Face "
-        "id, directory, .gguf file or run directory; repeatable, the chat model second.",
+        "id, directory, .gguf file or run directory; repeatable, the chat model second. Of an experiment that names "
+        "its models: measure these instead.",
     )
     steps: int | None = Field(default=None, ge=1, description="Updates per model; the recipe's unless given.")
     text: Path | None = Field(
@@ -70,18 +79,25 @@ class ReproduceSettings(CommandSettings, frozen=True):
     data: Path | None = Field(
         default=None, description="HellaSwag's file, for experiments on existing models that ask it."
     )
-    jobs: int | None = Field(default=None, ge=1, description="Models at a time; as many as the cores suggest.")
-    engine: EngineName = Field(default=EngineName.local, description="Where models are trained.")
-    engine_options: Annotated[Several[str], Flag(name="--engine-option", metavar="KEY=VALUE")] = Field(
+    trust_remote_code: Annotated[bool, Flag(panel=ADVANCED)] = Field(
+        default=False, description="Run code from the repository of a model."
+    )
+    jobs: Annotated[int | None, Flag(panel=ADVANCED)] = Field(
+        default=None, ge=1, description="Models at a time; as many as the cores suggest."
+    )
+    engine: Annotated[EngineName, Flag(panel=ADVANCED, metavar="NAME")] = Field(
+        default=EngineName.local, description="Where models are trained: local, slurm or ray."
+    )
+    engine_options: Annotated[Several[str], Flag(name="--engine-option", metavar="KEY=VALUE", panel=ADVANCED)] = Field(
         default=(), description="Of slurm or ray, such as partition=gpu; may be repeated."
     )
-    dry_run: bool = Field(
+    dry_run: Annotated[bool, Flag(panel=OUTPUT)] = Field(
         default=False, description="Train nothing: print the cells, what each changes, and the hours."
     )
-    out: Path | None = Field(
+    out: Annotated[Path | None, Flag(panel=OUTPUT)] = Field(
         default=None, description="Directory of the runs, summary.json and report.html; runs/SCALE unless given."
     )
-    packed: Path | None = Field(
+    packed: Annotated[Path | None, Flag(panel=ADVANCED)] = Field(
         default=None, description="Folder written by report --pack, whose runs count as trained: continue it."
     )
 
@@ -104,4 +120,7 @@ class ReproduceSettings(CommandSettings, frozen=True):
 
 
 ModelName = Annotated[str, typer.Argument(help="Run directory, Hugging Face id, model directory or .gguf file.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result document, and nothing else, to standard output.")]
+Json = Annotated[
+    bool,
+    typer.Option("--json", rich_help_panel=OUTPUT, help="Print the result document alone to standard output."),
+]

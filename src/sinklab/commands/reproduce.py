@@ -12,7 +12,7 @@ from sinklab.commands.ending import PLAIN, stderr
 from sinklab.commands.from_model import with_options
 from sinklab.commands.options import RUNS, Json, ReproduceSettings
 from sinklab.errors import InputError
-from sinklab.settings import option_name
+from sinklab.settings import INPUT, OUTPUT, option_name
 from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:
@@ -20,24 +20,34 @@ if TYPE_CHECKING:
     from sinklab.experiments.sweep.plan import Question
 
 ALL = "all"
-DRAWS = 5
-"""Default draws of sequences of an experiment on existing models."""
 ONLY_TRAINING = ("steps", "jobs", "engine_options", "packed", "scale", "engine")
 """Options that an experiment on existing models refuses."""
 
 
+@with_options
 def lab(
-    out: Annotated[Path, typer.Option(help="Directory of the runs, summary.json and report.html.")] = RUNS / "lab",
-    steps: Annotated[int | None, typer.Option(min=1, help="Updates per model; the recipe's unless given.")] = None,
-    text: Annotated[Path | None, typer.Option(help="Train on this .txt or .jsonl file or folder instead.")] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Models per cell; it takes five for verdicts.")] = 1,
+    out: Annotated[
+        Path, typer.Option(rich_help_panel=OUTPUT, help="Directory of the runs, summary.json and report.html.")
+    ] = RUNS / "lab",
+    steps: Annotated[
+        int | None, typer.Option(min=1, rich_help_panel=INPUT, help="Updates per model; the recipe's unless given.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(rich_help_panel=INPUT, help="Train on this .txt or .jsonl file or folder instead.")
+    ] = None,
+    seeds: Annotated[
+        int, typer.Option(min=1, rich_help_panel=INPUT, help="Models per cell; it takes five for verdicts.")
+    ] = 1,
     as_json: Json = False,
 ) -> None:
     """Train three tiny models side by side and watch the sink appear, move and stay away.
 
     Softmax grows a sink on the first token; with K biases it moves to the bias; sigmoid without normalisation grows
-    none. One model of each kind gives numbers and no verdict; the results of
-    five models of each kind are shown beside them.
+    none. One model of each kind gives numbers and no verdict; the results of five models of each kind are shown beside
+    them.
+
+    Example: sinklab lab --steps 500 --out runs/short
+
     Ends with a table and report.html. Interrupt it with Ctrl-C and call it again to continue.
     """
     from sinklab.experiments.shipped import load_experiment
@@ -48,6 +58,7 @@ def lab(
         _train([Question(load_experiment("lab"), "tiny", seeds)], settings, as_json)
 
 
+@with_options
 def experiments(
     names: Annotated[
         list[str] | None,
@@ -56,11 +67,19 @@ def experiments(
         ),
     ] = None,
     coverage: Annotated[
-        bool, typer.Option("--coverage", help="List the parts of the paper instead, with the claims that encode them.")
+        bool,
+        typer.Option(
+            "--coverage",
+            rich_help_panel=OUTPUT,
+            help="List the parts of the paper instead, with the claims that encode them.",
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """List the experiments that `sinklab reproduce` runs: question, cells, and the time they take on this machine."""
+    """List the experiments that `sinklab reproduce` runs: question, cells, and the time they take on this machine.
+
+    Example: sinklab experiments table_4
+    """
     from sinklab.commands.terminal.plans import print_coverage, print_experiment, print_experiments
     from sinklab.experiments.paper import paper_coverage
     from sinklab.experiments.shipped import list_experiments
@@ -100,7 +119,7 @@ def reproduce(
     Example: sinklab reproduce table_4 table_2 --scale tiny --seeds 5 --jobs 2
 
     Experiments on existing models (tables 1, 7 and 8, figures 2, 3, 9, 10 and 19, propositions) train nothing and
-    measure a --model.
+    measure a --model; polypythias, smollm2_checkpoints, outlier_safe and gated_attention name their models.
 
     Example: sinklab reproduce table_1 figure_2 --model MODEL --text FILE
 
@@ -112,12 +131,11 @@ def reproduce(
     if found[0].requests:
         from sinklab.commands.reproducing import measure_experiments, preview_measured
 
-        draws = settings.seeds or DRAWS
         if settings.dry_run:
-            preview_measured(found, settings, draws, as_json, Console())
+            preview_measured(found, settings, as_json, Console())
             return
         with keeping_what_is_finished():
-            measure_experiments(found, settings, draws, as_json, stderr())
+            measure_experiments(found, settings, as_json, stderr())
         return
     if settings.data is not None:
         raise InputError(
@@ -125,11 +143,13 @@ def reproduce(
         )
     from sinklab.commands.reproducing import look_ahead
     from sinklab.commands.terminal.plans import hours_line, print_preview
+    from sinklab.commands.terminal.progress import JobProgress
     from sinklab.experiments.sweep.plan import Question, scale_of
 
     questions = [Question(one, scale_of(one, settings.scale), settings.seeds or one.seeds) for one in found]
     if settings.dry_run:
-        ahead = look_ahead(questions, settings)
+        with JobProgress(stderr(), phase="timing some updates"):
+            ahead = look_ahead(questions, settings)
         if as_json:
             print(json.dumps(ahead.document(), indent=2))
         else:
@@ -137,7 +157,9 @@ def reproduce(
         return
     with keeping_what_is_finished():
         if ALL in names:
-            stderr().print(hours_line(look_ahead(questions, settings)), highlight=False, soft_wrap=True)
+            with JobProgress(stderr(), phase="timing some updates"):
+                ahead = look_ahead(questions, settings)
+            stderr().print(hours_line(ahead), highlight=False, soft_wrap=True)
         _train(questions, settings, as_json)
 
 

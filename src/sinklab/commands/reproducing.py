@@ -25,13 +25,8 @@ from sinklab.data.sources.corpora import documents
 from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.definition import Experiment
 from sinklab.experiments.documents import SUMMARY, Summary, record_of
-from sinklab.experiments.measured import (
-    MeasuredResults,
-    downstream_tasks,
-    measure_experiment,
-    passes_of,
-    subjects_of,
-)
+from sinklab.experiments.measured import MeasuredResults, downstream_tasks, measure_experiment
+from sinklab.experiments.passes import Pass, of_given_models, passes_of, subjects_of
 from sinklab.experiments.sweep.engine import Event, train_all
 from sinklab.experiments.sweep.engines import EngineName, open_engine
 from sinklab.experiments.sweep.engines.local import cards_here, cores_here, jobs_for, shares
@@ -57,12 +52,15 @@ from sinklab.experiments.sweep.store import (
 )
 from sinklab.files import parse_json
 from sinklab.jobs.progress import Observer
+from sinklab.models.huggingface.loading import Loading
 from sinklab.outputs import REPORT, check_results
 from sinklab.report import write_report
 from sinklab.survey.compare import labels
 from sinklab.train.directory.lock import HeldError, is_written
 
 MODELS = Path("runs/models")
+NAMED = "named"
+"""Folder of the results of experiments that name their models."""
 
 SUMMARISED_EVERY_S = 60.0
 """Interval between summaries during training, so that a power cut leaves one."""
@@ -130,7 +128,8 @@ def sweep(questions: Sequence[Question], settings: ReproduceSettings, console: C
     recipes = {data_key(cell.recipe): cell.recipe for cell in plan.cells.values()}
     with data_progress(console) as progress:
         data = {key: prepared(recipe.data, progress=progress) for key, recipe in recipes.items()}
-    planned = place_sweep(plan, data, out, found_runs(out))
+    with JobProgress(console, phase=f"looking for runs in {out}"):
+        planned = place_sweep(plan, data, out, found_runs(out))
     now = {one.experiment.id: manifest_of(one, planned, overlay) for one in questions}
     manifests = merged_manifests(before, now)
     if left_out := [name for name in before if name not in manifests]:
@@ -153,7 +152,8 @@ def sweep(questions: Sequence[Question], settings: ReproduceSettings, console: C
         left = _assess([manifests[name] for name in now], out, console)
     finally:
         summary = _summarised(manifests, out)
-    write_report([out])
+    with JobProgress(console, phase="drawing the report"):
+        write_report([out])
     return SweepEnding(summary, _failures(planned, ended), left)
 
 
@@ -189,6 +189,7 @@ def _assess(manifests: Sequence[SweepManifest], out: Path, console: Console) -> 
         while runs := [run for run in unassessed(manifests, out) if run.name not in done | left.keys()]:
             free = [run for run in runs if not is_written(run.directory / ASSESSMENT)]
             if not free:  # other processes of this sweep are assessing them
+                progress.begin("waiting for other processes, which assess runs")
                 time.sleep(LOOKS_EVERY_S)
             for number, run in enumerate(free, 1):
                 progress.say(f"assessing {run.name}, {number} of {len(free)}")
@@ -242,15 +243,12 @@ def _failures(planned: PlannedSweep, ended: Mapping[str, Event]) -> dict[str, st
 
 
 def measure_experiments(
-    experiments: Sequence[Experiment], settings: ReproduceSettings, draws: int, as_json: bool, console: Console
+    experiments: Sequence[Experiment], settings: ReproduceSettings, as_json: bool, console: Console
 ) -> None:
     """Measure what is missing and judge; progress goes to `console`, the result to standard output.
 
     One experiment is written into --out, several into folders below it by their ids; without --out they are written
     below runs/models, by model.
-
-    Args:
-        draws: sets of sequences that each cell is measured on.
 
     Raises:
         InputError: no model or text, or one that cannot be used.
@@ -258,20 +256,25 @@ def measure_experiments(
         KeyboardInterrupt, PreemptedError: finished measurements are saved, and the same call resumes.
     """
     models, text, data = settings.models, settings.text, settings.data
-    passes = {one.id: passes_of(one, subjects_of(one, models, text)) for one in experiments}
+    passes = _passes(experiments, settings)
     if data is not None and not any(downstream_tasks(one) for one in experiments):
         raise InputError(
             f"--data {data} is the file of a downstream task, and {experiments[0].id} uses none: leave it out"
         )
-    top = settings.out or MODELS / "+".join(label.replace("/", "_") for label in labels(models))
+    given = "+".join(label.replace("/", "_") for label in labels(models)) if models else NAMED
+    top = settings.out or MODELS / given
     places = {name: top if settings.out and len(passes) == 1 else top / name for name in passes}
     for place in places.values():
         check_results(place, (REPORT,))
     done: list[MeasuredResults] = []
+    loading = Loading(trust_remote_code=settings.trust_remote_code)
     for one in experiments:
-        with JobProgress(console, one.id, draws * len(passes[one.id])) as observe:
+        draws = _draws(one, settings)
+        passes_here = sum(len(each.replicates(draws)) for each in passes[one.id])
+        with JobProgress(console, one.id, passes_here, phase="reading the text and the models") as observe:
             place, file = places[one.id], data if downstream_tasks(one) else None
-            done.append(measure_experiment(one, models, text, draws, out=place, observe=observe, data=file))
+            found = measure_experiment(one, models, text, draws, loading=loading, out=place, observe=observe, data=file)
+            done.append(found)
     if as_json:
         written = [one.document() for one in done]
         print(json.dumps(written[0] if len(written) == 1 else written, indent=2))
@@ -280,25 +283,49 @@ def measure_experiments(
             print_summary(one.summary(), [one.experiment.id], Console())
     for place in places.values():
         if any(place.rglob("measurement.json")):
-            console.print(f"report: {write_report([place])}", highlight=False, soft_wrap=True)
+            with JobProgress(console, phase="drawing the report"):
+                path = write_report([place])
+            console.print(f"report: {path}", highlight=False, soft_wrap=True)
     if failed := [f"{name}: {why}" for one in done for name, why in one.outcome.failed.items()]:
         raise SinklabError("\n".join(failed))
 
 
 def preview_measured(
-    experiments: Sequence[Experiment], settings: ReproduceSettings, draws: int, as_json: bool, console: Console
+    experiments: Sequence[Experiment], settings: ReproduceSettings, as_json: bool, console: Console
 ) -> None:
     """Print the planned measurements; no model is loaded.
 
     Raises:
         InputError: no model or text, or one that cannot be used.
     """
-    text = settings.text
-    planned = {one.id: passes_of(one, subjects_of(one, settings.models, text)) for one in experiments}
+    text, found = settings.text, _passes(experiments, settings)
+    planned = [(one, passes, _draws(one, settings)) for one, passes in zip(experiments, found.values(), strict=True)]
     if text is not None:
         next(documents(str(text)))
     if as_json:
-        asked = {name: {one.name: one.request(0).document() for one in passes} for name, passes in planned.items()}
-        print(json.dumps({"schema": 1, "draws": draws, "experiments": asked}, indent=2))
+        asked = {one.id: {each.name: _planned_pass(each, draws) for each in passes} for one, passes, draws in planned}
+        print(json.dumps({"schema": 2, "experiments": asked}, indent=2))
     else:
-        print_passes(planned, draws, console)
+        rows = [(one.id, each, each.replicates(draws)) for one, passes, draws in planned for each in passes]
+        print_passes(rows, console)
+
+
+def _planned_pass(one: Pass, draws: int) -> dict[str, object]:
+    """A pass as `--dry-run --json` prints it."""
+    models = [str(one.model(number)) for number in one.replicates(draws)]
+    return {"models": list(dict.fromkeys(models)), "replicates": len(models), **one.request(0).document()}
+
+
+def _passes(experiments: Sequence[Experiment], settings: ReproduceSettings) -> dict[str, list[Pass]]:
+    """The passes of experiments by id.
+
+    Raises:
+        InputError: no model or text, or one that cannot be used.
+    """
+    chosen = [of_given_models(one, settings.models) for one in experiments]
+    return {one.id: passes_of(one, subjects_of(one, settings.models, settings.text)) for one in chosen}
+
+
+def _draws(experiment: Experiment, settings: ReproduceSettings) -> int:
+    """The most replicates of each pass."""
+    return settings.seeds or experiment.seeds

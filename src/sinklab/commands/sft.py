@@ -11,6 +11,7 @@ from sinklab.commands.ending import say_on, stderr
 from sinklab.commands.from_model import Only, with_options
 from sinklab.commands.options import Json, LoadingOptions, ModelName
 from sinklab.commands.terminal.progress import JobProgress
+from sinklab.settings import INPUT, OUTPUT
 from sinklab.signals import keeping_what_is_finished
 from sinklab.tuning.settings import TuneOptions
 
@@ -19,15 +20,24 @@ from sinklab.tuning.settings import TuneOptions
 def sft(
     *,
     model: ModelName,
-    data: Annotated[Path, typer.Option(help="Conversations, .jsonl: messages, each with role and content.")],
+    data: Annotated[
+        Path, typer.Option(rich_help_panel=INPUT, help="Conversations, .jsonl: messages, each with role and content.")
+    ],
     out: Annotated[
-        Path, typer.Option(help="Directory for sft.json, metrics and the tuned model/; the same call resumes.")
+        Path,
+        typer.Option(
+            rich_help_panel=OUTPUT, help="Directory for sft.json, metrics and the tuned model/; the same call resumes."
+        ),
     ],
     text: Annotated[
-        Path | None, typer.Option(help="Text for the sink metric; default: the held-out conversations.")
+        Path | None,
+        typer.Option(rich_help_panel=INPUT, help="Text for the sink metric; default: the held-out conversations."),
     ] = None,
     chat_template: Annotated[
-        Path | None, typer.Option(help="Jinja template in place of the model's own, best with {% generation %} marks.")
+        Path | None,
+        typer.Option(
+            rich_help_panel=INPUT, help="Jinja template in place of the model's own, best with {% generation %} marks."
+        ),
     ] = None,
     options: TuneOptions,
     loading: Annotated[LoadingOptions, Only("device", "revision", "trust_remote_code")],
@@ -45,7 +55,7 @@ def sft(
     from sinklab.tuning.tune import tune
 
     console, sources = stderr(), TuneSources(data, text, chat_template)
-    with keeping_what_is_finished(), JobProgress(console) as observe:
+    with keeping_what_is_finished(), JobProgress(console, phase=f"reading {model} and the conversations") as observe:
         ended = tune(model, sources, options, out, loading=loading.on(console), observe=observe)
         if ended.exit_status:
             say_on(console, f"stopped, saved in {out}")

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_
 from sinklab.errors import InputError
 from sinklab.files import parse_json, written_aside
 from sinklab.schema import ReadDocument
-from sinklab.settings import MOST, CommandSettings, Flag, Seed, Several
+from sinklab.settings import ADVANCED, INPUT, MOST, CommandSettings, Flag, Seed, Several
 
 EVALUATION = "evaluation.json"
 RECORDS = ".jsonl.gz"
@@ -24,7 +24,9 @@ def _names(given: object) -> object:
 class TaskRequest(CommandSettings, frozen=True):
     """The settings of an evaluation."""
 
-    tasks: Annotated[Several[str], BeforeValidator(_names), Flag(text=str)] = Field(
+    panel = INPUT
+
+    tasks: Annotated[Several[str], BeforeValidator(_names), Flag(text=str, metavar="NAMES")] = Field(
         description="Tasks of lm-eval, comma-separated: hellaswag, arc_easy, ..."
     )
     limit: int | None = Field(default=None, ge=1, le=MOST, description="Items per task, drawn by --seed; default: all.")
@@ -34,8 +36,8 @@ class TaskRequest(CommandSettings, frozen=True):
     text: Path | None = Field(
         default=None, description="Text for the sink metric, .txt or .jsonl; default: the task's items."
     )
-    batch_size: int = Field(default=4, ge=1, description="Texts per batch.")
-    seed: Seed = Field(default=0, description="Of the draw of items.")
+    batch_size: Annotated[int, Flag(panel=ADVANCED)] = Field(default=4, ge=1, description="Texts per batch.")
+    seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(default=0, description="Of the draw of items.")
 
     @field_validator("tasks")
     @classmethod

@@ -19,6 +19,8 @@ first_seed: 100                                                 # its runs have 
 claims:
   - {id: no_sink, text: "..", check: {is: absent, cell: k_biases}}
 assess: [streaming]                                             # of every run, for claims about streamed_gap_0
+changes:                                                        # a grid: every cell with every change of each axis
+  decay: {decay_0.5: {}, decay_0.1: {optim: {weight_decay: 0.1}}}     # cells are softmax+decay_0.5, and so on
 
 cells:                                                          # of the model that is given with the call
   natural: {inputs: natural}                                    # text, 100 sequences of 64 tokens, eps 0.3
@@ -26,12 +28,14 @@ cells:                                                          # of the model t
   short: {inputs: natural, length: 16, eps: 0.2}                # the same sequences cut shorter, from the same pass
   swapped_5: {inputs: repeat, swap_position: [1, 5]}
   chat: {inputs: natural, model: chat}                          # of the second --model
+  end: {inputs: natural, models: [ORG/seed1@step1000, ORG/seed2@step1000]}    # these models instead, as replicates
 claims:
   - {id: none_on_repeated, text: "..", check: {is: within, value: sink_1, cell: repeat, at_most: 1.0}}
 """
 
 from collections.abc import Mapping, Sequence
 from datetime import date
+from itertools import product
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
@@ -47,7 +51,7 @@ from sinklab.experiments.claims import (
     Within,
     quantities_of,
 )
-from sinklab.experiments.documents import ReplicateKind
+from sinklab.experiments.documents import GRID, ReplicateKind
 from sinklab.experiments.paper import Published
 from sinklab.experiments.quantities import QuantityName
 from sinklab.interventions import VARIANTS
@@ -80,7 +84,7 @@ WHAT_SCALES_ARE: Mapping[Scale, str] = {
 }
 """The relation of a scale's base model to the paper's, if they differ; shown with every result."""
 
-ONLY_TRAINED = {"base", "baseline", "adapted", "assess", "first_seed", "asks_massive", "same_as", "scales"}
+ONLY_TRAINED = {"base", "baseline", "changes", "adapted", "assess", "first_seed", "asks_massive", "same_as", "scales"}
 """Fields of experiments and claims that are about training."""
 
 ONLY_MEASURED = {"each", "against", "positions", "proposition"}
@@ -131,6 +135,9 @@ class MeasuredCell(Part):
 
     Attributes:
         model: selects one of the given models; the chat model is the second, and optional.
+        models: existing models that are measured instead, as NAME or NAME@REVISION. Several are replicates, which all
+            read the same sequences; a single one is measured on several draws.
+        revision, subfolder: of each of `models`; the revision of a directory is a folder in it.
         inputs: kind of the sequences; required in every measured cell of a file.
         sequences, length: N and T.
         eps: threshold of the sink rate.
@@ -141,6 +148,9 @@ class MeasuredCell(Part):
     """
 
     model: Literal["base", "chat"] = "base"
+    models: tuple[str, ...] = ()
+    revision: str | None = None
+    subfolder: str | None = None
     inputs: Inputs = "natural"
     sequences: int = Field(default=100, ge=1)
     length: int = Field(default=64, ge=2)
@@ -192,6 +202,8 @@ class Experiment(Part):
         source: its place in the paper, or another origin.
         base: of trained cells, the recipe for each scale, by the name or file that `sinklab train` takes.
         cells: by name, overlays that are laid over the base one after the other, or requests to measure.
+        changes: axes of a grid, each with its values by name, overlays as those of a cell. Every trained cell is
+            crossed with one value of each axis, laid over it in their order, and is then named CELL+VALUE+VALUE.
         baseline: the cell that the others are compared with; the first unless given.
         adapted: by scale, the differences there.
         each: measured cells are measured for each of these, and are then named DOMAIN/CELL or MODEL/CELL.
@@ -214,6 +226,7 @@ class Experiment(Part):
     source: str = ""
     base: dict[Scale, str] = Field(default_factory=dict)
     cells: dict[CellName, Cell] = Field(min_length=1)
+    changes: dict[str, dict[CellName, Overlays]] = Field(default_factory=dict)
     baseline: str = ""
     adapted: dict[Scale, tuple[Adaptation, ...]] = Field(default_factory=dict)
     each: Literal["domain", "model"] | None = None
@@ -234,6 +247,30 @@ class Experiment(Part):
     def _one_recipe_is_of_one_scale(cls, base: Any) -> Any:
         """A recipe named after a scale belongs to that scale; any other recipe to the smallest scale."""
         return {base if base in SCALES else SCALES[0]: base} if isinstance(base, str) else base
+
+    @model_validator(mode="before")
+    @classmethod
+    def _cross_cells_with_changes(cls, said: Any) -> Any:
+        """Replace the cells of a grid by their products with its changes; a dumped grid has them already."""
+        if not isinstance(said, dict) or not said.get("changes"):
+            return said
+        cells, axes = said.get("cells"), said["changes"]
+        if not isinstance(cells, dict) or not isinstance(axes, dict) or not all(axes.values()):
+            raise ValueError("changes: give each axis its values by name, such as {decay: {small: .., large: ..}}")
+        combined = {
+            GRID + GRID.join(values): [axes[axis][one] for axis, one in zip(axes, values, strict=True)]
+            for values in product(*axes.values())
+        }
+        if all(name.endswith(tuple(combined)) for name in cells):
+            return said
+        if measured := [name for name, cell in cells.items() if _kind_of_cell(cell) == "measured"]:
+            raise ValueError(f"changes are laid over recipes, and cell {measured[0]!r} is measured")
+        crossed = {
+            name + suffix: [one for part in (cell, *parts) for one in (part if isinstance(part, list) else [part])]
+            for name, cell in cells.items()
+            for suffix, parts in combined.items()
+        }
+        return {**said, "cells": crossed}
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -284,11 +321,28 @@ class Experiment(Part):
                     f"claim {claim.id} compares {f'{wanted}s' if wanted else 'cells'}: the experiment is "
                     f"{'measured once' if self.each is None else f'for each {self.each}'}"
                 )
+        self._check_models()
         for name, cell in self.requests.items():
             if self.each == "domain" and cell.inputs != "natural":
                 raise ValueError(f"cell {name!r} needs inputs: natural, as the experiment is measured for each domain")
             if self.each == "model" and cell.model != "base":
                 raise ValueError(f"cell {name!r} names a model, and the experiment is measured for each: leave it out")
+
+    def _check_models(self) -> None:
+        """Check that all cells or none say `models`, and all one or all several."""
+        for name, cell in self.requests.items():
+            if (cell.revision or cell.subfolder) and not cell.models:
+                raise ValueError(f"cell {name!r} has a revision or subfolder: these belong to `models`, which it lacks")
+            if cell.models and (self.each or cell.model != "base"):
+                raise ValueError(f"cell {name!r} names its models: leave out `model` and `each`")
+            if len(set(cell.models)) < len(cell.models):
+                raise ValueError(f"cell {name!r} names a model twice")
+        counts = {min(len(cell.models), 2): name for name, cell in self.requests.items()}
+        if len(counts) > 1:
+            raise ValueError(
+                f"the cells {' and '.join(map(repr, counts.values()))} differ in whether they name no, one or several "
+                "`models`, and their replicates cannot be compared"
+            )
 
     @property
     def requests(self) -> dict[str, MeasuredCell]:
@@ -296,9 +350,19 @@ class Experiment(Part):
         return {name: cell for name, cell in self.cells.items() if isinstance(cell, MeasuredCell)}
 
     @property
+    def axes(self) -> dict[str, list[str]]:
+        """The names along each axis of a grid, the cells' own first; empty where it is none."""
+        if not self.changes:
+            return {}
+        own = dict.fromkeys(name.rsplit(GRID, len(self.changes))[0] for name in self.cells)
+        return {"cell": list(own), **{axis: list(values) for axis, values in self.changes.items()}}
+
+    @property
     def replicate(self) -> ReplicateKind:
-        """The unit that is repeated: a seed of trained cells, a draw of sequences of measured ones."""
-        return "draw" if self.requests else "seed"
+        """The unit that is repeated: a seed of trained cells, a model or a draw of sequences of measured ones."""
+        if not self.requests:
+            return "seed"
+        return "model" if any(len(cell.models) > 1 for cell in self.requests.values()) else "draw"
 
     @property
     def compared_with(self) -> str:

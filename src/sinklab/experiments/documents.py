@@ -11,7 +11,6 @@ from typing import Literal, get_args
 from pydantic import ConfigDict, Field, ValidationError, computed_field
 
 from sinklab.errors import InputError
-from sinklab.experiments.claims import Scale
 from sinklab.files import parse_json, write_json
 from sinklab.measuring.statistics.highest import highest_rate
 from sinklab.schema import ReadDocument
@@ -33,8 +32,11 @@ ANALYSES = ("confirmatory", "exploratory")
 
 RunStatus = Literal["done", "failed"]
 
-ReplicateKind = Literal["seed", "draw"]
-"""The unit that an experiment repeats: a seed, or a draw of sequences from existing models."""
+GRID = "+"
+"""Between the parts of the name of a grid's cell."""
+
+ReplicateKind = Literal["seed", "draw", "model"]
+"""The unit that an experiment repeats: a seed, a draw of sequences from an existing model, or an existing model."""
 
 
 class RunRecord(ReadDocument):
@@ -240,7 +242,8 @@ class JudgedClaim(ReadDocument):
         changed: the changes since, and the results that had been seen.
         same_as: EXPERIMENT.CLAIM that states the comparison; this one refers to it and is not counted.
         seeds: number of seeds behind the verdict; with two cells, the smaller number.
-        replicate: the unit of `seeds`: of existing models a draw of sequences.
+        replicate: the unit of `seeds`: of an existing model a draw of sequences.
+        models: number of existing models that the verdict is about.
         at_eps: the verdict at other thresholds of the sink rate, if that rate was recorded at them.
         finds: the effect size that five seeds detect with 80 % power, estimated from pilot runs.
         elsewhere: an earlier verdict of five seeds, if these are fewer.
@@ -262,6 +265,7 @@ class JudgedClaim(ReadDocument):
     same_as: str = ""
     seeds: int = 0
     replicate: ReplicateKind = "seed"
+    models: int = 1
     at_eps: dict[str, str] = Field(default_factory=dict)
     finds: str = ""
     elsewhere: str = ""
@@ -271,7 +275,8 @@ class JudgedClaim(ReadDocument):
         """The verdict in words: `reproduced`, `one seed: no verdict`, `reproduced of this model`."""
         if self.verdict == "no verdict" and self.seeds == 1:
             return f"one {self.replicate}: no verdict"
-        return f"{self.verdict} of this model" if self.replicate == "draw" and self.verdict in JUDGED else self.verdict
+        of = "this model" if self.models == 1 else "these models"
+        return f"{self.verdict} of {of}" if self.replicate == "draw" and self.verdict in JUDGED else self.verdict
 
     @property
     def remarks(self) -> list[str]:
@@ -311,6 +316,8 @@ class ExperimentSummary(ReadDocument):
         families: of the models on the paper's list, by cell.
         adapted: the reasons why its cells differ from the paper's at this scale.
         seeds: its own, to which its table is limited; empty for all seeds of its cells.
+        replicate: the unit that it repeats.
+        axes: of a grid, the names along each axis; a cell is named by one of each, joined by `GRID`.
     """
 
     title: str = ""
@@ -326,11 +333,8 @@ class ExperimentSummary(ReadDocument):
     against: list[str] = Field(default_factory=list)
     families: dict[str, str] = Field(default_factory=dict)
     seeds: list[int] = Field(default_factory=list)
-
-    @property
-    def replicate(self) -> ReplicateKind:
-        """A seed of trained models; a draw of sequences of existing ones, whose names replace the scale."""
-        return "seed" if self.scale in get_args(Scale) or not self.scale else "draw"
+    replicate: ReplicateKind = "seed"
+    axes: dict[str, list[str]] = Field(default_factory=dict)
 
 
 class Summary(ReadDocument):

@@ -20,6 +20,7 @@ norm_ratio_before_norm   of a post-norm model: norm_ratio of the inputs of its n
 norm_ratio_sink_token    of a sink token: its |h| over the mean of the tokens', where largest; none if infinite
 norm_growth_sink_token   that over the same of the untrained model
 kurtosis          of the hidden states, in the block where it is largest; measured once, at the end
+sink_1_layer_L    Sink_1 of attention layer L, percent of (sequence, head) pairs; their mean over layers is sink_1
 sink_layer_L      percent of the sequences in which a head of attention layer L sinks into the first token: of the head
                   that most often does
 emergence_step    first evaluated step at which Sink_1 reached 10 %
@@ -102,7 +103,7 @@ class Quantity:
 _SINK = re.compile(r"sink_([1-9]\d*)(_visible)?")
 _FIRST = re.compile(r"sink_first_([1-9]\d*)")
 _RANGE = re.compile(r"sink_([1-9]\d*)_to_([1-9]\d*)")
-_LAYER = re.compile(r"(sink_layer|layer_step)_([1-9]\d*)")
+_LAYER = re.compile(r"(sink_1_layer|sink_layer|layer_step)_([1-9]\d*)")
 _NUMBERED = [one for one in NUMBERS if "N" in one.name]
 _NAMED = {
     one.name: one
@@ -158,6 +159,8 @@ def quantity(name: str) -> Quantity:
     if found := _SINK.fullmatch(name):
         return Quantity(name, f"Sink_{found[1]}{' (visible queries)' if found[2] else ''}", "%", 1)
     if found := _LAYER.fullmatch(name):
+        if found[1] == "sink_1_layer":
+            return Quantity(name, f"Sink_1 of layer {found[2]}", "%", 1)
         if found[1] == "sink_layer":
             return Quantity(name, f"Sequences in which a head of layer {found[2]} sinks", "%", 1)
         return Quantity(name, f"Step at which a head of layer {found[2]} sinks", "steps", 0)
@@ -166,7 +169,7 @@ def quantity(name: str) -> Quantity:
             return Quantity(name, one.label.replace("N", found[1]), "nats", 3, once=True)
     raise ValueError(f"there is no number {name!r}; there are: sink_1 (or 2, 3, ..), sink_1_visible, sink_first_5, "
                      f"sink_2_to_5, "
-                     f"sink_layer_1, layer_step_1, "
+                     f"sink_1_layer_1, sink_layer_1, layer_step_1, "
                      f"{', '.join(one.name for one in _NUMBERED)} (N from 0), {', '.join(_NAMED)}")  # fmt: skip
 
 
@@ -188,6 +191,7 @@ class Reading:
         sink_rate, sink_rate_visible: percent, position 1 first; the latter None if it is the same.
         sink_layers: by attention layer, percent of the sequences of the head that sinks into the first position most
             often; empty if it was not recorded.
+        sink_1_layers: by attention layer, Sink_1, percent; empty if it was not recorded.
         importance_first: alpha of the first position, mean over layers and heads, percent.
         window_start: percent, of the first key of a window.
         norm_ratio_before_norm, norm_ratio_sink_token: the largest of all blocks; None if there are none.
@@ -203,6 +207,7 @@ class Reading:
     train_loss: float | None
     norm_ratio: float | None
     sink_layers: Sequence[float | None] = ()
+    sink_1_layers: Sequence[float | None] = ()
     importance_first: float | None = None
     window_start: float | None = None
     norm_ratio_before_norm: float | None = None
@@ -329,8 +334,8 @@ def _of_reading(reading: Reading, name: str, eps: str | None = None) -> float | 
     if found := _RANGE.fullmatch(name):
         return _sum_of(reading.sink_rate[int(found[1]) - 1 : int(found[2])])
     if found := _LAYER.fullmatch(name):
-        layer = int(found[2])
-        return reading.sink_layers[layer - 1] if layer <= len(reading.sink_layers) else None
+        layer, rates = int(found[2]), reading.sink_1_layers if found[1] == "sink_1_layer" else reading.sink_layers
+        return rates[layer - 1] if layer <= len(rates) else None
     if found := _SINK.fullmatch(name):
         visible = reading.sink_rate_visible if found[2] else None
         rates, position = visible or reading.sink_rate, int(found[1])

@@ -100,6 +100,7 @@ def _reading(one: Evaluation) -> Reading:
         train_loss=one.train_loss,
         norm_ratio=finite_or_none(one.largest_norm_ratio),
         sink_layers=one.rate_layers,
+        sink_1_layers=[_mean_of_known(rates) for rates in one.sink_rate_heads or ()],
         importance_first=_mean_percent(one.importance_first_heads),
         window_start=one.sink_rate_window_start,
         norm_ratio_before_norm=_largest(one.norm_ratio_before_norm),
@@ -109,8 +110,13 @@ def _reading(one: Evaluation) -> Reading:
 
 
 def _mean_percent(by_layer: Sequence[Sequence[float | None]] | None) -> float | None:
-    known = [one for heads in by_layer or () for one in heads if one is not None]
-    return 100 * fmean(known) if known else None
+    mean = _mean_of_known([one for heads in by_layer or () for one in heads])
+    return None if mean is None else 100 * mean
+
+
+def _mean_of_known(values: Sequence[float | None]) -> float | None:
+    known = [one for one in values if one is not None]
+    return fmean(known) if known else None
 
 
 def _largest(ratios: Sequence[float] | None) -> float | None:

@@ -40,6 +40,7 @@ def at_scale(experiment: Experiment, scale: Scale, seeds: Collection[int] | None
             *(one.why for one in experiment.adapted.get(scale, ())),
         ],
         seeds=sorted(seeds or ()),
+        axes=experiment.axes,
     )
     return Trial(experiment, described, experiment.claims_at(scale), seeds)
 

@@ -2,14 +2,23 @@
 
 variant                                                         architecture        loads with
 the default                                                     LlamaForCausalLM    transformers
-the default with a sink logit or off-by-one, causal or window   GraniteSWAForCausalLM, its multipliers 1; the same
+the default with a sink logit or off-by-one in every layer      GraniteSWAForCausalLM, its multipliers 1; the same
+the default with a pattern                                      SmolLM3ForCausalLM  the same
+sandwich norms, qk_norm, GeGLU                                  Gemma3ForCausalLM   the same
 everything else                                                 SinklabForCausalLM  sinklab, or the code beside it
 
-GraniteSWA scales the attention output by sigmoid(lse - s), which is the sink logit itself; its layers may have a window
-each, here all of them or none. gpt-oss has the same logit, but its feed-forward layers are a mixture of experts.
+Under all but the first some layers may be windows of one width. NoPE layers: GraniteSWA and SmolLM3; two thetas by
+layer: GraniteSWA, and Gemma 3 where one is that of the windows.
+
+GraniteSWA scales the attention output by sigmoid(lse - s), which is the sink logit itself. gpt-oss has the same logit,
+but its feed-forward layers are a mixture of experts of another activation, and even one expert is not a SwiGLU.
+MiMo-V2-Flash has sink logits in its windows alone, but twice as many key heads there as in the other layers.
+Gemma 3 multiplies embeddings by sqrt(E) and what a norm gives by 1 + w: both are taken off the weights. Its GELU is
+approximate by default, and here the exact one.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +26,10 @@ from torch import Tensor
 
 from sinklab.attention.biases import BiasParameters
 from sinklab.data.tokenizers import Tokenizer
+from sinklab.model.config import ModelConfig
 from sinklab.model.llama import differences, llama_sizes, llama_weights
+from sinklab.model.norm import NormConfig
+from sinklab.model.position import NoPosition, Rotary
 from sinklab.model.transformer import Transformer
 
 if TYPE_CHECKING:
@@ -25,6 +37,15 @@ if TYPE_CHECKING:
 
 CODE = "modeling_sinklab"  # the module beside the weights of a variant that transformers lacks
 SINK_LOGITS = ("sink_logit", "off_by_one")
+BY_LAYER = {"attention.bias", "attention.mask", "position"}
+GEMMA_NORMS = {
+    "attention_norm": "input_layernorm",
+    "attention_post_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "ffn_post_norm": "post_feedforward_layernorm",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+}
 
 
 @dataclass(frozen=True)
@@ -47,37 +68,125 @@ class Form:
 def form_of(model: Transformer, tokenizer: Tokenizer) -> Form:
     """The simplest architecture that computes the model exactly, with the ids of BOS and EOS in its config."""
     tokens: dict[str, Any] = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-    attention, other = model.config.attention, differences(model.config)
-    if not other:
+    kinds = model.config.layer_kinds
+    other = {key for kind in kinds for key in differences(kind)}
+    if not other and len(kinds) == 1:
         from transformers import LlamaConfig
 
-        config = LlamaConfig(**llama_sizes(model.config), **tokens)
+        config = LlamaConfig(**llama_sizes(kinds[0]), **tokens)
         return Form(config, "LlamaForCausalLM", llama_weights(model), is_foreign=True)
-    has_sink_logit = attention.bias.kind in SINK_LOGITS and attention.mask.kind in ("causal", "window")
-    if has_sink_logit and set(other) <= {"attention.bias", "attention.mask"}:
+    biases, thetas = {kind.attention.bias.kind for kind in kinds}, _thetas(kinds)
+    if thetas is None or not _has_windows_of_transformers(kinds):
+        return _as_itself(model, tokens)
+    if other <= BY_LAYER and biases <= set(SINK_LOGITS):
         return _as_granite(model, tokens)
+    if other <= BY_LAYER and biases == {"none"} and len(kinds) == 2 and len(thetas - {0.0}) == 1:
+        return _as_smollm3(model, tokens)
+    if other <= BY_LAYER | {"norm", "ffn"} and biases == {"none"} and _is_gemma(kinds):
+        return _as_gemma3(model, tokens)
     return _as_itself(model, tokens)
+
+
+def _thetas(kinds: Sequence[ModelConfig]) -> set[float] | None:
+    """theta of the layers' rotary positions, 0 of those without positions; None where one has other positions, or all
+    have none."""
+    positions = [kind.position for kind in kinds]
+    whole = all(isinstance(one, NoPosition) or (isinstance(one, Rotary) and one.share == 1) for one in positions)
+    thetas = {one.theta if isinstance(one, Rotary) else 0.0 for one in positions}
+    return thetas if whole and any(thetas) else None
+
+
+def _has_windows_of_transformers(kinds: Sequence[ModelConfig]) -> bool:
+    """Whether all layers are causal or have a window, all windows of one width."""
+    masks = [kind.attention.mask for kind in kinds if kind.attention.mask.kind != "causal"]
+    return all(mask.kind == "window" and mask == masks[0] for mask in masks)
+
+
+def _is_gemma(kinds: Sequence[ModelConfig]) -> bool:
+    """Whether norms and feed-forward are Gemma 3's, and its positions rotary, of one theta for a kind of mask."""
+    config = kinds[0]
+    norm = NormConfig(placement="sandwich", qk_norm=True, eps=config.norm.eps)
+    masks = {kind.attention.mask.kind for kind in kinds}
+    rotary = all(isinstance(kind.position, Rotary) for kind in kinds)
+    by_mask = len(masks) == len({(kind.attention.mask.kind, kind.position) for kind in kinds})
+    return rotary and by_mask and config.norm == norm and config.ffn == "geglu"
+
+
+def _sizes(model: Transformer, tokens: dict[str, Any]) -> dict[str, Any]:
+    """Values of a config of transformers whose layers may differ; the theta is that of the first rotary layers."""
+    config = model.config
+    masks = [config.of_layer(layer).attention.mask for layer in range(1, config.layers + 1)]
+    rotary = next(kind for kind in config.layer_kinds if isinstance(kind.position, Rotary))
+    return {
+        **llama_sizes(rotary),
+        **tokens,
+        "layer_types": ["sliding_attention" if mask.kind == "window" else "full_attention" for mask in masks],
+        "sliding_window": next((mask.width for mask in masks if mask.kind == "window"), config.context),  # a number
+    }
+
+
+def _layer_thetas(config: ModelConfig) -> list[float]:
+    """theta of every layer, 0 without positions."""
+    return [getattr(config.of_layer(layer).position, "theta", 0.0) for layer in range(1, config.layers + 1)]
 
 
 def _as_granite(model: Transformer, tokens: dict[str, Any]) -> Form:
     from transformers import GraniteSWAConfig
 
-    mask, layers = model.config.attention.mask, model.config.layers
     config = GraniteSWAConfig(
-        **llama_sizes(model.config),
-        **tokens,
+        **_sizes(model, tokens),
         attention_multiplier=1 / math.sqrt(model.config.head_width),
-        layer_types=["sliding_attention" if mask.kind == "window" else "full_attention"] * layers,
-        sliding_window=mask.width if mask.kind == "window" else model.config.context,  # it must be a number
+        layer_rope_theta=_layer_thetas(model.config),
     )
     weights = llama_weights(model)
-    for i in range(layers):
+    for i in range(model.config.layers):
         bias = model.get_submodule(f"blocks.{i}.attention.core.bias")
         assert isinstance(bias, BiasParameters)
         sinks = bias.logit_per_head(model.embedding.weight)
         assert sinks is not None
         weights[f"model.layers.{i}.self_attn.sinks"] = sinks.detach().contiguous()
     return Form(config, "GraniteSWAForCausalLM", weights, is_foreign=True)
+
+
+def _as_smollm3(model: Transformer, tokens: dict[str, Any]) -> Form:
+    from transformers import SmolLM3Config
+
+    sizes = _sizes(model, tokens)
+    config = SmolLM3Config(
+        **sizes,
+        pad_token_id=None,  # its default is beyond the vocabulary
+        use_sliding_window="sliding_attention" in sizes["layer_types"],
+        no_rope_layers=[int(theta != 0) for theta in _layer_thetas(model.config)],
+    )
+    return Form(config, "SmolLM3ForCausalLM", llama_weights(model), is_foreign=True)
+
+
+def _as_gemma3(model: Transformer, tokens: dict[str, Any]) -> Form:
+    from transformers import Gemma3TextConfig
+
+    sizes, thetas = _sizes(model, tokens), _layer_thetas(model.config)
+    rope = {
+        kind: {"rope_type": "default", "rope_theta": theta}
+        for kind, theta in zip(sizes["layer_types"], thetas, strict=True)
+    }
+    for unused in ("mlp_bias", "rope_parameters"):
+        del sizes[unused]
+    config = Gemma3TextConfig(
+        **sizes,
+        rope_parameters=rope,
+        pad_token_id=None,
+        head_dim=model.config.head_width,
+        query_pre_attn_scalar=model.config.head_width,
+        hidden_activation="gelu",
+    )
+    weights = llama_weights(model)
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"] / math.sqrt(model.config.width)
+    weights["model.norm.weight"] = weights["model.norm.weight"] - 1
+    for i in range(model.config.layers):
+        for ours, theirs in GEMMA_NORMS.items():
+            weight = model.get_parameter(f"blocks.{i}.{ours}.weight").detach()
+            weights[f"model.layers.{i}.{theirs}.weight"] = weight - 1
+    return Form(config, "Gemma3ForCausalLM", weights, is_foreign=True)
 
 
 def _as_itself(model: Transformer, tokens: dict[str, Any]) -> Form:

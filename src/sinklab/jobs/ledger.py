@@ -135,6 +135,7 @@ def run_steps(
         if step.kept is not None:
             observe(JobEvent("kept", step.name, text=step.kept))
             continue
+        observe(JobEvent("started", step.name))
         start, failure, text = time.perf_counter(), None, ""
         try:
             text = step.run(StepProgress(step.name, observe))

@@ -96,7 +96,7 @@ class Measurement(WithArrays):
         importance: alpha, mean over sequences (L, H, T).
         importance_visible: mean over the queries that may see a key (L, H, T); None where that is alpha everywhere.
         importance_first: alpha of position 1 (N, L, H).
-        importance_bias: alpha of the added bias or sink token, mean over sequences (L, H); None without one.
+        importance_bias: alpha of the added bias or sink token, mean over sequences (L, H); None where a layer has none.
         importance_registers: alpha of each register (L, H, R); None where there are not several.
         row_sums: mean over sequences and queries of the sum of raw scores (L, H); None where rows sum to one.
         hidden_norm: mean l2 norm (M + 1, T).

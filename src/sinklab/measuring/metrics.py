@@ -10,26 +10,6 @@ import torch
 from torch import Tensor
 
 
-def importance_from_sums(keys_BHT: Tensor, queries_B: Tensor) -> Tensor:
-    """alpha_k = (sum over queries t = k..n of A[t, k]) / (n - k + 1); the query k itself counts.
-
-    Args:
-        keys_BHT: column sums of the attention matrix, aligned so that index 0 is the first real token.
-        queries_B: n, the number of real tokens of each sequence; 0 at positions past it.
-
-    Returns:
-        alpha_BHT in [0, 1], in the dtype of the sums.
-    """
-    k_T = torch.arange(keys_BHT.shape[-1], device=keys_BHT.device)
-    left_BT = queries_B.to(keys_BHT.device)[:, None] - k_T
-    return torch.where(left_BT[:, None] > 0, keys_BHT / left_BT.clamp(min=1)[:, None], 0)
-
-
-def prefix_importance(sums_BHS: Tensor, length: int) -> Tensor:
-    """alpha (B, H, length) from sums over the first `length` queries, of sequences without padding."""
-    return importance_from_sums(sums_BHS[..., :length], torch.full((len(sums_BHS),), length))
-
-
 def uniform_importance(queries_B: Tensor, length: int) -> Tensor:
     """alpha_BT, float64, where each query attends to all tokens so far alike: A[t, k] = 1/t for k <= t.
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Field, field_validator
 
 from sinklab.errors import InputError
-from sinklab.settings import CommandSettings, Flag, Several
+from sinklab.settings import ADVANCED, INPUT, MEASURED, CommandSettings, Flag, Several
 
 Inputs = Literal["natural", "random", "repeat"]
 EPS = (0.3,)
@@ -86,13 +86,17 @@ class Options(CommandSettings, frozen=True):
         model_name, inputs, bos: recorded with the result.
     """
 
-    inputs: Inputs = Field(default="natural", description="Text, uniform random tokens, or one token repeated.")
-    eps: Annotated[tuple[float, ...], BeforeValidator(parse_eps), Flag(text=list[str])] = Field(
+    panel = MEASURED
+
+    inputs: Annotated[Inputs, Flag(metavar="KIND", panel=INPUT)] = Field(
+        default="natural", description="natural (text), random (uniform tokens) or repeat (one token)."
+    )
+    eps: Annotated[tuple[float, ...], BeforeValidator(parse_eps), Flag(text=list[str], metavar="EPS")] = Field(
         default=EPS,
-        description="Importance above which a position is a sink; repeatable, the first is the main one.",
+        description="Importance above which a position is a sink; several: the main one first; default: 0.3.",
     )
     lengths: Several[Annotated[int, Field(ge=1)]] = Field(
-        default=(), description="Also the sink rate of the sequences truncated to this length; repeatable."
+        default=(), description="Also the sink rate at this shorter length; repeatable."
     )
     details: bool = Field(
         default=False, description="Also angles, entropy, distances, secondary sinks and kurtosis; slower."
@@ -101,7 +105,7 @@ class Options(CommandSettings, frozen=True):
         tuple[tuple[int, int], ...],
         BeforeValidator(parse_maps),
         Flag("--map", metavar="LAYER.HEAD", text=list[str]),
-    ] = Field(default=(), description="Save the attention matrix of this head; implies --details; repeatable.")
+    ] = Field(default=(), description="Save this head's attention matrix, with --details; repeatable.")
     explore: bool = Field(
         default=False,
         description="Also keep every head's attention map of the first sequence for the report: the first 128 tokens, "
@@ -109,8 +113,8 @@ class Options(CommandSettings, frozen=True):
         "--map; one more forward pass of one sequence.",
     )
     loss: bool = Field(default=True, description="Skip the loss and the logits: a third faster on a small model.")
-    batch_size: int | None = Field(
-        default=None, ge=1, description="Sequences per batch; default: as many as fit, at most 16."
+    batch_size: Annotated[int | None, Flag(panel=ADVANCED)] = Field(
+        default=None, ge=1, description="Sequences per batch; default: what fits, at most 16."
     )
     first_target: int = 2
     model_name: str = ""
@@ -174,19 +178,21 @@ class Study(CommandSettings, frozen=True):
         replace_position: a learned position, and the position whose embedding replaces its own.
     """
 
-    ablate: Several[str] = Field(
+    panel = MEASURED
+
+    ablate: Annotated[Several[str], Flag(metavar="NAME")] = Field(
         default=(),
-        description="Also measure an ablation: mask_first:N, no_bos, zero_massive or zero_massive:LAYER; repeatable.",
+        description="Also under mask_first:N, no_bos, zero_massive or zero_massive:LAYER; repeatable.",
     )
-    swap_position: Annotated[tuple[int, int] | None, Flag(metavar="I J")] = Field(
-        default=None, description="Measure with two learned position embeddings swapped."
+    swap_position: Annotated[tuple[int, int] | None, Flag(metavar="I J", panel=ADVANCED)] = Field(
+        default=None, description="Swap two learned position embeddings."
     )
-    replace_position: Annotated[tuple[int, int] | None, Flag(metavar="I J")] = Field(
-        default=None, description="Measure with the learned embedding of position I replaced by that of J."
+    replace_position: Annotated[tuple[int, int] | None, Flag(metavar="I J", panel=ADVANCED)] = Field(
+        default=None, description="Replace the learned embedding of position I by that of J."
     )
-    perturb: Annotated[int | None, Flag(metavar="POSITION")] = Field(
+    perturb: Annotated[int | None, Flag(metavar="N")] = Field(
         default=None,
-        description="Also replace this token and measure how far the change spreads, with and without key 1.",
+        description="Also replace token N: how far does the change spread, with and without key 1?",
     )
 
     @field_validator("ablate", mode="before")

@@ -18,7 +18,7 @@ from sinklab.model.latent import LatentHeads, LatentProjection
 from sinklab.model.mixer import GatedDelta, LinearAttention, RuleInputs
 from sinklab.model.norm import build_norm, norm_of_heads
 from sinklab.model.past import LayerPast, StatePast
-from sinklab.model.position import DistanceTerm, SharedTerm, rotate
+from sinklab.model.position import DistanceTerm, SharedTerm, rotate_first
 from sinklab.model.values import (
     FirstValues,
     NoValueResidual,
@@ -31,11 +31,11 @@ from sinklab.model.values import (
 
 @dataclass(frozen=True)
 class Places:
-    """Inputs of all layers that depend on positions.
+    """Inputs of a layer that depend on positions.
 
     Attributes:
-        rotary: cos and sin, each (L, half the rotary width), or (B, 1, L, ..) with padding; None without rotary
-            positions.
+        rotary: cos and sin, each (L, half the rotary width), or (B, 1, L, ..) with padding; None in layers without
+            rotary positions.
         documents_BL: the document of every position, including those of a past; None unless the mask separates
             documents.
         first: the first layer's values for the later ones; None unless they are mixed.
@@ -52,7 +52,11 @@ class Places:
 
 
 class Attention(nn.Module):
-    """Projections, positions and gates on both sides of the attention core; layers count from 1."""
+    """Projections, positions and gates on both sides of the attention core; layers count from 1.
+
+    Args:
+        config: of the layer (`ModelConfig.of_layer`).
+    """
 
     def __init__(self, config: ModelConfig, term: DistanceTerm | None, layer: int) -> None:
         super().__init__()
@@ -124,7 +128,7 @@ class Attention(nn.Module):
         x_BHLPK = norm(x_BHLD.unflatten(-1, (-1, self.key_width)))
         if places.rotary is not None:
             cos_LC, sin_LC = places.rotary
-            x_BHLPK = rotate(x_BHLPK, cos_LC[..., None, :], sin_LC[..., None, :])
+            x_BHLPK = rotate_first(x_BHLPK, cos_LC[..., None, :], sin_LC[..., None, :])
         return x_BHLPK.flatten(-2)
 
     def alone(self, k_BGSD: Tensor, queries: int, places: Places) -> Tensor | None:

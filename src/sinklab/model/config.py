@@ -2,14 +2,15 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from sinklab.attention.config import AttentionConfig
+from sinklab.attention.biases import Bias
+from sinklab.attention.config import AttentionConfig, AttentionMask
 from sinklab.model.gate import Gate, NoGate
 from sinklab.model.latent import FullProjection, LatentProjection, LatentSizes, Projection
 from sinklab.model.mixer import AttentionOnly, GatedDelta, Mixer
 from sinklab.model.norm import NormConfig
-from sinklab.model.position import Position, Rotary
+from sinklab.model.position import Distance, Position, Rotary
 from sinklab.model.values import NoValueResidual, ValueResidual
 from sinklab.schema import LARGEST, Part
 
@@ -29,6 +30,25 @@ class TorchInit(Part):
 Init = Annotated[DeclaredInit | TorchInit, Field(discriminator="kind")]
 
 
+class Pattern(Part):
+    """Layers first, first + every, .. have a mask, bias or position of their own, the others those of the model.
+
+    Gemma 3 has a causal mask and another theta in every sixth layer and windows in the others, MiMo-V2-Flash also sink
+    logits in the windows alone, SmolLM3 no position in every fourth layer.
+    """
+
+    every: int = Field(ge=1, description="layers for one of its own, counted from the first layer on")
+    first: int | None = Field(default=None, ge=1, description="the first such layer, from 1; null: layer `every`")
+    mask: AttentionMask | None = Field(default=None, description="of these layers; null: model.attention.mask")
+    bias: Bias | None = Field(default=None, description="of these layers, no sink_token; null: model.attention.bias")
+    position: Position | None = Field(default=None, description="of these layers, not absolute; null: model.position")
+
+    def has(self, layer: int) -> bool:
+        """Whether layer `layer`, from 1, is one of them."""
+        beyond = layer - (self.first or self.every)
+        return beyond >= 0 and beyond % self.every == 0
+
+
 class ModelConfig(Part):
     """A LLaMA-style decoder. The defaults are the 60M model of 2410.10781."""
 
@@ -45,6 +65,9 @@ class ModelConfig(Part):
         default="swiglu", description="act(x W) V; those ending in glu: (act(x W) * x U) V"
     )
     mixer: Mixer = AttentionOnly()
+    pattern: Pattern | None = Field(
+        default=None, description="layers whose mask, bias or position differ; null: all layers are alike"
+    )
     projection: Projection = FullProjection()
     attention: AttentionConfig = AttentionConfig()
     gate: Gate = NoGate()
@@ -80,6 +103,33 @@ class ModelConfig(Part):
         return tuple(layers)
 
     @property
+    def layer_kinds(self) -> tuple["ModelConfig", ...]:
+        """The different configs of its attention layers: one, or two under a pattern."""
+        if self.pattern is None:
+            return (self,)
+        first_of = {self.pattern.has(layer): layer for layer in reversed(self.attention_layers)}
+        return tuple(self.of_layer(layer) for layer in sorted(first_of.values()))
+
+    def of_layer(self, layer: int) -> "ModelConfig":
+        """The config of a model all of whose layers are as layer `layer`, from 1."""
+        own = self.pattern
+        if own is None:
+            return self
+        alike: dict[str, object] = {"pattern": None}
+        if own.has(layer):
+            given = {"mask": own.mask, "bias": own.bias}
+            changed = {key: value for key, value in given.items() if value is not None}
+            alike["attention"] = self.attention.model_copy(update=changed)
+            alike["position"] = own.position or self.position
+        return self.model_copy(update=alike)
+
+    @property
+    def distance(self) -> Distance | None:
+        """The position that acts on the scores, of all layers or of some; None without."""
+        found = (kind.position for kind in self.layer_kinds if isinstance(kind.position, Distance))
+        return next(found, None)
+
+    @property
     def latent(self) -> LatentSizes | None:
         """Widths of a latent projection; None of a full one."""
         return self.projection.sizes(self.head_width) if isinstance(self.projection, LatentProjection) else None
@@ -97,8 +147,8 @@ class ModelConfig(Part):
     @property
     def shared_tokens(self) -> int:
         """Number of tokens at the start that every query sees, also earlier queries: a prefix mask's length, else 1."""
-        mask = self.attention.mask
-        return mask.length if mask.kind == "prefix" else 1
+        masks = (kind.attention.mask for kind in self.layer_kinds)
+        return max(mask.length if mask.kind == "prefix" else 1 for mask in masks)
 
     @property
     def first_target(self) -> int:
@@ -112,8 +162,9 @@ class ModelConfig(Part):
 
     @property
     def rotary_width(self) -> int:
-        """How many of the last dimensions of a query or key are rotated."""
-        return self.key_width if self.latent is None else self.latent.rope
+        """How many of the numbers of a query or key are rotated: the first, or the last with a latent projection."""
+        width = self.key_width if self.latent is None else self.latent.rope
+        return round(width * self.position.share) if isinstance(self.position, Rotary) else width
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
@@ -125,11 +176,12 @@ class ModelConfig(Part):
             raise ValueError(f"absolute positions need an even width for sine and cosine, not {self.width}")
         if self.first_target > self.context + 1:
             raise ValueError(
-                f"attention.mask.length {self.first_target - 1} is above context {self.context}: a chunk has one token "
+                f"mask.length {self.first_target - 1} is above context {self.context}: a chunk has one token "
                 "more than the context, and none of them would be predicted"
             )
         self._check_latent()
         self._check_mixer()
+        self._check_share()
         self.attention.check_fit(self.query_width, self.position.kind in ("relative", "t5", "alibi"))
         if self.latent is None and self.position.kind == "rotary" and self.key_width % 2:
             name = self.attention.operation.kind
@@ -137,7 +189,70 @@ class ModelConfig(Part):
             raise ValueError(
                 f"rotary rotates pairs and needs an even width of keys: width / heads = {self.head_width}{halved}"
             )
+        self._check_pattern()
         return self
+
+    def _check_share(self) -> None:
+        """Refuse a share of the channels that rotary cannot rotate."""
+        if not isinstance(self.position, Rotary) or self.position.share == 1:
+            return
+        if self.latent is not None:
+            raise ValueError(
+                f"position.share {self.position.share:g}: projection latent rotates a part of its own; leave share "
+                "out, and set projection.rope_width"
+            )
+        rotated = self.key_width * self.position.share
+        if round(rotated) % 2 or not round(rotated) > 0 or abs(rotated - round(rotated)) > 1e-6:
+            raise ValueError(
+                f"position.share {self.position.share:g} of the {self.key_width} numbers of a key is {rotated:g}, and "
+                f"rotary rotates pairs: give a multiple of {2 / self.key_width:g}"
+            )
+
+    def _check_pattern(self) -> None:
+        """Refuse a pattern that has no layer or no difference, differences of what layers share, and what no model
+        could have in all its layers."""
+        own = self.pattern
+        if own is None:
+            return
+        if own.mask is own.bias is own.position is None:
+            raise ValueError("pattern changes nothing: give the mask, bias or position of its layers")
+        if not (layers := [layer for layer in self.attention_layers if own.has(layer)]):
+            raise ValueError(
+                f"pattern begins at layer {own.first or own.every}, and no layer from there on is one of its own: the "
+                f"layers with attention are {', '.join(map(str, self.attention_layers))}"
+            )
+        if own.bias is not None and (own.bias.leading or self.attention.bias.leading):
+            raise ValueError(
+                "pattern.bias: a sink token precedes the sequence and is in every layer; leave pattern.bias out, or "
+                "use other biases such as sink_logit"
+            )
+        if own.position is not None:
+            self._check_positions(own.position)
+        masks = [mask for mask in (own.mask, self.attention.mask) if mask is not None and mask.kind == "document"]
+        if len({mask.eos_id for mask in masks}) > 1:
+            raise ValueError(
+                f"pattern.mask.eos_id {masks[0].eos_id} and attention.mask.eos_id {masks[1].eos_id} differ, and a "
+                "sequence has the same documents in every layer: give one"
+            )
+        try:
+            ModelConfig.model_validate(self.of_layer(layers[0]).model_dump())
+        except ValidationError as error:
+            reasons = [item["msg"].removeprefix("Value error, ") for item in error.errors()]
+            raise ValueError(f"the layers of pattern: {'; '.join(reasons)}") from error
+
+    def _check_positions(self, position: Position) -> None:
+        """Refuse positions of the layers of a pattern that cannot differ from those of the others."""
+        for one in (position, self.position):
+            if one.kind in ("absolute", "learnable") and position != self.position:
+                raise ValueError(
+                    f"pattern.position is {position.kind} and position is {self.position.kind}: {one.kind} positions "
+                    "are added to the embeddings, which all layers read; use rotary, relative, t5, alibi or none"
+                )
+        if isinstance(position, Distance) and isinstance(self.position, Distance) and position != self.position:
+            raise ValueError(
+                f"pattern.position {position.kind} and position {self.position.kind} differ, and all layers share one "
+                "term of the distance: use the same values, or rotary or none for one of the two"
+            )
 
     def _check_mixer(self) -> None:
         """Refuse combinations that linear layers cannot have."""

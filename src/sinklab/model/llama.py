@@ -32,6 +32,7 @@ def differences(config: ModelConfig) -> dict[str, str]:
         "attention.mask": (attention.mask, CausalMask()),
         "attention.softcap": (attention.softcap, None),
         "mixer": (config.mixer, AttentionOnly()),
+        "pattern": (config.pattern, None),
         "projection": (config.projection, FullProjection()),
         "position": (config.position, Rotary(theta=getattr(config.position, "theta", 1.0))),
         "norm": (config.norm, NormConfig(eps=config.norm.eps)),

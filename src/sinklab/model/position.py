@@ -3,7 +3,8 @@
 none                   no positions but by the causal mask
 absolute, learnable    a vector of the position is added to the token's embedding
 relative, t5, alibi    a term of the distance t - s is added to the logit of query t and key s
-rotary                 queries and keys are rotated by an angle of their position in the half-split layout of Llama
+rotary                 queries and keys are rotated by an angle of their position in the half-split layout of Llama,
+                       or the first numbers of each only
 
 A learned sink token precedes the sequence. The real tokens keep positions 0 .. T - 1: nothing is added to the sink
 token's embedding, which is learned, and its distance from real token t is t + 1; rotary rotates it by the angle of
@@ -79,11 +80,15 @@ class Alibi(Part):
 
 
 class Rotary(Part):
-    """Queries and keys rotated by the angle t theta^(-2i/D), D their width: half a head's under differential."""
+    """Queries and keys rotated by the angle t theta^(-2i/D), D `share` of their width (half a head in differential)."""
 
     kind: Literal["rotary"] = "rotary"
     theta: float = Field(default=10000.0, gt=0, description="base of the wavelengths")
+    share: float = Field(default=1.0, gt=0, le=1, description="of the numbers of a query and key, the first of them")
 
+
+Distance = Relative | T5 | Alibi
+"""Positions that act on the scores."""
 
 Position = Annotated[
     NoPosition | Absolute | Learnable | Relative | T5 | Alibi | Rotary,
@@ -127,7 +132,7 @@ class DistanceTerm(nn.Module):
         weight: (buckets, heads) learned (t5), else None.
     """
 
-    def __init__(self, position: Relative | T5 | Alibi, heads: int) -> None:
+    def __init__(self, position: Distance, heads: int) -> None:
         super().__init__()
         self.kind, self.position, self.heads = position.kind, position, heads
         learned = isinstance(position, T5)
@@ -209,6 +214,14 @@ def rotate(x_BHTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
     if torch.compiler.is_compiling():  # fused; and the Dynamo of PyTorch 2.11 takes a wrong gradient from the class
         return _rotated(x_BHTD, cos_TC, sin_TC)
     return _Rotation.apply(x_BHTD, cos_TC, sin_TC)  # type: ignore[return-value]
+
+
+def rotate_first(x_BHTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
+    """Rotate the first 2 C numbers and keep the others."""
+    width = 2 * cos_TC.shape[-1]
+    if width == x_BHTD.shape[-1]:
+        return rotate(x_BHTD, cos_TC, sin_TC)
+    return torch.cat((rotate(x_BHTD[..., :width], cos_TC, sin_TC), x_BHTD[..., width:]), dim=-1)
 
 
 class _Rotation(torch.autograd.Function):

@@ -6,6 +6,8 @@ It is trained and measured as it is. Probes attach from outside: to the blocks f
 B batch, T tokens, L = leading + T positions, E width, D head width, V vocabulary.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,17 +21,7 @@ from sinklab.model.loss import next_token_loss
 from sinklab.model.mixer import GatedDelta
 from sinklab.model.norm import build_norm
 from sinklab.model.past import Past
-from sinklab.model.position import (
-    T5,
-    Absolute,
-    Alibi,
-    DistanceTerm,
-    Learnable,
-    Relative,
-    Rotary,
-    rotary_tables,
-    sinusoid,
-)
+from sinklab.model.position import Absolute, Distance, DistanceTerm, Learnable, Rotary, rotary_tables, sinusoid
 from sinklab.model.values import FirstValues
 
 
@@ -43,6 +35,7 @@ class Transformer(nn.Module):
     Attributes:
         leading: learned tokens before the sequence: a sink token, or registers.
         sink_token: their embeddings (1, leading, E); None without.
+        layer_configs: of each layer; those without attention ignore most of it.
 
     Raises:
         ValueError: `config.vocab_size` is not set.
@@ -59,7 +52,8 @@ class Transformer(nn.Module):
         position = config.position
         learned = isinstance(position, Learnable)
         self.position_table = nn.Parameter(torch.empty(config.context, config.width)) if learned else None
-        self.distance = DistanceTerm(position, config.heads) if isinstance(position, Relative | T5 | Alibi) else None
+        self.distance = None if config.distance is None else DistanceTerm(config.distance, config.heads)
+        self.layer_configs = [config.of_layer(layer) for layer in range(1, config.layers + 1)]
         self.blocks = nn.ModuleList(self._block(layer) for layer in range(1, config.layers + 1))
         post = config.norm.placement == "post"
         self.final_norm = nn.Identity() if post else build_norm(config.norm, config.width)
@@ -89,20 +83,19 @@ class Transformer(nn.Module):
         x_BLE = self._placed(self.embedding(tokens_BT), first - self.leading if first else 0, padding_B)
         if leading:
             x_BLE = self._led(x_BLE, padding_B)
-        position, rotary = self.config.position, None
-        if isinstance(position, Rotary):
-            length, width = x_BLE.shape[1], self.config.rotary_width
-            dtype = accumulate_dtype(x_BLE.dtype)
-            start, device = first - self.leading, x_BLE.device
-            rotary = rotary_tables(length, width, position.theta, device, start, dtype=dtype, padding_B=padding_B)
         documents_BL = self._documents(tokens_BT if past is None else past.extend(tokens_BT), padding_B)
         padded_BL = None
         if padding_B is not None and not first:
             padded_BL = torch.arange(x_BLE.shape[1], device=x_BLE.device) < padding_B[:, None]
         mixes = self.config.value_residual.kind != "none"
-        places = Places(rotary, documents_BL, FirstValues() if mixes else None, padding_B, padded_BL)
+        places = Places(None, documents_BL, FirstValues() if mixes else None, padding_B, padded_BL)
+        placed = {
+            kind.position: replace(places, rotary=self._rotary(kind, x_BLE, first - self.leading, padding_B))
+            for kind in self.config.layer_kinds
+        }
         for index, block in enumerate(self.blocks):
-            x_BLE = block(x_BLE, places) if past is None else block(x_BLE, places, past.layers[index])
+            here = placed.get(self.layer_configs[index].position, places)
+            x_BLE = block(x_BLE, here) if past is None else block(x_BLE, here, past.layers[index])
         return self.final_norm(x_BLE[:, leading:])
 
     def new_past(self) -> Past:
@@ -113,7 +106,18 @@ class Transformer(nn.Module):
     def _block(self, layer: int) -> DecoderBlock | LinearBlock:
         if isinstance(self.config.mixer, GatedDelta) and layer not in self.config.attention_layers:
             return LinearBlock(self.config, self.config.mixer)
-        return DecoderBlock(self.config, self.distance, layer)
+        own = self.layer_configs[layer - 1]
+        return DecoderBlock(own, self.distance if isinstance(own.position, Distance) else None, layer)
+
+    def _rotary(
+        self, kind: ModelConfig, x_BLE: Tensor, start: int, padding_B: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """cos and sin of layers of a kind, for the positions from `start` on; None without rotary positions."""
+        if not isinstance(kind.position, Rotary):
+            return None
+        length, dtype = x_BLE.shape[1], accumulate_dtype(x_BLE.dtype)
+        theta, width = kind.position.theta, kind.rotary_width
+        return rotary_tables(length, width, theta, x_BLE.device, start, dtype=dtype, padding_B=padding_B)
 
     def _must_be_read_again(self, past: Past, padding_B: Tensor | None) -> bool:
         """Whether the tokens of the past must be read again.
@@ -169,8 +173,9 @@ class Transformer(nn.Module):
 
         An EOS belongs to the document that it ends.
         """
-        mask = self.config.attention.mask
-        if mask.kind != "document":
+        masks = (kind.attention.mask for kind in self.config.layer_kinds)
+        mask = next((mask for mask in masks if mask.kind == "document"), None)
+        if mask is None:
             return None
         if padding_B is not None:
             at_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)

@@ -138,6 +138,10 @@ class Adapter(Protocol):
         """Why its attention calls cannot be edited or replaced; None where they can. It may run the model."""
         ...
 
+    def depends_on_length(self, short: int, long: int) -> bool:
+        """Whether the first `short` tokens have other hidden states in a sequence of `long` tokens."""
+        ...
+
     def fixed_positions(self) -> str | None:
         """Why its keys cannot have positions within a cache; None where they can. It may run the model."""
         ...

@@ -16,7 +16,7 @@ from sinklab.attention.real_tokens import RealTokens
 from sinklab.errors import InputError
 from sinklab.model.config import ModelConfig
 from sinklab.model.loss import next_token_loss
-from sinklab.model.position import Absolute, Learnable, Rotary, rotate
+from sinklab.model.position import Absolute, Learnable, Rotary, rotate, rotate_first
 from sinklab.model.transformer import Transformer
 from sinklab.models.families import family_of
 from sinklab.models.layer_kinds import LayerKinds
@@ -70,11 +70,11 @@ class NativeAdapter:
             InputError: either of them.
         """
         self.check_length(longest)
-        mask = self.module.config.attention.mask
-        if mask.kind == "prefix" and lengths and lengths[0] < mask.length:
+        shared = self.module.config.shared_tokens
+        if lengths and lengths[0] < shared:
             raise InputError(
-                f"lengths {list(lengths)}: under a prefix mask the first {mask.length} tokens see each other, so "
-                f"sequences cut before are others: give lengths from {mask.length} on"
+                f"lengths {list(lengths)}: under a prefix mask the first {shared} tokens see each other, so "
+                f"sequences cut before are others: give lengths from {shared} on"
             )
 
     def read(
@@ -119,9 +119,14 @@ class NativeAdapter:
 
     def inseparable(self) -> str | None:
         """Under a prefix mask queries see later tokens, which no cache holds."""
-        if self.module.config.attention.mask.kind != "prefix":
+        if all(kind.attention.mask.kind != "prefix" for kind in self.module.config.layer_kinds):
             return None
         return "under its prefix mask queries see later tokens, and a cache holds earlier ones"
+
+    def depends_on_length(self, short: int, long: int) -> bool:
+        """Under a prefix mask that the short sequence does not fill."""
+        mask = self.module.config.attention.mask
+        return mask.kind == "prefix" and short < min(mask.length, long)
 
     def fixed_positions(self) -> str | None:
         """Positions that are added to the embeddings."""
@@ -133,14 +138,14 @@ class NativeAdapter:
     @contextmanager
     def intercepted(self, handler: Callable[[LayerCall], Tensor]) -> Iterator[None]:
         """Every core passes its calls through `handler`."""
-        shift = shift_rope(self.module.config)
+        config = self.module.config
 
-        def through(index: int, layer: LayerCall) -> Tensor:
+        def through(index: int, shift: ShiftRope | None, layer: LayerCall) -> Tensor:
             return handler(replace(layer, index=index, shift_rope=shift))
 
         try:
-            for index, core in enumerate(self.cores, 1):
-                core.call_handler = partial(through, index)
+            for index, (core, layer) in enumerate(zip(self.cores, config.attention_layers, strict=True), 1):
+                core.call_handler = partial(through, index, shift_rope(config.of_layer(layer)))
             yield
         finally:
             for core in self.cores:
@@ -148,7 +153,11 @@ class NativeAdapter:
 
 
 def shift_rope(config: ModelConfig) -> ShiftRope | None:
-    """The rotation of `model/block.py`, by any number of positions; of `model/latent.py` that of the last numbers."""
+    """The rotation of `model/block.py`, by any number of positions; of `model/latent.py` that of the last numbers.
+
+    Args:
+        config: of the layer (`ModelConfig.of_layer`).
+    """
     if not isinstance(config.position, Rotary):
         return None
     theta, key_width, width = config.position.theta, config.key_width, config.rotary_width
@@ -158,6 +167,8 @@ def shift_rope(config: ModelConfig) -> ShiftRope | None:
         frequency = theta ** (-torch.arange(0, width, 2, device=x_BHLD.device, dtype=dtype) / width)
         angle_LC = by_L.to(x_BHLD.device, dtype)[:, None] * frequency
         cos_L1C, sin_L1C = angle_LC.cos()[:, None], angle_LC.sin()[:, None]
+        if config.latent is None:
+            return rotate_first(x_BHLD.unflatten(-1, (-1, key_width)), cos_L1C, sin_L1C).flatten(-2)
         still, turned = x_BHLD.unflatten(-1, (-1, key_width)).split((key_width - width, width), dim=-1)
         return torch.cat((still, rotate(turned, cos_L1C, sin_L1C)), dim=-1).flatten(-2)
 

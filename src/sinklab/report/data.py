@@ -363,7 +363,8 @@ def recipe_changes(recipe: WrittenRecipe) -> list[str] | None:
     except InputError:  # a kind with required values: all of its values are listed
         theirs = {key: value for key, value in theirs.items() if not key.startswith(tuple(f"{k}." for k in kinds))}
         theirs |= {f"{key}.{tag}": value for key, value in kinds.items() for tag in KINDS}
-    resolved = {"model.vocab_size": None, "train.precision": "auto", "model.attention.mask.eos_id": None}
+    resolved = {"model.vocab_size": None, "train.precision": "auto"}
+    resolved |= {"model.attention.mask.eos_id": None, "model.pattern.mask.eos_id": None}
     for key, value in ours.items():
         if theirs.get(key) != value and not (key in resolved and theirs.get(key) == resolved[key]):
             text = f"{value:g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)

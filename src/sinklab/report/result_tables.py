@@ -331,6 +331,7 @@ def answers_table(document: Assessment, key: str = "", of: str = "") -> Table:
         rows.append([question if question != before else "", one.change, one.added])
         before = question
     notes = [
+        *document.errors(),
         *(f"Skipped: {part}: {why}" for part, why in document.skipped.items()),
         *document.notes,
     ]
@@ -362,6 +363,7 @@ def assessment_table(document: Assessment, title: str = "Costs and benefits of t
     ]
     notes = [
         *(f"{remark}." for remark in document.remarks()),
+        *document.errors(),
         *(f"Skipped: {part}: {why}" for part, why in document.skipped.items()),
         *document.notes,
     ]

@@ -136,6 +136,8 @@ def _numbers(
         return None
     if experiment.replicate == "seed":
         one, target, many = f"a run of one seed at scale {experiment.scale}", "recipe", "seeds"
+    elif experiment.replicate == "model":
+        one, target, many = "one model", "measurement", "models"
     else:
         one, target, many = f"{experiment.scale} on one draw of sequences", "measurement", "draws"
     caption = (

@@ -5,10 +5,12 @@ import tempfile
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 from sinklab.assessing.assessment import ASSESSMENT, Assessment, load_assessment
 from sinklab.experiments.documents import (
+    GRID,
     CellEstimate,
     CellRun,
     CellSummary,
@@ -223,6 +225,23 @@ def experiment_table(experiment: ExperimentSummary, cells: Mapping[str, CellSumm
                 row.append(DID_NOT_TRAIN if not_trained else paper[name].get(one.name))
         rows.append(row)
     return Table("", columns, rows, [f"Median [smallest, largest] over {experiment.replicate}s."])
+
+
+def grid_tables(experiment: ExperimentSummary, cells: Mapping[str, CellSummary]) -> list[Table]:
+    """Of a grid, a matrix per quantity: a row per cell, a column per combination of changes; empty for others."""
+    if not experiment.axes:
+        return []
+    own, *changes = experiment.axes.values()
+    combinations = list(product(*changes))
+    made = []
+    for shown in map(quantity_of, experiment.columns):
+        form = f",.{shown.decimals}f"
+        columns = [TableColumn("Cell", text=True), *(TableColumn(", ".join(one), form=form) for one in combinations)]
+        found = {cell: _estimate(one.estimate(shown.name), shown.decimals, "") for cell, one in cells.items()}
+        rows = [[name, *(found.get(GRID.join((name, *one))) for one in combinations)] for name in own]
+        notes = [f"Median [smallest, largest] over {experiment.replicate}s."]
+        made.append(Table(", ".join(filter(None, (shown.label, shown.unit))), columns, rows, notes))
+    return made
 
 
 def _estimate(estimate: CellEstimate | None, decimals: int, elsewhere: str) -> TableCell | None:

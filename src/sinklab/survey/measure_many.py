@@ -128,7 +128,6 @@ def measure_all(
             ledger.save(result())
 
     def run(item: Item, progress: StepProgress) -> str:
-        progress.begin()
         _release_memory()
         measured[item.name] = item.measure(progress.reach)
         if out is not None:

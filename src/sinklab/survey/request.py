@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
 from sinklab.errors import InputError
 from sinklab.measuring.options import Options, Study
-from sinklab.settings import CommandSettings, Seed, SequenceCount, SequenceLength
+from sinklab.settings import ADVANCED, INPUT, CommandSettings, Flag, Seed, SequenceCount, SequenceLength
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,11 +46,13 @@ class Request(CommandSettings, frozen=True):
         study: ablations and changed positions.
     """
 
+    panel = INPUT
+
     options: Options = Options()
     sequences: SequenceCount = 100
     length: SequenceLength = 64
     no_bos: bool = Field(default=False, description="Without the special tokens that the tokenizer prepends.")
-    seed: Seed = Field(default=0, description="Of random and repeated tokens.")
+    seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(default=0, description="Of random and repeated tokens.")
     fewer: bool = False
     drawn_text: bool = False
     study: Study = Study()

@@ -19,6 +19,7 @@ mask counts as causal.
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,7 +75,8 @@ def model_flops(config: ModelConfig) -> Flops:
     """
     model = shape_of(config)
     positions = config.context + model.leading
-    of_attention = len(config.attention_layers) * _attention_flops(config, positions)
+    kinds = Counter(map(config.of_layer, config.attention_layers))
+    of_attention = sum(layers * _attention_flops(kind, positions) for kind, layers in kinds.items())
     predicted = config.context + 2 - config.first_target  # of a chunk, which has one token more than the context
     return Flops(
         FORWARD_AND_BACKWARD * _matrix_flops(model) * positions,
@@ -118,7 +120,7 @@ def _rule_flops(block: nn.Module, positions: int) -> int:
 
 
 def _attention_flops(config: ModelConfig, positions: int) -> int:
-    """Of the attention cores of one layer, for one sequence, forward."""
+    """Of the attention core of one layer with this config, for one sequence, forward."""
     width, value_width, operation = config.query_width, config.value_width, config.attention.operation
     core = AttentionCore(
         config.attention,

@@ -16,6 +16,8 @@ LATER: dict[str, object] = {
     "model.exclusive": False,
     "model.projection": {"kind": "full"},
     "model.mixer": {"kind": "attention"},
+    "model.pattern": None,
+    "model.position.share": 1.0,
     "model.value_residual": {"kind": "none"},
     "model.norm.head_norm": False,
     "model.norm.gate_rank": None,

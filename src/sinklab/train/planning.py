@@ -6,10 +6,10 @@ weights       4 bytes per parameter (float32, also under bf16 autocast); one sha
 gradients     4 bytes per parameter, as weights; all of them where FSDP adds up several micro-batches before it shares
 optimizer     AdamW 8, Muon 4 for hidden matrices and 8 for the rest, SGD 4 (without momentum 0), as weights
 activations   tensors that autograd saves between forward and backward of a micro-batch. They are counted: a model of
-              the recipe's sizes but one layer (two where some are linear: the first one of them is, and no values
-              are mixed) runs forward on the CPU at two short lengths; no operation here saves more than linearly many
-              bytes per position, so that the two give the bytes per position and the bytes that do not depend on it
-              (copies of the weights in bfloat16)
+              the recipe's sizes but one layer, of each kind that a pattern has (two where some are linear: the first
+              one of them is, and no values are mixed) runs forward on the CPU at two short lengths; no operation here
+              saves more than linearly many bytes per position, so that the two give the bytes per position and the
+              bytes that do not depend on it (copies of the weights in bfloat16)
               With `train.recompute: blocks` every block saves the residual stream before it only
 loss          logits and their gradients that exist at a time, the gradient of the head in float32
 working       gradients inside one block, taken as large as its activations; of a recomputed block those, too
@@ -23,6 +23,7 @@ uses it.
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -90,16 +91,16 @@ def memory_estimate(recipe: Recipe, device: torch.device, processes: int = 1) ->
     mine = train.batch_size // processes
     sequences = min(train.micro_batch or mine, mine)
     bf16 = train.precision == "bf16"
-    fixed, per_position = _saved(config, bf16, layers=1)
     positions = sequences * (config.context + model.leading)
-    block = fixed + per_position.inside * positions
-    with_attention = len(config.attention_layers)
-    outside, inside = per_position.outside * positions, with_attention * block
-    if with_attention < config.layers:
-        fixed, per_position = _saved(config, bf16, layers=2)
-        linear = fixed + per_position.inside * positions
-        inside += (config.layers - with_attention) * linear
-        block = max(block, linear)
+    counted = [
+        (number, *_saved(kind, bf16, layers=1))
+        for kind, number in Counter(map(config.of_layer, config.attention_layers)).items()
+    ]
+    outside = max(per_position.outside for *_, per_position in counted) * positions
+    if linear := config.layers - len(config.attention_layers):
+        counted.append((linear, *_saved(config, bf16, layers=2)))
+    blocks = [(number, fixed + per_position.inside * positions) for number, fixed, per_position in counted]
+    inside, block = sum(number * size for number, size in blocks), max(size for _, size in blocks)
     recomputed = 0.0
     if train.recompute == "blocks":
         inside, recomputed = FLOAT32 * config.layers * config.width * positions, block

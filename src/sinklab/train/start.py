@@ -17,7 +17,6 @@ A sink token, another operation than softmax and additional norms change the out
 
 import hashlib
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -47,6 +46,7 @@ OPEN = (
     "position",
     "norm",
     "mixer",
+    "pattern",
     "projection",
 )
 """Keys of `model` that a recipe may leave to its checkpoint; its context may differ."""
@@ -91,11 +91,10 @@ def load_start(name: str) -> Start:
         weights = {key: tensor.detach().float() for key, tensor in run.model.state_dict().items()}
         return Start(name, run.recipe.model.model_dump(mode="json"), weights, load_tokenizer(str(run.tokenizer_path)))
     from sinklab.models.families import family_of
-    from sinklab.models.huggingface.loading import Loading, load_pretrained, without_bars
+    from sinklab.models.huggingface.loading import Loading, load_pretrained
     from sinklab.models.native import own_transformer
 
-    with without_bars() if Path(name).exists() else nullcontext():  # downloads show their progress
-        loaded = load_pretrained(name, Loading(dtype="float32", device="cpu"))
+    loaded = load_pretrained(name, Loading(dtype="float32", device="cpu"))
     own = own_transformer(loaded.model)
     if own is not None:
         model = own.config.model_dump(mode="json")
@@ -139,9 +138,10 @@ def started(recipe: Recipe) -> Recipe:
     given = recipe.model.model_fields_set
     model: dict[str, Any] = {key: start.model[key] for key in OPEN if key in start.model and key not in given}
     model["init_sha256"] = sha256
-    bias, operation = recipe.model.attention.bias, recipe.model.attention.operation
-    if bias.may_start and bias.starts_at is None and operation.has_logits:
-        model["attention"] = {"bias": {"start": ASIDE}}
+    operation, own = recipe.model.attention.operation, recipe.model.pattern
+    for part, bias in (("attention", recipe.model.attention.bias), ("pattern", None if own is None else own.bias)):
+        if bias is not None and bias.may_start and bias.starts_at is None and operation.has_logits:
+            model[part] = {"bias": {"start": ASIDE}}
     overlay: dict[str, Any] = {"model": model}
     if "tokenizer" not in recipe.data.model_fields_set:
         overlay["data"] = {"tokenizer": start.tokenizer.source}
@@ -163,6 +163,7 @@ def _check_sizes(recipe: Recipe, start: Start) -> None:
     differ = [key for key in ours if key in theirs and ours[key] != theirs[key]]
     if "position.kind" in differ:  # other positions are an intervention
         differ = [key for key in differ if not key.startswith("position.")]
+    differ = [key for key in differ if not key.startswith("pattern.")]  # and so are other masks, biases, positions
     if "kv_heads" in differ and {ours["kv_heads"], theirs["kv_heads"]} == {None, theirs.get("heads")}:
         differ.remove("kv_heads")
     if differ:

@@ -6,11 +6,12 @@ optimiser (here AdamW with transformers' defaults: betas 0.9 and 0.999, no weigh
 """
 
 import math
+from typing import Annotated
 
 from pydantic import Field
 
 from sinklab.errors import InputError
-from sinklab.settings import MOST, CommandSettings
+from sinklab.settings import ADVANCED, MEASURED, MOST, TRAINING, CommandSettings, Flag
 
 LONGEST = 2048
 HELD_OUT = 100
@@ -22,10 +23,12 @@ TOKENS_AT_A_TIME = 4096  # of a micro-batch
 class TuneOptions(CommandSettings, frozen=True):
     """The settings of an instruction tuning; None is derived from the model and the conversations."""
 
+    panel = TRAINING
+
     lr: float = Field(default=2e-5, ge=1e-12, le=1e3, description="Peak learning rate; cosine decay to 0.")
     warmup: float = Field(default=0.1, ge=0.0, le=0.9, description="Share of the steps with linear warm-up.")
     batch_size: int = Field(default=64, ge=1, le=10**6, description="Conversations per step.")
-    micro_batch: int | None = Field(
+    micro_batch: Annotated[int | None, Flag(panel=ADVANCED)] = Field(
         default=None, ge=1, description="Conversations per forward pass; default: about 4,096 tokens."
     )
     length: int | None = Field(
@@ -33,24 +36,30 @@ class TuneOptions(CommandSettings, frozen=True):
     )
     epochs: float = Field(default=1.0, ge=1e-6, le=1e6, description="Passes over the conversations.")
     steps: int | None = Field(default=None, ge=1, le=MOST, description="Number of updates, in place of --epochs.")
-    held_out: int | None = Field(
+    held_out: Annotated[int | None, Flag(panel=ADVANCED)] = Field(
         default=None, ge=1, description="Number of held-out conversations; default: a tenth, at most 100."
     )
-    eval_every: int | None = Field(
+    eval_every: Annotated[int | None, Flag(panel=ADVANCED)] = Field(
         default=None, ge=1, description="Steps between evaluations; default: a tenth of all."
     )
-    save_every: int | None = Field(
+    save_every: Annotated[int | None, Flag(panel=ADVANCED)] = Field(
         default=None, ge=1, description="Steps between checkpoints; default: a tenth of all."
     )
-    sequences: int = Field(default=100, ge=1, le=MOST, description="Sequences of the sink metric.")
-    sink_length: int | None = Field(
+    sequences: Annotated[int, Flag(panel=MEASURED)] = Field(
+        default=100, ge=1, le=MOST, description="Sequences of the sink metric."
+    )
+    sink_length: Annotated[int | None, Flag(panel=MEASURED)] = Field(
         default=None,
         ge=2,
         le=MOST,
         description="Tokens per sequence of the sink metric; default: 64, or --length if less.",
     )
-    eps: float = Field(default=0.3, ge=1e-9, le=1 - 1e-9, description="Importance above which a position is a sink.")
-    seed: int = Field(default=0, ge=0, le=2**32 - 1, description="Of the order of the conversations.")
+    eps: Annotated[float, Flag(panel=MEASURED)] = Field(
+        default=0.3, ge=1e-9, le=1 - 1e-9, description="Importance above which a position is a sink."
+    )
+    seed: Annotated[int, Flag(panel=ADVANCED)] = Field(
+        default=0, ge=0, le=2**32 - 1, description="Of the order of the conversations."
+    )
 
 
 class TuneSettings(TuneOptions, frozen=True):

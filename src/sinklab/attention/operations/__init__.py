@@ -11,6 +11,7 @@ from typing import Annotated
 from pydantic import Field
 
 from sinklab.attention.operations.differential import Differential
+from sinklab.attention.operations.entmax import Entmax15
 from sinklab.attention.operations.forgetting import Forgetting
 from sinklab.attention.operations.kernel import EluKernel, IdentityKernel, MlpKernel
 from sinklab.attention.operations.scalable import ScalableSoftmax
@@ -32,6 +33,7 @@ Operation = Annotated[
     | ClippedSoftmax
     | Softpick
     | ElasticSoftmax
+    | Entmax15
     | Differential,
     Field(discriminator="kind"),
 ]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.padding import Padding
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from sinklab.commands.terminal.progress import duration, short_duration
@@ -18,7 +19,7 @@ from sinklab.tables import NOTHING, Table, TableColumn, names, numbers
 
 if TYPE_CHECKING:
     from sinklab.data.texts import Estimate
-    from sinklab.experiments.measured import Pass
+    from sinklab.experiments.passes import ModelChoice, Pass
     from sinklab.interventions import Intervention
     from sinklab.train.planning import TrainingPlan
 
@@ -55,8 +56,10 @@ def print_experiment(one: ListedExperiment, console: Console) -> None:
     console.print(Text(printable(f"{len(one.cell_names)} cells: {', '.join(one.cell_names)}")))
     console.print()
     console.print(f"{len(one.claim_texts)} claims{':' * bool(one.claim_texts)}", highlight=False)
+    listed = RichTable.grid(padding=(0, 1))
     for text in one.claim_texts:
-        console.print(Padding(Text(printable(f"- {text}")), (0, 0, 0, 2), expand=False))
+        listed.add_row(" -", Text(printable(text)))
+    console.print(listed)
     console.print()
     jobs = jobs_here()
     for scale, cost in one.scales.items():
@@ -84,9 +87,13 @@ def _print_estimates(found: Sequence[ListedExperiment], jobs: int, console: Cons
 
 
 def print_coverage(parts: Mapping[str, Covered], console: Console) -> None:
-    """A line per table, figure, takeaway and proposition of the paper: its statement, claims, and parts not encoded."""
-    rows = [(name, part.says, "\n".join(part.claims), part.without or "") for name, part in parts.items()]
-    print_table(Table("", names("of the paper", "says", "claims", "not encoded"), rows), console)
+    """What each table, figure, takeaway and proposition of the paper says, its claims, and the parts not encoded."""
+    for name, part in parts.items():
+        console.print(Text.assemble((printable(name), "bold"), f": {printable(part.says)}"))
+        claims = ", ".join(one.removeprefix(f"{name}.") for one in part.claims)
+        for title, text in (("claims", claims), ("not encoded", part.without)):
+            if text:
+                console.print(Padding(Text(printable(f"{title}: {text}"), "dim"), (0, 0, 0, 2), expand=False))
 
 
 def hours_line(ahead: Preview) -> str:
@@ -117,20 +124,25 @@ def print_preview(ahead: Preview, console: Console) -> None:
     console.print(hours_line(ahead), highlight=False, soft_wrap=True)
 
 
-def print_passes(planned: Mapping[str, "Sequence[Pass]"], draws: int, console: Console) -> None:
-    """A line for each pass over sequences: its model and inputs, and the cells that use it."""
-    rows = [
-        (
-            experiment,
-            one.model,
-            f"{draws} x {(request := one.request(0)).sequences} x {request.length}",
-            request.options.inputs,
-            ", ".join(one.cells),
-        )
-        for experiment, passes in planned.items()
-        for one in passes
-    ]
+def print_passes(planned: Sequence[tuple[str, "Pass", range]], console: Console) -> None:
+    """A line for each pass over sequences: its models and inputs, and the cells that use it; then what it all takes.
+
+    Args:
+        planned: experiment, pass, and its replicates.
+    """
+    from sinklab.experiments.passes import download_of, enumerated
+
+    rows, models = [], dict[str, "ModelChoice"]()
+    read = 0
+    for experiment, one, replicates in planned:
+        own = {str(model): model for model in map(one.model, replicates)}
+        request = one.request(0)
+        sequences = f"{len(replicates)} x {request.sequences} x {request.length}"
+        rows.append((experiment, enumerated(list(own)), sequences, request.options.inputs, ", ".join(one.cells)))
+        models |= own
+        read += len(replicates) * request.sequences * request.length
     print_table(Table("", names("experiment", "model", "sequences", "tokens", "cells"), rows), console)
+    console.print(f"{read:,} tokens are read; {download_of(list(models.values()))}", highlight=False, soft_wrap=True)
 
 
 def print_catalogue(found: "Iterable[Intervention]", console: Console) -> None:

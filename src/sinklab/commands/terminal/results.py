@@ -5,11 +5,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.table import Table as RichTable
+from rich.text import Text
 
-from sinklab.commands.terminal.tables import print_notes, print_table, print_title
+from sinklab.commands.terminal.tables import TONES, print_notes, print_table, print_title, printable
 from sinklab.experiments.definition import SCALES
-from sinklab.experiments.documents import Summary
+from sinklab.experiments.documents import JudgedClaim, Summary
 from sinklab.measuring.answer import answer
 from sinklab.measuring.statistics.highest import elsewhere_text, in_brackets
 from sinklab.report.cells import cells_table, headline
@@ -23,7 +26,7 @@ from sinklab.report.result_tables import (
     measurement_tables,
     suite_tables,
 )
-from sinklab.report.sweeps import claims_table, experiment_table, paper_models
+from sinklab.report.sweeps import claims_table, experiment_table, grid_tables, paper_models
 from sinklab.survey.suites import CheckpointsDocument, DomainsDocument, FamiliesDocument
 from sinklab.tables import Table, TableCell, TableColumn, Value, names, number_text, numbers
 from sinklab.train.directory.history import read_history
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 
 GRADIENTS = 12
 """Parameters that a replay lists."""
+VERDICT = 16, 30  # characters of a verdict in a line: below 100 columns, and from there on
 SHARES = ("acc", "exact_match")
 """Beginnings of the metrics of downstream tasks that are shown in percent."""
 
@@ -55,7 +59,20 @@ def print_report(data: ReportData, console: Console) -> None:
     for sweep in data.sweeps:
         print_summary(sweep.summary, sweep.summary.experiments, console)
     if data.claims:
-        print_table(claims_table(data.claims), console)
+        print_claims(data.claims, console)
+
+
+def print_claims(claims: Sequence[JudgedClaim], console: Console) -> None:
+    """The verdict of each claim beside its text, with the evidence below."""
+    table = claims_table(claims)
+    drawn = RichTable(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    drawn.add_column(max_width=VERDICT[console.width >= 100])
+    drawn.add_column()
+    for (verdict, tone), claim, evidence in ([*row] for row in table.cells()):
+        below = Padding(Text(printable(evidence[0]), "dim"), (0, 0, 1, 2), expand=False)
+        drawn.add_row(Text(printable(verdict), TONES.get(tone.tone, "")), Group(Text(printable(claim[0])), below))
+    print_title(table.title, console)
+    console.print(drawn)
 
 
 def print_summary(summary: Summary, wanted: Iterable[str], console: Console) -> None:
@@ -65,7 +82,8 @@ def print_summary(summary: Summary, wanted: Iterable[str], console: Console) -> 
         cells = summary.cells_of(name)
         place = f" {'at' if experiment.scale in SCALES else 'in'} {experiment.scale}" if experiment.scale else ""
         print_title(f"{name}{place}: {experiment.title}", console)
-        print_table(experiment_table(experiment, cells), console)
+        for table in grid_tables(experiment, cells) or [experiment_table(experiment, cells)]:
+            print_table(table, console)
         if elsewhere := paper_models(experiment):
             print_table(elsewhere, console)
         print_notes([f"adapted: {why}" for why in experiment.adapted], console)
@@ -77,7 +95,7 @@ def print_summary(summary: Summary, wanted: Iterable[str], console: Console) -> 
         ]
         print_notes(warnings, console)
         if claims := summary.claims_of(name):
-            print_table(claims_table(claims), console)
+            print_claims(claims, console)
 
 
 def print_assessment(assessment: "Assessment", console: Console, full: bool = False) -> None:
@@ -132,6 +150,8 @@ def print_comparison(comparison: "Comparison", console: Console) -> None:
     print_title(
         f"Comparison: {first.sequences} sequences of {first.length} tokens, {first.inputs}, eps {first.eps:g}", console
     )
+    for model, measured in comparison.measured.items():
+        console.print(Text(f"{printable(model)}: {answer(measured)[0]}"))
     print_table(comparison_table(comparison.rows(), list(comparison.measured)), console)
     for model, measured in comparison.measured.items():
         notes = ["position 1 is BOS" if measured.bos else "no BOS", *measured.notes]

@@ -1,12 +1,15 @@
 """Tables and notes in a terminal of any width.
 
 No number is wrapped or cut: text wraps, and columns that do not fit are printed below, beside the names of the rows
-once more. (Rich alone would break 92.47 into 92.4 and 7.)
+once more. (Rich alone would break 92.47 into 92.4 and 7.) A word longer than its column, such as a recipe key, is
+broken behind its punctuation.
 """
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -14,7 +17,7 @@ from rich.text import Text
 from sinklab.tables import Table
 
 NARROWEST_NAME = 18  # characters that a column of text may be narrowed to
-UNLIMITED = 10_000
+BETWEEN, EDGES = 3, 1  # characters of padding per column, and of the table
 TONES = {
     "reproduced": "bold green",
     "direction only": "bold cyan",
@@ -38,10 +41,10 @@ def print_table(table: Table, console: Console) -> None:
     title, group = table.title, list[int]()
     for column in range(table.names, len(table.columns)):
         if group and _narrowest(table, [*names, *group, column]) > console.width:
-            console.print(_drawn(table, [*names, *group], title))
+            console.print(_drawn(table, [*names, *group], title, console.width))
             title, group = "", []
         group.append(column)
-    console.print(_drawn(table, [*names, *group], title))
+    console.print(_drawn(table, [*names, *group], title, console.width))
     for note in table.notes:
         console.print(printable(note), style="dim", markup=False, highlight=False)
 
@@ -61,22 +64,74 @@ def print_title(title: str, console: Console, below: Sequence[str] = ()) -> None
 
 def _narrowest(table: Table, columns: Sequence[int]) -> int:
     """How narrow the columns can be made with texts wrapped and numbers whole."""
-    drawn = _drawn(table, columns, "")
-    for at, column in zip(columns, drawn.columns, strict=True):
-        column.max_width = NARROWEST_NAME if table.columns[at].text else None
-    return Console(width=UNLIMITED).measure(drawn).maximum
+    wanted = _wanted(table, columns)
+    return EDGES + sum(
+        BETWEEN + (min(width, NARROWEST_NAME) if table.columns[at].text else width) for at, width in wanted.items()
+    )
 
 
-def _drawn(table: Table, columns: Sequence[int], title: str) -> RichTable:
+def _wanted(table: Table, columns: Sequence[int]) -> dict[int, int]:
+    """The widest line of each column, its heading included."""
+    return {
+        at: max(
+            cell_len(line)
+            for text in (
+                table.columns[at].title,
+                table.columns[at].unit,
+                *(f"{text} {cell.note}".strip() for text, cell in (row[at] for row in table.cells())),
+            )
+            for line in printable_lines(text)
+        )
+        for at in columns
+    }
+
+
+def _widths(table: Table, columns: Sequence[int], width: int) -> dict[int, int]:
+    """The width of each column of text: short ones have what they want, the others share the rest equally."""
+    wanted = _wanted(table, columns)
+    texts = sorted((at for at in columns if table.columns[at].text), key=wanted.__getitem__)
+    left = width - EDGES - BETWEEN * len(wanted) - sum(wanted[at] for at in columns if at not in texts)
+    found: dict[int, int] = {}
+    for number, at in enumerate(texts):
+        found[at] = max(1, min(wanted[at], left // (len(texts) - number)))
+        left -= found[at]
+    return found
+
+
+def broken(text: str, width: int) -> str:
+    """The text with words longer than `width` broken into lines, behind their last punctuation that fits."""
+
+    def lines(word: str) -> Iterator[str]:
+        while len(word) > width:
+            end = max((found.end() for found in re.finditer(r"[_./=,:-]", word[:width])), default=width)
+            yield word[:end]
+            word = word[end:]
+        yield word
+
+    return re.sub(rf"\S{{{width + 1},}}", lambda found: "\n".join(lines(found[0])), text)
+
+
+def printable_lines(text: str) -> list[str]:
+    """The lines of a text without control characters."""
+    return [printable(line) for line in text.split("\n")]
+
+
+def _drawn(table: Table, columns: Sequence[int], title: str, width: int) -> RichTable:
     heading = Text(printable(title), style="bold") if title else None
     drawn = RichTable(title=heading, title_justify="left", header_style="bold", box=SIMPLE_HEAD)
+    widths = _widths(table, columns, width)
     for at in columns:
         column = table.columns[at]
         head = Text(printable(column.title))
         if column.unit:
             head.append(f"\n{printable(column.unit)}", "dim")
-        drawn.add_column(head, justify="left" if column.text else "right", no_wrap=not column.text, overflow="fold")
+        justify = "left" if column.text else "right"
+        drawn.add_column(head, justify=justify, no_wrap=not column.text, overflow="fold", width=widths.get(at))
     for row in table.cells():
-        shown = [(f"{text} {cell.note}".strip().split("\n"), cell.tone) for text, cell in (row[at] for at in columns)]
-        drawn.add_row(*(Text("\n".join(map(printable, lines)), TONES.get(tone, "")) for lines, tone in shown))
+        shown = []
+        for at in columns:
+            text, cell = row[at]
+            said = "\n".join(printable_lines(f"{text} {cell.note}".strip()))
+            shown.append(Text(broken(said, widths[at]) if at in widths else said, TONES.get(cell.tone, "")))
+        drawn.add_row(*shown)
     return drawn

@@ -69,8 +69,8 @@ def judge(trial: Trial, results: Mapping[str, CellResults]) -> list[JudgedClaim]
         if isinstance(one, Undecidable):
             claim = one.claim
             judged = JudgedClaim(id=claim.id, text=claim.text, evidence=one.why, cells=list(claim.cells))
-        elif experiment.replicate == "draw":
-            claim, judged = one, judge_claim(one, Runs(own, noun="draw"))
+        elif experiment.requests:
+            claim, judged = one, judge_claim(one, Runs(own, noun=experiment.replicate))
         else:
             claim, published = one, experiment.published if scale in PAPER_SCALES else None
             judged = _not_asked(claim, experiment.massive_cell(claim), own) or judge_claim(claim, Runs(own), published)
@@ -98,19 +98,20 @@ def judge_claim(claim: Claim, runs: Runs, published: Published | None = None) ->
     if claim.check is None:
         return blank.model_copy(update={"evidence": f"{claim.same_as} was not asked here"})
     verdict, said, count = _judged(claim.check, runs, published)
-    if runs.noun == "draw" and verdict != "not run":
-        said += f"; {_draws(claim, runs)}"
+    if runs.noun != "seed" and verdict != "not run":
+        said += f"; {_replicates(claim, runs)}"
     others = {eps: _at_eps(claim.check, replace(runs, eps=eps)) for eps in BESIDE}
     at_eps = {eps: other for eps, other in others.items() if other is not None}
     return blank.model_copy(update={"verdict": verdict, "evidence": said, "seeds": count, "at_eps": at_eps})
 
 
-def _draws(claim: Claim, runs: Runs) -> str:
-    """`5 draws of 100 sequences`."""
+def _replicates(claim: Claim, runs: Runs) -> str:
+    """`5 draws of 100 sequences`, `9 models on 100 sequences`."""
     numbers = [run for cell in claim.cells for run in runs.of(cell)]
     read = [run.sequences or 0 for run in numbers]
     each = str(max(read)) if min(read) == max(read) else f"{min(read)} to {max(read)}"
-    return f"{plural(len({run.seed for run in numbers}), 'draw')} of {each} sequences"
+    on = "of" if runs.noun == "draw" else "on"
+    return f"{plural(len({run.seed for run in numbers}), runs.noun)} {on} {each} sequences"
 
 
 def _blank(claim: Claim) -> JudgedClaim:

@@ -63,7 +63,7 @@ class Runs:
     Attributes:
         results: by cell.
         eps: threshold of the rates that are recorded at several; the recipe's unless given.
-        noun: of the evidence: a seed, or a draw of sequences.
+        noun: of the evidence: a seed, a draw of sequences, or a model.
     """
 
     results: Mapping[str, CellResults]

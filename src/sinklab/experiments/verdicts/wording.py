@@ -1,4 +1,4 @@
-"""Numbers and counts of the evidence as text. `noun` is the replicate: seed, or draw of sequences."""
+"""Numbers and counts of the evidence as text. `noun` is the replicate: seed, draw, or model."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -17,14 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sinklab.attention.importance import ColumnSums
+from sinklab.attention.importance import ColumnSums, importance_from_sums, prefix_importance
 from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.one_pass import attend_and_sum
 from sinklab.attention.real_tokens import RealTokens, real_tokens
 from sinklab.errors import SinklabError
 from sinklab.measuring.huggingface.recorder import READ_AFTERWARDS, Recorder
 from sinklab.measuring.mask_coverage import seen_over
-from sinklab.measuring.metrics import importance_from_sums, prefix_importance
 from sinklab.measuring.records import LayerRecord
 from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.measuring.statistics.statistic_base import Angles

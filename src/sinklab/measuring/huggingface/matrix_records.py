@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sinklab.attention.importance import Rows
+from sinklab.attention.importance import Rows, importance_from_sums, prefix_importance
 from sinklab.attention.masks import CAUSAL, Mask, Window, visible_queries
 from sinklab.attention.query_blocks import Block, accumulate_dtype
 from sinklab.attention.real_tokens import RealTokens, real_tokens
 from sinklab.errors import SinklabError
 from sinklab.measuring.huggingface.recorder import Recorder
 from sinklab.measuring.mask_coverage import View, seen_over
-from sinklab.measuring.metrics import importance_from_sums, prefix_importance
 from sinklab.measuring.records import LayerRecord
 from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.models.families import family_of

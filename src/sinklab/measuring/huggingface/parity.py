@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from sinklab.attention.importance import importance_from_sums
 from sinklab.errors import InputError, SinklabError, cause
 from sinklab.measuring.huggingface.call_records import call_records
-from sinklab.measuring.metrics import importance_from_sums
 from sinklab.models.families import EXPERT_COUNTS
 from sinklab.models.hooks import evaluating
 from sinklab.models.huggingface.anatomy import attention_implementation

@@ -206,14 +206,15 @@ def position_kind(model: "PreTrainedModel | Transformer") -> PositionKind:
             softmax on the sequence's own keys.
     """
     if isinstance(model, Transformer):
-        attention = model.config.attention
-        everywhere = len(model.config.attention_layers) == model.config.layers
+        alike, *others = model.config.layer_kinds
+        attention = alike.attention
+        everywhere = len(model.config.attention_layers) == model.config.layers and not others
         plain = attention.operation == Softmax() and attention.bias.kind == "none" and attention.mask == CausalMask()
         if not plain or not everywhere:
             raise InputError(
-                "the paper's propositions are about causal softmax attention without biases, in every layer"
+                "the paper's propositions are about causal softmax attention without biases, alike in every layer"
             )
-        return model.config.position.kind
+        return alike.position.kind
     from sinklab.models.huggingface.anatomy import attention_layers
     from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
 
@@ -250,7 +251,7 @@ def _distance_terms(model: "PreTrainedModel | Transformer", kind: PositionKind, 
         ours = isinstance(model, Transformer)
         steepest = 8 if ours else getattr(getattr(model.config, "attn_config", None), "alibi_bias_max", 8)
         return -(alibi_slopes(heads).double() ** (steepest / 8))[:, None] * distance_T
-    if isinstance(model, Transformer) and isinstance(position := model.config.position, Relative | T5):
+    if isinstance(model, Transformer) and isinstance(position := model.config.distance, Relative | T5):
         bucket_T = bucket_numbers(position.buckets, position.max_distance)[distance_T.clamp(max=position.max_distance)]
         table = model.distance.weight if model.distance is not None else None
         return bucket_T.expand(heads, -1) if table is None else table.detach().cpu()[bucket_T].T

@@ -25,6 +25,7 @@ from sinklab.models.huggingface.piecewise_loss import fixed_output, forward_loss
 from sinklab.models.memory_budget import Sizes, sizes_of_pretrained
 
 TRIED = 8  # tokens
+MOVED = 5  # positions
 _dispatch: "WeakKeyDictionary[PreTrainedModel, bool]" = WeakKeyDictionary()
 
 
@@ -48,6 +49,7 @@ class HuggingFaceAdapter:
         given = len(table) if table is not None else getattr(text, "max_position_embeddings", None)
         self.context = int(given or 2048)
         self.ends = None if table is None else f"its learned table of positions ends at {len(table)}"
+        self._unmoved = frozenset[int]()  # layers without positions, by their calls; `fixed_positions` finds them
 
     @property
     def attention_layers(self) -> int:
@@ -109,7 +111,7 @@ class HuggingFaceAdapter:
                 "the tokenizer belongs to another model"
             )
         for length in lengths:
-            if anatomy.rope_depends_on_length(self.module.config, length, T):
+            if self.depends_on_length(length, T):
                 raise InputError(
                     "the model's RoPE scaling depends on the sequence length and differs between "
                     f"{T} and {length} tokens, so one pass cannot measure both: measure {length} separately"
@@ -209,27 +211,35 @@ class HuggingFaceAdapter:
             return "its logits differ when body and head run separately"
         return None
 
+    def depends_on_length(self, short: int, long: int) -> bool:
+        """Where its RoPE scaling does."""
+        return anatomy.rope_depends_on_length(self.module.config, short, long)
+
     def fixed_positions(self) -> str | None:
-        """None where `shift_rope` rotates the queries of the first layer from position 0 to their own."""
+        """None where `shift_rope` rotates the queries of every layer, or of some, and the others have no positions."""
         shift = shift_rope(self.module)
         if shift is None:
             return "it has no single rotary embedding for all layers"
         tokens_1T = self._some_tokens()
         places_T = torch.arange(tokens_1T.shape[1], device=self.device)
-        queries: list[Tensor] = []
-
-        def keep(layer: LayerCall) -> Tensor:
-            if layer.index == 1:
-                queries.append(layer.call.q_BHTD)
-            return layer.output()
-
-        with evaluating(self.module), self.intercepted(keep):
-            for positions_T in (places_T, torch.zeros_like(places_T)):
-                self.module.base_model(tokens_1T, position_ids=positions_T[None], use_cache=False)
-        placed, bare = queries
-        if torch.allclose(shift(bare, places_T), placed, rtol=1e-2, atol=1e-2 * float(placed.abs().max())):
-            return None
-        return "its rotary embedding is of a kind that is not known"
+        queries: list[list[Tensor]] = []
+        # Hidden states depend on distances alone, so that queries of all layers are the same but for their rotation.
+        with evaluating(self.module), self.intercepted(lambda layer: _kept(layer, queries[-1])):
+            for moved in (0, MOVED):
+                queries.append([])
+                self.module.base_model(tokens_1T, position_ids=(places_T + moved)[None], use_cache=False)
+        unmoved = set[int]()
+        for index, (before, after) in enumerate(zip(*queries, strict=True), start=1):
+            still = float((before - after).abs().max())
+            rotated = float((shift(before, torch.full_like(places_T, MOVED)) - after).abs().max())
+            if min(still, rotated) > max(still, rotated) / 4:
+                return "its rotary embedding is of a kind that is not known"
+            if still < rotated:
+                unmoved.add(index)
+        if len(unmoved) == len(queries[0]):
+            return "its queries have no rotary positions"
+        self._unmoved = frozenset(unmoved)
+        return None
 
     def _some_tokens(self) -> Tensor:
         vocabulary = anatomy.vocabulary_size(self.module)
@@ -253,7 +263,8 @@ class HuggingFaceAdapter:
             nonlocal calls
             calls += 1
             layer = read_call(module, *args, **options)
-            out_BHTV = handler(dataclasses.replace(layer, index=calls, shift_rope=shift))
+            own = None if calls in self._unmoved else shift
+            out_BHTV = handler(dataclasses.replace(layer, index=calls, shift_rope=own))
             return out_BHTV.to(layer.value_BGSV.dtype).transpose(1, 2).contiguous(), None
 
         handles = (
@@ -266,6 +277,11 @@ class HuggingFaceAdapter:
         )
         with hooked(handles), attention_function(self.module, attention):
             yield
+
+
+def _kept(layer: LayerCall, queries: list[Tensor]) -> Tensor:
+    queries.append(layer.call.q_BHTD)
+    return layer.output()
 
 
 def shift_rope(model: PreTrainedModel) -> ShiftRope | None:

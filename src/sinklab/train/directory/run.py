@@ -108,10 +108,15 @@ def resolve(recipe: Recipe, dataset: TokenDataset) -> Recipe:
     size, attention = recipe.model.vocab_size, recipe.model.attention
     if size is not None and size < dataset.vocab_size:
         raise InputError(f"model.vocab_size {size} is smaller than the tokenizer's {dataset.vocab_size}")
+    pattern = recipe.model.pattern
     if attention.mask.kind == "document":
         mask = attention.mask.model_copy(update={"eos_id": dataset.eos_id})
         attention = attention.model_copy(update={"mask": mask})
-    model = recipe.model.model_copy(update={"vocab_size": size or dataset.vocab_size, "attention": attention})
+    if pattern is not None and pattern.mask is not None and pattern.mask.kind == "document":
+        mask = pattern.mask.model_copy(update={"eos_id": dataset.eos_id})
+        pattern = pattern.model_copy(update={"mask": mask})
+    found = {"vocab_size": size or dataset.vocab_size, "attention": attention, "pattern": pattern}
+    model = recipe.model.model_copy(update=found)
     train = recipe.train
     precision = resolved_precision(train.precision, pick_device(train.device))
     return recipe.model_copy(update={"model": model, "train": train.model_copy(update={"precision": precision})})

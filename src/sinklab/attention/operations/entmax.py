@@ -1,0 +1,114 @@
+"""1.5-entmax (1905.05702; as an attention of language models 2506.16640): rows that sum to one, shares of exactly zero.
+
+A_ts = relu(z_ts / 2 - tau_t)^2, tau_t such that the row sums to one. tau is found in blocks of queries, without
+gradients, by Newton's method on the 2-norm h of relu(z / 2 - tau): h is convex and falling in tau, so from max z / 2 -
+1, where h is at least one, every step stays left of the root and the support only shrinks. One more step of Newton on
+the row sum h^2, made of the primitive's own normaliser, gives tau its gradient: with the slope -2 sum relu(z / 2 -
+tau) held fixed, that is the implicit derivative. Everything else is algebra on `attend`, whatever the backend.
+
+Rejected: sorting every row (the closed form of the paper, which `reference` has), as a sort costs more than the six
+steps that rows of 2,048 keys took at most; and repeating the closed form from a support that is too large, which loses
+keys of the true one.
+"""
+
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sinklab.attention import query_blocks as bl
+from sinklab.attention.operations.base import LogSimilarity, Normalisation
+from sinklab.attention.operations.call import Call
+from sinklab.attention.reference import Explicit
+from sinklab.attention.scores import Score, log_of
+from sinklab.schema import Example
+
+
+class Entmax15(LogSimilarity):
+    """A_ts = relu(z_ts / 2 - tau_t)^2, tau_t such that every row sums to one: 1.5-entmax (1905.05702, 2506.16640).
+
+    A key whose score is 2 or more below the row's largest has a share of exactly zero. A bias key and a sink logit are
+    keys of the row like any other. Its scaling of queries by the length (ASEntmax) is not part of this.
+    """
+
+    kind: Literal["entmax15"] = "entmax15"
+    examples: ClassVar = {"entmax15": Example()}
+
+    @property
+    def sums_to_one(self) -> bool:
+        return True
+
+    @property
+    def passes(self) -> int:
+        return 2
+
+    def normalisation(self, call: Call) -> Normalisation:
+        tau_BHT, slope_BHT = thresholds(call)
+        total_BHT = torch.exp(call.normaliser(_above(tau_BHT, call.first)))
+        return Normalisation(_above(tau_BHT + (total_BHT - 1) / slope_BHT, call.first))
+
+    def reference(self, given: Explicit) -> Tensor:
+        x = given.logits() / 2
+        x = x - x.detach().amax(-1, keepdim=True)
+        ordered = x.detach().clamp(min=-2).sort(-1, descending=True).values
+        k = torch.arange(1, x.shape[-1] + 1, dtype=x.dtype, device=x.device)
+        mean = ordered.cumsum(-1) / k
+        spread = ordered.square().cumsum(-1) - k * mean.square()
+        largest = ((mean - ((1 - spread) / k).clamp(min=0).sqrt()) <= ordered).sum(-1, keepdim=True)
+        support = x >= ordered.gather(-1, largest - 1)
+        inside, k = x.masked_fill(~support, 0), support.sum(-1, keepdim=True)
+        mean = inside.sum(-1, keepdim=True) / k
+        spread = ((inside - mean) * support).square().sum(-1, keepdim=True)
+        return F.relu(x - mean + ((1 - spread) / k).sqrt()).square()
+
+
+def _above(tau_BHT: Tensor, first: int) -> Score:
+    """The logarithm of relu(z / 2 - tau)^2."""
+
+    def squared(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, tau_BHT: Tensor) -> Tensor:
+        return torch.relu(z / 2 - tau_BHT[b, h, q - first]).square()
+
+    return log_of(squared, (tau_BHT,))
+
+
+MOST_STEPS = 20  # no row of a million keys that was tried took more than eight, in float64
+
+
+@torch.no_grad()
+def thresholds(call: Call) -> tuple[Tensor, Tensor]:
+    """tau of every row, bias key included, and 2 sum of relu(z / 2 - tau): (B, H, T) each, float32 or float64.
+
+    In a row without any key tau is -1 and the second is 1.
+    """
+    q, k, mask, score = call.q_BHTD, call.k_BGTD, call.mask, call.score()
+    S, offset = k.shape[2], call.first
+    scale = bl.default_scale(q) if call.scale is None else call.scale
+    bias_BHT = call.bias_logits()
+    tau_BHT = q.new_empty(q.shape[:3], dtype=bl.accumulate_dtype(q.dtype))
+    slope_BHT = torch.empty_like(tau_BHT)
+    for block in bl.blocks(q, k, mask):
+        rows = slice(block.start, block.stop)
+        logits = bl.score_block(bl.raw_scores(q, k, block, scale), block, offset, score)
+        logits = bl.mask_block_(logits, block, offset, S, mask)
+        if bias_BHT is not None:
+            logits = torch.cat([logits, bias_BHT[:, :, rows, None].to(logits.dtype)], -1)
+        peak = logits.amax(-1, keepdim=True)
+        peak = peak.masked_fill(peak == -torch.inf, 0)
+        tau, slope = _rooted(logits.sub_(peak).div_(2))
+        tau_BHT[:, :, rows], slope_BHT[:, :, rows] = (tau + peak / 2).squeeze(-1), slope.squeeze(-1)
+    return tau_BHT, slope_BHT
+
+
+def _rooted(x: Tensor) -> tuple[Tensor, Tensor]:
+    """tau and the slope of rows whose largest entry is 0."""
+    tau = torch.full_like(x[..., :1], -1.0)
+    limits = torch.finfo(x.dtype)
+    for _ in range(MOST_STEPS):
+        above = F.relu(x - tau)
+        total, norm = above.sum(-1, keepdim=True), torch.linalg.vector_norm(above, dim=-1, keepdim=True)
+        step = ((norm - 1) * norm / total.clamp(min=limits.tiny)).clamp(min=0)
+        if not (step > 2 * limits.eps).any():
+            break
+        tau = tau + step
+    return tau, (2 * total).masked_fill(total == 0, 1)

@@ -1,0 +1,248 @@
+"""Passes over sequences that experiments on existing models take: models, inputs, and the cells that share a pass."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sinklab.errors import InputError
+from sinklab.experiments.definition import CellTask, Experiment, MeasuredCell
+from sinklab.experiments.verdicts.wording import plural
+from sinklab.measuring.options import Options, Study
+from sinklab.models.huggingface.loading import Loading
+from sinklab.survey.compare import labels
+from sinklab.survey.measure_many import domain_files
+from sinklab.survey.request import Request
+
+PARAMETERS = re.compile(r"(?<![\d.a-z])(\d+(?:\.\d+)?)([MB])(?![a-z\d])", re.I)
+"""Millions or billions of parameters in the name of a model: pythia-160m-seed1, OSP-1.4B-100B-Adam."""
+
+MANY = 6
+"""Models; more than these are not all named in a line."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A domain or a model that all cells are measured for.
+
+    Attributes:
+        name: empty if there is only one.
+        models: by role.
+    """
+
+    name: str
+    models: Mapping[str, str]
+    text: Path | None
+
+    def cell_name(self, cell: str) -> str:
+        """The name of a cell in the results."""
+        return f"{self.name}/{cell}" if self.name else cell
+
+
+@dataclass(frozen=True, order=True)
+class ModelChoice:
+    """A model by its name, with its version.
+
+    Attributes:
+        name: Hugging Face id, directory, .gguf file or run directory.
+        revision, subfolder: empty for none.
+    """
+
+    name: str
+    revision: str = ""
+    subfolder: str = ""
+
+    def __str__(self) -> str:
+        """NAME/SUBFOLDER@REVISION."""
+        name = f"{self.name}/{self.subfolder}" if self.subfolder else self.name
+        return f"{name}@{self.revision}" if self.revision else name
+
+    def loaded_by(self, loading: Loading) -> Loading:
+        """How it is loaded."""
+        return replace(loading, revision=self.revision or loading.revision, subfolder=self.subfolder or None)
+
+
+def model_choice(given: str, cell: MeasuredCell) -> ModelChoice:
+    """A model that a cell names as NAME or NAME@REVISION. The revision of a directory is a folder in it.
+
+    Raises:
+        InputError: a directory without that folder.
+    """
+    name, _, revision = given.rpartition("@") if "@" in given and not Path(given).exists() else (given, "", "")
+    revision = revision or cell.revision or ""
+    if revision and Path(name).expanduser().is_dir():
+        folder = Path(name).expanduser() / revision
+        if not folder.is_dir():
+            raise InputError(f"{name} has no folder {revision}, which is the revision that the experiment measures")
+        name, revision = str(folder), ""
+    return ModelChoice(name, revision, cell.subfolder or "")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Sequences of one kind, read once by a model for several cells.
+
+    Attributes:
+        name: of its folder.
+        models: a replicate each, by the names of their folders; a single one is measured on several draws.
+        text: that it reads; None for other inputs.
+        cells: by their names in the results.
+        fewer: accept fewer sequences.
+    """
+
+    name: str
+    models: Mapping[str, ModelChoice]
+    text: Path | None
+    cells: Mapping[str, MeasuredCell]
+    fewer: bool
+
+    def replicates(self, most: int) -> range:
+        """The numbers of its replicates: of `most` draws, or of its first models."""
+        return range(most if len(self.models) == 1 else min(most, len(self.models)))
+
+    def folder(self, replicate: int) -> str:
+        """The folder of a replicate, relative to that of the results."""
+        return f"{self.name}/{f'seed_{replicate}' if len(self.models) == 1 else list(self.models)[replicate]}"
+
+    def model(self, replicate: int) -> ModelChoice:
+        """The model of a replicate."""
+        return list(self.models.values())[0 if len(self.models) == 1 else replicate]
+
+    def draw(self, replicate: int) -> int:
+        """The draw of sequences that a replicate reads."""
+        return replicate if len(self.models) == 1 else 0
+
+    @property
+    def task(self) -> CellTask | None:
+        """The downstream task, the same for all its cells."""
+        return next(iter(self.cells.values())).task
+
+    def request(self, draw: int) -> Request:
+        """The sequences, and what is measured on them."""
+        first, lengths = next(iter(self.cells.values())), sorted({cell.length for cell in self.cells.values()})
+        return Request(
+            options=Options(
+                eps=tuple(dict.fromkeys(cell.eps for cell in self.cells.values())),
+                lengths=tuple(lengths[:-1]),
+                loss=first.loss,
+                details=first.details,
+                inputs=first.inputs,
+            ),
+            sequences=first.sequences,
+            length=lengths[-1],
+            seed=draw,
+            fewer=self.fewer,
+            drawn_text=first.inputs == "natural",
+            study=Study(swap_position=first.swap_position, replace_position=first.replace_position),
+        )
+
+
+def subjects_of(experiment: Experiment, models: Sequence[str], text: Path | None) -> list[Subject]:
+    """The domains or models that every cell is measured for; a single subject has no name.
+
+    Raises:
+        InputError: no model, too many or a repeated one, or no text of the right kind.
+    """
+    _check_given(experiment, models, text)
+    if _named(experiment):
+        return [Subject("", {}, text)]
+    if experiment.each == "domain":
+        assert text is not None
+        return [Subject(name, {"base": models[0]}, file) for name, file in domain_files(text).items()]
+    if experiment.each == "model":
+        return [Subject(name, {"base": model}, text) for name, model in labels(models).items()]
+    return [Subject("", dict(zip(("base", "chat"), models, strict=False)), text)]
+
+
+def _named(experiment: Experiment) -> tuple[str, ...]:
+    """The models that its cells name; empty where they are given with the call."""
+    return tuple(dict.fromkeys(model for cell in experiment.requests.values() for model in cell.models))
+
+
+def of_given_models(experiment: Experiment, models: Sequence[str]) -> Experiment:
+    """An experiment over models, over these models instead of those that it names.
+
+    Raises:
+        InputError: its cells are of different models, or it takes one model in each.
+    """
+    if not models or not _named(experiment):
+        return experiment
+    if len({cell.models for cell in experiment.requests.values()}) > 1 or experiment.replicate != "model":
+        raise InputError(f"{experiment.id} compares models that it names itself: leave out --model {models[0]}")
+    labels(models)  # refuses a repeated one
+    if len(models) < 2:
+        raise InputError(f"{experiment.id} compares models as replicates: give several --model, five for verdicts")
+    cells = {name: cell.model_copy(update={"models": tuple(models)}) for name, cell in experiment.requests.items()}
+    return experiment.model_copy(update={"cells": cells})
+
+
+def _check_given(experiment: Experiment, models: Sequence[str], text: Path | None) -> None:
+    if not _named(experiment):
+        _check_given_models(experiment, models)
+    if experiment.each == "domain" and (text is None or not text.is_dir()):
+        raise InputError(f"{experiment.id} needs --text FOLDER, a folder of .jsonl or .txt files, one per domain")
+    if text is None and any(cell.inputs == "natural" for cell in experiment.requests.values()):
+        raise InputError(f"{experiment.id} measures on natural text: give --text FILE (.txt or .jsonl) or a folder")
+
+
+def _check_given_models(experiment: Experiment, models: Sequence[str]) -> None:
+    cells = experiment.requests.values()
+    pair = experiment.each != "model" and any(cell.model == "chat" for cell in cells)
+    if not models:
+        raise InputError(
+            f"{experiment.id} measures an existing model: give --model MODEL, a Hugging Face id, directory, .gguf file "
+            f"or run directory{', and its chat model as a second --model where there is one' if pair else ''}"
+        )
+    if experiment.each != "model" and len(models) > 1 + pair:
+        raise InputError(
+            f"{experiment.id} takes {'a model and its chat model' if pair else 'one model'}: got {len(models)} --model"
+        )
+    labels(models)  # refuses a repeated one
+
+
+def passes_of(experiment: Experiment, subjects: Sequence[Subject]) -> list[Pass]:
+    """The passes, grouped by model."""
+    found: dict[str, Pass] = {}
+    for subject in subjects:
+        groups: dict[str, dict[str, MeasuredCell]] = {}
+        for name, cell in experiment.requests.items():
+            if cell.models or cell.model in subject.models:
+                groups.setdefault(cell.pass_key, {})[name] = cell
+        for cells in groups.values():
+            first_name, first = next(iter(cells.items()))
+            name = subject.cell_name(first_name if len(cells) == 1 else first.inputs)
+            if name in found:
+                name = f"{name}/{first_name}"
+            found[name] = Pass(
+                name=name,
+                models=_models_of(first, subject),
+                text=subject.text if first.inputs == "natural" else None,
+                cells={subject.cell_name(cell): request for cell, request in cells.items()},
+                fewer=experiment.each == "domain",
+            )
+    order = [ModelChoice(model) for subject in subjects for model in subject.models.values()]
+    return sorted(found.values(), key=lambda one: order.index(one.model(0)) if order else 0)
+
+
+def _models_of(cell: MeasuredCell, subject: Subject) -> dict[str, ModelChoice]:
+    """The models of a cell by the names of their folders."""
+    given = cell.models or (subject.models[cell.model],)
+    choices = {str(choice): choice for one in given for choice in [model_choice(one, cell)]}
+    return {label.replace("/", "_"): choices[full] for label, full in labels(list(choices)).items()}
+
+
+def enumerated(names: Sequence[str]) -> str:
+    """`a, b`; of more than MANY `9 models, a to i`."""
+    return ", ".join(names) if len(names) <= MANY else f"{len(names)} models, {names[0]} to {names[-1]}"
+
+
+def download_of(models: Sequence[ModelChoice]) -> str:
+    """The number of models on the hub and their size, from the parameters in their names, at two bytes each."""
+    remote = [model for model in models if not Path(model.name).expanduser().exists()]
+    if not remote:
+        return f"{plural(len(models), 'model')}, all on this machine"
+    said = [PARAMETERS.search(str(model).rpartition("/")[2]) for model in remote]
+    known = [float(found[1]) * (1e9 if found[2] in "bB" else 1e6) for found in said if found]
+    size = f", about {2 * sum(known) / 1e9:,.1f} GB at 16 bits" if known else ""
+    unknown = f" and {plural(len(remote) - len(known), 'model')} of unknown size" if len(known) < len(remote) else ""
+    return f"{plural(len(remote), 'model')} to download unless cached{size}{unknown if known else ''}"

@@ -1,0 +1,248 @@
+"""Patterns of layers: which layers differ, in what, and what is refused."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from closeness import assert_close
+from torch import Tensor
+from transformers import MiMoV2FlashConfig
+from transformers.models.mimo_v2_flash.modeling_mimo_v2_flash import MiMoV2FlashForCausalLM
+
+from sinklab.assessing.parts.streaming import RollingCache
+from sinklab.attention.layer_call import LayerCall
+from sinklab.errors import InputError
+from sinklab.measuring.api import measure
+from sinklab.measuring.surgery.propositions import check_propositions
+from sinklab.model.llama import llama_weights
+from sinklab.model.transformer import Transformer
+from sinklab.models.adapter import adapt
+from sinklab.models.intercept import intercept
+from sinklab.train.flops import model_flops
+from sinklab.train.planning import memory_estimate
+from sinklab.train.recipe import Recipe, build_recipe, load_recipe
+
+SIZES = {"layers": 4, "width": 32, "heads": 4, "ffn_width": 48, "vocab_size": 97, "context": 32}
+WINDOW = {"kind": "window", "width": 8}
+MIMO: dict[str, Any] = {
+    "attention": {"mask": WINDOW, "bias": "sink_logit"},
+    "position": {"kind": "rotary", "theta": 50.0, "share": 0.5},
+    "pattern": {
+        "every": 3,
+        "first": 1,
+        "mask": "causal",
+        "bias": "none",
+        "position": {"kind": "rotary", "theta": 5e3, "share": 0.25},
+    },
+}
+
+
+def recipe(**model: object) -> Recipe:
+    return build_recipe({"model": SIZES, "metric": {"length": 32}}, {"model": model})
+
+
+def model(**changes: object) -> Transformer:
+    """With weights large enough for positions and biases to matter."""
+    made = Transformer(recipe(**changes).model, seed=3).eval()
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            parameter.mul_(20 if ".bias." in name else 1 if "norm" in name else 2)
+    return made
+
+
+def tokens(length: int = 32) -> Tensor:
+    return torch.randint(97, (2, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("layers", "pattern", "expected"),
+    [
+        (4, {"every": 2}, [2, 4]),
+        (13, {"every": 6}, [6, 12]),
+        (13, {"every": 6, "first": 1}, [1, 7, 13]),
+        (4, {"every": 10, "first": 3}, [3]),
+        (4, {"every": 1, "first": 3}, [3, 4]),
+    ],
+)
+def test_every_nth_layer_is_counted_from_the_first(
+    layers: int, pattern: Mapping[str, object], expected: list[int]
+) -> None:
+    config = recipe(layers=layers, attention={"mask": WINDOW}, pattern={**pattern, "mask": "causal"}).model
+    kinds = [config.of_layer(layer).attention.mask.kind for layer in range(1, layers + 1)]
+    assert [layer for layer, kind in enumerate(kinds, 1) if kind == "causal"] == expected
+
+
+def test_the_layers_have_the_weights_that_they_have_in_a_model_of_their_kind() -> None:
+    made, plain = (
+        Transformer(recipe(**MIMO).model, seed=3).state_dict(),
+        Transformer(recipe().model, seed=3).state_dict(),
+    )
+    assert sorted(set(made) - set(plain)) == [f"blocks.{i}.attention.core.bias.logit" for i in (1, 2)]
+    assert all(torch.equal(made[name], weight) for name, weight in plain.items())
+
+
+@torch.no_grad()
+def test_a_model_equals_mimo_v2_flash_of_dense_layers() -> None:
+    """Its windows have twice the key heads of the other layers: here each of ours twice."""
+    ours = model(kv_heads=2, **MIMO)
+    config = MiMoV2FlashConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        v_head_dim=8,
+        sliding_window=8,
+        attention_value_scale=None,
+        rms_norm_eps=ours.config.norm.eps,
+        pad_token_id=None,
+        bos_token_id=None,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        mlp_layer_types=["dense"] * 4,
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 0.25},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
+        },
+    )
+    theirs, weights = MiMoV2FlashForCausalLM(config).eval(), llama_weights(ours)
+    for layer in (1, 2):
+        for name in ("k_proj", "v_proj"):
+            weight = f"model.layers.{layer}.self_attn.{name}.weight"
+            weights[weight] = weights[weight].unflatten(0, (2, 8)).repeat_interleave(2, 0).flatten(0, 1)
+        logit = ours.get_parameter(f"blocks.{layer}.attention.core.bias.logit")
+        weights[f"model.layers.{layer}.self_attn.sinks"] = logit
+    theirs.load_state_dict(weights)
+    assert_close(ours(tokens()), theirs(tokens()).logits)
+
+
+def test_measuring_reads_each_layer_under_its_own_mask_and_bias() -> None:
+    made = model(**MIMO)
+    got = measure(made, tokens())
+    assert any("a window of 8 tokens in layers 2..3" in note for note in got.notes)
+    assert got.importance_visible is not None
+    assert (got.importance_visible[[0, 3]] == got.importance[[0, 3]]).all()
+    assert (got.importance_visible[[1, 2], :, 0] > got.importance[[1, 2], :, 0]).all()
+    shares = []
+
+    def observe(layer: LayerCall) -> None:
+        bias_BH = layer.importance().bias_BH
+        shares.extend([] if bias_BH is None else [bias_BH])
+
+    with torch.no_grad(), intercept(adapt(made), observe=observe):
+        made(tokens())
+    assert len(shares) == 2
+    assert got.sink_rate_bias == pytest.approx(100 * (torch.stack(shares) > 0.3).double().mean().item())
+
+
+@torch.no_grad()
+def test_a_rolling_cache_moves_the_positions_of_the_layers_that_have_them() -> None:
+    """Queries and keys that move are twice as wide: a part for the first keys, and one for the others."""
+    made = model(position="none", pattern={"every": 2, "position": {"kind": "rotary", "share": 0.5}})
+    turned = []
+
+    def observe(layer: LayerCall) -> None:
+        turned.append(layer.shift_rope is not None)
+
+    with intercept(adapt(made), observe=observe):
+        made(tokens())
+    assert turned == [False, True, False, True]
+
+    changed: list[Tensor] = []
+    edit = RollingCache(size=16, first=4)
+    with intercept(adapt(made), edit=edit, observe=lambda layer: changed.append(layer.call.q_BHTD)):
+        made(tokens())
+    assert [q_BHTD.shape[-1] for q_BHTD in changed] == [8, 16, 8, 16]
+
+
+def test_operations_and_memory_are_those_of_the_layers() -> None:
+    of = {name: model_flops(recipe(**changes).model).attention for name, changes in SIMPLE.items()}
+    assert of["pattern"] == (of["causal"] + 3 * of["window"]) // 4
+    made = {name: memory_estimate(recipe(**changes), CPU) for name, changes in KEYED.items()}
+    quarter = (made["keyed"].activations - made["plain"].activations) / 4
+    assert quarter > 0
+    assert made["one keyed"].activations == pytest.approx(made["plain"].activations + quarter, rel=1e-3)
+
+
+CPU = torch.device("cpu")
+SIMPLE: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "window": {"attention": {"mask": WINDOW}},
+    "pattern": {"attention": {"mask": WINDOW}, "pattern": {"every": 4, "mask": "causal"}},
+}
+KEYED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "keyed": {"attention": {"bias": "kv"}},
+    "one keyed": {"pattern": {"every": 4, "bias": "kv"}},
+}
+
+
+def test_the_keys_of_patterns_keep_earlier_hashes() -> None:
+    before = "40d507f639ef7edb"  # of `tiny-128` then
+    assert load_recipe("tiny-128").content_hash("d") == before
+    assert load_recipe("tiny-128", ["model.pattern=null", "model.position.share=1"]).content_hash("d") == before
+    others = [
+        "model.position.share=0.5",
+        "model.pattern={every: 2, position: none}",
+        "model.pattern={every: 2, bias: k}",
+    ]
+    hashes = {load_recipe("tiny-128", [other]).content_hash("d") for other in others}
+    assert len(hashes | {before}) == 4
+
+
+def test_no_proposition_covers_layers_that_differ() -> None:
+    with pytest.raises(InputError, match="alike in every layer"):
+        check_propositions(model(pattern={"every": 2, "position": "none"}), 5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pattern": {"every": 2}}, "pattern changes nothing: give the mask, bias or position of its layers"),
+        (
+            {"pattern": {"every": 6, "mask": "causal"}},
+            "pattern begins at layer 6, and no layer from there on is one of",
+        ),
+        (
+            {"pattern": {"every": 4, "first": 1, "mask": "causal"}, "mixer": "gated_delta"},
+            "the layers with attention are 4",
+        ),
+        ({"pattern": {"every": 2, "bias": "sink_token"}}, "a sink token precedes the sequence and is in every layer"),
+        (
+            {"pattern": {"every": 2, "bias": "none"}, "attention": {"bias": "sink_token"}},
+            "a sink token precedes the sequence and is in every layer",
+        ),
+        ({"pattern": {"every": 2, "position": "learnable"}}, "learnable positions are added to the embeddings"),
+        (
+            {"pattern": {"every": 2, "position": "none"}, "position": "absolute"},
+            "absolute positions are added to the embeddings",
+        ),
+        (
+            {"pattern": {"every": 2, "position": "alibi"}, "position": "t5"},
+            "all layers share one term of the distance",
+        ),
+        (
+            {"pattern": {"every": 2, "mask": {"kind": "document", "eos_id": 3}}, "attention": {"mask": "document"}},
+            "pattern.mask.eos_id 3 and attention.mask.eos_id 0 differ",
+        ),
+        (
+            {"pattern": {"every": 2, "bias": "sink_logit"}, "attention": {"operation": "identity"}},
+            "the layers of pattern: bias sink_logit adds a logit to the row",
+        ),
+        ({"position": {"kind": "rotary", "share": 0.3}}, "of the 8 numbers of a key is 2.4, and rotary rotates pairs"),
+        (
+            {"position": {"kind": "rotary", "share": 0.5}, "projection": "latent"},
+            "leave share out, and set projection.rope_width",
+        ),
+        (
+            {"pattern": {"every": 2, "position": {"kind": "rotary", "share": 0.1}}},
+            "the layers of pattern: position.share 0.1 of the 8 numbers",
+        ),
+    ],
+)
+def test_patterns_that_no_model_has_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        recipe(**changes)
