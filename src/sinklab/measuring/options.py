@@ -108,9 +108,7 @@ class Options(CommandSettings, frozen=True):
     ] = Field(default=(), description="Save this head's attention matrix, with --details; repeatable.")
     explore: bool = Field(
         default=False,
-        description="Also keep every head's attention map of the first sequence for the report: the first 128 tokens, "
-        "1 byte per head, query and key (270 heads of 64 tokens: 1.1 MB), at most 1,000 heads, above that those of "
-        "--map; one more forward pass of one sequence.",
+        description="Maps of all heads in the report, of one sequence: one more pass, T x T bytes a head.",
     )
     loss: bool = Field(default=True, description="Skip the loss and the logits: a third faster on a small model.")
     batch_size: Annotated[int | None, Flag(panel=ADVANCED)] = Field(
