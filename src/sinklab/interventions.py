@@ -98,6 +98,7 @@ VARIANTS: dict[str, Variant] = {
     "gate_head": _model(gate="head"),
     "gate_element": _model(gate="element"),
     "gate_value": _model(gate="value"),
+    "v_scale": _model(gate="v_scale"),
     "exclusive": _model(exclusive=True),
     "value_residual": _model(value_residual="fixed"),
     "value_residual_learned": _model(value_residual="learned"),

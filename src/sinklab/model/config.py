@@ -30,6 +30,11 @@ class TorchInit(Part):
 Init = Annotated[DeclaredInit | TorchInit, Field(discriminator="kind")]
 
 
+def linear_gain(init: Init) -> float:
+    """d_in times the variance that linear weights start with: the mean square that a map gives an input's."""
+    return 2 / 5 if init.kind == "declared" else 1 / 3
+
+
 class Pattern(Part):
     """Layers first, first + every, .. have a mask, bias or position of their own, the others those of the model.
 
