@@ -38,6 +38,7 @@ test-slow: $(STAMP)
 	$(BIN)/pytest -m slow
 
 test-browser: $(STAMP)
+	@! command -v npm >/dev/null || npm install --prefix $(VENV) --no-save --silent axe-core@4
 	$(BIN)/pytest -m browser
 
 test-extras: $(EXTRAS)/.installed

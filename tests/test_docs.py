@@ -26,7 +26,8 @@ def _stand_in(found: re.Match[str]) -> str:
 def commands(group: Any = None, words: str = "sinklab") -> dict[str, Any]:
     """Every command by the words that call it."""
     found = {}
-    for name, command in (group or get_command(app)).commands.items():
+    commands_of: Any = group or get_command(app)
+    for name, command in commands_of.commands.items():
         found |= commands(command, f"{words} {name}") if hasattr(command, "commands") else {f"{words} {name}": command}
     return found
 

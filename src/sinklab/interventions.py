@@ -214,8 +214,8 @@ class Intervention:
         key: dotted key of a recipe.
         kind: of the row or of the part that has the key; None outside of choices.
         values: the legal values.
-        default: empty where the key has none.
-        neutral: the value that changes nothing; empty where none is known.
+        default: empty if the key has none.
+        neutral: the value that changes nothing; empty if none is known.
         explanation: one line.
     """
 

@@ -84,6 +84,13 @@ class Model:
             return spelling(self.encode, self.tokenizer.token, set(self.tokenizer.backend.get_added_tokens_decoder()))
         return spelling(self.encode, self.tokenizer.convert_ids_to_tokens, set(self.tokenizer.added_tokens_decoder))
 
+    def decode(self, tokens: list[int]) -> str:
+        """The text of some tokens, special ones by their names."""
+        own = isinstance(self.tokenizer, Tokenizer)
+        return (
+            self.tokenizer.backend.decode(tokens, skip_special_tokens=False) if own else self.tokenizer.decode(tokens)
+        )
+
     @property
     def vocabulary_hash(self) -> str:
         """Hash of the vocabulary without added tokens: a chat model has its base model's."""
@@ -135,7 +142,7 @@ def is_run(name: str) -> bool:
 
 
 def model_files(place: Path) -> str | None:
-    """A SHA-256 that changes when the model in a directory or file may have changed; None where neither exists."""
+    """A SHA-256 that changes when the model in a directory or file may have changed; None if neither exists."""
     if not place.exists():
         return None
     files = {path for pattern in MODEL_FILES for path in place.rglob(pattern)} if place.is_dir() else {place}

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 
 NOTHING = "–"
 INFINITE = "∞"
+SINK_1 = "Sink₁"
+"""Sink_1 in tables, charts and pages."""
 
 
 def number_text(value: float | None, form: str = "") -> str:
@@ -18,9 +20,8 @@ def number_text(value: float | None, form: str = "") -> str:
         return NOTHING
     if isinstance(value, float) and math.isinf(value):
         return INFINITE if value > 0 else f"-{INFINITE}"
-    if "+" in form and value == 0:
-        return format(value, form.replace("+", ""))
-    return format(value, form)
+    text = format(value, form)
+    return text.lstrip("+-") if value == 0 or ("+" in form and not text.strip("+-0.,")) else text
 
 
 NUMBER_WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")

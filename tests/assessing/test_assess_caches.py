@@ -8,6 +8,7 @@ from assessed import ASSESSED, small, some_tokens
 from closeness import assert_close
 from streaming_reference import Policy, first_and_recent, heavy_hitters, streamed
 
+from sinklab.assessing.parts import eviction
 from sinklab.assessing.parts.eviction import HeavyHitters, RandomKeys
 from sinklab.assessing.parts.streaming import RollingCache
 from sinklab.assessing.reading import PairedReader, changed_attention
@@ -50,6 +51,14 @@ def test_positions_in_the_cache_are_others_than_those_in_the_text() -> None:
 @pytest.mark.parametrize(("budget", "barred"), [(6, 0), (6, 2), (2, 0), (3, 1)])
 def test_heavy_hitters_are_those_of_a_cache_that_is_kept_token_by_token(variant: str, budget: int, barred: int) -> None:
     compare(small(variant), HeavyHitters(budget, barred), heavy_hitters(budget, barred), in_cache=False)
+
+
+@pytest.mark.parametrize("variant", ["grouped keys", "k biases"])
+def test_where_all_attention_was_on_evicted_keys_heavy_hitters_are_computed_anew(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eviction, "LEAST_SHARE", 2.0)
+    compare(small(variant), HeavyHitters(6, 2), heavy_hitters(6, 2), in_cache=False)
 
 
 def test_a_cache_as_long_as_the_text_gives_the_ordinary_loss() -> None:

@@ -18,8 +18,9 @@ from sinklab.assessing.assess_model import assess, load_assessment
 from sinklab.assessing.assessment import Assessment
 from sinklab.assessing.parts import PARTS, USUAL
 from sinklab.assessing.parts.streaming import Streaming
-from sinklab.assessing.plan import AssessOptions
+from sinklab.assessing.plan import AssessOptions, settings_for
 from sinklab.jobs.progress import JobEvent, Observer, ignore
+from sinklab.opening import open_model
 from sinklab.train.directory.lock import HeldError
 
 SMALL = ("--sequences", 2, "--stream-length", 24, "--cache", 8, "--length", 16, "--budget", 6)
@@ -110,6 +111,83 @@ def test_the_same_call_goes_on_with_the_parts_that_are_missing(
     both = load_assessment(tmp_path / "a" / "assessment.json")
     assert both.results["heads"] == first.results["heads"]
     assert "streaming" in both.results
+
+
+def test_after_an_interruption_finished_parts_are_kept_and_the_others_are_as_if_there_had_been_none(
+    made: tuple[Path, Path], tmp_path: Path
+) -> None:
+    directory, text = made
+    options = AssessOptions(parts=("streaming", "heads", "writer"), sequences=2, length=16, stream_length=24)
+    seen: list[str] = []
+
+    def broken(event: JobEvent) -> None:
+        if event.step == "heads" and event.kind == "advanced" and event.done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        assess(str(directory), text, options, out=tmp_path / "a", observe=broken)
+    assert list(load_assessment(tmp_path / "a" / "assessment.json").results) == ["streaming"]
+    found = assess(
+        str(directory),
+        text,
+        options,
+        out=tmp_path / "a",
+        observe=lambda event: seen.append(f"{event.kind} {event.step}"),
+    )
+    assert {"kept streaming", "finished heads", "finished writer"} <= set(seen)
+    assert found.results == assess(str(directory), text, options).results
+
+
+def test_quick_gives_smaller_defaults_and_says_so(made: tuple[Path, Path], run: Run, tmp_path: Path) -> None:
+    directory, text = made
+    call = ("assess", directory, "--text", text, "--quick", "--out", tmp_path / "a")
+    status, out, err = run(*call, "--parts", "heads,streaming")
+    assert status == 0, err
+    assert "quick: 32 x 16 tokens, 16 x 64 for streaming;" in re.sub(r"\s+", " ", out)
+    document = json.loads((tmp_path / "a" / "assessment.json").read_text())
+    assert document["asked"]["quick"] is True
+    assert [document["heads"][key] for key in ("sequences", "length")] == [32, 16]
+    assert [document["streaming"][key] for key in ("sequences", "length")] == [16, 64]
+    assert {row["first"] for row in document["streaming"]["caches"]} == {0, 4}
+    assert run(*call, "--parts", "heads")[0] == 0
+    status, _, err = on_one_line(run)("assess", directory, "--text", text, "--parts", "heads", "--out", tmp_path / "a")
+    assert (status, "with other settings" in err) == (2, True)
+
+
+def test_quick_runs_the_usual_parts_but_length_and_each_takes_as_many_passes_as_it_announces(
+    made: tuple[Path, Path],
+) -> None:
+    announced: dict[str, int] = {}
+    done: dict[str, float] = {}
+
+    def count(event: JobEvent) -> None:
+        if event.kind == "started" and event.total is not None:
+            announced[event.step] = event.total
+        if event.kind == "advanced":
+            done[event.step] = event.done
+
+    small = {"sequences": 2, "stream_length": 24, "caches": (8,), "length": 16, "budgets": (6,)}
+    found = assess(str(made[0]), made[1], AssessOptions(quick=True, **small), observe=count)
+    assert set(found.results) == set(announced) == set(USUAL) - {"length"}
+    assert found.notes[0].startswith("quick: 2 x 16 tokens, 2 x 24 for streaming, without length;")
+    announced["writer"] -= 2  # an expert is zeroed, too, where there are some
+    assert done == announced
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"length": 256, "sequences": 2, "stream_length": 1024, "stream_sequences": 1, "kept": (0, 4)}),
+        ({"length": 64}, {"length": 64, "sequences": 8, "stream_length": 256, "stream_sequences": 4}),
+        ({"sequences": 5}, {"length": 256, "sequences": 5, "stream_sequences": 5}),
+        ({"kept": (0, 1, 2), "caches": (32,), "budgets": (8,)}, {"kept": (0, 1, 2), "caches": (32,), "budgets": (8,)}),
+    ],
+)
+def test_given_options_win_over_those_of_quick(given: dict[str, Any], expected: dict[str, Any], data_dir: Path) -> None:
+    model = open_model(str(data_dir / "models" / "TinyStories-656K"))
+    quick = settings_for(model, AssessOptions(quick=True, **given)).model_dump()
+    assert {name: quick[name] for name in expected} == expected
+    assert "quick" not in settings_for(model, AssessOptions(**given)).model_dump()
 
 
 def test_of_two_calls_at_a_time_one_is_refused_and_no_result_is_lost(made: tuple[Path, Path], tmp_path: Path) -> None:

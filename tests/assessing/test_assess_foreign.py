@@ -83,7 +83,7 @@ def test_layers_without_positions_stream_as_those_of_the_run_that_was_exported(t
     for one in (theirs, NativeAdapter(run.model)):
         with evaluating(one.module), changed_attention(one, RollingCache(6, 2)):
             found.append(one.hidden(tokens))
-    assert_close(*found, 1e-5)
+    assert_close(found[0], found[1], 1e-5)
 
 
 def test_positions_of_layers_with_bases_of_their_own_are_fixed() -> None:

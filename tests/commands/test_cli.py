@@ -193,6 +193,8 @@ def test_prepared_data_can_be_trained_on(run: Run, text: Path, tmp_path: Path) -
         (["train"], "Missing argument 'recipe'"),
         (["measure", "x", "--inputs", "strange"], "strange"),
         (["measure", "x", "--map", "3"], "expected LAYER.HEAD"),
+        (["measure", "x", "--text", "text.jsonl", "--explore"], "give a MODEL and --out"),
+        (["measure", "x", "--text", ".", "--by-domain", "--explore", "--out", "d"], "of one MODEL on one text"),
     ],
     ids=lambda value: "_".join(value)[:40] if isinstance(value, list) else None,
 )

@@ -1,18 +1,20 @@
 """Without a terminal long work prints a line every ten seconds, on every command's progress."""
 
 import io
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Run
 from rich.console import Console
 from rich.progress import Progress
 from tiny_models import text_file, tiny_model
 
 from sinklab.commands.terminal.progress import DataBoard, JobProgress, RunBoard
 from sinklab.experiments.sweep.engine import Event
-from sinklab.jobs.progress import StepProgress
+from sinklab.jobs.progress import JobEvent, StepProgress
 from sinklab.measuring.options import Study
 from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
@@ -40,7 +42,7 @@ def requests(console: Console, clock: Clock) -> Callable[[int], Any]:
 
 
 def survey(console: Console, clock: Clock) -> Callable[[int], Any]:
-    step = StepProgress("gpt2", JobProgress(console, "models", 2, clock))
+    step = StepProgress("gpt2", JobProgress(console, "models", 2, clock=clock))
     step.begin()
     return lambda second: step.reach(second, 100)
 
@@ -77,6 +79,91 @@ def test_a_line_is_printed_every_ten_seconds_and_no_more(
     lines = [line for line in printed.getvalue().splitlines() if not line.endswith("...")]
     assert len(lines) == 3
     assert lines[0].startswith(said)
+
+
+def silent_job(console: Console, clock: Clock) -> Any:
+    return JobProgress(console, phase="reading gpt2 and the text", clock=clock).lines
+
+
+def silent_step(console: Console, clock: Clock) -> Any:
+    progress = JobProgress(console, clock=clock)
+    progress(JobEvent("started", "gpt2"))
+    return progress.lines
+
+
+def silent_data(console: Console, clock: Clock) -> Any:
+    return DataBoard(console, Progress(console=console, disable=True), clock).lines
+
+
+def silent_runs(console: Console, clock: Clock) -> Any:
+    board = RunBoard(console, {"tiny-0": 100}, clock)
+    board.watch(Event("tiny-0", "ready", 40))
+    return board.lines
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (silent_job, "reading gpt2 and the text"),
+        (silent_step, "gpt2"),
+        (silent_data, "reading the text"),
+        (silent_runs, "tiny-0: step 40/100"),
+    ],
+)
+def test_a_phase_without_events_is_named_every_ten_seconds(made: Callable[[Console, Clock], Any], said: str) -> None:
+    printed, clock = io.StringIO(), Clock()
+    lines = made(Console(file=printed, width=200), clock)
+    for second in range(35):
+        clock.now = float(second)
+        lines.beat()
+    assert printed.getvalue().splitlines() == [f"{said}, {seconds} s so far" for seconds in (10, 20, 30)]
+
+
+def test_after_its_first_events_a_step_is_where_they_left_it() -> None:
+    printed, clock = io.StringIO(), Clock()
+    progress = JobProgress(Console(file=printed, width=200), phase="reading gpt2", clock=clock)
+    clock.now = 8.0
+    StepProgress("measuring", progress).reach(3, 100)
+    clock.now = 20.0
+    progress.lines.beat()
+    assert printed.getvalue() == "measuring: 3 of 100, 12 s so far\n"
+
+
+class Written(io.StringIO):
+    """Sets an event with every line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.event = threading.Event()
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        self.event.set()
+        return written
+
+
+def test_the_phase_is_printed_while_the_work_itself_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sinklab.commands.terminal.progress.BEATS_EVERY", 0.001)
+    printed, clock = Written(), Clock()
+    threads = threading.active_count()
+    with JobProgress(Console(file=printed, width=200), phase="reading gpt2", clock=clock):
+        clock.now = 10.0
+        assert printed.event.wait(60)
+    assert printed.getvalue() == "reading gpt2, 10 s so far\n"
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("command", ["measure", "assess"])
+def test_a_command_names_what_it_reads_first(
+    command: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sinklab.commands.terminal.progress.SPEAKS_EVERY", 0.0)
+    monkeypatch.setattr("sinklab.commands.terminal.progress.BEATS_EVERY", 0.001)
+    model, text = tiny_model(tmp_path / "gpt2", "gpt_neox"), text_file(tmp_path / "text.jsonl")
+    parts = ("--parts", "heads") if command == "assess" else ()
+    status, _, err = run(command, model, "--text", text, "--sequences", 2, "--length", 16, *parts)
+    assert status == 0, err
+    assert f"reading {model} and the text, 1 s so far\n" in err
 
 
 def test_a_terminal_has_bars_in_their_place() -> None:

@@ -134,7 +134,7 @@ def test_a_pattern_loads_as_the_architecture_that_has_it(name: str, tokenizer: P
     for norm in (part for part_name, part in run.model.named_parameters() if part_name.endswith("norm.weight")):
         norm.copy_(torch.linspace(0.5, 1.5, len(norm)))
     assert write_directory(run, [], tmp_path / "one").architecture == architecture
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
+    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
     assert_close(theirs(some_tokens(length=20)).logits, run.model(some_tokens(length=20)))
     ours, measured = (measure(model, some_tokens(length=20)) for model in (run.model, theirs))
     assert_close(torch.tensor(measured.importance), torch.tensor(ours.importance))

@@ -57,7 +57,9 @@ def test_finished_steps_are_kept_and_a_failure_does_not_stop_the_others() -> Non
     steps = [JobStep("a", fails, kept="5"), JobStep("b", fails), JobStep("c", lambda progress: "7")]
     assert run(steps, on_failure=failed.__setitem__) == [
         ("kept", "a", "5"),
+        ("started", "b", ""),
         ("failed", "b", "ValueError: first line"),
+        ("started", "c", ""),
         ("finished", "c", "7"),
     ]
     assert failed == {"b": "ValueError: first line"}

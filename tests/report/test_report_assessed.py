@@ -1,6 +1,7 @@
 """Assessments in the page, on the leaderboard, and in what is packed of a sweep."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -42,8 +43,24 @@ def assess_runs(folder: Path, cell: str, costs: list[float], **changes: object) 
 def test_an_assessment_alone_is_a_report_with_a_table_and_a_figure_for_each_part(tmp_path: Path) -> None:
     page = Page(write_report([make_assessment(tmp_path / "out")]).read_text(encoding="utf-8"))
     assert {"assessment-0", *(f"{part}-0" for part in PARTS)} <= headings(page)
-    assert "recent, 8 keys 3.5000 33.12 0.2000" in page.text
+    assert "recent, 8 keys 3.5000 +0.5000 33.12 0.2000" in page.text
     assert "read with care" in page.text
+
+
+def test_an_assessment_begins_with_the_loss_without_the_sink_and_folds_every_change(tmp_path: Path) -> None:
+    folder = make_assessment(tmp_path / "out")
+    html = write_report([folder]).read_text(encoding="utf-8")
+    text = Page(html).text
+    parts = [
+        "very large loss without the sink: +0.500 nats",
+        "Loss added by each change",
+        "Which keys must a small cache keep?",
+    ]
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)
+    assert '<th scope="rowgroup" colspan="2">Which keys must a small cache keep?</th>' in html
+    assert html.index('id="streaming-0"') < html.index('id="assessment-0"')
+    assert re.search(r'<details>\s*<summary><h2 id="assessment-0">', html)
 
 
 def test_what_was_not_assessed_has_no_figure(tmp_path: Path) -> None:

@@ -285,7 +285,7 @@ def test_the_terminal_shows_ours_beside_the_papers_and_the_verdicts(sweep_folder
         "74.12",
         "2 of 3",
         "did not train",
-        "contradicted at tiny",
+        "contradicted at",
         "edited since it ended",
     ):
         assert said in text

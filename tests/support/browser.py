@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE = 120.0  # seconds until a browser that does not answer counts as broken
-KEYS = {"Enter": ("\r", 13), "Tab": ("", 9), " ": (" ", 32)}
+ARROWS = {"ArrowLeft": ("", 37), "ArrowUp": ("", 38), "ArrowRight": ("", 39), "ArrowDown": ("", 40)}
+KEYS = {"Enter": ("\r", 13), "Tab": ("", 9), " ": (" ", 32), **ARROWS}
 
 
 class BrowserTab:

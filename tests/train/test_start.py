@@ -31,6 +31,7 @@ TRAINING: dict[str, Any] = {
 NEUTRAL: dict[str, dict[str, Any]] = {  # what is added
     "nothing": {},
     "a sink logit": {"attention": {"bias": "sink_logit"}},
+    "a sink logit in one layer": {"pattern": {"every": 2, "bias": "sink_logit"}},
     "k biases": {"attention": {"bias": "k"}},
     "kv biases": {"attention": {"bias": "kv"}},
     "v biases": {"attention": {"bias": "v"}},
@@ -72,7 +73,7 @@ def some_tokens(length: int = 20) -> torch.Tensor:
 def test_the_start_has_the_outputs_of_the_checkpoint_with_any_addition(added: str, checkpoint: Path) -> None:
     expected = AutoModelForCausalLM.from_pretrained(checkpoint)(some_tokens()).logits
     # A sink logit of -12 takes 6e-6 of a row of sum 1; everything else changes nothing but by rounding.
-    tolerance = 5e-5 if added in ("a sink logit", "k biases", "kv biases") else 1e-5
+    tolerance = 5e-5 if added in ("a sink logit", "a sink logit in one layer", "k biases", "kv biases") else 1e-5
     assert_close(begun(checkpoint, NEUTRAL[added])(some_tokens()), expected, tolerance)
 
 

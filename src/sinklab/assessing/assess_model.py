@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sinklab.assessing.assessment import ASSESSMENT, HELD_OUT, Assessment, load_assessment
 from sinklab.assessing.part import AssessText, PartJob
-from sinklab.assessing.parts import PARTS, USUAL
+from sinklab.assessing.parts import IN_QUICK, PARTS, USUAL
 from sinklab.assessing.plan import AssessOptions, AssessSettings, settings_for
 from sinklab.data.sources.corpora import documents
 from sinklab.errors import InputError
@@ -135,7 +135,7 @@ def _jobs(
     """The parts that apply, and the reasons why others do not; every named part must apply."""
     jobs: dict[str, PartJob] = {}
     skipped: dict[str, str] = {}
-    for name in options.parts or USUAL:
+    for name in options.parts or (IN_QUICK if options.quick else USUAL):
         part = PARTS[name]
         why = part.refusal(text.model.adapter, settings)
         if why is None:
@@ -156,10 +156,21 @@ def _notes(text: AssessText, settings: AssessSettings, options: AssessOptions) -
     model = text.model
     kinds, step, planned = model.adapter.kinds, model.step, model.planned_steps
     notes = [*model.notes] if step == planned else [f"the run is at step {step} of {planned}", *model.notes]
+    if settings.quick:
+        notes.insert(0, _quick_note(settings, options))
     notes += [*text.conversations.notes(), *kinds.notes(), *kinds.notes_on_hidden_keys()]
     if settings.positions == "text" and options.positions is None:
         notes.append(f"the streaming part uses positions in the text, as {model.adapter.fixed_positions()}")
     return notes
+
+
+def _quick_note(settings: AssessSettings, options: AssessOptions) -> str:
+    """The size of the text under --quick, and the parts that it leaves out."""
+    out = "" if options.parts else f", without {', '.join(part for part in USUAL if part not in IN_QUICK)}"
+    return (
+        f"quick: {settings.sequences} x {settings.length:,} tokens, {settings.stream_sequences} x "
+        f"{settings.stream_length:,} for streaming{out}; for numbers to be cited assess the model without --quick"
+    )
 
 
 def _hash(text: AssessText, settings: AssessSettings) -> str:

@@ -119,6 +119,16 @@ class Assessment(ReadDocument):
         """The lines below the table."""
         return [remark for part in self.results.values() if (remark := part.remark())]
 
+    def errors(self) -> list[str]:
+        """A line with the smallest and the largest standard error of an added loss in every part, if there are any."""
+        errors = {
+            name: found
+            for name, part in self.results.items()
+            if (found := [row.effect.error for row in part.rows() if row.effect.error is not None])
+        }
+        ranges = ", ".join(f"{name} {min(found):.2g} to {max(found):.2g}" for name, found in errors.items())
+        return [f"Standard errors of the added losses (nats): {ranges}."] if ranges else []
+
     def numbers(self) -> dict[str, float]:
         """The single numbers of the finished parts, by name."""
         return {name: value for part in self.results.values() for name, value in part.values()}

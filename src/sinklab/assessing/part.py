@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from sinklab.assessing.plan import AssessSettings
@@ -78,11 +79,14 @@ class Effect(ReadDocument):
         loss: mean over the targets.
         kl: mean divergence of the changed model's predictions from those of the unchanged model.
         targets: number of them.
+        error: standard error of the loss above the unchanged model's; None for the unchanged model, a mean of several
+            draws, and too few targets.
     """
 
     loss: float
     kl: float
     targets: int
+    error: float | None = Field(default=None, exclude_if=lambda error: error is None)
 
 
 @dataclass(frozen=True)
@@ -105,11 +109,13 @@ class ResultRow:
     Attributes:
         what: the change.
         more: a remark.
+        added: loss above that of the same targets without the change; None if these are all of the part's.
     """
 
     what: str
     effect: Effect
     more: str = ""
+    added: float | None = None
 
     @property
     def perplexity(self) -> str:
@@ -123,7 +129,7 @@ class PartAnswer:
 
     Attributes:
         change: in a few words.
-        added: nats per token above the unchanged model, or above the row before where `change` says so; None where the
+        added: nats per token above the unchanged model, or above the row before where `change` says so; None if the
             answer is no loss.
         lost: words for the first sentence of the assessment, where `added` is what the model loses without its sink:
             "with the sink hidden".
@@ -189,6 +195,7 @@ class AssessPart(ReadDocument, ABC):
         question: that the part answers.
         long_text: skip the part if the text is too short for it; other parts then raise an error.
         on_request: run the part only if it is named, as it takes long.
+        in_quick: run the part with --quick, too, unless some are named.
         numbers: its single numbers.
         sequences, length: N and T.
         unchanged: the unchanged model on the same text, within its context.
@@ -199,6 +206,7 @@ class AssessPart(ReadDocument, ABC):
     question: ClassVar[str]
     long_text: ClassVar[bool] = False
     on_request: ClassVar[bool] = False
+    in_quick: ClassVar[bool] = True
     numbers: ClassVar[tuple[PartNumber, ...]] = ()
 
     sequences: int
@@ -246,6 +254,10 @@ class AssessPart(ReadDocument, ABC):
     def added(self, effect: Effect) -> float:
         """The loss of a change above that of the unchanged model."""
         return effect.loss - self.unchanged.loss
+
+    def added_by(self, row: ResultRow) -> float:
+        """The loss that the change of a row adds."""
+        return self.added(row.effect) if row.added is None else row.added
 
 
 def plot_row(effect: Effect, y: float | None, series: str, x: object) -> dict[str, object]:

@@ -1,5 +1,6 @@
 """The settings of an assessment, and the lengths, caches and budgets derived from them for one model."""
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
@@ -12,11 +13,29 @@ if TYPE_CHECKING:
     from sinklab.opening import Model
 
 Placed = Literal["cache", "text"]
-WITHIN = 2**10  # default tokens per sequence within the context
-TOKENS = 2**11  # over all such sequences
-STREAMED = 2**12  # over all sequences of the streaming part
 LONGEST = 2**13  # tokens per sequence of the length part, unless 5/4 of the context is more
 KEPT = (0, 1, 2, 4)
+
+
+@dataclass(frozen=True)
+class DefaultSizes:
+    """Defaults that decide the time of an assessment.
+
+    Attributes:
+        within: most tokens per sequence within the context.
+        tokens: over all such sequences.
+        streamed: over all sequences of the streaming and the length part.
+        kept: numbers of first tokens kept in the rolling cache.
+    """
+
+    within: int
+    tokens: int
+    streamed: int
+    kept: tuple[int, ...]
+
+
+FULL = DefaultSizes(2**10, 2**11, 2**12, KEPT)
+QUICK = DefaultSizes(2**8, 2**9, 2**10, (0, 4))
 TWO_KEYS = "a cache holds 2 keys or more, the query's own included"
 
 
@@ -41,6 +60,12 @@ class AssessOptions(CommandSettings, frozen=True):
         exclude=True,
         description="Comma-separated: streaming, quantisation, eviction, length, carries, heads, writer; all of "
         "these; or kv_cache, pruning, budgets, which take longer.",
+    )
+    quick: bool = Field(
+        default=False,
+        exclude_if=lambda quick: not quick,
+        description="Smaller defaults, for a first look in minutes: sequences of 256 tokens, 512 in all, streaming "
+        "1,024; --keep 0 and 4; all parts but length. Other options win.",
     )
     sequences: Annotated[int | None, Flag(panel=INPUT)] = Field(
         default=None, ge=1, le=MOST, description="Number of sequences; default: 2,048 tokens in all, streaming 4,096."
@@ -74,6 +99,11 @@ class AssessOptions(CommandSettings, frozen=True):
     )
     seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(default=0, description="Of the random keys and heads.")
     where_possible: bool = Field(default=False, exclude=True)
+
+    @property
+    def sizes(self) -> DefaultSizes:
+        """The defaults that decide the time."""
+        return QUICK if self.quick else FULL
 
     @field_validator("caches", "budgets", "kept")
     @classmethod
@@ -109,7 +139,7 @@ def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
     """
     adapter, fixed = model.adapter, model.adapter.fixed_positions()
     context = adapter.context
-    length = options.length or min(context, WITHIN)
+    length = options.length or min(context, options.sizes.within)
     if length > context:
         raise InputError(f"--length {length} is beyond the context of {model.name}: give at most --length {context}")
     if options.positions == "cache" and fixed:
@@ -139,12 +169,12 @@ def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
     if not 1 <= options.sink_tokens <= length // 4:
         raise InputError(f"--sink-tokens {options.sink_tokens}: give 1 to {length // 4}, a quarter of the sequences")
     decided = {
-        "sequences": options.sequences or max(1, TOKENS // length),
+        "sequences": options.sequences or max(1, options.sizes.tokens // length),
         "length": length,
-        "stream_sequences": options.sequences or max(1, STREAMED // stream_length),
+        "stream_sequences": options.sequences or max(1, options.sizes.streamed // stream_length),
         "stream_length": stream_length,
         "caches": caches,
-        "kept": options.kept or tuple(first for first in KEPT if first < max(caches)),
+        "kept": options.kept or tuple(first for first in options.sizes.kept if first < max(caches)),
         "positions": options.positions or ("text" if fixed else "cache"),
         "budgets": budgets,
         "long_length": None if adapter.ends else max(min(2 * context, LONGEST), context + context // 4),

@@ -5,6 +5,12 @@
 
 If sequences are longer than the context, the unchanged model reads them in windows of its context that overlap by half.
 Only the second half of a window is scored, so that every token has at least half a context before it.
+
+The logits of a text exist for some rows at a time. log p of these rows is computed once and kept for all changes, up to
+`LOG_PROBABILITIES_KEPT` bytes of a text; of further rows it is computed again under every change. A changed pass thus
+costs one forward pass, head included, and little else: after the matrix product of the head, loss and divergence are
+computed in slices that fit in a cache. Rejected: kl = sum p log p - sum p z_q + lse(z_q) with the sum of p log p kept,
+which needs no log q, as it loses digits where the divergence is small; half precision, for the same reason.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,9 +28,12 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import evaluating
 from sinklab.models.intercept import Compute, Edit, intercept
-from sinklab.models.memory_budget import LOGITS_AT_ONCE
+from sinklab.models.memory_budget import LOGITS_AT_ONCE, free_bytes
 
 TOKENS_AT_ONCE = 2**11
+TARGETS_OF_A_BLOCK = 64
+LOG_PROBABILITIES_KEPT = 2**30  # bytes of a text: 5,461 positions of a vocabulary of 49,152 in float32
+SLICE = 2**19  # elements of the logits that are compared at a time on a CPU: 2 MB in float32
 Step = Callable[[], None]
 KeyHeads = frozenset[tuple[int, int]]
 """Layer, from 1 among those with attention, and key head, from 1; query heads that share keys share a key head."""
@@ -37,14 +46,18 @@ class ByPosition:
     Attributes:
         first: 1-based position of the first target.
         loss_NP, kl_NP: of the targets first .. T; nats, float64.
+        unchanged_NP: the loss of the unchanged model; None for that model itself.
     """
 
     first: int
     loss_NP: Tensor
     kl_NP: Tensor
+    unchanged_NP: Tensor | None = None
 
     def effect(self, start: int = 1, stop: int | None = None) -> Effect:
         """Means over the targets at positions start .. stop - 1 (1-based), all by default.
+
+        The standard error is over blocks of 64 successive targets, as targets beside each other are not independent.
 
         Raises:
             SinklabError: a loss that is not finite.
@@ -54,7 +67,18 @@ class ByPosition:
         loss, kl = float(loss_NP.mean()), float(kl_NP.mean())
         if not (loss_NP.isfinite().all() and kl_NP.isfinite().all()):
             raise SinklabError("the changed model computes NaN or infinity: its loss is not finite")
-        return Effect(loss=loss, kl=max(kl, 0.0), targets=loss_NP.numel())
+        error = None if self.unchanged_NP is None else standard_error(loss_NP - self.unchanged_NP[:, here])
+        return Effect(loss=loss, kl=max(kl, 0.0), targets=loss_NP.numel(), error=error)
+
+
+def standard_error(x_NP: Tensor) -> float | None:
+    """Of the mean, over blocks of 64 successive positions of a sequence as clusters; None for a single block.
+
+    (B / (B - 1) sum_b (sum of block b - its positions times the mean)^2)^(1/2) / number of positions
+    """
+    deviations_B = torch.stack([block_NK.sum(1) for block_NK in (x_NP - x_NP.mean()).split(TARGETS_OF_A_BLOCK, 1)])
+    B = deviations_B.numel()
+    return None if B < 2 else float((B / (B - 1) * deviations_B.square().sum()).sqrt()) / x_NP.numel()
 
 
 class HeadCost(Effect):
@@ -65,18 +89,42 @@ class HeadCost(Effect):
 
 
 class PairedReader:
-    """Sequences, and the unchanged model's hidden states on them.
+    """Sequences, and the unchanged model's hidden states and log-probabilities on them.
 
     Args:
         tokens_NT: token ids.
         step: called for every sequence, after each pass.
+        whole: read the text in one piece, too. Where its first window would be computed alike it is taken from there.
+        kept: bytes of log-probabilities that are kept; at most a quarter of the free memory.
+
+    Attributes:
+        unchanged: within the context.
+        whole: in one piece; None if not asked for.
     """
 
-    def __init__(self, adapter: Adapter, tokens_NT: Tensor, step: Step = lambda: None) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        tokens_NT: Tensor,
+        step: Step = lambda: None,
+        *,
+        whole: bool = False,
+        kept: int = LOG_PROBABILITIES_KEPT,
+    ) -> None:
         self.adapter, self.tokens_NT, self._step = adapter, tokens_NT, step
+        free = free_bytes(adapter.device)
+        self._kept = kept if free is None else min(kept, free // 4)
+        self._log_p_RV = list[Tensor]()
+        self.whole: ByPosition | None = None
         with evaluating(adapter.module):
-            self._unchanged_NTE = self._within_context()
+            alike = not adapter.depends_on_length(adapter.context, tokens_NT.shape[1])
+            whole_NTE = self._read(tokens_NT) if whole and alike else None
+            self._unchanged_NTE = self._within_context(whole_NTE)
             self.unchanged = self._against(self._unchanged_NTE)
+            self._passed()
+            if whole:  # if not alike only now, as the dynamic RoPE of transformers keeps the frequencies of long text
+                self.whole = self._against(self._read(tokens_NT) if whole_NTE is None else whole_NTE)
+                self._passed()
 
     def under(
         self,
@@ -89,11 +137,22 @@ class PairedReader:
 
         Sequences beyond the context are read in one piece.
         """
+        hidden_NTE = self.observed(edit, compute=compute, surgery=surgery)
+        with evaluating(self.adapter.module):
+            return self._against(hidden_NTE)
+
+    def observed(
+        self,
+        edit: Edit | None = None,
+        *,
+        compute: Compute = LayerCall.output,
+        surgery: AbstractContextManager[object] | None = None,
+    ) -> Tensor:
+        """Read the text as `under` does, without the head: the hidden states (N, T, E)."""
         with evaluating(self.adapter.module), surgery or nullcontext():
             hidden_NTE = self._read(self.tokens_NT, edit, compute)
         self._passed()
-        with evaluating(self.adapter.module):
-            return self._against(hidden_NTE)
+        return hidden_NTE
 
     def by_key_head(self, edit: Callable[[KeyHeads], Edit]) -> list[HeadCost]:
         """Read the text once per key head, with an edit of this head alone."""
@@ -103,15 +162,20 @@ class PairedReader:
             for layer, head in heads
         ]
 
-    def _within_context(self) -> Tensor:
-        """The unchanged model's hidden states, in windows of its context that overlap by half."""
+    def _within_context(self, whole_NTE: Tensor | None) -> Tensor:
+        """The unchanged model's hidden states, in windows of its context that overlap by half.
+
+        Args:
+            whole_NTE: of the text in one piece, if those of its first window are the same.
+        """
         T, context = self.tokens_NT.shape[1], self.adapter.context
-        parts = [self._read(self.tokens_NT[:, : min(T, context)])]
+        if whole_NTE is None:
+            whole_NTE = self._read(self.tokens_NT[:, :context])
+        parts = [whole_NTE[:, :context]]
         for start in range(context, T, stride := max(1, context // 2)):
             stop = min(start + stride, T)
             window_NLE = self._read(self.tokens_NT[:, stop - context : stop])
             parts.append(window_NLE[:, start - stop :])
-        self._passed()
         return torch.cat(parts, 1)
 
     def _read(self, tokens_NT: Tensor, edit: Edit | None = None, compute: Compute = LayerCall.output) -> Tensor:
@@ -127,23 +191,37 @@ class PairedReader:
     def _against(self, hidden_NTE: Tensor) -> ByPosition:
         """The loss of hidden states, and the divergence from the unchanged model."""
         first = self.adapter.first_target
-        same = hidden_NTE is self._unchanged_NTE
-        states, before = (x[:, first - 2 : -1].flatten(0, 1) for x in (hidden_NTE, self._unchanged_NTE))
-        targets_R = self.tokens_NT[:, first - 1 :].flatten().to(self.adapter.device)
-        losses, divergences, start = [], [], 0
-        vocabulary = self.adapter.logits(states[:1]).shape[-1]
+        states_RE, before_RE = (x[:, first - 2 : -1].flatten(0, 1) for x in (hidden_NTE, self._unchanged_NTE))
+        targets_R1 = self.tokens_NT[:, first - 1 :].reshape(-1, 1).to(self.adapter.device)
+        vocabulary = self.adapter.logits(before_RE[:1]).shape[-1]
         rows = max(1, LOGITS_AT_ONCE // vocabulary)
-        for start in range(0, len(states), rows):
+        size = rows if states_RE.is_cuda else max(1, SLICE // vocabulary)
+        losses, divergences = [], []
+        for number, start in enumerate(range(0, len(states_RE), rows)):
             here = slice(start, start + rows)
-            log_q = F.log_softmax(self.adapter.logits(states[here]), -1)
-            losses.append(-log_q.gather(1, targets_R[here, None])[:, 0].double())
-            if same:
+            log_p_RV, targets_C1 = self._log_p(number, before_RE[here]), targets_R1[here]
+            if torch.equal(states_RE[here], before_RE[here]):
+                losses.append(-log_p_RV.gather(1, targets_C1)[:, 0].double())
                 divergences.append(torch.zeros_like(losses[-1]))
                 continue
-            log_p = F.log_softmax(self.adapter.logits(before[here]), -1)
-            divergences.append((log_p.exp() * (log_p - log_q)).sum(-1).double())
+            slices = (x.split(size) for x in (self.adapter.logits(states_RE[here]), log_p_RV, targets_C1))
+            for z_SV, log_p_SV, targets_S1 in zip(*slices, strict=True):
+                log_q_SV = F.log_softmax(z_SV, -1)
+                losses.append(-log_q_SV.gather(1, targets_S1)[:, 0].double())
+                divergences.append((log_p_SV.exp() * (log_p_SV - log_q_SV)).sum(-1).double())
         N = len(self.tokens_NT)
-        return ByPosition(first, torch.cat(losses).view(N, -1).cpu(), torch.cat(divergences).view(N, -1).cpu())
+        loss_NP, kl_NP = (torch.cat(x).view(N, -1).cpu() for x in (losses, divergences))
+        return ByPosition(first, loss_NP, kl_NP, None if hidden_NTE is self._unchanged_NTE else self.unchanged.loss_NP)
+
+    def _log_p(self, number: int, states_RE: Tensor) -> Tensor:
+        """The unchanged model's log-probabilities of the rows of this number (from 0)."""
+        if number < len(self._log_p_RV):
+            return self._log_p_RV[number]
+        log_p_RV = F.log_softmax(self.adapter.logits(states_RE), -1)
+        if number == len(self._log_p_RV) and log_p_RV.nbytes <= self._kept:
+            self._kept -= log_p_RV.nbytes
+            self._log_p_RV.append(log_p_RV)
+        return log_p_RV
 
 
 def changed_attention(

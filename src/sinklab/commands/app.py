@@ -154,9 +154,11 @@ def export(
 
     Example: sinklab export runs/k my-model
     """
+    from sinklab.commands.terminal.progress import JobProgress
     from sinklab.export.directory import export_run
 
-    done = export_run(run, directory)
+    with JobProgress(stderr(), phase=f"exporting {run}"):
+        done = export_run(run, directory)
     if as_json:
         print(json.dumps(done.document(), indent=2))
         return
@@ -212,6 +214,7 @@ def report(
 
     Example: sinklab report runs/lab --format svg
     """
+    from sinklab.commands.terminal.progress import JobProgress
     from sinklab.commands.terminal.results import print_report
     from sinklab.report import write_report
     from sinklab.report.collect import collect
@@ -219,9 +222,13 @@ def report(
     if pack is not None:
         from sinklab.report.packing import pack_sweep
 
-        stderr().print(f"packed: {pack_sweep(directories, pack)}", **PLAIN)
-    path = write_report(directories, out, tuple(formats or ()))
-    print_report(collect(directories), Console())
+        with JobProgress(stderr(), phase="packing"):
+            packed = pack_sweep(directories, pack)
+        stderr().print(f"packed: {packed}", **PLAIN)
+    with JobProgress(stderr(), phase="drawing the report"):
+        path = write_report(directories, out, tuple(formats or ()))
+        found = collect(directories)
+    print_report(found, Console())
     stderr().print(f"report: {path}", **PLAIN)
 
 
@@ -244,11 +251,18 @@ def verify(
     """
     from dataclasses import asdict
 
+    from sinklab.commands.terminal.progress import JobProgress
     from sinklab.experiments.sweep.verifying import verify_packed
 
     if not directory.is_dir():
         raise InputError(f"{directory} is not a folder: expected a folder written by report --pack")
-    checks = verify_packed(directory, retrain, seed, lambda text: stderr().print(text, **PLAIN))
+    with JobProgress(stderr(), phase="reading the packed results") as progress:
+
+        def say(text: str) -> None:
+            progress.say(text)
+            progress.begin(text)
+
+        checks = verify_packed(directory, retrain, seed, say)
     if as_json:
         print(json.dumps([asdict(check) for check in checks], indent=2))
     else:

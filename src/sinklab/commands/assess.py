@@ -60,7 +60,10 @@ def assess(
         else:
             print_assessment(assessment, Console(), full)
 
-    with keeping_what_is_finished() if out is not None else nullcontext(), JobProgress(console) as observe:
+    with (
+        keeping_what_is_finished() if out is not None else nullcontext(),
+        JobProgress(console, phase=f"reading {model} and the text") as observe,
+    ):
         try:
             found = assess_model(model, text, options, loading=loading.on(console), out=out, observe=observe)
         except UnsavedError as error:

@@ -130,9 +130,11 @@ def _estimate(settings: "Settings", as_json: bool) -> None:
         InputError: text or tokenizer cannot be used.
     """
     from sinklab.commands.terminal.plans import print_estimate
+    from sinklab.commands.terminal.progress import JobProgress
     from sinklab.data.texts import estimate
 
-    found = estimate(settings)
+    with JobProgress(stderr(), phase="estimating"):
+        found = estimate(settings)
     if as_json:
         print(json.dumps(found.document(), indent=2))
     else:

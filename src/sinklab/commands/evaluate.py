@@ -56,7 +56,10 @@ def evaluate(
             print_scores(scores, Console())
 
     place = Path(model) if out is None and is_run(model) else out
-    with keeping_what_is_finished() if place is not None else nullcontext(), JobProgress(console) as observe:
+    with (
+        keeping_what_is_finished() if place is not None else nullcontext(),
+        JobProgress(console, phase=f"reading {model} and the tasks") as observe,
+    ):
         try:
             found = evaluate_model(model, request, loading=loading.on(console), out=place, observe=observe)
         except UnsavedError as error:

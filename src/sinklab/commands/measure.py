@@ -41,7 +41,19 @@ def measure(
     request: Annotated[
         Request,
         Only(
-            *("inputs", "sequences", "length", "eps", "lengths", "details", "maps", "no_bos", "loss", "ablate"),
+            *(
+                "inputs",
+                "sequences",
+                "length",
+                "eps",
+                "lengths",
+                "details",
+                "maps",
+                "explore",
+                "no_bos",
+                "loss",
+                "ablate",
+            ),
             *("perturb", "swap_position", "replace_position", "batch_size", "seed"),
         ),
     ],
@@ -122,6 +134,8 @@ def measure(
     tables, revisions = [kind.value for kind in formats or ()], revision or []
     over_steps = by_checkpoint or len(revisions) > 1
     check_formats(tables, out, one=not (by_domain or family or over_steps))
+    if request.options.explore and (out is None or by_domain or family or over_steps):
+        raise InputError("--explore draws the heads of one MODEL on one text into a report: give a MODEL and --out")
     if revisions and not over_steps:
         loading = loading.model_copy(update={"revision": revisions[0]})
     console = stderr()

@@ -71,7 +71,9 @@ class Invocation:
         """Print the result and, if it was saved, draw the report."""
         self.print(result, show)
         if self.out is not None and drawn:
-            self.console.print(f"report: {write_report([self.out])}", highlight=False, soft_wrap=True)
+            with JobProgress(self.console, phase="drawing the report"):
+                path = write_report([self.out])
+            self.console.print(f"report: {path}", highlight=False, soft_wrap=True)
 
     @contextmanager
     def printed_anyway(self, show: Callable[[Any, Console], None]) -> Iterator[None]:
@@ -86,7 +88,10 @@ class Invocation:
         self, what: str, total: int, measured: Callable[..., AnyDocument], show: Show[AnyDocument]
     ) -> AnyDocument:
         """Make many measurements with one progress bar; a result that cannot be saved is printed."""
-        with self.printed_anyway(show), JobProgress(self.console, what, total) as observe:
+        with (
+            self.printed_anyway(show),
+            JobProgress(self.console, what, total, phase=f"reading the text and the {what}") as observe,
+        ):
             return measured(self.text, self.request, loading=self.loading, out=self.out, observe=observe)
 
 
@@ -134,9 +139,11 @@ def model_command(model: str, given: Invocation, tables: Sequence[str] = ()) -> 
     Raises:
         InputError, SinklabError: as `measure_model`.
     """
-    with given.printed_anyway(print_measurement), JobProgress(given.console) as observe:
+    with (
+        given.printed_anyway(print_measurement),
+        JobProgress(given.console, phase=f"reading {model} and the text") as observe,
+    ):
         step = StepProgress("measuring", observe)
-        step.begin(given.request.sequences)
         measurement = measure_model(
             model, given.text, given.request, loading=given.loading, out=given.out, progress=step.reach
         )
@@ -189,7 +196,7 @@ def parity_command(model: str, backends: Sequence[str], given: Invocation) -> No
         InputError: as `compare_backends`.
         SinklabError: a backend disagrees; the table has been printed.
     """
-    with JobProgress(given.console) as observe:
+    with JobProgress(given.console, phase=f"reading {model} and the text") as observe:
         found = compare_backends(
             model,
             given.text,

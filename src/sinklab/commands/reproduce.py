@@ -143,11 +143,13 @@ def reproduce(
         )
     from sinklab.commands.reproducing import look_ahead
     from sinklab.commands.terminal.plans import hours_line, print_preview
+    from sinklab.commands.terminal.progress import JobProgress
     from sinklab.experiments.sweep.plan import Question, scale_of
 
     questions = [Question(one, scale_of(one, settings.scale), settings.seeds or one.seeds) for one in found]
     if settings.dry_run:
-        ahead = look_ahead(questions, settings)
+        with JobProgress(stderr(), phase="timing some updates"):
+            ahead = look_ahead(questions, settings)
         if as_json:
             print(json.dumps(ahead.document(), indent=2))
         else:
@@ -155,7 +157,9 @@ def reproduce(
         return
     with keeping_what_is_finished():
         if ALL in names:
-            stderr().print(hours_line(look_ahead(questions, settings)), highlight=False, soft_wrap=True)
+            with JobProgress(stderr(), phase="timing some updates"):
+                ahead = look_ahead(questions, settings)
+            stderr().print(hours_line(ahead), highlight=False, soft_wrap=True)
         _train(questions, settings, as_json)
 
 

@@ -128,7 +128,8 @@ def sweep(questions: Sequence[Question], settings: ReproduceSettings, console: C
     recipes = {data_key(cell.recipe): cell.recipe for cell in plan.cells.values()}
     with data_progress(console) as progress:
         data = {key: prepared(recipe.data, progress=progress) for key, recipe in recipes.items()}
-    planned = place_sweep(plan, data, out, found_runs(out))
+    with JobProgress(console, phase=f"looking for runs in {out}"):
+        planned = place_sweep(plan, data, out, found_runs(out))
     now = {one.experiment.id: manifest_of(one, planned, overlay) for one in questions}
     manifests = merged_manifests(before, now)
     if left_out := [name for name in before if name not in manifests]:
@@ -151,7 +152,8 @@ def sweep(questions: Sequence[Question], settings: ReproduceSettings, console: C
         left = _assess([manifests[name] for name in now], out, console)
     finally:
         summary = _summarised(manifests, out)
-    write_report([out])
+    with JobProgress(console, phase="drawing the report"):
+        write_report([out])
     return SweepEnding(summary, _failures(planned, ended), left)
 
 
@@ -187,6 +189,7 @@ def _assess(manifests: Sequence[SweepManifest], out: Path, console: Console) -> 
         while runs := [run for run in unassessed(manifests, out) if run.name not in done | left.keys()]:
             free = [run for run in runs if not is_written(run.directory / ASSESSMENT)]
             if not free:  # other processes of this sweep are assessing them
+                progress.begin("waiting for other processes, which assess runs")
                 time.sleep(LOOKS_EVERY_S)
             for number, run in enumerate(free, 1):
                 progress.say(f"assessing {run.name}, {number} of {len(free)}")
@@ -267,7 +270,8 @@ def measure_experiments(
     loading = Loading(trust_remote_code=settings.trust_remote_code)
     for one in experiments:
         draws = _draws(one, settings)
-        with JobProgress(console, one.id, sum(len(each.replicates(draws)) for each in passes[one.id])) as observe:
+        passes_here = sum(len(each.replicates(draws)) for each in passes[one.id])
+        with JobProgress(console, one.id, passes_here, phase="reading the text and the models") as observe:
             place, file = places[one.id], data if downstream_tasks(one) else None
             found = measure_experiment(one, models, text, draws, loading=loading, out=place, observe=observe, data=file)
             done.append(found)
@@ -279,7 +283,9 @@ def measure_experiments(
             print_summary(one.summary(), [one.experiment.id], Console())
     for place in places.values():
         if any(place.rglob("measurement.json")):
-            console.print(f"report: {write_report([place])}", highlight=False, soft_wrap=True)
+            with JobProgress(console, phase="drawing the report"):
+                path = write_report([place])
+            console.print(f"report: {path}", highlight=False, soft_wrap=True)
     if failed := [f"{name}: {why}" for one in done for name, why in one.outcome.failed.items()]:
         raise SinklabError("\n".join(failed))
 

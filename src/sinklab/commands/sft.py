@@ -55,7 +55,7 @@ def sft(
     from sinklab.tuning.tune import tune
 
     console, sources = stderr(), TuneSources(data, text, chat_template)
-    with keeping_what_is_finished(), JobProgress(console) as observe:
+    with keeping_what_is_finished(), JobProgress(console, phase=f"reading {model} and the conversations") as observe:
         ended = tune(model, sources, options, out, loading=loading.on(console), observe=observe)
         if ended.exit_status:
             say_on(console, f"stopped, saved in {out}")

@@ -19,6 +19,8 @@ first_seed: 100                                                 # its runs have 
 claims:
   - {id: no_sink, text: "..", check: {is: absent, cell: k_biases}}
 assess: [streaming]                                             # of every run, for claims about streamed_gap_0
+changes:                                                        # a grid: every cell with every change of each axis
+  decay: {decay_0.5: {}, decay_0.1: {optim: {weight_decay: 0.1}}}     # cells are softmax+decay_0.5, and so on
 
 cells:                                                          # of the model that is given with the call
   natural: {inputs: natural}                                    # text, 100 sequences of 64 tokens, eps 0.3
@@ -33,6 +35,7 @@ claims:
 
 from collections.abc import Mapping, Sequence
 from datetime import date
+from itertools import product
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
@@ -48,7 +51,7 @@ from sinklab.experiments.claims import (
     Within,
     quantities_of,
 )
-from sinklab.experiments.documents import ReplicateKind
+from sinklab.experiments.documents import GRID, ReplicateKind
 from sinklab.experiments.paper import Published
 from sinklab.experiments.quantities import QuantityName
 from sinklab.interventions import VARIANTS
@@ -81,7 +84,7 @@ WHAT_SCALES_ARE: Mapping[Scale, str] = {
 }
 """The relation of a scale's base model to the paper's, if they differ; shown with every result."""
 
-ONLY_TRAINED = {"base", "baseline", "adapted", "assess", "first_seed", "asks_massive", "same_as", "scales"}
+ONLY_TRAINED = {"base", "baseline", "changes", "adapted", "assess", "first_seed", "asks_massive", "same_as", "scales"}
 """Fields of experiments and claims that are about training."""
 
 ONLY_MEASURED = {"each", "against", "positions", "proposition"}
@@ -199,6 +202,8 @@ class Experiment(Part):
         source: its place in the paper, or another origin.
         base: of trained cells, the recipe for each scale, by the name or file that `sinklab train` takes.
         cells: by name, overlays that are laid over the base one after the other, or requests to measure.
+        changes: axes of a grid, each with its values by name, overlays as those of a cell. Every trained cell is
+            crossed with one value of each axis, laid over it in their order, and is then named CELL+VALUE+VALUE.
         baseline: the cell that the others are compared with; the first unless given.
         adapted: by scale, the differences there.
         each: measured cells are measured for each of these, and are then named DOMAIN/CELL or MODEL/CELL.
@@ -221,6 +226,7 @@ class Experiment(Part):
     source: str = ""
     base: dict[Scale, str] = Field(default_factory=dict)
     cells: dict[CellName, Cell] = Field(min_length=1)
+    changes: dict[str, dict[CellName, Overlays]] = Field(default_factory=dict)
     baseline: str = ""
     adapted: dict[Scale, tuple[Adaptation, ...]] = Field(default_factory=dict)
     each: Literal["domain", "model"] | None = None
@@ -241,6 +247,30 @@ class Experiment(Part):
     def _one_recipe_is_of_one_scale(cls, base: Any) -> Any:
         """A recipe named after a scale belongs to that scale; any other recipe to the smallest scale."""
         return {base if base in SCALES else SCALES[0]: base} if isinstance(base, str) else base
+
+    @model_validator(mode="before")
+    @classmethod
+    def _cross_cells_with_changes(cls, said: Any) -> Any:
+        """Replace the cells of a grid by their products with its changes; a dumped grid has them already."""
+        if not isinstance(said, dict) or not said.get("changes"):
+            return said
+        cells, axes = said.get("cells"), said["changes"]
+        if not isinstance(cells, dict) or not isinstance(axes, dict) or not all(axes.values()):
+            raise ValueError("changes: give each axis its values by name, such as {decay: {small: .., large: ..}}")
+        combined = {
+            GRID + GRID.join(values): [axes[axis][one] for axis, one in zip(axes, values, strict=True)]
+            for values in product(*axes.values())
+        }
+        if all(name.endswith(tuple(combined)) for name in cells):
+            return said
+        if measured := [name for name, cell in cells.items() if _kind_of_cell(cell) == "measured"]:
+            raise ValueError(f"changes are laid over recipes, and cell {measured[0]!r} is measured")
+        crossed = {
+            name + suffix: [one for part in (cell, *parts) for one in (part if isinstance(part, list) else [part])]
+            for name, cell in cells.items()
+            for suffix, parts in combined.items()
+        }
+        return {**said, "cells": crossed}
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -318,6 +348,14 @@ class Experiment(Part):
     def requests(self) -> dict[str, MeasuredCell]:
         """The measured cells; empty if the cells are trained."""
         return {name: cell for name, cell in self.cells.items() if isinstance(cell, MeasuredCell)}
+
+    @property
+    def axes(self) -> dict[str, list[str]]:
+        """The names along each axis of a grid, the cells' own first; empty if it is none."""
+        if not self.changes:
+            return {}
+        own = dict.fromkeys(name.rsplit(GRID, len(self.changes))[0] for name in self.cells)
+        return {"cell": list(own), **{axis: list(values) for axis, values in self.changes.items()}}
 
     @property
     def replicate(self) -> ReplicateKind:

@@ -32,6 +32,9 @@ ANALYSES = ("confirmatory", "exploratory")
 
 RunStatus = Literal["done", "failed"]
 
+GRID = "+"
+"""Between the parts of the name of a grid's cell."""
+
 ReplicateKind = Literal["seed", "draw", "model"]
 """The unit that an experiment repeats: a seed, a draw of sequences from an existing model, or an existing model."""
 
@@ -314,6 +317,7 @@ class ExperimentSummary(ReadDocument):
         adapted: the reasons why its cells differ from the paper's at this scale.
         seeds: its own, to which its table is limited; empty for all seeds of its cells.
         replicate: the unit that it repeats.
+        axes: of a grid, the names along each axis; a cell is named by one of each, joined by `GRID`.
     """
 
     title: str = ""
@@ -330,6 +334,7 @@ class ExperimentSummary(ReadDocument):
     families: dict[str, str] = Field(default_factory=dict)
     seeds: list[int] = Field(default_factory=list)
     replicate: ReplicateKind = "seed"
+    axes: dict[str, list[str]] = Field(default_factory=dict)
 
 
 class Summary(ReadDocument):

@@ -40,6 +40,7 @@ def at_scale(experiment: Experiment, scale: Scale, seeds: Collection[int] | None
             *(one.why for one in experiment.adapted.get(scale, ())),
         ],
         seeds=sorted(seeds or ()),
+        axes=experiment.axes,
     )
     return Trial(experiment, described, experiment.claims_at(scale), seeds)
 
@@ -105,6 +106,6 @@ def _cell_summary(of: CellResults, names: Sequence[str]) -> CellSummary:
 
 
 def _median(values: Iterable[float | None]) -> float | None:
-    """Of the known values, None without any."""
+    """Of the known values, None if there are none."""
     known = [value for value in values if value is not None]
     return median(known) if known else None

@@ -88,9 +88,9 @@ def form_of(model: Transformer, tokenizer: Tokenizer) -> Form:
 
 
 def _thetas(kinds: Sequence[ModelConfig]) -> set[float] | None:
-    """theta of the layers' rotary positions, 0 of those without positions; None where one has other positions, or all
+    """theta of the layers' rotary positions, 0 of those without positions; None if one has other positions, or all
     have none."""
-    positions = {kind.position for kind in kinds}
+    positions = [kind.position for kind in kinds]
     whole = all(isinstance(one, NoPosition) or (isinstance(one, Rotary) and one.share == 1) for one in positions)
     thetas = {one.theta if isinstance(one, Rotary) else 0.0 for one in positions}
     return thetas if whole and any(thetas) else None
@@ -98,8 +98,8 @@ def _thetas(kinds: Sequence[ModelConfig]) -> set[float] | None:
 
 def _has_windows_of_transformers(kinds: Sequence[ModelConfig]) -> bool:
     """Whether all layers are causal or have a window, all windows of one width."""
-    masks = {kind.attention.mask for kind in kinds if kind.attention.mask.kind != "causal"}
-    return len(masks) <= 1 and all(mask.kind == "window" for mask in masks)
+    masks = [kind.attention.mask for kind in kinds if kind.attention.mask.kind != "causal"]
+    return all(mask.kind == "window" and mask == masks[0] for mask in masks)
 
 
 def _is_gemma(kinds: Sequence[ModelConfig]) -> bool:

@@ -56,7 +56,7 @@ class Ledger(Generic[AnyDocument]):
         return one_writer(self.path)
 
     def earlier(self, load: Callable[[Path], AnyDocument]) -> AnyDocument | None:
-        """The document of an earlier call; None without one."""
+        """The document of an earlier call; None if there is none."""
         if self.path is None or not self.path.is_file() or not self.path.stat().st_size:
             return None
         return load(self.path)
@@ -135,6 +135,7 @@ def run_steps(
         if step.kept is not None:
             observe(JobEvent("kept", step.name, text=step.kept))
             continue
+        observe(JobEvent("started", step.name))
         start, failure, text = time.perf_counter(), None, ""
         try:
             text = step.run(StepProgress(step.name, observe))

@@ -12,7 +12,8 @@ class JobEvent:
     """An event of a job.
 
     Attributes:
-        kind: "kept" is a step finished by an earlier call, "skipped" one that does not apply, "noted" a remark.
+        kind: "started" is the begin of a step, and again once its units are known; "kept" is a step finished by an
+            earlier call, "skipped" one that does not apply, "noted" a remark.
         step: name of the step.
         done, total: units of the step; the total is None while it is unknown.
         text: the result in a few words, the reason for a failure or skip, or the remark.

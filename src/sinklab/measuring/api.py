@@ -35,6 +35,7 @@ def measure(
     loss: bool = True,
     details: bool = False,
     maps: Sequence[tuple[int, int]] = (),
+    explore: bool = False,
     ablate: Sequence[str] = (),
     perturb: int | None = None,
     model_name: str = "",
@@ -55,6 +56,8 @@ def measure(
         loss: False leaves it out, and with it the logits: a third of the work of a small model with many words.
         details: also angles, entropy, distances, secondary sinks and kurtosis (details.py); costs more.
         maps: (layer, head), 1-based: keep the matrices of attention, cosine and norm product; implies details.
+        explore: also keep the attention map of every head on the first 128 tokens of the first sequence, in 8 bits
+            (explored.py): one more forward pass, and a byte per head, query and key; at most 1,000 heads.
         ablate: ablations to measure as well: "mask_first:N", "no_bos", "zero_massive" (ablations.py); without padding.
         perturb: also replace the token at this position, 1-based, and follow the change (mixing.py); without padding.
         model_name: recorded with the result.
@@ -79,6 +82,7 @@ def measure(
         loss=loss,
         details=details,
         maps=tuple(maps),
+        explore=explore,
         model_name=model_name,
         inputs=inputs,
         bos=_begins_with_bos(model, tokens_NT, mask_NT) if bos is None else bos,

@@ -5,6 +5,7 @@ Attention layers are recorded by records.py (native models) or huggingface/probe
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
@@ -16,6 +17,7 @@ from sinklab.errors import InputError
 from sinklab.measuring.accumulate import Accumulator, measurement_from
 from sinklab.measuring.activations import largest_activations, strongest
 from sinklab.measuring.batches import Batches, costing
+from sinklab.measuring.explored import explore, explored_heads
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.measuring.records import LayerRecord, batch_of, native_records
@@ -64,7 +66,7 @@ def measure(
 
     Args:
         tokens_NT: token ids; a learned sink token is not part of them.
-        attention_mask_NT: 1 at real tokens, 0 at padding (left or right); None where nothing is padded. Position 1
+        attention_mask_NT: 1 at real tokens, 0 at padding (left or right); None if nothing is padded. Position 1
             is the first real token of each sequence; padding counts nowhere.
         progress: called with (sequences done, sequences in all) after every batch.
 
@@ -81,6 +83,7 @@ def measure(
     options.check_lengths(tokens_NT.shape[1])
     if options.maps:
         options.check_maps(adapter.attention_layers, adapter.heads)
+    explored = explored_heads(adapter, options.maps) if options.explore else None
     adapter.check(tokens_NT, longest, options.lengths)
     if options.lengths and padded:
         raise InputError("several lengths need sequences without padding: leave out the padded ones, or `lengths`")
@@ -92,14 +95,7 @@ def measure(
         stack.enter_context(evaluating(adapter.module))
         hidden = stack.enter_context(residual_norms(adapter.blocks))
         before = stack.enter_context(entering_norms(adapter.post_norms))
-        if isinstance(adapter, NativeAdapter):
-            recording: AbstractContextManager[Records] = native_records(adapter, options.lengths, details)
-        else:
-            from sinklab.measuring.huggingface.probe import adapter_records
-
-            model = cast("PreTrainedModel", adapter.module)
-            recording = adapter_records(model, adapter, options.lengths, details)
-        records = stack.enter_context(recording)  # may run the model on two tokens
+        records = stack.enter_context(_recording(adapter, options.lengths, details))  # may run the model on two tokens
         real = _after_leading(adapter.leading, mask_NT[:1])
         largest = stack.enter_context(largest_activations(adapter.blocks, real))
         if details is not None:
@@ -123,7 +119,7 @@ def measure(
         notes = [*adapter.kinds.notes(), *adapter.notes(), *batches.notes()]
     if options.loss and longest > 1 and not totals.targets:
         notes.append(f"no loss: of {longest} tokens the prefix mask leaves none to predict")
-    return measurement_from(
+    measurement = measurement_from(
         totals,
         cost,
         options,
@@ -133,6 +129,21 @@ def measure(
         massive_activations=strongest(largest) if adapter.blocks else None,
         notes=notes,
     )
+    if not options.explore:
+        return measurement
+    found = explore(adapter, tokens_NT[0, mask_NT[0].bool()], explored, partial(_recording, adapter, ()))
+    return measurement.model_copy(update={"explored": found})
+
+
+def _recording(
+    adapter: Adapter, lengths: Sequence[int], details: DetailsCollector | None
+) -> AbstractContextManager[Records]:
+    """Records the attention layers of forward passes of whole sequences inside the block."""
+    if isinstance(adapter, NativeAdapter):
+        return native_records(adapter, lengths, details)
+    from sinklab.measuring.huggingface.probe import adapter_records
+
+    return adapter_records(cast("PreTrainedModel", adapter.module), adapter, lengths, details)
 
 
 def check_shape(tokens_NT: Tensor) -> None:

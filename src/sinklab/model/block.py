@@ -41,7 +41,7 @@ class Places:
         first: the first layer's values for the later ones; None unless they are mixed.
         padding_B: number of padding positions at the start of each row, including those of a past; None without
             padding.
-        padded_BL: bool, which of the new positions are padding; None where none is.
+        padded_BL: bool, which of the new positions are padding; None if none is.
     """
 
     rotary: tuple[Tensor, Tensor] | None = None

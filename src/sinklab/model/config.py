@@ -45,8 +45,8 @@ class Pattern(Part):
     every: int = Field(ge=1, description="layers for one of its own, counted from the first layer on")
     first: int | None = Field(default=None, ge=1, description="the first such layer, from 1; null: layer `every`")
     mask: AttentionMask | None = Field(default=None, description="of these layers; null: model.attention.mask")
-    bias: Bias | None = Field(default=None, description="of these layers; null: model.attention.bias")
-    position: Position | None = Field(default=None, description="of these layers; null: model.position")
+    bias: Bias | None = Field(default=None, description="of these layers, no sink_token; null: model.attention.bias")
+    position: Position | None = Field(default=None, description="of these layers, not absolute; null: model.position")
 
     def has(self, layer: int) -> bool:
         """Whether layer `layer`, from 1, is one of them."""

@@ -78,7 +78,7 @@ class Transformer(nn.Module):
 
         Args:
             past: the cache of the sequences that these tokens continue; it is extended.
-            padding_B: number of padding tokens at the start of each sequence, those of the past included; None where
+            padding_B: number of padding tokens at the start of each sequence, those of the past included; None if
                 there are none, or as many as in the past. They are ignored, and their outputs have no meaning.
 
         Raises:

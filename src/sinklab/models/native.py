@@ -123,6 +123,11 @@ class NativeAdapter:
             return None
         return "under its prefix mask queries see later tokens, and a cache holds earlier ones"
 
+    def depends_on_length(self, short: int, long: int) -> bool:
+        """Under a prefix mask that the short sequence does not fill."""
+        mask = self.module.config.attention.mask
+        return mask.kind == "prefix" and short < min(mask.length, long)
+
     def fixed_positions(self) -> str | None:
         """Positions that are added to the embeddings."""
         position = self.module.config.position

@@ -11,7 +11,7 @@ from sinklab.experiments.documents import CellSummary
 from sinklab.measuring.statistics.highest import sink_elsewhere
 from sinklab.report.data import ReportData, ReportedRun
 from sinklab.survey.suites import CheckpointsDocument, ComparisonDocument, DomainsDocument, FamiliesDocument
-from sinklab.tables import INFINITE, Table, TableCell, TableColumn, Value, counted
+from sinklab.tables import INFINITE, SINK_1, Table, TableCell, TableColumn, Value, counted
 from sinklab.train.directory.history import Evaluation, seconds_spent
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> "Spread | None":
-        """The spread of the known values; None without any."""
+        """The spread of the known values; None if there are none."""
         known = tuple(float(value) for value in values if value is not None)
         return cls(known) if known else None
 
@@ -198,16 +198,16 @@ def cells_table(data: ReportData, curves: bool = False) -> Table:
             TableColumn("Tokens" if tokens else "Step", form=",d"),
             lambda row: saved[row.cell].step if row.cell in saved else None,
         ),
-        spread("Sink₁", "% of heads", rate, lambda row: row.sink_first),
+        spread(SINK_1, "% of heads", rate, lambda row: row.sink_first),
         *(spread(f"at ε = {eps}", "% of heads", rate, at_threshold(eps)) for eps in thresholds),
-        spread("Sink₁ visible", "% of heads", rate, lambda row: row.sink_visible),
+        spread(f"{SINK_1} visible", "% of heads", rate, lambda row: row.sink_visible),
         (TableColumn("Sink elsewhere", "% at position"), elsewhere),
         spread("First token", "times uniform", rate, lambda row: row.over_measurements(lambda m: m.uniform_ratio[0])),
         (
             TableColumn("Sequences", "measured"),
             lambda row: ", ".join(sorted({str(m.sequences) for m in row.measured})) or None if by_domain else None,
         ),
-        (TableColumn("Published", "Sink₁, % of heads", ",.2f"), published),
+        (TableColumn("Published", f"{SINK_1}, % of heads", ",.2f"), published),
         (TableColumn("Difference", "measured − published", "+.2f"), difference),
         (
             TableColumn("Parameters", "millions", ",.1f"),
@@ -239,7 +239,7 @@ def cells_table(data: ReportData, curves: bool = False) -> Table:
         + " The norm ratio is the largest over blocks. An en dash: not recorded, or does not apply."
     ]
     if any(row.sink_visible for row in rows):
-        notes.append("Sink₁ averages over all queries from a key on; Sink₁ visible over those that may see it.")
+        notes.append(f"{SINK_1} averages over all queries from a key on; {SINK_1} visible over those that may see it.")
     if proxied := list(dict.fromkeys(run.cell for run, measured in data.measured if measured.proxy)):
         notes.append(
             f"In {', '.join(proxied)} the attention scores do not sum to one: importance is computed from the proxy "

@@ -5,6 +5,8 @@ field name, so that text from a model or a file is never evaluated. Positions an
 """
 
 import math
+import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,7 +25,12 @@ Tip = tuple[str, str, str]
 """A field in a tooltip, its title and its format; an empty format is for text."""
 Channel = TypeVar("Channel", alt.X, alt.Y)
 
-HEIGHT, SHORT, ROW_HEIGHT = 260, 220, 26
+HEIGHT, SHORT, ROW_HEIGHT, LINE_HEIGHT, SEED_HEIGHT = 260, 220, 26, 12, 6
+LABEL_WIDTH = 220
+LETTER = 7
+"""Pixels of a letter of an axis label, on average."""
+TITLE_LETTERS = 36
+"""Letters in a line of the title of a chart beside others."""
 WIDE = 30
 """Ratio of the extremes above which an `auto` scale is logarithmic."""
 DASHES = ([1, 0], [6, 4], [2, 3], [8, 3, 2, 3])
@@ -63,7 +70,7 @@ class Figure:
     Attributes:
         key: of its files and its anchor in the page.
         caption: content and method.
-        scale: the colour scale shared by its charts, which are then small and side by side; None without one.
+        scale: the colour scale shared by its charts, which are then small and side by side; None if there is none.
         small: whether its charts are side by side without a shared scale.
         table: the same numbers as a table.
     """
@@ -206,7 +213,7 @@ def scatter(
         layers.append(paper.mark_point(shape="diamond", **_OPEN).encode(tooltip=told))
     if label is not None:
         layers.append(coloured.mark_text(align="left", dx=8, dy=-8).encode(text=f"{label}:N"))
-    height = HEIGHT if y.order is None else alt.Step(ROW_HEIGHT)
+    height = HEIGHT if y.order is None else _listed_height(y.order, LABEL_WIDTH) * len(y.order)
     return alt.layer(*layers).properties(width=width, height=height)
 
 
@@ -282,7 +289,8 @@ def dots(
         layers.append(_said(placed(diamond, "value"), [("value", "the paper's", f",.{max(shown.decimals, 2)}f")]))
     if shown.seeds:
         point = alt.Chart(_SEEDS).mark_point(size=38, opacity=0.85, color=OURS, cursor="pointer").encode(href="link:N")
-        offset = alt.Scale(domain=[-4, 4] if upright else [-2, 2])
+        most = max(2.0, *(abs(row["place"]) for row in _apart(shown.seeds)))
+        offset = alt.Scale(domain=[-2 * most, 2 * most] if upright else [-most, most])
         if upright:
             point = point.encode(xOffset=alt.XOffset("place:Q", scale=offset))
         else:
@@ -290,9 +298,20 @@ def dots(
         said = [("seed", "seed", "d"), ("value", "value", f",.{shown.decimals + 1}f"), ("run", "run", "")]
         layers.append(_said(placed(point, "value"), said))
     rows = {"seeds": _apart(shown.seeds), "middles": list(shown.middles), "paper": list(shown.paper)}
-    height = SHORT if upright else ROW_HEIGHT * len(shown.cells)
+    height = SHORT if upright else _row_height(shown, label_width) * len(shown.cells)
     filled = {name: found for name, found in rows.items() if found}
     return alt.layer(*layers, width=width, height=height, datasets=filled)
+
+
+def _row_height(shown: Dots, label_width: int) -> int:
+    """Pixels of a row, in which the seeds of a cell lie below each other."""
+    most = max(Counter(row["cell"] for row in shown.seeds).values(), default=1)
+    return max(_listed_height(shown.cells, label_width), SEED_HEIGHT * (most + 1))
+
+
+def _listed_height(labels: Sequence[Any], label_width: int) -> int:
+    """Pixels of a row with its label, which may have several lines."""
+    return ROW_HEIGHT + LINE_HEIGHT * max(len(str(one)) * LETTER // label_width for one in labels)
 
 
 def _have(shown: Dots, field: str) -> bool:
@@ -495,7 +514,7 @@ def _channel(
     rows: ChartRows,
     fields: Sequence[str],
     field: str = "",
-    label_width: int = 220,
+    label_width: int = LABEL_WIDTH,
 ) -> Channel:
     """An axis as an encoding: ordered categories, or a continuous scale over all values of `fields`.
 
@@ -505,7 +524,9 @@ def _channel(
     field, across = field or axis.field, kind is alt.X
     if axis.order is not None:
         upright = alt.Axis(labelAngle=0, labelOverlap=True, grid=False)
-        listed = alt.Axis(grid=True, ticks=False, domain=False, labelLimit=label_width, labelPadding=8)
+        listed = alt.Axis(
+            grid=True, ticks=False, domain=False, labelLimit=0, labelPadding=8, labelExpr=_in_lines(label_width)
+        )
         return kind(
             f"{field}:N",
             title=axis.title or None,
@@ -540,6 +561,12 @@ def _channel(
     return kind(f"{field}:Q", title=title, scale=alt.Scale(**settings), axis=look)
 
 
+def _in_lines(width: int) -> str:
+    """The label of an axis in lines of at most `width` pixels, broken after spaces and underscores."""
+    pattern = f"(.{{1,{width // LETTER - 1}}}(?:[ _]|$)|.{{{width // LETTER}}})"
+    return f"split(trim(replace(datum.label, regexp('{pattern}', 'g'), '$1\\n')), '\\n')"
+
+
 def _rules(value: float | None, channel: str) -> list[alt.Chart]:
     if value is None:
         return []
@@ -567,4 +594,5 @@ def _tip_of(axis: PlotAxis) -> alt.Tooltip:
 def _titled(drawing: Drawing, title: str | None) -> Drawing:
     if title is None:
         return drawing
-    return drawing.properties(title=alt.Title(title, fontSize=13, fontWeight=500, limit=280))
+    lines = textwrap.wrap(title, TITLE_LETTERS, break_on_hyphens=False)
+    return drawing.properties(title=alt.Title(lines, fontSize=13, fontWeight=500, limit=0))

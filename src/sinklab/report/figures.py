@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from sinklab.assessing.assessment import Assessment
+from sinklab.assessing.part import GROWTH
 from sinklab.experiments.documents import CellSummary
 from sinklab.measuring.measurement import Measurement
 from sinklab.plots import PlotAxis
@@ -19,6 +21,7 @@ from sinklab.survey.suites import (
     FamiliesDocument,
     MeasuredCheckpoint,
 )
+from sinklab.tables import SINK_1
 
 SPREAD = (("low", "lowest seed", ".3f"), ("high", "highest seed", ".3f"), ("runs", "runs", "d"))
 SMALL = 300
@@ -149,7 +152,7 @@ def length_figure(cells: Mapping[str, CellSummary], width: Width) -> Figure | No
     chart = lines(
         rows,
         PlotAxis("Tokens per sequence", "length", "tokens", scale="log", whole=True, precision="d", ticks=lengths),
-        PlotAxis("Sink₁ (percent of heads)", "median", "percent", domain=(0, 100), precision=".1f"),
+        PlotAxis(f"{SINK_1} (percent of heads)", "median", "percent", domain=(0, 100), precision=".1f"),
         order=list(dict.fromkeys(row["cell"] for row in rows)),
         band=("low", "high"),
         tips=(("name", "cell", ""), ("low", "from", ".1f"), ("high", "to", ".1f")),
@@ -202,7 +205,10 @@ def _domains(measured: Measured, width: Width, number: int) -> Figure:
             tips=[("sequences", "sequences", "d")],
             width=width,
         )
-        for rows, title, zero in ((rates, "Sink₁ (percent of heads)", True), (losses, "Loss (nats per token)", False))
+        for rows, title, zero in (
+            (rates, f"{SINK_1} (percent of heads)", True),
+            (losses, "Loss (nats per token)", False),
+        )
         if rows
     ]
     caption = (
@@ -222,9 +228,9 @@ def _comparison(measured: Measured, cells: Sequence[str], width: Width, number: 
     eps = measured[0][1].eps
     caption = (
         f"Share of the (sequence, head) pairs of a layer in which the importance of position 1 exceeds "
-        f"ε = {eps:g}. The mean over layers is Sink₁."
+        f"ε = {eps:g}. The mean over layers is {SINK_1}."
     )
-    title = f"Sink₁ of the layer (percent of heads, ε = {eps:g})"
+    title = f"{SINK_1} of the layer (percent of heads, ε = {eps:g})"
     y = PlotAxis(title, "value", "percent", domain=(0, 100), precision=".2f")
     chart = lines(rows, layer_axis(rows, "Layer"), y, order=cells, width=width)
     return Figure(f"comparison-layers-{number}", "The sink by layer", caption, [chart])
@@ -236,7 +242,7 @@ def _families(document: FamiliesDocument, width: Width, number: int) -> Figure:
     chart = scatter(
         [{**about[name], "value": one.sink_1} for name, one in found.items()],
         PlotAxis("Parameters", "parameters", scale="log", format="~s", precision=",d"),
-        PlotAxis("Sink₁ (percent of heads)", "value", "Sink₁, percent", domain=(0, 100), precision=".2f"),
+        PlotAxis(f"{SINK_1} (percent of heads)", "value", f"{SINK_1}, percent", domain=(0, 100), precision=".2f"),
         "family",
         list(dict.fromkeys(one.family for one in found.values())),
         join="family",
@@ -253,7 +259,7 @@ def _families(document: FamiliesDocument, width: Width, number: int) -> Figure:
 
 
 CURVES: tuple[tuple[str, Callable[[MeasuredCheckpoint], float | None]], ...] = (
-    ("Sink₁ (percent of heads)", lambda one: one.sink_1),
+    (f"{SINK_1} (percent of heads)", lambda one: one.sink_1),
     ("Sink on the bias (percent of heads)", lambda one: one.sink_bias),
     ("First token, times uniform attention", lambda one: one.uniform_ratio),
     ("Loss (nats per token)", lambda one: one.loss),
@@ -314,6 +320,8 @@ def assessment_figures(assessed: Sequence[Assessed], width: Width) -> list[Figur
     found = []
     for number, one in enumerate(assessed):
         of = f": {one.name}" if len(assessed) > 1 else ""
+        if (figure := _answers(one.document, of, number, width)) is not None:
+            found.append(figure)
         for name, part in one.document.results.items():
             if (figure := part.figure()) is None:
                 continue
@@ -326,3 +334,31 @@ def assessment_figures(assessed: Sequence[Assessed], width: Width) -> list[Figur
                 chart = scatter(*axes, join=join, reference=figure.reference, tips=figure.tooltip, width=width)
             found.append(Figure(f"{name}-{number}", figure.title + of, figure.caption, [chart]))
     return found
+
+
+def _answers(document: Assessment, of: str, number: int, width: Width) -> Figure | None:
+    """The loss that each answer of the assessment adds."""
+    kinds = ("lost without the sink", "cost of the sink", "other changes")
+    rows = [
+        {
+            "change": one.lost or one.gained or one.change,
+            "kind": kinds[0] if one.lost else kinds[1] if one.gained else kinds[2],
+            "question": question,
+            "added": one.added,
+        }
+        for question, one in document.answers()
+        if one.added is not None
+    ]
+    if not rows:
+        return None
+    rows.sort(key=lambda row: kinds.index(row["kind"]))
+    changes = PlotAxis("", "change", order=list(dict.fromkeys(row["change"] for row in rows)))
+    added = PlotAxis(GROWTH, "added", "loss added, nats per token", format="+~g", precision="+.4f")
+    chart = scatter(
+        rows, added, changes, "kind", kinds, reference=0.0, tips=[("question", "question", "")], width=width
+    )
+    caption = (
+        "The loss that each change adds. The dashed line is the unchanged model. The table has the question that each "
+        "change answers."
+    )
+    return Figure(f"answers-chart-{number}", f"Loss added by each change{of}", caption, [chart])

@@ -14,10 +14,10 @@ from sinklab.plots import PlotAxis
 from sinklab.report.charts import Figure, Width, scatter
 from sinklab.report.sweep_figures import with_ends
 from sinklab.report.sweeps import Sweep, sink_elsewhere_text
-from sinklab.tables import Table, TableCell, TableColumn, counted
+from sinklab.tables import SINK_1, Table, TableCell, TableColumn, counted
 
 MITIGATIONS, RETUNED = "mitigations", "mitigations_retuned"
-LOSS, SINK = "Valid. loss", "Sink₁"
+LOSS, SINK = "Valid. loss", SINK_1
 FAR = 1.0
 """Nats per token above the baseline beyond which the loss axis is symlog, linear near the baseline only."""
 
@@ -44,7 +44,7 @@ class SeedScore:
 
 
 ScoreOf = Callable[[str, CellSummary], SeedScore | None]
-"""The score of a cell by its name; None without one."""
+"""The score of a cell by its name; None if there is none."""
 
 
 @dataclass(frozen=True)
@@ -125,14 +125,14 @@ class Leaderboard:
             zero=False,
             precision="+.3f",
         )
-        y = PlotAxis("Sink₁ (% of heads)", "y", "Sink₁", precision=".1f")
+        y = PlotAxis(f"{SINK_1} (% of heads)", "y", SINK_1, precision=".1f")
         order, tips = ["mitigations", self.baseline], [("model", "cell", "")]
         chart = scatter(rows, x, y, "kind", order, label="named", tips=tips, width=width)
         caption = (
             "Medians over seeds, the lines from the smallest to the largest. Named are the baseline and the cells to "
             "which no other is better in both. A sink may be at another position: the board says where."
         )
-        return Figure(key, f"Sink₁ against the loss at scale {self.scale}", caption, [chart])
+        return Figure(key, f"{SINK_1} against the loss at scale {self.scale}", caption, [chart])
 
 
 def leaderboard(sweep: Sweep) -> Leaderboard | None:

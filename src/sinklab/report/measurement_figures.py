@@ -47,7 +47,7 @@ from sinklab.report.charts import (
 )
 from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.result_tables import layers_table, mixing_table, secondary_table
-from sinklab.tables import Table, TableColumn, names
+from sinklab.tables import SINK_1, Table, TableColumn, names
 
 SHOWN_POSITIONS = 64
 CHARTS = {
@@ -311,7 +311,7 @@ def _figure(data: ReportData, parts: list[tuple[str, Shown]], width: Width, smal
                     [(run.cell, one.hidden_norm_ratio or ()) for run, one, _, _ in found],
                 ),
                 (
-                    "Sink₁ of the layer (percent of heads)",
+                    f"{SINK_1} of the layer (percent of heads)",
                     "Layer",
                     [(run.cell, 100 * (one.importance_first > one.eps).mean((0, 2))) for run, one, _, _ in found],
                 ),

@@ -32,17 +32,21 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.definition import SCALES
 from sinklab.experiments.documents import verdict_counts
 from sinklab.files import cache_folder, write_text, written_aside
+from sinklab.measuring.answer import answer
 from sinklab.outputs import CHART_MARK, REPORT, REPORT_MARK, check_chart, check_report
 from sinklab.report import charts, theme
 from sinklab.report.cells import cells_table, headline
+from sinklab.report.charts import Figure
 from sinklab.report.collect import collect
-from sinklab.report.data import ReportData, ReportedRun
+from sinklab.report.data import Assessed, ReportData, ReportedRun
+from sinklab.report.explorer import explorers
 from sinklab.report.figures import figures
 from sinklab.report.leaderboard import leaderboard
-from sinklab.report.result_tables import assessment_table, suite_tables, templates
-from sinklab.report.sections import experiment_sections, glance, grouped
+from sinklab.report.result_tables import answers_table, assessment_table, suite_tables, templates
+from sinklab.report.sections import ExperimentGroup, experiment_sections, glance, grouped
 from sinklab.report.sweep_figures import experiment_figures, forests, with_keys
 from sinklab.report.sweeps import Sweep, origins
+from sinklab.tables import Table
 
 SNIPPET = "window.vegaEmbed = vegaEmbed;"
 OFFLINE: dict[str, Any] = {"allowed_base_urls": []}
@@ -92,7 +96,7 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
     Raises:
         InputError: the metrics of a run are damaged.
     """
-    drawn, experiments = figures(data), experiment_sections(data.sweeps, page)
+    drawn, experiments, lines = figures(data), experiment_sections(data.sweeps, page), glance(data.sweeps)
     compared, boards = forests(data.sweeps, page, "container"), _boards(data.sweeps, "container")
     charted = [
         *compared,
@@ -100,9 +104,26 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
         *(one for shown in experiments for one in shown.figures),
         *drawn,
     ]
-    assessed = [
-        assessment_table(one.document, f"Costs and benefits of the sink: {one.name}", f"assessment-{number}")
+    answers = {
+        f"answers-{number}": answers_table(one.document, f"answers-{number}", _of(data, one))
         for number, one in enumerate(data.assessed)
+    }
+    every_change = [
+        assessment_table(one.document, f"Every change{_of(data, one)}", f"assessment-{number}")
+        for number, one in enumerate(data.assessed)
+    ]
+    tables = [*([cells_table(data)] if data.cells else []), *suite_tables(data), *answers.values()]
+    leading = drawn[:1] if not data.sweeps else []
+    groups, explored = grouped(experiments), explorers(data)
+    contents = [
+        *_anchors(compared),
+        *([("glance", "The paper at a glance")] if lines else []),
+        *_anchors([table for table, _ in boards]),
+        *_anchors(groups),
+        *_anchors(leading),
+        *((one.key, one.title) for one in explored),
+        *([("claims", "Claims")] if data.claims else []),
+        *_anchors([*tables, *drawn[len(leading) :], *every_change]),
     ]
     specs = {
         f"{figure.key}-{index}": {
@@ -111,31 +132,37 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
         for figure in charted
         for index, chart in enumerate(figure.charts)
     }
-    scripts = [vega_bundle(), *(_template(name) for name in ("report.js", "board.js"))]
+    scripts = [vega_bundle(), *(_template(f"{name}.js") for name in ("report", "board", *["explore"] * bool(explored)))]
     return (
         templates()
         .get_template("report.html.j2")
         .render(
             title=_title(data),
             mark=Markup(REPORT_MARK),
-            headline=headline(data),
+            headline=lead(data),
+            contents=contents,
             claims=data.claims,
             verdicts=_verdict_counts(data),
-            lines=glance(data.sweeps),
+            lines=lines,
             forests=compared,
             origins=origins(data.sweeps),
             boards=[{"table": table, "figure": figure} for table, figure in boards],
             experiments=experiments,
-            groups=grouped(experiments),
+            groups=groups,
             ours=charts.OURS,
             paper=charts.PAPER,
             notes=data.notes,
-            tables=[*([cells_table(data)] if data.cells else []), *suite_tables(data), *assessed],
+            tables=tables,
+            grouped=answers,
+            folded=every_change,
+            leading=leading,
+            explorers=explored,
+            explored=Markup(json_for_script([one.data for one in explored])),
             swatches=theme.colours(data.cells),
-            figures=drawn,
+            figures=drawn[len(leading) :],
             charts=Markup(json_for_script({"config": theme.config(), "specs": specs})),
             scripts=[Markup(script) for script in scripts],
-            style=Markup(_template("report.css") + _template("experiments.css")),
+            style=Markup("".join(_template(f"{name}.css") for name in ("report", "experiments", "explore"))),
             policy=content_policy(scripts),
             runs=[_provenance(data, run, page) for run in data.runs],
             written=written.strftime(" %Y-%m-%d %H:%M UTC") if written else "",
@@ -144,7 +171,25 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
     )
 
 
-def _boards(sweeps: Sequence[Sweep], width: charts.Width) -> list[tuple[charts.Table, charts.Figure | None]]:
+def lead(data: ReportData) -> list[str]:
+    """The answer of the page: of a measurement, of assessments, or of many models (`headline`)."""
+    said = [
+        f"{f'{one.name}: ' if len(data.assessed) > 1 else ''}{' '.join(one.document.answer())}" for one in data.assessed
+    ]
+    alone = len(data.measured) == len(data.runs) == 1 and not data.runs[0].trained
+    measured = answer(data.measured[0][1]) if alone else []
+    return [*measured, *said, *(headline(data)[:1] if alone else headline(data))]
+
+
+def _of(data: ReportData, one: Assessed) -> str:
+    return f": {one.name}" if len(data.assessed) > 1 else ""
+
+
+def _anchors(parts: Sequence[Figure | Table | ExperimentGroup]) -> list[tuple[str, str]]:
+    return [(part.key, part.title) for part in parts]
+
+
+def _boards(sweeps: Sequence[Sweep], width: charts.Width) -> list[tuple[Table, Figure | None]]:
     """Table and figure of the leaderboard of every sweep that has one."""
     found = [board for sweep in sweeps if (board := leaderboard(sweep)) is not None]
     keys = [f"leaderboard{number or ''}" for number in range(len(found))]

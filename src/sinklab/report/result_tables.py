@@ -1,8 +1,10 @@
 """Tables of measurements, comparisons and assessments, for the page and the terminal; a measurement in a notebook."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import chain, repeat
 
 import jinja2
 from markupsafe import Markup
@@ -16,8 +18,9 @@ from sinklab.measuring.statistics.details import Details
 from sinklab.measuring.statistics.secondary import FIRST_FEW, SecondarySink, first_of_each, stretches
 from sinklab.report.data import ReportData
 from sinklab.survey.suites import ComparedQuantity, ComparisonDocument
-from sinklab.tables import NOTHING, Table, TableCell, TableColumn, Value, names, numbers
+from sinklab.tables import NOTHING, SINK_1, Table, TableCell, TableColumn, Value, names, numbers
 
+BREAKS = re.compile(r"(?<=[_/])(?=\w)")
 POSITIONS = 6  # listed one by one in the table of a measurement
 SHOWN_SINKS = 3  # secondary sinks among the first few positions, and past them
 Labelled = Sequence[tuple[str, Measurement]]
@@ -57,7 +60,7 @@ def comparison_table(rows: Iterable[ComparedQuantity], models: Sequence[str]) ->
 
 
 def ablations_table(measured: Labelled) -> Table | None:
-    """A row per ablation; None without any."""
+    """A row per ablation; None if there are none."""
     found = [(label, one) for label, m in measured for one in m.ablations or ()]
     if not found:
         return None
@@ -66,7 +69,7 @@ def ablations_table(measured: Labelled) -> Table | None:
         TableColumn("Loss", "nats / token", ".4f"),
         TableColumn("Ablated", "nats / token", ".4f"),
         TableColumn("Change", "nats / token", "+.4f"),
-        TableColumn("Sink₁", "% of heads", ".2f"),
+        TableColumn(SINK_1, "% of heads", ".2f"),
         TableColumn("Ablated", "% of heads", ".2f"),
         TableColumn("Highest sink, ablated", "% at position"),
     ]
@@ -95,7 +98,7 @@ def ablations_table(measured: Labelled) -> Table | None:
 
 
 def propositions_table(measured: Labelled) -> Table | None:
-    """A row per measurement of repeated tokens; None without any."""
+    """A row per measurement of repeated tokens; None if there are none."""
     found = [(label, one) for label, m in measured if (one := m.propositions)]
     if not found:
         return None
@@ -287,7 +290,7 @@ def mixing_table(measured: Labelled) -> Table | None:
 
 
 def secondary_table(measured: Labelled, shown: int | None = None) -> Table | None:
-    """Sinks past position 1; None without any.
+    """Sinks past position 1; None if there are none.
 
     Args:
         shown: how many of the first few positions, and of later ones; all unless given.
@@ -319,8 +322,8 @@ def secondary_table(measured: Labelled, shown: int | None = None) -> Table | Non
     return Table(title, heads, rows)
 
 
-def answers_table(document: Assessment, key: str = "") -> Table:
-    """The question of every part and its answers: changes, and the loss that each adds."""
+def answers_table(document: Assessment, key: str = "", of: str = "") -> Table:
+    """The question of every part and its answers: changes, and the loss that each adds; `of` ends the title."""
     columns = [*names("Question", "Change"), TableColumn("Loss added", "nats / token", "+.4f")]
     rows: list[list[Value]] = []
     before = None
@@ -328,27 +331,39 @@ def answers_table(document: Assessment, key: str = "") -> Table:
         rows.append([question if question != before else "", one.change, one.added])
         before = question
     notes = [
+        *document.errors(),
         *(f"Skipped: {part}: {why}" for part, why in document.skipped.items()),
         *document.notes,
     ]
-    return Table("Loss added, by the question that it answers", columns, rows, notes, key)
+    return Table(f"Loss added, by the question that it answers{of}", columns, rows, notes, key)
 
 
 def assessment_table(document: Assessment, title: str = "Costs and benefits of the sink", key: str = "") -> Table:
-    """Loss, perplexity and KL divergence of the model under every change, part by part."""
+    """Loss, loss added, perplexity and KL divergence of the model under every change, part by part."""
     columns = [
-        *names("Change"),
+        *names("Part", "Change"),
         TableColumn("Loss", "nats / token", ".4f"),
+        TableColumn("Added", "nats / token", "+.4f"),
         TableColumn("Perplexity"),
         TableColumn("KL", "from the unchanged model", ".4f"),
-        *names(""),
+        *names("Remark"),
     ]
     rows = [
-        (f"{part}: {row.what}", row.effect.loss, row.perplexity, row.effect.kl, row.more)
-        for part, row in document.rows()
+        (
+            part.name if first else "",
+            row.what,
+            row.effect.loss,
+            part.added_by(row),
+            row.perplexity,
+            row.effect.kl,
+            row.more,
+        )
+        for part in document.results.values()
+        for first, row in zip(chain([True], repeat(False)), part.rows(), strict=False)
     ]
     notes = [
         *(f"{remark}." for remark in document.remarks()),
+        *document.errors(),
         *(f"Skipped: {part}: {why}" for part, why in document.skipped.items()),
         *document.notes,
     ]
@@ -365,8 +380,14 @@ def templates() -> jinja2.Environment:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters["verdict_class"] = verdict_class
+    environment.filters |= {"verdict_class": verdict_class, "shown": shown}
     return environment
+
+
+def shown(text: str) -> Markup:
+    """Text with the one spelling of Sink_1, in which a long name may be broken after `_` and `/`."""
+    plain = text.replace("Sink_1", SINK_1)
+    return Markup("<wbr>").join(BREAKS.split(plain))
 
 
 def verdict_class(verdict: str) -> str:
@@ -384,7 +405,6 @@ def html(m: Measurement) -> str:
         )
     ]
     parts.append(Markup("<p>{}</p>").format(" ".join(answer(m))))
-    for table in measurement_tables(m):
-        parts += [Markup("<h4>{}</h4>").format(table.title), draw(table)]
+    parts += [draw(table) for table in measurement_tables(m)]
     parts += [Markup("<p>note: {}</p>").format(note) for note in m.notes]
     return str(Markup("").join(parts))

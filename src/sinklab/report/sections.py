@@ -10,7 +10,7 @@ from sinklab.experiments.paper import PaperStatement, statements
 from sinklab.experiments.verdicts.wording import number, unit
 from sinklab.report.charts import Figure
 from sinklab.report.sweep_figures import experiment_figures, link_to, with_keys
-from sinklab.report.sweeps import Sweep, experiment_table, paper_models, quantity_of
+from sinklab.report.sweeps import Sweep, experiment_table, grid_tables, paper_models, quantity_of
 from sinklab.tables import Table, TableCell, TableColumn, counted, names
 
 
@@ -98,7 +98,8 @@ class ExperimentSection:
         verdicts: counts of each, for confirmatory and exploratory claims.
         run: whether any of its own claims, or without claims any of its cells, has the runs it needs.
         confirmatory: whether it has a confirmatory claim of its own.
-        elsewhere: the paper's numbers of other models; None without any.
+        matrices: of a grid, a table per quantity.
+        elsewhere: the paper's numbers of other models; None if there are none.
     """
 
     key: str
@@ -109,6 +110,7 @@ class ExperimentSection:
     confirmatory: bool
     figures: Sequence[Figure]
     table: Table
+    matrices: Sequence[Table]
     elsewhere: Table | None
     claims: Sequence[JudgedClaim]
     cells: Sequence[CellSection]
@@ -156,6 +158,7 @@ def _section(sweep: Sweep, name: str, key: str, page: Path) -> ExperimentSection
         confirmatory=any(claim.analysis == ANALYSES[0] for claim in own),
         figures=experiment_figures(sweep, name, key, page, "container"),
         table=experiment_table(experiment, cells),
+        matrices=grid_tables(experiment, cells),
         elsewhere=paper_models(experiment),
         claims=claims,
         cells=[_cell_section(sweep, experiment, cell, found, page) for cell, found in cells.items()],

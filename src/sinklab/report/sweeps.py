@@ -5,10 +5,12 @@ import tempfile
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 from sinklab.assessing.assessment import ASSESSMENT, Assessment, load_assessment
 from sinklab.experiments.documents import (
+    GRID,
     CellEstimate,
     CellRun,
     CellSummary,
@@ -69,7 +71,7 @@ class Sweep:
         return read_history(folder / "metrics.jsonl") if folder else ()
 
     def assessment(self, run: CellRun) -> Assessment | None:
-        """The result of `sinklab assess RUN --out RUN`, None without one.
+        """The result of `sinklab assess RUN --out RUN`, None if there is none.
 
         Raises:
             InputError: assessment.json is damaged.
@@ -225,6 +227,23 @@ def experiment_table(experiment: ExperimentSummary, cells: Mapping[str, CellSumm
     return Table("", columns, rows, [f"Median [smallest, largest] over {experiment.replicate}s."])
 
 
+def grid_tables(experiment: ExperimentSummary, cells: Mapping[str, CellSummary]) -> list[Table]:
+    """Of a grid, a matrix per quantity: a row per cell, a column per combination of changes; empty for others."""
+    if not experiment.axes:
+        return []
+    own, *changes = experiment.axes.values()
+    combinations = list(product(*changes))
+    made = []
+    for shown in map(quantity_of, experiment.columns):
+        form = f",.{shown.decimals}f"
+        columns = [TableColumn("Cell", text=True), *(TableColumn(", ".join(one), form=form) for one in combinations)]
+        found = {cell: _estimate(one.estimate(shown.name), shown.decimals, "") for cell, one in cells.items()}
+        rows = [[name, *(found.get(GRID.join((name, *one))) for one in combinations)] for name in own]
+        notes = [f"Median [smallest, largest] over {experiment.replicate}s."]
+        made.append(Table(", ".join(filter(None, (shown.label, shown.unit))), columns, rows, notes))
+    return made
+
+
 def _estimate(estimate: CellEstimate | None, decimals: int, elsewhere: str) -> TableCell | None:
     if estimate is None:
         return None
@@ -240,7 +259,7 @@ def _estimate(estimate: CellEstimate | None, decimals: int, elsewhere: str) -> T
 
 
 def paper_models(experiment: ExperimentSummary) -> Table | None:
-    """The paper's numbers of other models than the measured one, a row for each; None without any."""
+    """The paper's numbers of other models than the measured one, a row for each; None if there are none."""
     found = {model: row for model, row in experiment.elsewhere.items() if row}
     printed = list(dict.fromkeys((cell, name) for row in found.values() for cell in row for name in row[cell]))
     if not printed:

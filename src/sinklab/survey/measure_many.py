@@ -128,7 +128,6 @@ def measure_all(
             ledger.save(result())
 
     def run(item: Item, progress: StepProgress) -> str:
-        progress.begin()
         _release_memory()
         measured[item.name] = item.measure(progress.reach)
         if out is not None:
@@ -168,7 +167,7 @@ def deciding_request(
 
     Args:
         place: directory or file of the model; None for a model on the hub.
-        text: identity of the text; None without one.
+        text: identity of the text; None if there is none.
     """
     files = None if place is None else model_files(place)
     loaded = {"revision": loading.revision, "dtype": loading.dtype}

@@ -213,7 +213,10 @@ def measure_loaded(model: Model, text: Path | None, request: Request, progress: 
     )
     if model.step is not None and model.planned_steps is not None:
         measurement = measurement.of_step(model.step, model.planned_steps)
-    found = {"revision": model.loading.revision, "commit": model.commit, "vocabulary": model.vocabulary_hash}
+    found: dict[str, Any] = {"revision": model.loading.revision, "commit": model.commit}
+    found["vocabulary"] = model.vocabulary_hash
+    if measurement.explored is not None:
+        found["explored"] = measurement.explored.with_texts(model.decode)
     measurement = _with_bits_per_byte(
         measurement.model_copy(update=found), read.sizes_NT, first_target=model.adapter.first_target
     )

@@ -131,11 +131,12 @@ class Request(CommandSettings, frozen=True):
 
     def document(self) -> dict[str, Any]:
         """Everything that decides the result, as plain JSON."""
+        asked = {"explore": True} if self.options.explore else {}
         found = self.options.model_dump(mode="json") | self.model_dump(mode="json", exclude={"options"})
         if self.study.perturb is None:
             del found["study"]["perturb"]
         drawn = {"drawn_text": "disjoint"} if self.drawn_text else {}
-        return {key: found[key] for key in DECIDING} | drawn
+        return {key: found[key] for key in DECIDING} | drawn | asked
 
     def _in_order(self) -> Options:
         """The options with sorted lengths, without the full length."""

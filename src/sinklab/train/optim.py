@@ -56,7 +56,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter; returns what `closure` returns, None without one."""
+        """One update of every parameter; returns what `closure` returns, None if there is none."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -186,13 +186,13 @@ def members(node: Schema) -> list[Schema]:
 
 
 def _field(node: Schema, key: str) -> Schema | None:
-    """The schema of a key; None where no type that the node allows has it."""
+    """The schema of a key; None if no type that the node allows has it."""
     found = (member["properties"][key] for member in members(node) if key in member.get("properties", ()))
     return next(found, None)
 
 
 def _discriminator(field: Schema) -> str | None:
-    """The key that names the kind of a choice; None where the field is no choice."""
+    """The key that names the kind of a choice; None if the field is no choice."""
     nodes = (field, *field.get("anyOf", ()))
     return next((node["discriminator"]["propertyName"] for node in nodes if "discriminator" in node), None)
 

@@ -18,7 +18,6 @@ A sink token, another operation than softmax and additional norms change the out
 
 import hashlib
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -93,11 +92,10 @@ def load_start(name: str) -> Start:
         weights = {key: tensor.detach().float() for key, tensor in run.model.state_dict().items()}
         return Start(name, run.recipe.model.model_dump(mode="json"), weights, load_tokenizer(str(run.tokenizer_path)))
     from sinklab.models.families import family_of
-    from sinklab.models.huggingface.loading import Loading, load_pretrained, without_bars
+    from sinklab.models.huggingface.loading import Loading, load_pretrained
     from sinklab.models.native import own_transformer
 
-    with without_bars() if Path(name).exists() else nullcontext():  # downloads show their progress
-        loaded = load_pretrained(name, Loading(dtype="float32", device="cpu"))
+    loaded = load_pretrained(name, Loading(dtype="float32", device="cpu"))
     own = own_transformer(loaded.model)
     if own is not None:
         model = own.config.model_dump(mode="json")

@@ -23,6 +23,9 @@ PARTS = {part.name: part for part in sorted(_declared(), key=lambda part: part.r
 USUAL = tuple(name for name, part in PARTS.items() if not part.on_request)
 """The parts that run unless some are named."""
 
+IN_QUICK = tuple(name for name in USUAL if PARTS[name].in_quick)
+"""Those of them that --quick runs."""
+
 NUMBERS = tuple(number for part in PARTS.values() for number in part.numbers)
 
 

@@ -252,5 +252,5 @@ def _sink_shares(reader: PairedReader) -> dict[tuple[int, int], float]:
         for head, share_BR in enumerate(first_importance(layer).chunk(layer.call.k_BGTD.shape[1], 1), 1):
             found.setdefault((layer.index, head), []).append(share_BR.flatten().cpu())
 
-    reader.under(surgery=intercept(reader.adapter, observe=observe))
+    reader.observed(surgery=intercept(reader.adapter, observe=observe))
     return {head: float(torch.cat(shares).mean()) for head, shares in found.items()}

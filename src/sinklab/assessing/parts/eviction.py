@@ -40,6 +40,7 @@ from sinklab.models.adapter import Adapter
 from sinklab.models.intercept import Edit
 
 POLICIES = 5
+LEAST_SHARE = 1e-20  # of the attention on all keys that is on those in the cache
 
 
 class Evicted(Effect):
@@ -126,10 +127,10 @@ class HeavyHitters:
         groups = layer.call.k_BGTD.shape[1]
         total_BGL = layer.call.q_BHTD.new_zeros(B, groups, L, dtype=torch.float32)
         total_BGL[..., : self.barred] = -torch.inf
+        row = _row_of_softmax(layer) if layer.operation.plain else partial(_row, layer)
 
         def observe(t: int, kept_BGS: Tensor) -> Tensor:
-            row_BHS = _row(layer, t, kept_BGS.repeat_interleave(layer.call.q_BHTD.shape[1] // groups, 1))
-            total_BGL[..., : t + 1] += row_BHS.unflatten(1, (groups, -1)).sum(2)
+            total_BGL[..., : t + 1] += row(t, kept_BGS).float().sum(2)
             return total_BGL
 
         return _finding(layer, _kept(layer, self.budget, observe))
@@ -177,14 +178,34 @@ def _kept(layer: LayerCall, budget: int, observe: Callable[[int, Tensor], Tensor
     return found_BGLL
 
 
-def _row(layer: LayerCall, t: int, kept_BHS: Tensor) -> Tensor:
-    """Attention of one query over the keys in its cache: (B, H, t + 1)."""
-    call = layer.call
+def _row_of_softmax(layer: LayerCall) -> Callable[[int, Tensor], Tensor]:
+    """`_row` of a softmax, whose rows over fewer keys are its rows over all of them, normalised again."""
+    groups = layer.call.k_BGTD.shape[1]
+    scores_BHLL, bias_BHL = layer.scores()
+    scores_BGRLL = scores_BHLL.unflatten(1, (groups, -1))
+    bias_BGRL = None if bias_BHL is None else bias_BHL.unflatten(1, (groups, -1))
+
+    def row(t: int, kept_BGS: Tensor) -> Tensor:
+        held_BGRS = scores_BGRLL[..., t, : t + 1] * kept_BGS[:, :, None]
+        total_BGR1 = held_BGRS.sum(-1, keepdim=True)
+        if bias_BGRL is not None:
+            total_BGR1 += bias_BGRL[..., t, None]
+        if total_BGR1.min() < LEAST_SHARE:  # too much was on evicted keys for the digits of the rest
+            return _row(layer, t, kept_BGS)
+        return held_BGRS / total_BGR1
+
+    return row
+
+
+def _row(layer: LayerCall, t: int, kept_BGS: Tensor) -> Tensor:
+    """Attention of one query over the keys in its cache: (B, G, H / G, t + 1)."""
+    call, groups = layer.call, kept_BGS.shape[1]
+    kept_BHS = kept_BGS.repeat_interleave(call.q_BHTD.shape[1] // groups, 1)
     seen = call.mask.block(t, t + 1, 0, t + 1, kept_BHS.device) & kept_BHS[:, :, None]
     short = replace(
         call, q_BHTD=call.q_BHTD[:, :, t : t + 1], k_BGTD=call.k_BGTD[:, :, : t + 1], mask=Dense(seen, later=False)
     )
-    return next(iter(layer.operation.rows(short))).weights_BHQS[:, :, 0].float()
+    return next(iter(layer.operation.rows(short))).weights_BHQS[:, :, 0].unflatten(1, (groups, -1))
 
 
 def _finding(layer: LayerCall, found_BGLL: Tensor) -> LayerCall:

@@ -178,7 +178,7 @@ def assess_heads(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Heads:
         InputError: an operation without separate scores.
     """
     reader, watch = PairedReader(adapter, tokens_NT, step), _Watch()
-    reader.under(compute=watch)
+    reader.observed(compute=watch)
     width = watch.layers[1].gram_HVV.shape[-1]
     roles = []
     for number, sums in sorted(watch.layers.items()):

@@ -100,7 +100,7 @@ class KeyAblations(AssessPart):
         tokens_NT = text.sequences(settings.sequences, settings.length)
         kinds = 4 if has_bias(text.model.adapter, tokens_NT) else 3
         run = partial(ablate_keys, text.model.adapter, tokens_NT, settings.sink_tokens, SHIFTS, settings.seed)
-        return PartJob((1 + kinds * (4 + len(SHIFTS))) * len(tokens_NT), run)
+        return PartJob((2 + kinds * (3 + len(SHIFTS))) * len(tokens_NT), run)
 
     def answers(self) -> Iterator[PartAnswer]:
         """The three ablations of the sink; of the other keys, hiding them."""
@@ -268,24 +268,26 @@ class _WithShiftedBias(Call):
 
 
 class _Shares:
-    """A compute that changes nothing and sums the attention on the selected keys."""
+    """A compute that changes nothing and sums the attention on the keys of each selection."""
 
-    def __init__(self, selection: SelectedKeys) -> None:
-        self.selection, self.total, self.rows = selection, 0.0, 0
+    def __init__(self, selections: Sequence[SelectedKeys]) -> None:
+        self.selections = selections
+        self.totals, self.rows = [0.0] * len(selections), [0] * len(selections)
 
     def __call__(self, layer: LayerCall) -> Tensor:
         scores_BHLL, bias_BHL = layer.scores()
         whole_BHL = scores_BHLL.sum(-1) + (0 if bias_BHL is None else bias_BHL)
         whole_BHL = whole_BHL.masked_fill(whole_BHL == 0, 1)
-        selected_HLL = self.selection.matrix(layer)
-        if self.selection.keys == "bias" and bias_BHL is not None:
-            share_BHL, counted = bias_BHL / whole_BHL, bias_BHL.numel()
-        else:
-            share_BHL = (scores_BHLL * selected_HLL).sum(-1) / whole_BHL
-            rows_HL = selected_HLL.any(-1)
-            counted = int(rows_HL.sum()) * (share_BHL.shape[0] * share_BHL.shape[1] // len(rows_HL))
-        self.total += float(share_BHL.double().sum())
-        self.rows += counted
+        for number, selection in enumerate(self.selections):
+            if selection.keys == "bias" and bias_BHL is not None:
+                share_BHL, counted = bias_BHL / whole_BHL, bias_BHL.numel()
+            else:
+                selected_HLL = selection.matrix(layer)
+                share_BHL = (scores_BHLL * selected_HLL).sum(-1) / whole_BHL
+                rows_HL = selected_HLL.any(-1)
+                counted = int(rows_HL.sum()) * (share_BHL.shape[0] * share_BHL.shape[1] // len(rows_HL))
+            self.totals[number] += float(share_BHL.double().sum())
+            self.rows[number] += counted
         return layer.weighted(scores_BHLL, bias_BHL)
 
 
@@ -303,21 +305,24 @@ def ablate_keys(
     reader = PairedReader(adapter, tokens_NT, step)
     others: tuple[Keys, ...] = ("sink", "recent", "random")
     kinds: tuple[Keys, ...] = ("bias", *others) if has_bias(adapter, tokens_NT) else others
-    found = [_ablated(reader, SelectedKeys(keys, sink_keys, seed), shifts) for keys in kinds]
+    shares = _Shares([SelectedKeys(keys, sink_keys, seed) for keys in kinds])
+    reader.observed(compute=shares)
+    found = [
+        _ablated(reader, selection, total / max(rows, 1), shifts)
+        for selection, total, rows in zip(shares.selections, shares.totals, shares.rows, strict=True)
+    ]
     N, T = tokens_NT.shape
     return KeyAblations(sequences=N, length=T, unchanged=reader.unchanged.effect(), sink_keys=sink_keys, keys=found)
 
 
-def _ablated(reader: PairedReader, selection: SelectedKeys, shifts: Sequence[float]) -> AblatedKeys:
-    shares = _Shares(selection)
-    reader.under(compute=shares)
+def _ablated(reader: PairedReader, selection: SelectedKeys, share: float, shifts: Sequence[float]) -> AblatedKeys:
     hidden = reader.under(HiddenKeys(selection)).effect()
     curve = [Shift(by=None, **hidden.model_dump())]
     for by in shifts:
         curve.append(Shift(by=by, **reader.under(ShiftedLogits(selection, by)).effect().model_dump()))
     return AblatedKeys(
         keys=selection.keys,
-        share=shares.total / max(shares.rows, 1),
+        share=share,
         value_zeroed=reader.under(compute=ZeroedValues(selection)).effect(),
         hidden=hidden,
         spread=reader.under(compute=SpreadShares(selection)).effect(),

@@ -47,6 +47,7 @@ from sinklab.assessing.part import (
 )
 from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import (
+    LOG_PROBABILITIES_KEPT,
     ByPosition,
     HeadCost,
     KeyHeads,
@@ -250,7 +251,8 @@ def assess_kv_cache(
         others_MT: the sequences that are read once for every key head.
         sink_tokens: so many first tokens are spared as sinks, beside learned tokens in front.
     """
-    readers = [PairedReader(adapter, tokens_1T, step) for tokens_1T in tokens_NT.split(1)]
+    kept = LOG_PROBABILITIES_KEPT // len(tokens_NT)
+    readers = [PairedReader(adapter, tokens_1T, step, kept=kept) for tokens_1T in tokens_NT.split(1)]
     found_NS = outlier_tokens(adapter, tokens_NT)
     first = adapter.leading + sink_tokens
     first_S = torch.arange(found_NS.shape[1]) < first
@@ -296,7 +298,13 @@ def assess_kv_cache(
 
 def joined(read: Sequence[ByPosition]) -> ByPosition:
     """Sequences that were read apart."""
-    return ByPosition(read[0].first, torch.cat([one.loss_NP for one in read]), torch.cat([one.kl_NP for one in read]))
+    unchanged = [one.unchanged_NP for one in read if one.unchanged_NP is not None]
+    return ByPosition(
+        read[0].first,
+        torch.cat([one.loss_NP for one in read]),
+        torch.cat([one.kl_NP for one in read]),
+        torch.cat(unchanged) if unchanged else None,
+    )
 
 
 def outlier_tokens(adapter: Adapter, tokens_NT: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from sinklab.assessing.part import (
     ResultRow,
     plot_row,
 )
-from sinklab.assessing.plan import STREAMED, AssessSettings
+from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step
 from sinklab.models.adapter import Adapter
 from sinklab.schema import ReadDocument
@@ -53,6 +53,7 @@ class LossByLength(AssessPart):
     rank = 4
     question = "Can it read beyond its context?"
     long_text = True
+    in_quick = False
     numbers = (
         PartNumber(
             "beyond_context_added",
@@ -72,7 +73,7 @@ class LossByLength(AssessPart):
     @classmethod
     def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
         assert settings.long_length is not None, "refused otherwise"
-        tokens_NT = text.sequences(max(1, STREAMED // settings.long_length), settings.long_length)
+        tokens_NT = text.sequences(max(1, settings.sizes.streamed // settings.long_length), settings.long_length)
         return PartJob(2 * len(tokens_NT), partial(assess_length, text.model.adapter, tokens_NT))
 
     def answers(self) -> Iterator[PartAnswer]:
@@ -83,7 +84,7 @@ class LossByLength(AssessPart):
     def rows(self) -> Iterator[ResultRow]:
         for one in self.buckets:
             within = f"within the context {one.within.loss:.4f}" if one.start > self.context else ""
-            yield ResultRow(f"positions {one.positions}", one.whole, within)
+            yield ResultRow(f"positions {one.positions}", one.whole, within, one.whole.loss - one.within.loss)
 
     def values(self) -> Iterator[tuple[str, float]]:
         """The added loss of the last positions beyond the context."""
@@ -107,8 +108,9 @@ class LossByLength(AssessPart):
 def assess_length(adapter: Adapter, tokens_NT: Tensor, step: Step) -> LossByLength:
     """Loss by position of the text read in one piece, and of the same targets within the context."""
     N, T = tokens_NT.shape
-    reader = PairedReader(adapter, tokens_NT, step)
-    whole, within = reader.under(), reader.unchanged
+    reader = PairedReader(adapter, tokens_NT, step, whole=True)
+    whole, within = reader.whole, reader.unchanged
+    assert whole is not None, "asked for"
     inner = {int(edge * adapter.context) + 1 for edge in EDGES}
     edges = [whole.first, *sorted(edge for edge in inner if whole.first < edge <= T), T + 1]
     buckets = [

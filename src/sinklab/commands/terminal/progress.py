@@ -1,5 +1,6 @@
 """Progress of training runs, data preparation and resumable jobs: bars in a terminal, elsewhere plain lines."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from rich.progress import (
     Progress,
     TaskProgressColumn,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from sinklab.jobs.progress import JobEvent
 
 SPEAKS_EVERY = 10.0  # seconds, without a terminal
+BEATS_EVERY = 1.0  # seconds between two looks at whether a line is due
 
 MANY = 8  # runs: of more, only those in progress have a line
 LOOKS_EVERY = 1.0  # seconds between two estimates of the time left
@@ -73,12 +76,39 @@ def short_duration(seconds: float) -> str:
 class Lines:
     """Progress lines without a terminal: one is due SPEAKS_EVERY seconds after the last line of any kind.
 
+    While it is entered, a thread prints the current phase where no event has for so long: a large model is opened, or a
+    report drawn, without any. In a terminal the bars move by themselves.
+
     Args:
+        phase: of the work, until another begins.
         clock: seconds.
     """
 
-    def __init__(self, console: Console, clock: Clock = time.monotonic) -> None:
+    def __init__(self, console: Console, phase: str = "", clock: Clock = time.monotonic) -> None:
         self._console, self._clock, self._said = console, clock, clock()
+        self._left, self._thread = threading.Event(), threading.Thread(target=self._beats, daemon=True)
+        self._phase = self._place = phase
+        self._since = self._said
+
+    def __enter__(self) -> Self:
+        if not self._console.is_terminal:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._left.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @property
+    def due(self) -> bool:
+        """Whether a progress line is due."""
+        return not self._console.is_terminal and self._clock() - self._said >= SPEAKS_EVERY
+
+    def begin(self, phase: str) -> None:
+        """Begin a phase of the work, unless it is the current one; prints nothing yet."""
+        if phase != self._phase:
+            self._phase, self._place, self._since = phase, phase, self._clock()
 
     def say(self, what: str) -> None:
         """Print a line, in a terminal as well."""
@@ -86,10 +116,24 @@ class Lines:
         self._console.print(printable(what), markup=False, highlight=False, soft_wrap=True)
 
     def reached(self, name: str, done: float, total: float | None, shown: str = "", unit: str = "") -> None:
-        """Print a progress line, if one is due."""
-        if not self._console.is_terminal and self._clock() - self._said >= SPEAKS_EVERY:
-            of = "" if total is None else f" of {total:,.0f}"
-            self.say(f"{name}: {done:,.0f}{of}{unit and ' '}{unit}" + (f", {shown}" if shown else ""))
+        """Print a progress line, if one is due; it is the phase until the next."""
+        of = "" if total is None else f" of {total:,.0f}"
+        self.reach(f"{name}: {done:,.0f}{of}{unit and ' '}{unit}" + (f", {shown}" if shown else ""))
+
+    def reach(self, place: str) -> None:
+        """Print where the phase is, if a line is due."""
+        self._place = place
+        if self.due:
+            self.say(place)
+
+    def beat(self) -> None:
+        """Print the phase and how long it has taken, if a line is due."""
+        if self._place and self.due:
+            self.say(f"{self._place}, {duration(self._clock() - self._since)} so far")
+
+    def _beats(self) -> None:
+        while not self._left.wait(BEATS_EVERY):
+            self.beat()
 
 
 def bars(console: Console) -> Progress:
@@ -98,6 +142,7 @@ def bars(console: Console) -> Progress:
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
+        TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=console,
         transient=True,
@@ -139,15 +184,17 @@ class RunBoard:
             for name, length in lengths.items()
         }
         self.steps = dict.fromkeys(lengths, 0)
-        self.said = self.looked = clock()
+        self.lines, self.looked = Lines(console, "starting", clock), clock()
         self.ended, self.given_up = 0, 0
         self.whole = self.progress.add_task("all", total=sum(lengths.values()), latest="")
 
     def __enter__(self) -> "RunBoard":
         self.progress.start()
+        self.lines.__enter__()
         return self
 
     def __exit__(self, *_: Any) -> None:
+        self.lines.__exit__()
         self.progress.stop()
 
     def watch(self, event: "Event") -> None:
@@ -169,11 +216,11 @@ class RunBoard:
             shown = not self.many or not event.is_last
             self.progress.update(self.tasks[event.run], latest=latest, visible=shown)
         self.progress.update(self.tasks[event.run], completed=self.steps[event.run])
-        if event.row is not None or event.is_last or now - self.looked >= LOOKS_EVERY:
+        if event.kind in ("ready", "row") or event.is_last or now - self.looked >= LOOKS_EVERY:
             self.looked = now
-            self._show(event, now, latest if event.row is not None else "")
+            self._show(event, latest if event.row is not None else "")
 
-    def _show(self, event: "Event", now: float, latest: str) -> None:
+    def _show(self, event: "Event", latest: str) -> None:
         total = sum(self.lengths.values()) - self.given_up
         self.progress.update(self.whole, completed=sum(self.steps.values()), total=total)
         seconds = self.progress.tasks[self.whole].time_remaining
@@ -181,13 +228,12 @@ class RunBoard:
         ended = f"{self.ended} of {len(self.lengths)} runs" if self.many else ""
         shown = "  ".join(filter(None, (ended, left)))
         self.progress.update(self.whole, latest=shown)
-        if not self.console.is_terminal and (latest or now - self.said >= SPEAKS_EVERY):
-            self.said = now
-            reached = f"{event.run}: step {event.step}/{self.lengths[event.run]}"
-            whole = left if len(self.lengths) == 1 or not left else f"{left} for all"
-            whole = f"{ended}  {whole}" if ended else whole
-            said = "  ".join(filter(None, (reached, latest, whole)))
-            self.console.print(said, **PLAIN)
+        reached = f"{event.run}: step {event.step}/{self.lengths[event.run]}"
+        whole = left if len(self.lengths) == 1 or not left else f"{left} for all"
+        said = "  ".join(filter(None, (reached, latest, ended, whole)))
+        if latest and not self.console.is_terminal:
+            self.lines.say(said)
+        self.lines.reach(said)
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -213,7 +259,7 @@ class DataBoard:
     """A bar over the bytes of text while data is prepared, and how fast tokens are written."""
 
     def __init__(self, console: Console, progress: Progress, clock: Clock = time.monotonic) -> None:
-        self._console, self._progress, self._lines = console, progress, Lines(console, clock)
+        self._console, self._progress, self.lines = console, progress, Lines(console, "reading the text", clock)
         self._tasks: dict[str, Any] = {}
         self._start: tuple[float, int] | None = None
         self._rate = ""
@@ -224,9 +270,10 @@ class DataBoard:
         if stage not in self._tasks:
             self._tasks[stage] = self._progress.add_task(name, total=total, rate="")
             if not self._console.is_terminal:
-                self._lines.say(f"{name} ...")
+                self.lines.say(f"{name} ...")
+            self.lines.begin(name)
         self._progress.update(self._tasks[stage], completed=done, total=total, rate=self._rate)
-        self._lines.reached(name, done / 1e6, total and total / 1e6, self._rate, unit="MB")
+        self.lines.reached(name, done / 1e6, total and total / 1e6, self._rate, unit="MB")
 
     def counted(self, tokens: int) -> None:
         """Update the rate from the number of tokens so far; the `counted` of `prepare`."""
@@ -248,7 +295,9 @@ def data_progress(console: Console) -> Iterator[DataBoard]:
         TextColumn("{task.fields[rate]}"),
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield DataBoard(console, progress)
+        board = DataBoard(console, progress)
+        with board.lines:
+            yield board
 
 
 class JobProgress:
@@ -257,37 +306,56 @@ class JobProgress:
     Args:
         what: the steps are, such as "domains".
         steps: number of them; None draws no bar for all.
+        phase: of the work before the first event, such as "opening MODEL".
         clock: seconds.
     """
 
-    def __init__(self, console: Console, what: str = "", steps: int | None = None, clock: Clock = time.monotonic):
-        self._console, self._lines, self._bars = console, Lines(console, clock), bars(console)
+    def __init__(
+        self,
+        console: Console,
+        what: str = "",
+        steps: int | None = None,
+        *,
+        phase: str = "",
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._console, self.lines, self._bars = console, Lines(console, phase, clock), bars(console)
+        self._phase = phase
         self._all = None if steps is None else self._bars.add_task(what, total=steps)
-        self._step = self._bars.add_task("", total=None)
+        self._step = self._bars.add_task(escape(printable(phase)), total=None)
 
     def __enter__(self) -> Self:
         self._bars.start()
+        self.lines.__enter__()
         return self
 
     def __exit__(self, *_: Any) -> None:
+        self.lines.__exit__()
         self._bars.stop()
+
+    def begin(self, phase: str, total: int | None = None, done: float = 0) -> None:
+        """Begin a phase; of one without events its name and duration are shown."""
+        self._phase = phase
+        self._bars.reset(self._step, description=escape(printable(phase)), total=total, completed=int(done))
+        self.lines.begin(phase)
 
     def say(self, text: str) -> None:
         """Print a line."""
-        self._lines.say(text)
+        self.lines.say(text)
 
     def __call__(self, event: "JobEvent") -> None:
         """Draw an event."""
         match event.kind:
             case "started":
-                name = escape(printable(event.step))
-                self._bars.reset(self._step, description=name, total=event.total, completed=int(event.done))
+                self.begin(event.step, event.total, event.done)
                 if event.text and not self._console.is_terminal:
                     self.say(f"{event.step}: {event.text}")
             case "advanced":
+                if event.step != self._phase:
+                    self.begin(event.step, event.total, event.done)
                 name = escape(printable(event.text or event.step))
                 self._bars.update(self._step, description=name, total=event.total, completed=event.done)
-                self._lines.reached(event.step, event.done, event.total, event.text)
+                self.lines.reached(event.step, event.done, event.total, event.text)
             case "noted":
                 self.say(event.text)
             case "finished":
@@ -301,3 +369,4 @@ class JobProgress:
         if self._all is not None:
             self._bars.advance(self._all)
         self.say(f"{event.step}: {text}")
+        self.begin("working")

@@ -26,7 +26,7 @@ from sinklab.report.result_tables import (
     measurement_tables,
     suite_tables,
 )
-from sinklab.report.sweeps import claims_table, experiment_table, paper_models
+from sinklab.report.sweeps import claims_table, experiment_table, grid_tables, paper_models
 from sinklab.survey.suites import CheckpointsDocument, DomainsDocument, FamiliesDocument
 from sinklab.tables import Table, TableCell, TableColumn, Value, names, number_text, numbers
 from sinklab.train.directory.history import read_history
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 GRADIENTS = 12
 """Parameters that a replay lists."""
-VERDICT = 16  # characters of a verdict in a line
+VERDICT = 16, 30  # characters of a verdict in a line: below 100 columns, and from there on
 SHARES = ("acc", "exact_match")
 """Beginnings of the metrics of downstream tasks that are shown in percent."""
 
@@ -66,7 +66,7 @@ def print_claims(claims: Sequence[JudgedClaim], console: Console) -> None:
     """The verdict of each claim beside its text, with the evidence below."""
     table = claims_table(claims)
     drawn = RichTable(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
-    drawn.add_column(max_width=VERDICT)
+    drawn.add_column(max_width=VERDICT[console.width >= 100])
     drawn.add_column()
     for (verdict, tone), claim, evidence in ([*row] for row in table.cells()):
         below = Padding(Text(printable(evidence[0]), "dim"), (0, 0, 1, 2), expand=False)
@@ -82,7 +82,8 @@ def print_summary(summary: Summary, wanted: Iterable[str], console: Console) -> 
         cells = summary.cells_of(name)
         place = f" {'at' if experiment.scale in SCALES else 'in'} {experiment.scale}" if experiment.scale else ""
         print_title(f"{name}{place}: {experiment.title}", console)
-        print_table(experiment_table(experiment, cells), console)
+        for table in grid_tables(experiment, cells) or [experiment_table(experiment, cells)]:
+            print_table(table, console)
         if elsewhere := paper_models(experiment):
             print_table(elsewhere, console)
         print_notes([f"adapted: {why}" for why in experiment.adapted], console)

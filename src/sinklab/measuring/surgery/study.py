@@ -74,7 +74,7 @@ def measure_with_study(
 
     Args:
         tokens_NT: whole sequences, without padding.
-        options: of the measurement; the ablations are measured without lengths, details and maps.
+        options: of the measurement; the ablations are measured without lengths, details, maps and explored heads.
         bos_tokens: how many special tokens each sequence begins with.
         progress: called with (sequences done, sequences in all), those of the ablations included.
 
@@ -83,7 +83,7 @@ def measure_with_study(
         SinklabError: the model cannot be measured, or an ablation is impossible in it.
     """
     model = cast("PreTrainedModel | Transformer", adapter.module)
-    bare = options.model_copy(update={"lengths": (), "details": False, "maps": ()})
+    bare = options.model_copy(update={"lengths": (), "details": False, "maps": (), "explore": False})
 
     passes, before = 1, 0
 

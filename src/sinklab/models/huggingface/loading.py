@@ -8,7 +8,7 @@ and the hub is asked for a name and a subfolder, which stay apart until a result
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
@@ -112,7 +112,8 @@ def load_pretrained(
         load["device_map"] = "auto"
     elif quantisation(config):  # the device it is loaded to is final
         load["device_map"] = {"": target}
-    model, info = source.read("weights", AutoModelForCausalLM.from_pretrained, load | source.weight_options())
+    with without_bars() if Path(source.place).expanduser().exists() else nullcontext():  # downloads show their progress
+        model, info = source.read("weights", AutoModelForCausalLM.from_pretrained, load | source.weight_options())
     if missing := sorted(info["missing_keys"]):
         raise InputError(
             f"the weights of {name} are incomplete: {len(missing)} tensors are missing, such as {missing[0]}. "
@@ -208,7 +209,7 @@ def _faster_dtype(own: torch.dtype, target: torch.device | None) -> "tuple[torch
     """float32 and a note on why, where the device emulates a checkpoint's own dtype; else "auto".
 
     Args:
-        target: the device; None where the weights are spread, over cards if there are any.
+        target: the device; None if the weights are spread, over cards if there are any.
     """
     faster = float32_if_emulated(own, target or pick_device("auto"))
     if faster == own:

@@ -111,7 +111,7 @@ class HuggingFaceAdapter:
                 "the tokenizer belongs to another model"
             )
         for length in lengths:
-            if anatomy.rope_depends_on_length(self.module.config, length, T):
+            if self.depends_on_length(length, T):
                 raise InputError(
                     "the model's RoPE scaling depends on the sequence length and differs between "
                     f"{T} and {length} tokens, so one pass cannot measure both: measure {length} separately"
@@ -211,8 +211,12 @@ class HuggingFaceAdapter:
             return "its logits differ when body and head run separately"
         return None
 
+    def depends_on_length(self, short: int, long: int) -> bool:
+        """Where its RoPE scaling does."""
+        return anatomy.rope_depends_on_length(self.module.config, short, long)
+
     def fixed_positions(self) -> str | None:
-        """None where `shift_rope` rotates the queries of every layer, or of some, and the others have no positions."""
+        """None if `shift_rope` rotates the queries of every layer, or of some, and the others have no positions."""
         shift = shift_rope(self.module)
         if shift is None:
             return "it has no single rotary embedding for all layers"

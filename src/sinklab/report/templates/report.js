@@ -1,5 +1,5 @@
 // Draws the charts of the page: those near the window at once, the others when the reader comes near or unfolds them,
-// all for print. A link to what is folded away unfolds it.
+// the unfolded ones for print. A link to what is folded away unfolds it.
 // Says on <body> when those that are near have been drawn, for tests and for printing scripts.
 const { config, specs } = JSON.parse(document.getElementById("charts").textContent);
 const NEAR = "1200px";
@@ -32,11 +32,75 @@ document.addEventListener("toggle", mark, true); // what was folded away had no 
 
 const waiting = new Map(Object.entries(specs).map(([key, spec]) => [document.getElementById("chart-" + key), { key, spec }]));
 
+// A legend has as many columns as the chart has room for: the page gives those of a chart of 640 pixels.
+function fitted(spec, width) {
+  if (Array.isArray(spec)) return spec.map((one) => fitted(one, width));
+  if (spec === null || typeof spec !== "object") return spec;
+  const made = Object.fromEntries(Object.entries(spec).map(([name, one]) => [name, name === "values" || name === "datasets" ? one : fitted(one, width)]));
+  if (made.legend && made.legend.columns) made.legend.columns = Math.max(1, Math.floor((made.legend.columns * width) / 640));
+  return made;
+}
+
+// The marks of a chart are read out with the rounded numbers of their tooltips. One of them is reached with the tab
+// key, the others with the arrow keys, nearest first; Enter follows the link of a point.
+const said = (mark) => Object.entries(mark.__data__.tooltip).map(([name, value]) => name + ": " + value).join("; ");
+const readable = (place) =>
+  [...place.querySelectorAll(".role-mark [aria-label]")].filter((mark) => mark.__data__ && typeof mark.__data__.tooltip === "object" && mark.__data__.tooltip !== null);
+
+function point(mark, kinds) {
+  const { left, top, width, height } = mark.getBoundingClientRect();
+  const where = { bubbles: true, clientX: left + width / 2, clientY: top + height / 2 };
+  kinds.forEach((kind) => mark.dispatchEvent(new PointerEvent(kind, where)));
+}
+
+const ARROWS = { ArrowRight: [1, 0], ArrowLeft: [-1, 0], ArrowDown: [0, 1], ArrowUp: [0, -1] };
+function nearest(from, marks, [across, down]) {
+  const middle = (mark) => {
+    const { left, top, width, height } = mark.getBoundingClientRect();
+    return [left + width / 2, top + height / 2];
+  };
+  const [x, y] = middle(from);
+  let best = null, least = Infinity;
+  for (const mark of marks) {
+    const [dx, dy] = [middle(mark)[0] - x, middle(mark)[1] - y];
+    const ahead = across * dx + down * dy, aside = Math.abs(across ? dy : dx);
+    if (ahead > 0.5 && ahead + 3 * aside < least) [best, least] = [mark, ahead + 3 * aside];
+  }
+  return best;
+}
+
+function reachable(place) {
+  const label = () => readable(place).forEach((mark) => mark.setAttribute("aria-label", said(mark)));
+  const first = readable(place)[0];
+  label();
+  place.querySelectorAll("[role=graphics-symbol]:not([aria-label])").forEach((one) => one.setAttribute("aria-hidden", "true"));
+  if (!first) return;
+  first.tabIndex = 0;
+  place.addEventListener("keydown", (event) => {
+    const mark = event.target.closest(".role-mark [aria-label]");
+    if (!mark) return;
+    if (event.key === "Enter" && mark.__data__.href) point(mark, ["click"]);
+    const next = ARROWS[event.key] && nearest(mark, readable(place), ARROWS[event.key]);
+    if (!ARROWS[event.key]) return;
+    event.preventDefault();
+    if (!next) return;
+    point(mark, ["pointerout", "mouseout"]);
+    mark.tabIndex = -1;
+    label(); // a redrawn mark has the label of the library
+    next.tabIndex = 0;
+    next.focus();
+  });
+  place.addEventListener("focusin", (event) => event.target.__data__ && point(event.target, ["pointerover", "pointermove", "mouseover", "mousemove"]));
+  place.addEventListener("focusout", (event) => event.target.__data__ && point(event.target, ["pointerout", "mouseout"]));
+}
+
 async function draw(place) {
   const { key, spec } = waiting.get(place);
   waiting.delete(place);
   try {
-    await window.vegaEmbed(place, spec, { ...options, downloadFileName: key });
+    await window.vegaEmbed(place, fitted(spec, place.clientWidth), { ...options, downloadFileName: key });
+    place.querySelector("summary").setAttribute("aria-label", "Save the chart: " + place.getAttribute("aria-label"));
+    reachable(place);
   } catch (error) {
     complain(place, error);
   }
@@ -50,17 +114,12 @@ function unfold() {
 window.addEventListener("hashchange", unfold);
 unfold();
 
-// Printing waits for nothing but promises that need no event: drawing is made of such alone.
-const folded = () => [...document.querySelectorAll("main details:not([open])")].filter((one) => !one.closest(".chart"));
-window.addEventListener("beforeprint", () => {
-  folded().forEach((one) => ((one.open = true), (one.dataset.forPrint = "")));
-  [...waiting.keys()].forEach(draw);
-});
-window.addEventListener("afterprint", () =>
-  document.querySelectorAll("[data-for-print]").forEach((one) => ((one.open = false), delete one.dataset.forPrint)));
+// Print shows what is unfolded. It waits for nothing but promises that need no event: drawing is made of such alone.
+const visible = (place) => !place.closest("details:not([open])");
+window.addEventListener("beforeprint", () => [...waiting.keys()].filter(visible).forEach(draw));
 
 const all = [...waiting.keys()];
-const atOnce = all.length <= FEW ? all.filter((place) => !place.closest("details:not([open])")) : [];
+const atOnce = all.length <= FEW ? all.filter(visible) : [];
 await Promise.all(atOnce.map(draw));
 const later = all.filter((place) => waiting.has(place));
 if (later.length) {

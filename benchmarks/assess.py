@@ -1,0 +1,133 @@
+"""What each part of `sinklab assess` costs beside a bare forward pass over the same tokens.
+
+    python -m benchmarks.assess MODEL TEXT [--quick] [--parts streaming,eviction] [--rounds 3] [--save NAME]
+
+Every part runs as `sinklab assess` runs it, and before it, in the same process and the same round, the model alone
+reads the part's sequences, logits of all positions included. Seconds are processor time of the process, as other work
+on the machine would count in a clock; ratios are medians over the rounds. A row has
+
+    passes          over the part's sequences, that of the unchanged model included, as the progress bar counts them
+    tokens_read     by the model in all these passes, over the tokens of the part's sequences
+    forward         seconds of one bare forward pass
+    times_forward   seconds of the part over those of one bare forward pass
+    per_pass        the same over `passes`
+
+A pass of the streaming part has 4 times the tokens of the others. The time of quantisation includes the rounding of all
+weights, that of writer passes over single tokens, both the same for any text. Goal: at most 1.4 forward passes for a
+pass of every part but eviction, whose heavy hitters are found query by query.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.timing import RESULTS, environment, in_turn, over_rounds
+from sinklab.assessing.assess_model import open_separable
+from sinklab.assessing.part import AssessPart, AssessText
+from sinklab.assessing.parts import PARTS, USUAL
+from sinklab.assessing.plan import AssessOptions, AssessSettings, settings_for
+from sinklab.files import write_json
+from sinklab.models.adapter import Adapter
+from sinklab.models.hooks import hooked
+from sinklab.models.huggingface.loading import AS_IT_IS
+
+GOAL = 1.4
+SLOWER = ("eviction",)
+
+
+@contextmanager
+def counted_tokens(adapter: Adapter) -> Iterator[list[int]]:
+    """The tokens that pass through the first block, by forward pass."""
+    found: list[int] = []
+
+    def entering(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        found.append(hidden.shape[0] * hidden.shape[1])
+
+    with hooked([adapter.blocks[0].register_forward_pre_hook(entering, with_kwargs=True)]):
+        yield found
+
+
+def bare(adapter: Adapter, tokens_NT: Tensor) -> None:
+    """A forward pass and the logits of all positions, a sequence at a time."""
+    with torch.no_grad():
+        for tokens_1T in tokens_NT.split(1):
+            adapter.logits(adapter.hidden(tokens_1T)[0])
+
+
+def row(text: AssessText, name: str, settings: AssessSettings, rounds: int) -> dict[str, Any]:
+    """The costs of one part."""
+    job, done = PARTS[name].job(text, settings), list[AssessPart]()
+    with counted_tokens(text.model.adapter) as tokens:
+        done.append(job.run(lambda: None))
+    N, T = done[0].sequences, done[0].length
+    tokens_NT = text.sequences(N, T)
+    sides: dict[str, Callable[[], object]] = {
+        "forward": partial(bare, text.model.adapter, tokens_NT),
+        "part": partial(job.run, lambda: None),
+    }
+    seconds = in_turn(sides, rounds, warm_up=0, clock=time.process_time)
+    times = statistics.median(over_rounds(seconds, "part", "forward"))
+    passes = job.passes / N
+    found = {
+        "part": name,
+        "sequences": N,
+        "length": T,
+        "passes": round(passes, 2),
+        "tokens_read": round(sum(tokens) / (N * T), 2),
+        "forward": round(statistics.median(seconds["forward"]), 3),
+        "seconds": round(statistics.median(seconds["part"]), 2),
+        "times_forward": round(times, 2),
+        "per_pass": round(times / passes, 2),
+    }
+    return found | {"misses": ["per_pass"] if name not in SLOWER and times / passes > GOAL else []}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a run, a model directory, a .gguf file or a name on the hub")
+    parser.add_argument("text", type=Path, help=".txt or .jsonl")
+    parser.add_argument("--parts", default=",".join(USUAL))
+    parser.add_argument("--quick", action="store_true", help="the defaults of `sinklab assess --quick`")
+    parser.add_argument("--sequences", type=int)
+    parser.add_argument("--length", type=int)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--save", metavar="NAME", help=f"write {RESULTS.name}/NAME.json")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    options: dict[str, Any] = {"sequences": given.sequences, "length": given.length}
+    if given.quick:
+        options["quick"] = True
+    text = AssessText(open_separable(given.model, AS_IT_IS), given.text)
+    settings = settings_for(text.model, AssessOptions(**options))
+    result: dict[str, Any] = {
+        "environment": environment(),
+        "model": Path(given.model).name,
+        "text": given.text.name,
+        "settings": settings.model_dump(mode="json"),
+        "rounds": given.rounds,
+        "rows": [],
+    }
+    for name in given.parts.split(","):
+        result["rows"].append(row(text, name, settings, given.rounds))
+        print(json.dumps(result["rows"][-1]), flush=True)
+    result["seconds"] = round(sum(one["seconds"] for one in result["rows"]), 1)
+    print(f"all {len(result['rows'])} parts: {result['seconds']} s of processor time", file=sys.stderr)
+    if given.save:
+        RESULTS.mkdir(exist_ok=True)
+        write_json(RESULTS / f"{given.save}.json", result)
+
+
+if __name__ == "__main__":
+    main()

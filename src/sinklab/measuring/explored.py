@@ -1,0 +1,144 @@
+"""Attention maps of every head on one sequence (`--explore`), in 8 bits, for the page to look around in.
+
+They are read in a forward pass of their own after the measurement, whose numbers they do not change. The pass costs
+about as much as one sequence with `--details`; in memory and on disk a map of T tokens takes T x T bytes. A byte n is
+the attention (n / 255)^2: the root is stored, since attention that is uniform over many keys is small, so that the
+error is at most 0.4 % of a row for large shares and less for small ones.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Annotated, Any, ClassVar, Self
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from sinklab.attention.importance import Rows
+from sinklab.attention.real_tokens import RealTokens, real_tokens
+from sinklab.errors import InputError
+from sinklab.measuring.statistics.collecting import DetailsCollector
+from sinklab.measuring.statistics.maps import Head, draw
+from sinklab.measuring.statistics.statistic_base import Angles, Array, Axes, Layer, ScoreBlock, WithArrays
+from sinklab.models.adapter import Adapter
+from sinklab.models.hooks import evaluating
+
+MOST_HEADS = 1000
+MOST_TOKENS = 128
+LEVELS = 255
+
+
+class Explored(WithArrays):
+    """Attention maps of one sequence.
+
+    Attributes:
+        tokens: ids of the first tokens of the first sequence, S of them.
+        texts: of the tokens; None if there was no tokenizer.
+        heads: (layer, head), 1-based, P of them.
+        attention: uint8 n (P, S, S), query by key; the attention is (n / 255)^2, 0 where a query does not see a key.
+    """
+
+    prefix: ClassVar[str] = "explored_"
+
+    tokens: list[int]
+    texts: list[str] | None = None
+    heads: list[Head]
+    attention: Annotated[Array, Axes("PSS")] = Field()
+
+    @model_validator(mode="after")
+    def _shapes_agree(self) -> Self:
+        self.check_arrays(P=len(self.heads), S=len(self.tokens))
+        if self.attention.dtype != np.uint8:
+            raise ValueError(f"explored_attention is {self.attention.dtype}, expected uint8")
+        return self
+
+    def with_texts(self, decode: Callable[[list[int]], str]) -> Self:
+        """A copy with the text of each token."""
+        return self.model_copy(update={"texts": [decode([token]) for token in self.tokens]})
+
+
+def explored_heads(adapter: Adapter, maps: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]] | None:
+    """The heads to be kept, (layer, head); None for all of them.
+
+    Raises:
+        InputError: the model has too many heads for all, and `maps` names none or too many.
+    """
+    heads = adapter.attention_layers * adapter.heads
+    if heads <= MOST_HEADS:
+        return None
+    if not 0 < len(maps) <= MOST_HEADS:
+        raise InputError(
+            f"--explore keeps at most {MOST_HEADS:,} heads and the model has {heads:,}: name the heads to keep with "
+            "--map LAYER.HEAD, which is repeatable"
+        )
+    return maps
+
+
+def explore(
+    adapter: Adapter,
+    tokens_T: Tensor,
+    heads: Sequence[tuple[int, ...]] | None,
+    recording: Callable[[DetailsCollector], AbstractContextManager[Any]],
+) -> Explored:
+    """Read one sequence.
+
+    Args:
+        tokens_T: its real tokens, of which at most `MOST_TOKENS` are read.
+        heads: to be kept; None for all.
+        recording: records the attention layers of forward passes inside its block.
+    """
+    tokens_1S = tokens_T[None, :MOST_TOKENS]
+    leading_and_tokens = torch.ones(1, adapter.leading + tokens_1S.shape[1], dtype=tokens_1S.dtype)
+    leading_and_tokens[:, : adapter.leading] = 0
+    real = real_tokens(leading_and_tokens)
+    collector = MapsCollector(heads)
+    with evaluating(adapter.module), recording(collector) as records:
+        collector.begin(real)
+        adapter.read(tokens_1S.to(adapter.device), real.to(adapter.device), None, records.paused())
+    return Explored(tokens=tokens_1S[0].tolist(), heads=collector.heads, attention=np.stack(collector.attention_SS))
+
+
+class MapsCollector(DetailsCollector):
+    """Collects the maps of one forward pass in 8 bits, a layer at a time.
+
+    Args:
+        wanted: (layer, head), 1-based; None for all.
+
+    Attributes:
+        heads: collected so far, (layer, head).
+        attention_SS: the map of each.
+    """
+
+    def __init__(self, wanted: Sequence[tuple[int, ...]] | None) -> None:
+        super().__init__((), 0)
+        self._wanted = wanted
+        self._layer = 0
+        self.heads: list[Head] = []
+        self.attention_SS: list[np.ndarray] = []
+
+    def begin(self, real: RealTokens) -> None:
+        """`real` are the real tokens of the pass."""
+        super().begin(real)
+        self._layer, self.heads, self.attention_SS = 0, [], []
+
+    def values(self, values_BGTV: Tensor) -> None:
+        """Values are not kept."""
+
+    def attention(self, rows: Iterable[Rows], heads: int, angles: Angles | None) -> None:
+        """Add the maps of the next attention layer."""
+        assert self._real is not None
+        self._layer += 1
+        kept = [head for head in range(heads) if self._wanted is None or (self._layer, head + 1) in set(self._wanted)]
+        layer: Layer | None = None
+        sums: dict[int, Tensor] = {}
+        S = self._real.index_BR.shape[1]
+        for one in rows:
+            if layer is None:
+                layer = Layer(one.weights_BHQS, self._real, None)
+                sums = {head: one.weights_BHQS.new_zeros(1, S, S) for head in kept}
+            draw(sums, ScoreBlock(one, layer))
+        self.heads += [(self._layer, head + 1) for head in kept]
+        for head in kept:
+            root_SS = sums[head][0].float().clamp(0, 1).sqrt()
+            self.attention_SS.append((LEVELS * root_SS).round().to(torch.uint8).cpu().numpy())
