@@ -71,13 +71,13 @@ class DeltaMixer(Part):
 class GatedDelta(DeltaMixer):
     """One layer of `every` has attention, the last among them; the others have the gated delta rule (2412.06464)."""
 
-    kind: Literal["gated_delta"] = "gated_delta"
+    kind: Literal["gated_delta"] = "gated_delta"  # type: ignore[assignment]  # parts are immutable
 
 
 class KimiDelta(DeltaMixer):
     """As gated_delta, with a decay for every channel of a key: Kimi delta attention (2510.26692)."""
 
-    kind: Literal["kimi_delta"] = "kimi_delta"
+    kind: Literal["kimi_delta"] = "kimi_delta"  # type: ignore[assignment]
 
 
 Mixer = Annotated[AttentionOnly | GatedDelta | KimiDelta, Field(discriminator="kind")]

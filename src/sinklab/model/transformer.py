@@ -213,9 +213,12 @@ class Transformer(nn.Module):
     def losses(self, tokens_BT: Tensor, added: AddedLosses) -> Tensor:
         """`loss`, then each term of `added`, weighted: (1 + terms,). Training minimises their sum."""
         outputs: list[Tensor] = []
+
+        def observe(block: nn.Module, inputs: object, output: Tensor) -> None:
+            outputs.append(output)
+
         with ExitStack() as observed:
             for block in self.blocks if added.terms else ():
-                hook = block.register_forward_hook(lambda block, inputs, output: outputs.append(output))
-                observed.callback(hook.remove)
+                observed.callback(block.register_forward_hook(observe).remove)
             loss = self.loss(tokens_BT)
         return torch.stack([loss, *(term.of(outputs).to(loss.dtype) for term in added.terms.values())])
