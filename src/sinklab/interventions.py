@@ -73,6 +73,8 @@ VARIANTS: dict[str, Variant] = {
     "norm_post": _model(norm={"placement": "post"}),
     "norm_sandwich": _model(norm={"placement": "sandwich"}),
     "norm_layernorm": _model(norm={"kind": "layernorm"}),
+    "norm_single": _model(norm={"kind": "rmsnorm_single"}),
+    "embedding_projected": _model(embedding="projected"),
     "norm_dynamic_tanh": _model(norm={"kind": "dynamic_tanh"}),
     "qk_norm": _model(norm={"qk_norm": True}),
     "head_norm": _model(norm={"head_norm": True}),
@@ -96,6 +98,7 @@ VARIANTS: dict[str, Variant] = {
     "gate_head": _model(gate="head"),
     "gate_element": _model(gate="element"),
     "gate_value": _model(gate="value"),
+    "v_scale": _model(gate="v_scale"),
     "exclusive": _model(exclusive=True),
     "value_residual": _model(value_residual="fixed"),
     "value_residual_learned": _model(value_residual="learned"),
@@ -120,10 +123,18 @@ VARIANTS: dict[str, Variant] = {
     "bos": Variant({"data": {"bos": True}}),
     "fixed_token": Variant({"data": {"fixed_token": {"token_id": 1, "positions": [1]}}}),
     "random_tokens": Variant({"data": {"random_tokens": {"start": 0, "end": 2}}}),
-    # optimisation
+    # losses beside the cross-entropy, and optimisation
+    "hidden_z": Variant({"losses": {"hidden_z": {"weight": 1e-4}}}),
+    "tweo": Variant({"losses": {"tweo": {}}}),
     "weight_decay_half": Variant({"optim": {"weight_decay": 0.5}}),
     "sgd": Variant({"optim": {"name": "sgd", "lr": 0.1, "nesterov": True}}),
     "muon": Variant({"optim": {"name": "muon", "lr": 3e-3}}),
+    "outlier_safe": Variant(
+        {
+            "model": {"norm": {"kind": "rmsnorm_single"}, "embedding": "projected"},
+            "optim": {"name": "muon", "lr": 3e-3},
+        }
+    ),
     "schedule_flat": Variant({"schedule": {"shape": "flat"}}),
     "schedule_wsd": Variant({"schedule": {"shape": "wsd"}}),
 }
@@ -156,11 +167,13 @@ NEUTRAL: dict[str, Neutral] = {
         "1, with the mask of model.attention", {"model": {"pattern": {"every": 1, "mask": "causal"}}}
     ),
     "model.mixer.every (gated_delta)": Neutral("1", {"model": {"mixer": {"kind": "gated_delta", "every": 1}}}),
+    "losses.hidden_z.weight": Neutral("0", {"losses": {"hidden_z": {"weight": 0.0}}}),
+    "losses.tweo.weight": Neutral("0", {"losses": {"tweo": {"weight": 0.0}}}),
     "optim.clip": Neutral("null", _UNCLIPPED, against={"optim": {"clip": 1e9}}),
 }
 """By dotted key, followed by the kind that has the key in brackets."""
 
-ROOTS = ("model", "data", "optim", "schedule")
+ROOTS = ("model", "data", "losses", "optim", "schedule")
 
 NOT_INTERVENTIONS = {
     "model.layers",
@@ -199,8 +212,8 @@ class Intervention:
         key: dotted key of a recipe.
         kind: of the row or of the part that has the key; None outside of choices.
         values: the legal values.
-        default: empty where the key has none.
-        neutral: the value that changes nothing; empty where none is known.
+        default: empty if the key has none.
+        neutral: the value that changes nothing; empty if none is known.
         explanation: one line.
     """
 

@@ -142,7 +142,7 @@ def is_run(name: str) -> bool:
 
 
 def model_files(place: Path) -> str | None:
-    """A SHA-256 that changes when the model in a directory or file may have changed; None where neither exists."""
+    """A SHA-256 that changes when the model in a directory or file may have changed; None if neither exists."""
     if not place.exists():
         return None
     files = {path for pattern in MODEL_FILES for path in place.rglob(pattern)} if place.is_dir() else {place}

@@ -114,7 +114,7 @@ def phases(overlay: Any, data: Any, out: Path) -> dict[str, Any]:
             with noted(found, "settle"):
                 updater.settle()
             with noted(found, "loss"):
-                evaluator.loss()
+                evaluator.losses()
             with noted(found, "measure"):
                 evaluator.measure()
     except Exception:

@@ -39,9 +39,9 @@ WITHOUT_FUSED_CHECK = {  # checked before the optimiser's step
     "tolist, train/update.py add": 1,
     "tolist, train/update.py read": 1,
 }
-IN_LOSS = {"copy to the card, train/evaluator.py loss": BATCHES_OF_LOSS, "item, train/evaluator.py loss": 1}
+IN_LOSS = {"copy to the card, train/evaluator.py losses": BATCHES_OF_LOSS, "tolist, train/evaluator.py losses": 1}
 IN_MEASUREMENT = {
-    "copy to the card, measuring/driver.py step": BATCHES_OF_METRIC,
+    "copy to the card, measuring/driver.py measure": BATCHES_OF_METRIC,
     "copy to the card, attention/real_tokens.py to": BATCHES_OF_METRIC,
     "copy from the card, attention/importance.py _seen_by": 1,  # once for a mask
     "synchronize, device.py on_host": BATCHES_OF_METRIC + 1,  # and the largest activations

@@ -104,6 +104,16 @@ def test_a_gate_on_the_values_counts_for_every_head_that_shares_them() -> None:
             assert_close(details.gate[layer, head], torch.sigmoid(logits_NT).mean(0))
 
 
+def test_v_scale_is_a_gate_on_the_values_as_well() -> None:
+    model, tokens = _own("v_scale"), own_tokens(3)
+    details = _details(model, tokens)
+    assert details.gate is not None
+    for layer, v_NGTD in enumerate(_inputs(model, tokens, "value_gate")):
+        square_NGT = v_NGTD.square().sum(-1)
+        gates_GT = (square_NGT / (square_NGT + model.blocks[layer].attention.value_gate.start)).mean(0)  # type: ignore[union-attr]
+        assert_close(details.gate[layer], gates_GT.repeat_interleave(2, 0))
+
+
 def test_learned_positions_in_front_are_no_tokens() -> None:
     model, tokens = _own("head", attention={"bias": {"kind": "sink_token"}}), own_tokens(3)
     details = _details(model, tokens)

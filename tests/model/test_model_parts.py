@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from sinklab.data.prepare import prepared
 from sinklab.measuring.api import measure
-from sinklab.model.block import Attention
-from sinklab.model.gate import OutputGating, ValueGating
+from sinklab.model.block import Attention, Places
+from sinklab.model.gate import OutputGating, ValueGating, ValueScaling
 from sinklab.model.norm import DynamicTanh, RmsNorm
 from sinklab.model.position import rotary_tables, rotate
 from sinklab.model.transformer import Transformer
@@ -96,6 +96,32 @@ def test_a_value_gate_scales_each_value_by_a_sigmoid_of_itself() -> None:
         expected = torch.stack([v[:, g] * torch.sigmoid(v[:, g] @ gating.weight[g])[..., None] for g in range(4)], 1)
         torch.testing.assert_close(gating(v), expected)
     assert (gating.bias == 0).all()
+
+
+@pytest.mark.parametrize("init", ["declared", "torch"])
+@pytest.mark.parametrize("projection", ["full", "latent"])
+def test_v_scale_starts_at_the_mean_square_of_the_values(init: str, projection: str) -> None:
+    """C = E d sigma^2 (2603.17771), with the sigma of our own law: half of a value of mean size is left."""
+    layer = attention(gate="v_scale", width=512, heads=2, kv_heads=None, init=init, projection=projection)
+    gate, layer.value_gate = layer.value_gate, None
+    assert isinstance(gate, ValueScaling)
+    v = layer.inputs(random(8, 32, 512), Places())[2]
+    assert v.square().sum(-1).mean().item() == pytest.approx(gate.start, rel=0.05)
+    assert not gate.theta.any()
+
+
+def test_v_scale_has_the_gradient_that_the_paper_derives() -> None:
+    gate = ValueScaling(2, start=3.0).double()
+    with torch.no_grad():
+        gate.theta.copy_(torch.tensor([0.4, -1.0]))
+    v = random(1, 2, 1, 5).double()
+    for g, C in enumerate((3 * torch.e**0.4, 3 / torch.e)):
+        of_head = torch.autograd.functional.jacobian(
+            lambda x, g=g: gate(torch.stack([x, x])[None, :, None])[0, g, 0], v[0, g, 0]
+        )
+        r = v[0, g, 0].square().sum().item()
+        expected = sorted([r / (r + C)] * 4 + [(r**2 + 3 * C * r) / (r + C) ** 2])
+        assert torch.linalg.eigvalsh(of_head).tolist() == pytest.approx(expected, rel=1e-6)  # theta was a float32
 
 
 @pytest.mark.parametrize(

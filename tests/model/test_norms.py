@@ -86,7 +86,7 @@ def test_halves_of_a_head_have_weights_of_their_own() -> None:
     assert_close(after, factor * before)
 
 
-@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm", "dynamic_tanh"])
+@pytest.mark.parametrize("kind", ["rmsnorm", "rmsnorm_single", "layernorm", "dynamic_tanh"])
 def test_a_gate_multiplies_the_output_of_the_norm(kind: str) -> None:
     plain, gated = (
         build_norm(NormConfig.model_validate({"kind": kind, "gate_rank": rank}), 12).double() for rank in (None, 3)
@@ -127,3 +127,28 @@ def test_norms_start_as_one_and_gates_like_linear_layers() -> None:
     assert down.std().item() == pytest.approx((2 / (5 * 512)) ** 0.5, rel=0.03)
     up = torch.cat([gates[f"blocks.{i}.ffn_norm.gate.up.weight"] for i in range(2)])
     assert up.std().item() == pytest.approx((2 / (5 * 16)) ** 0.5, rel=0.03)
+
+
+def test_a_norm_with_one_gain_has_one_number_and_is_rmsnorm_before_training() -> None:
+    single, vectors = (transformer(norm={"kind": kind}) for kind in ("rmsnorm_single", "rmsnorm"))
+    assert {len(p) for name, p in single.named_parameters() if name.endswith("norm.weight")} == {1}
+    tokens = torch.randint(single.config.vocab_size or 1, (2, 7), generator=torch.Generator().manual_seed(0))
+    assert_close(single(tokens), vectors(tokens))
+    norm = single.final_norm
+    with torch.no_grad():
+        norm.get_parameter("weight").fill_(-2.5)
+    x = random(2, 5, 32)
+    assert_close(norm(x), -2.5 * x / (x.square().mean(-1, keepdim=True) + single.config.norm.eps).sqrt())
+
+
+def test_projections_of_embeddings_start_orthogonal_and_leave_all_else_as_it_is() -> None:
+    plain, projected = (transformer(embedding=kind) for kind in ("plain", "projected"))
+    assert isinstance(projected.embedding_map, nn.Linear)
+    assert isinstance(projected.head_map, nn.Linear)
+    first, last = projected.embedding_map.weight, projected.head_map.weight
+    for matrix in (first, last):
+        torch.testing.assert_close(matrix @ matrix.T, torch.eye(32, dtype=matrix.dtype), rtol=0, atol=1e-6)
+    assert not torch.allclose(first, last)
+    weights = dict(projected.named_parameters())
+    assert all(torch.equal(p, weights[name]) for name, p in plain.named_parameters())
+    assert set(weights) - {name for name, _ in plain.named_parameters()} == {"embedding_map.weight", "head_map.weight"}

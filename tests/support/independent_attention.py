@@ -31,6 +31,10 @@ def attention(
     if gate == "value":
         w, b = own["attention.value_gate.weight"], own["attention.value_gate.bias"]
         v = v * torch.sigmoid((v * w).sum(-1) + b).unsqueeze(-1)
+    if gate == "v_scale":
+        start = d * {"declared": 2 / 5, "torch": 1 / 3}[model["init"]["kind"]]
+        sizes = (v**2).sum(-1, keepdim=True)
+        v = v * sizes / (sizes + start * torch.exp(own["attention.value_gate.theta"]).unsqueeze(-1))
     mixing = model["value_residual"]
     if layer == 1:
         first_values.append(v)

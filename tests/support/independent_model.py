@@ -65,6 +65,8 @@ def of_layer(model: Config, layer: int) -> Config:
 def run(model: Config, weights: Weights, tokens: Tensor) -> Result:
     """All that is compared, of tokens (B, T)."""
     stream = weights["embedding.weight"][tokens]
+    if model["embedding"] == "projected":
+        stream = stream @ weights["embedding_map.weight"].T
     B, T, E = stream.shape
     position = model["position"]
     if position["kind"] == "absolute":
@@ -104,6 +106,8 @@ def run(model: Config, weights: Weights, tokens: Tensor) -> Result:
     stream = stream[:, N:]
     if model["norm"]["placement"] != "post":
         stream = norm(model["norm"], weights, "final_norm", stream)
+    if model["embedding"] == "projected":
+        stream = stream @ weights["head_map.weight"].T
     logits, operation = stream @ weights["head.weight"].T, model["attention"]["operation"]
     by_layer = [measured(A, operation, bias, T) for A, bias in zip(of_layers, biases, strict=True)]
     return Result(logits, *(list(part) for part in zip(*by_layer, strict=True)))
@@ -171,7 +175,7 @@ def norm(how: Config, weights: Weights, name: str, x: Tensor) -> Tensor:
 
 def ungated(how: Config, weights: Weights, name: str, x: Tensor) -> Tensor:
     w = weights[f"{name}.weight"]
-    if how["kind"] == "rmsnorm":
+    if how["kind"] in ("rmsnorm", "rmsnorm_single"):  # w of either every channel or all of them
         return rms_norm(x, w, how["eps"])
     b = weights[f"{name}.bias"]
     if how["kind"] == "layernorm":

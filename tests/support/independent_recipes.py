@@ -196,7 +196,7 @@ def _drawn(rng: random.Random, cell: Cell) -> dict[str, Any]:
             "context": context,
             "position": cell.get("position") or _varied(rng, rng.choice(POSITIONS)),
             "norm": {
-                "kind": rng.choice(["rmsnorm", "layernorm", "dynamic_tanh"]),
+                "kind": rng.choice(["rmsnorm", "rmsnorm_single", "layernorm", "dynamic_tanh"]),
                 "placement": rng.choice(["pre", "post", "sandwich"]),
                 # Behind a norm of heads, what scales a head alone has a gradient by eps only: not one of rounding.
                 "eps": 1e-2 if head_norm else rng.choice([1e-5, 1e-2]),
@@ -205,6 +205,7 @@ def _drawn(rng: random.Random, cell: Cell) -> dict[str, Any]:
                 "head_norm": head_norm,
                 "gate_rank": rng.choice([None, None, 1, 3]),
             },
+            "embedding": rng.choice(["plain", "plain", "projected"]),
             "ffn": rng.choice(["relu", "gelu", "swish", "reglu", "geglu", "swiglu"]),
             "attention": {
                 "operation": operation,
@@ -213,7 +214,7 @@ def _drawn(rng: random.Random, cell: Cell) -> dict[str, Any]:
                 "softcap": rng.choice([None, None, rng.uniform(0.5, 4.0)]),
                 "backend": cell.get("backend") or rng.choice(["auto", "auto", "chunked", "eager", "sdpa"]),
             },
-            "gate": rng.choice(["none", "none", "head", "element", "value"]),
+            "gate": rng.choice(["none", "none", "head", "element", "value", "v_scale"]),
             "head_outputs": rng.choice(["concat", "concat", "sum"]),
             "init": rng.choice(["declared", "torch"]),
             "exclusive": cell.get("exclusive", rng.random() < 0.3),

@@ -87,6 +87,12 @@ def test_muon_leaves_embeddings_head_norms_and_biases_to_adamw() -> None:
     }
 
 
+def test_muon_takes_the_projections_of_embeddings() -> None:
+    model = Transformer(recipe({"name": "muon"}).model.model_copy(update={"embedding": "projected"}))
+    hidden = {id(parameter) for parameter in hidden_matrices(model)}
+    assert {id(model.embedding_map.weight), id(model.head_map.weight)} <= hidden
+
+
 def test_a_learning_rate_applies_to_both_parts_of_muon() -> None:
     model = Transformer(recipe({"name": "muon"}).model)
     optimizer = build_optimizer(model, Muon())

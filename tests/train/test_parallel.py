@@ -65,6 +65,7 @@ def test_two_replicas_equal_one_process_with_two_micro_batches_bit_for_bit(token
     assert [row["sink_rate"] for row in one] == [row["sink_rate"] for row in two]
 
 
+ADDED = "losses={hidden_z: {weight: 0.1}, tweo: {tau: 0.5}}"
 PREFIX = "model.attention.mask={kind: prefix, length: 4}"
 
 
@@ -80,6 +81,8 @@ PREFIX = "model.attention.mask={kind: prefix, length: 4}"
         ("fsdp", 2, ["train.micro_batch=2", PREFIX]),
         ("ddp", 2, ["train.recompute=blocks"]),
         ("fsdp", 2, ["train.recompute=blocks", "train.micro_batch=2"]),
+        ("ddp", 2, [ADDED]),
+        ("fsdp", 2, [ADDED, "train.micro_batch=2"]),
     ],
 )
 def test_the_loss_curve_does_not_depend_on_the_number_of_processes(

@@ -39,6 +39,7 @@ NEUTRAL: dict[str, dict[str, Any]] = {  # what is added
     "a gate per element": {"gate": "element"},
     "a gate of values": {"gate": "value"},
     "gates behind norms": {"norm": {"gate_rank": 3}},
+    "projections of embeddings": {"embedding": "projected"},
 }
 
 

@@ -109,7 +109,7 @@ class ResultRow:
     Attributes:
         what: the change.
         more: a remark.
-        added: loss above that of the same targets without the change; None where these are all of the part's.
+        added: loss above that of the same targets without the change; None if these are all of the part's.
     """
 
     what: str
@@ -129,7 +129,7 @@ class PartAnswer:
 
     Attributes:
         change: in a few words.
-        added: nats per token above the unchanged model, or above the row before where `change` says so; None where the
+        added: nats per token above the unchanged model, or above the row before where `change` says so; None if the
             answer is no loss.
         lost: words for the first sentence of the assessment, where `added` is what the model loses without its sink:
             "with the sink hidden".

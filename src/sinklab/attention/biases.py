@@ -43,11 +43,11 @@ class BiasPart(Kind):
         return self.adds_logit
 
     def key_shape(self, kv_heads: int, head_width: int) -> tuple[int, int] | None:
-        """Of the learned keys, (G or 1, d_a); None where there is none."""
+        """Of the learned keys, (G or 1, d_a); None if there is none."""
         return None
 
     def value_shape(self, kv_heads: int, value_width: int) -> tuple[int, int] | None:
-        """Of the learned values, (G or 1, V); None where there is none."""
+        """Of the learned values, (G or 1, V); None if there is none."""
         return None
 
 
@@ -176,7 +176,7 @@ class BiasParameters(nn.Module):
         key: learned, (G, d_a) or (1, d_a) when shared; d_a is the head width unless the recipe has less.
         value: learned, (G, V) or (1, V) when shared.
         fixed: a value that is not learned, the same for all heads.
-        logit: (H,), a learned sink logit. Each is None where there is none.
+        logit: (H,), a learned sink logit. Each is None if there is none.
         offset: (H,), learned and added to the logit of the key.
         initial: mean and std of the parameters with a `start` in the recipe.
     """

@@ -28,7 +28,7 @@ class ColumnSums:
 
     Attributes:
         keys_BHS: per key, over queries t >= k, float32 (float64 for float64 input).
-        bias_BH: the share of an added bias, over all counted queries; None where there is no bias.
+        bias_BH: the share of an added bias, over all counted queries; None if there is no bias.
         earlier_BHS: per key, over the queries before it; None under a causal mask, where none sees it.
     """
 
@@ -47,12 +47,12 @@ class Importance:
 
     Attributes:
         positions_BHT: alpha of the T real positions.
-        bias_BH: alpha of the added bias or sink token, of all registers together, or the rest of the row; None where
+        bias_BH: alpha of the added bias or sink token, of all registers together, or the rest of the row; None if
             there is none.
-        row_sums_BH: mean over the real queries of the sum of raw scores, None where every row sums to one.
+        row_sums_BH: mean over the real queries of the sum of raw scores, None if every row sums to one.
         seen_by_BGT: how many queries may see each position (batch and head may be 1), on the CPU.
-        visible_BHT: mean over these queries; None where they are those that alpha counts.
-        registers_BHN: alpha of each of N registers; None where there are not several.
+        visible_BHT: mean over these queries; None if they are those that alpha counts.
+        registers_BHN: alpha of each of N registers; None if there are not several.
     """
 
     positions_BHT: Tensor
@@ -70,7 +70,7 @@ class Rows:
     Attributes:
         block: which queries and keys.
         weights_BHQS: shares of the row, float32 (float64 for float64 input); 0 where a key is hidden.
-        bias_BHQ: the share of an added bias; None where there is no bias.
+        bias_BHQ: the share of an added bias; None if there is no bias.
     """
 
     block: bl.Block
@@ -210,7 +210,7 @@ def _seen_by(mask: Mask, positions: int, device: torch.device) -> tuple[Tensor, 
 
 
 def over_visible(sums_BHT: Tensor, seen_by_BGT: Tensor, later: Tensor) -> Tensor | None:
-    """Mean over the queries that may see each key; None where they are the queries from the key on.
+    """Mean over the queries that may see each key; None if they are the queries from the key on.
 
     Args:
         sums_BHT: over all queries that may see the key.

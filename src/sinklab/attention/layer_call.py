@@ -42,7 +42,7 @@ class LayerCall:
         padding_B: how many positions of each row, before the leading tokens, are padding; None for none.
         index: of the layer among those with attention, from 1; 0 outside of `intercept`.
         shift_rope: shifts positions; None without a rotary embedding of queries and keys.
-        library: computes the output as the model itself does; None where the call has been changed, where the output
+        library: computes the output as the model itself does; None if the call has been changed, where the output
             is computed otherwise, and in our own models.
     """
 

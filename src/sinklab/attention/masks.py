@@ -59,7 +59,7 @@ class Mask(ABC):
 
     @property
     def running_sum(self) -> RunningSum | None:
-        """The running sum of a row's keys; None where they are not one."""
+        """The running sum of a row's keys; None if they are not one."""
         return None
 
     @abstractmethod

@@ -31,7 +31,7 @@ class Score:
         similarity: exp of `function`, computed directly, where that is as exact as long as nothing overflows.
         vanishes: whether a similarity of zero is exact, and not an underflow.
         deep: whether most logits of a row may be so far below its largest that their shares underflow.
-        apart: the same logits for a kernel that adds gradients score by score; None where that is `function`.
+        apart: the same logits for a kernel that adds gradients score by score; None if that is `function`.
     """
 
     function: Callable[..., Tensor]

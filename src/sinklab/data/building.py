@@ -30,7 +30,7 @@ PART_CHARACTERS = 2**20
 MOVED_BYTES = 2**22  # at a time, where ids are taken out of the middle of a file
 
 NamedDocument = tuple[str, str]
-"""The domain (empty where the text is no mix), and a document."""
+"""The domain (empty if the text is no mix), and a document."""
 NamedDocuments = list[NamedDocument]
 
 

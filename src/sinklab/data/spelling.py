@@ -53,7 +53,7 @@ def spelling(
 
     Args:
         encode: text to token ids, without special tokens.
-        token: the string of an id in the vocabulary; None where it has none.
+        token: the string of an id in the vocabulary; None if it has none.
         added: ids of tokens whose strings are plain text.
     """
     pieces = any("▁" in (token(one) or "") for one in encode("a a") if one not in added)

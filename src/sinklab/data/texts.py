@@ -46,7 +46,7 @@ class Stream:
         weight: relative to the other domains; None without weights.
         source: as `DataConfig.source`.
         files: in it, read one after the other; None for all of the source.
-        size: bytes of these files; None where only reading would tell.
+        size: bytes of these files; None if only reading would tell.
     """
 
     name: str
@@ -155,7 +155,7 @@ def mixed(domains: list[Stream], mix: Mix, tokens_per_byte: Mapping[str, float])
 
 
 def known_sum(values: list[int | None]) -> int | None:
-    """The sum, None where a part is not known."""
+    """The sum, None if a part is not known."""
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None
 
@@ -165,7 +165,7 @@ class RequestedText:
 
     Attributes:
         streams: the domains or files of a mix, else the source.
-        total_bytes: approximate size; None where only reading would tell.
+        total_bytes: approximate size; None if only reading would tell.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -178,7 +178,7 @@ class RequestedText:
         self.total_bytes = total if total is None or limit is None else min(total, limit)
 
     def named_documents(self, tokenizer: Tokenizer | None = None) -> Iterator[tuple[str, str]]:
-        """All documents with the name of their domain, which is empty where the text is no mix.
+        """All documents with the name of their domain, which is empty if the text is no mix.
 
         Args:
             tokenizer: a mix is by its tokens; by bytes where there is no tokenizer yet.
@@ -236,9 +236,9 @@ class Amount:
 
     Attributes:
         name: of the domain, file or source.
-        bytes: of the files, with all that is not text; None where they are not on this machine.
+        bytes: of the files, with all that is not text; None if they are not on this machine.
         tokens: estimated from a sample, too high where files hold more than text.
-        taken: tokens that would be prepared; None where not known.
+        taken: tokens that would be prepared; None if not known.
     """
 
     name: str
@@ -253,7 +253,7 @@ class Estimate:
 
     Attributes:
         amounts: by domain.
-        tokens: that would be prepared; None where the size of the text is not known and there is no limit.
+        tokens: that would be prepared; None if the size of the text is not known and there is no limit.
         shard_bytes: of the two shards.
     """
 

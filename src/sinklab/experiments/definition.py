@@ -351,7 +351,7 @@ class Experiment(Part):
 
     @property
     def axes(self) -> dict[str, list[str]]:
-        """The names along each axis of a grid, the cells' own first; empty where it is none."""
+        """The names along each axis of a grid, the cells' own first; empty if it is none."""
         if not self.changes:
             return {}
         own = dict.fromkeys(name.rsplit(GRID, len(self.changes))[0] for name in self.cells)

@@ -155,7 +155,7 @@ def subjects_of(experiment: Experiment, models: Sequence[str], text: Path | None
 
 
 def _named(experiment: Experiment) -> tuple[str, ...]:
-    """The models that its cells name; empty where they are given with the call."""
+    """The models that its cells name; empty if they are given with the call."""
     return tuple(dict.fromkeys(model for cell in experiment.requests.values() for model in cell.models))
 
 

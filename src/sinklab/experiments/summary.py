@@ -106,6 +106,6 @@ def _cell_summary(of: CellResults, names: Sequence[str]) -> CellSummary:
 
 
 def _median(values: Iterable[float | None]) -> float | None:
-    """Of the known values, None without any."""
+    """Of the known values, None if there are none."""
     known = [value for value in values if value is not None]
     return median(known) if known else None

@@ -88,7 +88,7 @@ def form_of(model: Transformer, tokenizer: Tokenizer) -> Form:
 
 
 def _thetas(kinds: Sequence[ModelConfig]) -> set[float] | None:
-    """theta of the layers' rotary positions, 0 of those without positions; None where one has other positions, or all
+    """theta of the layers' rotary positions, 0 of those without positions; None if one has other positions, or all
     have none."""
     positions = [kind.position for kind in kinds]
     whole = all(isinstance(one, NoPosition) or (isinstance(one, Rotary) and one.share == 1) for one in positions)

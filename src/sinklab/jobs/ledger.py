@@ -56,7 +56,7 @@ class Ledger(Generic[AnyDocument]):
         return one_writer(self.path)
 
     def earlier(self, load: Callable[[Path], AnyDocument]) -> AnyDocument | None:
-        """The document of an earlier call; None without one."""
+        """The document of an earlier call; None if there is none."""
         if self.path is None or not self.path.is_file() or not self.path.stat().st_size:
             return None
         return load(self.path)

@@ -169,11 +169,11 @@ class Accumulator:
         return 100 * self.bias_hits_E[threshold] / self.bias_triples if self.bias_triples else None
 
     def sink_rate_window_start(self) -> float | None:
-        """Percent for the first key of a window that has moved on; None without one."""
+        """Percent for the first key of a window that has moved on; None if there is none."""
         return 100 * self.window_hits / self.window_triples if self.window_triples else None
 
     def leading_norm_ratio(self) -> list[float] | None:
-        """|h| of the first learned position over the mean of the tokens', per block; None where nothing leads."""
+        """|h| of the first learned position over the mean of the tokens', per block; None if nothing leads."""
         hidden_MT, leading_M = self.mean("hidden states"), self.mean_of_sequences(LEADING)
         if leading_M is None or hidden_MT is None:
             return None
@@ -257,7 +257,7 @@ def measurement_from(
 
 
 def _every_rate(totals: Accumulator, rate: Callable[[int], Rate | None]) -> dict[str, Rate] | None:
-    """The rates by threshold; None where there is one threshold, or no such rate."""
+    """The rates by threshold; None if there is one threshold, or no such rate."""
     if len(totals.thresholds) == 1:
         return None
     return {f"{eps:g}": found for i, eps in enumerate(totals.thresholds) if (found := rate(i)) is not None} or None

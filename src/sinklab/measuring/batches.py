@@ -72,7 +72,7 @@ class Batches:
             self._progress(self._start + done, self.sequences)
 
     def notes(self) -> list[str]:
-        """A note for the reader of the result; empty where no batch was halved."""
+        """A note for the reader of the result; empty if no batch was halved."""
         if self._size == self._first_size:
             return []
         return [f"out of memory: the batch was halved from {self._first_size} to {self._size} sequences"]
@@ -90,7 +90,7 @@ class Cost:
 def costing(device: torch.device) -> Iterator[Cost]:
     """Time the block; peak memory is the device's for CUDA, else the peak of the whole process so far (MB = 2**20).
 
-    Peak memory is None where the system does not report it.
+    Peak memory is None if the system does not report it.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -105,7 +105,7 @@ def costing(device: torch.device) -> Iterator[Cost]:
 
 
 def process_peak_mb() -> float | None:
-    """The largest memory that this process has had so far (MB = 2**20), None where the system does not report it."""
+    """The largest memory that this process has had so far (MB = 2**20), None if the system does not report it."""
     try:
         import resource
     except ImportError:  # not a Unix system

@@ -66,7 +66,7 @@ def measure(
 
     Args:
         tokens_NT: token ids; a learned sink token is not part of them.
-        attention_mask_NT: 1 at real tokens, 0 at padding (left or right); None where nothing is padded. Position 1
+        attention_mask_NT: 1 at real tokens, 0 at padding (left or right); None if nothing is padded. Position 1
             is the first real token of each sequence; padding counts nowhere.
         progress: called with (sequences done, sequences in all) after every batch.
 

@@ -34,7 +34,7 @@ class Explored(WithArrays):
 
     Attributes:
         tokens: ids of the first tokens of the first sequence, S of them.
-        texts: of the tokens; None where there was no tokenizer.
+        texts: of the tokens; None if there was no tokenizer.
         heads: (layer, head), 1-based, P of them.
         attention: uint8 n (P, S, S), query by key; the attention is (n / 255)^2, 0 where a query does not see a key.
     """

@@ -98,11 +98,11 @@ class Propositions(Part):
         tokens: how many tokens were checked, each repeated.
         length: of the repetition.
         hidden_deviation: the largest |h_t - h_1| over the largest |h_1|, over all blocks.
-        attention_deviation: the largest difference from the closed form; None where there is none (rotary).
+        attention_deviation: the largest difference from the closed form; None if there is none (rotary).
         bound_slack: the least distance of a score below its bound, negative where one is above; None but for rotary.
         tolerance: for rounding, of the deviations and of a negative slack.
         dtype: of the check: float32 for models that are coarser, if the memory sufficed; None in older files.
-        holds: whether they are within it; None where they are not and the dtype is coarser than float32, which is no
+        holds: whether they are within it; None if they are not and the dtype is coarser than float32, which is no
             evidence.
     """
 

@@ -32,7 +32,7 @@ class View:
 
 
 def seen_over(sums_BHT: Tensor, seen_by_BGT: Tensor, queries_B: Tensor) -> tuple[Tensor | None, View | None]:
-    """The mean over the queries that may see each position, and why it differs from alpha; None where it does not.
+    """The mean over the queries that may see each position, and why it differs from alpha; None if it does not.
 
     Args:
         sums_BHT: over these queries, aligned so that index 0 is the first real token.

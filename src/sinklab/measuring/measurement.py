@@ -53,7 +53,7 @@ class Measurement(WithArrays):
         revision: requested branch, tag or commit of a model of the hub; None for its main branch and for local models.
         commit: the commit of the hub that was loaded; None for local models.
         step, planned_steps: of a run of ours, the step it was measured at and its last one; None for other models.
-        vocabulary: digest of the tokenizer's vocabulary (spelling.py); None where the input was tokens, or in older
+        vocabulary: digest of the tokenizer's vocabulary (spelling.py); None if the input was tokens, or in older
             files.
         inputs: the kind of sequences.
         sequences: N.
@@ -63,28 +63,28 @@ class Measurement(WithArrays):
         proxy: whether importance is that of proxy scores, |sim| / sum |sim| (the model's own do not sum to one).
         layers, heads: L, H.
         sink_rate: percent of (sequence, layer, head) triples with alpha_k > eps, position 1 first.
-        sink_rates: the same for every requested threshold, keyed by it ("0.3"); None where there was only one.
+        sink_rates: the same for every requested threshold, keyed by it ("0.3"); None if there was only one.
         sink_rate_visible, sink_rates_visible: as sink_rate and sink_rates, of the mean over the queries that may see a
-            key, not over all from it on; None where that is the same in every layer (no window, no documents).
+            key, not over all from it on; None if that is the same in every layer (no window, no documents).
         sink_rate_by_length: of the same sequences cut shorter, by length and threshold: {"16": {"0.3": [..]}}.
-        sink_rate_bias: the same for an added bias, sink logit or sink token; None where the model has none.
+        sink_rate_bias: the same for an added bias, sink logit or sink token; None if the model has none.
         sink_rates_bias: that for every threshold; None, and left out of the files, where there was only one.
         sink_rate_window_start: the same for the first key of a window, the mean over the queries that no longer see
             position 1; None, and left out of the files, without a window that has moved on.
         uniform_ratio: alpha_k over that of uniform causal attention (metrics.py), mean over (sequence, layer, head),
             position 1 first: 1 is no sink, at any T.
-        loss: nats per token over targets 2..T, those after the prefix under a prefix mask; None where there are none.
-        bits_per_byte: the loss over the bytes of the targets' text; None where the input is not text, or for the reason
+        loss: nats per token over targets 2..T, those after the prefix under a prefix mask; None if there are none.
+        bits_per_byte: the loss over the bytes of the targets' text; None if the input is not text, or for the reason
             in the notes.
         hidden_norm_ratio: |h_1| / mean over t > 1 of |h_t| before the first block and after every block (M + 1).
             inf, which is null in measurement.json, where the others are 0 and the first is not; 1 where all are 0.
         norm_ratio_before_norm: of a post-norm model the same of the input of each norm, two per block; None elsewhere.
-        norm_ratio_sink_token: |h| of the first learned position over the mean of the tokens'; None where none leads.
+        norm_ratio_sink_token: |h| of the first learned position over the mean of the tokens'; None if none leads.
         key_norm_ratio, value_norm_ratio: the same for keys and values, per attention layer (L).
         backend: of the attention; "eager" where the model's own matrices had to be read.
         dtype: of the model.
         seconds: wall-clock, forward passes and metric.
-        peak_memory_mb: of the device (CUDA) or of the whole process; None where unknown.
+        peak_memory_mb: of the device (CUDA) or of the whole process; None if unknown.
         massive_activations: the largest |activation| of each of the strongest blocks (activations.py); None if unknown.
         details: further statistics (details.py); None, and left out of the files, where not requested.
         notes: remarks for the reader, such as on a batch that had to be halved.
@@ -94,11 +94,11 @@ class Measurement(WithArrays):
         explored: attention maps of one sequence (explored.py); None unless requested.
         scores: on downstream tasks, percent, where the model was evaluated on any; None elsewhere.
         importance: alpha, mean over sequences (L, H, T).
-        importance_visible: mean over the queries that may see a key (L, H, T); None where that is alpha everywhere.
+        importance_visible: mean over the queries that may see a key (L, H, T); None if that is alpha everywhere.
         importance_first: alpha of position 1 (N, L, H).
-        importance_bias: alpha of the added bias or sink token, mean over sequences (L, H); None where a layer has none.
-        importance_registers: alpha of each register (L, H, R); None where there are not several.
-        row_sums: mean over sequences and queries of the sum of raw scores (L, H); None where rows sum to one.
+        importance_bias: alpha of the added bias or sink token, mean over sequences (L, H); None if a layer has none.
+        importance_registers: alpha of each register (L, H, R); None if there are not several.
+        row_sums: mean over sequences and queries of the sum of raw scores (L, H); None if rows sum to one.
         hidden_norm: mean l2 norm (M + 1, T).
         key_norm, value_norm: mean l2 norm over sequences and heads (L, T).
     """

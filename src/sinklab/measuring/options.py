@@ -108,8 +108,8 @@ class Options(CommandSettings, frozen=True):
     ] = Field(default=(), description="Save this head's attention matrix, with --details; repeatable.")
     explore: bool = Field(
         default=False,
-        description="Also keep every head's attention map of the first sequence for the report: 128 tokens, one byte per "
-        "entry, at most 1,000 heads (more: those of --map).",
+        description="Also keep every head's attention map of the first sequence for the report: 128 tokens, one byte "
+        "per entry, at most 1,000 heads (more: those of --map).",
     )
     loss: bool = Field(default=True, description="Skip the loss and the logits: a third faster on a small model.")
     batch_size: Annotated[int | None, Flag(panel=ADVANCED)] = Field(

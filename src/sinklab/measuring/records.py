@@ -26,13 +26,13 @@ class LayerRecord:
 
     Attributes:
         importance_BHT: alpha, float32 or, of a float64 model, float64; 0 past the end of a sequence.
-        bias_BH: alpha of the sink logit, added bias or sink token; None where the layer has none.
+        bias_BH: alpha of the sink logit, added bias or sink token; None if the layer has none.
         key_norm_BT, value_norm_BT: l2 norm, mean over key heads.
         prefixes: alpha (B, H, length) of the sequences cut at each of the requested lengths.
-        visible_BHT: mean over the queries that may see each position; None where these are all from it on.
+        visible_BHT: mean over the queries that may see each position; None if these are all from it on.
         view: the difference between the two; None likewise.
-        row_sums_BH: mean raw row sum of scores that do not sum to one; None where they do.
-        registers_BHN: alpha of each register; None where there are not several.
+        row_sums_BH: mean raw row sum of scores that do not sum to one; None if they do.
+        registers_BHN: alpha of each register; None if there are not several.
         window_start_BH: mean score of the first key of a window, over the queries past the first window; None
             without a window that has moved on.
     """
@@ -55,20 +55,20 @@ class Batch:
 
     Attributes:
         importance_ABHT: alpha per sequence.
-        bias_ABH: alpha of the added bias or sink token, of the layers that have one; None where none has.
+        bias_ABH: alpha of the added bias or sink token, of the layers that have one; None if none has.
         hidden_MBT: l2 norm of the residual stream before the first block and after every block; None if unknown.
         key_ABT: l2 norm of the keys, mean over heads.
         value_ABT: l2 norm of the values, mean over heads.
         loss: summed over the batch's targets, nats (float64 scalar).
         targets: how many tokens were predicted.
-        valid_BT: bool, False past the end of a sequence; None where all sequences are whole.
-        row_sums_ABH: mean raw row sum of scores that do not sum to one; None where they do.
+        valid_BT: bool, False past the end of a sequence; None if all sequences are whole.
+        row_sums_ABH: mean raw row sum of scores that do not sum to one; None if they do.
         prefixes: alpha (A, B, H, length) of the sequences cut at each of the accumulator's lengths.
         details: of `--details`; None without.
-        visible_ABHT: mean over the queries that may see each key; None where that is alpha in every layer.
+        visible_ABHT: mean over the queries that may see each key; None if that is alpha in every layer.
         views: by layer, how masks limit what is seen (mask_coverage.py).
-        registers_ABHN: alpha of each register; None where there are not several.
-        window_start_ABH: mean score of the first key of a window that has moved on; None without one.
+        registers_ABHN: alpha of each register; None if there are not several.
+        window_start_ABH: mean score of the first key of a window that has moved on; None if there is none.
         leading_MB: l2 norm of the residual stream at the first learned position; None without learned positions.
         before_MBT: l2 norm of the input of each norm of a post-norm model; None elsewhere.
     """
@@ -110,7 +110,7 @@ def batch_of(
     """One forward pass for the accumulator.
 
     Args:
-        hidden: norms (B, T) before the first block and after each, all columns; empty where blocks cannot be read.
+        hidden: norms (B, T) before the first block and after each, all columns; empty if blocks cannot be read.
         loss: summed over the targets, and their number.
         leading: learned positions in front.
         before: norms (B, T) of the input of each norm of a post-norm model, all columns.

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinklab.attention.core import AttentionCore
-from sinklab.model.config import ModelConfig
-from sinklab.model.gate import OutputGating, ValueGating
+from sinklab.model.config import ModelConfig, linear_gain
+from sinklab.model.gate import OutputGating, ValueGating, ValueScaling
 from sinklab.model.latent import LatentHeads, LatentProjection
 from sinklab.model.mixer import GatedDelta, LinearAttention, RuleInputs
 from sinklab.model.norm import build_norm, norm_of_heads
@@ -41,7 +41,7 @@ class Places:
         first: the first layer's values for the later ones; None unless they are mixed.
         padding_B: number of padding positions at the start of each row, including those of a past; None without
             padding.
-        padded_BL: bool, which of the new positions are padding; None where none is.
+        padded_BL: bool, which of the new positions are padding; None if none is.
     """
 
     rotary: tuple[Tensor, Tensor] | None = None
@@ -75,7 +75,11 @@ class Attention(nn.Module):
         self.k_norm = norm_of_heads(norm.qk_norm, self.key_heads, self.key_width, norm.eps, parts)
         self.head_norm = norm_of_heads(norm.head_norm, self.heads, value_width, norm.eps)
         gate = config.gate.kind
-        self.value_gate = ValueGating(self.key_heads, value_width) if gate == "value" else None
+        self.value_gate: ValueGating | ValueScaling | None = None
+        if gate == "value":
+            self.value_gate = ValueGating(self.key_heads, value_width)
+        elif gate == "v_scale":
+            self.value_gate = ValueScaling(self.key_heads, value_width * linear_gain(config.init))
         mixed, self.value_residual = config.value_residual, None
         if layer > 1 and not isinstance(mixed, NoValueResidual):
             self.value_residual = ValueMixing(mixed)

@@ -30,6 +30,11 @@ class TorchInit(Part):
 Init = Annotated[DeclaredInit | TorchInit, Field(discriminator="kind")]
 
 
+def linear_gain(init: Init) -> float:
+    """d_in times the variance that linear weights start with: the mean square that a map gives an input's."""
+    return 2 / 5 if init.kind == "declared" else 1 / 3
+
+
 class Pattern(Part):
     """Layers first, first + every, .. have a mask, bias or position of their own, the others those of the model.
 
@@ -60,6 +65,10 @@ class ModelConfig(Part):
     vocab_size: int | None = Field(default=None, ge=2, le=LARGEST, description="default: the tokenizer's")
     context: int = Field(default=2048, ge=2, le=LARGEST, description="tokens of a training sequence")
     position: Position = Rotary()
+    embedding: Literal["plain", "projected"] = Field(
+        default="plain",
+        description="projected: embeddings and the input of the head each go through a matrix of width x width",
+    )
     norm: NormConfig = NormConfig()
     ffn: Literal["relu", "gelu", "swish", "reglu", "geglu", "swiglu"] = Field(
         default="swiglu", description="act(x W) V; those ending in glu: (act(x W) * x U) V"

@@ -1,7 +1,14 @@
 """Gates around attention, by which a head can be a no-op without a sink.
 
-Two gates read the layer's input x (after its norm) and scale the attention output o_t of every head (2505.06708); one
-reads the values themselves and scales the contribution of the token at s before attention averages (2510.09017).
+Two gates read the layer's input x (after its norm) and scale the attention output o_t of every head (2505.06708); two
+read the values themselves and scale the contribution of the token at s before attention averages: a sigmoid
+(2510.09017), and V-scale (2603.17771), a function of the value's norm alone.
+
+    phi(r) = r / (r + C_g),   C_g = V d_in sigma^2 exp(theta_g),   r = |v_s|^2
+
+V is the width of a value, d_in that of what it is made of, sigma the std that the rows of values start with: C is the
+mean of r before training, where the input has unit mean square and theta is 0, so that values start about halved. The
+gradient by v is r / (r + C) across v and (r^2 + 3 C r) / (r + C)^2 along it.
 """
 
 from typing import Annotated, Literal
@@ -10,6 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.schema import Part
 
 
@@ -37,7 +45,13 @@ class ValueGate(Part):
     kind: Literal["value"] = "value"
 
 
-Gate = Annotated[NoGate | HeadGate | ElementGate | ValueGate, Field(discriminator="kind")]
+class VScaleGate(Part):
+    """v_sg r / (r + C_g) with r = |v_sg|^2, C learned per key head from its mean at the start: V-scale (2603.17771)."""
+
+    kind: Literal["v_scale"] = "v_scale"
+
+
+Gate = Annotated[NoGate | HeadGate | ElementGate | ValueGate | VScaleGate, Field(discriminator="kind")]
 
 
 class OutputGating(nn.Module):
@@ -69,6 +83,30 @@ class ValueGating(nn.Module):
         """In (0, 1): (B, G, L, 1)."""
         gate_BGL = torch.einsum("bgld,gd->bgl", v_BGLD, self.weight.to(v_BGLD.dtype)) + self.bias[:, None]
         return torch.sigmoid(gate_BGL)[..., None]
+
+    def forward(self, v_BGLD: Tensor) -> Tensor:
+        return v_BGLD * self.gates(v_BGLD).to(v_BGLD.dtype)
+
+
+class ValueScaling(nn.Module):
+    """Every value times r / (r + C), r its squared norm: V-scale.
+
+    Args:
+        key_heads: G, each with a theta of its own.
+        start: C before training.
+    """
+
+    def __init__(self, key_heads: int, start: float) -> None:
+        super().__init__()
+        self.start = start
+        self.theta = nn.Parameter(torch.empty(key_heads))
+        self.initial = {"theta": (0.0, 0.0)}
+
+    def gates(self, v_BGLD: Tensor) -> Tensor:
+        """In [0, 1): (B, G, L, 1)."""
+        square_BGL1 = v_BGLD.to(accumulate_dtype(v_BGLD.dtype)).square().sum(-1, keepdim=True)
+        constant_G11 = (self.start * torch.exp(self.theta))[:, None, None]
+        return square_BGL1 / (square_BGL1 + constant_G11)
 
     def forward(self, v_BGLD: Tensor) -> Tensor:
         return v_BGLD * self.gates(v_BGLD).to(v_BGLD.dtype)

@@ -64,7 +64,7 @@ class Padding:
 
 
 def padding_of(mask_BS: Tensor | None, tokens_BT: Tensor, past: Past | None) -> Padding | None:
-    """The padding of an attention mask, or without a mask that of the past; None where there is none.
+    """The padding of an attention mask, or without a mask that of the past; None if there is none.
 
     Args:
         mask_BS: not 0 at tokens, those of the past included.

@@ -35,7 +35,7 @@ def differences(config: ModelConfig) -> dict[str, str]:
         "pattern": (config.pattern, None),
         "projection": (config.projection, FullProjection()),
         "position": (config.position, Rotary(theta=getattr(config.position, "theta", 1.0))),
-        "norm": (config.norm, NormConfig(eps=config.norm.eps)),
+        "norm": (_with_gains(config.norm), NormConfig(eps=config.norm.eps)),
         "gate": (config.gate, NoGate()),
         "ffn": (config.ffn, "swiglu"),
         "head_outputs": (config.head_outputs, "concat"),
@@ -43,6 +43,11 @@ def differences(config: ModelConfig) -> dict[str, str]:
         "value_residual": (config.value_residual, NoValueResidual()),
     }
     return {key: f"model.{key} is {_difference(is_, must)}" for key, (is_, must) in plain.items() if is_ != must}
+
+
+def _with_gains(norm: NormConfig) -> NormConfig:
+    """The same norm with a vector in the place of a single gain."""
+    return norm.model_copy(update={"kind": "rmsnorm"}) if norm.kind == "rmsnorm_single" else norm
 
 
 def llama_sizes(config: ModelConfig) -> dict[str, Any]:
@@ -92,16 +97,25 @@ IN_BLOCK = {
 
 
 def llama_weights(model: Transformer) -> dict[str, Tensor]:
-    """The weights under Llama's names; fused projections are split."""
+    """The weights under Llama's names.
+
+    Fused projections are split, projections of embeddings multiplied into embedding and head (in float64), and a single
+    gain of a norm is repeated for every channel.
+    """
     config = model.config
     rows = {"attention.qkv": [n * config.head_width for n in (config.heads, config.key_heads, config.key_heads)]}
     weights = {theirs: model.get_parameter(ours) for ours, theirs in OUTSIDE.items()}
+    if config.embedding == "projected":
+        before, behind = (model.get_parameter(f"{name}.weight").double() for name in ("embedding_map", "head_map"))
+        for theirs, matrix in (("model.embed_tokens.weight", before.T), ("lm_head.weight", behind)):
+            weights[theirs] = (weights[theirs].double() @ matrix).to(weights[theirs].dtype)
     for i in range(config.layers):
         for ours, theirs in IN_BLOCK.items():
             weight = model.get_parameter(f"blocks.{i}.{ours}.weight")
             parts = weight.split(rows.get(ours, len(weight) // len(theirs)))
             weights |= {f"model.layers.{i}.{name}.weight": part for name, part in zip(theirs, parts, strict=True)}
-    return {name: weight.detach().contiguous() for name, weight in weights.items()}
+    gains = {name: weight.expand(config.width) for name, weight in weights.items() if weight.shape == (1,)}
+    return {name: weight.detach().contiguous() for name, weight in (weights | gains).items()}
 
 
 def from_llama(llama: "PreTrainedModel") -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Next-token loss from the last hidden states, without the logits of all positions at once.
+"""Next-token loss from the last hidden states, without the logits of all positions at once; losses added to it.
 
 The head is two fifths of a 60M model's matrix work, and its logits are by far the largest tensor of a step: 3.3 GB in
 float32 for 8 x 2048 tokens and 50,432 words. Above `WHOLE` logits they are taken in chunks of rows, and each chunk's
@@ -9,20 +9,24 @@ Rejected: `F.linear_cross_entropy` of PyTorch 2.13 in chunks. Its loss is in the
 nats in bfloat16), it does not follow autocast, and on a CPU it takes three times as long as whole logits. Also
 `torch.utils.checkpoint` around every chunk, which does the head's forward product twice.
 
-N rows (positions), E width, V vocabulary.
+Losses of the stream are terms of their own, added to the cross-entropy in training and reported beside it.
+
+N rows (positions), E width, V vocabulary, B batch, L positions, a sink token or registers included.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.compiling import compiled
+from sinklab.schema import Part
 
 IGNORED = -100  # a target that is not predicted, as in `F.cross_entropy`
 WHOLE = 2**22  # logits up to here (16 MB in float32) are built at once
@@ -123,3 +127,47 @@ def _compiled_loss() -> Callable[..., tuple[Tensor, Tensor]]:
 def _of_logits(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
     """On CUDA fused, as the float32 form of a chunk would cost more memory traffic than its matrix products."""
     return _compiled_loss() if device.type == "cuda" else _loss_and_slope
+
+
+class HiddenZ(Part):
+    """weight times the mean over positions of (log sum_i exp |z_i|)^2, z the last block's output (2509.01322).
+
+    Section 3.2, equation 10 there; z is taken before the final norm.
+    """
+
+    weight: float = Field(default=1e-7, ge=0, description="lambda of 2509.01322")
+
+    def of(self, outputs: Sequence[Tensor]) -> Tensor:
+        """The weighted term from the outputs (B, L, E) of all blocks, a scalar in float32 (float64 for float64)."""
+        z_BLE = outputs[-1].to(accumulate_dtype(outputs[-1].dtype))
+        return self.weight * z_BLE.abs().logsumexp(-1).square().mean()
+
+
+class Tweo(Part):
+    """weight times the mean over blocks, positions and channels of (|A| / (tau + eps))^p, A a block's output.
+
+    TWEO (2511.23225), with its weight constant; eps is 1e-6. tau is absolute: it presumes a stream of unit scale.
+    """
+
+    weight: float = Field(default=0.01, ge=0, description="lambda of 2511.23225")
+    tau: float = Field(default=3.0, gt=0, description="size of an entry from which its term grows steeply")
+    p: float = Field(default=4.0, ge=1, description="exponent")
+
+    def of(self, outputs: Sequence[Tensor]) -> Tensor:
+        """As `HiddenZ.of`."""
+        dtype = accumulate_dtype(outputs[0].dtype)
+        terms = [(A_BLE.to(dtype).abs() / (self.tau + 1e-6)).pow(self.p).mean() for A_BLE in outputs]
+        return self.weight * torch.stack(terms).mean()
+
+
+class AddedLosses(Part):
+    """Terms that training adds to the cross-entropy; validation reports them beside it."""
+
+    hidden_z: HiddenZ | None = Field(default=None, description="penalty on large entries of the last block's output")
+    tweo: Tweo | None = Field(default=None, description="penalty on large entries of every block's output")
+
+    @property
+    def terms(self) -> dict[str, HiddenZ | Tweo]:
+        """Those that are computed, by name: a weight of 0 leaves a term out."""
+        given: dict[str, HiddenZ | Tweo | None] = {"hidden_z": self.hidden_z, "tweo": self.tweo}
+        return {name: term for name, term in given.items() if term is not None and term.weight > 0}

@@ -23,15 +23,16 @@ OfHeads = bool | Literal["per_head"]
 class NormConfig(Part):
     """Normalisation of the residual stream: its kind and its placement."""
 
-    kind: Literal["rmsnorm", "layernorm", "dynamic_tanh"] = Field(
+    kind: Literal["rmsnorm", "rmsnorm_single", "layernorm", "dynamic_tanh"] = Field(
         default="rmsnorm",
-        description="rmsnorm: w x / rms(x); layernorm: w (x - mean) / std + b; dynamic_tanh: w tanh(alpha x) + b",
+        description="rmsnorm: w x / rms(x); rmsnorm_single: the same, w one number; layernorm: w (x - mean) / std + b; "
+        "dynamic_tanh: w tanh(alpha x) + b",
     )
     placement: Literal["pre", "post", "sandwich"] = Field(
         default="pre",
         description="pre: x + f(norm(x)); post: norm(x + f(x)), no final norm; sandwich: x + norm(f(norm(x)))",
     )
-    eps: float = Field(default=1e-5, gt=0, description="under the root of rmsnorm and layernorm")
+    eps: float = Field(default=1e-5, gt=0, description="under the root of rmsnorm, rmsnorm_single and layernorm")
     alpha: float = Field(default=0.5, gt=0, description="slope that dynamic_tanh starts with")
     qk_norm: OfHeads = Field(
         default=False,
@@ -95,6 +96,18 @@ class _RmsNorm(torch.autograd.Function):
         return dunit * inverse, x * (2 * dmean), dweight, None
 
 
+class SingleGainNorm(nn.Module):
+    """w x / sqrt(mean(x^2) + eps) with one number w for all channels: the SSNorm of 2506.19697."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(1))
+
+    def forward(self, x_BLE: Tensor) -> Tensor:
+        return F.rms_norm(x_BLE, x_BLE.shape[-1:], eps=self.eps) * self.weight
+
+
 class HeadNorm(nn.RMSNorm):
     """RMSNorm over the width of a head, computed in the weights' precision, returned in that of its input."""
 
@@ -149,6 +162,15 @@ class GatedRmsNorm(RmsNorm):
         return self.gate(super().forward(x))
 
 
+class GatedSingleGainNorm(SingleGainNorm):
+    """RMSNorm with one gain, and its gate."""
+
+    gate: LowRankGate
+
+    def forward(self, x_BLE: Tensor) -> Tensor:
+        return self.gate(super().forward(x_BLE))
+
+
 class GatedLayerNorm(nn.LayerNorm):
     """LayerNorm and its gate."""
 
@@ -174,6 +196,8 @@ def build_norm(config: NormConfig, width: int) -> nn.Module:
         norm = (GatedDynamicTanh if gated else DynamicTanh)(width)
     elif config.kind == "layernorm":
         norm = (GatedLayerNorm if gated else nn.LayerNorm)(width, eps=config.eps)
+    elif config.kind == "rmsnorm_single":
+        norm = (GatedSingleGainNorm if gated else SingleGainNorm)(config.eps)
     else:
         norm = (GatedRmsNorm if gated else RmsNorm)(width, eps=config.eps)
     if config.gate_rank is not None:

@@ -91,7 +91,7 @@ class Past:
 
     Attributes:
         tokens_BT: read so far; None before the first call.
-        padding_B: number of padding tokens at the start of each row; None where there are none. Leading tokens follow
+        padding_B: number of padding tokens at the start of each row; None if there are none. Leading tokens follow
             the padding.
         layers: the cache of each layer.
         forgotten: whether the layers' caches are empty, so that the tokens must be read again.

@@ -6,6 +6,7 @@ It is trained and measured as it is. Probes attach from outside: to the blocks f
 B batch, T tokens, L = leading + T positions, E width, D head width, V vocabulary.
 """
 
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -17,12 +18,20 @@ from sinklab.errors import InputError
 from sinklab.model.block import DecoderBlock, LinearBlock, Places
 from sinklab.model.config import ModelConfig
 from sinklab.model.init import initialise
-from sinklab.model.loss import next_token_loss
+from sinklab.model.loss import AddedLosses, next_token_loss
 from sinklab.model.mixer import GatedDelta
 from sinklab.model.norm import build_norm
 from sinklab.model.past import Past
 from sinklab.model.position import Absolute, Distance, DistanceTerm, Learnable, Rotary, rotary_tables, sinusoid
 from sinklab.model.values import FirstValues
+
+
+class OrthogonalMap(nn.Linear):
+    """x W with W of E x E, orthogonal before training: a projection of embeddings (2506.19697)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width, bias=False)
+        self.starts = {"weight": lambda tensor, stream: nn.init.orthogonal_(tensor, generator=stream)}
 
 
 class Transformer(nn.Module):
@@ -35,6 +44,7 @@ class Transformer(nn.Module):
     Attributes:
         leading: learned tokens before the sequence: a sink token, or registers.
         sink_token: their embeddings (1, leading, E); None without.
+        embedding_map, head_map: matrices behind the embeddings and before the head; the identity without.
         layer_configs: of each layer; those without attention ignore most of it.
 
     Raises:
@@ -47,6 +57,8 @@ class Transformer(nn.Module):
             raise ValueError("model.vocab_size is not set: it is the tokenizer's unless the recipe says otherwise")
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.width)
+        projected = config.embedding == "projected"
+        self.embedding_map = OrthogonalMap(config.width) if projected else nn.Identity()
         self.leading = config.attention.bias.leading
         self.sink_token = nn.Parameter(torch.empty(1, self.leading, config.width)) if self.leading else None
         position = config.position
@@ -57,15 +69,16 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(self._block(layer) for layer in range(1, config.layers + 1))
         post = config.norm.placement == "post"
         self.final_norm = nn.Identity() if post else build_norm(config.norm, config.width)
+        self.head_map = OrthogonalMap(config.width) if projected else nn.Identity()
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         initialise(self, config, seed)
 
     def hidden(self, tokens_BT: Tensor, past: Past | None = None, padding_B: Tensor | None = None) -> Tensor:
-        """The stream after the final norm, leading tokens dropped: (B, T, E).
+        """The stream after the final norm and the map before the head, leading tokens dropped: (B, T, E).
 
         Args:
             past: the cache of the sequences that these tokens continue; it is extended.
-            padding_B: number of padding tokens at the start of each sequence, those of the past included; None where
+            padding_B: number of padding tokens at the start of each sequence, those of the past included; None if
                 there are none, or as many as in the past. They are ignored, and their outputs have no meaning.
 
         Raises:
@@ -80,7 +93,8 @@ class Transformer(nn.Module):
             past.padding_B = padding_B
         first = 0 if past is None else past.positions
         leading = 0 if first else self.leading
-        x_BLE = self._placed(self.embedding(tokens_BT), first - self.leading if first else 0, padding_B)
+        x_BTE = self.embedding_map(self.embedding(tokens_BT))
+        x_BLE = self._placed(x_BTE, first - self.leading if first else 0, padding_B)
         if leading:
             x_BLE = self._led(x_BLE, padding_B)
         documents_BL = self._documents(tokens_BT if past is None else past.extend(tokens_BT), padding_B)
@@ -96,7 +110,7 @@ class Transformer(nn.Module):
         for index, block in enumerate(self.blocks):
             here = placed.get(self.layer_configs[index].position, places)
             x_BLE = block(x_BLE, here) if past is None else block(x_BLE, here, past.layers[index])
-        return self.final_norm(x_BLE[:, leading:])
+        return self.head_map(self.final_norm(x_BLE[:, leading:]))
 
     def new_past(self) -> Past:
         """An empty cache, for sequences that are read piece by piece."""
@@ -195,3 +209,13 @@ class Transformer(nn.Module):
         first = self.config.first_target - 1
         hidden_BTE = self.hidden(tokens_BT[:, :-1])[:, first - 1 :]
         return next_token_loss(hidden_BTE.flatten(0, 1), self.head.weight, tokens_BT[:, first:].flatten())
+
+    def losses(self, tokens_BT: Tensor, added: AddedLosses) -> Tensor:
+        """`loss`, then each term of `added`, weighted: (1 + terms,). Training minimises their sum."""
+        outputs: list[Tensor] = []
+        with ExitStack() as observed:
+            for block in self.blocks if added.terms else ():
+                hook = block.register_forward_hook(lambda block, inputs, output: outputs.append(output))
+                observed.callback(hook.remove)
+            loss = self.loss(tokens_BT)
+        return torch.stack([loss, *(term.of(outputs).to(loss.dtype) for term in added.terms.values())])

@@ -25,7 +25,7 @@ class Adapter(Protocol):
     Attributes:
         device: of its input tokens.
         dtype: of its weights.
-        blocks: of the residual stream in order; empty where they cannot be read.
+        blocks: of the residual stream in order; empty if they cannot be read.
         kinds: which of its layers have attention.
         leading: learned positions in front of every sequence, which are not tokens.
         first_target: 1-based position of the first token that a loss counts.
@@ -34,7 +34,7 @@ class Adapter(Protocol):
         dispatches: whether its attention calls can be intercepted; it may run the model. Others return their attention
             matrices.
         context: tokens of its training sequences.
-        ends: why it cannot read beyond its context; None where it can.
+        ends: why it cannot read beyond its context; None if it can.
     """
 
     leading: int
@@ -135,7 +135,7 @@ class Adapter(Protocol):
         ...
 
     def inseparable(self) -> str | None:
-        """Why its attention calls cannot be edited or replaced; None where they can. It may run the model."""
+        """Why its attention calls cannot be edited or replaced; None if they can. It may run the model."""
         ...
 
     def depends_on_length(self, short: int, long: int) -> bool:
@@ -143,7 +143,7 @@ class Adapter(Protocol):
         ...
 
     def fixed_positions(self) -> str | None:
-        """Why its keys cannot have positions within a cache; None where they can. It may run the model."""
+        """Why its keys cannot have positions within a cache; None if they can. It may run the model."""
         ...
 
     def gated(self, receive: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:

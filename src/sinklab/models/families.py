@@ -61,5 +61,5 @@ def family_of(model: Any) -> Family:
 
 
 def first_named(config: Any, names: tuple[str, ...]) -> Any:
-    """The first of these attributes that a config has and that is not empty; None where it has none."""
+    """The first of these attributes that a config has and that is not empty; None if it has none."""
     return next((value for name in names if (value := getattr(config, name, None))), None)

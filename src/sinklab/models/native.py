@@ -15,7 +15,7 @@ from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.attention.real_tokens import RealTokens
 from sinklab.errors import InputError
 from sinklab.model.config import ModelConfig
-from sinklab.model.gate import OutputGating, ValueGating
+from sinklab.model.gate import OutputGating, ValueGating, ValueScaling
 from sinklab.model.loss import next_token_loss
 from sinklab.model.position import Absolute, Learnable, Rotary, rotate, rotate_first
 from sinklab.model.transformer import Transformer
@@ -138,12 +138,12 @@ class NativeAdapter:
         return None
 
     def gated(self, receive: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
-        """Gates on the output or, repeated over the heads that share them, on the values; forget gates are no gates.
+        """Gates on the output or, repeated over the heads that share them, on the values; not those of forgetting or norms.
 
         Compiled blocks have none: hooks inside are ignored.
         """
 
-        def read(index: int, gate: OutputGating | ValueGating, args: tuple[Tensor, ...]) -> None:
+        def read(index: int, gate: OutputGating | ValueGating | ValueScaling, args: tuple[Tensor, ...]) -> None:
             gates_BGTX = gate.gates(args[-1])
             receive(index, gates_BGTX.repeat_interleave(self.heads // gates_BGTX.shape[1], 1))
 

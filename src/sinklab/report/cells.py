@@ -36,7 +36,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> "Spread | None":
-        """The spread of the known values; None without any."""
+        """The spread of the known values; None if there are none."""
         known = tuple(float(value) for value in values if value is not None)
         return cls(known) if known else None
 

@@ -70,7 +70,7 @@ class Figure:
     Attributes:
         key: of its files and its anchor in the page.
         caption: content and method.
-        scale: the colour scale shared by its charts, which are then small and side by side; None without one.
+        scale: the colour scale shared by its charts, which are then small and side by side; None if there is none.
         small: whether its charts are side by side without a shared scale.
         table: the same numbers as a table.
     """

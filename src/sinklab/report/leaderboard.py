@@ -44,7 +44,7 @@ class SeedScore:
 
 
 ScoreOf = Callable[[str, CellSummary], SeedScore | None]
-"""The score of a cell by its name; None without one."""
+"""The score of a cell by its name; None if there is none."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def comparison_table(rows: Iterable[ComparedQuantity], models: Sequence[str]) ->
 
 
 def ablations_table(measured: Labelled) -> Table | None:
-    """A row per ablation; None without any."""
+    """A row per ablation; None if there are none."""
     found = [(label, one) for label, m in measured for one in m.ablations or ()]
     if not found:
         return None
@@ -98,7 +98,7 @@ def ablations_table(measured: Labelled) -> Table | None:
 
 
 def propositions_table(measured: Labelled) -> Table | None:
-    """A row per measurement of repeated tokens; None without any."""
+    """A row per measurement of repeated tokens; None if there are none."""
     found = [(label, one) for label, m in measured if (one := m.propositions)]
     if not found:
         return None
@@ -290,7 +290,7 @@ def mixing_table(measured: Labelled) -> Table | None:
 
 
 def secondary_table(measured: Labelled, shown: int | None = None) -> Table | None:
-    """Sinks past position 1; None without any.
+    """Sinks past position 1; None if there are none.
 
     Args:
         shown: how many of the first few positions, and of later ones; all unless given.

@@ -99,7 +99,7 @@ class ExperimentSection:
         run: whether any of its own claims, or without claims any of its cells, has the runs it needs.
         confirmatory: whether it has a confirmatory claim of its own.
         matrices: of a grid, a table per quantity.
-        elsewhere: the paper's numbers of other models; None without any.
+        elsewhere: the paper's numbers of other models; None if there are none.
     """
 
     key: str

@@ -84,7 +84,7 @@ def experiment_figures(sweep: Sweep, name: str, key: str, page: Path, width: Wid
     asked = {*experiment.columns, *(claim.quantity for claim in sweep.summary.claims_of(name))}
     made = [_numbers(sweep, experiment, cells, key, page, width)]
     if chart := against(cells, experiment, width):
-        first, second = (quantity_of(one).label for one in experiment.against)
+        first, second = (_label(quantity_of(one)) for one in experiment.against)
         caption = (
             f"Every point is a model: medians over {experiment.replicate}s, the bars from the smallest to the largest "
             "of several."
@@ -153,7 +153,7 @@ def _numbers(
 
 
 def against(cells: dict[str, CellSummary], experiment: ExperimentSummary, width: Width) -> Drawing | None:
-    """The second quantity of `against` over the first; None where no cell has both.
+    """The second quantity of `against` over the first; None if no cell has both.
 
     Models of one family of the paper's list have one colour.
     """
@@ -174,7 +174,7 @@ def against(cells: dict[str, CellSummary], experiment: ExperimentSummary, width:
     if not rows:
         return None
     x_axis, y_axis = (
-        PlotAxis(_title(one), field, one.label, zero=False, precision=f".{one.decimals}f")
+        PlotAxis(_title(one), field, _label(one), zero=False, precision=f".{one.decimals}f")
         for one, field in ((across, "x"), (up, "y"))
     )
     families = list(dict.fromkeys(row["family"] for row in rows))
@@ -277,7 +277,11 @@ def with_ends(field: str, value: float, spread: Sequence[float | None], baseline
 
 
 def _title(one: Quantity) -> str:
-    return f"{one.label} ({one.unit})" if one.unit else one.label
+    return f"{_label(one)} ({one.unit})" if one.unit else _label(one)
+
+
+def _label(one: Quantity) -> str:
+    return one.label.replace("Sink_1", SINK_1)
 
 
 def _values_axis(title: str, from_zero: bool) -> PlotAxis:

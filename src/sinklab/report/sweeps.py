@@ -71,7 +71,7 @@ class Sweep:
         return read_history(folder / "metrics.jsonl") if folder else ()
 
     def assessment(self, run: CellRun) -> Assessment | None:
-        """The result of `sinklab assess RUN --out RUN`, None without one.
+        """The result of `sinklab assess RUN --out RUN`, None if there is none.
 
         Raises:
             InputError: assessment.json is damaged.
@@ -259,7 +259,7 @@ def _estimate(estimate: CellEstimate | None, decimals: int, elsewhere: str) -> T
 
 
 def paper_models(experiment: ExperimentSummary) -> Table | None:
-    """The paper's numbers of other models than the measured one, a row for each; None without any."""
+    """The paper's numbers of other models than the measured one, a row for each; None if there are none."""
     found = {model: row for model, row in experiment.elsewhere.items() if row}
     printed = list(dict.fromkeys((cell, name) for row in found.values() for cell in row for name in row[cell]))
     if not printed:

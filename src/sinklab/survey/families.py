@@ -130,7 +130,7 @@ def check_models_dir(models_dir: Path | None) -> None:
 
 
 def directory_of(model: OpenModel, models_dir: Path | None) -> Path | None:
-    """The model's directory in `models_dir`; None without one."""
+    """The model's directory in `models_dir`; None if there is none."""
     if models_dir is None:
         return None
     candidates = (models_dir / model.id, models_dir / model.id.rpartition("/")[2])
@@ -257,6 +257,6 @@ def parameters_of_config(name: str) -> int | None:
 
 
 def _on_disk(directory: Path | None) -> float | None:
-    """GB of the weights in a directory; None without any."""
+    """GB of the weights in a directory; None if there are none."""
     files = [] if directory is None else list(directory.glob("*.safetensors"))
     return sum(file.stat().st_size for file in files) / GB or None

@@ -167,7 +167,7 @@ def deciding_request(
 
     Args:
         place: directory or file of the model; None for a model on the hub.
-        text: identity of the text; None without one.
+        text: identity of the text; None if there is none.
     """
     files = None if place is None else model_files(place)
     loaded = {"revision": loading.revision, "dtype": loading.dtype}

@@ -43,7 +43,7 @@ class Sgd(Part):
 
 
 class Muon(Part):
-    """Muon for the matrices inside the blocks, AdamW for embeddings, head, norms, biases and other vectors.
+    """Muon for the matrices inside the blocks and the projections of embeddings, AdamW for all other weights.
 
     A matrix, as it is stored (queries, keys and values are one), moves along the orthogonalised Nesterov momentum of
     its gradient (torch.optim.Muon, five Newton-Schulz iterations), scaled by 0.2 sqrt(max(rows, columns)): the update

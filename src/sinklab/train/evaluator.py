@@ -41,19 +41,20 @@ class Evaluator:
         self.batches = updater.world.together(lambda: _batches(run))
 
     @torch.no_grad()
-    def loss(self) -> float:
-        """Mean loss over the evaluation sequences, nats per token."""
-        model, device = self.updater.model, self.updater.device
+    def losses(self) -> tuple[float, dict[str, float]]:
+        """Means over the evaluation sequences: the loss in nats per token, and each added loss, weighted, by name."""
+        model, device, added = self.updater.model, self.updater.device, self.recipe.losses
         losses = []
         model.eval()
         try:
             for batch in self.batches:
                 self.look()
                 with self.updater.autocast():
-                    losses.append(model.loss(batch.to(device, non_blocking=True)).double() * len(batch))
+                    losses.append(model.losses(batch.to(device, non_blocking=True), added).double() * len(batch))
         finally:
             model.train()
-        return (torch.stack(losses).sum() / sum(map(len, self.batches))).item()
+        loss, *others = (torch.stack(losses).sum(0) / sum(map(len, self.batches))).tolist()
+        return loss, dict(zip(added.terms, others, strict=True))
 
     def measure(self, details: bool = False, other_eps: Sequence[float] = ()) -> Measurement:
         """The sink metric on the validation text, under the recipe's data interventions.

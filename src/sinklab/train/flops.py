@@ -92,7 +92,7 @@ def shape_of(config: ModelConfig) -> Transformer:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bfloat16 operations per second of a card, None where it is not known (and on a CPU)."""
+    """Dense bfloat16 operations per second of a card, None if it is not known (and on a CPU)."""
     if device.type != "cuda":
         return None
     card = torch.cuda.get_device_name(device)
@@ -145,7 +145,7 @@ class Speed:
     """Speed of the updates since the last evaluation, without evaluations and checkpoints.
 
     Attributes:
-        tokens_per_second: over all processes; None where there was no update.
+        tokens_per_second: over all processes; None if there was no update.
         mfu: operations of the model's formula per second, over the peak of all cards (0..1); None on a CPU and on cards
             whose peak is not known (`train.peak_flops`).
         stall_share: share of the time that this process waited for batches (0..1).

@@ -8,6 +8,7 @@ runs can be hashed without it.
 from typing import Any
 
 LATER: dict[str, object] = {
+    "model.embedding": "plain",
     "model.init": {"kind": "declared"},
     "model.init_sha256": None,
     "model.attention.bias.start": None,
@@ -22,6 +23,7 @@ LATER: dict[str, object] = {
     "model.norm.head_norm": False,
     "model.norm.gate_rank": None,
     "train.float32_matmul": "highest",
+    "losses": {"hidden_z": None, "tweo": None},
 }
 """Dotted keys of a recipe, each with the value that leaves a run as it was before the key."""
 

@@ -209,7 +209,7 @@ class Trainer:
 
     def _row(self) -> dict[str, Any]:
         """A line of metrics.jsonl."""
-        state, loss = self.state, self.evaluator.loss()
+        state, (loss, added) = self.state, self.evaluator.losses()
         if not math.isfinite(loss):
             raise self._diverged(f"step {state.step} diverged: the validation loss is {loss} after it.")
         measurement = self.evaluator.measure(other_eps=OTHER_EPS)
@@ -218,6 +218,7 @@ class Trainer:
             "tokens": state.step * self.recipe.train.batch_size * self.recipe.model.context,
             "train_loss": state.loss_sum / state.loss_count if state.loss_count else None,
             "valid_loss": loss,
+            **({"valid_added_losses": {name: finite(term) for name, term in added.items()}} if added else {}),
             "sink_rate": measurement.sink_rate,
             "sink_rate_visible": measurement.sink_rate_visible,
             "sink_rate_bias": measurement.sink_rate_bias,

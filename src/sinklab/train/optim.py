@@ -56,7 +56,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter; returns what `closure` returns, None without one."""
+        """One update of every parameter; returns what `closure` returns, None if there is none."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -74,11 +74,11 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The weights of the linear maps inside the blocks, which Muon is meant for."""
+    """The weights of the linear maps inside the blocks, and of those around them, which Muon is meant for."""
     return [
         module.get_parameter("weight")
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.startswith("blocks.")
+        if isinstance(module, nn.Linear) and name.startswith(("blocks.", "embedding_map", "head_map"))
     ]
 
 

@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from sinklab.compiling import compiled
+from sinklab.model.loss import AddedLosses
 from sinklab.model.transformer import Transformer
 from sinklab.train.config import Parallel, Recompute
 from sinklab.train.world import World
@@ -73,50 +74,51 @@ def compile_blocks(model: Transformer, choice: Compile, device: torch.device) ->
 
 @dataclass(frozen=True)
 class SharedLoss:
-    """The loss of a model that several processes train.
+    """The losses of a model that several processes train.
 
     Attributes:
-        loss: tokens_BT -> mean loss over this process's rows; its backward averages gradients over the processes.
+        losses: tokens_BT -> the means over this process's rows of the cross-entropy and of the losses added to it
+            (`Transformer.losses`); the backward of their sum averages gradients over the processes.
         apart: a context in which a backward pass keeps its gradients on its process; the next one outside of it
             averages them. For all micro-batches but the last.
     """
 
-    loss: Callable[[Tensor], Tensor]
+    losses: Callable[[Tensor], Tensor]
     apart: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 class _Loss(nn.Module):
-    """The loss as a forward pass, as DDP needs it."""
+    """The losses as a forward pass, as DDP needs it."""
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: Transformer, added: AddedLosses) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.added = model, added
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        return self.model.loss(tokens_BT)
+        return self.model.losses(tokens_BT, self.added)
 
 
-def share(model: Transformer, how: Parallel, world: World) -> SharedLoss:
+def share(model: Transformer, added: AddedLosses, how: Parallel, world: World) -> SharedLoss:
     """Replicate or shard `model`, on its device and with the same weights everywhere, over the processes of `world`.
 
     FSDP replaces the model's parameters by sharded ones: the optimiser is built afterwards. They are gathered in every
     forward and backward pass, so that between passes a parameter is always its shard.
     """
     if world.size == 1:
-        return SharedLoss(model.loss)
+        return SharedLoss(functools.partial(model.losses, added=added))
     if how == "fsdp":
         mesh = init_device_mesh(next(model.parameters()).device.type, (world.size,))
         for part in [*model.blocks, model]:
             fully_shard(part, mesh=mesh, reshard_after_forward=True)
-        register_fsdp_forward_method(model, "loss")
+        register_fsdp_forward_method(model, "losses")
         with torch.no_grad():  # FSDP takes the first module that is called for the root
             device = next(model.parameters()).device
-            model.loss(torch.zeros(1, model.config.context + 1, dtype=torch.long, device=device))
-        return SharedLoss(model.loss, lambda: _keeping_gradients(model))
+            model.losses(torch.zeros(1, model.config.context + 1, dtype=torch.long, device=device), added)
+        return SharedLoss(functools.partial(model.losses, added=added), lambda: _keeping_gradients(model))
     # Dynamo would cut compiled code into buckets of gradients. Here every part of a block is compiled by itself, and
     # older PyTorch cannot cut functions with a backward of their own, such as rotations and FlexAttention.
     torch._dynamo.config.optimize_ddp = False
-    replica = DistributedDataParallel(_Loss(model), gradient_as_bucket_view=True)
+    replica = DistributedDataParallel(_Loss(model, added), gradient_as_bucket_view=True)
     return SharedLoss(replica, replica.no_sync)
 
 

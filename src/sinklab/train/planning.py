@@ -227,7 +227,7 @@ class TrainingPlan:
         memory: of one process at its peak.
         device: of this process, by PyTorch's name.
         processes: that share the batch.
-        hours_at_peak: at the cards' full dense bfloat16 speed, which no run reaches; None where not known.
+        hours_at_peak: at the cards' full dense bfloat16 speed, which no run reaches; None if not known.
     """
 
     name: str

@@ -21,6 +21,7 @@ from sinklab.data.config import DataConfig, Selection
 from sinklab.errors import InputError
 from sinklab.files import parse_yaml
 from sinklab.model.config import ModelConfig
+from sinklab.model.loss import AddedLosses
 from sinklab.schema import Part, leaves
 from sinklab.train.config import AdamW, MetricConfig, OptimConfig, ScheduleConfig, TrainConfig
 from sinklab.train.identity import without_later
@@ -45,6 +46,7 @@ class Recipe(Part):
     seed: int = Field(default=0, ge=0, description="of the initial weights and the order of the data")
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
+    losses: AddedLosses = AddedLosses()
     optim: OptimConfig = AdamW()
     schedule: ScheduleConfig = ScheduleConfig()
     train: TrainConfig = TrainConfig()
@@ -184,13 +186,13 @@ def members(node: Schema) -> list[Schema]:
 
 
 def _field(node: Schema, key: str) -> Schema | None:
-    """The schema of a key; None where no type that the node allows has it."""
+    """The schema of a key; None if no type that the node allows has it."""
     found = (member["properties"][key] for member in members(node) if key in member.get("properties", ()))
     return next(found, None)
 
 
 def _discriminator(field: Schema) -> str | None:
-    """The key that names the kind of a choice; None where the field is no choice."""
+    """The key that names the kind of a choice; None if the field is no choice."""
     nodes = (field, *field.get("anyOf", ()))
     return next((node["discriminator"]["propertyName"] for node in nodes if "discriminator" in node), None)
 

@@ -30,7 +30,7 @@ class Replay:
         grad_norm: of the whole gradient, before clipping.
         grad_norms: of each parameter that has a gradient.
         first_not_finite: the first tensor with NaN or infinity: a weight, else a module's output in the order of the
-            forward pass, else the loss, else a gradient in the order of the backward pass; None where there is none.
+            forward pass, else the loss, else a gradient in the order of the backward pass; None if there is none.
     """
 
     step: int

@@ -11,6 +11,7 @@ changes nothing, it starts there:
     output and value gates  sigmoid(0) = 1/2 everywhere, and twice the output projection: exactly the same outputs
     value of v biases       zero
     gates behind norms      sigmoid(0) = 1/2 everywhere, and twice the weight of the norm: exactly the same outputs
+    projected embeddings    both matrices the identity: exactly the same outputs
 
 A sink token, another operation than softmax and additional norms change the outputs at once.
 """
@@ -225,6 +226,8 @@ def begin(model: Transformer, start: Start, tokenizer_path: Path) -> list[str]:
                 own[f"{block}.attention.out.weight"].mul_(2)
         elif rest == "core.bias.value":
             own[name].zero_()
+        elif name in ("embedding_map.weight", "head_map.weight"):
+            own[name].copy_(torch.eye(len(own[name])))
         elif name.endswith(GATE_BEHIND_NORM):
             own[name].zero_()
             own[f"{name.removesuffix(GATE_BEHIND_NORM)}.weight"].mul_(2)

@@ -63,7 +63,7 @@ class Updater:
         self.model = model.to(self.device)
         recompute_blocks(self.model, self.recipe.train.recompute)
         with self.autocast():  # FSDP needs a forward pass
-            self._shared = share(self.model, self.recipe.train.parallel, world)
+            self._shared = share(self.model, self.recipe.losses, self.recipe.train.parallel, world)
         self.optimizer = build_optimizer(self.model, self.recipe.optim)
         late = self.device.type == "cuda" and isinstance(self.optimizer, torch.optim.AdamW)
         self.finite = FiniteCheck(self.optimizer, world, late)
@@ -127,10 +127,10 @@ class Updater:
             raise
 
     def gradient(self) -> tuple[Tensor, Tensor]:
-        """The gradient of the mean loss over the global batch, left in the parameters.
+        """The gradient of the mean loss over the global batch, added losses included, left in the parameters.
 
         Returns:
-            The mean loss over this process's rows, and the norm of the whole gradient.
+            The mean cross-entropy over this process's rows, and the norm of the whole gradient.
         """
         tokens_BT = self.batches.batch(self.state.step)
         parts = tokens_BT.split(self.recipe.train.micro_batch or len(tokens_BT))
@@ -139,9 +139,9 @@ class Updater:
             apart = contextlib.nullcontext() if number == len(parts) else self._shared.apart()
             with apart, float32_matmul(self.recipe.train.float32_matmul, self.device):
                 with self.autocast():
-                    loss = self._shared.loss(part) * (len(part) / len(tokens_BT))
-                loss.backward()
-            total += loss.detach()
+                    losses = self._shared.losses(part) * (len(part) / len(tokens_BT))
+                losses.sum().backward()
+            total += losses[0].detach()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         return total, whole(torch.nn.utils.get_total_norm(gradients))
 

@@ -161,7 +161,7 @@ def mark_complete(folder: Path, step: int) -> None:
 
 
 def newest(folder: Path) -> tuple[int, Path] | None:
-    """The step and the folder of the newest complete checkpoint; None without one."""
+    """The step and the folder of the newest complete checkpoint; None if there is none."""
     complete = [path.parent for path in folder.glob(f"{PREFIX}*/{COMPLETE}")]
     found = [(int(path.name.removeprefix(PREFIX)), path) for path in complete if path.name[len(PREFIX) :].isdigit()]
     return max(found, default=None)

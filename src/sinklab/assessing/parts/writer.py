@@ -74,7 +74,7 @@ class NeuronWrites(ReadDocument):
 
     Attributes:
         name: of its down map within the part.
-        expert: from 0; None where the map has no experts.
+        expert: from 0; None if the map has no experts.
         neuron: from 0.
         activation: a_j.
         weight: W_down[c, j].

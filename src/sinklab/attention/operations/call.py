@@ -89,7 +89,7 @@ class Call:
         return keys_BT.to(accumulate_dtype(self.q_BHTD.dtype))
 
     def bias_logits(self, similarity: Score | None = None) -> Tensor | None:
-        """(B, H, T): the similarity's logarithm of every query with the bias key, None where there is no bias."""
+        """(B, H, T): the similarity's logarithm of every query with the bias key, None if there is no bias."""
         if self.logit_H is not None:
             B, H, T, _ = self.q_BHTD.shape
             dtype = torch.promote_types(self.q_BHTD.dtype, torch.float32)

@@ -18,7 +18,7 @@ class Temperature(nn.Module):
 
     Attributes:
         scale: s (H,).
-        offset: b (H,), or None where there is none.
+        offset: b (H,), or None if there is none.
     """
 
     def __init__(self, heads: int, start: float, offset: float | None) -> None:

@@ -108,7 +108,7 @@ class SigmoidShift(nn.Module):
     Attributes:
         start: b before training.
         shift: added to it for every head (H,), learned from 0, so that weight decay pulls b to where it started
-            and not to the unshifted sigmoid; None where b stays as it starts.
+            and not to the unshifted sigmoid; None if b stays as it starts.
     """
 
     def __init__(self, start: float, learned_heads: int | None) -> None:

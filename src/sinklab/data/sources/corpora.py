@@ -96,7 +96,7 @@ def documents(source: str, *, limit_bytes: int | None = None, render: Render = p
 
 
 def total_bytes(source: str) -> int | None:
-    """The approximate amount of text, from the sizes of files; None where only reading would tell."""
+    """The approximate amount of text, from the sizes of files; None if only reading would tell."""
     if names := installed_names(source):
         return sum(entry.size for entry in entries(names))
     if source.startswith(PREFIX) or parse(source):

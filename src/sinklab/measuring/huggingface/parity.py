@@ -46,9 +46,9 @@ class BackendParity(Part):
 
     Attributes:
         backend: its name in transformers; "sinklab" for our own.
-        why: the reason where it is unavailable, or a remark; None else.
+        why: the reason where it is unavailable, or a remark; None otherwise.
         logits_difference: largest |difference| from the logits of the reference, over the largest of those.
-        without_sink_difference: the same, from the reference without its sink logits; None where there are none.
+        without_sink_difference: the same, from the reference without its sink logits; None if there are none.
         importance_difference: largest |difference| from the reference's alpha, over layers, heads and positions.
         importance_first: alpha of position 1, mean over sequences, layers and heads.
         sink_share: one minus the row sums in layers with sink logits, mean over queries; None without such layers.
@@ -83,12 +83,12 @@ class _BackendReading:
 
     @property
     def sink_share(self) -> float | None:
-        """None where no layer has a sink logit."""
+        """None if no layer has a sink logit."""
         return float(torch.stack([share.mean() for share in self.shares]).mean()) if self.shares else None
 
     @property
     def importance_first(self) -> float | None:
-        """None where no layer was read."""
+        """None if no layer was read."""
         firsts = [alpha_BHT[..., 0].mean() for alpha_BHT in self.importance]
         return float(torch.stack(firsts).mean()) if firsts else None
 

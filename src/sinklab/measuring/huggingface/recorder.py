@@ -44,7 +44,7 @@ class Generated:
             self._read_BT = torch.cat((before_BT, tokens_BT), dim=1)
 
     def ended(self) -> Tensor | None:
-        """Which tokens are after the end of their sequence: bool (B, T); None where none was generated."""
+        """Which tokens are after the end of their sequence: bool (B, T); None if none was generated."""
         if self._read_BT is None:
             return None
         ends_BT = torch.isin(self._read_BT, self._read_BT.new_tensor(list(self._ends)))
@@ -111,7 +111,7 @@ class Recorder(ABC):
 
         Args:
             tokens_BT: their ids; None if unknown.
-            layers: records of the sequences before; empty where there were none, or their last pass failed.
+            layers: records of the sequences before; empty if there were none, or their last pass failed.
         """
         if self._real is not None and layers and not _continued(self._tokens_BT, tokens_BT):
             self._done.append((self._real, layers))

@@ -52,7 +52,7 @@ def layer_details(
     Args:
         rows: of all T queries over T keys.
         real: which columns of the batch are real tokens.
-        angles: of the same queries and keys; None where queries cannot be read.
+        angles: of the same queries and keys; None if queries cannot be read.
         mapped: heads whose maps are requested, 0-based.
     """
     layer: Layer | None = None
@@ -87,7 +87,7 @@ class BatchDetails:
             value ratio the norms of the values, repeated over the heads that share them; those of gates only in
             models that have some.
         stream: before the first block and after each, by name, of tokens (places, B, R) or of sequences (places, B);
-            empty where blocks cannot be read.
+            empty if blocks cannot be read.
         tokens_BR: ids.
         maps: sums over the batch (3, R, R) by (layer, head), 1-based, in the order of the request.
     """
@@ -219,7 +219,7 @@ class DetailTotals:
 
         Args:
             importance_ABHR: alpha per sequence.
-            hidden_MBR: norms of the residual stream; None where blocks cannot be read.
+            hidden_MBR: norms of the residual stream; None if blocks cannot be read.
             valid_BR: bool, False past the end of a sequence.
         """
         alignment_MBR = batch.stream.get("alignment")
@@ -293,7 +293,7 @@ class _Mean:
         self._count = count if self._count is None else self._count + count
 
     def array(self) -> np.ndarray | None:
-        """None where nothing was added; 0 where no sequence had the value."""
+        """None if nothing was added; 0 where no sequence had the value."""
         if self._sum is None or self._count is None:
             return None
         return self._statistic.of_mean((self._sum / self._count.clamp(min=1)).float().numpy())

@@ -8,7 +8,7 @@ NOISE = 1.0
 
 
 def highest_rate(rates: Sequence[float | None]) -> tuple[int, float] | None:
-    """Position (1-based) and sink rate of the highest of positions 1 to T / 2; None where all are unknown.
+    """Position (1-based) and sink rate of the highest of positions 1 to T / 2; None if all are unknown.
 
     Later positions are seen by few queries, their own among them, and exceed any threshold without being sinks.
 
@@ -31,7 +31,7 @@ def sink_elsewhere(rates: Sequence[float | None]) -> tuple[int, float] | None:
 
 
 def elsewhere_text(rates: Sequence[float | None]) -> str:
-    """`76.8 % at position 2`, shown beside Sink_1; empty where no later position has a higher rate."""
+    """`76.8 % at position 2`, shown beside Sink_1; empty if no later position has a higher rate."""
     found = sink_elsewhere(rates)
     return f"{found[1]:.1f} % at position {found[0]}" if found else ""
 

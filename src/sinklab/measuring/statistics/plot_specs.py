@@ -13,7 +13,7 @@ class Column:
     Attributes:
         title: above the numbers.
         decimals: of each.
-        of: the number of each layer, from the array; None where they are those of measurement.json.
+        of: the number of each layer, from the array; None if they are those of measurement.json.
     """
 
     title: str

@@ -39,11 +39,11 @@ class SecondarySink(Part):
         token: its id.
         heads: percent of (layer, head) pairs with alpha > eps.
         importance: alpha, mean over layers and heads.
-        block: after which the first token's norm is the largest multiple of the others'; None where blocks cannot be
+        block: after which the first token's norm is the largest multiple of the others'; None if blocks cannot be
             read.
         alignment: cosine of the token's hidden state and the first token's after that block.
         layers: the attention layers in which a head has alpha > eps, 1-based; None in older files.
-        alike: the blocks after which that cosine is above 0.9, 0 being the embedding; None where unknown.
+        alike: the blocks after which that cosine is above 0.9, 0 being the embedding; None if unknown.
     """
 
     sequence: int = Field(ge=1)

@@ -179,7 +179,7 @@ class ScoreBlock:
         queries, keys: the same as slices of the columns of the batch.
         counted_B1Q: 1 where a query is a real token, else 0.
         weights_BHQS: shares of the row, 0 in the rows of padding.
-        bias_BHQ: the share of an added bias; None where there is no bias.
+        bias_BHQ: the share of an added bias; None if there is no bias.
         earlier_BQ: number of real tokens before a query.
     """
 
@@ -251,7 +251,7 @@ class Statistic(Axes):
         super().__init__(self.axes)
 
     def of_mean(self, mean: np.ndarray, /) -> np.ndarray | None:
-        """The array from the mean over sequences; None where the sequences are too short for it."""
+        """The array from the mean over sequences; None if the sequences are too short for it."""
         return mean
 
     def by_layer(self, array: np.ndarray, /) -> Sequence[list[float] | None]:

@@ -48,7 +48,7 @@ def query_heads(config: "PretrainedConfig") -> int:
 
 
 def decoder_blocks(model: "PreTrainedModel") -> list[nn.Module]:
-    """The blocks of the residual stream in order; empty where they are not kept in one list."""
+    """The blocks of the residual stream in order; empty if they are not kept in one list."""
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == layers:
@@ -145,7 +145,7 @@ def rope_depends_on_length(config: "PretrainedConfig", length: int, longest: int
 
 
 def quantisation(config: "PretrainedConfig") -> str | None:
-    """How the weights of a checkpoint are quantised ("bitsandbytes", "gptq", ...); None where they are not."""
+    """How the weights of a checkpoint are quantised ("bitsandbytes", "gptq", ...); None if they are not."""
     given = getattr(config, "quantization_config", None)
     if not given:
         return None

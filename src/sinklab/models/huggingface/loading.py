@@ -209,7 +209,7 @@ def _faster_dtype(own: torch.dtype, target: torch.device | None) -> "tuple[torch
     """float32 and a note on why, where the device emulates a checkpoint's own dtype; else "auto".
 
     Args:
-        target: the device; None where the weights are spread, over cards if there are any.
+        target: the device; None if the weights are spread, over cards if there are any.
     """
     faster = float32_if_emulated(own, target or pick_device("auto"))
     if faster == own:

@@ -217,7 +217,7 @@ class HuggingFaceAdapter:
         return anatomy.rope_depends_on_length(self.module.config, short, long)
 
     def fixed_positions(self) -> str | None:
-        """None where `shift_rope` rotates the queries of every layer, or of some, and the others have no positions."""
+        """None if `shift_rope` rotates the queries of every layer, or of some, and the others have no positions."""
         shift = shift_rope(self.module)
         if shift is None:
             return "it has no single rotary embedding for all layers"

@@ -230,7 +230,7 @@ class Conversations:
         return rendered
 
     def notes(self) -> list[str]:
-        """How conversations were written; empty where there were none."""
+        """How conversations were written; empty if there were none."""
         if not self._seen:
             return []
         if self._templated:

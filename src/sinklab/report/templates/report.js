@@ -1,5 +1,5 @@
 // Draws the charts of the page: those near the window at once, the others when the reader comes near or unfolds them,
-// all for print. A link to what is folded away unfolds it.
+// the unfolded ones for print. A link to what is folded away unfolds it.
 // Says on <body> when those that are near have been drawn, for tests and for printing scripts.
 const { config, specs } = JSON.parse(document.getElementById("charts").textContent);
 const NEAR = "1200px";
@@ -114,17 +114,12 @@ function unfold() {
 window.addEventListener("hashchange", unfold);
 unfold();
 
-// Printing waits for nothing but promises that need no event: drawing is made of such alone.
-const folded = () => [...document.querySelectorAll("main details:not([open])")].filter((one) => !one.closest(".chart"));
-window.addEventListener("beforeprint", () => {
-  folded().forEach((one) => ((one.open = true), (one.dataset.forPrint = "")));
-  [...waiting.keys()].forEach(draw);
-});
-window.addEventListener("afterprint", () =>
-  document.querySelectorAll("[data-for-print]").forEach((one) => ((one.open = false), delete one.dataset.forPrint)));
+// Print shows what is unfolded. It waits for nothing but promises that need no event: drawing is made of such alone.
+const visible = (place) => !place.closest("details:not([open])");
+window.addEventListener("beforeprint", () => [...waiting.keys()].filter(visible).forEach(draw));
 
 const all = [...waiting.keys()];
-const atOnce = all.length <= FEW ? all.filter((place) => !place.closest("details:not([open])")) : [];
+const atOnce = all.length <= FEW ? all.filter(visible) : [];
 await Promise.all(atOnce.map(draw));
 const later = all.filter((place) => waiting.has(place));
 if (later.length) {

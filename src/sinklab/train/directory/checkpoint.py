@@ -106,7 +106,7 @@ def remove_leftovers(folder: Path) -> None:
 def find_checkpoint(
     folder: Path, model: nn.Module, run_hash: Hashes | None = None, at_most: int | None = None
 ) -> Path | None:
-    """The newest valid checkpoint for `model`, None where there is no checkpoint; damaged ones are logged by name.
+    """The newest valid checkpoint for `model`, None if there is no checkpoint; damaged ones are logged by name.
 
     Args:
         run_hash: of the run that it must belong to; any run unless given.
@@ -141,7 +141,7 @@ def take_newest(
     run_hash: Hashes | None = None,
     at_most: int | None = None,
 ) -> tuple[Path, T] | None:
-    """The checkpoint of `find_checkpoint` and the result of `load` on it; None where there is no checkpoint.
+    """The checkpoint of `find_checkpoint` and the result of `load` on it; None if there is no checkpoint.
 
     For readers without the run's lock: a checkpoint that the run removes meanwhile is replaced by a newer one.
 
@@ -244,7 +244,7 @@ def _flush(path: Path) -> None:
 
 
 def defect(checkpoint: Path, model: nn.Module, run_hash: Hashes | None) -> str | None:
-    """The first defect of a checkpoint as the rest of a sentence, None where it is valid."""
+    """The first defect of a checkpoint as the rest of a sentence, None if it is valid."""
     try:
         return _wrong_file(checkpoint) or _wrong_state(checkpoint, run_hash) or _wrong_tensor(checkpoint, model)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:

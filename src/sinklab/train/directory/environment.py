@@ -54,7 +54,7 @@ class _Identity(ReadDocument):
 
 
 def recorded_hash(directory: Path) -> str | None:
-    """The hash of a directory's run, None where there is no run; raises as `read_environment`."""
+    """The hash of a directory's run, None if there is no run; raises as `read_environment`."""
     return read_environment(directory).get("hash")
 
 
@@ -106,7 +106,7 @@ def environment(recipe: Recipe) -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str | None:
-    """The output of git for the package's folder; None where sinklab does not run from a checkout."""
+    """The output of git for the package's folder; None if sinklab does not run from a checkout."""
     try:
         package = Path(sinklab.__file__).parent
         result = subprocess.run(["git", "-C", package, *arguments], capture_output=True, text=True, check=True)

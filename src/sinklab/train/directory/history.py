@@ -24,16 +24,17 @@ class Evaluation(ReadDocument):
     Attributes:
         step: updates made.
         tokens: trained on so far.
-        train_loss: mean over the batches since the evaluation before, nats per token.
-        valid_loss: on held-out documents, nats per token.
+        train_loss: mean cross-entropy over the batches since the evaluation before, nats per token.
+        valid_loss: cross-entropy on held-out documents, nats per token.
+        valid_added_losses: on the same, each loss that training adds to it (`losses` of a recipe), weighted, by name.
         sink_rate: percent of (sequence, layer, head) triples, position 1 first.
-        sink_rate_visible: the same of the mean over the queries that may see a key; None where both are the same.
+        sink_rate_visible: the same of the mean over the queries that may see a key; None if both are the same.
         sink_rate_bias: percent, of a bias, sink logit or sink token.
         sink_rate_heads: percent of the sequences in which the first position is a sink, by attention layer and head.
-        sink_rate_eps, sink_rate_visible_eps: Sink_1 by threshold ("0.3", "0.2", "0.4"), percent; the latter None where
+        sink_rate_eps, sink_rate_visible_eps: Sink_1 by threshold ("0.3", "0.2", "0.4"), percent; the latter None if
             sink_rate_visible is.
-        sink_rate_bias_eps: sink_rate_bias by threshold; None where that is.
-        sink_rate_window_start: percent, of the first key of a window that has moved on; None without one.
+        sink_rate_bias_eps: sink_rate_bias by threshold; None if that is.
+        sink_rate_window_start: percent, of the first key of a window that has moved on; None if there is none.
         norm_ratio_before_norm, norm_ratio_sink_token: as hidden_norm_ratio, of what enters the norms of a post-norm
             model, and of the first learned position in front; None elsewhere.
         importance_first_heads: alpha of the first position, mean over sequences, by attention layer and head (0..1).
@@ -41,7 +42,7 @@ class Evaluation(ReadDocument):
             and null in the file, where the others are 0.
         lr: of the last update.
         grad_norm: of the last update, before clipping.
-        tokens_per_second: of the updates since the evaluation before; None where another process made them.
+        tokens_per_second: of the updates since the evaluation before; None if another process made them.
         mfu: share of the peak operations per second (0..1).
         stall_share: share of the time spent waiting for batches (0..1).
     """
@@ -52,6 +53,7 @@ class Evaluation(ReadDocument):
     tokens: int | float | None = None
     train_loss: float | None = None
     valid_loss: float | None = None
+    valid_added_losses: dict[str, float | None] | None = None
     sink_rate: list[float | None] = Field(default_factory=list)
     sink_rate_visible: list[float | None] | None = None
     sink_rate_bias: float | None = None
@@ -72,7 +74,7 @@ class Evaluation(ReadDocument):
 
     @property
     def rate_layers(self) -> list[float | None]:
-        """Of each layer with attention, the rate of the head that sinks most often; None where none is known."""
+        """Of each layer with attention, the rate of the head that sinks most often; None if none is known."""
         return [max((one for one in rates if one is not None), default=None) for rates in self.sink_rate_heads or ()]
 
     @property

@@ -38,7 +38,7 @@ def one_writer(path: Path | None) -> Iterator[None]:
     lock of a run: a document beside a run does not keep others from training it.
 
     Args:
-        path: None where nothing is written.
+        path: None if nothing is written.
 
     Raises:
         HeldError: another process writes it.
@@ -69,7 +69,7 @@ def is_held(directory: Path) -> bool:
 
 
 def holder(directory: Path, name: str = LOCK) -> str:
-    """The process that has or last had the lock of the run directory; empty where not known."""
+    """The process that has or last had the lock of the run directory; empty if not known."""
     try:
         with (directory / name).open(encoding="utf-8") as file:
             return file.readline(200).strip()

@@ -1,0 +1,117 @@
+"""Losses beside the cross-entropy: their formulas from the blocks' outputs, their gradients, and their own place."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from closeness import assert_close
+from torch import Tensor
+
+from sinklab.data.prepare import prepare
+from sinklab.data.shards import TokenDataset
+from sinklab.model.loss import AddedLosses
+from sinklab.model.transformer import Transformer
+from sinklab.train.directory.history import read_metrics
+from sinklab.train.directory.run import open_run
+from sinklab.train.loop import Trainer
+from sinklab.train.recipe import Recipe, build_recipe
+
+RECIPE = {
+    "model": {"layers": 3, "width": 16, "heads": 2, "ffn_width": 16, "context": 16},
+    "data": {"source": "synthetic:bigram_backcopy:length=33,documents=300", "tokenizer": "words"},
+    "optim": {"lr": 3e-3},
+    "schedule": {"warmup_steps": 0},
+    "train": {"steps": 4, "batch_size": 4, "eval_every": 2, "eval_sequences": 8, "save_every": 4},
+    "metric": {"sequences": 8, "length": 16},
+}
+BOTH = {"hidden_z": {"weight": 0.3}, "tweo": {"weight": 0.2, "tau": 0.5, "p": 3.0}}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
+    return prepare(recipe().data.source, "words", tmp_path_factory.mktemp("data"), valid_fraction=0.2)
+
+
+def recipe(**changes: Any) -> Recipe:
+    return build_recipe(RECIPE, changes)
+
+
+def expected(model: Transformer, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Both terms with the weights of `BOTH`, entry by entry, as the papers write them."""
+    stream, outputs, places = model.embedding(tokens[:, :-1]), [], []
+    if model.sink_token is not None:
+        stream = torch.cat([model.sink_token.expand(len(tokens), -1, -1), stream], 1)
+    hook = model.blocks[0].register_forward_pre_hook(lambda block, given: places.append(given[1]))
+    model.hidden(tokens[:, :-1])
+    hook.remove()
+    for block in model.blocks:
+        stream = block(stream, places[0])
+        outputs.append(stream)
+    z_terms = [torch.log(torch.exp(row.abs()).sum()) ** 2 for row in outputs[-1].flatten(0, 1)]
+    entries = torch.stack(outputs).flatten()
+    return 0.3 * sum(z_terms) / len(z_terms), 0.2 * ((entries.abs() / (0.5 + 1e-6)) ** 3).mean()
+
+
+@pytest.mark.parametrize("bias", ["none", "sink_token"])
+def test_the_terms_are_those_of_the_papers_in_value_and_gradient(bias: str) -> None:
+    config = recipe(model={"vocab_size": 31, "attention": {"bias": bias}}).model
+    model = Transformer(config, seed=1).double()
+    tokens = torch.randint(31, (2, 17), generator=torch.Generator().manual_seed(0))
+    added = AddedLosses.model_validate(BOTH)
+    found = model.losses(tokens, added)
+    theirs = (model.loss(tokens), *expected(model, tokens))
+    weights = list(model.parameters())
+    for ours, other in zip(found, theirs, strict=True):
+        assert_close(ours, other, 1e-12)
+        gradients = (torch.autograd.grad(x, weights, retain_graph=True, materialize_grads=True) for x in (ours, other))
+        for mine, formula in zip(*gradients, strict=True):
+            assert_close(mine, formula, 1e-11)
+
+
+def test_losses_and_metrics_are_reported_apart_from_what_is_added(dataset: TokenDataset, tmp_path: Path) -> None:
+    """Before the first update both models are the same, and so is every number of theirs."""
+    plain, changed = (
+        Trainer(open_run(recipe(**x), dataset, tmp_path / n)) for n, x in (("a", {}), ("b", {"losses": BOTH}))
+    )
+    first = [trainer._update() for trainer in (plain, changed)]
+    assert first[0] == first[1]
+    assert not torch.equal(plain.model.embedding.weight, changed.model.embedding.weight)
+    changed.close()
+    plain.close()
+    Trainer(open_run(recipe(losses=BOTH), dataset, tmp_path / "c")).train()
+    Trainer(open_run(recipe(), dataset, tmp_path / "d")).train()
+    rows, others = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("c", "d"))
+    assert rows[0]["valid_loss"] == others[0]["valid_loss"]
+    assert set(rows[0]["valid_added_losses"]) == {"hidden_z", "tweo"}
+    assert "valid_added_losses" not in others[0]
+    assert rows[-1]["valid_added_losses"]["tweo"] < rows[0]["valid_added_losses"]["tweo"]
+
+
+def test_micro_batches_have_the_gradient_of_the_whole(dataset: TokenDataset, tmp_path: Path) -> None:
+    gradients = []
+    for size in (4, 2):
+        trainer = Trainer(open_run(recipe(losses=BOTH, train={"micro_batch": size}), dataset, tmp_path / str(size)))
+        trainer.updater.gradient()
+        gradients.append([p.grad for p in trainer.model.parameters()])
+        trainer.close()
+    for whole, parts in zip(*gradients, strict=True):
+        assert_close(parts, whole, 1e-6)
+
+
+def test_recomputed_blocks_have_the_same_gradient(dataset: TokenDataset, tmp_path: Path) -> None:
+    gradients = []
+    for choice in ("none", "blocks"):
+        trainer = Trainer(open_run(recipe(losses=BOTH, train={"recompute": choice}), dataset, tmp_path / choice))
+        trainer.updater.gradient()
+        gradients.append([p.grad for p in trainer.model.parameters()])
+        trainer.close()
+    assert all(torch.equal(kept, again) for kept, again in zip(*gradients, strict=True))
+
+
+def test_a_recipe_without_them_has_the_hash_that_it_had() -> None:
+    hashes = {recipe(losses=x).content_hash("data") for x in ({}, {"hidden_z": None}, BOTH)}
+    assert len(hashes) == 2
+    dumped = recipe().model_dump(mode="json")
+    assert dumped.pop("losses") == {"hidden_z": None, "tweo": None}
+    assert Recipe.model_validate(dumped).content_hash("data") in hashes
