@@ -95,6 +95,8 @@ def measure(
         stack.enter_context(evaluating(adapter.module))
         hidden = stack.enter_context(residual_norms(adapter.blocks))
         before = stack.enter_context(entering_norms(adapter.post_norms))
+        if details is not None:
+            stack.enter_context(adapter.gated(details.gates))  # may run the model on a few tokens
         records = stack.enter_context(_recording(adapter, options.lengths, details))  # may run the model on two tokens
         real = _after_leading(adapter.leading, mask_NT[:1])
         largest = stack.enter_context(largest_activations(adapter.blocks, real))

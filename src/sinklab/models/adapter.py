@@ -146,6 +146,14 @@ class Adapter(Protocol):
         """Why its keys cannot have positions within a cache; None if they can. It may run the model."""
         ...
 
+    def gated(self, receive: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
+        """Inside the block, `receive` gets the gates of every attention layer that has some, in each forward pass.
+
+        It may run the model. `receive(index, gates_BHTX)`: index of the layer among those with attention, from 1; gates
+        in (0, 1) of every head, X channels or one.
+        """
+        ...
+
     def intercepted(self, handler: Callable[[LayerCall], Tensor]) -> AbstractContextManager[None]:
         """Inside the block, all attention calls go through `handler` (see `intercept`)."""
         ...

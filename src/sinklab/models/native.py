@@ -15,10 +15,12 @@ from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.attention.real_tokens import RealTokens
 from sinklab.errors import InputError
 from sinklab.model.config import ModelConfig
+from sinklab.model.gate import OutputGating, ValueGating, ValueScaling
 from sinklab.model.loss import next_token_loss
 from sinklab.model.position import Absolute, Learnable, Rotary, rotate, rotate_first
 from sinklab.model.transformer import Transformer
 from sinklab.models.families import family_of
+from sinklab.models.hooks import hooked
 from sinklab.models.layer_kinds import LayerKinds
 from sinklab.models.memory_budget import Sizes, sizes_of_run
 
@@ -134,6 +136,24 @@ class NativeAdapter:
         if isinstance(position, Learnable | Absolute):
             return f"its {position.kind} positions are added to the embeddings"
         return None
+
+    def gated(self, receive: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
+        """Gates on the output or, repeated over the heads that share them, on the values; not those of forgetting or norms.
+
+        Compiled blocks have none: hooks inside are ignored.
+        """
+
+        def read(index: int, gate: OutputGating | ValueGating | ValueScaling, args: tuple[Tensor, ...]) -> None:
+            gates_BGTX = gate.gates(args[-1])
+            receive(index, gates_BGTX.repeat_interleave(self.heads // gates_BGTX.shape[1], 1))
+
+        attending = [block for block in cast("list[Any]", self.blocks) if hasattr(block.attention, "core")]
+        return hooked(
+            gate.register_forward_hook(lambda gate, args, _, index=index: read(index, gate, args))
+            for index, block in enumerate(attending, 1)
+            for gate in (block.attention.output_gate, block.attention.value_gate)
+            if gate is not None and not set(block.compiled_parts) & vars(block).keys()
+        )
 
     @contextmanager
     def intercepted(self, handler: Callable[[LayerCall], Tensor]) -> Iterator[None]:

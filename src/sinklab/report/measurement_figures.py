@@ -299,8 +299,10 @@ def _figure(data: ReportData, parts: list[tuple[str, Shown]], width: Width, smal
         case Heatmap():
             return _heatmaps(data, name, shown, small)
         case BlockLines():
-            rows = _first_and_rest((run.cell, array_MT) for run, _, _, array_MT in found)
-            chart = _layer_lines(rows, data.cells, AFTER_BLOCK, shown.what, width)
+            of_layers = STATISTICS[name].axes == "LHT"
+            arrays = ((run.cell, array.mean(1) if of_layers else array) for run, _, _, array in found)
+            rows = _first_and_rest(arrays, first_layer=int(of_layers))
+            chart = _layer_lines(rows, data.cells, "Layer" if of_layers else AFTER_BLOCK, shown.what, width)
             return Figure(shown.key, shown.title, shown.caption, [chart]) if rows else None
         case SequenceLines():
             panels = [

@@ -19,6 +19,7 @@ from sinklab.errors import InputError, SinklabError, cause
 from sinklab.models.families import ROTARY_EMBEDDING
 from sinklab.models.hooks import evaluating, hooked
 from sinklab.models.huggingface import anatomy
+from sinklab.models.huggingface.gates import GateLayout, GatePlace, gate_places, trying_gates, watched_gates
 from sinklab.models.huggingface.gguf import is_unpacked
 from sinklab.models.huggingface.interface import attention_function, read_call
 from sinklab.models.huggingface.piecewise_loss import fixed_output, forward_loss, forward_only, has_piecewise_logits
@@ -244,6 +245,16 @@ class HuggingFaceAdapter:
     def _some_tokens(self) -> Tensor:
         vocabulary = anatomy.vocabulary_size(self.module)
         return (torch.arange(TRIED, device=self.device) * 7 + 5)[None] % vocabulary
+
+    def gated(self, receive: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
+        """The gates on the output that gates.py finds; none where the attention cannot be intercepted."""
+        places = gate_places(self.module) if self.dispatches else []
+        return watched_gates(self._tried_gates(places) if places else {}, receive)
+
+    def _tried_gates(self, places: Sequence[GatePlace]) -> dict[int, GateLayout]:
+        with evaluating(self.module), trying_gates(places) as trial, self.intercepted(trial.attention):
+            self.run(self._some_tokens())
+        return trial.found
 
     @contextmanager
     def intercepted(self, handler: Callable[[LayerCall], Tensor]) -> Iterator[None]:
