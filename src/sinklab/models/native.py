@@ -138,7 +138,7 @@ class NativeAdapter:
         return None
 
     def gated(self, receive: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
-        """Gates on the output or, repeated over the heads that share them, on the values; forget gates and norms have none.
+        """Gates on the output or, repeated over the heads that share them, on the values; not forget gates or norms.
 
         Compiled blocks have none: hooks inside are ignored.
         """
