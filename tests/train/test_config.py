@@ -224,7 +224,7 @@ def test_an_optional_section_may_be_null() -> None:
 
 
 def test_sdpa_is_refused_for_what_it_cannot_compute() -> None:
-    with pytest.raises(InputError, match="sdpa computes plain softmax only"):
+    with pytest.raises(InputError, match="sdpa supports plain softmax only"):
         load_recipe("tiny", ["model.attention.backend=sdpa", "model.attention.operation=sigmoid"])
 
 

@@ -3,9 +3,9 @@
     S_t = a_t S_t-1 + b_t k_t (v_t - a_t S_t-1^T k_t)^T        o_t = S_t^T q_t        a_t = exp(g_t)
 
 S is a D x V matrix per head that maps keys to values: it decays by a_t, and its value for k_t is then replaced by
-v_t, wholly where b_t is 1 (with keys of length 1). Time and memory are linear in T.
+v_t, fully if b_t is 1 and keys have length 1. Time and memory are linear in T.
 
-Within a chunk of C positions that begins with the state S, with c_i the sum of g up to position i of the chunk, every
+Within a chunk of C positions whose initial state is S, with c_i the sum of g up to position i of the chunk, every
 position writes a row of
 
     W = X - Y S,   (I + L) [X, Y] = b [v, exp(c) k],   L_ij = b_i exp(c_i - c_j) k_i.k_j  for j < i
@@ -15,7 +15,7 @@ position writes a row of
     o_i = exp(c_i) S^T q_i + sum over j <= i of exp(c_i - c_j) (q_i.k_j) W_j
     S  <- exp(c_C) S + sum over j of exp(c_C - c_j) k_j W_j^T
 
-so that only the recurrence over chunks is sequential. Differences of c are at most 0: nothing overflows.
+so that only the recurrence over chunks is sequential. Differences of c are at most 0, so nothing overflows.
 
 B batch, H heads, T positions, D key width, V value width, N chunks of C positions.
 """
@@ -35,13 +35,13 @@ def gated_delta(
     rate_BHT: Tensor,
     state_BHDV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The outputs of all positions and the state after them, in chunks.
+    """Compute the outputs of all positions and the state after the last one, in chunks.
 
     Args:
-        q_BHTD, k_BHTD: as they enter the rule: nothing is scaled or normed here.
-        log_decay_BHT: g, at most 0.
-        rate_BHT: b, from 0 to 1.
-        state_BHDV: of earlier positions; None at the beginning, where it is 0.
+        q_BHTD, k_BHTD: queries and keys, already scaled and normalised.
+        log_decay_BHT: log decay g, at most 0.
+        rate_BHT: writing strength b, from 0 to 1.
+        state_BHDV: state after the earlier positions; None means zero.
 
     Returns:
         out_BHTV in the dtype of the values; state_BHDV in float32 (float64 for float64).
@@ -62,7 +62,7 @@ def gated_delta(
     solved = torch.linalg.solve_triangular(corrections, wanted, upper=False, unitriangular=True)
     own_BHNCV, read_BHNCD = solved.split((V, D), dim=-1)
     scores_BHNCC = (q @ k.mT) * decay_BHNCC
-    # Unbound, not indexed chunk by chunk: the gradient of an index is as large as the whole sequence.
+    # `unbind` instead of an index per chunk: the gradient of an index is as large as the whole sequence.
     parts = (q * since_start, k * till_end, scores_BHNCC, own_BHNCV, read_BHNCD, since_start[..., -1:, :])
     chunks = zip(*(part.unbind(2) for part in parts), strict=True)
     state = q.new_zeros(B, H, D, V) if state_BHDV is None else state_BHDV.to(dtype)
