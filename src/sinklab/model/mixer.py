@@ -1,4 +1,4 @@
-"""Hybrids: some layers have the gated delta rule, a linear attention, in the place of attention.
+"""Hybrids: some layers have the gated delta rule, a linear attention, instead of attention.
 
 Its layer (2412.06464, figure 1; the code is that of flash-linear-attention, fla/layers/gated_deltanet.py, and of
 transformers' Qwen3-Next, whose module gives the same numbers): q, k and v from one matrix and a short causal
@@ -37,23 +37,25 @@ class AttentionOnly(Part):
 
 
 class GatedDelta(Part):
-    """One layer of `every` has attention, the last one among them; the others have the gated delta rule (2412.06464).
+    """Every `every`-th layer, the last included, has attention; the others have the gated delta rule (2412.06464).
 
     A recipe's attention, positions on queries, keys and scores, masks and gates apply to the layers that have
     attention; the others are causal and see the whole sequence before them.
     """
 
     kind: Literal["gated_delta"] = "gated_delta"
-    every: int = Field(default=4, ge=1, description="layers for one with attention, counted from the last layer back")
-    heads: int | None = Field(default=None, ge=1, description="of values in a linear layer; null: model.heads")
+    every: int = Field(
+        default=4, ge=1, description="one layer in this many has attention, counted back from the last layer"
+    )
+    heads: int | None = Field(default=None, ge=1, description="value heads of a linear layer; null: model.heads")
     key_heads: int | None = Field(
-        default=None, ge=1, description="of queries and keys, each for heads / key_heads values; null: heads"
+        default=None, ge=1, description="query and key heads, each shared by heads / key_heads value heads; null: heads"
     )
     key_width: int | None = Field(
-        default=None, ge=1, le=LARGEST, description="of a query and a key; null: model.width / model.heads"
+        default=None, ge=1, le=LARGEST, description="width of a query and a key; null: model.width / model.heads"
     )
-    value_width: int | None = Field(default=None, ge=1, le=LARGEST, description="of a value; null: as key_width")
-    conv: int = Field(default=4, ge=1, description="positions that the short convolution sees")
+    value_width: int | None = Field(default=None, ge=1, le=LARGEST, description="width of a value; null: key_width")
+    conv: int = Field(default=4, ge=1, description="kernel size of the short convolution, in positions")
 
     def has_attention(self, layer: int, layers: int) -> bool:
         """Whether layer `layer` of `layers`, from 1, has attention."""
@@ -77,8 +79,8 @@ class LinearAttention(nn.Module):
     """The gated delta rule with its projections, convolution, norm and gates.
 
     Attributes:
-        log_rate: A (H,).
-        step: s (H,).
+        log_rate: logarithmic decay rate A, (H,).
+        step: offset s of the step size, (H,).
     """
 
     def __init__(self, mixer: GatedDelta, width: int, heads: int, eps: float) -> None:
@@ -101,11 +103,11 @@ class LinearAttention(nn.Module):
     def inputs(
         self, x_BLE: Tensor, recent_BCW: Tensor | None, padded_BL: Tensor | None = None
     ) -> tuple[RuleInputs, Tensor]:
-        """Arguments of the rule, and the channels that the convolution needs at later positions.
+        """Compute the arguments of the rule, and the channels that the convolution needs at later positions.
 
         Args:
-            recent_BCW: channels of the W - 1 positions before; None at the beginning, where they are 0.
-            padded_BL: bool, padding before the beginning: its channels are 0, and it writes nothing into the state.
+            recent_BCW: channels of the previous W - 1 positions; None at the beginning means zero.
+            padded_BL: bool, padding before the sequence: its channels are 0 and it does not change the state.
         """
         channels_BCL, before = self.qkv(x_BLE).transpose(1, 2), self.conv.kernel_size[0] - 1
         if padded_BL is not None:
@@ -127,7 +129,7 @@ class LinearAttention(nn.Module):
         return inputs, channels_BCL[:, :, channels_BCL.shape[2] - before :]
 
     def rule(self, inputs: RuleInputs, state_BHDV: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The output (B, H, L, V) of every position, and the state after the last."""
+        """Compute the output (B, H, L, V) of every position, and the state after the last one."""
         with torch.autocast(inputs.q_BHLD.device.type, enabled=False):
             return gated_delta(*inputs, state_BHDV)
 
@@ -144,11 +146,11 @@ class LinearAttention(nn.Module):
 
 
 def log_uniform_rate(tensor: Tensor, stream: torch.Generator) -> None:
-    """A before training: the logarithm of a number drawn uniformly from RATES."""
+    """Initial A: the logarithm of a number drawn uniformly from RATES."""
     tensor.uniform_(*RATES, generator=stream).log_()
 
 
 def step_of_log_uniform(tensor: Tensor, stream: torch.Generator) -> None:
-    """s before training: softplus(s) is drawn log-uniformly from STEPS."""
+    """Initial s: softplus(s) is drawn log-uniformly from STEPS."""
     low, high = (math.log(step) for step in STEPS)
     tensor.uniform_(low, high, generator=stream).exp_().expm1_().log_()

@@ -204,7 +204,7 @@ def _zero_massive(name: str, model: "PreTrainedModel | Transformer", tokens_T: T
 
 
 def _check_hidden(ablated: Measurement, hidden: int) -> None:
-    """Check that the first `hidden` queries account for all attention on `hidden` keys (their rows sum to at most one)."""
+    """Check that only the first `hidden` queries attend to the `hidden` keys (their rows sum to at most one)."""
     queries = ablated.length - np.arange(hidden)
     taken = (ablated.importance[..., :hidden] * queries).sum(-1)
     if hidden and taken.max() > hidden * (1 + 1e-3):
