@@ -73,8 +73,9 @@ def gradient_norms(
         zeros[index] = torch.zeros_like(x_BTE, requires_grad=True)
         return x_BTE + zeros[index]
 
-    fits = fitting_batch(adapter.sizes(False, matrices=False), T, adapter.device) // max(1, len(adapter.blocks))
-    batches = Batches(N, batch_size or max(1, fits), progress, len(adapter.blocks))
+    held = 2 * max(1, adapter.kinds.total)  # those of all blocks, and as much again for logits and gradients
+    size = batch_size or fitting_batch(adapter.sizes(False, matrices=False), T, adapter.device, held)
+    batches = Batches(N, size, progress, len(adapter.blocks))
     sums: list[Tensor] = []
     targets = 0
     with ExitStack() as stack:

@@ -114,7 +114,7 @@ class Options(CommandSettings, frozen=True):
     )
     gradients: bool = Field(
         default=False,
-        description="Also the gradient of the loss at the input of attention, by layer and position; twice the time.",
+        description="Also the gradient of the loss at the input of attention, by layer and position; thrice the time.",
     )
     loss: bool = Field(default=True, description="Skip the loss and the logits: a third faster on a small model.")
     batch_size: Annotated[int | None, Flag(panel=ADVANCED)] = Field(

@@ -87,10 +87,14 @@ def sizes_of_pretrained(config: "PretrainedConfig", *, matrices: bool, padded: b
     )
 
 
-def fitting_batch(sizes: Sizes, length: int, device: torch.device) -> int:
-    """How many sequences of that length to read at a time: at most LARGEST, TOKENS, and a SHARE of the free memory."""
+def fitting_batch(sizes: Sizes, length: int, device: torch.device, blocks: int = 1) -> int:
+    """How many sequences of that length to read at a time: at most LARGEST, TOKENS, and a SHARE of the free memory.
+
+    Args:
+        blocks: whose activations are in memory at once.
+    """
     free = free_bytes(device)
-    most = LARGEST if free is None else int(SHARE * free) // sizes.bytes_per_sequence(length)
+    most = LARGEST if free is None else int(SHARE * free) // (blocks * sizes.bytes_per_sequence(length))
     return max(1, min(LARGEST, TOKENS // length, most))
 
 
