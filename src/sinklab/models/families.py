@@ -18,6 +18,7 @@ ROTARY_CLASS = "RotaryEmbedding"  # how its class name ends
 QUERIES, OUTPUT = "q_proj", "o_proj"  # linear maps of an attention module
 GATES = (QUERIES, "gate_proj", "g_proj")  # linear maps of an attention module that may give the logits of its gates
 SINK_LOGITS = "sinks"  # of an attention module
+SELECTED = "indices"  # an argument of an attention call: the keys that an indexer has chosen for each query
 UNREADABLE_EXTRAS = ("sinks", "block_indices")  # arguments of an attention call that change its scores in unknown ways
 
 

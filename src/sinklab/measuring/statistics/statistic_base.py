@@ -214,6 +214,14 @@ class ScoreBlock:
         return cosine, seen.mul_(self.counted_B1Q[..., None])
 
     @cached_property
+    def sees_first_BHQ(self) -> Tensor:
+        """1 where a real query sees the first token, else 0; only where queries can be read."""
+        seen_BHQS = self.cosine_and_seen[1]
+        at_B11 = self.layer.first_B11 - self.part.low  # before the block, where a window has passed it
+        found_BHQ = seen_BHQS.gather(-1, at_B11.clamp(min=0)[:, None].expand(*seen_BHQS.shape[:3], 1))[..., 0]
+        return found_BHQ * (at_B11 >= 0)
+
+    @cached_property
     def _before(self) -> Tensor:
         """Cumulative sums over the block's keys, from 0."""
         return F.pad(self.weights_BHQS.cumsum(-1), (1, 0))
