@@ -173,7 +173,7 @@ def test_one_of_several_parts_is_refused(model: Path, tmp_path: Path) -> None:
 def test_a_file_that_is_cut_off_is_refused(exact: Path, tmp_path: Path, keep: int) -> None:
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(exact.read_bytes()[:keep])
-    with pytest.raises(InputError, match=r"cut\.gguf is damaged, cut off, or no gguf file"):
+    with pytest.raises(InputError, match=r"cut\.gguf is damaged, truncated, or not a gguf file"):
         load_pretrained(str(cut))
 
 
