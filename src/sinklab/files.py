@@ -83,7 +83,7 @@ def parse_yaml(text: str) -> Any:
     """`yaml.safe_load` for untrusted text.
 
     Raises:
-        ValueError: if the text is not YAML, nested too deeply, or has recursive aliases or more than `MOST_VALUES` values.
+        ValueError: if the text is not YAML, nested too deeply, or has recursive aliases or above `MOST_VALUES` values.
     """
     try:
         document = yaml.safe_load(text)

@@ -98,8 +98,8 @@ def test_a_preview_measures_nothing(run: Run) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("table_1",), "table_1 measures an existing model: give --model MODEL"),
-        (("table_1", "--model", "gpt2"), "table_1 measures on natural text: give --text FILE"),
+        (("table_1",), "table_1 measures an existing model: pass --model MODEL"),
+        (("table_1", "--model", "gpt2"), "table_1 measures on natural text: pass --text FILE"),
         (("figure_9", "--model", "gpt2", "--text", "text.jsonl"), "figure_9 needs --text FOLDER"),
         (("figure_2", "--model", "gpt2", "--model", "neox", "--text", "text.jsonl"), "figure_2 takes one model"),
         (("table_8", "--model", "gpt2", "--model", "gpt2", "--text", "text.jsonl"), "gpt2 is given twice"),

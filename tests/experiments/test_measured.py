@@ -225,7 +225,7 @@ def test_a_family_is_ordered_by_size_whatever_the_order_given(gpt2: str, text: P
 
 def test_a_claim_of_an_unknown_family_is_refused() -> None:
     check = {"is": "grows_with_size", "cell": "a", "value": "sink_1", "families": ["bert"]}
-    with pytest.raises(ValidationError, match="no family 'bert'; there are: gpt2"):
+    with pytest.raises(ValidationError, match="unknown family 'bert'; choose from: gpt2"):
         made({"a": {}}, [{"id": "one", "text": "..", "check": check}], each="model")
 
 

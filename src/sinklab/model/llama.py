@@ -104,7 +104,7 @@ def llama_weights(model: Transformer) -> dict[str, Tensor]:
     """
     config = model.config
     rows = {"attention.qkv": [n * config.head_width for n in (config.heads, config.key_heads, config.key_heads)]}
-    weights = {theirs: model.get_parameter(ours) for ours, theirs in OUTSIDE.items()}
+    weights: dict[str, Tensor] = {theirs: model.get_parameter(ours) for ours, theirs in OUTSIDE.items()}
     if config.embedding == "projected":
         before, behind = (model.get_parameter(f"{name}.weight").double() for name in ("embedding_map", "head_map"))
         for theirs, matrix in (("model.embed_tokens.weight", before.T), ("lm_head.weight", behind)):

@@ -19,7 +19,7 @@ from sinklab.model.block import DecoderBlock, LinearBlock, Places
 from sinklab.model.config import ModelConfig
 from sinklab.model.init import initialise
 from sinklab.model.loss import AddedLosses, next_token_loss
-from sinklab.model.mixer import GatedDelta
+from sinklab.model.mixer import DeltaMixer
 from sinklab.model.norm import build_norm
 from sinklab.model.past import Past
 from sinklab.model.position import Absolute, Distance, DistanceTerm, Learnable, Rotary, rotary_tables, sinusoid
@@ -118,7 +118,7 @@ class Transformer(nn.Module):
         return Past(self.config.layers, self.leading, [n for n in numbers if n not in self.config.attention_layers])
 
     def _block(self, layer: int) -> DecoderBlock | LinearBlock:
-        if isinstance(self.config.mixer, GatedDelta) and layer not in self.config.attention_layers:
+        if isinstance(self.config.mixer, DeltaMixer) and layer not in self.config.attention_layers:
             return LinearBlock(self.config, self.config.mixer)
         own = self.layer_configs[layer - 1]
         return DecoderBlock(own, self.distance if isinstance(own.position, Distance) else None, layer)
@@ -213,9 +213,12 @@ class Transformer(nn.Module):
     def losses(self, tokens_BT: Tensor, added: AddedLosses) -> Tensor:
         """`loss`, then each term of `added`, weighted: (1 + terms,). Training minimises their sum."""
         outputs: list[Tensor] = []
+
+        def observe(block: nn.Module, inputs: object, output: Tensor) -> None:
+            outputs.append(output)
+
         with ExitStack() as observed:
             for block in self.blocks if added.terms else ():
-                hook = block.register_forward_hook(lambda block, inputs, output: outputs.append(output))
-                observed.callback(hook.remove)
+                observed.callback(block.register_forward_hook(observe).remove)
             loss = self.loss(tokens_BT)
         return torch.stack([loss, *(term.of(outputs).to(loss.dtype) for term in added.terms.values())])

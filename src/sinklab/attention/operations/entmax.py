@@ -55,8 +55,8 @@ class Entmax15(LogSimilarity):
         k = torch.arange(1, x.shape[-1] + 1, dtype=x.dtype, device=x.device)
         mean = ordered.cumsum(-1) / k
         spread = ordered.square().cumsum(-1) - k * mean.square()
-        largest = ((mean - ((1 - spread) / k).clamp(min=0).sqrt()) <= ordered).sum(-1, keepdim=True)
-        support = x >= ordered.gather(-1, largest - 1)
+        largest = (mean - ((1 - spread) / k).clamp(min=0).sqrt()).le(ordered).sum(-1, keepdim=True)
+        support = x.ge(ordered.gather(-1, largest - 1))
         inside, k = x.masked_fill(~support, 0), support.sum(-1, keepdim=True)
         mean = inside.sum(-1, keepdim=True) / k
         spread = ((inside - mean) * support).square().sum(-1, keepdim=True)
@@ -102,13 +102,13 @@ def thresholds(call: Call) -> tuple[Tensor, Tensor]:
 
 def _rooted(x: Tensor) -> tuple[Tensor, Tensor]:
     """tau and the slope of rows whose largest entry is 0."""
-    tau = torch.full_like(x[..., :1], -1.0)
-    limits = torch.finfo(x.dtype)
+    tau, limits = torch.full_like(x[..., :1], -1.0), torch.finfo(x.dtype)
     for _ in range(NEWTON_STEPS):
         above = F.relu(x - tau)
-        total, norm = above.sum(-1, keepdim=True), torch.linalg.vector_norm(above, dim=-1, keepdim=True)
-        step = ((norm - 1) * norm / total.clamp(min=limits.tiny)).clamp(min=0)
-        if not x.is_cuda and not (step > 2 * limits.eps).any():
-            break  # on CUDA the processor would wait for the answer
+        norm = torch.linalg.vector_norm(above, dim=-1, keepdim=True)
+        step = ((norm - 1) * norm / above.sum(-1, keepdim=True).clamp(min=limits.tiny)).clamp(min=0)
         tau = tau + step
+        if not x.is_cuda and not torch.any(step > 2 * limits.eps):
+            break  # on CUDA the processor would wait for the answer
+    total = F.relu(x - tau).sum(-1, keepdim=True)
     return tau, (2 * total).masked_fill(total == 0, 1)

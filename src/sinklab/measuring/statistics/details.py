@@ -16,6 +16,7 @@ from pydantic import ConfigDict, FiniteFloat, SerializerFunctionWrapHandler, mod
 from torch import Tensor
 
 from sinklab.measuring.metrics import first_to_rest
+from sinklab.measuring.statistics.gates import ClosedGates, GateMean
 from sinklab.measuring.statistics.maps import AttentionMap, CosineMap, NormProductMap
 from sinklab.measuring.statistics.plot_specs import BlockLines, BucketLines, Column, HeadMap, PositionMap, SequenceLines
 from sinklab.measuring.statistics.secondary import Percent, Secondary, SecondarySink, SecondaryToken
@@ -320,6 +321,8 @@ class Details(WithArrays):
     kurtosis: Annotated[ArrayOrNone, Kurtosis()] = None
     alignment: Annotated[ArrayOrNone, Alignment()] = None
     matrix_entropy: Annotated[ArrayOrNone, MatrixEntropy()] = None
+    gate: Annotated[ArrayOrNone, GateMean()] = None
+    gate_closed: Annotated[ArrayOrNone, ClosedGates()] = None
     map_attention: Annotated[ArrayOrNone, AttentionMap()] = None
     map_cosine: Annotated[ArrayOrNone, CosineMap()] = None
     map_norm_product: Annotated[ArrayOrNone, NormProductMap()] = None
