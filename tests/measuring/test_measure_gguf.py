@@ -199,7 +199,7 @@ def test_more_than_the_memory_holds_is_refused_before_it_is_unpacked(
     exact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gguf_files, "free_bytes", lambda device: 100_000)
-    with pytest.raises(InputError, match=r"tiny\.gguf takes 0\.\d GB in float32, and 0\.0 GB of memory are free"):
+    with pytest.raises(InputError, match=r"tiny\.gguf needs 0\.\d GB in float32, and 0\.0 GB of memory are free"):
         load_pretrained(str(exact))
 
 

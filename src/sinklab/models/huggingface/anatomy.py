@@ -121,8 +121,8 @@ def check_length(config: "PretrainedConfig", length: int) -> None:
             context = max(context, int(original * (rope.get("factor") or 1)))
     if length > context:
         raise InputError(
-            f"sequences of {length} tokens are longer than the model's context of {context}: "
-            f"use at most --length {context}, or cut the tokens"
+            f"sequences of {length} tokens are beyond the model's context of {context}: "
+            f"give at most --length {context}, or cut the tokens"
         )
 
 
