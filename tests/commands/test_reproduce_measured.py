@@ -98,8 +98,8 @@ def test_a_preview_measures_nothing(run: Run) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("table_1",), "table_1 measures an existing model: give --model MODEL"),
-        (("table_1", "--model", "gpt2"), "table_1 measures on natural text: give --text FILE"),
+        (("table_1",), "table_1 measures an existing model: pass --model MODEL"),
+        (("table_1", "--model", "gpt2"), "table_1 measures on natural text: pass --text FILE"),
         (("figure_9", "--model", "gpt2", "--text", "text.jsonl"), "figure_9 needs --text FOLDER"),
         (("figure_2", "--model", "gpt2", "--model", "neox", "--text", "text.jsonl"), "figure_2 takes one model"),
         (("table_8", "--model", "gpt2", "--model", "gpt2", "--text", "text.jsonl"), "gpt2 is given twice"),
@@ -143,7 +143,7 @@ def test_a_text_without_one_piece_is_refused_without_options_that_reproduce_has_
     Path("none.jsonl").write_text('{"text": "red"}\n', encoding="utf-8")
     status, _, err = on_one_line(run)("reproduce", "mine.yaml", "--model", "gpt2", "--text", "none.jsonl", "--out", "o")
     assert status == 1
-    assert "none.jsonl gives no sequence: none of its 1 documents has 16 tokens of text; give a longer text" in err
+    assert "none.jsonl gives no sequence: none of its 1 documents has 16 tokens of text; use a longer text" in err
     assert "--length" not in err
     assert "--sequences" not in err
 

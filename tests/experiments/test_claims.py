@@ -70,9 +70,9 @@ def test_a_reference_to_no_comparison_is_refused(same_as: str, said: str, tmp_pa
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"check": None}, "give a check, or same_as"),
-        ({"check": {"is": "absent", "cell": "sigmoid", "value": "valid_loss"}}, "absent is about a rate"),
-        ({"check": {**LESS, "value": "kurtosis", "absent": True}}, "absent is about a rate"),
+        ({"check": None}, "set check, or same_as"),
+        ({"check": {"is": "absent", "cell": "sigmoid", "value": "valid_loss"}}, "absent requires a sink rate"),
+        ({"check": {**LESS, "value": "kurtosis", "absent": True}}, "absent requires a sink rate"),
         ({"check": {**LESS, "by": 1, "times": 2}}, "not both"),
         ({"check": {"is": "all", "of": [{"is": "absent", "cell": "sigmoid"}]}}, "at least 2"),
         ({"changed": "later"}, "changed"),

@@ -36,7 +36,7 @@ def test_a_wrong_value_is_named_with_what_it_may_be(setting: str, reason: str) -
 
 
 def test_the_engine_of_this_machine_has_no_options(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="--engine-option cpus=2: --engine local has none; --jobs"):
+    with pytest.raises(InputError, match="--engine-option cpus=2: --engine local has no options; set --jobs"):
         open_engine(EngineName.local, 2, tmp_path, ["cpus=2"])
 
 

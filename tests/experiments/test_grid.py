@@ -68,8 +68,8 @@ def test_a_matrix_has_a_row_per_cell_and_a_column_per_combination() -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"cells": {"text": {"inputs": "natural"}}, "base": {}}, "changes are laid over recipes"),
-        ({"changes": {"decay": {}}}, "give each axis its values by name"),
+        ({"cells": {"text": {"inputs": "natural"}}, "base": {}}, "changes apply to trained cells only"),
+        ({"changes": {"decay": {}}}, "each axis needs named values"),
         ({"changes": {"decay": {"a/b": SMALL}}}, "without /"),
         ({"baseline": "softmax"}, "baseline 'softmax' is not a cell"),
     ],

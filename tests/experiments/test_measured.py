@@ -177,7 +177,7 @@ def test_swapped_positions_take_what_belongs_to_them_along(gpt2: str, tmp_path: 
 
 
 def test_a_model_without_learned_positions_is_refused_before_anything_is_measured(neox: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no learned table of positions to change: that is for models such as GPT-2"):
+    with pytest.raises(InputError, match=r"no learned table of positions to change, unlike GPT-2"):
         measure_experiment(shipped("table_7"), [neox], None, 1, out=tmp_path / "out")
     assert not list(tmp_path.rglob("measurement.json"))
 
@@ -225,7 +225,7 @@ def test_a_family_is_ordered_by_size_whatever_the_order_given(gpt2: str, text: P
 
 def test_a_claim_of_an_unknown_family_is_refused() -> None:
     check = {"is": "grows_with_size", "cell": "a", "value": "sink_1", "families": ["bert"]}
-    with pytest.raises(ValidationError, match="no family 'bert'; there are: gpt2"):
+    with pytest.raises(ValidationError, match="unknown family 'bert'; choose from: gpt2"):
         made({"a": {}}, [{"id": "one", "text": "..", "check": check}], each="model")
 
 

@@ -135,8 +135,8 @@ def test_the_price_of_models_is_two_bytes_for_each_parameter_in_their_names() ->
         ({"a": {"models": ["x", "y"]}, "b": {}}, "differ in whether they name"),
         ({"a": {"models": ["x", "y"]}, "b": {"models": ["x"]}}, "differ in whether they name"),
         ({"a": {"models": ["x", "x"]}}, "names a model twice"),
-        ({"a": {"revision": "step1"}}, "belong to `models`"),
-        ({"a": {"models": ["x"], "model": "chat"}}, "leave out `model`"),
+        ({"a": {"revision": "step1"}}, "require `models`"),
+        ({"a": {"models": ["x"], "model": "chat"}}, "remove `model`"),
     ],
 )
 def test_cells_whose_replicates_cannot_be_compared_are_refused(cells: dict[str, Any], said: str) -> None:
@@ -146,7 +146,7 @@ def test_cells_whose_replicates_cannot_be_compared_are_refused(cells: dict[str, 
 
 
 def test_models_that_an_experiment_does_not_take_are_refused() -> None:
-    with pytest.raises(InputError, match="compares models that it names itself: leave out --model a"):
+    with pytest.raises(InputError, match="has a fixed list of models: remove --model a"):
         of_given_models(load_experiment("outlier_safe"), ("a", "b"))
-    with pytest.raises(InputError, match="give several --model"):
+    with pytest.raises(InputError, match="pass several --model"):
         of_given_models(load_experiment("polypythias"), ("a",))

@@ -33,8 +33,8 @@ def test_a_cell_has_the_row_of_its_name_or_the_one_it_is_given_or_none() -> None
     [
         ({"sink_one": 3.0}, "there is no number 'sink_one'"),
         ({"sink_1": "much"}, "valid number"),
-        ({}, "a row has values"),
-        ({"trains": False, "sink_1": 3.0}, "and not both"),
+        ({}, "a row needs either values"),
+        ({"trains": False, "sink_1": 3.0}, "not both"),
     ],
 )
 def test_a_row_that_says_nothing_known_is_refused(row: dict[str, object], complaint: str) -> None:
@@ -45,7 +45,7 @@ def test_a_row_that_says_nothing_known_is_refused(row: dict[str, object], compla
 @pytest.mark.parametrize(
     ("published", "complaint"),
     [
-        ("{table: table_44}", "no published table 'table_44'; there are: table_1"),
+        ("{table: table_44}", "unknown published table 'table_44'; choose from: table_1"),
         ("{table: table_4, rows: {softmax: hardmax}}", "has no row 'hardmax' for cell 'softmax'; it has: softmax"),
         ("{table: table_4, rows: {hardmax: softmax}}", "'hardmax' is not a cell"),
     ],

@@ -246,7 +246,7 @@ def test_a_name_that_meant_another_recipe_in_an_earlier_call_is_refused(run: Run
     Path("other.yaml").write_text(OTHER.replace("gate: gate_head", "sigmoid: gate_head"))
     status, _, err = run("reproduce", "other.yaml", *OPTIONS)
     assert status == 2
-    assert "sigmoid of other has another recipe than in mine, which was run here before" in " ".join(err.split())
+    assert "sigmoid of other has a different recipe than in mine, which was run here before" in " ".join(err.split())
 
 
 def test_the_help_says_how_many_seeds_there_are_unless_told(run: Run) -> None:

@@ -191,7 +191,7 @@ def test_an_ablation_that_had_no_effect_is_an_error(monkeypatch: pytest.MonkeyPa
         ("mask_first:x", "unknown"),
         ("mask_first:0", "give 1 to 12"),
         ("mask_first:13", "give 1 to 12"),
-        ("no_bos", "no BOS that could be left out"),
+        ("no_bos", "no BOS to remove"),
     ],
 )
 def test_what_cannot_be_ablated_is_refused_before_anything_is_measured(name: str, message: str) -> None:

@@ -10,6 +10,8 @@ from closeness import assert_close
 from families import GROUPED, family_tokens, hooks_on, pair_of
 from own_models import SIZES, own_tokens
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from sinklab.experiments.definition import MeasuredCell
 from sinklab.experiments.results import measured_numbers
@@ -123,34 +125,26 @@ def test_learned_positions_in_front_are_no_tokens() -> None:
     assert_close(details.gate[0], torch.sigmoid(x_NLE[:, 1:] @ weight_HE.T).mean(0).T)
 
 
-class PerGroup(nn.Module):
-    """The queries of Qwen3 with gates as in the models of 2505.06708: of a key head, its queries, then its gates."""
+def _gate_per_group(attention: Any, channels: int) -> None:
+    """Give an attention of Qwen3 the gates of 2505.06708's models: of a key head its queries, then their gates."""
+    attention.q_proj = nn.Linear(32, 4 * (8 + channels), bias=False)
+    nn.init.normal_(attention.q_proj.weight, std=0.5)
 
-    def __init__(self, attention: Any, channels: int) -> None:
-        super().__init__()
-        self.__dict__.update(attention.__dict__)
-        self.channels, self.groups = channels, attention.config.num_key_value_heads
-        self.q_proj = nn.Linear(32, 4 * (8 + channels), bias=False)
-        nn.init.normal_(self.q_proj.weight, std=0.5)
-
-    def forward(self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, **options: Any) -> Any:
-        from transformers.models.qwen3.modeling_qwen3 import (
-            ALL_ATTENTION_FUNCTIONS,
-            apply_rotary_pos_emb,
-            eager_attention_forward,
-        )
-
+    def forward(hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, **options: Any) -> Any:
         B, T, _ = hidden_states.shape
-        both = self.q_proj(hidden_states).view(B, T, self.groups, -1)
-        queries, logits = both.split([16, 2 * self.channels], dim=-1)
-        q = self.q_norm(queries.reshape(B, T, 4, 8)).transpose(1, 2)
-        k = self.k_norm(self.k_proj(hidden_states).view(B, T, -1, 8)).transpose(1, 2)
-        v = self.v_proj(hidden_states).view(B, T, -1, 8).transpose(1, 2)
-        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        out, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling)
-        out = out * torch.sigmoid(logits.reshape(B, T, 4, self.channels))
-        return self.o_proj(out.reshape(B, T, -1)), weights
+        queries, logits = attention.q_proj(hidden_states).view(B, T, 2, -1).split([16, 2 * channels], dim=-1)
+        q = attention.q_norm(queries.reshape(B, T, 4, 8)).transpose(1, 2)
+        k = attention.k_norm(attention.k_proj(hidden_states).view(B, T, -1, 8)).transpose(1, 2)
+        v = attention.v_proj(hidden_states).view(B, T, -1, 8).transpose(1, 2)
+        q, k = qwen3.apply_rotary_pos_emb(q, k, *position_embeddings)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            attention.config._attn_implementation, qwen3.eager_attention_forward
+        )
+        out, weights = attend(attention, q, k, v, attention_mask, scaling=attention.scaling)
+        out = out * torch.sigmoid(logits.reshape(B, T, 4, channels))
+        return attention.o_proj(out.reshape(B, T, -1)), weights
+
+    attention.forward = forward
 
 
 def _qwen3_next() -> Any:
@@ -165,7 +159,7 @@ def _qwen3_5() -> Any:
 def _qwen3(channels: int) -> Any:
     model = hf.AutoModelForCausalLM.from_config(hf.Qwen3Config(**GROUPED))
     for block in model.model.layers:
-        block.self_attn = PerGroup(block.self_attn, channels)
+        _gate_per_group(block.self_attn, channels)
     return model
 
 

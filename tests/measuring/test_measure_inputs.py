@@ -102,7 +102,7 @@ def test_a_repeated_sequence_is_one_token() -> None:
 
 @pytest.mark.parametrize(("sequences", "length"), [(0, 4), (1, 0)])
 def test_empty_requests_are_refused(sequences: int, length: int) -> None:
-    with pytest.raises(InputError, match="give at least 1"):
+    with pytest.raises(InputError, match="use at least 1"):
         random_tokens(11, sequences=sequences, length=length)
 
 

@@ -87,7 +87,7 @@ def test_a_packed_run_outside_of_the_sweep_is_refused(packed: Path, tmp_path: Pa
     for name in ("recipes.yaml", "runs.jsonl"):
         file = copy / "table_6" / name
         file.write_text(file.read_text().replace("sigmoid-", "../sigmoid-"))
-    with pytest.raises(InputError, match="not below the sweep"):
+    with pytest.raises(InputError, match="outside the sweep"):
         unpack(copy, tmp_path / "runs")
     assert not list(tmp_path.glob("sigmoid-*"))
 

@@ -3,9 +3,9 @@
     S_t = a_t S_t-1 + b_t k_t (v_t - a_t S_t-1^T k_t)^T        o_t = S_t^T q_t        a_t = exp(g_t)
 
 S is a D x V matrix per head that maps keys to values: it decays by a_t, and its value for k_t is then replaced by
-v_t, wholly where b_t is 1 (with keys of length 1). Time and memory are linear in T.
+v_t, fully if b_t is 1 and keys have length 1. Time and memory are linear in T.
 
-Within a chunk of C positions that begins with the state S, with c_i the sum of g up to position i of the chunk, every
+Within a chunk of C positions whose initial state is S, with c_i the sum of g up to position i of the chunk, every
 position writes a row of
 
     W = X - Y S,   (I + L) [X, Y] = b [v, exp(c) k],   L_ij = b_i exp(c_i - c_j) k_i.k_j  for j < i
@@ -15,7 +15,7 @@ position writes a row of
     o_i = exp(c_i) S^T q_i + sum over j <= i of exp(c_i - c_j) (q_i.k_j) W_j
     S  <- exp(c_C) S + sum over j of exp(c_C - c_j) k_j W_j^T
 
-so that only the recurrence over chunks is sequential. Differences of c are at most 0: nothing overflows.
+so that only the recurrence over chunks is sequential. Differences of c are at most 0, so nothing overflows.
 
 Kimi delta attention (2510.26692) is the rule with a decay for every channel of the key, Diag(a_t) S_t-1. Then c_i has D
 numbers, and the products above are sums over channels: sum_d k_id k_jd exp(c_id - c_jd), and the same with q_i. They
@@ -42,7 +42,7 @@ def gated_delta(
     rate_BHT: Tensor,
     state_BHDV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The outputs of all positions and the state after them, in chunks.
+    """Compute the outputs of all positions and the state after the last one, in chunks.
 
     Args:
         q_BHTD, k_BHTD: as they enter the rule: nothing is scaled or normed here.

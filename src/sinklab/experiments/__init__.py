@@ -1,1 +1,1 @@
-"""Experiments as data: overlays on a base recipe, and the claims that their results are held against."""
+"""Experiments as data: overlays on a base recipe, and the claims that their results are compared with."""

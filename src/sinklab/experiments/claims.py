@@ -27,11 +27,11 @@ Analysis = Literal["confirmatory", "exploratory"]
 
 
 class QuantityClaim(Part):
-    """Common to every check of a quantity.
+    """Base class of the checks of a quantity.
 
     Attributes:
-        value: its name (`quantities`); the number is the mean of a run's last three evaluations.
-        at_step: the mean of the last evaluation up to this step and the two before it; the end of the run unless given.
+        value: name of the quantity (`quantities.py`); the number is the mean of a run's last three evaluations.
+        at_step: use the last evaluation up to this step and the two before it; default: the end of the run.
     """
 
     value: QuantityName
@@ -59,7 +59,7 @@ class _OneCell(Part):
 
 def _require_rate(name: str, what: str) -> None:
     if quantity(name).unit != "%":
-        raise ValueError(f"{what} is about a rate, and {name} is not one")
+        raise ValueError(f"{what} requires a sink rate, and {name} is not one")
 
 
 class Within(_OneCell, _Bounds):
@@ -70,7 +70,7 @@ class Within(_OneCell, _Bounds):
     @model_validator(mode="after")
     def _has_a_bound(self) -> Self:
         if self.at_least is None and self.at_most is None:
-            raise ValueError("give at_least, at_most, or both")
+            raise ValueError("set at_least, at_most, or both")
         return self
 
 
@@ -90,10 +90,10 @@ class Differs(_Bounds):
     """All seeds of one cell are above (greater) or below (less) all seeds of another.
 
     Attributes:
-        by: at least this difference, in the quantity's unit.
-        times: at least this ratio of the larger (greater) or smaller (less) to the other.
+        by: minimum difference, in the quantity's unit.
+        times: minimum ratio of the larger value to the smaller.
         at_least, at_most: bounds that every seed of the cell must also satisfy.
-        absent: the sink of the cell is also below 1 % at each of the last three evaluations.
+        absent: whether the cell must also have no sink (below 1 % at each of the last three evaluations).
     """
 
     kind: Literal["greater", "less"] = Field(alias="is")
@@ -106,7 +106,7 @@ class Differs(_Bounds):
     @model_validator(mode="after")
     def _one_size(self) -> Self:
         if self.by is not None and self.times is not None:
-            raise ValueError("give by or times, not both")
+            raise ValueError("set by or times, not both")
         if self.absent:
             _require_rate(self.value, "absent")
         return self
@@ -130,7 +130,7 @@ class Equal(QuantityClaim):
 
 
 class Alike(QuantityClaim):
-    """Every cell is within a margin of the first, seed by seed."""
+    """Every cell equals the first within a margin, seed by seed."""
 
     kind: Literal["alike"] = Field(default="alike", alias="is")
     of: tuple[str, ...] = Field(min_length=2)
@@ -142,7 +142,7 @@ class Alike(QuantityClaim):
 
 
 class Monotone(QuantityClaim):
-    """The number rises or falls over cells in this order."""
+    """The quantity increases or decreases over the cells in the given order."""
 
     kind: Literal["rising", "falling"] = Field(alias="is")
     over: tuple[str, ...] = Field(min_length=3)
@@ -170,7 +170,7 @@ class Appears(_OneCell):
 
 
 class Precedes(_OneCell):
-    """Within the runs of a cell one step is earlier than another, such as `norm_step` than `emergence_step`."""
+    """In every run of a cell, one step is earlier than another, such as `norm_step` than `emergence_step`."""
 
     kind: Literal["precedes"] = Field(default="precedes", alias="is")
     first: QuantityName
@@ -190,7 +190,7 @@ SingleCheck = Annotated[
 
 
 class All(Part):
-    """Several checks, all of which must be reproduced; if one is contradicted, the claim is."""
+    """Conjunction of checks: reproduced if all of them are, contradicted if any of them is."""
 
     kind: Literal["all"] = Field(default="all", alias="is")
     of: tuple[SingleCheck, ...] = Field(min_length=2)
@@ -201,7 +201,7 @@ class All(Part):
 
 
 class AlikeOverDomains(_OneCell, QuantityClaim):
-    """A measured cell is in every domain within a margin of its number in the first."""
+    """The value of a measured cell in every domain is within a margin of its value in the first domain."""
 
     kind: Literal["alike_over_domains"] = Field(default="alike_over_domains", alias="is")
     margin: float = Field(gt=0)
@@ -212,11 +212,11 @@ class AlikeOverDomains(_OneCell, QuantityClaim):
 
 
 class _OverSizes(_OneCell, QuantityClaim):
-    """Compares the models of each family, from small to large.
+    """Base class of checks that compare the models of each family, from small to large.
 
     Attributes:
-        families: the families compared; all unless given.
-        but: families that are left out.
+        families: the families compared; default: all.
+        but: families that are excluded.
     """
 
     families: tuple[str, ...] = ()
@@ -226,7 +226,7 @@ class _OverSizes(_OneCell, QuantityClaim):
     @classmethod
     def _are_on_the_list(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         if unknown := [name for name in names if name not in families()]:
-            raise ValueError(f"no family {unknown[0]!r}; there are: {', '.join(families())}")
+            raise ValueError(f"unknown family {unknown[0]!r}; choose from: {', '.join(families())}")
         return names
 
     def is_about(self, family: str) -> bool:
@@ -235,7 +235,7 @@ class _OverSizes(_OneCell, QuantityClaim):
 
 
 class GrowsWithSize(_OverSizes):
-    """A measured cell rises over the models of a family, from small to large."""
+    """The value of a measured cell increases over the models of a family, from small to large."""
 
     kind: Literal["grows_with_size"] = Field(default="grows_with_size", alias="is")
 
@@ -245,7 +245,7 @@ class GrowsWithSize(_OverSizes):
 
 
 class AlikeOverSizes(_OverSizes):
-    """A measured cell is in every model of a family within a margin of its number in the smallest."""
+    """The value of a measured cell in every model of a family is within a margin of its value in the smallest model."""
 
     kind: Literal["alike_over_sizes"] = Field(default="alike_over_sizes", alias="is")
     margin: float = Field(gt=0)
@@ -266,7 +266,7 @@ Check = Annotated[
 
 
 def parts_of(check: Check) -> tuple[Check, ...]:
-    """The checks of `all`; of any other the check itself."""
+    """The checks that `all` combines; for any other kind, the check itself."""
     return check.of if isinstance(check, All) else (check,)
 
 
@@ -288,21 +288,21 @@ def quantities_of(check: Check) -> tuple[str, ...]:
 
 
 class Claim(Part):
-    """A sentence, the comparison that decides it, and the day on which it was stated.
+    """A statement, the check that decides it, and the day on which it was stated.
 
     Attributes:
         id: unique within its experiment.
-        check: the comparison. A file gives either this or `same_as`; loading it fills in that of the claim referred to.
-        same_as: EXPERIMENT.CLAIM, which states the comparison; this claim refers to it and is not counted.
-        scales: the scales at which the claim is made; all unless given.
-        asks_massive: whether it is asked only if the trained baseline, or the cell named here, has at least twice its
-            untrained norm ratio; as the experiment says unless given.
+        check: the comparison. A file has either this or `same_as`; loading a reference fills in the check referred to.
+        same_as: EXPERIMENT.CLAIM whose check is used; a claim with this reference is not counted.
+        scales: the scales at which the claim is made; default: all.
+        asks_massive: whether the claim is judged only if the trained baseline, or the cell named here, has at least
+            twice its untrained norm ratio; default: the experiment's setting.
         positions: limits it to measured models that add positions to their embedding, or to the others.
         proposition: limits it to measured models to which this proposition of the paper applies.
-        evidence: confirmatory or exploratory; the experiment's unless given.
-        stated: the day it was written down; the experiment's unless given.
+        evidence: confirmatory or exploratory; default: the experiment's setting.
+        stated: the date on which the claim was written; default: the experiment's date.
         changed: `YYYY-MM-DD: the change, and which results had been seen`; shown on the claim.
-        why: the reason for a bound or margin that is not the paper's own.
+        why: the reason for a bound or margin that differs from the paper's.
     """
 
     id: str = Field(pattern=r"^\w+$")
@@ -321,7 +321,7 @@ class Claim(Part):
     @model_validator(mode="after")
     def _has_a_comparison(self) -> Self:
         if self.check is None and self.same_as is None:
-            raise ValueError("give a check, or same_as: EXPERIMENT.CLAIM")
+            raise ValueError("set check, or same_as: EXPERIMENT.CLAIM")
         return self
 
     @property
@@ -330,7 +330,7 @@ class Claim(Part):
         return self.check.cells if self.check else ()
 
     def about(self, check: Check, subject: str = "") -> "Claim":
-        """The claim with another comparison, about one of several families or models if one is named."""
+        """A copy of the claim with another check; a named family or model is added to its id and text."""
         named = {"id": f"{self.id}_{subject}", "text": f"{self.text} ({subject})"} if subject else {}
         return self.model_copy(update={"check": check, **named})
 
@@ -340,7 +340,7 @@ class Undecidable:
     """A claim that the given models and texts cannot decide.
 
     Attributes:
-        why: a sentence.
+        why: the reason, a sentence.
     """
 
     claim: Claim

@@ -1,34 +1,34 @@
 """Experiments as data: cells, and claims about them.
 
-A cell is an overlay on a base recipe, which is trained with several seeds, or a request to measure an existing model
-(it says `inputs`), which is repeated on several draws of sequences.
+A trained cell is an overlay on a base recipe, trained with several seeds. A measured cell (it sets `inputs`) is a
+request to measure an existing model, repeated on several draws of sequences.
 
 base: tiny                                                      # or, by scale: {tiny: tiny, 60m: 60m}
 cells:
   softmax: {}                                                   # the base itself
   k_biases: k_biases                                            # a variant of the catalogue, by its name
   weight_decay_1: {optim: {weight_decay: 1.0}}                  # changed keys
-  sink_token_without_bos: [sink_token, {data: {bos: false}}]    # several of both, one laid over the other
+  sink_token_without_bos: [sink_token, {data: {bos: false}}]    # several of both, merged in this order
 adapted:                                                        # differences at a scale, with the reason
   tiny:
     - why: "eight tokens of 64 are what 256 are of 2,048"
       cells: {window_256: {model: {attention: {mask: {width: 8}}}}}
-evidence: confirmatory                                          # or exploratory, of all its claims
-stated: 2026-11-23                                              # the day on which its claims were written down
-first_seed: 100                                                 # its runs have seeds 100 to 104
+evidence: confirmatory                                          # or exploratory; applies to all claims
+stated: 2026-11-23                                              # the date on which its claims were written
+first_seed: 100                                                 # the runs have seeds 100 to 104
 claims:
   - {id: no_sink, text: "..", check: {is: absent, cell: k_biases}}
-assess: [streaming]                                             # of every run, for claims about streamed_gap_0
+assess: [streaming]                                             # parts of `sinklab assess` for every run
 changes:                                                        # a grid: every cell with every change of each axis
   decay: {decay_0.5: {}, decay_0.1: {optim: {weight_decay: 0.1}}}     # cells are softmax+decay_0.5, and so on
 
-cells:                                                          # of the model that is given with the call
+cells:                                                          # of the model passed as --model
   natural: {inputs: natural}                                    # text, 100 sequences of 64 tokens, eps 0.3
   repeat: {inputs: repeat}
   short: {inputs: natural, length: 16, eps: 0.2}                # the same sequences cut shorter, from the same pass
   swapped_5: {inputs: repeat, swap_position: [1, 5]}
-  chat: {inputs: natural, model: chat}                          # of the second --model
-  end: {inputs: natural, models: [ORG/seed1@step1000, ORG/seed2@step1000]}    # these models instead, as replicates
+  chat: {inputs: natural, model: chat}                          # the second --model
+  end: {inputs: natural, models: [ORG/seed1@step1000, ORG/seed2@step1000]}    # these models, as replicates
 claims:
   - {id: none_on_repeated, text: "..", check: {is: within, value: sink_1, cell: repeat, at_most: 1.0}}
 """
@@ -92,7 +92,7 @@ ONLY_MEASURED = {"each", "against", "positions", "proposition"}
 
 
 def _overlays(said: Any) -> Any:
-    """A cell as a list of overlays; a name is that of a variant. A request to measure is left as it is."""
+    """Normalise a cell to a list of overlays, with variant names resolved; measurement requests are unchanged."""
     if _kind_of_cell(said) == "measured":
         return said
     return [_of_variant(one) if isinstance(one, str) else one for one in (said if isinstance(said, list) else [said])]
@@ -100,7 +100,7 @@ def _overlays(said: Any) -> Any:
 
 def _of_variant(name: str) -> Mapping[str, Any]:
     if name not in VARIANTS:
-        raise ValueError(f"there is no variant {name!r} in the catalogue; there are: {', '.join(sorted(VARIANTS))}")
+        raise ValueError(f"unknown variant {name!r}; the catalogue has: {', '.join(sorted(VARIANTS))}")
     return VARIANTS[name].overlay
 
 
@@ -122,8 +122,8 @@ class CellTask(Part):
     """A downstream task of a measured cell.
 
     Attributes:
-        name: of lm-eval; it has acc or acc_norm.
-        items: how many are drawn for each draw; null for all.
+        name: name of an lm-eval task that reports acc or acc_norm.
+        items: number of items per draw; null for all.
     """
 
     name: str
@@ -131,20 +131,20 @@ class CellTask(Part):
 
 
 class MeasuredCell(Part):
-    """A request to measure a model. Cells that differ in eps and length only share their sequences and the pass.
+    """A request to measure a model. Cells that differ only in eps and length share sequences and forward pass.
 
     Attributes:
-        model: selects one of the given models; the chat model is the second, and optional.
-        models: existing models that are measured instead, as NAME or NAME@REVISION. Several are replicates, which all
-            read the same sequences; a single one is measured on several draws.
-        revision, subfolder: of each of `models`; the revision of a directory is a folder in it.
-        inputs: kind of the sequences; required in every measured cell of a file.
-        sequences, length: N and T.
+        model: which of the models passed is measured; the chat model is the second, and optional.
+        models: models measured in place of those passed, as NAME or NAME@REVISION. Several models are replicates
+            that all read the same sequences; a single model is measured on several draws.
+        revision, subfolder: revision and subfolder of each of `models`; for a directory the revision is a folder in it.
+        inputs: kind of sequences; required in every measured cell.
+        sequences, length: number N of sequences, and their length T in tokens.
         eps: threshold of the sink rate.
-        loss: whether the loss is computed, which is a third of the compute.
+        loss: whether to compute the loss, a third of the compute.
         details: whether to also measure angles and the other statistics of `--details`.
-        swap_position, replace_position: learned positions that are changed (`Study`).
-        task: a downstream task that is evaluated as well.
+        swap_position, replace_position: changes to the learned positions (`Study`).
+        task: a downstream task to evaluate as well.
     """
 
     model: Literal["base", "chat"] = "base"
@@ -181,9 +181,9 @@ class Adaptation(Part):
 
     Attributes:
         why: the reason, a sentence.
-        change: laid over every cell.
-        cells: laid over these cells; a cell that the experiment does not have is added.
-        without: cells that this scale does not have.
+        change: overlay on every cell.
+        cells: overlays by cell; a cell that the experiment does not have is added.
+        without: cells that are removed at this scale.
     """
 
     why: str = Field(min_length=1)
@@ -193,31 +193,31 @@ class Adaptation(Part):
 
 
 class Experiment(Part):
-    """Cells, all trained or all measured, and claims about them.
+    """An experiment: cells, all trained or all measured, and claims about them.
 
     Attributes:
-        id: names its results.
-        title: its subject, in a few words.
+        id: identifier, used in file names and claims.
+        title: the subject in a few words.
         question: the research question, a sentence.
-        source: its place in the paper, or another origin.
-        base: of trained cells, the recipe for each scale, by the name or file that `sinklab train` takes.
-        cells: by name, overlays that are laid over the base one after the other, or requests to measure.
+        source: the table, figure or section of the paper, or another origin.
+        base: base recipe of trained cells for each scale, a name or file as for `sinklab train`.
+        cells: by name, overlays on the base, merged in order, or requests to measure.
         changes: axes of a grid, each with its values by name, overlays as those of a cell. Every trained cell is
             crossed with one value of each axis, laid over it in their order, and is then named CELL+VALUE+VALUE.
-        baseline: the cell that the others are compared with; the first unless given.
-        adapted: by scale, the differences there.
-        each: measured cells are measured for each of these, and are then named DOMAIN/CELL or MODEL/CELL.
-        columns: quantities of its table.
-        against: two quantities of measured cells; a figure shows the second against the first, a point per cell.
-        published: the paper's numbers.
-        assess: the parts of `sinklab assess` that every run is assessed with, on its validation text.
-        evidence: of its claims, unless one says otherwise.
-        stated: the day on which its claims were written down; a claim may override it.
-        seeds: the replicates that its verdicts are meant to rest on: seeds, or draws of sequences.
-        first_seed: first seed of its runs; its table and verdicts use only this seed and later ones.
-        asks_massive: whether its claims about norms are asked only if the trained baseline, or the cell named here, has
+        baseline: the cell that the others are compared with; default: the first.
+        adapted: by scale, the differences from the paper's cells.
+        each: measure every cell for each domain or model; results are then named DOMAIN/CELL or MODEL/CELL.
+        columns: quantities shown in the table.
+        against: two quantities of measured cells; a figure plots the second against the first, a point per cell.
+        published: the paper's numbers for the cells.
+        assess: parts of `sinklab assess` to run on the validation text of every run.
+        evidence: confirmatory or exploratory, of all claims that do not set their own.
+        stated: the date on which the claims were written; a claim may override it.
+        seeds: number of replicates (seeds, or draws of sequences) intended for verdicts.
+        first_seed: first seed of the runs; table and verdicts use only this seed and later ones.
+        asks_massive: whether claims about norms are judged only if the trained baseline, or the cell named here, has
             at least twice its untrained norm ratio.
-        rank: in lists and in `reproduce all`, the smaller first.
+        rank: sort key in lists and in `reproduce all`, ascending.
     """
 
     id: str = Field(pattern=r"^[\w.-]+$")
@@ -256,7 +256,7 @@ class Experiment(Part):
             return said
         cells, axes = said.get("cells"), said["changes"]
         if not isinstance(cells, dict) or not isinstance(axes, dict) or not all(axes.values()):
-            raise ValueError("changes: give each axis its values by name, such as {decay: {small: .., large: ..}}")
+            raise ValueError("changes: each axis needs named values, such as {decay: {small: .., large: ..}}")
         combined = {
             GRID + GRID.join(values): [axes[axis][one] for axis, one in zip(axes, values, strict=True)]
             for values in product(*axes.values())
@@ -264,7 +264,7 @@ class Experiment(Part):
         if all(name.endswith(tuple(combined)) for name in cells):
             return said
         if measured := [name for name, cell in cells.items() if _kind_of_cell(cell) == "measured"]:
-            raise ValueError(f"changes are laid over recipes, and cell {measured[0]!r} is measured")
+            raise ValueError(f"changes apply to trained cells only, and cell {measured[0]!r} is measured")
         crossed = {
             name + suffix: [one for part in (cell, *parts) for one in (part if isinstance(part, list) else [part])]
             for name, cell in cells.items()
@@ -282,11 +282,11 @@ class Experiment(Part):
         given = {name for part in (self, *self.claims) for name in part.model_fields_set if not _is_default(part, name)}
         if wrong := sorted(given & (ONLY_TRAINED if self.requests else ONLY_MEASURED)):
             raise ValueError(
-                f"{wrong[0]} is about {'training' if self.requests else 'existing models'}, and the cells are "
-                f"{'measured' if self.requests else 'trained (a measured cell says `inputs`)'}: leave it out"
+                f"{wrong[0]} applies to {'training' if self.requests else 'existing models'}, and the cells are "
+                f"{'measured' if self.requests else 'trained (a measured cell sets `inputs`)'}: remove it"
             )
         if not self.requests and not self.base:
-            raise ValueError("base is missing: cells are trained from a recipe (a measured cell says `inputs`)")
+            raise ValueError("base is missing: cells are trained from a recipe (a measured cell sets `inputs`)")
         self._check_names_of_cells()
         self._check_measured()
         return self
@@ -311,7 +311,7 @@ class Experiment(Part):
                 raise ValueError(f"{wrong[0]!r}, to be removed at scale {scale}, is not a cell")
 
     def _check_measured(self) -> None:
-        """Check that claims compare what the cells are measured for: cells, domains or models."""
+        """Check that every claim compares cells, domains or models as the cells are measured."""
         compared = {AlikeOverDomains: "domain", GrowsWithSize: "model", AlikeOverSizes: "model"}
         for claim in self.claims:
             wanted = compared.get(type(claim.check))
@@ -326,15 +326,15 @@ class Experiment(Part):
             if self.each == "domain" and cell.inputs != "natural":
                 raise ValueError(f"cell {name!r} needs inputs: natural, as the experiment is measured for each domain")
             if self.each == "model" and cell.model != "base":
-                raise ValueError(f"cell {name!r} names a model, and the experiment is measured for each: leave it out")
+                raise ValueError(f"cell {name!r} sets model, but the experiment is measured for each model: remove it")
 
     def _check_models(self) -> None:
-        """Check that all cells or none say `models`, and all one or all several."""
+        """Check that either no cell sets `models`, or all cells set one model, or all set several."""
         for name, cell in self.requests.items():
             if (cell.revision or cell.subfolder) and not cell.models:
-                raise ValueError(f"cell {name!r} has a revision or subfolder: these belong to `models`, which it lacks")
+                raise ValueError(f"cell {name!r} has a revision or subfolder: these require `models`, which is missing")
             if cell.models and (self.each or cell.model != "base"):
-                raise ValueError(f"cell {name!r} names its models: leave out `model` and `each`")
+                raise ValueError(f"cell {name!r} sets `models`: remove `model` and `each`")
             if len(set(cell.models)) < len(cell.models):
                 raise ValueError(f"cell {name!r} names a model twice")
         counts = {min(len(cell.models), 2): name for name, cell in self.requests.items()}
@@ -346,12 +346,12 @@ class Experiment(Part):
 
     @property
     def requests(self) -> dict[str, MeasuredCell]:
-        """The measured cells; empty if the cells are trained."""
+        """The measured cells by name; empty if the cells are trained."""
         return {name: cell for name, cell in self.cells.items() if isinstance(cell, MeasuredCell)}
 
     @property
     def axes(self) -> dict[str, list[str]]:
-        """The names along each axis of a grid, the cells' own first; empty if it is none."""
+        """The names along each axis of a grid, the cell names first; empty if the experiment is no grid."""
         if not self.changes:
             return {}
         own = dict.fromkeys(name.rsplit(GRID, len(self.changes))[0] for name in self.cells)
@@ -359,7 +359,7 @@ class Experiment(Part):
 
     @property
     def replicate(self) -> ReplicateKind:
-        """The unit that is repeated: a seed of trained cells, a model or a draw of sequences of measured ones."""
+        """The replicate unit: a seed for trained cells, a model or a draw of sequences for measured cells."""
         if not self.requests:
             return "seed"
         return "model" if any(len(cell.models) > 1 for cell in self.requests.values()) else "draw"
@@ -370,7 +370,7 @@ class Experiment(Part):
         return "" if self.requests else self.baseline or next(iter(self.cells))
 
     def cells_at(self, scale: Scale) -> dict[str, Sequence[Mapping[str, Any]]]:
-        """The trained cells of a scale, each with all its overlays there."""
+        """The trained cells at a scale, each with all its overlays."""
         cells: dict[str, list[Mapping[str, Any]]] = {
             name: list(overlays) for name, overlays in self.cells.items() if not isinstance(overlays, MeasuredCell)
         }
@@ -381,13 +381,13 @@ class Experiment(Part):
         return dict(cells)
 
     def claims_at(self, scale: Scale) -> list[Claim]:
-        """The claims that are made at a scale: those that its cells can decide, and references."""
+        """The claims made at a scale: those that the cells of the scale can decide, and references."""
         cells = self.cells_at(scale)
         made = [claim for claim in self.claims if claim.scales is None or scale in claim.scales]
         return [claim for claim in made if claim.same_as or all(cell in cells for cell in claim.cells)]
 
     def massive_cell(self, claim: Claim) -> str | None:
-        """The cell whose norm must have grown for a claim to be asked; None if the claim has no such condition."""
+        """The cell whose norm ratio must have grown for the claim to be judged; None if there is no such condition."""
         said = claim.asks_massive
         if said is None:
             about_norms = claim.check and NORMS & set(quantities_of(claim.check))
@@ -395,5 +395,5 @@ class Experiment(Part):
         return (self.compared_with if said is True else said) or None
 
     def own_seeds(self, count: int | None = None) -> range:
-        """The first `count` seeds of its runs; `seeds` of them by default."""
+        """The first `count` seeds of the runs; default: `seeds` of them."""
         return range(self.first_seed, self.first_seed + (self.seeds if count is None else count))

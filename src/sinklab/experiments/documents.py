@@ -1,4 +1,4 @@
-"""The files of a sweep as they are written and read: summary.json, and record.json in every run directory."""
+"""Schemas of the result files of a sweep: summary.json, and record.json in every run directory."""
 
 import gzip
 import hashlib
@@ -40,18 +40,18 @@ ReplicateKind = Literal["seed", "draw", "model"]
 
 
 class RunRecord(ReadDocument):
-    """record.json: how one run of a sweep ended. Its numbers are in metrics.jsonl beside it.
+    """record.json: how one run of a sweep ended. The metrics are in metrics.jsonl in the same directory.
 
     Attributes:
-        hash: of the run (`Recipe.content_hash`).
-        name, seed: of its recipe.
+        hash: hash of the run (`Recipe.content_hash`).
+        name, seed: name and seed of the recipe.
         status: done, or failed permanently (for example with a non-finite loss, which a retry would reproduce).
         message: the reason of the failure.
-        step: of the last update, of `steps`.
-        triples: number of (sequence, layer, head) triples of its rates.
-        seconds: of training.
-        tokens_per_second: of its updates.
-        peak_memory_mb: of the process, or of the card if it was trained on one.
+        step: number of updates made, out of `steps`.
+        triples: number of (sequence, layer, head) triples that the sink rates are computed over.
+        seconds: training time.
+        tokens_per_second: throughput of the updates.
+        peak_memory_mb: peak memory of the GPU, or of the process if trained on a CPU, MB.
         kurtosis: kurtosis of the final hidden states, maximum over blocks.
         files: SHA-256 of recipe.yaml, metrics.jsonl and measurement.json at the end of the run.
     """
@@ -82,14 +82,14 @@ class CellRun(ReadDocument):
     """One run of a cell.
 
     Attributes:
-        hash: of the run.
-        directory: relative to that of the summary.
+        hash: hash of the run.
+        directory: run directory, relative to the directory of the summary.
         status: done, failed, or unfinished.
         message: the reason of the failure.
-        values: its numbers by quantity (`quantities`), those it has.
-        never: step quantities that the run never reached.
-        edited: files in its directory that were modified after the run ended.
-        seconds: of training.
+        values: the available numbers by quantity (`quantities.py`).
+        never: step quantities whose threshold the run never reached.
+        edited: files of the run that were modified after its end.
+        seconds: training time.
     """
 
     seed: int
@@ -114,13 +114,13 @@ class CellRun(ReadDocument):
 
 
 class CellEstimate(ReadDocument):
-    """A quantity over the seeds of a cell.
+    """Median and range of a quantity over the seeds of a cell.
 
     Attributes:
-        seeds: value per seed, in the order of the seeds; seeds without a value are left out, None is a step never
+        seeds: value by seed, in ascending order; seeds without a value are omitted, None is a step never
             reached.
         median, smallest, largest: over `seeds`; None for a step never reached.
-        untrained, lowest: norm ratios only: medians of the untrained value and of the lowest evaluation since.
+        untrained, lowest: medians of the untrained value and of the lowest evaluation; norm ratios only.
     """
 
     seeds: list[float | None] = Field(default_factory=list)
@@ -137,19 +137,19 @@ class CellEstimate(ReadDocument):
 
 
 class CellSummary(ReadDocument):
-    """A cell: medians over its finished seeds at their last evaluation; unknown numbers are None or empty.
+    """Results of a cell: medians over the finished seeds at the last evaluation; unknown numbers are None or empty.
 
     Attributes:
         sink_rate: percent of (sequence, layer, head) triples, position 1 first.
-        sink_rate_bias: percent, of a bias, sink logit or sink token.
-        valid_loss: nats per token.
+        sink_rate_bias: sink rate of a bias, sink logit or sink token, percent.
+        valid_loss: validation loss, nats per token.
         hidden_norm_ratio_max: |h_1| over the mean of the others, in the block where it is largest.
-        seeds: finished runs of the cell.
-        seconds: of training, mean per run.
+        seeds: number of finished runs.
+        seconds: mean training time per run.
         change: dotted keys of the recipe and their values, where they differ from the base.
-        values: by quantity, over all its seeds.
-        runs: one per seed.
-        sink_max, sink_max_position: the highest of `sink_rate` at positions 1 to T / 2, percent, and its position.
+        values: estimates over all seeds, by quantity.
+        runs: the runs, one per seed.
+        sink_max, sink_max_position: maximum of `sink_rate` over positions 1 to T / 2, percent, and its position.
     """
 
     sink_rate: list[float | None] = Field(default_factory=list)
@@ -187,7 +187,7 @@ class CellSummary(ReadDocument):
         return sum(run.status == status for run in self.runs)
 
     def of_seeds(self, seeds: Collection[int]) -> "CellSummary":
-        """Limited to these seeds: an experiment's table shows no others."""
+        """A copy limited to these seeds, for an experiment's table."""
         runs = [run for run in self.runs if run.seed in seeds]
         if len(runs) == len(self.runs):
             return self
@@ -232,21 +232,21 @@ class JudgedClaim(ReadDocument):
     """A claim of an experiment with its verdict (docs/verdicts.md).
 
     Attributes:
-        experiment: that makes it.
-        scale: of the models, to which the verdict is limited; of existing models their names.
-        evidence: the numbers that decided it, a sentence.
+        experiment: id of the experiment.
+        scale: scale of the models that the verdict is limited to; names of the models if they are existing ones.
+        evidence: the numbers behind the verdict, a sentence.
         cells: the cells that the claim is about.
-        quantity: the quantity that the claim is about; may be empty.
+        quantity: the quantity compared; may be empty.
         analysis: confirmatory or exploratory; empty if unknown.
-        stated: the day on which it was written down, YYYY-MM-DD.
-        changed: the changes since, and the results that had been seen.
-        same_as: EXPERIMENT.CLAIM that states the comparison; this one refers to it and is not counted.
-        seeds: number of seeds behind the verdict; with two cells, the smaller number.
-        replicate: the unit of `seeds`: of an existing model a draw of sequences.
+        stated: the date on which the claim was written, YYYY-MM-DD.
+        changed: changes made since, and the results that had been seen.
+        same_as: EXPERIMENT.CLAIM whose check is used; a claim with this reference is not counted.
+        seeds: number of seeds used for the verdict; with two cells, the smaller number.
+        replicate: the unit of `seeds`; for an existing model a draw of sequences.
         models: number of existing models that the verdict is about.
         at_eps: the verdict at other thresholds of the sink rate, if that rate was recorded at them.
-        finds: the effect size that five seeds detect with 80 % power, estimated from pilot runs.
-        elsewhere: an earlier verdict of five seeds, if these are fewer.
+        finds: the minimum effect that five seeds detect with 80 % power, estimated from pilot runs.
+        elsewhere: an earlier verdict with five seeds, if this one has fewer.
     """
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
@@ -280,7 +280,7 @@ class JudgedClaim(ReadDocument):
 
     @property
     def remarks(self) -> list[str]:
-        """Additions to the evidence: other thresholds, an earlier verdict of five seeds, power, changes, references."""
+        """Remarks on the evidence: other thresholds, an earlier verdict of five seeds, power, changes, references."""
         differing = {eps: verdict for eps, verdict in self.at_eps.items() if verdict != self.verdict}
         same = [eps for eps in self.at_eps if eps not in differing]
         return [
@@ -304,20 +304,20 @@ class JudgedClaim(ReadDocument):
 
 
 class ExperimentSummary(ReadDocument):
-    """An experiment of a sweep.
+    """An experiment and the cells it uses.
 
     Attributes:
-        cells: names of its cells, in its order.
+        cells: names of the cells, in the order of the experiment.
         baseline: the cell that the others are compared with.
-        columns: quantities that its table shows.
-        published: the paper's numbers by cell and quantity; of a row that failed there, {"trains": 0.0}.
-        elsewhere: the paper's numbers of its own models, by model, cell and quantity.
+        columns: quantities shown in the table.
+        published: the paper's numbers by cell and quantity; {"trains": 0.0} for a row that failed to train.
+        elsewhere: the paper's numbers for its own models, by model, cell and quantity.
         against: two quantities of which a figure shows the second against the first.
-        families: of the models on the paper's list, by cell.
-        adapted: the reasons why its cells differ from the paper's at this scale.
-        seeds: its own, to which its table is limited; empty for all seeds of its cells.
-        replicate: the unit that it repeats.
-        axes: of a grid, the names along each axis; a cell is named by one of each, joined by `GRID`.
+        families: model family by cell, for the paper's models.
+        adapted: the reasons why the cells differ from the paper's at this scale.
+        seeds: seeds shown in the table; empty for all seeds of the cells.
+        replicate: the replicate unit.
+        axes: names along each axis of a grid; a cell name joins one of each with `GRID`.
     """
 
     title: str = ""
@@ -338,13 +338,13 @@ class ExperimentSummary(ReadDocument):
 
 
 class Summary(ReadDocument):
-    """summary.json: the results of all experiments in a directory; empty without any.
+    """summary.json: the results of all experiments in a directory.
 
     Attributes:
-        id, title: of the experiment, if there is only one.
-        scale: of all cells.
-        cells: of all experiments. A name is one recipe in all of them.
-        counts: of each verdict, separately for confirmatory and exploratory claims; references are left out.
+        id, title: id and title of the experiment, if there is only one.
+        scale: scale of all cells.
+        cells: cells of all experiments; a name refers to the same recipe in all of them.
+        counts: number of claims per verdict, for confirmatory and exploratory claims; references are excluded.
     """
 
     schema_version: int = Field(default=3, alias="schema")
@@ -373,7 +373,7 @@ class Summary(ReadDocument):
         return cell.of_seeds(about.seeds) if about and about.seeds else cell
 
     def claims_named(self, names: Iterable[str]) -> list[JudgedClaim]:
-        """The claims of these names (EXPERIMENT.CLAIM) that it has."""
+        """The claims of the summary with these names (EXPERIMENT.CLAIM)."""
         found = {f"{claim.experiment}.{claim.id}": claim for claim in self.claims}
         return [found[name] for name in names if name in found]
 
@@ -387,7 +387,7 @@ class Summary(ReadDocument):
 
 
 def verdict_counts(claims: Sequence[JudgedClaim]) -> dict[str, dict[str, int]]:
-    """Counts of each verdict, in their order, by confirmatory and exploratory; references are not counted."""
+    """Count the claims per verdict, for confirmatory and exploratory claims; references are excluded."""
     counted = [claim for claim in claims if not claim.same_as]
     kinds = dict.fromkeys([*(one for one in ANALYSES if any(claim.analysis == one for claim in counted)),
                            *(claim.analysis for claim in counted)])  # fmt: skip
@@ -399,10 +399,10 @@ def verdict_counts(claims: Sequence[JudgedClaim]) -> dict[str, dict[str, int]]:
 
 
 def read_record(directory: Path) -> RunRecord | None:
-    """The record of a run directory, None if the run has not ended yet.
+    """Read the record of a run directory; None if the run has not ended.
 
     Raises:
-        InputError: it is damaged, or of another schema version.
+        InputError: the record is damaged, or of another schema version.
     """
     path = directory / RECORD
     try:
@@ -426,7 +426,7 @@ def _first_line(error: Exception) -> str:
 def record_of(directory: Path, run_hash: str) -> RunRecord | None:
     """The record of the run with that hash; None if the run has not ended.
 
-    The record of a shorter run that it extends does not count.
+    The record of a shorter run with the same directory is ignored.
 
     Raises:
         InputError: the record is damaged, or of another schema version.
@@ -436,13 +436,13 @@ def record_of(directory: Path, run_hash: str) -> RunRecord | None:
 
 
 def checksums(directory: Path) -> dict[str, str]:
-    """SHA-256 of the result files of a run that are there, compressed or not."""
+    """SHA-256 by name of the result files of a run, compressed or not; missing files are omitted."""
     contents = {name: _content(directory / name) for name in CHECKED}
     return {name: hashlib.sha256(text).hexdigest() for name, text in contents.items() if text is not None}
 
 
 def edited(directory: Path, record: RunRecord) -> list[str]:
-    """The files that have changed since the run ended."""
+    """The result files that were modified after the end of the run."""
     now = checksums(directory)
     return [name for name, before in record.files.items() if now.get(name) != before]
 

@@ -1,9 +1,9 @@
 """Experiments on existing models: passes over sequences, measurements, and the claims that apply to the given models.
 
-A pass reads one draw of sequences for all cells that differ in eps and length only. Its measurement is kept in
-OUT/PASS/seed_DRAW, so that a repeated call measures only what is missing (`survey/measure_many.py`). A pass is named by
-its cell, or by the kind of its inputs if several cells share it, after the domain or model that it is of. Where models
-are the replicates, all of them read the same draw, and the measurement of one is in OUT/PASS/MODEL.
+A pass reads one draw of sequences for all cells that differ only in eps and length. The measurement is saved in
+OUT/PASS/seed_DRAW, and a repeated call measures only missing passes (`survey/measure_many.py`). The name of a pass is
+the domain or model, if there is one, followed by the cell, or by the kind of inputs if several cells share the pass.
+If models are the replicates, all of them read the same draw, and each measurement is saved in OUT/PASS/MODEL.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ PaperRows = dict[str, dict[str, dict[str, float]]]
 
 
 def downstream_tasks(experiment: Experiment) -> list[str]:
-    """The downstream tasks of its cells."""
+    """The downstream tasks of the experiment's cells."""
     return list(dict.fromkeys(cell.task.name for cell in experiment.requests.values() if cell.task))
 
 
@@ -55,8 +55,8 @@ class MeasuredResults:
     """The measurements of an experiment so far.
 
     Attributes:
-        subjects: domains or models that its cells are measured for.
-        draws: the most replicates of each pass.
+        subjects: domains or models that the cells are measured for.
+        draws: maximum number of replicates of each pass.
         hashes: hash of each measurement request, by folder.
     """
 
@@ -72,7 +72,7 @@ class MeasuredResults:
         return self.summary().model_dump(by_alias=True)
 
     def summary(self) -> Summary:
-        """Cells with their numbers, and the claims judged."""
+        """Build the summary: cells with their numbers, and a verdict on each claim."""
         results = {name: self._cell(one, cell) for one in self.passes for name, cell in one.cells.items()}
         found = next((one.propositions for one in self.outcome.measured.values() if one.propositions), None)
         claims = list(claims_about(self.experiment, self.subjects, found))
@@ -84,7 +84,7 @@ class MeasuredResults:
         return summary.model_copy(update={"claims": claims})
 
     def _models(self, cells: Sequence[str]) -> set[ModelChoice]:
-        """The models that some cells are measured on."""
+        """The models that the given cells are measured on."""
         return {model for one in self.passes if set(cells) & set(one.cells) for model in one.models.values()}
 
     def _cell(self, one: Pass, cell: MeasuredCell) -> CellResults:
@@ -99,7 +99,7 @@ class MeasuredResults:
         return CellResults(self._change(cell), runs, numbers)
 
     def _change(self, cell: MeasuredCell) -> dict[str, object]:
-        """The settings of a cell that are not the default, or not the same in all cells."""
+        """The settings of a cell that differ from the default or between cells."""
         dumped = [one.model_dump(mode="json") for one in self.experiment.requests.values()]
         varied = {name for name in MeasuredCell.model_fields if any(one[name] != dumped[0][name] for one in dumped)}
         changed = cell.model_dump(exclude_defaults=True)
@@ -134,17 +134,17 @@ def measure_experiment(
     """Measure every cell on each draw of sequences, one model after the other, and judge the claims.
 
     Args:
-        models: run directories, model directories, .gguf files or names on the Hugging Face hub; none where the cells
-            name their own.
-        draws: of sequences; where models are the replicates, the first so many models.
+        models: run directories, model directories, .gguf files or Hugging Face ids; empty if the cells set
+            `models`.
+        draws: number of draws of sequences; if models are the replicates, the number of models.
         text: a file or folder; a folder with a file for each domain if the experiment is about domains.
-        out: keeps each measurement in a folder, and summary.json; a repeated call measures only what is missing.
-        data: HellaSwag's file, for an experiment with that task.
+        out: directory for the measurements and summary.json; a repeated call measures only missing passes.
+        data: the HellaSwag file, for an experiment with that task.
 
     Raises:
-        InputError: no usable model or text, a model without the positions that the experiment changes, or measurements
-            of other settings in `out`. A model after the first is listed as failed instead.
-        UnsavedError: a result could not be saved; it holds the results so far.
+        InputError: if no model or text is usable, a model lacks the positions that the experiment changes, or `out`
+            holds measurements with other settings. Models after the first are listed as failed instead.
+        UnsavedError: if a result cannot be saved; the exception holds the results so far.
     """
     experiment = of_given_models(experiment, models)
     subjects = subjects_of(experiment, models, text)
@@ -178,7 +178,7 @@ def measure_experiment(
 
 
 def _task_of(one: Pass, tasks: Mapping[str, ChosenTask]) -> TaskOfCell | None:
-    """The downstream task that a pass evaluates beside its measurement."""
+    """The downstream task that a pass evaluates in addition to the measurement."""
     return None if one.task is None else TaskOfCell(tasks[one.task.name], one.task.items)
 
 
@@ -199,7 +199,7 @@ def _item(
 
 
 class _OneAtATime:
-    """Loads models lazily and keeps only the latest in memory."""
+    """Loads models lazily and keeps only the most recent one in memory."""
 
     def __init__(self, passes: Sequence[Pass], loading: Loading) -> None:
         self._passes, self.loading = passes, loading
@@ -210,7 +210,7 @@ class _OneAtATime:
         """The model of a replicate of a pass, prepared for downstream tasks if the pass has one.
 
         Raises:
-            InputError: it cannot be loaded, or not be measured with these settings.
+            InputError: if the model cannot be loaded, or cannot be measured with these settings.
         """
         chosen, asks = wanted.model(replicate), wanted.task is not None
         if self._model is None or self._wanted != (chosen, asks):
@@ -226,10 +226,10 @@ class _OneAtATime:
 def claims_about(
     experiment: Experiment, subjects: Sequence[Subject], found: Propositions | None
 ) -> Iterator[Claim | Undecidable]:
-    """The claims that apply to these models, each about cells by their names in the results.
+    """Select the claims that apply to these models, with cells renamed as in the results.
 
     Args:
-        found: which proposition applies to the model, from repeated tokens; None if unknown.
+        found: the proposition that applies to the model, detected on repeated tokens; None if unknown.
     """
     roles = {role for one in subjects for role in one.models}
     for claim in experiment.claims:
@@ -246,7 +246,7 @@ def claims_about(
 
 
 def _applies(claim: Claim, found: Propositions | None) -> bool:
-    """No proposition applies to a model that adds positions to its embedding."""
+    """Whether a claim applies to the model; no proposition applies if positions are added to the embedding."""
     if claim.proposition is not None:
         return found is not None and found.number == claim.proposition
     return claim.positions is None or (found is not None and (claim.positions == "added") == (found.number is None))
@@ -292,7 +292,7 @@ def _by_family(
 def _described(
     experiment: Experiment, subjects: Sequence[Subject], cells: list[str], models: Sequence[str]
 ) -> ExperimentSummary:
-    """The experiment's part of the summary. The model names, to which verdicts are limited, replace the scale."""
+    """Build the experiment's part of the summary, with the model names as its scale."""
     published = {
         subject.cell_name(name): published_numbers(experiment, name, cell, subject.models[cell.model])
         for subject in subjects
@@ -318,7 +318,7 @@ def _described(
 
 
 def paper_model(given: str) -> OpenModel | None:
-    """The paper's model that matches a given model: by hub name, or a folder named like the last part of it."""
+    """Find the paper's model that matches a given one, by Hugging Face id, or by a folder named like its last part."""
     label = next(iter(labels([given]))).lower()
     return next(
         (one for one in models_of([EVERY]) if label in (one.id.lower(), one.id.rpartition("/")[2].lower())), None
@@ -326,10 +326,10 @@ def paper_model(given: str) -> OpenModel | None:
 
 
 def published_numbers(experiment: Experiment, name: str, cell: MeasuredCell, given: str) -> dict[str, float]:
-    """The paper's numbers for a given model with the settings of a cell; empty if it prints none.
+    """The paper's numbers for a given model with the settings of a cell; empty if there are none.
 
     Args:
-        name: of the cell in its experiment.
+        name: name of the cell in the experiment.
     """
     model, wanted = paper_model(given), setting()
     same = (cell.sequences, cell.length, cell.eps) == (wanted.sequences, wanted.length, wanted.eps)
@@ -343,7 +343,7 @@ def published_numbers(experiment: Experiment, name: str, cell: MeasuredCell, giv
 
 
 def paper_rows(experiment: Experiment) -> PaperRows:
-    """The rows of the experiment's table, by the model that they are of."""
+    """The rows of the experiment's table, by model."""
     if experiment.published is None:
         return {}
     rows = {name: row.numbers for name, row in published_tables()[experiment.published.table].rows.items()}

@@ -27,9 +27,9 @@ class PublishedRow(Part):
     """A row of a table of the paper.
 
     Attributes:
-        values: by quantity, or by a column of `OF_MODELS`.
-        trains: whether the paper reports that it trained.
-        without: the reason why no cell corresponds to it, if none does.
+        values: values by quantity, or by a column of `OF_MODELS`.
+        trains: whether training succeeded according to the paper.
+        without: the reason why no cell corresponds to the row, if none does.
     """
 
     values: dict[str, float] = Field(default_factory=dict)
@@ -54,17 +54,17 @@ class PublishedRow(Part):
     @model_validator(mode="after")
     def _has_values_or_failed(self) -> Self:
         if self.trains == (not self.values):
-            raise ValueError("a row has values, or says `trains: false`, and not both")
+            raise ValueError("a row needs either values or `trains: false`, not both")
         return self
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Its values by quantity; of a row that failed to train, {"trains": 0.0}."""
+        """The values by quantity; {"trains": 0.0} for a row that failed to train."""
         return dict(self.values) if self.trains else {TRAINS: 0.0}
 
 
 class PublishedTable(Part):
-    """A table of the paper, its rows by name."""
+    """A table of the paper, with rows by name."""
 
     rows: dict[str, PublishedRow]
 
@@ -76,12 +76,12 @@ def published_tables() -> Mapping[str, PublishedTable]:
 
 
 class Published(Part):
-    """The table of the paper that an experiment is compared with.
+    """The reference to the paper's table that an experiment is compared with.
 
     Attributes:
-        table: of `published.yaml`.
-        rows: the row of a cell; unless given, the row with the cell's name, if there is one.
-        model: of measured cells the model that the rows are about. Without it a row is a model, and has Sink_1 by cell.
+        table: name of a table in `published.yaml`.
+        rows: row name by cell; default: the row with the cell's name, if there is one.
+        model: model of the rows, for measured cells. Without it, each row is a model, with Sink_1 by cell.
     """
 
     table: str
@@ -91,7 +91,7 @@ class Published(Part):
     @model_validator(mode="after")
     def _table_and_rows_exist(self) -> Self:
         if self.table not in published_tables():
-            raise ValueError(f"there is no published table {self.table!r}; there are: {', '.join(published_tables())}")
+            raise ValueError(f"unknown published table {self.table!r}; choose from: {', '.join(published_tables())}")
         known = published_tables()[self.table].rows
         for cell, row in self.rows.items():
             if row not in known:
@@ -101,7 +101,7 @@ class Published(Part):
         return self
 
     def numbers_of(self, cell: str) -> dict[str, float]:
-        """The paper's numbers for a cell by quantity, {"trains": 0.0} if it failed there; {} without a row."""
+        """The paper's numbers for a cell by quantity; {"trains": 0.0} if training failed there, {} without a row."""
         row = published_tables()[self.table].rows.get(self.rows.get(cell, cell))
         return row.numbers if row else {}
 
@@ -110,9 +110,9 @@ class Covered(Part):
     """A table, figure, takeaway, proposition or section of the paper.
 
     Attributes:
-        says: its statement, paraphrased.
-        claims: that encode it, each as EXPERIMENT.CLAIM.
-        without: the reason why there is no claim, or why some of it is not encoded.
+        says: the statement, paraphrased.
+        claims: the claims that encode the statement, as EXPERIMENT.CLAIM.
+        without: the reason why no claim encodes the statement, or a part of it.
     """
 
     says: str
@@ -122,13 +122,13 @@ class Covered(Part):
     @model_validator(mode="after")
     def _is_encoded_or_has_a_reason(self) -> Self:
         if not self.claims and not self.without:
-            raise ValueError("give claims, or `without`: the reason why there are none")
+            raise ValueError("set claims, or `without`, the reason why there are none")
         return self
 
 
 @cache
 def paper_coverage() -> Mapping[str, Covered]:
-    """Every part of the paper by its name, such as table_4, figure_7, takeaway_6.1, proposition_2, section_7.3."""
+    """Every covered part of the paper by name, such as table_4, figure_7, takeaway_6.1, proposition_2, section_7.3."""
     return {name: Covered.model_validate(part) for name, part in _data("coverage.yaml").items()}
 
 
@@ -136,9 +136,9 @@ class DrawnNumber(Part):
     """The number of a statement in the figure that compares ours with the paper's.
 
     Attributes:
-        cell: of the experiment of the statement's first claim.
+        cell: a cell of the experiment of the statement's first claim.
         value: a quantity of that cell, in percent.
-        row: the paper's, as TABLE.ROW of `published.yaml`.
+        row: the paper's row, as TABLE.ROW of `published.yaml`.
     """
 
     cell: str
@@ -150,19 +150,19 @@ class DrawnNumber(Part):
         """The paper's number, percent.
 
         Raises:
-            KeyError: it prints no such number.
+            KeyError: if the paper prints no such number.
         """
         table, row = self.row.split(".", 1)
         return published_tables()[table].rows[row].values[self.value]
 
 
 class PaperStatement(Part):
-    """One of the twenty.
+    """One of the paper's twenty main statements.
 
     Attributes:
-        says: the statement, a few words about the sink.
+        says: the statement in a few words.
         paper: the paper's numbers for it; rates are percent of heads.
-        claims: that encode it, each as EXPERIMENT.CLAIM; a scale judges those that it asks.
+        claims: the claims that encode the statement, as EXPERIMENT.CLAIM; only those made at the scale are judged.
         number: the number plotted; None if the paper prints no percentage.
         caveat: how our claims differ from the paper's statement, a sentence.
     """
@@ -181,5 +181,5 @@ class PaperStatement(Part):
 
 @cache
 def statements() -> Sequence[PaperStatement]:
-    """The twenty, in the order of the paper."""
+    """The twenty statements, in the order of the paper."""
     return tuple(PaperStatement.model_validate(one) for one in _data("glance.yaml"))

@@ -1,4 +1,4 @@
-"""Passes over sequences that experiments on existing models take: models, inputs, and the cells that share a pass."""
+"""Passes over sequences in experiments on existing models: models, inputs, and the cells that share a pass."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ class Subject:
 
     Attributes:
         name: empty if there is only one.
-        models: by role.
+        models: models by role.
     """
 
     name: str
@@ -41,11 +41,11 @@ class Subject:
 
 @dataclass(frozen=True, order=True)
 class ModelChoice:
-    """A model by its name, with its version.
+    """A model and its version.
 
     Attributes:
         name: Hugging Face id, directory, .gguf file or run directory.
-        revision, subfolder: empty for none.
+        revision, subfolder: version and folder of the model; empty for the defaults.
     """
 
     name: str
@@ -58,15 +58,15 @@ class ModelChoice:
         return f"{name}@{self.revision}" if self.revision else name
 
     def loaded_by(self, loading: Loading) -> Loading:
-        """How it is loaded."""
+        """The loading settings of the model."""
         return replace(loading, revision=self.revision or loading.revision, subfolder=self.subfolder or None)
 
 
 def model_choice(given: str, cell: MeasuredCell) -> ModelChoice:
-    """A model that a cell names as NAME or NAME@REVISION. The revision of a directory is a folder in it.
+    """Parse a model given as NAME or NAME@REVISION. The revision of a directory is a folder in it.
 
     Raises:
-        InputError: a directory without that folder.
+        InputError: if the directory lacks that folder.
     """
     name, _, revision = given.rpartition("@") if "@" in given and not Path(given).exists() else (given, "", "")
     revision = revision or cell.revision or ""
@@ -83,11 +83,11 @@ class Pass:
     """Sequences of one kind, read once by a model for several cells.
 
     Attributes:
-        name: of its folder.
-        models: a replicate each, by the names of their folders; a single one is measured on several draws.
-        text: that it reads; None for other inputs.
-        cells: by their names in the results.
-        fewer: accept fewer sequences.
+        name: name of the folder.
+        models: models by folder name, each a replicate; a single model is measured on several draws.
+        text: text that is read; None for other inputs.
+        cells: cells by their names in the results.
+        fewer: whether to accept fewer sequences.
     """
 
     name: str
@@ -97,11 +97,11 @@ class Pass:
     fewer: bool
 
     def replicates(self, most: int) -> range:
-        """The numbers of its replicates: of `most` draws, or of its first models."""
+        """The numbers of the replicates: of at most `most` draws, or of the first `most` models."""
         return range(most if len(self.models) == 1 else min(most, len(self.models)))
 
     def folder(self, replicate: int) -> str:
-        """The folder of a replicate, relative to that of the results."""
+        """The folder of a replicate, relative to the results folder."""
         return f"{self.name}/{f'seed_{replicate}' if len(self.models) == 1 else list(self.models)[replicate]}"
 
     def model(self, replicate: int) -> ModelChoice:
@@ -114,11 +114,11 @@ class Pass:
 
     @property
     def task(self) -> CellTask | None:
-        """The downstream task, the same for all its cells."""
+        """The downstream task shared by all cells; None without one."""
         return next(iter(self.cells.values())).task
 
     def request(self, draw: int) -> Request:
-        """The sequences, and what is measured on them."""
+        """The measurement request: sequences and statistics."""
         first, lengths = next(iter(self.cells.values())), sorted({cell.length for cell in self.cells.values()})
         return Request(
             options=Options(
@@ -138,10 +138,10 @@ class Pass:
 
 
 def subjects_of(experiment: Experiment, models: Sequence[str], text: Path | None) -> list[Subject]:
-    """The domains or models that every cell is measured for; a single subject has no name.
+    """Resolve the domains or models that every cell is measured for; a single subject has no name.
 
     Raises:
-        InputError: no model, too many or a repeated one, or no text of the right kind.
+        InputError: if models are missing, repeated or too many, or there is no text of the right kind.
     """
     _check_given(experiment, models, text)
     if _named(experiment):
@@ -155,23 +155,23 @@ def subjects_of(experiment: Experiment, models: Sequence[str], text: Path | None
 
 
 def _named(experiment: Experiment) -> tuple[str, ...]:
-    """The models that its cells name; empty if they are given with the call."""
+    """The models that the cells set; empty if the models are passed by the caller."""
     return tuple(dict.fromkeys(model for cell in experiment.requests.values() for model in cell.models))
 
 
 def of_given_models(experiment: Experiment, models: Sequence[str]) -> Experiment:
-    """An experiment over models, over these models instead of those that it names.
+    """Replace the models that an experiment sets by these.
 
     Raises:
-        InputError: its cells are of different models, or it takes one model in each.
+        InputError: if the cells have different models, or the experiment takes a single model per cell.
     """
     if not models or not _named(experiment):
         return experiment
     if len({cell.models for cell in experiment.requests.values()}) > 1 or experiment.replicate != "model":
-        raise InputError(f"{experiment.id} compares models that it names itself: leave out --model {models[0]}")
+        raise InputError(f"{experiment.id} has a fixed list of models: remove --model {models[0]}")
     labels(models)  # refuses a repeated one
     if len(models) < 2:
-        raise InputError(f"{experiment.id} compares models as replicates: give several --model, five for verdicts")
+        raise InputError(f"{experiment.id} compares models as replicates: pass several --model, five for verdicts")
     cells = {name: cell.model_copy(update={"models": tuple(models)}) for name, cell in experiment.requests.items()}
     return experiment.model_copy(update={"cells": cells})
 
@@ -182,7 +182,7 @@ def _check_given(experiment: Experiment, models: Sequence[str], text: Path | Non
     if experiment.each == "domain" and (text is None or not text.is_dir()):
         raise InputError(f"{experiment.id} needs --text FOLDER, a folder of .jsonl or .txt files, one per domain")
     if text is None and any(cell.inputs == "natural" for cell in experiment.requests.values()):
-        raise InputError(f"{experiment.id} measures on natural text: give --text FILE (.txt or .jsonl) or a folder")
+        raise InputError(f"{experiment.id} measures on natural text: pass --text FILE (.txt or .jsonl) or a folder")
 
 
 def _check_given_models(experiment: Experiment, models: Sequence[str]) -> None:
@@ -190,7 +190,7 @@ def _check_given_models(experiment: Experiment, models: Sequence[str]) -> None:
     pair = experiment.each != "model" and any(cell.model == "chat" for cell in cells)
     if not models:
         raise InputError(
-            f"{experiment.id} measures an existing model: give --model MODEL, a Hugging Face id, directory, .gguf file "
+            f"{experiment.id} measures an existing model: pass --model MODEL, a Hugging Face id, directory, .gguf file "
             f"or run directory{', and its chat model as a second --model where there is one' if pair else ''}"
         )
     if experiment.each != "model" and len(models) > 1 + pair:
@@ -201,7 +201,7 @@ def _check_given_models(experiment: Experiment, models: Sequence[str]) -> None:
 
 
 def passes_of(experiment: Experiment, subjects: Sequence[Subject]) -> list[Pass]:
-    """The passes, grouped by model."""
+    """Group the cells into passes, ordered by model."""
     found: dict[str, Pass] = {}
     for subject in subjects:
         groups: dict[str, dict[str, MeasuredCell]] = {}
@@ -225,19 +225,19 @@ def passes_of(experiment: Experiment, subjects: Sequence[Subject]) -> list[Pass]
 
 
 def _models_of(cell: MeasuredCell, subject: Subject) -> dict[str, ModelChoice]:
-    """The models of a cell by the names of their folders."""
+    """The models of a cell by folder name."""
     given = cell.models or (subject.models[cell.model],)
     choices = {str(choice): choice for one in given for choice in [model_choice(one, cell)]}
     return {label.replace("/", "_"): choices[full] for label, full in labels(list(choices)).items()}
 
 
 def enumerated(names: Sequence[str]) -> str:
-    """`a, b`; of more than MANY `9 models, a to i`."""
+    """Join names: `a, b`, or `9 models, a to i` if there are more than MANY."""
     return ", ".join(names) if len(names) <= MANY else f"{len(names)} models, {names[0]} to {names[-1]}"
 
 
 def download_of(models: Sequence[ModelChoice]) -> str:
-    """The number of models on the hub and their size, from the parameters in their names, at two bytes each."""
+    """Number and size of the models on the hub; parameters are read from the names, at two bytes each."""
     remote = [model for model in models if not Path(model.name).expanduser().exists()]
     if not remote:
         return f"{plural(len(models), 'model')}, all on this machine"

@@ -1,4 +1,4 @@
-"""The results of a cell: the numbers of its runs, read from run directories, or of measurements of existing models."""
+"""The results of a cell, read from the run directories of trained models or from measurements of existing ones."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -26,9 +26,9 @@ class CellResults:
 
     Attributes:
         change: dotted keys of the recipe and their values, where they differ from the base.
-        runs: one per seed, finished or not, as in the summary.
-        numbers: of the finished ones.
-        failed: runs that did not train: their loss became non-finite.
+        runs: the runs as in the summary, one per seed, finished or not.
+        numbers: numbers of the finished runs.
+        failed: runs whose loss became non-finite.
     """
 
     change: Mapping[str, object]
@@ -37,7 +37,7 @@ class CellResults:
     failed: int = 0
 
     def of_seeds(self, seeds: Collection[int] | None) -> "CellResults":
-        """The results limited to these seeds; all results unless given."""
+        """The results limited to these seeds; default: all results."""
         if seeds is None:
             return self
         runs = [run for run in self.runs if run.seed in seeds]
@@ -46,11 +46,11 @@ class CellResults:
 
 
 def read_numbers(directory: Path) -> RunNumbers:
-    """The numbers of a finished run: metrics.jsonl (or .gz), recipe.yaml, record.json and assessment.json.
+    """Read the numbers of a finished run from metrics.jsonl (or .gz), recipe.yaml, record.json and assessment.json.
 
     Raises:
-        InputError: one of them cannot be read, or is damaged.
-        SinklabError: the run has not finished.
+        InputError: if one of these files cannot be read, or is damaged.
+        SinklabError: if the run has not finished.
     """
     record, history = read_record(directory), read_history(directory / "metrics.jsonl")
     done = record.status == "done" if record else (directory / "measurement.json").exists()
@@ -70,14 +70,14 @@ def read_numbers(directory: Path) -> RunNumbers:
 
 
 def named_values(numbers: RunNumbers, names: Iterable[str]) -> tuple[dict[str, float], list[str]]:
-    """The numbers of a run by name, those it has; and the steps that it never reached."""
+    """The available numbers of a run by name, and the step quantities that were never reached."""
     found = {name: value for name in names if (value := numbers.value(name)) is not None}
     never = [name for name, value in found.items() if value == math.inf]
     return {name: value for name, value in found.items() if name not in never}, never
 
 
 def _assessed(directory: Path) -> dict[str, float]:
-    """The numbers of an assessment on the run's own validation text; an assessment on another text has none."""
+    """Read the numbers of an assessment on the run's own validation text; empty for another text."""
     if not (directory / ASSESSMENT).is_file():
         return {}
     assessment = load_assessment(directory / ASSESSMENT)
@@ -120,16 +120,16 @@ def _mean_of_known(values: Sequence[float | None]) -> float | None:
 
 
 def _largest(ratios: Sequence[float] | None) -> float | None:
-    """Maximum over all blocks; None without values or if one is infinite."""
+    """Maximum over all blocks; None if there are no values or one is infinite."""
     return finite_or_none(max(ratios or (), default=None))
 
 
 def measured_numbers(cell: MeasuredCell, measured: Measurement, draw: int) -> RunNumbers:
-    """The numbers of a measured cell on one draw.
+    """Compute the numbers of a measured cell on one draw.
 
     Args:
-        measured: the pass over its sequences; a cell that is shorter than these has sink rates only.
-        draw: its number, in place of a seed.
+        measured: the measurement of the pass; a cell with shorter sequences has sink rates only.
+        draw: number of the draw, used as the seed.
     """
     whole = cell.length == measured.length
     reading = Reading(
@@ -179,7 +179,7 @@ def _others(cell: MeasuredCell, measured: Measurement) -> dict[str, float]:
 
 
 def _importance(measured: Measurement) -> dict[str, float]:
-    """alpha of the first position, percent: over all layers, over the first quarter of them, and of the rest above."""
+    """Importance of the first position, percent: mean of all layers, of the first quarter, and the rest minus that."""
     layers_L = 100 * measured.importance[..., 0].mean(-1)
     early, late = np.split(layers_L, [max(1, len(layers_L) // 4)])
     found = {"importance_first": float(layers_L.mean()), "importance_early": float(early.mean())}

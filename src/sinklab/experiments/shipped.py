@@ -1,4 +1,4 @@
-"""The experiments that come with sinklab (a YAML file each in `shipped/`) or lie in a file: loaded, and listed with
+"""Load experiments, either shipped with sinklab (a YAML file each in `shipped/`) or from a file, and list them with
 their cost on this machine."""
 
 import difflib
@@ -24,25 +24,25 @@ FILE = ".yaml"
 
 
 def experiment_ids() -> list[str]:
-    """The experiments that come with sinklab, most informative first."""
+    """Ids of the shipped experiments, most informative first."""
     return [one.id for one in sorted((load_experiment(name) for name in _shipped()), key=lambda one: one.rank)]
 
 
 def load_experiment(name: str) -> Experiment:
-    """An experiment that comes with sinklab, by its id, or one of your own, by its file.
+    """Load a shipped experiment by id, or your own by file.
 
-    A base recipe that lies beside the file is found there, whatever the working directory.
+    Base recipes are also looked up in the directory of the file.
 
     Raises:
-        InputError: there is no such experiment (the nearest names are offered), or the file is no valid one; the
-            message names the field.
+        InputError: if there is no such experiment (the message suggests the nearest names), or the file is invalid
+            (the message names the field).
     """
     file = Path(name) if name.endswith(FILE) else _shipped().get(name)
     if file is None or not file.is_file():
         near = difflib.get_close_matches(name, _shipped(), n=3, cutoff=0.5)
         meant = f": did you mean {', '.join(near)}?" if near else "."
         raise InputError(
-            f"no experiment {name!r}{meant} `sinklab experiments` lists them; one of your own is given as a {FILE} file"
+            f"no experiment {name!r}{meant} `sinklab experiments` lists them; pass your own as a {FILE} file"
         )
     try:
         experiment = Experiment.model_validate(parse_yaml(file.read_text(encoding="utf-8")))
@@ -55,10 +55,10 @@ def load_experiment(name: str) -> Experiment:
 
 
 def _with_references(experiment: Experiment) -> Experiment:
-    """The experiment with the check of every claim that its references name.
+    """Resolve references: a claim with `same_as` gets the check of the claim referred to.
 
     Raises:
-        ValueError: there is no such claim, or it is a reference itself.
+        ValueError: if there is no such claim, or it is a reference itself.
     """
     if not any(claim.same_as for claim in experiment.claims):
         return experiment
@@ -83,7 +83,7 @@ def _looked_up(claim: Claim, experiment: Experiment) -> Claim:
 
 
 def _with_recipes_beside(experiment: Experiment, file: Path | Traversable) -> Experiment:
-    """The experiment with base recipes that are files beside its own by where these are."""
+    """Resolve base recipes that are files in the directory of the experiment's file."""
     if not isinstance(file, Path):
         return experiment
     found = {scale: file.parent / base for scale, base in experiment.base.items() if base.endswith(FILE)}
@@ -92,7 +92,7 @@ def _with_recipes_beside(experiment: Experiment, file: Path | Traversable) -> Ex
 
 
 def _shipped() -> dict[str, Traversable]:
-    """The files by the ids of their experiments, whatever folder they lie in."""
+    """The files of the shipped experiments by id."""
     top = resources.files("sinklab") / "experiments" / "shipped"
     folders = [path for path in top.iterdir() if path.is_dir()]
     files = [path for folder in folders for path in folder.iterdir() if path.name.endswith(FILE)]
@@ -101,11 +101,11 @@ def _shipped() -> dict[str, Traversable]:
 
 @dataclass(frozen=True)
 class ScaleCost:
-    """An experiment at one scale.
+    """Size and cost of an experiment at one scale.
 
     Attributes:
-        cells, claims: how many.
-        hours: of all its cells and seeds, one after the other on one core or one card.
+        cells, claims: number of cells and claims.
+        hours: total duration of all cells and seeds, sequentially on one core or one GPU.
         estimated: the source of the hours.
     """
 
@@ -120,10 +120,10 @@ class ListedExperiment:
     """An experiment in the list.
 
     Attributes:
-        cells, claims: how many, of all scales.
-        seeds: that its verdicts are meant to rest on; 0 if nothing is trained.
-        scales: those it has; none if it measures existing models.
-        cell_names, claim_texts: of these cells and claims.
+        cells, claims: number of cells and claims over all scales.
+        seeds: number of seeds intended for verdicts; 0 if nothing is trained.
+        scales: cost by scale; empty if the experiment measures existing models.
+        cell_names, claim_texts: names of the cells and texts of the claims.
     """
 
     id: str
@@ -138,22 +138,22 @@ class ListedExperiment:
     claim_texts: Sequence[str]
 
     def document(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The JSON document."""
         return asdict(self)
 
 
 def list_experiments(names: Sequence[str] = ()) -> list[ListedExperiment]:
-    """The experiments with these ids or files; by default all shipped ones, most informative first.
+    """List the experiments with these ids or files; by default all shipped ones, most informative first.
 
     Raises:
-        InputError: there is no such experiment, or the file is no valid one.
+        InputError: if there is no such experiment, or the file is invalid.
     """
     paces: dict[str, Pace] = {}
     return [_listed(one, paces) for one in [load_experiment(name) for name in names or experiment_ids()]]
 
 
 def jobs_here() -> int:
-    """How many runs this machine trains at a time, at the listed pace."""
+    """Number of runs that this machine trains at a time at the listed pace."""
     return cards_here() or cores_here()
 
 
@@ -173,7 +173,7 @@ def _listed(experiment: Experiment, paces: dict[str, Pace]) -> ListedExperiment:
 
 
 def _cost(experiment: Experiment, scale: Scale, paces: dict[str, Pace]) -> ScaleCost:
-    """Cells are weighted by their tokens: their models need about as many operations per token as the base."""
+    """Cells are weighted by tokens, as the FLOPs per token of all models are about those of the base."""
     values = base_values(experiment, scale)
     base = build_recipe(values, origin=experiment.base[scale])
     if experiment.base[scale] not in paces:

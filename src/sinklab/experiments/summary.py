@@ -1,4 +1,4 @@
-"""summary.json from the results of experiments: every cell over its seeds or draws, and a verdict on every claim."""
+"""Build summary.json from results: every cell over its seeds or draws, and a verdict on every claim."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import fmean, median
@@ -19,10 +19,10 @@ from sinklab.experiments.verdicts.judging import Trial, judge
 
 
 def at_scale(experiment: Experiment, scale: Scale, seeds: Collection[int] | None = None) -> Trial:
-    """A trained experiment at one scale.
+    """Describe a trained experiment at one scale.
 
     Args:
-        seeds: its own, which alone its table and verdicts use; all unless given.
+        seeds: seeds that table and verdicts use; default: all.
     """
     cells = list(experiment.cells_at(scale))
     published = {cell: experiment.published.numbers_of(cell) for cell in cells} if experiment.published else {}
@@ -46,12 +46,12 @@ def at_scale(experiment: Experiment, scale: Scale, seeds: Collection[int] | None
 
 
 def summarise(trials: Sequence[Trial], results: Mapping[str, CellResults], altered: bool = False) -> Summary:
-    """The experiments, their cells, and a verdict on each of their claims.
+    """Summarise experiments: their cells, and a verdict on each claim.
 
     Args:
-        trials: in the order in which they are shown.
-        results: by cell. A name is one recipe in all experiments; cells of no experiment are left out.
-        altered: the recipes were changed (--steps, --text), so that the results that come with sinklab do not apply.
+        trials: the trials, in the order in which they are shown.
+        results: results by cell; a name refers to the same recipe in all experiments, unused cells are omitted.
+        altered: whether the recipes were changed (--steps, --text), so that the shipped results do not apply.
     """
     scales = {trial.described.scale for trial in trials}
     alone = trials[0].experiment if len(trials) == 1 else None
@@ -71,7 +71,7 @@ def summarise(trials: Sequence[Trial], results: Mapping[str, CellResults], alter
 
 
 def _with_references(claims: Sequence[JudgedClaim]) -> list[JudgedClaim]:
-    """Claims that refer to another one have its verdict, if that is among them."""
+    """Copy to each reference the verdict of the claim it refers to, if that claim is included."""
     known = {f"{claim.experiment}.{claim.id}": claim for claim in claims if not claim.same_as}
     copied = {"verdict", "evidence", "seeds", "at_eps", "analysis", "stated", "finds", "elsewhere", "replicate"}
     return [
@@ -83,14 +83,14 @@ def _with_references(claims: Sequence[JudgedClaim]) -> list[JudgedClaim]:
 
 
 def _with_five_seeds(claim: JudgedClaim) -> JudgedClaim:
-    """A claim without a verdict has that of five seeds in the results that come with sinklab beside it."""
+    """Add to each claim without a verdict the shipped verdict of five seeds."""
     if claim.verdict != "no verdict" or claim.seeds >= FEWEST or claim.replicate != "seed":
         return claim
     return claim.model_copy(update={"elsewhere": verdict_of_five(claim)})
 
 
 def _cell_summary(of: CellResults, names: Sequence[str]) -> CellSummary:
-    """Medians over the finished seeds, and every seed of the named quantities."""
+    """Summarise a cell: medians over the finished seeds, and the named quantities by seed."""
     last = [run.last for run in of.numbers]
     return CellSummary(
         sink_rate=[_median(rates) for rates in zip(*(one.sink_rate for one in last), strict=False)],
@@ -106,6 +106,6 @@ def _cell_summary(of: CellResults, names: Sequence[str]) -> CellSummary:
 
 
 def _median(values: Iterable[float | None]) -> float | None:
-    """Of the known values, None if there are none."""
+    """Median of the known values; None if there are none."""
     known = [value for value in values if value is not None]
     return median(known) if known else None

@@ -1,4 +1,4 @@
-"""Hybrids: some layers have the gated delta rule, a linear attention, in the place of attention.
+"""Hybrids: some layers have the gated delta rule, a linear attention, instead of attention.
 
 Its layer (2412.06464, figure 1; the code is that of flash-linear-attention, fla/layers/gated_deltanet.py, and of
 transformers' Qwen3-Next, whose module gives the same numbers): q, k and v from one matrix and a short causal
@@ -55,13 +55,13 @@ class DeltaMixer(Part):
     every: int = Field(default=4, ge=1, description="layers for one with attention, counted from the last layer back")
     heads: int | None = Field(default=None, ge=1, description="of values in a linear layer; null: model.heads")
     key_heads: int | None = Field(
-        default=None, ge=1, description="of queries and keys, each for heads / key_heads values; null: heads"
+        default=None, ge=1, description="query and key heads, each shared by heads / key_heads value heads; null: heads"
     )
     key_width: int | None = Field(
-        default=None, ge=1, le=LARGEST, description="of a query and a key; null: model.width / model.heads"
+        default=None, ge=1, le=LARGEST, description="width of a query and a key; null: model.width / model.heads"
     )
-    value_width: int | None = Field(default=None, ge=1, le=LARGEST, description="of a value; null: as key_width")
-    conv: int = Field(default=4, ge=1, description="positions that the short convolution sees")
+    value_width: int | None = Field(default=None, ge=1, le=LARGEST, description="width of a value; null: key_width")
+    conv: int = Field(default=4, ge=1, description="kernel size of the short convolution, in positions")
 
     def has_attention(self, layer: int, layers: int) -> bool:
         """Whether layer `layer` of `layers`, from 1, has attention."""
@@ -129,11 +129,11 @@ class LinearAttention(nn.Module):
     def inputs(
         self, x_BLE: Tensor, recent_BCW: Tensor | None, padded_BL: Tensor | None = None
     ) -> tuple[RuleInputs, Tensor]:
-        """Arguments of the rule, and the channels that the convolution needs at later positions.
+        """Compute the arguments of the rule, and the channels that the convolution needs at later positions.
 
         Args:
-            recent_BCW: channels of the W - 1 positions before; None at the beginning, where they are 0.
-            padded_BL: bool, padding before the beginning: its channels are 0, and it writes nothing into the state.
+            recent_BCW: channels of the previous W - 1 positions; None at the beginning means zero.
+            padded_BL: bool, padding before the sequence: its channels are 0 and it does not change the state.
         """
         channels_BCL, before = self.qkv(x_BLE).transpose(1, 2), self.conv.kernel_size[0] - 1
         if padded_BL is not None:
@@ -163,7 +163,7 @@ class LinearAttention(nn.Module):
         return rates_BRL, size_H1[..., None] * F.softplus(step_BLHD.transpose(1, 2))
 
     def rule(self, inputs: RuleInputs, state_BHDV: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The output (B, H, L, V) of every position, and the state after the last."""
+        """Compute the output (B, H, L, V) of every position, and the state after the last one."""
         with torch.autocast(inputs.q_BHLD.device.type, enabled=False):
             return gated_delta(*inputs, state_BHDV)
 
@@ -190,6 +190,6 @@ def log_uniform_rate(rates: tuple[float, float], tensor: Tensor, stream: torch.G
 
 
 def step_of_log_uniform(tensor: Tensor, stream: torch.Generator) -> None:
-    """s before training: softplus(s) is drawn log-uniformly from STEPS."""
+    """Initial s: softplus(s) is drawn log-uniformly from STEPS."""
     low, high = (math.log(step) for step in STEPS)
     tensor.uniform_(low, high, generator=stream).exp_().expm1_().log_()

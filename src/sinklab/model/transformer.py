@@ -1,6 +1,6 @@
 """The one model: a LLaMA-style decoder in which every intervention is a value of the recipe.
 
-It is trained and measured as it is. Probes attach from outside: to the blocks for hidden states and to
+The same module is trained and measured. Probes attach from outside: to the blocks for hidden states and to
 `attention.core` for queries, keys and values.
 
 B batch, T tokens, L = leading + T positions, E width, D head width, V vocabulary.
@@ -38,17 +38,17 @@ class Transformer(nn.Module):
     """tokens_BT -> logits_BTV.
 
     Args:
-        config: the model part of a recipe, with `vocab_size` set.
-        seed: of the initial weights, which depend on nothing else.
+        config: model part of a recipe, with `vocab_size` set.
+        seed: random seed of the initial weights, which depend on nothing else.
 
     Attributes:
-        leading: learned tokens before the sequence: a sink token, or registers.
-        sink_token: their embeddings (1, leading, E); None without.
-        embedding_map, head_map: matrices behind the embeddings and before the head; the identity without.
-        layer_configs: of each layer; those without attention ignore most of it.
+        leading: number of learned tokens before the sequence (a sink token or registers).
+        sink_token: embeddings of the learned tokens (1, leading, E); None without them.
+        embedding_map, head_map: maps after the embeddings and before the head; the identity if not used.
+        layer_configs: config of each layer; layers without attention ignore most of it.
 
     Raises:
-        ValueError: `config.vocab_size` is not set.
+        ValueError: if `config.vocab_size` is not set.
     """
 
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:

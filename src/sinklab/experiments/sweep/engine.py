@@ -1,4 +1,4 @@
-"""Runs to be trained, the protocol of an engine that trains them, and the scheduler that hands them over.
+"""Planned runs, the protocol of the engines that train them, and the scheduler that submits them.
 
 The process that trains a run holds its lock, and writes its record before releasing the lock. The scheduler skips runs
 that another process holds and polls them until they have ended; if that process dies, the run is trained here.
@@ -29,15 +29,15 @@ HELD_POLL_S = 1.0
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run to be trained. It is pickled, also for other machines that share the file system.
+    """A run to be trained. It is pickled, for processes here or on machines that share the file system.
 
     Attributes:
-        name: for people; unique in the sweep.
-        recipe: resolved, as YAML.
-        directory: of the run.
-        hash: of the run; a worker whose own hash differs, because its text differs, refuses.
-        processes: number of processes that train it; by default one per card that it can use on the
-            worker's machine.
+        name: display name, unique in the sweep.
+        recipe: resolved recipe as YAML.
+        directory: run directory.
+        hash: hash of the run; a worker that computes another hash, because its text differs, refuses the run.
+        processes: number of training processes; default: one per GPU that the run can use on the worker's
+            machine.
     """
 
     name: str
@@ -47,7 +47,7 @@ class PlannedRun:
     processes: int | None = None
 
     def read_recipe(self) -> Recipe:
-        """The recipe as a value."""
+        """Parse the recipe."""
         return build_recipe(yaml.safe_load(self.recipe), origin=self.name)
 
 
@@ -56,12 +56,12 @@ class Event:
     """A report on the progress of a run.
 
     Attributes:
-        run: its name.
+        run: name of the run.
         kind: `ready` when the model is built, `step` after an update, `row` after an evaluation, and at the end one of
             `done`, `stopped` (on request; it continues when it is submitted again), `busy` (another process trains it)
             and `failed`.
-        step: updates done.
-        row: the evaluation, for `row`.
+        step: number of updates made.
+        row: the evaluation, if the kind is `row`.
         message: the reason of `failed`; the holder of the lock for `busy`.
     """
 
@@ -73,26 +73,26 @@ class Event:
 
     @property
     def is_last(self) -> bool:
-        """Whether the run has ended, for this engine."""
+        """Whether this is the engine's last event for the run."""
         return self.kind in ENDINGS
 
 
 class Engine(Protocol):
     """Trains runs, each with `worker.train_cell` in a process of its own.
 
-    All results are in the run directory, the record included; events are for display. One process, that of the
-    command, uses an engine, from its main thread.
+    All results, the record included, are in the run directory; events are for display. An engine is used from the
+    main thread of a single process, that of the command.
     """
 
     def room(self) -> int:
-        """How many runs it accepts now: free slots on this machine; unlimited for a cluster with a queue."""
+        """Number of runs accepted now: free slots on this machine; unlimited for a cluster with a queue."""
         ...
 
     def submit(self, runs: Sequence[PlannedRun]) -> None:
         """Start or queue at most `room` runs; returns immediately.
 
         Raises:
-            SinklabError: they cannot be submitted, such as to a cluster that does not answer.
+            SinklabError: if the runs cannot be submitted, for example because the cluster does not answer.
         """
         ...
 
@@ -105,7 +105,7 @@ class Engine(Protocol):
         ...
 
     def stop(self) -> None:
-        """Ask all runs to save and end; their last events follow. Runs that have not begun end as `stopped`."""
+        """Ask all runs to save and end, which emits their last events. Runs not yet started end as `stopped`."""
         ...
 
     def close(self) -> None:
@@ -114,10 +114,10 @@ class Engine(Protocol):
 
 
 class MetricsTail:
-    """Yields each evaluation of a run once, from its directory. Evaluations repeated after a resume are left out.
+    """Reads each evaluation of a run once, from its directory. Evaluations repeated after a resume are skipped.
 
     Args:
-        directory: of the run; it need not exist yet.
+        directory: run directory; it need not exist yet.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -142,8 +142,8 @@ def train_all(runs: Sequence[PlannedRun], engine: Engine, watch: Callable[[Event
     """Train all runs that are not done yet; returns the last event of each, done or failed.
 
     Args:
-        runs: in this order.
-        watch: called with every event, also of runs that other processes train.
+        runs: the runs, in the order of training.
+        watch: called with every event, including those of runs that other processes train.
 
     Raises:
         KeyboardInterrupt: Ctrl-C, after everything here has saved and stopped.
@@ -160,10 +160,10 @@ def train_all(runs: Sequence[PlannedRun], engine: Engine, watch: Callable[[Event
 
 
 class _Scheduler:
-    """The queue of runs, those submitted to the engine, and those that other processes hold.
+    """Tracks the queued runs, the submitted ones, and those that other processes hold.
 
     Args:
-        runs, engine, watch: as `train_all`.
+        runs, engine, watch: see `train_all`.
     """
 
     def __init__(self, runs: Sequence[PlannedRun], engine: Engine, watch: Callable[[Event], None]) -> None:
@@ -175,7 +175,7 @@ class _Scheduler:
         self._polled = 0.0
 
     def train(self, stop_requested: StopRequest) -> dict[str, Event] | None:
-        """The last event of every run; None if the sweep was stopped before."""
+        """Train all runs; returns the last event of each, or None if the sweep was stopped before."""
         self._report_recorded()
         stopping = False
         while self._waiting or self._submitted or self._held:
@@ -194,7 +194,7 @@ class _Scheduler:
         return any(event.kind == "stopped" for event in self._ended.values())
 
     def _report_recorded(self) -> None:
-        """Before anything is trained, so that the time left is estimated from the other runs alone."""
+        """Report the recorded runs first, so that the time left is estimated from the other runs only."""
         found = [(run, _recorded_end(run)) for run in self._waiting]
         self._waiting = deque(run for run, ended in found if ended is None)
         for _, ended in found:

@@ -1,13 +1,13 @@
 """Packed runs: recipes, records, environments and metrics of a sweep, a few files per experiment, without weights.
 
 EXPERIMENT/recipes.yaml           the resolved recipe of every run, a YAML document each
-EXPERIMENT/runs.jsonl             a line per run: its end (record.json) and its environment (env.json)
+EXPERIMENT/runs.jsonl             a line per run: record.json and env.json
 EXPERIMENT/metrics.jsonl.gz       a line per evaluation, with the name of its run
 EXPERIMENT/assessments.jsonl.gz   a line per assessed run
 checksums.txt                     SHA-256 of every file, as `sha256sum -c` reads it
 
-A run is stored with the first experiment that has it. `unpack` restores the run directories byte for byte; `reproduce`
-counts them as finished runs.
+A run is stored with the first experiment that uses it. `unpack` restores the run directories byte for byte;
+`reproduce` treats them as finished runs.
 """
 
 import gzip
@@ -38,12 +38,12 @@ _DOCUMENT = re.compile(rf"^{re.escape(_HEAD)}(.+)\n", re.MULTILINE)
 
 @dataclass(frozen=True)
 class PackedRun:
-    """The packed part of a run.
+    """The packed files of a run.
 
     Attributes:
-        directory: relative to that of the sweep.
-        recipe, metrics: the text of recipe.yaml and metrics.jsonl.
-        record, environment, assessment: record.json, env.json without paths of the machine, assessment.json.
+        directory: run directory, relative to the directory of the sweep.
+        recipe, metrics: contents of recipe.yaml and metrics.jsonl.
+        record, environment, assessment: contents of record.json, env.json (without local paths) and assessment.json.
     """
 
     directory: str
@@ -60,7 +60,7 @@ def is_packed(top: Path) -> bool:
 
 
 def write_packed(folder: Path, runs: Iterable[PackedRun]) -> None:
-    """Write the runs of one experiment. The same runs give the same bytes.
+    """Write the runs of one experiment. The output is deterministic.
 
     Raises:
         SinklabError: a file cannot be written.
@@ -77,10 +77,10 @@ def write_packed(folder: Path, runs: Iterable[PackedRun]) -> None:
 
 
 def read_packed(folder: Path) -> list[PackedRun]:
-    """The runs of one experiment.
+    """Read the runs of one experiment.
 
     Raises:
-        InputError: a file is damaged.
+        InputError: if a file is damaged.
     """
     try:
         pieces = _DOCUMENT.split((folder / RECIPES).read_text(encoding="utf-8"))
@@ -106,18 +106,18 @@ def read_packed(folder: Path) -> list[PackedRun]:
 
 
 def unpack(top: Path, into: Path) -> list[Path]:
-    """Restore the run directory of every packed run; existing directories are left unchanged.
+    """Restore the directory of every packed run; existing directories are not modified.
 
     Args:
         top: folder of a packed sweep.
-        into: parent of the run directories, which have their names in the sweep.
+        into: parent of the run directories, which keep their relative paths.
 
     Returns:
-        The new run directories.
+        The run directories created.
 
     Raises:
-        InputError: there are no packed runs, or a file is damaged.
-        SinklabError: a file cannot be written.
+        InputError: if there are no packed runs, or a file is damaged.
+        SinklabError: if a file cannot be written.
     """
     if not is_packed(top):
         raise InputError(f"{top} holds no packed runs: expected folders with {RUNS}, as report --pack writes them")
@@ -126,7 +126,7 @@ def unpack(top: Path, into: Path) -> list[Path]:
         for run in read_packed(folder):
             directory = into / run.directory
             if not directory.resolve().is_relative_to(into.resolve()):
-                raise InputError(f"{folder / RUNS} names a run {run.directory}, which is not below the sweep")
+                raise InputError(f"{folder / RUNS} names a run {run.directory}, which is outside the sweep")
             if not directory.exists():
                 _write_run(directory, run)
                 made.append(directory)
@@ -134,14 +134,13 @@ def unpack(top: Path, into: Path) -> list[Path]:
 
 
 def take_up(top: Path, out: Path) -> list[Path]:
-    """Unpack a packed sweep, with its manifests, into the directory of a sweep; existing files are left unchanged.
+    """Unpack a packed sweep, with its manifests, into the directory of a sweep; existing files are not modified.
 
     Returns:
-        The new run directories.
+        The run directories created.
 
     Raises:
-        InputError: as `unpack`.
-        SinklabError: likewise.
+        InputError, SinklabError: see `unpack`.
     """
     made = unpack(top, out)
     for path in sorted((top / MANIFESTS).glob("*.json")):
@@ -151,7 +150,7 @@ def take_up(top: Path, out: Path) -> list[Path]:
 
 
 def _write_run(directory: Path, run: PackedRun) -> None:
-    """env.json is written last: a directory without it is no run yet."""
+    """Write the files of a run; env.json last, as a directory without it is not a run."""
     write_text(directory / RECIPE, run.recipe)
     write_text(directory / METRICS, run.metrics)
     for name, document in ((ASSESSMENT, run.assessment), (RECORD, run.record), (ENVIRONMENT, run.environment)):
@@ -160,21 +159,21 @@ def _write_run(directory: Path, run: PackedRun) -> None:
 
 
 def environment_to_pack(found: Mapping[str, Any]) -> dict[str, Any]:
-    """env.json without paths of the machine."""
+    """Content of env.json without local paths."""
     return {key: value for key, value in found.items() if key not in OF_THE_MACHINE}
 
 
 def write_checksums(top: Path) -> None:
-    """SHA-256 of every file of a packed sweep."""
+    """Write the SHA-256 of every file of a packed sweep."""
     files = sorted(path for path in top.rglob("*") if path.is_file() and path != top / CHECKSUMS)
     write_text(top / CHECKSUMS, "".join(f"{sha256_of(path)}  {path.relative_to(top).as_posix()}\n" for path in files))
 
 
 def read_checksums(top: Path) -> dict[str, str]:
-    """SHA-256 by file at the time of packing.
+    """Read the SHA-256 of every file at the time of packing.
 
     Raises:
-        InputError: the list is missing or damaged.
+        InputError: if the list is missing or damaged.
     """
     try:
         lines = (top / CHECKSUMS).read_text(encoding="utf-8").splitlines()

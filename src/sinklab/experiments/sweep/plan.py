@@ -1,4 +1,4 @@
-"""From experiments to runs: a recipe per cell and seed, its hash together with its data, and the order of training."""
+"""Plan a sweep: a recipe per cell and seed, hashed with its data, and the order of training."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,8 +23,8 @@ class Question:
     """A request for the runs of an experiment.
 
     Attributes:
-        scale: of its cells.
-        seeds: number of seeds of each cell, from the experiment's first on.
+        scale: scale of the cells.
+        seeds: number of seeds per cell, counted from the experiment's first seed.
     """
 
     experiment: Experiment
@@ -33,18 +33,18 @@ class Question:
 
     @property
     def own_seeds(self) -> range:
-        """The seeds of its runs."""
+        """The seeds of the runs."""
         return self.experiment.own_seeds(self.seeds)
 
 
 @dataclass(frozen=True)
 class SweepCell:
-    """A cell of one experiment or several.
+    """A cell used by one or several experiments.
 
     Attributes:
-        recipe: of seed 0.
+        recipe: recipe with seed 0.
         change: dotted keys of the recipe and their values, where they differ from the base.
-        seeds: of all experiments that have it.
+        seeds: union of the seeds of all experiments that use the cell.
         may_diverge: whether divergence is a result rather than a failure.
     """
 
@@ -55,17 +55,17 @@ class SweepCell:
     may_diverge: bool
 
     def of_seed(self, seed: int) -> Recipe:
-        """Its recipe with another seed."""
+        """The recipe with another seed."""
         return self.recipe.model_copy(update={"seed": seed})
 
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """Every cell of some experiments once, and the order of training.
+    """The distinct cells of several experiments, and the order of training.
 
     Attributes:
-        cells: by name.
-        order: names of cells with seeds: by the rank of the experiment, and within one by seed.
+        cells: cells by name.
+        order: (cell name, seed) pairs, sorted by rank of the experiment, then by seed.
     """
 
     cells: Mapping[str, SweepCell]
@@ -74,11 +74,11 @@ class SweepPlan:
 
 @dataclass(frozen=True)
 class PlannedSweep:
-    """A plan whose data is prepared.
+    """A plan with prepared data.
 
     Attributes:
-        runs: in the order of training; cells with the same recipe share a run.
-        hashes: of the run of every cell and seed.
+        runs: runs in the order of training; cells with the same recipe share a run.
+        hashes: hash of the run by cell and seed.
     """
 
     plan: SweepPlan
@@ -87,10 +87,10 @@ class PlannedSweep:
 
 
 def scale_of(experiment: Experiment, scale: str) -> Scale:
-    """The scale of that name.
+    """Look up a scale of the experiment by name.
 
     Raises:
-        InputError: the experiment lacks it; the message lists its scales.
+        InputError: if the experiment lacks the scale; the message lists its scales.
     """
     for known in experiment.base:
         if known == scale:
@@ -99,15 +99,15 @@ def scale_of(experiment: Experiment, scale: str) -> Scale:
 
 
 def plan_sweep(questions: Sequence[Question], overlay: Mapping[str, Any]) -> SweepPlan:
-    """The cells and their order; needs no data.
+    """Plan the cells and their order; needs no data.
 
     Args:
-        questions: of one scale.
-        overlay: laid over every recipe.
+        questions: requests, all at the same scale.
+        overlay: overlay on every recipe.
 
     Raises:
-        InputError: an experiment lacks the scale, an overlay makes an invalid recipe (the message names the field), or
-            two experiments mean different recipes by the name of a cell.
+        InputError: if an experiment lacks the scale, an overlay yields an invalid recipe (the message names the field),
+            or two experiments have cells of the same name with different recipes.
     """
     cells: dict[str, SweepCell] = {}
     order: dict[tuple[str, int], None] = {}
@@ -130,7 +130,7 @@ def plan_sweep(questions: Sequence[Question], overlay: Mapping[str, Any]) -> Swe
 
 
 def cells_of(question: Question, overlay: Mapping[str, Any]) -> dict[str, SweepCell]:
-    """The cells of one experiment; raises as `plan_sweep`, and if a checkpoint to start from does not fit."""
+    """The cells of one experiment; raises as `plan_sweep`, and if the initial checkpoint does not match the model."""
     experiment, scale = question.experiment, question.scale
     scale_of(experiment, scale)
     checks = [check for claim in experiment.claims_at(scale) if claim.check for check in parts_of(claim.check)]
@@ -147,25 +147,25 @@ def cells_of(question: Question, overlay: Mapping[str, Any]) -> dict[str, SweepC
 
 
 def base_values(experiment: Experiment, scale: Scale) -> Mapping[str, Any]:
-    """The values of an experiment's base recipe.
+    """Read the values of an experiment's base recipe.
 
     Raises:
-        InputError: there is no such recipe, or it is not YAML.
+        InputError: if there is no such recipe, or it is not YAML.
     """
     name = experiment.base[scale]
     try:
         values = parse_yaml(recipe_text(name))
     except ValueError as error:
-        raise InputError(f"{name}, the base of {experiment.id}, is no recipe: {error}") from error
+        raise InputError(f"{name}, the base of {experiment.id}, is not a valid recipe: {error}") from error
     if not isinstance(values, dict):
         raise InputError(f"{name}, the base of {experiment.id}, must hold a mapping of recipe keys")
     return values
 
 
 def change_of(recipe: Recipe, base: Recipe, overlays: Sequence[Mapping[str, Any]]) -> dict[str, object]:
-    """Dotted keys of a recipe that overlays have changed from the base, and their values.
+    """List the dotted keys of a recipe that overlays have changed from the base, and their values.
 
-    A choice that is given by its bare name is listed as such; the defaults of a chosen kind are not listed.
+    A choice written as a bare name is listed by that name; default values of the chosen kind are omitted.
     """
     before, after = (leaves(one.model_dump(mode="json")) for one in (base, recipe))
     said = {key for overlay in overlays for key in leaves(overlay)}
@@ -180,15 +180,15 @@ def change_of(recipe: Recipe, base: Recipe, overlays: Sequence[Mapping[str, Any]
 def place_sweep(
     plan: SweepPlan, data: Mapping[str, TokenDataset], out: Path, found: Mapping[str, Path]
 ) -> PlannedSweep:
-    """Runs with their hashes and directories.
+    """Assign hashes and directories to the runs of a plan.
 
     Args:
-        data: of every recipe, by `data_key`.
-        out: of the sweep.
+        data: prepared data by `data_key`.
+        out: directory of the sweep.
         found: directories of existing runs, by hash.
 
     Raises:
-        InputError: a model's vocabulary is smaller than the tokenizer's.
+        InputError: if a model's vocabulary is smaller than the tokenizer's.
     """
     runs: dict[str, PlannedRun] = {}
     hashes: dict[tuple[str, int], str] = {}

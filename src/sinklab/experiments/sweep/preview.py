@@ -1,8 +1,8 @@
-"""The cost of a sweep before it is trained: which runs are done, and how many hours the others need. Writes nothing.
+"""Preview of a sweep: which runs are done, and how many hours the others need. Writes nothing.
 
-The pace comes from finished runs, from some timed updates, or from the speed of matrix products. The cost of a run is
-counted in operations (`train/flops.py`): three forward passes per sequence of an update, one per sequence
-whose loss is evaluated, and two per sequence whose sinks are measured, too.
+The pace is estimated from finished runs, from timed updates, or from the speed of matrix products. The cost of a run is
+counted in FLOPs (`train/flops.py`): three forward passes per training sequence, one per sequence whose loss is
+evaluated, and two per sequence whose sinks are measured as well.
 """
 
 import time
@@ -46,33 +46,33 @@ class Pace:
     """The speed of a run.
 
     Attributes:
-        operations_per_second: of one run.
-        source: of the estimate (SOURCES).
+        operations_per_second: FLOP/s of one run.
+        source: source of the estimate (SOURCES).
     """
 
     operations_per_second: float
     source: Literal["runs", "updates", "products"]
 
     def seconds(self, recipe: Recipe) -> float:
-        """The duration of one run of a recipe."""
+        """The duration of one run of a recipe, seconds."""
         return operations(recipe) / self.operations_per_second
 
     @property
     def said(self) -> str:
-        """The source, for people."""
+        """The source in words."""
         return SOURCES[self.source]
 
 
 @dataclass(frozen=True)
 class CellPreview:
-    """A cell before it is trained.
+    """Preview of a cell.
 
     Attributes:
         change: dotted keys of the recipe and their values, where they differ from the base.
-        seeds: requested.
-        done: of these.
-        hours: of one run, on one share of the machine; None on another machine before a run has finished there.
-        same_as: an earlier cell with the same runs, "" if there is none.
+        seeds: number of seeds requested.
+        done: number of these that are done.
+        hours: duration of one run on one share of the machine; None for a cluster without finished runs.
+        same_as: an earlier cell with the same runs; "" if there is none.
     """
 
     name: str
@@ -85,15 +85,15 @@ class CellPreview:
 
 @dataclass(frozen=True)
 class Preview:
-    """A sweep before it is trained.
+    """Preview of a sweep.
 
     Attributes:
-        runs: distinct runs.
-        missing: of these.
-        engine: that trains them.
-        jobs: at a time; None if the engine's cluster decides.
-        hours: until the missing ones are done, `jobs` at a time; None if unknown.
-        estimated: the source of the hours; "" without hours.
+        runs: number of distinct runs.
+        missing: number of these that are not done.
+        engine: engine that trains them.
+        jobs: number of concurrent runs; None if the cluster decides.
+        hours: time until the missing runs are done, with `jobs` concurrent runs; None if unknown.
+        estimated: source of the hours; "" without hours.
     """
 
     cells: Sequence[CellPreview]
@@ -105,19 +105,19 @@ class Preview:
     estimated: str
 
     def document(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The JSON document."""
         return asdict(self)
 
 
 def preview(
     plan: SweepPlan, out: Path, found: Mapping[str, Path], engine: str, pace: Pace | None, jobs: int | None
 ) -> Preview:
-    """Which runs are done, and the hours of the others. Runs whose data is not prepared cannot have begun.
+    """Find which runs are done, and estimate the hours of the others. Runs without prepared data cannot have started.
 
     Args:
         found: directories of existing runs, by hash.
-        pace: of a run where it is trained; None if unknown.
-        jobs: at a time; None if unknown.
+        pace: pace of a run on the engine; None if unknown.
+        jobs: number of concurrent runs; None if unknown.
     """
     data = _prepared_data(plan)
     known = {name: cell for name, cell in plan.cells.items() if data_key(cell.recipe) in data}
@@ -158,10 +158,10 @@ def _prepared_data(plan: SweepPlan) -> dict[str, TokenDataset]:
 
 
 def operations(recipe: Recipe, like: Recipe | None = None) -> float:
-    """Operations of a whole run: its updates, evaluations and measurements.
+    """FLOPs of a whole run: updates, evaluations and measurements.
 
     Args:
-        like: a recipe whose model needs as many operations per token, so that they are counted once for both.
+        like: a recipe whose model has the same FLOPs per token, used to avoid counting them again.
     """
     train, metric = recipe.train, recipe.metric
     of_sequence = (
@@ -174,11 +174,11 @@ def operations(recipe: Recipe, like: Recipe | None = None) -> float:
 
 
 def pace_here(base: Recipe, threads: int, finished: Iterable[Path] = ()) -> Pace:
-    """The pace of runs like a base recipe, on one share of this machine.
+    """Estimate the pace of runs like a base recipe, on one share of this machine.
 
     Args:
-        threads: of PyTorch on a CPU.
-        finished: run directories; those that have finished are the best estimate.
+        threads: number of PyTorch threads on a CPU.
+        finished: run directories; finished runs give the best estimate.
     """
     if found := pace_of_runs(finished):
         return found
@@ -191,7 +191,7 @@ def pace_here(base: Recipe, threads: int, finished: Iterable[Path] = ()) -> Pace
 
 
 def pace_of_runs(directories: Iterable[Path]) -> Pace | None:
-    """The pace of the finished runs among some run directories, on any machine; None if there are none."""
+    """The pace of the finished runs among the run directories, on any machine; None if there are none."""
     found = []
     for directory in directories:
         try:
@@ -220,7 +220,7 @@ def _sized(recipe: Recipe) -> ModelConfig:
 
 
 def _of_sequence(recipe: Recipe) -> int:
-    """Operations of one training sequence."""
+    """FLOPs of one training sequence."""
     return _of_model(_sized(recipe).model_dump_json())
 
 
@@ -230,13 +230,13 @@ def _of_model(config: str) -> int:
 
 
 def _speed_of_products(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second of square matrix products."""
+    """FLOP/s of square matrix products."""
     square = torch.randn(MATRIX, MATRIX, device=device).to(dtype)
     return 2 * MATRIX**3 / _seconds_each(lambda: square @ square, MATRICES_S, device)
 
 
 def _seconds_of_update(base: Recipe, device: torch.device, bf16: bool) -> float:
-    """Seconds of forward pass, backward pass and optimiser step on random tokens."""
+    """Duration of forward pass, backward pass and optimiser step on random tokens, seconds."""
     config, train = _sized(base), base.train
     model = Transformer(config, base.seed).to(device)
     optimizer = build_optimizer(model, base.optim)
@@ -257,7 +257,7 @@ def _seconds_of_update(base: Recipe, device: torch.device, bf16: bool) -> float:
 
 
 def _seconds_each(work: Callable[[], object], limit: float, device: torch.device) -> float:
-    """Median seconds of a call, repeated until `limit` seconds have passed, at least once after a warm-up call."""
+    """Median duration of a call in seconds, repeated for `limit` seconds, at least once after a warm-up call."""
     work()
     taken: list[float] = []
     while sum(taken) < limit or not taken:

@@ -1,7 +1,6 @@
 """The directory of a sweep: its manifests (asked/ID.json), its runs by hash, and their results.
 
-A manifest says which experiment the summary is about, and which runs are its own; runs may lie anywhere below the
-directory.
+A manifest records the experiment of a summary and the hashes of its runs; runs may be anywhere below the directory.
 """
 
 import os
@@ -42,7 +41,7 @@ class ManifestCell(ReadDocument):
 
     Attributes:
         change: dotted keys of the recipe and their values, where they differ from the base.
-        hashes: of its runs, by seed.
+        hashes: hash of the run by seed.
     """
 
     change: dict[str, object] = Field(default_factory=dict)
@@ -53,10 +52,10 @@ class SweepManifest(ReadDocument):
     """asked/ID.json: an experiment that was requested, and its runs.
 
     Attributes:
-        experiment: its definition at the time.
-        scale: at which it was requested.
-        overlay: laid over every recipe (--steps, --text).
-        cells: by name.
+        experiment: definition of the experiment at the time.
+        scale: requested scale.
+        overlay: overlay on every recipe (--steps, --text).
+        cells: cells by name.
     """
 
     model_config = ConfigDict(populate_by_name=True)
@@ -68,12 +67,12 @@ class SweepManifest(ReadDocument):
     cells: dict[str, ManifestCell] = Field(default_factory=dict)
 
     def shares_summary_with(self, other: "SweepManifest") -> bool:
-        """Whether both belong in one summary: same scale, same overlay."""
+        """Whether both belong in one summary, having the same scale and overlay."""
         return self.scale == other.scale and self.overlay == other.overlay
 
     @property
     def seeds(self) -> list[int]:
-        """Seeds of its runs."""
+        """Seeds of the runs."""
         return sorted({seed for _, seed, _ in self.runs()})
 
     def runs(self) -> Iterator[tuple[str, int, str]]:
@@ -91,7 +90,7 @@ class SweepManifest(ReadDocument):
 
 
 def manifest_of(question: Question, sweep: PlannedSweep, overlay: Mapping[str, Any]) -> SweepManifest:
-    """The manifest of one experiment of a sweep."""
+    """Build the manifest of one experiment of a sweep."""
     names = question.experiment.cells_at(question.scale)
     cells = {
         name: ManifestCell(
@@ -104,10 +103,10 @@ def manifest_of(question: Question, sweep: PlannedSweep, overlay: Mapping[str, A
 
 
 def read_manifests(out: Path) -> dict[str, SweepManifest]:
-    """The manifests in the directory of a sweep, by the ids of their experiments.
+    """Read the manifests in the directory of a sweep, by experiment id.
 
     Raises:
-        InputError: a file is damaged, or of another schema version.
+        InputError: if a file is damaged, or of another schema version.
     """
     found: dict[str, SweepManifest] = {}
     for path in sorted((out / MANIFESTS).glob("*.json")):
@@ -124,10 +123,10 @@ def read_manifests(out: Path) -> dict[str, SweepManifest]:
 
 
 def merged_manifests(before: Mapping[str, SweepManifest], now: Mapping[str, SweepManifest]) -> dict[str, SweepManifest]:
-    """The manifests of one summary: those requested now, with seeds and experiments requested before.
+    """Merge the manifests requested now with the seeds and experiments requested before.
 
     Raises:
-        InputError: for the same cell and seed, an earlier manifest has a different run.
+        InputError: if an earlier manifest has a different run for the same cell and seed.
     """
     first = next(iter(now.values()))
     kept = {name: one for name, one in before.items() if one.shares_summary_with(first)}
@@ -138,7 +137,7 @@ def merged_manifests(before: Mapping[str, SweepManifest], now: Mapping[str, Swee
             mine = known.get((name, seed), (run_hash, ""))
             if mine[0] != run_hash:
                 raise InputError(
-                    f"cell {name} of {mine[1]} has another recipe than in {one.experiment.id}, which was run here "
+                    f"cell {name} of {mine[1]} has a different recipe than in {one.experiment.id}, which was run here "
                     f"before: choose another --out, or remove {MANIFESTS}/{one.experiment.id}.json there"
                 )
     merged |= {name: _with_earlier_seeds(one, kept.get(name)) for name, one in now.items()}
@@ -159,10 +158,10 @@ def _with_earlier_seeds(now: SweepManifest, before: SweepManifest | None) -> Swe
 
 
 def found_runs(out: Path) -> dict[str, Path]:
-    """The run directories in and below a folder, by hash; of several with one hash, the most advanced.
+    """Find the run directories in and below a folder, by hash; of several with the same hash, the most advanced.
 
     Raises:
-        SinklabError: an env.json is damaged.
+        SinklabError: if an env.json is damaged.
     """
     found: dict[str, Path] = {}
     for directory in _run_directories(out):
@@ -187,10 +186,10 @@ def _progress(directory: Path) -> tuple[bool, bool, int]:
 
 
 def results_of(manifests: Mapping[str, SweepManifest], out: Path) -> dict[str, CellResults]:
-    """The results of all cells, by name.
+    """Read the results of all cells, by name.
 
     Raises:
-        InputError: a file of a run is damaged.
+        InputError: if a file of a run is damaged.
     """
     found = found_runs(out)
     wanted = tuple(dict.fromkeys([*NUMBERS, *(name for one in manifests.values() for name in _quantities(one))]))
@@ -211,10 +210,10 @@ def results_of(manifests: Mapping[str, SweepManifest], out: Path) -> dict[str, C
 
 
 def summary_of(manifests: Mapping[str, SweepManifest], out: Path) -> Summary:
-    """The summary of these experiments by the runs below a directory.
+    """Summarise these experiments from the runs below a directory.
 
     Raises:
-        InputError: a file of a run is damaged.
+        InputError: if a file of a run is damaged.
     """
     trials = [at_scale(one.experiment, one.scale, one.seeds) for one in manifests.values()]
     altered = any(one.overlay for one in manifests.values())
@@ -255,11 +254,11 @@ def _read(
 
 @dataclass(frozen=True)
 class Unassessed:
-    """A finished run with parts of `assess` that its experiments ask for and that are missing.
+    """A finished run that lacks parts of `assess` requested by its experiments.
 
     Attributes:
-        name: its cell, and the seed.
-        parts: all that its experiments ask for.
+        name: cell and seed.
+        parts: all parts that its experiments request.
     """
 
     name: str
@@ -268,10 +267,10 @@ class Unassessed:
 
 
 def unassessed(manifests: Iterable[SweepManifest], out: Path) -> list[Unassessed]:
-    """The finished runs of some experiments that are still to be assessed.
+    """Find the finished runs of these experiments that still have to be assessed.
 
     Raises:
-        InputError: a record or an assessment is damaged.
+        InputError: if a record or an assessment is damaged.
     """
     found, wanted, names = found_runs(out), dict[str, dict[str, None]](), dict[str, str]()
     for one in manifests:

@@ -1,7 +1,7 @@
-"""One run on several cards of a machine: starts the processes with torchrun and waits for them.
+"""Train one run on several GPUs of a machine: start the processes with torchrun and wait for them.
 
-Launcher and processes (`worker.main`) share a temporary folder: the pickled run, a file `stop` once they are to save
-and end, and the last event. Progress is read from the run directory.
+Launcher and processes (`worker.main`) share a temporary folder: the pickled run, a file `stop` that asks the
+processes to save and end, and the last event. Progress is read from the run directory.
 """
 
 import os
@@ -27,7 +27,7 @@ PRINTED_TAIL = 2000  # characters
 
 
 def cards_for(recipe: Recipe) -> int:
-    """How many processes train the recipe here: one on a CPU, else the most cards that divide its batch evenly."""
+    """Number of training processes here: one on a CPU, else the most GPUs that divide the batch evenly."""
     if recipe.train.device not in ("auto", "cuda") or not torch.cuda.is_available():
         return 1
     cards = torch.cuda.device_count()
@@ -40,7 +40,7 @@ def train_with_torchrun(
     """Train a run with several processes; returns its last event.
 
     Raises:
-        LostProcessError: they ended without one.
+        LostProcessError: if the processes ended without one.
     """
     with tempfile.TemporaryDirectory(prefix="sinklab-") as name:
         folder = Path(name)
@@ -68,6 +68,6 @@ def train_with_torchrun(
             return Event(**parse_json((folder / ENDED).read_text(encoding="utf-8")))
         output = (folder / PRINTED).read_text(encoding="utf-8", errors="replace").strip()
         raise LostProcessError(
-            f"torchrun ended with status {process.returncode}; the run continues when it is started again:"
+            f"torchrun ended with status {process.returncode}; start the run again to resume it:"
             f"\n{output[-PRINTED_TAIL:]}"
         )

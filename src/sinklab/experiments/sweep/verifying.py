@@ -1,5 +1,4 @@
-"""Verification of a packed sweep: its files, the hashes of its runs, the dates of its claims, its verdicts, and some of
-its runs, which are trained again."""
+"""Verify a packed sweep: files, run hashes, dates of claims, verdicts, and some runs, which are retrained."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,9 +38,9 @@ class Verified:
     """The outcome of one check.
 
     Attributes:
-        name: of the check.
+        name: name of the check.
         checked: number of items.
-        problems: a sentence each.
+        problems: the problems found, a sentence each.
         notes: limitations of the check.
     """
 
@@ -58,16 +57,16 @@ def verify_packed(
     say: Callable[[str], None] = lambda text: None,
     watch: Callable[[Event], None] = lambda event: None,
 ) -> list[Verified]:
-    """Check every file, recipe and verdict of a packed sweep, and train some of its runs again.
+    """Check every file, recipe and verdict of a packed sweep, and retrain some of its runs.
 
     Args:
-        retrain: number of runs, drawn at random from those that are done.
-        seed: of that draw.
+        retrain: number of finished runs, drawn at random, to retrain.
+        seed: random seed of that draw.
         say: called with a line per stage.
-        watch: called with the events of runs that are trained again.
+        watch: called with the events of the retrained runs.
 
     Raises:
-        InputError: the folder holds no packed sweep, or a file of it cannot be read.
+        InputError: if the folder contains no packed sweep, or a file cannot be read.
     """
     checks = [_check_files(top)]
     with TemporaryDirectory(prefix="sinklab-") as folder:
@@ -99,7 +98,7 @@ def _check_files(top: Path) -> Verified:
 
 
 def _check_runs(runs: dict[str, Path]) -> Verified:
-    """The hash of every recipe, and the checksums that its record has of recipe and metrics."""
+    """Check the hash of every recipe, and the recorded checksums of recipe and metrics."""
     check = Verified("recipes and metrics of runs", len(runs))
     for run_hash, directory in sorted(runs.items(), key=lambda item: item[1].name):
         record = read_record(directory)
@@ -116,7 +115,7 @@ def _check_runs(runs: dict[str, Path]) -> Verified:
 
 
 def _check_verdicts(top: Path, files: Path) -> Verified:
-    """Every cell and claim of summary.json, from the metrics and the manifests in asked/."""
+    """Recompute every cell and claim of summary.json from the metrics and the manifests in asked/."""
     now = summary_of(read_manifests(top), files)
     before = Summary.model_validate(parse_json((top / SUMMARY).read_text(encoding="utf-8")))
     check = Verified("verdicts judged anew", len(before.claims))
@@ -157,7 +156,7 @@ def _retrained(
 
 
 def _train_again(directory: Path, again: Path, watch: Callable[[Event], None]) -> tuple[list[str], str]:
-    """The differences of a run trained again, and the closeness of the comparison."""
+    """Retrain a run; returns the differences, and how exact the comparison is."""
     recipe, before = load_recipe(str(directory / "recipe.yaml")), read_environment(directory)
     dataset = prepared(recipe.data)
     record = read_record(directory)
@@ -165,7 +164,7 @@ def _train_again(directory: Path, again: Path, watch: Callable[[Event], None]) -
     if recipe.content_hash(dataset.fingerprint) != record.hash:
         raise InputError(
             f"its text, {recipe.data.source}, differs on this machine (trained with Python {before.get('python')}): "
-            "it cannot be trained again here"
+            "the run cannot be trained again here"
         )
     threads = torch.get_num_threads()
     torch.set_num_threads(before.get("threads") or threads)
@@ -214,13 +213,13 @@ def _too_far_apart(old: Sequence[Evaluation], new: Sequence[Evaluation]) -> Iter
 
 
 def check_dates(manifests: Iterable[SweepManifest], runs: Mapping[str, Path]) -> Verified:
-    """Every claim against the days on which the runs that judge it began; a claim of the same day precedes them.
+    """Check that every claim precedes the runs that judge it; a claim stated on the day a run began precedes it.
 
-    A confirmatory claim that is later than one of its runs is a problem, an exploratory one a note. References, claims
-    without a day and runs without a begin are not checked.
+    A confirmatory claim later than one of its runs is a problem, an exploratory one a note. References, claims without
+    a date and runs without a start time are not checked.
 
     Args:
-        runs: directories by hash.
+        runs: run directories by hash.
     """
     begun = {run: str(day)[:10] for run, folder in runs.items() if (day := read_environment(folder).get(BEGUN))}
     check = Verified("claims stated before their runs")

@@ -1,4 +1,4 @@
-"""Trains one run to its end and writes its record.json: what every engine runs, and each process of torchrun.
+"""Train one run to the end and write record.json; called by every engine and by each torchrun process.
 
 The process that trains a run holds its lock and writes the record before releasing it, so that of any number of
 processes, on any machines, exactly one trains a run.
@@ -48,17 +48,17 @@ def train_cell(
     should_stop: Callable[[], bool],
     world: World = ALONE,
 ) -> Event:
-    """Train a run, resuming from its checkpoints, and record how it ended; of a recorded run only the record is read.
+    """Train a run, resuming from its checkpoints, and record how it ended; if a record exists, only read it.
 
     Args:
-        threads: of PyTorch on a CPU; unchanged unless given.
+        threads: number of PyTorch threads on a CPU; default: unchanged.
         watch: called when the model is built, after every update and every evaluation; not with the last event, which
             is returned.
-        should_stop: asked before every update; True saves and ends. Once True it stays so.
+        should_stop: called before every update; True saves and ends. Once True, it must stay True.
         world: the processes that train it together, each of which calls this.
 
     Returns:
-        The last event: done, failed, stopped or busy. Errors are failures with a message, never raised.
+        The last event: done, failed, stopped or busy. Errors are returned as `failed` with a message, never raised.
     """
     keep_freed_memory()
     if threads is not None:
@@ -96,7 +96,7 @@ def _recorded_without_checkpoint(planned: PlannedRun) -> bool:
     """Record a finished run whose checkpoints are gone, so that it is not trained again for its record alone.
 
     Returns:
-        Whether it is such a run.
+        Whether the run was recorded.
     """
     directory = planned.directory
     if not (directory / "measurement.json").is_file() or steps_saved(directory / "checkpoints"):
@@ -111,7 +111,7 @@ def _recorded_without_checkpoint(planned: PlannedRun) -> bool:
 
 
 def _opened(planned: PlannedRun, recipe: Recipe, world: World) -> Run:
-    """The opened run, after checking that it matches the plan."""
+    """Open the run and check that it matches the plan."""
     dataset = world.together(lambda: prepared(recipe.data))
     run = world.together(lambda: open_run(recipe, dataset, planned.directory))
     if run.hash != planned.hash:
@@ -151,45 +151,45 @@ def _trained(
 
 
 def _is_finished(trainer: Trainer) -> bool:
-    """Whether the run was trained and measured before, such as by `sinklab train`, and only its record is missing."""
+    """Whether the run was trained and measured, for example by `sinklab train`, and lacks only a record."""
     is_measured = (trainer.run.directory / "measurement.json").is_file()
     return is_measured and trainer.state.step == trainer.recipe.train.steps
 
 
 class _PeakMemory:
-    """The peak memory of the updates that this process has made.
+    """Tracks the peak memory of the updates made by this process.
 
-    On a card it is read after every update: a measurement in between resets the counter.
+    On a GPU the peak is read after every update, because measurements in between reset the counter.
 
     Args:
-        device: of this process.
+        device: device of this process.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._largest, self._updated = device, 0, False
 
     def updated(self) -> None:
-        """An update was made."""
+        """Record the memory after an update."""
         self._updated = True
         if self._device.type == "cuda":
             self._largest = max(self._largest, torch.cuda.max_memory_allocated(self._device))
 
     def mb(self) -> float | None:
-        """Of the card, or of the whole process (MB = 2**20); None if this process has made no update."""
+        """Peak memory of the GPU, or of the whole process on a CPU, MB (2**20 bytes); None if no update was made."""
         if not self._updated:
             return None
         return self._largest / 2**20 if self._device.type == "cuda" else process_peak_mb()
 
 
 def _record_end(trainer: Trainer, diverged: DivergedError | None, memory: _PeakMemory) -> None:
-    """Write record.json of a run that is done or has diverged, under the trainer's lock.
+    """Write record.json of a finished or diverged run, holding the trainer's lock.
 
     Args:
-        trainer: all processes that train together call this with their own.
+        trainer: the trainer of this process; all processes of the run call this function.
 
     Raises:
-        StoppedError: the trainer was asked to stop meanwhile; a later call writes it.
-        SinklabError: the disk is full.
+        StoppedError: if the trainer was asked to stop before the record was complete; a later call writes it.
+        SinklabError: if the disk is full.
     """
     run, recipe = trainer.run, trainer.recipe
     peak_memory_mb = memory.mb()  # before the kurtosis is measured, which takes more than training
@@ -220,7 +220,7 @@ def _record_from_files(directory: Path, run_hash: str, recipe: Recipe) -> None:
     """Write record.json of a finished run whose checkpoints are gone.
 
     Raises:
-        SinklabError: its files cannot be read, or the disk is full.
+        SinklabError: if its files cannot be read, or the disk is full.
     """
     from sinklab.measuring.measurement import Measurement
 
@@ -242,14 +242,14 @@ def _record_from_files(directory: Path, run_hash: str, recipe: Recipe) -> None:
 
 
 def _kurtosis(trainer: Trainer) -> float | None:
-    """Of the finished model, in the block where it is largest, on the sequences of its own measurement."""
+    """Kurtosis of the finished model, maximum over blocks, on the sequences of its own measurement."""
     details = trainer.evaluator.measure(details=True).details
     by_block = details.by_layer.get("kurtosis_by_block") if details else None
     return max(by_block) if by_block else None
 
 
 def _tokens_per_second(history: Sequence[Evaluation]) -> float | None:
-    """Of all updates whose speed is known: their tokens over their seconds."""
+    """Total tokens divided by total seconds, over the updates with known duration."""
     tokens, before = 0.0, 0.0
     for one in history:
         reached = before if one.tokens is None else one.tokens
@@ -260,10 +260,10 @@ def _tokens_per_second(history: Sequence[Evaluation]) -> float | None:
 
 
 def main(folder: Path, launcher: int) -> None:
-    """A process of torchrun: train the run in `folder` together with the others, and leave its last event there.
+    """Entry point of a torchrun process: train the run in `folder` with the others, and write the last event there.
 
     Args:
-        launcher: id of the process that started torchrun; if it dies, this one saves and ends.
+        launcher: id of the process that started torchrun; if it dies, this process saves and ends.
     """
     planned: PlannedRun = pickle.loads((folder / PLANNED).read_bytes())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the command, which writes `stop`

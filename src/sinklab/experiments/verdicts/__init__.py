@@ -1,1 +1,1 @@
-"""How claims are judged: the rule of docs/verdicts.md as code. `judging.judge` is the way in."""
+"""Decision rule for claims (docs/verdicts.md). The entry point is `judging.judge`."""

@@ -1,4 +1,4 @@
-"""The two counts that decide every claim, with their intervals (docs/verdicts.md). Only numbers of seeds."""
+"""The two counts that decide every claim, with their intervals (docs/verdicts.md). Depends only on counts of seeds."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ SEPARATED = 0.004
 def seed_by_seed(held: Sequence[bool]) -> bool | None:
     """Whether a claim is reproduced (it holds at every seed), contradicted (at none), or neither.
 
-    Of nine seeds or more one may differ. Whether there are enough seeds for a verdict is not checked here.
+    With nine seeds or more, one may differ. Whether there are enough seeds for a verdict is not checked here.
     """
     differ, kept = int(len(held) >= MANY), sum(held)
     return True if kept >= len(held) - differ else False if kept <= differ else None
@@ -30,12 +30,12 @@ def pairs_against(above: Sequence[float], below: Sequence[float]) -> int:
 
 
 def separated(above: Sequence[float], below: Sequence[float]) -> bool:
-    """Whether the first lie above the second: no overlap, by the exact one-sided rank sum test."""
+    """Whether the first values are above the second ones, by the exact one-sided rank sum test."""
     return rank_sum_p(len(above), len(below), pairs_against(above, below)) <= SEPARATED
 
 
 def rank_sum_p(n: int, m: int, against: int) -> float:
-    """The share of all orders of n and m distinct numbers with at most `against` pairs against (0 to n m).
+    """P-value: share of the orderings of n and m distinct numbers with at most `against` (0 to n m) opposing pairs.
 
     Counted exactly (Mann and Whitney, 1947): U = `against`, p = P(U <= u).
     """
@@ -44,7 +44,7 @@ def rank_sum_p(n: int, m: int, against: int) -> float:
 
 @cache
 def _orders(n: int, m: int, against: int) -> int:
-    """Number of orders of n and m numbers with exactly `against` pairs against, by recursion on the largest."""
+    """Number of orderings of n and m numbers with exactly `against` opposing pairs, by recursion on the largest."""
     if against < 0:
         return 0
     if n == 0 or m == 0:
@@ -53,7 +53,7 @@ def _orders(n: int, m: int, against: int) -> int:
 
 
 def share_interval(kept: int, seeds: int, level: float = 0.95) -> tuple[float, float]:
-    """Exact interval of the share of all seeds that keep a claim (Clopper and Pearson, 1934), 0 to 1."""
+    """Exact confidence interval of the share of seeds for which a claim holds (Clopper and Pearson, 1934), 0 to 1."""
     tail = (1 - level) / 2
 
     def at_least(share: float) -> float:
@@ -72,7 +72,7 @@ def _binomial(share: float, counts: range, seeds: int) -> float:
 
 
 def _where(below: Callable[[float], bool]) -> float:
-    """The share up to which something is true, by bisection."""
+    """Find by bisection the share up to which a predicate is true."""
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
@@ -81,7 +81,7 @@ def _where(below: Callable[[float], bool]) -> float:
 
 
 def middle_and_ends(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median over seeds, the smallest and the largest; from nine seeds on without one at either end."""
+    """The median over seeds, the smallest and the largest; with nine seeds or more, one at either end is excluded."""
     drop = int(len(values) >= MANY)
     rising = sorted(values)
     return median(values), rising[drop], rising[len(rising) - 1 - drop]

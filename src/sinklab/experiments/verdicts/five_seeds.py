@@ -1,7 +1,7 @@
-"""Power and earlier verdicts of five seeds, shown beside fewer (docs/verdicts.md).
+"""Power and earlier verdicts of five seeds, shown with the results of fewer (docs/verdicts.md).
 
-pilots.json has the spread of pilot runs: which effect five seeds find in 80 % of cases. committed.json has the verdicts
-of committed results.
+pilots.json has the spread of pilot runs, which gives the effect that five seeds detect with 80 % power.
+committed.json has the verdicts of committed results.
 """
 
 from functools import cache
@@ -34,9 +34,10 @@ class PilotSpread(ReadDocument):
     """The spread of a quantity over the seeds of pilot runs, in its unit.
 
     Attributes:
-        sd: of a cell, pooled over the cells.
-        sd_of_difference: of two cells at the same seed, pooled over their pairs; None with one cell.
-        cells: by name, their seeds.
+        sd: standard deviation over the seeds of a cell, pooled over the cells.
+        sd_of_difference: standard deviation of the difference of two cells at the same seed, pooled over the pairs;
+            None with one cell.
+        cells: seeds by cell.
     """
 
     sd: float = Field(ge=0)
@@ -45,7 +46,7 @@ class PilotSpread(ReadDocument):
 
 
 class Pilots(ReadDocument):
-    """pilots.json: by scale and quantity. Made by `benchmarks/pilots.py` from seeds that no verdict rests on."""
+    """pilots.json: by scale and quantity. Written by `benchmarks/pilots.py` from seeds that no verdict uses."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -55,15 +56,15 @@ class Pilots(ReadDocument):
 
 @cache
 def shipped_pilots() -> Pilots:
-    """The pilots that come with sinklab; empty without the file."""
+    """Load the pilots shipped with sinklab; empty without the file."""
     return Pilots.model_validate(_shipped(PILOTS))
 
 
 def detectable(check: Check, scale: str, pilots: Pilots | None = None) -> str:
-    """The effect that five seeds find in 80 % of cases, a sentence; empty without pilots of the quantity.
+    """The effect that five seeds detect with 80 % power, as a sentence; empty without pilots of the quantity.
 
     Args:
-        pilots: those that come with sinklab unless given.
+        pilots: default: those shipped with sinklab.
     """
     if isinstance(check, All):
         return "; ".join(dict.fromkeys(said for part in check.of if (said := detectable(part, scale, pilots))))
@@ -96,7 +97,7 @@ class CommittedVerdict(ReadDocument):
 
 
 class Committed(ReadDocument):
-    """committed.json: by scale and EXPERIMENT.CLAIM. Made by `benchmarks/committed.py` from packed results."""
+    """committed.json: by scale and EXPERIMENT.CLAIM. Written by `benchmarks/committed.py` from packed results."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -106,15 +107,15 @@ class Committed(ReadDocument):
 
 @cache
 def shipped_verdicts() -> Committed:
-    """The verdicts that come with sinklab; empty without the file."""
+    """Load the verdicts shipped with sinklab; empty without the file."""
     return Committed.model_validate(_shipped(COMMITTED))
 
 
 def verdict_of_five(claim: JudgedClaim, committed: Committed | None = None) -> str:
-    """The verdict of five seeds or more at the same scale, a sentence; empty if there is none.
+    """The verdict of five seeds or more at the same scale, as a sentence; empty if there is none.
 
     Args:
-        committed: those that come with sinklab unless given.
+        committed: default: those shipped with sinklab.
     """
     known = (committed or shipped_verdicts()).scales.get(claim.scale, {})
     found = known.get(claim.same_as or f"{claim.experiment}.{claim.id}")

@@ -1,4 +1,4 @@
-"""A verdict on each claim of an experiment, by the runs of its cells (docs/verdicts.md)."""
+"""Judge each claim of an experiment on the runs of its cells (docs/verdicts.md)."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,12 +42,12 @@ ORDER: tuple[Verdict, ...] = ("contradicted", "not run", "no verdict", "inconclu
 
 @dataclass(frozen=True)
 class Trial:
-    """An experiment at one scale, or on the models that were given.
+    """An experiment at one scale, or on given models.
 
     Attributes:
-        described: its part of the summary, with the scale or the models, and the names of its cells in the results.
-        claims: that are made there, in its order.
-        seeds: that its verdicts use; all unless given.
+        described: the experiment's part of the summary, with the scale or models, and the names of the cells.
+        claims: the claims made at that scale, in the order of the experiment.
+        seeds: seeds that verdicts use; default: all.
     """
 
     experiment: Experiment
@@ -57,10 +57,10 @@ class Trial:
 
 
 def judge(trial: Trial, results: Mapping[str, CellResults]) -> list[JudgedClaim]:
-    """A verdict on each claim of an experiment.
+    """Judge each claim of an experiment.
 
     Args:
-        results: by cell; cells of other experiments are ignored.
+        results: results by cell; cells of other experiments are ignored.
     """
     experiment, scale = trial.experiment, trial.described.scale
     own = {cell: results[cell].of_seeds(trial.seeds) for cell in trial.described.cells if cell in results}
@@ -89,10 +89,10 @@ def judge(trial: Trial, results: Mapping[str, CellResults]) -> list[JudgedClaim]
 
 
 def judge_claim(claim: Claim, runs: Runs, published: Published | None = None) -> JudgedClaim:
-    """A verdict on one claim, by the runs of its cells.
+    """Judge one claim on the runs of its cells.
 
     Args:
-        published: the paper's numbers, which ours are compared with at its own scale; None elsewhere.
+        published: the paper's numbers for comparison, at the paper's scale only; None elsewhere.
     """
     blank = _blank(claim)
     if claim.check is None:
@@ -155,7 +155,7 @@ def _verdict(found: Finding) -> Verdict:
 
 
 def _at_eps(check: Check, runs: Runs) -> Verdict | None:
-    """The verdict at another threshold; None if the check is about no rate that is recorded there."""
+    """The verdict at another threshold; None if the check uses no rate recorded at that threshold."""
     names = set(quantities_of(check))
     others = {name for name in names - AT_EPS if quantity(name).unit in ("%", "steps")}
     if not names & AT_EPS or others or any(isinstance(part, StandsAt) for part in parts_of(check)):
@@ -165,7 +165,7 @@ def _at_eps(check: Check, runs: Runs) -> Verdict | None:
 
 
 def _waits_for(check: Check, runs: Runs) -> str:
-    """The cells that a check needs and that have no finished run."""
+    """The cells that a check needs and that lack a finished run."""
     said = []
     for cell in check.cells:
         failed = runs.results[cell].failed if cell in runs.results else 0
@@ -177,14 +177,14 @@ def _waits_for(check: Check, runs: Runs) -> str:
 
 
 def _failures(cells: Sequence[str], runs: Runs) -> list[str]:
-    """The number of seeds of each cell that did not train and are left out."""
+    """The number of excluded seeds of each cell, whose training diverged."""
     failed = {cell: runs.results[cell].failed for cell in cells if cell in runs.results and runs.of(cell)}
     return [f"{plural(count, 'seed')} of {cell} did not train and {'is' if count == 1 else 'are'} left out"
             for cell, count in failed.items() if count]  # fmt: skip
 
 
 def _not_asked(claim: Claim, baseline: str | None, results: Mapping[str, CellResults]) -> JudgedClaim | None:
-    """The claim unjudged, if it is about massive activations and its baseline has none; None if it is asked."""
+    """The claim unjudged, if it requires massive activations and the baseline has none; None if it is to be judged."""
     if baseline is None or claim.check is None:
         return None
     runs, blank = Runs(results), _blank(claim)
@@ -206,7 +206,7 @@ def _not_asked(claim: Claim, baseline: str | None, results: Mapping[str, CellRes
 def _beside_published(found: Finding, check: Check, published: Published, runs: Runs) -> Finding:
     """Add to a finding whether the paper's numbers lie in the 95 % prediction interval of a new seed (t).
 
-    Of five seeds within mean +- 3.04 standard deviations. A published number is one draw, of the end of a run.
+    For five seeds, mean +- 3.04 standard deviations. A published number is one draw, from the end of a run.
     """
     if not isinstance(check, Within | SinkAbsent | Differs | Equal | Alike | Monotone | StandsAt):
         return found

@@ -1,4 +1,4 @@
-"""Every kind of check, put to the runs of the cells that it names: one function each."""
+"""Evaluation of every kind of check on the runs of its cells, one function each."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,8 +45,8 @@ class Finding:
 
     Attributes:
         holds: reproduced (True), contradicted (False), or neither.
-        said: the evidence.
-        seeds: that decide it; of two cells the fewer.
+        said: the evidence, as text.
+        seeds: number of seeds that decide the check; with two cells, the smaller number.
         size: whether the stated size or absence also holds; True if none is stated.
     """
 
@@ -61,9 +61,9 @@ class Runs:
     """The runs that a check is evaluated on.
 
     Attributes:
-        results: by cell.
-        eps: threshold of the rates that are recorded at several; the recipe's unless given.
-        noun: of the evidence: a seed, a draw of sequences, or a model.
+        results: results by cell.
+        eps: threshold of the rates that are recorded at several; default: the recipe's.
+        noun: name of a replicate in the evidence: seed, draw, or model.
     """
 
     results: Mapping[str, CellResults]
@@ -76,12 +76,12 @@ class Runs:
         return sorted(found, key=lambda run: run.seed)
 
     def by_seed(self, cell: str, name: str, at_step: int | None = None) -> dict[int, float]:
-        """The number of every seed that has it."""
+        """The value by seed; seeds without a value are omitted."""
         found = {run.seed: run.value(name, at_step, self._eps(name)) for run in self.of(cell)}
         return {seed: value for seed, value in found.items() if value is not None}
 
     def last(self, cell: str, name: str, at_step: int | None = None, count: int = 3) -> dict[int, list[float]]:
-        """The last evaluations of every seed that has any."""
+        """The last evaluations by seed; seeds without evaluations are omitted."""
         found = {run.seed: run.evaluations(name, at_step, self._eps(name), count) for run in self.of(cell)}
         return {seed: values for seed, values in found.items() if values}
 
@@ -148,7 +148,7 @@ def _absent(check: SinkAbsent, values: Values, runs: Runs) -> Finding:
 
 
 def _no_sink(check: SinkAbsent | Differs, runs: Runs) -> tuple[list[bool], str]:
-    """Whether every seed is below 1 % at each of its last evaluations, with the evidence."""
+    """Whether every seed is below 1 % at each of its last evaluations, and the evidence."""
     last = runs.last(check.cell, check.value, check.at_step)
     held = [max(values) < NO_SINK for values in last.values()]
     each = " at each of the last three evaluations" if any(len(values) > 1 for values in last.values()) else ""
@@ -184,14 +184,14 @@ def _differs(check: Differs, values: Values, runs: Runs) -> Finding:
 
 
 def _paired(values: Values, runs: Runs, check: Equal | Alike | Monotone) -> tuple[list[int], str]:
-    """The seeds that all cells share, and the numbers of every cell."""
+    """The seeds that all cells share, and the values of every cell at them."""
     each = "; ".join(each_seed(cell, found.values(), quantity(check.value)) for cell, found in values.items())
     shared = sorted(set.intersection(*(set(found) for found in values.values())))
     return shared, each if shared else f"{each}: no {runs.noun} has all"
 
 
 def _equivalence(check: Equal | Alike, others: Sequence[str], first: str, values: Values, runs: Runs) -> Finding:
-    """Every other cell is within the margin of the first at every seed; or one is beyond it, on one side."""
+    """Holds if every other cell is within the margin of the first at every seed; contradicted if one is beyond it."""
     of = quantity(check.value)
     shared, each = _paired(values, runs, check)
     if not shared:
@@ -228,7 +228,7 @@ def _monotone(check: Monotone, values: Values, runs: Runs) -> Finding:
 
 
 def _slope(values: Sequence[float]) -> float:
-    """Over the ranks, times a positive constant."""
+    """Slope over the ranks, up to a positive factor."""
     middle = (len(values) - 1) / 2
     return sum((rank - middle) * value for rank, value in enumerate(values) if rank != middle)
 

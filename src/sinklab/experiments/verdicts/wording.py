@@ -9,7 +9,7 @@ from sinklab.experiments.verdicts.counts import FEWEST, middle_and_ends, share_i
 
 
 def number(value: float, of: Quantity) -> str:
-    """A number without its unit; small rates have one more decimal, a step that was not reached is `never`."""
+    """Format a number without its unit; small rates have one more decimal, a step never reached is `never`."""
     if math.isinf(value):
         return "never"
     decimals = of.decimals + (of.unit == "%" and 0.005 <= abs(value) < 1)
@@ -17,12 +17,12 @@ def number(value: float, of: Quantity) -> str:
 
 
 def unit(of: Quantity) -> str:
-    """The unit behind a number."""
+    """The unit that follows a number."""
     return {"x": "", "": ""}.get(of.unit, f" {of.unit}")
 
 
 def step_unit(of: Quantity) -> str:
-    """The unit behind a difference."""
+    """The unit that follows a difference."""
     return {"%": " points"}.get(of.unit, unit(of))
 
 

@@ -9,6 +9,8 @@ out * sigmoid(logits) is what o_proj reads. Models with gates of another kind ha
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -123,8 +125,8 @@ def trying_gates(places: Sequence[GatePlace]) -> Iterator[GateTrial]:
         handle
         for place in places
         for handle in (
-            place.logits.register_forward_hook(lambda linear, _, output: trial.projected(linear, output)),
-            place.output.register_forward_pre_hook(lambda _, args, place=place: trial.entering(place, args[0])),
+            place.logits.register_forward_hook(partial(_after_projection, trial)),
+            place.output.register_forward_pre_hook(partial(_before_output, trial, place)),
         )
     ):
         yield trial
@@ -135,6 +137,17 @@ def watched_gates(
 ) -> AbstractContextManager[None]:
     """Inside the block, `receive` gets the gates of these layers in every forward pass, as `Adapter.gated` says."""
     return hooked(
-        one.linear.register_forward_hook(lambda _, __, output, index=index, one=one: receive(index, one.read(output)))
-        for index, one in layouts.items()
+        one.linear.register_forward_hook(partial(_read_gates, receive, index, one)) for index, one in layouts.items()
     )
+
+
+def _after_projection(trial: GateTrial, linear: Any, _: Any, output: Any) -> None:
+    trial.projected(linear, output)
+
+
+def _before_output(trial: GateTrial, place: GatePlace, _: Any, args: Any) -> None:
+    trial.entering(place, args[0])
+
+
+def _read_gates(receive: Callable[[int, Tensor], None], index: int, layout: GateLayout, *call: Any) -> None:
+    receive(index, layout.read(call[-1]))

@@ -1,4 +1,4 @@
-"""The engines by name, and their options from `--engine-option KEY=VALUE`. An engine is imported when it is opened."""
+"""The engines by name, and their options from `--engine-option KEY=VALUE`. Engines are imported lazily."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -25,15 +25,15 @@ class EngineName(StrEnum):
 
 
 def open_engine(name: EngineName, jobs: int, sweep: Path, settings: Sequence[str] = ()) -> "Engine":
-    """An engine that is ready for runs.
+    """Open an engine that is ready for runs.
 
     Args:
-        jobs: runs at a time, of local.
-        sweep: its directory, in which slurm and ray have a folder of their own.
-        settings: KEY=VALUE, each a field of the options of slurm or ray.
+        jobs: number of concurrent runs, for local.
+        sweep: directory of the sweep, in which slurm and ray create a folder.
+        settings: options of slurm or ray, as KEY=VALUE.
 
     Raises:
-        InputError: a package or command it needs is missing, no cluster answers, or it has no such option.
+        InputError: if a required package or command is missing, no cluster answers, or an option is unknown.
     """
     if name == EngineName.slurm:
         from sinklab.experiments.sweep.engines.on_slurm import SlurmEngine, SlurmOptions
@@ -44,17 +44,17 @@ def open_engine(name: EngineName, jobs: int, sweep: Path, settings: Sequence[str
 
         return RayEngine(sweep / name, read_options(RayOptions, name, settings))
     if settings:
-        raise InputError(f"--engine-option {settings[0]}: --engine local has none; --jobs says how many runs at a time")
+        raise InputError(f"--engine-option {settings[0]}: --engine local has no options; set --jobs instead")
     from sinklab.experiments.sweep.engines.local import LocalEngine
 
     return LocalEngine(jobs)
 
 
 def read_options(kind: type[OptionsOfEngine], engine: str, settings: Sequence[str]) -> OptionsOfEngine:
-    """Options from KEY=VALUE; of a repeated key the last value counts.
+    """Parse options from KEY=VALUE; the last value of a repeated key is used.
 
     Raises:
-        InputError: an unknown key (the message lists the keys) or an invalid value (the message names its bounds).
+        InputError: if a key is unknown (the message lists all) or a value is invalid (the message names its bounds).
     """
     values: dict[str, str] = {}
     for setting in settings:

@@ -1,9 +1,9 @@
-"""Runs side by side on this machine: a process each, which is asked to stop rather than killed.
+"""Concurrent runs on this machine, one process each; processes are asked to stop rather than killed.
 
 Processes are forked from a server that has imported everything once, so that a run begins within a fraction of a second
-and no two runs share memory. Each has cores, or cards, of its own. Ctrl-C, SIGTERM and SIGUSR1 are
-requests to the parent; it asks the processes to stop, each saves a checkpoint, and the same call resumes later. A
-process whose parent has died stops by itself.
+and no two runs share memory. Each is assigned its own cores or GPUs. On Ctrl-C, SIGTERM or SIGUSR1 the parent asks the
+processes to stop; each saves a checkpoint, and the same call resumes the runs later. A process whose parent has died
+stops by itself.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ HELD_BACK = {signal.SIGINT, *PREEMPTING}
 
 @dataclass(frozen=True)
 class MachineShare:
-    """The part of the machine that one run at a time uses.
+    """The cores and GPUs assigned to one run.
 
     Attributes:
-        cores: to which the run is pinned; None for all.
-        threads: of PyTorch.
+        cores: cores that the run is pinned to; None for all.
+        threads: number of PyTorch threads.
         cards: value of CUDA_VISIBLE_DEVICES; None leaves it unchanged.
     """
 
@@ -39,9 +39,9 @@ class MachineShare:
 
 
 def shares(jobs: int) -> list[MachineShare]:
-    """The machine in `jobs` parts: disjoint cores if there are enough, else a thread for each; cards likewise.
+    """Split the machine into `jobs` shares: disjoint cores if there are enough, else one thread each; GPUs likewise.
 
-    A part has at most OMP_NUM_THREADS threads.
+    A share has at most OMP_NUM_THREADS threads.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     said = os.environ.get("OMP_NUM_THREADS", "")
@@ -54,17 +54,17 @@ def shares(jobs: int) -> list[MachineShare]:
 
 
 def cores_here() -> int:
-    """How many cores this process may use."""
+    """Number of cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def jobs_for(runs: int, cores: int) -> int:
-    """How many runs at a time: all of up to two per core (they share the cores evenly), else one per core."""
+    """Number of concurrent runs: all of them up to two per core (sharing the cores evenly), else one per core."""
     return max(1, runs if runs <= 2 * cores else cores)
 
 
 def _cards(jobs: int) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES of each part; if there are fewer cards than parts, they are shared."""
+    """CUDA_VISIBLE_DEVICES of each share; GPUs are shared if there are fewer GPUs than shares."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = given.split(",") if given else [str(number) for number in range(cards_here())]
     if given == "" or len(names) < 2:
@@ -81,7 +81,7 @@ def cards_here() -> int:
 
 @dataclass(frozen=True)
 class _Running:
-    """A process that trains a run, its part of the machine, and our end of the pipe to it."""
+    """A training process, its share of the machine, and the parent's end of its pipe."""
 
     process: BaseProcess
     share: MachineShare
@@ -89,10 +89,10 @@ class _Running:
 
 
 class LocalEngine:
-    """`jobs` runs at a time on this machine.
+    """Trains up to `jobs` runs concurrently on this machine.
 
     Args:
-        jobs: at least 1.
+        jobs: number of concurrent runs, at least 1.
     """
 
     def __init__(self, jobs: int) -> None:
@@ -103,7 +103,7 @@ class LocalEngine:
         self._stopping = False
 
     def room(self) -> int:
-        """Parts of the machine that are free."""
+        """Number of free shares of the machine."""
         return 0 if self._stopping else len(self._free)
 
     def submit(self, runs: Sequence[PlannedRun]) -> None:
@@ -118,7 +118,7 @@ class LocalEngine:
             self._running[run.name] = _Running(process, share, ours)
 
     def events(self, timeout: float) -> Sequence[Event]:
-        """The reports of the processes; a process that died has failed."""
+        """Collect the events of the processes; a process that died has failed."""
         ready = wait([one.pipe for one in self._running.values()], timeout) if self._running else []
         found: list[Event] = []
         for name, one in list(self._running.items()):
@@ -130,7 +130,7 @@ class LocalEngine:
         return found
 
     def _over(self, name: str, said: Sequence[Event]) -> list[Event]:
-        """Remove a process; returns its last event, if it has not reported one itself."""
+        """Remove a process; returns a last event for it if it has not sent one."""
         one = self._running.pop(name)
         one.process.join()
         one.pipe.close()
@@ -138,7 +138,7 @@ class LocalEngine:
         return [] if any(event.is_last for event in said) else [Event(name, "failed", message=_death(one.process))]
 
     def processes(self) -> list[int]:
-        """Ids of the processes that train."""
+        """Ids of the training processes."""
         return [one.process.pid for one in self._running.values() if one.process.pid is not None]
 
     def stop(self) -> None:
@@ -156,7 +156,7 @@ class LocalEngine:
 
 
 def _received(pipe: Connection) -> tuple[list[Event], bool]:
-    """The events in a pipe, and whether the last is among them: after it a process sends nothing and ends."""
+    """The events in a pipe, and whether they include the last one, after which the process ends."""
     found: list[Event] = []
     try:
         while pipe.poll():
@@ -170,10 +170,10 @@ def _received(pipe: Connection) -> tuple[list[Event], bool]:
 
 @contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """Blocks signals meanwhile; a process that is started within blocks them until it unblocks them itself.
+    """Block signals within the context; processes started in it inherit the block until they unblock the signals.
 
-    A terminal sends Ctrl-C, and a scheduler SIGTERM, to all processes of a command: only the parent is to receive the
-    former, and the server from which the others are forked must survive both.
+    A terminal sends Ctrl-C, and a scheduler SIGTERM, to all processes of a command: only the parent should receive
+    Ctrl-C, and the fork server must survive both.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
     try:
@@ -190,7 +190,7 @@ def _death(process: BaseProcess) -> str:
 
 
 def _train(run: PlannedRun, share: MachineShare, environment: Mapping[str, str], pipe: Connection) -> None:
-    """The body of a process. Anything in the pipe, and its end, is a request to stop."""
+    """Main function of a process. Any message in the pipe, or its end, is a request to stop."""
     from sinklab.experiments.sweep.worker import train_cell
 
     os.environ.clear()  # the server's is that of the first run

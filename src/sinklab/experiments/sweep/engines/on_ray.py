@@ -1,8 +1,8 @@
 """Runs as tasks of an existing Ray cluster.
 
-If a node dies, Ray restarts its tasks elsewhere (`retries`), and the run resumes from its newest checkpoint. A worker
-that receives SIGTERM saves and exits, which Ray counts as such a death. Tasks end with the command that has submitted
-them; the same command resumes them.
+If a node dies, Ray restarts its tasks elsewhere (`retries`), and each run resumes from its newest checkpoint. A worker
+that receives SIGTERM saves and exits, which Ray treats as a failed task. Tasks end with the command that submitted
+them; the same command resumes their runs.
 """
 
 # pyright: reportMissingImports=false
@@ -37,10 +37,10 @@ class RayOptions(Part):
 
     Attributes:
         address: HOST:PORT, ray://HOST:PORT, or auto: RAY_ADDRESS, else the cluster of this machine.
-        cpus: cores, and threads of PyTorch.
-        gpus: cards; several train the run together.
-        memory_gb: none is reserved unless given.
-        retries: how often a run is restarted after its node or its process has died.
+        cpus: number of cores, and of PyTorch threads.
+        gpus: number of GPUs; several train the run together.
+        memory_gb: memory to reserve; default: none.
+        retries: maximum number of restarts after the node or process of a run has died.
     """
 
     address: str = "auto"
@@ -52,11 +52,11 @@ class RayOptions(Part):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The surroundings of the command, which its tasks adopt.
+    """Working directory and environment of the command, applied to its tasks.
 
     Attributes:
         folder: working directory, the base of relative paths in recipes.
-        environment: variables that concern sinklab.
+        environment: environment variables that sinklab reads.
     """
 
     folder: Path
@@ -64,7 +64,7 @@ class Surroundings:
 
     @classmethod
     def of_this_process(cls) -> "Surroundings":
-        """Those of the calling process."""
+        """Capture them from the calling process."""
         return cls(Path.cwd(), {key: value for key, value in os.environ.items() if key.startswith("SINKLAB_")})
 
     def adopt(self) -> None:
@@ -77,10 +77,10 @@ class RayEngine:
     """Runs as tasks of a Ray cluster.
 
     Args:
-        folder: for the files that ask runs to stop; all machines see it.
+        folder: shared folder for the files that ask runs to stop.
 
     Raises:
-        InputError: Ray is not installed here, or no cluster answers at the address.
+        InputError: if Ray is not installed here, or no cluster answers at the address.
     """
 
     def __init__(self, folder: Path, options: RayOptions) -> None:
@@ -114,7 +114,7 @@ class RayEngine:
             self._tails[run.name] = MetricsTail(run.directory)
 
     def events(self, timeout: float) -> Sequence[Event]:
-        """From the run directories and the tasks."""
+        """Collect events from the run directories and the tasks."""
         import ray
 
         if not self._tasks:
@@ -128,13 +128,13 @@ class RayEngine:
         return found
 
     def stop(self) -> None:
-        """Ask all runs to save; those that have not begun find the request when they begin."""
+        """Ask all runs to save and end; runs that start later find the request and end at once."""
         self._stopping = True
         for run in self._tasks.values():
             StopFile(self._folder, run).ask()
 
     def close(self) -> None:
-        """Leave the cluster; the tasks of this command end."""
+        """Disconnect from the cluster, which ends the tasks of this command."""
         import ray
 
         ray.shutdown()
@@ -155,7 +155,7 @@ class RayEngine:
 
 
 def train_in_task(run: PlannedRun, folder: Path, threads: int, around: Surroundings) -> Event:
-    """The body of a task; returns its last event. If a signal stops the process, it saves and exits."""
+    """Main function of a task; returns the last event. On a signal, the run saves and the process exits."""
     around.adopt()
     try:
         return train_remotely(run, folder, threads)
@@ -175,8 +175,8 @@ def _connect(address: str) -> None:
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise InputError(
-            f"--engine ray: no cluster answers at {where} ({reason}); start one with ray start --head, or name another "
-            "with --engine-option address=HOST:PORT"
+            f"--engine ray: no cluster answers at {where} ({reason}); start one with ray start --head, or set "
+            "--engine-option address=HOST:PORT"
         ) from error
 
 

@@ -1,23 +1,23 @@
 """Runs as jobs of a Slurm cluster, submitted as arrays by submitit.
 
-Events of a job, and their effect:
+Events that end a job, and their effect:
 
 | event | signal to the run | effect on its job |
 |---|---|---|
 | preemption, `scontrol requeue` | SIGTERM; after KillWait, SIGKILL | Slurm requeues it by itself (`--requeue`) |
 | a node is lost | none | the same; the run resumes from its newest checkpoint |
-| the time limit is near | SIGUSR1 (`--signal`) | ends with status 75; its script requeues it |
+| the time limit is near | SIGUSR1 (`--signal`) | exits with status 75; the script requeues the job |
 | `scancel --signal=TERM` or `=USR1` | that | the same |
-| `scancel` | SIGTERM; after KillWait, SIGKILL | is cancelled: its script has received SIGTERM as well, and is gone |
-| the sweep is stopped | SIGTERM, and `HASH.stop` exists | ends with status 0, or is cancelled while it is pending |
+| `scancel` | SIGTERM; after KillWait, SIGKILL | is cancelled, as the script has received SIGTERM as well |
+| the sweep is stopped | SIGTERM, and `HASH.stop` exists | exits with status 0; a pending job is cancelled |
 
-On any signal the run saves. So one rule is enough: status 75 (`signals.CALL_AGAIN`) means requeue, and the script
-applies it exactly where Slurm does not requeue by itself. submitit's own way, SIGUSR2 and `checkpoint()`, saves within
-a signal handler, in the middle of an update: it is not used.
+On any signal the run saves. Status 75 (`signals.CALL_AGAIN`) means requeue; the script requeues only where Slurm does
+not by itself. submitit's own mechanism, SIGUSR2 and `checkpoint()`, is not used, because it saves within a signal
+handler, in the middle of an update.
 
-The command may be killed; its jobs keep running. Called again it finds by `HASH.job` those that are still in the queue,
-and reports their ends. A job that finds its run done or held by another process reports that, and ends. The queue is
-read with Slurm's own commands, which every cluster has; `sacct` needs a data base as well.
+If the command is killed, its jobs keep running. The next call finds the queued jobs by `HASH.job` and reports their
+ends. A job whose run is done, or held by another process, reports that and ends. The queue is read with Slurm commands
+that every cluster has; `sacct` would also need a database.
 """
 
 # pyright: reportMissingImports=false
@@ -73,13 +73,13 @@ class SlurmOptions(Part):
     """The resources of a run.
 
     Attributes:
-        partition, account, qos: the cluster's default unless given.
-        cpus: cores, and threads of PyTorch.
-        gpus: cards; several train the run together.
-        memory_gb: the cluster's default unless given.
-        hours: until a run is asked to save and is requeued.
-        at_once: runs at a time; limited by the cluster alone unless given.
-        poll_seconds: between two queries of the queue.
+        partition, account, qos: default: the cluster's own.
+        cpus: number of cores, and of PyTorch threads.
+        gpus: number of GPUs; several train the run together.
+        memory_gb: memory of a job; default: the cluster's own.
+        hours: time limit, after which a run is asked to save and is requeued.
+        at_once: maximum number of concurrent runs; default: limited by the cluster only.
+        poll_seconds: interval between two queries of the queue.
     """
 
     partition: str | None = None
@@ -95,11 +95,11 @@ class SlurmOptions(Part):
 
 @dataclass
 class _Submitted:
-    """A run with its job, until it has ended.
+    """A submitted run and its job.
 
     Attributes:
-        state: in the queue; empty if the queue does not list the job.
-        ended: when it was first seen to have ended.
+        state: state in the queue; empty if the job is not listed.
+        ended: time at which the end was first observed.
     """
 
     run: PlannedRun
@@ -110,13 +110,13 @@ class _Submitted:
 
 
 class SlurmEngine:
-    """Runs as jobs of the cluster of Slurm's commands on this machine.
+    """Trains runs as jobs of the Slurm cluster that this machine submits to.
 
     Args:
-        folder: for scripts, output and results of the jobs; all machines see it.
+        folder: shared folder for scripts, output and results of the jobs.
 
     Raises:
-        InputError: submitit or Slurm is not installed here, or no cluster answers.
+        InputError: if submitit or Slurm is not installed here, or no cluster answers.
     """
 
     def __init__(self, folder: Path, options: SlurmOptions) -> None:
@@ -133,7 +133,7 @@ class SlurmEngine:
         return 0 if self._stopping else sys.maxsize
 
     def submit(self, runs: Sequence[PlannedRun]) -> None:
-        """Submit arrays of those that are not in the queue yet."""
+        """Submit job arrays of the runs that are not in the queue yet."""
         queue = states(self._folder)
         new = []
         for run in runs:
@@ -147,7 +147,7 @@ class SlurmEngine:
             self._submit_array(new[first : first + LARGEST_ARRAY])
 
     def events(self, timeout: float) -> Sequence[Event]:
-        """From the run directories and the queue."""
+        """Collect events from the run directories and the queue."""
         end = time.monotonic() + timeout
         while not (found := self._poll()) and (left := end - time.monotonic()) > 0:
             time.sleep(min(left, 0.2))
@@ -185,7 +185,7 @@ class SlurmEngine:
         return self._folder / f"{run.hash}.job"
 
     def _job_of(self, run: PlannedRun) -> "Job[Event] | None":
-        """The job that an earlier call has submitted."""
+        """The job that an earlier call submitted for a run."""
         from submitit import SlurmJob
 
         try:
@@ -241,11 +241,11 @@ class SlurmEngine:
 
 
 class Body:
-    """The body of a job, which submitit pickles.
+    """Main function of a job, pickled by submitit.
 
     Args:
-        folder: of the engine.
-        threads: of PyTorch.
+        folder: folder of the engine.
+        threads: number of PyTorch threads.
     """
 
     def __init__(self, run: PlannedRun, folder: Path, threads: int) -> None:
@@ -255,7 +255,7 @@ class Body:
         """Train the run; returns its last event.
 
         Raises:
-            SystemExit: with status 75, if a signal has stopped it and not the command.
+            SystemExit: with status 75, if a signal rather than the command has stopped the run.
         """
         try:
             return train_remotely(self._run, self._folder, self._threads)
@@ -288,7 +288,7 @@ def _executor(folder: Path, options: SlurmOptions) -> "SlurmExecutor":
 
 
 def _result(job: "Job[Event]") -> Event | None:
-    """The value that the body has returned, None if there is none or its file is not visible yet."""
+    """The value returned by the job; None if there is none or its file is not visible yet."""
     with suppress(OSError):
         outcome, value = pickle.loads(job.paths.result_pickle.read_bytes())
         if outcome == "success":
@@ -300,7 +300,7 @@ def _require_cluster() -> None:
     """Check that jobs can be submitted.
 
     Raises:
-        InputError: submitit or Slurm is not installed here, or no cluster answers.
+        InputError: if submitit or Slurm is not installed here, or no cluster answers.
     """
     try:
         import submitit  # noqa: F401
@@ -317,10 +317,10 @@ def _require_cluster() -> None:
 
 
 def states(folder: Path) -> dict[str, str]:
-    """The states of the jobs of this folder by their ids, including jobs that ended in the last minutes.
+    """Query the states of this folder's jobs by id, including jobs that ended in the last minutes.
 
     Raises:
-        SinklabError: Slurm does not answer.
+        SinklabError: if Slurm does not answer.
     """
     listed = _output_of("squeue", "--me", "--array", "--noheader", "--states=all", "--format=%i|%T|%k")
     jobs = (line.split("|", 2) for line in listed.splitlines())
@@ -337,6 +337,6 @@ def _output_of(*command: str) -> str:
 
 
 def _last_line(text: str) -> str:
-    """The last line of a command's output, which has the reason."""
+    """The last line of a command's output, which contains the reason."""
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1].strip() if lines else "nothing"

@@ -1,7 +1,7 @@
-"""Shared parts of the engines that train on other machines. They communicate through a folder that all machines see.
+"""Shared parts of the engines that train on other machines and communicate through a shared folder.
 
 HASH.stop    asks the run to save and end
-HASH.log     a line per begin, evaluation and end, with time, machine and process
+HASH.log     a line per start, evaluation and end, with time, machine and process
 """
 
 import os
@@ -19,13 +19,13 @@ STOP_POLL_S = 1.0
 
 
 class StopFile:
-    """A file that asks a run to save and end. Calling the object returns whether it was asked; once True it stays so.
+    """A file that asks a run to save and end. Calling the object returns whether it was seen; once True, always True.
 
     The file is polled once a second, so that a thousand runs do not overload a shared file system.
 
     Args:
-        folder: that all machines see.
-        run: that is asked.
+        folder: shared folder.
+        run: hash of the run.
     """
 
     def __init__(self, folder: Path, run: PlannedRun) -> None:
@@ -51,7 +51,7 @@ class StopFile:
 
 
 def new_rows(tails: Mapping[str, MetricsTail]) -> list[Event]:
-    """The evaluations of runs, by their names, since the last call."""
+    """New evaluations of the runs since the last call, by name."""
     return [Event(name, "row", row["step"], row) for name, one in tails.items() for row in one.new_rows()]
 
 
@@ -59,11 +59,11 @@ def train_remotely(run: PlannedRun, folder: Path, threads: int) -> Event:
     """Train a run in this process, on any machine; returns its last event.
 
     Args:
-        folder: of the engine.
-        threads: of PyTorch.
+        folder: folder of the engine.
+        threads: number of PyTorch threads.
 
     Raises:
-        PreemptedError: a signal has stopped it without a request in `folder`: it is to continue, here or elsewhere.
+        PreemptedError: if a signal stopped the run without a request in `folder`; the run has to be resumed.
     """
     from sinklab.experiments.sweep.worker import train_cell
 
