@@ -106,10 +106,10 @@ def test_a_preview_measures_nothing(run: Run) -> None:
         (("table_7", "--model", "neox"), "no learned table of positions to change"),
         (("table_1", "--model", "nowhere/at/all", "--text", "text.jsonl"), "nowhere/at/all"),
         (("table_1", "--model", "gpt2", "--text", "none.jsonl"), "none.jsonl"),
-        (("mine.yaml", "--model", "gpt2", "--text", "text.jsonl", "--steps", 5), "--steps is about training"),
-        (("mine.yaml", "--model", "gpt2", "--text", "text.jsonl", "--scale", "60m"), "--scale 60m is about training"),
-        (("mine.yaml", "table_4", "--model", "gpt2"), "table_4 trains models of its own"),
-        (("table_4", "--model", "gpt2"), "leave --model out"),
+        (("mine.yaml", "--model", "gpt2", "--text", "text.jsonl", "--steps", 5), "--steps applies to training"),
+        (("mine.yaml", "--model", "gpt2", "--text", "text.jsonl", "--scale", "60m"), "--scale 60m applies to training"),
+        (("mine.yaml", "table_4", "--model", "gpt2"), "table_4 trains its own models"),
+        (("table_4", "--model", "gpt2"), "remove --model"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_with_what_would_be_right(

@@ -80,7 +80,7 @@ def test_every_document_fills_one_chunk(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("synthetic:copy", "no task 'copy'; there are bigram_backcopy, trigger_average"),
+        ("synthetic:copy", "unknown task 'copy'; choose from bigram_backcopy, trigger_average"),
         ("synthetic:trigger_average:length=1", "'length=1' is not one of length=N with N at least 4"),
         ("synthetic:trigger_average:size=9", "'size=9' is not one of"),
     ],

@@ -215,7 +215,11 @@ def nothing(out: Path) -> None:
     [
         (["tabel_4"], nothing, "did you mean table_4"),
         (["emergence", "--scale", "60m"], nothing, "emergence has no scale '60m'; it has: tiny"),
-        (["all", "--scale", "huge"], nothing, "no experiment has scale 'huge'; there are: tiny, mini, small, 60m, 1b"),
+        (
+            ["all", "--scale", "huge"],
+            nothing,
+            "no experiment has scale 'huge'; choose from: tiny, mini, small, 60m, 1b",
+        ),
         (["mine.yaml", "--engine", "cloud"], nothing, "Invalid value for '--engine'"),
         (["mine.yaml", "--text", "nowhere.txt"], nothing, "--text nowhere.txt: there is no such file"),
         (["mine.yaml"], not_ours, "was not written by sinklab"),

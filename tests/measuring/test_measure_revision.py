@@ -112,5 +112,5 @@ def test_a_local_model_has_no_revision(tmp_path: Path) -> None:
 
 
 def test_families_have_no_revision() -> None:
-    with pytest.raises(InputError, match="--revision step3 is for one MODEL"):
+    with pytest.raises(InputError, match="--revision step3 requires one MODEL"):
         one_model(None, ["gpt2"], False, None, False, "step3")

@@ -242,7 +242,7 @@ def test_the_command_ends_in_a_table_a_document_and_a_report(
     ("options", "sentence"),
     [
         (["--by-domain", "--text", "texts"], "exclude each other"),
-        (["--family", "gpt2"], "give a MODEL or --family"),
+        (["--family", "gpt2"], "pass a MODEL or --family"),
         (["--format", "csv", "--out", "here"], "one MODEL"),
     ],
 )

@@ -84,11 +84,11 @@ def test_a_dry_run_lists_sizes_and_makes_nothing(run: Run, models: Path, tmp_pat
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["measure"], "name a MODEL, or families of models"),
-        (["measure", "x", "--family", "gpt2"], "give a MODEL or --family, not both"),
+        (["measure"], "pass a MODEL, or families of models"),
+        (["measure", "x", "--family", "gpt2"], "pass a MODEL or --family, not both"),
         (["measure", "--family", "bert", "--dry-run"], "no family 'bert'; there are: gpt2"),
         (["measure", "--family", "gpt2"], "natural inputs need a text"),
-        (["measure", "--family", "gpt2", "--by-domain"], "leave out --family"),
+        (["measure", "--family", "gpt2", "--by-domain"], "remove --family"),
         (["measure", "--family", "gpt2", "--dry-run", "--models-dir", "no"], "--models-dir no is not a directory"),
         (["measure", "x", "--dry-run"], "--dry-run requires --family"),
         (["measure", "x", "--by-domain"], "needs --text FOLDER"),

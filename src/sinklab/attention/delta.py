@@ -45,10 +45,10 @@ def gated_delta(
     """Compute the outputs of all positions and the state after the last one, in chunks.
 
     Args:
-        q_BHTD, k_BHTD: as they enter the rule: nothing is scaled or normed here.
-        log_decay: g, at most 0: (B, H, T), or (B, H, T, D) for a decay of every channel of the key.
-        rate_BHT: b, from 0 to 1.
-        state_BHDV: of earlier positions; None at the beginning, where it is 0.
+        q_BHTD, k_BHTD: queries and keys, already scaled and normalised.
+        log_decay: log decay g, at most 0: (B, H, T), or (B, H, T, D) for one decay per channel of the key.
+        rate_BHT: writing strength b, from 0 to 1.
+        state_BHDV: state after the earlier positions; None means zero.
 
     Returns:
         out_BHTV in the dtype of the values; state_BHDV in float32 (float64 for float64).
@@ -75,7 +75,7 @@ def gated_delta(
     solved = torch.linalg.solve_triangular(corrections, wanted, upper=False, unitriangular=True)
     own_BHNCV, read_BHNCD = solved.split((V, D), dim=-1)
     scores_BHNCC = _decayed_products(q, k, decay)
-    # Unbound, not indexed chunk by chunk: the gradient of an index is as large as the whole sequence.
+    # `unbind` instead of an index per chunk: the gradient of an index is as large as the whole sequence.
     parts = (q * since_start, k * till_end, scores_BHNCC, own_BHNCV, read_BHNCD, since_start[..., -1, :, None])
     chunks = zip(*(part.unbind(2) for part in parts), strict=True)
     state = q.new_zeros(B, H, D, V) if state_BHDV is None else state_BHDV.to(dtype)

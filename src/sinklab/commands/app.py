@@ -78,7 +78,7 @@ def train(
         typer.Option(
             metavar="STEP",
             rich_help_panel=ADVANCED,
-            help="Train nothing: recompute this step's batch and report where NaN first appears.",
+            help="Train nothing: recompute this step's batch and report the first tensor with NaN.",
         ),
     ] = None,
     dry_run: Annotated[
@@ -147,10 +147,10 @@ def export(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty directory.")],
     as_json: Json = False,
 ) -> None:
-    """Write a run as a Hugging Face directory: safetensors, config, tokenizer, model card.
+    """Export a run as a Hugging Face directory: safetensors, config, tokenizer, model card.
 
     The default variant is a plain Llama, one with a sink logit a Granite; both load with transformers alone. Others
-    load after `sinklab.register()`, or with trust_remote_code=True from the file of code beside them.
+    load after `sinklab.register()`, or with trust_remote_code=True from the exported modelling file.
 
     Example: sinklab export runs/k my-model
     """
@@ -170,7 +170,7 @@ def export(
 
 @with_options
 def interventions(as_json: Json = False) -> None:
-    """List everything a recipe can change: keys, legal values, defaults, and the values that change nothing.
+    """List every recipe key with its legal values, default, and neutral values (which leave the model unchanged).
 
     Example: sinklab interventions
     """
@@ -206,7 +206,7 @@ def report(
         Path | None,
         typer.Option(
             rich_help_panel=OUTPUT,
-            help="Also copy one sweep without its weights into this folder, small enough to be committed.",
+            help="Also write one sweep without weights into this folder, small enough to commit.",
         ),
     ] = None,
 ) -> None:
@@ -237,17 +237,17 @@ def verify(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A folder written by report --pack.")],
     retrain: Annotated[
         int,
-        typer.Option(min=0, rich_help_panel=INPUT, help="Number of runs, drawn at random, to train again and compare."),
+        typer.Option(min=0, rich_help_panel=INPUT, help="Number of runs, drawn at random, to retrain and compare."),
     ] = 0,
-    seed: Annotated[int, typer.Option(min=0, rich_help_panel=INPUT, help="Of the draw of runs.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, rich_help_panel=INPUT, help="Random seed for drawing the runs.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Check packed results: checksums, the hash of every recipe, every verdict judged anew, runs trained again.
+    """Verify packed results: checksums, recipe hashes, recomputed verdicts, and retrained runs.
 
     Example: sinklab verify results/tiny --retrain 2
 
-    A run trained again must be equal to the last bit on the processor, versions and threads of its record. Elsewhere it
-    must have the same validation loss within the printed tolerance. Exit status 1 if a check fails.
+    With the processor, versions and threads of the record, a retrained run must match bit for bit; otherwise its
+    validation loss must match within the printed tolerance. Exit status 1 if a check fails.
     """
     from dataclasses import asdict
 
@@ -285,12 +285,10 @@ def verify(
 
 @with_options
 def runs(
-    directories: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="Directories with runs in or below them.")
-    ],
+    directories: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Directories to search for runs.")],
     as_json: Json = False,
 ) -> None:
-    """List training runs: state, step, sink, loss, and the recipe keys in which they differ.
+    """List training runs: state, step, sink rate, loss, and the recipe keys that differ.
 
     Example: sinklab runs runs
 

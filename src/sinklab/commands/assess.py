@@ -28,7 +28,7 @@ def assess(
     text: Annotated[
         Path | None,
         typer.Option(
-            rich_help_panel=INPUT, help=".txt or .jsonl, read as one stream; default for a run: its validation text."
+            rich_help_panel=INPUT, help="Text (.txt or .jsonl), read as one stream; default: the run's validation text."
         ),
     ] = None,
     options: AssessOptions,
@@ -38,13 +38,13 @@ def assess(
         typer.Option(rich_help_panel=OUTPUT, help="Directory for assessment.json; the same call resumes."),
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full", rich_help_panel=OUTPUT, help="Also print loss and divergence under every change.")
+        bool, typer.Option("--full", rich_help_panel=OUTPUT, help="Also print loss and divergence for every change.")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Assess the cost and benefit of a sink: streaming, quantisation, eviction, length, key ablations, heads, writer.
 
-    Named in --parts, also the KV cache in few bits, pruning of heads and budgets by head. Each loss is reported with
+    On request (--parts): KV cache quantisation, head pruning and per-head budgets. Each loss is reported with
     the divergence from the unchanged model; docs/assess.md has the formulas.
 
     Example: sinklab assess runs/tiny-0 --text stories.txt --parts streaming,quantisation --out runs/tiny-0/assess

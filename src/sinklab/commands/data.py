@@ -1,4 +1,4 @@
-"""`sinklab data prepare`: text to token shards, or how much there would be."""
+"""`sinklab data prepare`: write token shards from text, or estimate their size."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def prepare(
     tokenizer: Annotated[str, typer.Option(rich_help_panel=INPUT, help="Hugging Face name or path, or train:SIZE.")],
     out: Annotated[Path, typer.Option(rich_help_panel=OUTPUT, help="Directory for the token shards.")],
     valid_fraction: Annotated[
-        float, typer.Option(rich_help_panel=INPUT, help="Share of the documents kept for validation.")
+        float, typer.Option(rich_help_panel=INPUT, help="Fraction of the documents held out for validation.")
     ] = 0.02,
     limit_bytes: Annotated[
         int | None,
@@ -44,7 +44,7 @@ def prepare(
         typer.Option(
             metavar="KIND",
             rich_help_panel=INPUT,
-            help="weights: domains by weight, files: all files at the same pace; default: one after the other.",
+            help="weights: by domain weight; files: all files at an equal rate; default: sequentially.",
         ),
     ] = None,
     weights: Annotated[
@@ -58,13 +58,13 @@ def prepare(
         typer.Option(
             metavar="HOW",
             rich_help_panel=INPUT,
-            help="With --mix weights: refuse a domain without a file, or renormalise the weights of the others.",
+            help="With --mix weights, for domains without files: refuse, or renormalise the other weights.",
         ),
     ] = "refuse",
     seed: Annotated[
         int,
         typer.Option(
-            min=0, max=LARGEST, rich_help_panel=ADVANCED, help="With --mix: seed of the order of the domains or files."
+            min=0, max=LARGEST, rich_help_panel=ADVANCED, help="With --mix: random seed for the domain or file order."
         ),
     ] = 0,
     dry_run: Annotated[
@@ -73,7 +73,7 @@ def prepare(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Turn text into token shards that recipes can name as their data.source.
+    """Tokenize text into shards that recipes use as data.source.
 
     Example: sinklab data prepare stories.txt --tokenizer train:4096 --out data/stories
 
@@ -98,16 +98,16 @@ def prepare(
 
 
 def _mix_of(kind: str | None, weights: Path | None, absent: str, seed: int) -> "Mix | None":
-    """The mix that options describe.
+    """Build the mix from the options.
 
     Raises:
-        InputError: options that belong to another kind, or a file that holds no weights.
+        InputError: if an option belongs to another kind of mix, or the file contains no weights.
     """
     from sinklab.data.config import UniformMix, WeightedMix
     from sinklab.files import parse_yaml
 
     if kind != "weights" and (weights is not None or absent != "refuse"):
-        raise InputError("--weights and --absent belong to --mix weights: add it, or leave them out")
+        raise InputError("--weights and --absent require --mix weights: add it, or remove them")
     if kind is None:
         return None
     if kind == "files":
@@ -120,14 +120,14 @@ def _mix_of(kind: str | None, weights: Path | None, absent: str, seed: int) -> "
     except OSError as error:
         raise InputError(f"cannot read {weights}: {error.strerror}") from error
     except ValueError as error:
-        raise InputError(f"{weights} does not hold lines of domain: weight, each above 0: {error}") from error
+        raise InputError(f"{weights} must have lines of domain: weight, each above 0: {error}") from error
 
 
 def _estimate(settings: "Settings", as_json: bool) -> None:
-    """Print how much there is.
+    """Print the estimated bytes and tokens.
 
     Raises:
-        InputError: text or tokenizer cannot be used.
+        InputError: if the text or tokenizer cannot be used.
     """
     from sinklab.commands.terminal.plans import print_estimate
     from sinklab.commands.terminal.progress import JobProgress
@@ -142,7 +142,7 @@ def _estimate(settings: "Settings", as_json: bool) -> None:
 
 
 def _prepare(settings: "Settings", out: Path, as_json: bool) -> None:
-    """Prepare the data and print what came out.
+    """Prepare the data and print the result.
 
     Raises:
         InputError, SinklabError: as `prepare_settings`.

@@ -99,10 +99,10 @@ def _say_error(message: str) -> None:
 
 
 def say_on(console: Console, message: str) -> None:
-    """Print a line as plain text: control characters of a name are replaced, markup is not interpreted."""
+    """Print a line as plain text: control characters are replaced, markup is not interpreted."""
     console.print(printable(message), **PLAIN)
 
 
 def stderr() -> Console:
-    """The console of everything but results."""
+    """The console for everything except results."""
     return Console(stderr=True)

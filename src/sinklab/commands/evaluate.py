@@ -36,7 +36,7 @@ def evaluate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Score a model on downstream tasks with lm-eval (extra eval), and measure its sink.
+    """Evaluate a model on downstream tasks with lm-eval (extra eval), and measure its sink.
 
     HellaSwag is read from a file (--data, or eval/hellaswag_val.jsonl.gz in SINKLAB_DATA) and needs no network; other
     tasks come from the Hugging Face hub. docs/eval.md defines each number.

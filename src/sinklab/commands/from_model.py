@@ -1,8 +1,8 @@
-"""Command line options, made from the fields of settings models where a command has them.
+"""Generate command line options from the fields of pydantic settings models.
 
-A command has the model as a parameter; typer sees one option per field in its place, and the command gets the validated
-model. Options are ordered by their panels in the help, types have short names there, and bounds are checked but not
-shown. Considered and not used: pydantic-settings (its command line is argparse, with another help and other messages),
+A command takes the model as a parameter; typer sees one option per field instead, and the command receives the
+validated model. In the help, options are sorted by panel and types have short names; bounds are checked but not shown.
+Alternatives considered: pydantic-settings (its command line is argparse, with another help and other messages),
 pydantic-typer and typantic (the parameter's name before every option, or one model that holds everything), cyclopts
 (would replace typer for all commands).
 """
@@ -29,10 +29,10 @@ METAVARS: dict[Any, str] = {bool: "", int: "N", float: "X", str: "TEXT", Path: "
 
 
 class PanelCommand(TyperCommand):
-    """A command that lists --help in the last panel instead of one of its own."""
+    """A command that lists --help in the last panel instead of a separate one."""
 
     def get_help_option(self, ctx: Any) -> Any:
-        """The option with its panel."""
+        """The help option, assigned to the last panel."""
         option = super().get_help_option(ctx)
         panels = [getattr(one, "rich_help_panel", None) for one in self.params]
         if option is not None and any(panels):
@@ -41,17 +41,17 @@ class PanelCommand(TyperCommand):
 
 
 class Only(tuple[str, ...]):
-    """Annotates a settings parameter: the fields that this command has, in the order of its help."""
+    """Annotation of a settings parameter that selects the fields this command exposes, in the order of the help."""
 
     def __new__(cls, *names: str) -> "Only":
         return super().__new__(cls, names)
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with an option for every field of its settings, those of nested models included.
+    """Add an option to the command for every field of its settings, including fields of nested models.
 
-    A default of the settings parameter, a model, gives the options their defaults. Options of other parameters are
-    shown and checked alike.
+    The default value of the settings parameter, a model, sets the defaults of the options. Options of other parameters
+    are displayed and checked in the same way.
     """
     settings: dict[str, tuple[type[CommandSettings], CommandSettings | None, dict[str, inspect.Parameter]]] = {}
     parameters: list[inspect.Parameter] = []
@@ -90,13 +90,13 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _panel(parameter: inspect.Parameter) -> int:
-    """The place of its panel in the help; arguments have none and are first."""
+    """Sort key of an option by panel; arguments have no panel and are first."""
     panel = next((one.rich_help_panel for one in get_args(parameter.annotation) if isinstance(one, OptionInfo)), None)
     return PANELS.index(panel) + 1 if panel in PANELS else 0
 
 
 def _shown(option: OptionInfo, annotation: Any) -> OptionInfo:
-    """The option with a short name of its type, without the bounds in its help."""
+    """The option with a short type name, and without bounds in the help."""
     shown = copy.copy(option)
     shown.min = shown.max = None
     if shown.metavar is None:
@@ -105,17 +105,17 @@ def _shown(option: OptionInfo, annotation: Any) -> OptionInfo:
 
 
 def _element(annotation: Any) -> Any:
-    """The type of one value of an option that may be absent or repeated."""
+    """The element type of an option that may be absent or repeated."""
     if NoneType in get_args(annotation):
         (annotation,) = (one for one in get_args(annotation) if one is not NoneType)
     return get_args(annotation)[0] if get_origin(annotation) is list else annotation
 
 
 def _check(name: str, option: OptionInfo, value: Any) -> None:
-    """Refuse a number beyond the bounds of its option.
+    """Refuse a number outside the bounds of its option.
 
     Raises:
-        InputError: names the option and its bounds.
+        InputError: if the value is out of bounds; the message names the option and its bounds.
     """
     if value is not None and option.min is not None and value < option.min:
         expected = f"greater than or equal to {option.min}"
@@ -127,7 +127,7 @@ def _check(name: str, option: OptionInfo, value: Any) -> None:
 
 
 def _model(kind: type[CommandSettings], default: CommandSettings | None, given: Mapping[str, Any]) -> CommandSettings:
-    """The model with the values of its options; None is an option that was not given."""
+    """Build the model from option values; None means that an option was not passed."""
     values = dict(default or ())
     for name, field in kind.model_fields.items():
         if _is_nested(field.annotation):
@@ -138,7 +138,7 @@ def _model(kind: type[CommandSettings], default: CommandSettings | None, given: 
 
 
 def _options(kind: type[CommandSettings], default: CommandSettings | None) -> dict[str, inspect.Parameter]:
-    """The options by field; a field without help is none."""
+    """The options by field; a field without description has no option."""
     options: dict[str, inspect.Parameter] = {}
     for name, field in kind.model_fields.items():
         value = REQUIRED if field.is_required() else field.default
@@ -151,7 +151,7 @@ def _options(kind: type[CommandSettings], default: CommandSettings | None) -> di
 
 
 def _option(kind: type[CommandSettings], name: str, value: Any) -> inspect.Parameter:
-    """The option of a field, with a default."""
+    """Build the option of a field, with a default."""
     field, flag = kind.model_fields[name], flag_of(kind, name)
     annotation = field.annotation
     if NoneType in get_args(annotation):

@@ -1,4 +1,4 @@
-"""The measuring commands: measure, print, draw the report. Their options are in `measure.py`, which imports little."""
+"""Implementation of the measuring commands. Their options are in `measure.py`, which has few imports."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -47,10 +47,10 @@ class Invocation:
 
     Attributes:
         text: a file or folder.
-        request, loading: of every model.
-        out: directory of the results; None saves nothing.
+        request, loading: measurement request and loading settings of every model.
+        out: results directory; None saves nothing.
         as_json: print the document instead of tables.
-        console: for everything but the result.
+        console: console for everything except the result.
     """
 
     text: Path | None
@@ -77,7 +77,7 @@ class Invocation:
 
     @contextmanager
     def printed_anyway(self, show: Callable[[Any, Console], None]) -> Iterator[None]:
-        """Print a result that could not be saved before its error is raised."""
+        """Print a result that could not be saved, then raise the error."""
         try:
             yield
         except UnsavedError as error:
@@ -87,7 +87,7 @@ class Invocation:
     def survey(
         self, what: str, total: int, measured: Callable[..., AnyDocument], show: Show[AnyDocument]
     ) -> AnyDocument:
-        """Make many measurements with one progress bar; a result that cannot be saved is printed."""
+        """Run many measurements with one progress bar; a result that cannot be saved is printed."""
         with (
             self.printed_anyway(show),
             JobProgress(self.console, what, total, phase=f"reading the text and the {what}") as observe,
@@ -104,29 +104,29 @@ def one_model(
     revision: str | None = None,
     over_steps: bool = False,
 ) -> str | None:
-    """The MODEL of `sinklab measure`, or None with --family.
+    """Check and return the MODEL of `sinklab measure`; None with --family.
 
     Args:
-        over_steps: measure its checkpoints.
+        over_steps: whether to measure the checkpoints of MODEL.
 
     Raises:
-        InputError: neither or both, or options that exclude each other.
+        InputError: if there is neither MODEL nor --family or both, or options exclude each other.
     """
     if names:
         if model is not None:
-            raise InputError(f"give a MODEL or --family, not both: got {model} and --family {names[0]}")
+            raise InputError(f"pass a MODEL or --family, not both: got {model} and --family {names[0]}")
         if by_domain or over_steps:
             asked = "--by-domain measures one MODEL on many texts" if by_domain else "checkpoints are of one MODEL"
-            raise InputError(f"{asked}: leave out --family")
+            raise InputError(f"{asked}: remove --family")
         if revision is not None:
-            raise InputError(f"--revision {revision} is for one MODEL: leave it out, or give MODEL without --family")
+            raise InputError(f"--revision {revision} requires one MODEL: remove it, or pass MODEL without --family")
         return None
     if by_domain and over_steps:
-        raise InputError("--by-domain and --by-checkpoint exclude each other: give one of them")
+        raise InputError("--by-domain and --by-checkpoint exclude each other: pass one of them")
     if model is None:
-        raise InputError("name a MODEL, or families of models: --family gpt2 (see --help)")
+        raise InputError("pass a MODEL, or families of models: --family gpt2 (see --help)")
     if models_dir is not None or dry_run:
-        raise InputError(f"{'--dry-run' if dry_run else '--models-dir'} requires --family: leave it out for one MODEL")
+        raise InputError(f"{'--dry-run' if dry_run else '--models-dir'} requires --family: remove it for one MODEL")
     return model
 
 
@@ -134,10 +134,10 @@ def model_command(model: str, given: Invocation, tables: Sequence[str] = ()) -> 
     """Measure one model on one text.
 
     Args:
-        tables: formats of the tables to be saved as well (frames.py).
+        tables: formats in which the tables are also saved (`frames.py`).
 
     Raises:
-        InputError, SinklabError: as `measure_model`.
+        InputError, SinklabError: see `measure_model`.
     """
     with (
         given.printed_anyway(print_measurement),
@@ -157,8 +157,8 @@ def domains_command(model: str, given: Invocation) -> None:
     """Measure one model on every file of a folder.
 
     Raises:
-        InputError: no folder, or as `measure_domains`.
-        SinklabError: a domain could not be measured; the others are printed and kept.
+        InputError: if there is no folder; see also `measure_domains`.
+        SinklabError: if a domain could not be measured; the others are printed and saved.
     """
     total = len(domain_files(given.text)) if given.text is not None and given.text.is_dir() else 0
     domains = given.survey("domains", total, partial(measure_domains, model), print_domains)
@@ -170,8 +170,8 @@ def checkpoints_command(model: str, revisions: Sequence[str], given: Invocation)
     """Measure one model at several steps of its training.
 
     Raises:
-        InputError: as `measure_checkpoints`.
-        SinklabError: a checkpoint could not be measured; the others are printed and kept.
+        InputError: see `measure_checkpoints`.
+        SinklabError: if a checkpoint could not be measured; the others are printed and saved.
     """
     total = len(saved_models(model, revisions))
     found = given.survey("checkpoints", total, partial(measure_checkpoints, model, revisions), print_checkpoints)
@@ -180,21 +180,21 @@ def checkpoints_command(model: str, revisions: Sequence[str], given: Invocation)
 
 
 def compare_command(models: Sequence[str], given: Invocation) -> None:
-    """Measure models on the same text and print them side by side.
+    """Measure models on the same text and print a comparison.
 
     Raises:
-        InputError, SinklabError: as `compare_models`.
+        InputError, SinklabError: see `compare_models`.
     """
     comparison = given.survey("models", len(models), partial(compare_models, models), print_comparison)
     given.finish(comparison, print_comparison)
 
 
 def parity_command(model: str, backends: Sequence[str], given: Invocation) -> None:
-    """Compare the attention backends of a model and print them side by side.
+    """Compare the attention backends of a model and print the result.
 
     Raises:
-        InputError: as `compare_backends`.
-        SinklabError: a backend disagrees; the table has been printed.
+        InputError: see `compare_backends`.
+        SinklabError: if a backend disagrees; the table has been printed.
     """
     with JobProgress(given.console, phase=f"reading {model} and the text") as observe:
         found = compare_backends(
@@ -214,7 +214,7 @@ def sizes_command(names: Sequence[str], models_dir: Path | None, given: Invocati
     """Print the parameters, disk and memory of the paper's models.
 
     Raises:
-        InputError: no such family or directory.
+        InputError: if there is no such family or directory.
     """
     dtype, device = given.loading.dtype, given.loading.device
     found = sizes(names, given.request, models_dir=models_dir, dtype=dtype, device=device)
@@ -228,8 +228,8 @@ def families_command(names: Sequence[str], models_dir: Path | None, given: Invoc
     """Measure the paper's models.
 
     Raises:
-        InputError: no such family or directory, or no text.
-        SinklabError: a model could not be measured; the others are printed and kept.
+        InputError: if there is no such family or directory, or no text.
+        SinklabError: if a model could not be measured; the others are printed and saved.
     """
     given = replace(given, out=given.out or FAMILIES_OUT)
     measured = partial(measure_families, names, models_dir=models_dir)
@@ -243,4 +243,4 @@ def _raise_for_failed(outcome: Outcome, what: str) -> None:
         lines = [f"  {name}: {failure}" for name, failure in outcome.failed.items()]
         total = len(outcome.failed) + len(outcome.measured)
         count = f"{len(outcome.failed)} of {total} {what} could not be measured"
-        raise SinklabError("\n".join([f"{count}; the same call tries them again:", *lines]))
+        raise SinklabError("\n".join([f"{count}; repeat the call to retry them:", *lines]))

@@ -1,4 +1,4 @@
-"""Settings and options that more than one command has."""
+"""Settings and options shared by several commands."""
 
 from functools import partial
 from pathlib import Path
@@ -26,11 +26,11 @@ class LoadingOptions(CommandSettings, frozen=True):
 
     dtype: Annotated[Precision, Flag(metavar="TYPE")] = Field(
         default="auto",
-        description="Of the weights: float32, bfloat16, float16, or auto: that of the files, float32 where the CPU "
-        "only emulates it.",
+        description="Data type of the weights: float32, bfloat16, float16, or auto (as stored; float32 where the "
+        "CPU only emulates that type).",
     )
     device: Annotated[str, Flag(metavar="NAME")] = Field(
-        default="auto", description="auto, cpu, cuda, cuda:N, or map: weights spread over all devices."
+        default="auto", description="auto, cpu, cuda, cuda:N, or map (weights spread over all devices)."
     )
     revision: Annotated[str | None, Flag(metavar="NAME", panel=INPUT)] = Field(
         default=None, description="Branch, tag or commit on the hub; default: main."
@@ -38,14 +38,14 @@ class LoadingOptions(CommandSettings, frozen=True):
     trust_remote_code: bool = Field(default=False, description="Run code from the model's repository.")
 
     def on(self, console: "Console") -> "Loading":
-        """The loader's settings; slow steps are announced on the console."""
+        """Build the loader's settings; slow steps are announced on the console."""
         from sinklab.models.huggingface.loading import Loading
 
         return Loading(**dict(self), say=partial(say_on, console))
 
 
 class SubfolderLoadingOptions(LoadingOptions, frozen=True):
-    """How a model is loaded that may lie in a folder of its repository."""
+    """How a model that may be in a folder of its repository is loaded."""
 
     subfolder: Annotated[str | None, Flag(metavar="FOLDER", panel=INPUT)] = Field(
         default=None, description="Folder of the model within the directory or repository."
@@ -53,12 +53,12 @@ class SubfolderLoadingOptions(LoadingOptions, frozen=True):
 
 
 class ReproduceSettings(CommandSettings, frozen=True):
-    """The settings of `sinklab reproduce` and `lab`; experiments on existing models use five of them."""
+    """Settings of `sinklab reproduce` and `lab`; experiments on existing models use only five."""
 
     panel = INPUT
 
     scale: Annotated[str, Flag(metavar="NAME")] = Field(
-        default="tiny", description="tiny, mini, small, 60m or 1b, of those that the experiment has."
+        default="tiny", description="tiny, mini, small, 60m or 1b, if the experiment has that scale."
     )
     seeds: int | None = Field(
         default=None,
@@ -68,50 +68,50 @@ class ReproduceSettings(CommandSettings, frozen=True):
     models: Annotated[Several[str], Flag(name="--model", metavar="MODEL")] = Field(
         default=(),
         description="Model to measure, for experiments on existing models, on --seeds draws of sequences: Hugging Face "
-        "id, directory, .gguf file or run directory; repeatable, the chat model second. Of an experiment that names "
-        "its models: measure these instead.",
+        "id, directory, .gguf file or run directory; repeatable, the chat model second. Replaces the models "
+        "of experiments with fixed models.",
     )
-    steps: int | None = Field(default=None, ge=1, description="Updates per model; the recipe's unless given.")
+    steps: int | None = Field(default=None, ge=1, description="Updates per model; default: as in the recipe.")
     text: Path | None = Field(
         default=None,
-        description="Train on this .txt or .jsonl file or folder instead; or measure a --model on it.",
+        description="Text to train on, or to measure a --model on: .txt or .jsonl file, or folder.",
     )
     data: Path | None = Field(
-        default=None, description="HellaSwag's file, for experiments on existing models that ask it."
+        default=None, description="HellaSwag file, for experiments on existing models that use the task."
     )
     trust_remote_code: Annotated[bool, Flag(panel=ADVANCED)] = Field(
-        default=False, description="Run code from the repository of a model."
+        default=False, description="Run code from the model's repository."
     )
     jobs: Annotated[int | None, Flag(panel=ADVANCED)] = Field(
-        default=None, ge=1, description="Models at a time; as many as the cores suggest."
+        default=None, ge=1, description="Number of models trained concurrently; default: set by the number of cores."
     )
     engine: Annotated[EngineName, Flag(panel=ADVANCED, metavar="NAME")] = Field(
-        default=EngineName.local, description="Where models are trained: local, slurm or ray."
+        default=EngineName.local, description="Execution engine: local, slurm or ray."
     )
     engine_options: Annotated[Several[str], Flag(name="--engine-option", metavar="KEY=VALUE", panel=ADVANCED)] = Field(
-        default=(), description="Of slurm or ray, such as partition=gpu; may be repeated."
+        default=(), description="Option of slurm or ray, such as partition=gpu; repeatable."
     )
     dry_run: Annotated[bool, Flag(panel=OUTPUT)] = Field(
-        default=False, description="Train nothing: print the cells, what each changes, and the hours."
+        default=False, description="Train nothing: print the cells, their changes, and the estimated hours."
     )
     out: Annotated[Path | None, Flag(panel=OUTPUT)] = Field(
-        default=None, description="Directory of the runs, summary.json and report.html; runs/SCALE unless given."
+        default=None, description="Directory for the runs, summary.json and report.html; default: runs/SCALE."
     )
     packed: Annotated[Path | None, Flag(panel=ADVANCED)] = Field(
-        default=None, description="Folder written by report --pack, whose runs count as trained: continue it."
+        default=None, description="Continue from this folder, written by report --pack: its runs are not trained again."
     )
 
     @property
     def directory(self) -> Path:
-        """Directory of a sweep."""
+        """The directory of the sweep."""
         return self.out or RUNS / self.scale
 
     @property
     def overlay(self) -> dict[str, Any]:
-        """Changes to every recipe.
+        """The overlay on every recipe.
 
         Raises:
-            InputError: there is no such text.
+            InputError: if there is no such text.
         """
         if self.text is not None and not self.text.exists():
             raise InputError(f"--text {self.text}: there is no such file or folder")
@@ -122,5 +122,5 @@ class ReproduceSettings(CommandSettings, frozen=True):
 ModelName = Annotated[str, typer.Argument(help="Run directory, Hugging Face id, model directory or .gguf file.")]
 Json = Annotated[
     bool,
-    typer.Option("--json", rich_help_panel=OUTPUT, help="Print the result document alone to standard output."),
+    typer.Option("--json", rich_help_panel=OUTPUT, help="Print only the result document to standard output."),
 ]

@@ -27,28 +27,28 @@ ONLY_TRAINING = ("steps", "jobs", "engine_options", "packed", "scale", "engine")
 @with_options
 def lab(
     out: Annotated[
-        Path, typer.Option(rich_help_panel=OUTPUT, help="Directory of the runs, summary.json and report.html.")
+        Path, typer.Option(rich_help_panel=OUTPUT, help="Directory for the runs, summary.json and report.html.")
     ] = RUNS / "lab",
     steps: Annotated[
-        int | None, typer.Option(min=1, rich_help_panel=INPUT, help="Updates per model; the recipe's unless given.")
+        int | None, typer.Option(min=1, rich_help_panel=INPUT, help="Updates per model; default: as in the recipe.")
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(rich_help_panel=INPUT, help="Train on this .txt or .jsonl file or folder instead.")
+        Path | None, typer.Option(rich_help_panel=INPUT, help="Train on this .txt or .jsonl file or folder.")
     ] = None,
     seeds: Annotated[
-        int, typer.Option(min=1, rich_help_panel=INPUT, help="Models per cell; it takes five for verdicts.")
+        int, typer.Option(min=1, rich_help_panel=INPUT, help="Models per cell; verdicts require five.")
     ] = 1,
     as_json: Json = False,
 ) -> None:
-    """Train three tiny models side by side and watch the sink appear, move and stay away.
+    """Train three tiny models that differ in their sink: softmax, K biases and sigmoid attention.
 
-    Softmax grows a sink on the first token; with K biases it moves to the bias; sigmoid without normalisation grows
-    none. One model of each kind gives numbers and no verdict; the results of five models of each kind are shown beside
-    them.
+    Softmax attention develops a sink on the first token; with K biases the sink moves to the bias; sigmoid attention
+    without normalisation has none. One model of each kind gives numbers but no verdict; shipped results of five models
+    of each kind are shown for comparison.
 
     Example: sinklab lab --steps 500 --out runs/short
 
-    Ends with a table and report.html. Interrupt it with Ctrl-C and call it again to continue.
+    Prints a table and writes report.html. Ctrl-C stops; the same call resumes.
     """
     from sinklab.experiments.shipped import load_experiment
     from sinklab.experiments.sweep.plan import Question
@@ -63,7 +63,7 @@ def experiments(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[EXPERIMENT...]", help="Ids or .yaml files to be shown in full; all are listed without."
+            metavar="[EXPERIMENT...]", help="Ids or .yaml files to show in full; default: list all experiments."
         ),
     ] = None,
     coverage: Annotated[
@@ -71,12 +71,12 @@ def experiments(
         typer.Option(
             "--coverage",
             rich_help_panel=OUTPUT,
-            help="List the parts of the paper instead, with the claims that encode them.",
+            help="List the parts of the paper and the claims that encode them.",
         ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """List the experiments that `sinklab reproduce` runs: question, cells, and the time they take on this machine.
+    """List the experiments of `sinklab reproduce`: question, cells, and estimated time on this machine.
 
     Example: sinklab experiments table_4
     """
@@ -86,7 +86,7 @@ def experiments(
 
     if coverage:
         if names:
-            raise InputError(f"--coverage lists the whole paper: leave out {names[0]}")
+            raise InputError(f"--coverage lists the whole paper: remove {names[0]}")
         if as_json:
             print(json.dumps({name: part.model_dump() for name, part in paper_coverage().items()}, indent=2))
         else:
@@ -108,7 +108,7 @@ def reproduce(
         list[str],
         typer.Argument(
             metavar="EXPERIMENT...",
-            help="Ids (see sinklab experiments), .yaml files of your own, or: all of the scale.",
+            help="Ids (see sinklab experiments), your own .yaml files, or all: every experiment at the scale.",
         ),
     ],
     settings: ReproduceSettings,
@@ -119,13 +119,13 @@ def reproduce(
     Example: sinklab reproduce table_4 table_2 --scale tiny --seeds 5 --jobs 2
 
     Experiments on existing models (tables 1, 7 and 8, figures 2, 3, 9, 10 and 19, propositions) train nothing and
-    measure a --model; polypythias, smollm2_checkpoints, outlier_safe and gated_attention name their models.
+    measure a --model; polypythias, smollm2_checkpoints, outlier_safe and gated_attention have fixed models.
 
     Example: sinklab reproduce table_1 figure_2 --model MODEL --text FILE
 
-    Ends with our numbers beside the paper's, the verdict of each claim, summary.json and report.html. Runs that
-    are already trained below the directory are not trained again. Several of these commands, on any machines that share
-    the directory, share the work. Interrupt it with Ctrl-C and call it again to continue.
+    Prints our numbers next to the paper's and the verdict of each claim, and writes summary.json and report.html. Runs
+    already trained below the directory are not trained again. Several calls, also on different machines that share the
+    directory, divide the runs among them. Ctrl-C stops; the same call resumes.
     """
     found = _experiments(names, settings)
     if found[0].requests:
@@ -164,11 +164,11 @@ def reproduce(
 
 
 def _experiments(names: Sequence[str], settings: ReproduceSettings) -> "list[Experiment]":
-    """The named experiments, each once: either all trained or all on existing models.
+    """Load the named experiments without duplicates: either all trained or all on existing models.
 
     Raises:
-        InputError: there is no such experiment, two that differ have the same id, some are of one kind and some of the
-            other, or an option belongs to the other kind.
+        InputError: if there is no such experiment, two different ones have the same id, trained and measured
+            experiments are combined, or an option belongs to the other kind.
     """
     from sinklab.experiments.definition import SCALES
     from sinklab.experiments.shipped import experiment_ids, load_experiment
@@ -182,21 +182,20 @@ def _experiments(names: Sequence[str], settings: ReproduceSettings) -> "list[Exp
         first.setdefault(name != ALL and bool(loaded[0].requests), name)
         for one in loaded:
             if found.setdefault(one.id, one) != one:
-                raise InputError(f"two different experiments are called {one.id}: run them one after the other")
+                raise InputError(f"two different experiments have the id {one.id}: run them one after the other")
     if len(first) == 2:
         raise InputError(
-            f"{first[True]} measures a --model, and {first[False]} trains models of its own: run them "
-            "one after the other"
+            f"{first[True]} measures a --model, and {first[False]} trains its own models: run them one after the other"
         )
     if False in first and settings.models:
-        raise InputError(f"--model {settings.models[0]}: {first[False]} trains models of its own; leave --model out")
+        raise InputError(f"--model {settings.models[0]}: {first[False]} trains its own models; remove --model")
     if not found:
-        raise InputError(f"no experiment has scale {settings.scale!r}; there are: {', '.join(SCALES)}")
+        raise InputError(f"no experiment has scale {settings.scale!r}; choose from: {', '.join(SCALES)}")
     if True in first:
         for name in ONLY_TRAINING:
             if (value := getattr(settings, name)) != ReproduceSettings.model_fields[name].default:
                 option = f"{option_name(ReproduceSettings, name)}{f' {value}' if isinstance(value, str) else ''}"
-                raise InputError(f"{option} is about training, and {next(iter(found))} trains nothing: leave it out")
+                raise InputError(f"{option} applies to training, and {next(iter(found))} trains nothing: remove it")
     return list(found.values())
 
 
@@ -204,7 +203,7 @@ def _train(questions: "Sequence[Question]", settings: ReproduceSettings, as_json
     """Run the sweep, and print its result to standard output.
 
     Raises:
-        Exit: with status 1 if a run failed whose divergence is not a result.
+        Exit: with status 1 if a run failed, except for divergence that is an expected result.
     """
     from sinklab.commands.reproducing import sweep
     from sinklab.commands.terminal.results import print_summary

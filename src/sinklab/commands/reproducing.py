@@ -1,6 +1,6 @@
-"""Runs the experiments of `sinklab reproduce`: sweeps of trained models, and measurements of existing ones.
+"""Implementation of `sinklab reproduce`: sweeps of trained models, and measurements of existing ones.
 
-A sweep prepares its data once, shares its runs with other processes, and ends with summary.json and the page.
+A sweep prepares its data once, shares its runs with other processes, and writes summary.json and the report.
 """
 
 import json
@@ -76,9 +76,9 @@ class SweepEnding:
     """The outcome of a sweep.
 
     Attributes:
-        summary: as it was written.
-        failures: the reasons by run; a divergence that is a result is left out.
-        unassessed: the reasons why a run was not assessed, by run.
+        summary: the summary as written.
+        failures: reasons for failure by run, without divergence that is an expected result.
+        unassessed: reasons why runs were not assessed, by run.
     """
 
     summary: Summary
@@ -87,10 +87,10 @@ class SweepEnding:
 
 
 def look_ahead(questions: Sequence[Question], settings: ReproduceSettings) -> Preview:
-    """The cost of the sweep; writes nothing. The pace of a cluster is known from its finished runs only.
+    """Estimate the cost of the sweep; writes nothing. The pace of a cluster is known only from finished runs.
 
     Raises:
-        InputError: as `sweep`.
+        InputError: see `sweep`.
     """
     out, overlay = settings.directory, settings.overlay
     check_results(out, (SUMMARY, REPORT))
@@ -112,8 +112,8 @@ def sweep(questions: Sequence[Question], settings: ReproduceSettings, console: C
     """Train the missing runs and summarise all; progress is printed to `console`.
 
     Raises:
-        InputError: a scale that an experiment lacks, an unusable text or directory, an overlay that makes an invalid
-            recipe, an engine that is not installed or does not answer.
+        InputError: if an experiment lacks the scale, a text or directory is unusable, an overlay yields an invalid
+            recipe, or an engine is not installed or does not answer.
         KeyboardInterrupt: Ctrl-C; everything is saved and the same call resumes.
         PreemptedError: SIGTERM or SIGUSR1, likewise.
     """
@@ -158,7 +158,7 @@ def sweep(questions: Sequence[Question], settings: ReproduceSettings, console: C
 
 
 def _jobs(settings: ReproduceSettings, runs: int) -> int:
-    """Runs at a time: as requested, else one per card, else by the number of cores."""
+    """Number of concurrent runs: as requested, else one per GPU, else by the number of cores."""
     return settings.jobs or cards_here() or jobs_for(runs, cores_here())
 
 
@@ -166,7 +166,7 @@ def _check_version(path: Path) -> None:
     """Refuse to replace a summary of another schema version.
 
     Raises:
-        InputError: it names both.
+        InputError: if the versions differ; the message names both.
     """
     if not path.is_file():
         return
@@ -182,7 +182,7 @@ def _check_version(path: Path) -> None:
 
 
 def _assess(manifests: Sequence[SweepManifest], out: Path, console: Console) -> dict[str, str]:
-    """Run the missing parts of `assess` that the experiments ask for; returns the errors by run."""
+    """Run the missing parts of `assess` that the experiments request; returns the errors by run."""
     left: dict[str, str] = {}
     done = set[str]()
     with JobProgress(console) as progress:
@@ -207,12 +207,12 @@ def _assess_run(run: Unassessed, observe: Observer) -> None:
     """Assess a run on its own validation text; parts that do not apply to it are skipped.
 
     Raises:
-        InputError: it was assessed on another text before, or its text or weights are no longer there.
+        InputError: if the run was assessed on another text before, or its text or weights are missing.
     """
     path = run.directory / ASSESSMENT
     if path.is_file() and not load_assessment(path).on_held_out:
         raise InputError(
-            f"{path} is of another text than the run's own and is not replaced: move it away and run the same "
+            f"{path} was made on a text other than the run's own and is not replaced: move it away and run the same "
             "command again to assess the run for its experiment"
         )
     options = AssessOptions(parts=tuple(run.parts), where_possible=True)
@@ -220,14 +220,14 @@ def _assess_run(run: Unassessed, observe: Observer) -> None:
 
 
 def _summarised(manifests: Mapping[str, SweepManifest], out: Path) -> Summary:
-    """The summary, written."""
+    """Write and return the summary."""
     summary = summary_of(manifests, out)
     summary.save(out)
     return summary
 
 
 def _failures(planned: PlannedSweep, ended: Mapping[str, Event]) -> dict[str, str]:
-    """The reasons of failures by run; the divergence of a cell that may diverge is a result."""
+    """Reasons for failures by run; divergence of a cell that may diverge is a result, not a failure."""
     expected = {
         planned.hashes[name, seed]
         for name, cell in planned.plan.cells.items()
@@ -245,14 +245,14 @@ def _failures(planned: PlannedSweep, ended: Mapping[str, Event]) -> dict[str, st
 def measure_experiments(
     experiments: Sequence[Experiment], settings: ReproduceSettings, as_json: bool, console: Console
 ) -> None:
-    """Measure what is missing and judge; progress goes to `console`, the result to standard output.
+    """Run missing measurements and judge the claims; progress is printed to `console`, the result to standard output.
 
-    One experiment is written into --out, several into folders below it by their ids; without --out they are written
-    below runs/models, by model.
+    A single experiment is written to --out, several to folders in it named by id. The default is a folder per model in
+    runs/models.
 
     Raises:
-        InputError: no model or text, or one that cannot be used.
-        SinklabError: a measurement failed; the others are saved, summarised and printed.
+        InputError: if a model or text is missing or cannot be used.
+        SinklabError: if a measurement failed; the others are saved, summarised and printed.
         KeyboardInterrupt, PreemptedError: finished measurements are saved, and the same call resumes.
     """
     models, text, data = settings.models, settings.text, settings.data
@@ -296,7 +296,7 @@ def preview_measured(
     """Print the planned measurements; no model is loaded.
 
     Raises:
-        InputError: no model or text, or one that cannot be used.
+        InputError: if a model or text is missing or cannot be used.
     """
     text, found = settings.text, _passes(experiments, settings)
     planned = [(one, passes, _draws(one, settings)) for one, passes in zip(experiments, found.values(), strict=True)]
@@ -311,21 +311,21 @@ def preview_measured(
 
 
 def _planned_pass(one: Pass, draws: int) -> dict[str, object]:
-    """A pass as `--dry-run --json` prints it."""
+    """The document of a pass for `--dry-run --json`."""
     models = [str(one.model(number)) for number in one.replicates(draws)]
     return {"models": list(dict.fromkeys(models)), "replicates": len(models), **one.request(0).document()}
 
 
 def _passes(experiments: Sequence[Experiment], settings: ReproduceSettings) -> dict[str, list[Pass]]:
-    """The passes of experiments by id.
+    """The passes of the experiments by id.
 
     Raises:
-        InputError: no model or text, or one that cannot be used.
+        InputError: if a model or text is missing or cannot be used.
     """
     chosen = [of_given_models(one, settings.models) for one in experiments]
     return {one.id: passes_of(one, subjects_of(one, settings.models, settings.text)) for one in chosen}
 
 
 def _draws(experiment: Experiment, settings: ReproduceSettings) -> int:
-    """The most replicates of each pass."""
+    """Maximum number of replicates of each pass."""
     return settings.seeds or experiment.seeds

@@ -1,4 +1,4 @@
-"""`sinklab sft`: instruction tuning, with the sink beside the loss."""
+"""`sinklab sft`: instruction tuning with measurements of the sink."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def sft(
     *,
     model: ModelName,
     data: Annotated[
-        Path, typer.Option(rich_help_panel=INPUT, help="Conversations, .jsonl: messages, each with role and content.")
+        Path, typer.Option(rich_help_panel=INPUT, help="Conversations, .jsonl with messages (role and content).")
     ],
     out: Annotated[
         Path,
@@ -35,18 +35,16 @@ def sft(
     ] = None,
     chat_template: Annotated[
         Path | None,
-        typer.Option(
-            rich_help_panel=INPUT, help="Jinja template in place of the model's own, best with {% generation %} marks."
-        ),
+        typer.Option(rich_help_panel=INPUT, help="Jinja chat template, preferably with {% generation %} marks."),
     ] = None,
     options: TuneOptions,
     loading: Annotated[LoadingOptions, Only("device", "revision", "trust_remote_code")],
     as_json: Json = False,
 ) -> None:
-    """Tune a model on the assistant's tokens of conversations; the sink is measured at every evaluation.
+    """Fine-tune a model on the assistant tokens of conversations, measuring the sink at every evaluation.
 
     The defaults are the paper's: learning rate 2e-5, cosine, 64 conversations of 2,048 tokens, one epoch. The same
-    command resumes an interrupted tuning. DIR/model is a Hugging Face directory.
+    command resumes interrupted training. DIR/model is a Hugging Face directory.
 
     Example: sinklab sft runs/k --data chats.jsonl --out runs/k-chat
     """

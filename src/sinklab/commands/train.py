@@ -1,4 +1,4 @@
-"""`sinklab train`: from a recipe's name to a trained run, in one process or under torchrun."""
+"""Implementation of `sinklab train`, in one process or under torchrun."""
 
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -27,13 +27,13 @@ from sinklab.train.world import World, joined_world
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a training command.
+    """Result of a training command.
 
     Attributes:
-        directory: of the run.
-        exit_status: 0 if the run is done; 130 or 75 if it was stopped by a signal and has saved.
+        directory: run directory.
+        exit_status: 0 if the run is done; 130 or 75 if a signal stopped it after saving.
         speaks: whether this process prints the results.
-        recipe: of the run, resolved.
+        recipe: the resolved recipe.
     """
 
     directory: Path
@@ -50,15 +50,15 @@ def train_command(
     trackers: Sequence[TrackerName] = (),
     anyway: bool = False,
 ) -> Ended:
-    """Train the recipe, or resume from the run directory; progress goes to `console` and the trackers.
+    """Train the recipe, or resume from the run directory; progress is logged to `console` and the trackers.
 
     Args:
-        anyway: train even if the memory estimate exceeds the machine.
+        anyway: train even if the memory estimate exceeds the machine's memory.
 
     Raises:
-        InputError: a recipe, text or directory that cannot be used, a model beyond the memory, or a tracker whose
-            package is missing.
-        SinklabError: training failed; saved checkpoints are untouched.
+        InputError: if a recipe, text or directory cannot be used, the model exceeds the memory, or the package of a
+            tracker is missing.
+        SinklabError: if training failed; saved checkpoints are kept.
     """
     keep_freed_memory()
     with joined_world() as world:
@@ -122,13 +122,13 @@ def _show_charts(directory: Path, trackers: Sequence[Tracker]) -> None:
 
 
 def plan_command(recipe: str, overrides: Iterable[str]) -> tuple[TrainingPlan, bool]:
-    """The cost of the recipe on this machine, with the processes that were started; nothing is trained.
+    """Estimate the cost of the recipe on this machine, with the processes that were started; nothing is trained.
 
     Returns:
         The plan, and whether this process prints it.
 
     Raises:
-        InputError: a recipe or text that cannot be used.
+        InputError: if the recipe or text cannot be used.
     """
     with joined_world() as world:
         loaded = world.together(lambda: _recipe(recipe, overrides, world))
@@ -140,8 +140,8 @@ def replay_command(recipe: str, overrides: Iterable[str], out: Path | None, step
     """Replay the batch of one step of a run.
 
     Raises:
-        InputError: there is no such run or step, or several processes were started.
-        SinklabError: none of the run's checkpoints is valid.
+        InputError: if there is no such run or step, or several processes were started.
+        SinklabError: if none of the run's checkpoints is valid.
     """
     with joined_world() as world:
         if world.size > 1:
@@ -151,14 +151,14 @@ def replay_command(recipe: str, overrides: Iterable[str], out: Path | None, step
 
 
 def _recipe(name: str, overrides: Iterable[str], world: World) -> Recipe:
-    """The recipe, and its device made ready."""
+    """Load the recipe and initialise its device."""
     recipe = started(load_recipe(name, overrides))
     world.use(recipe.train.device)
     return recipe
 
 
 def _check_fits(recipe: Recipe, world: World, console: Console) -> None:
-    """Before the text is prepared, where the size of the vocabulary is known without."""
+    """Check the memory before the text is prepared, if the vocabulary size is already known."""
     check_fits(sized(recipe, world.device(recipe.train.device), lambda: _data(recipe, console)), world)
 
 

@@ -1,1 +1,1 @@
-"""From text to batches: corpora, tokenizers, token shards, the random-access loader and its interventions."""
+"""Data pipeline: corpora, tokenizers, token shards, the random-access loader and its interventions."""

@@ -3,7 +3,7 @@
 Part boundaries depend on the text alone, so the bytes do not depend on when a preparation was interrupted; memory holds
 one part, however large the text is. An entry is written after the ids of its part. A resumed preparation verifies the
 ids of every entry against their checksum and the text against its fingerprint, and repeats everything from the first
-difference on: neither a killed process, nor a power failure, nor changed text shows in the result.
+difference on: killed processes, power failures and changed text do not affect the result.
 """
 
 import hashlib
@@ -35,12 +35,12 @@ NamedDocuments = list[NamedDocument]
 
 
 def rank(document: str) -> float:
-    """A number in [0, 1) that depends on the text alone; documents below `valid_fraction` are validation text."""
+    """Hash a text to a number in [0, 1); documents below `valid_fraction` are validation text."""
     return int.from_bytes(hashlib.sha256(document.encode()).digest()[:6], "big") / 2**48
 
 
 class Nearest(Part):
-    """The document of a shard whose rank is nearest to the threshold: it moves if the other shard stays empty."""
+    """The document of a shard with the rank nearest to the threshold, which is moved if the other shard stays empty."""
 
     distance: float
     first: int
@@ -51,9 +51,9 @@ class SplitState(Part):
     """The size of one shard.
 
     Attributes:
-        tokens, documents: in it.
-        nearest: None while it is empty.
-        sha256: of the bytes that the last part added.
+        tokens, documents: number of tokens and documents.
+        nearest: None while the shard is empty.
+        sha256: SHA-256 of the bytes that the last part added.
     """
 
     tokens: int = 0
@@ -66,9 +66,9 @@ class Entry(Part):
     """A line of the journal: the state after one part, counted from the start of the text.
 
     Attributes:
-        documents: of the text that are in the shards.
-        text_bytes, text_sha256: of these documents, see `corpora.Fingerprint`.
-        shares: of the domains of a mix.
+        documents: number of documents written to the shards.
+        text_bytes, text_sha256: size and hash of these documents, see `corpora.Fingerprint`.
+        shares: shares of the domains of a mix.
     """
 
     documents: int
@@ -80,7 +80,7 @@ class Entry(Part):
 
 
 class _GrowingShard:
-    """A file of ids, cut to the size that `state` says."""
+    """A file of ids, truncated to the size recorded in `state`."""
 
     def __init__(self, path: Path, dtype: np.dtype, state: SplitState) -> None:
         self.state, self._dtype = state, dtype
@@ -129,13 +129,13 @@ class _GrowingShard:
 
 
 class SplitWriter:
-    """Appends documents to train.bin and valid.bin, each to the shard that its rank decides.
+    """Appends documents to train.bin or valid.bin, depending on their rank.
 
     Args:
-        folder: of the two files.
-        dtype: of the ids.
-        valid_fraction: the rank from which a document is training text.
-        last: the journal entry from which writing resumes; later ids are removed.
+        folder: folder of the two files.
+        dtype: data type of the ids.
+        valid_fraction: minimum rank of training documents.
+        last: journal entry to resume from; later ids are removed.
     """
 
     def __init__(self, folder: Path, dtype: np.dtype, valid_fraction: float, last: Entry | None) -> None:
@@ -152,9 +152,9 @@ class SplitWriter:
         """Append documents.
 
         Args:
-            ids: (tokens,) of all of them, EOS included.
-            lengths: (documents,) tokens of each.
-            ranks: (documents,) of each.
+            ids: (tokens,) ids of all documents, EOS included.
+            lengths: (documents,) number of tokens of each document.
+            ranks: (documents,) rank of each document.
         """
         distances = ranks - self._threshold
         is_valid = distances < 0
@@ -163,7 +163,7 @@ class SplitWriter:
         self.valid.append(ids[of_valid], lengths[is_valid], -distances[is_valid])
 
     def finish(self) -> tuple[Shard, Shard]:
-        """Training and validation shard, flushed to the disk; neither is empty. Needs at least two documents."""
+        """Flush and return the training and validation shards; neither is empty. Needs at least two documents."""
         full, empty = (self.train, self.valid) if self.train.state.documents else (self.valid, self.train)
         if not empty.state.documents:
             moved = full.state.nearest
@@ -178,7 +178,7 @@ class SplitWriter:
 
 
 class Encoded(NamedTuple):
-    """Documents as ids: (tokens,) of all, each with its EOS; (documents,) tokens of each; (documents,) ranks."""
+    """Encoded documents: (tokens,) ids of all, each with EOS; (documents,) lengths; (documents,) ranks."""
 
     ids: np.ndarray
     lengths: np.ndarray
@@ -186,12 +186,12 @@ class Encoded(NamedTuple):
 
 
 class Builder:
-    """Writes the shards of a text into a folder, resuming after the parts that are there already.
+    """Writes the shards of a text into a folder, resuming after the existing parts.
 
     Args:
-        folder: of the shards and the journal.
-        tokenizer: saved in `folder`.
-        settings: its `valid_fraction`, and its `token_limit`: the last document is cut there, and ends with EOS.
+        folder: folder of the shards and the journal.
+        tokenizer: tokenizer, saved in `folder`.
+        settings: provides `valid_fraction` and `token_limit`; the last document is cut at the limit and ends with EOS.
     """
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, settings: Settings) -> None:
@@ -204,12 +204,12 @@ class Builder:
         """Write the training and the validation shard.
 
         Args:
-            documents: the whole text, from its start.
-            progress: called with the bytes of text done and the tokens written so far.
+            documents: the whole text, from the start.
+            progress: called with the bytes of text read and the tokens written so far.
 
         Raises:
-            InputError: the text is malformed, or a single document.
-            SinklabError: the disk is full; the finished parts stay.
+            InputError: if the text is malformed, or a single document.
+            SinklabError: if the disk is full; finished parts are kept.
         """
         parts = _parts(documents)
         changed, last = self._replay(parts)
@@ -229,7 +229,7 @@ class Builder:
             return writer.finish()
 
     def _replay(self, parts: Iterator[NamedDocuments]) -> tuple[NamedDocuments | None, Entry | None]:
-        """Read the text of finished parts again; returns the first part that has changed, and the last valid entry."""
+        """Reread the text of finished parts; returns the first part that has changed, and the last valid entry."""
         entries, changed, valid = self._journal(), None, 0
         for entry in entries:
             part, before = next(parts, []), self.text.copy()
@@ -245,7 +245,7 @@ class Builder:
         return changed, last
 
     def _journal(self) -> list[Entry]:
-        """The entries before the first torn line, whose ids are in both shards as they were written."""
+        """Read the entries before the first incomplete line whose ids are unchanged in both shards."""
         path, entries = self.folder / JOURNAL, []
         for line in path.read_bytes().splitlines() if path.exists() else ():
             try:
@@ -276,7 +276,7 @@ class Builder:
         append_line(self.folder / JOURNAL, entry.model_dump_json())
 
     def _encode(self, texts: list[str], written: int) -> Encoded:
-        """The documents as ids, up to the token limit."""
+        """Encode the documents, up to the token limit."""
         ids, lengths = self.tokenizer.encode_flat(texts)
         ids = np.insert(ids, lengths.cumsum(), self.tokenizer.eos_id).astype(DTYPES[self.dtype])
         lengths, ranks = lengths + 1, np.array([rank(text) for text in texts])

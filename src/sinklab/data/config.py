@@ -18,48 +18,48 @@ def paper_weights() -> dict[str, float]:
 
 
 class WeightedMix(Part):
-    """Domains by weight: each domain's share of the tokens follows its weight; the mix ends where one runs out."""
+    """Domains by weight: shares of tokens are proportional to the weights; the mix ends when a domain is exhausted."""
 
     kind: Literal["weights"] = "weights"
     weights: dict[str, float] = Field(
         default_factory=paper_weights,
         min_length=1,
-        description="domain -> weight, above 0; their sum does not matter. The paper's unless given.",
+        description="domain -> weight, above 0, normalised to a sum of 1; default: the paper's weights",
     )
-    seed: int = Field(default=0, ge=0, description="of the order in which domains take turns")
+    seed: int = Field(default=0, ge=0, description="random seed for the order of domains")
     absent: Literal["refuse", "renormalise"] = Field(
-        default="refuse", description="domains that the source lacks are refused, or left out (renormalise)"
+        default="refuse", description="refuse domains that the source lacks, or renormalise the other weights"
     )
 
     @model_validator(mode="after")
     def _weights_are_positive(self) -> Self:
         if bad := [name for name, weight in self.weights.items() if not 0 < weight < float("inf")]:
-            raise ValueError(f"weights.{bad[0]} is {self.weights[bad[0]]}: it must be above 0, or left out")
+            raise ValueError(f"weights.{bad[0]} is {self.weights[bad[0]]}: weights must be above 0")
         return self
 
 
 class UniformMix(Part):
-    """All files at the same pace, as the paper's code does; when one ends, the others continue."""
+    """All files at an equal rate, as in the paper's code; when one ends, the others continue."""
 
     kind: Literal["files"] = "files"
-    seed: int = Field(default=0, ge=0, description="of the order in which files take turns")
+    seed: int = Field(default=0, ge=0, description="random seed for the order of files")
 
 
 Mix = WeightedMix | UniformMix
 
 
 class Selection(Part):
-    """Mix and amount; unset keys are left out of the document, and so of hashes."""
+    """Mix and amount of text; unset keys are omitted from the document and thus from hashes."""
 
     mix: Mix | None = Field(
         default=None,
         discriminator="kind",
-        description="how the files of a folder or dataset take turns; one after the other unless given",
+        description="how the files of a folder or dataset are interleaved; default: sequential",
     )
     token_limit: int | None = Field(
         default=None,
         ge=2,
-        description="prepare exactly this many tokens, training and validation together; fewer where the text ends",
+        description="total number of training and validation tokens to prepare; fewer if the text is shorter",
     )
 
     @model_serializer(mode="wrap")
@@ -70,24 +70,22 @@ class Selection(Part):
 class FixedToken(Part):
     """One token written at the same positions of every chunk (paper, section 5: `x[p] = token`)."""
 
-    token_id: int = Field(
-        default=1, ge=0, description="the token written; checked against the vocabulary by the loader."
-    )
-    positions: list[int] = Field(min_length=1, description="0-based, counted on the context + 1 tokens of a chunk.")
+    token_id: int = Field(default=1, ge=0, description="id of the token; checked against the vocabulary by the loader")
+    positions: list[int] = Field(min_length=1, description="0-based positions within the context + 1 tokens of a chunk")
 
     @field_validator("positions")
     @classmethod
     def _distinct_and_not_negative(cls, positions: list[int]) -> list[int]:
         if min(positions) < 0 or len(set(positions)) < len(positions):
-            raise ValueError(f"positions are 0-based and distinct, such as [0, 1, 2]; got {positions}")
+            raise ValueError(f"positions must be 0-based and distinct, such as [0, 1, 2]; got {positions}")
         return positions
 
 
 class RandomTokens(Part):
     """Positions [start, end) of every chunk, 0-based, drawn uniformly from the vocabulary."""
 
-    start: int = Field(ge=0, description="first position drawn")
-    end: int = Field(ge=1, description="first position after those drawn")
+    start: int = Field(ge=0, description="first resampled position")
+    end: int = Field(ge=1, description="end of the resampled range, exclusive")
 
     @model_validator(mode="after")
     def _not_empty(self) -> Self:
@@ -115,16 +113,16 @@ class DataConfig(Selection):
         "for a synthetic source",
     )
     valid_fraction: float = Field(
-        default=0.02, gt=0, le=0.5, description="share of the documents kept for validation, at most a half"
+        default=0.02, gt=0, le=0.5, description="fraction of the documents held out for validation, at most 0.5"
     )
     text_limit_bytes: int | None = Field(
-        default=None, ge=1, description="read no more than this much UTF-8 text of the corpus"
+        default=None, ge=1, description="maximum number of bytes of UTF-8 text to read"
     )
-    bos: bool = Field(default=False, description="every chunk begins with BOS.")
+    bos: bool = Field(default=False, description="whether every chunk begins with BOS")
     fixed_token: FixedToken | None = None
     random_tokens: RandomTokens | None = None
     token_budget: int | None = Field(
-        default=None, ge=1, description="train only on the first tokens of the training shard."
+        default=None, ge=1, description="number of tokens of the training shard to use, from its start"
     )
 
     @field_validator("tokenizer")
@@ -138,7 +136,7 @@ class DataConfig(Selection):
         if (parse(self.source) is not None) != (self.tokenizer == WORDS):
             raise ValueError(
                 f"source {self.source} with tokenizer {self.tokenizer}: the tokenizer {WORDS} and the sources "
-                "synthetic:NAME belong together"
+                "synthetic:NAME require each other"
             )
         return self
 
@@ -157,7 +155,7 @@ class DataConfig(Selection):
         drawn = range(self.random_tokens.start, self.random_tokens.end) if self.random_tokens else range(0)
         if both := sorted(position for position in fixed if position in drawn):
             raise ValueError(
-                f"fixed_token.positions and random_tokens both write position {both[0]}: give each its own positions"
+                f"fixed_token.positions and random_tokens both write position {both[0]}: choose disjoint positions"
             )
         if self.bos and (0 in fixed or 0 in drawn):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Random access to batches by their number, and a thread that prefetches the next one.
+"""Random access to batches by index, and prefetching in a thread.
 
 A batch depends on (seed, index) only, so the whole state of a loader is one integer. The shard is cut into chunks that
 do not overlap: context + 1 tokens each, or context tokens after a BOS. Training visits every chunk once per epoch in
@@ -27,17 +27,18 @@ class Loader:
     """Random access to the batches of a shard.
 
     Args:
-        tokens: (tokens,) integer ids, such as `TokenDataset.train`; read when a batch needs them.
+        tokens: (tokens,) integer ids, such as `TokenDataset.train`; read lazily.
         context: input tokens of the model; a chunk has one more, for the last prediction.
         batch_size: chunks per batch, over all processes.
-        seed: decides the order and the random tokens.
-        config: its `bos`, `fixed_token`, `random_tokens` and, for training, `token_budget` are applied here.
-        vocab_size: ids are below this.
+        seed: random seed for the order and the random tokens.
+        config: provides `bos`, `fixed_token`, `random_tokens` and, for training, `token_budget`.
+        vocab_size: exclusive upper bound of the ids.
         bos_id: the first token of every chunk with `config.bos`.
         shuffle: False for validation: in order, once, and without the token budget.
 
     Raises:
-        InputError: fewer tokens than one chunk or than the budget, or an intervention outside chunk or vocabulary.
+        InputError: if there are fewer tokens than one chunk or the budget, or an intervention is outside the chunk or
+            vocabulary.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Loader:
         if budget is not None and budget > count:
             raise InputError(
                 f"data.token_budget is {budget:,} and the training shard has {count:,} tokens: "
-                "lower it, raise data.text_limit_bytes, or give more text"
+                "lower it, raise data.text_limit_bytes, or add more text"
             )
         count = count if budget is None else budget
         stride = context if config.bos else context + 1
@@ -67,7 +68,7 @@ class Loader:
         if self.chunks == 0:
             raise InputError(
                 f"the {'training' if shuffle else 'validation'} text has {count:,} tokens and one chunk needs "
-                f"{stride:,} (context {context}): give more text, "
+                f"{stride:,} (context {context}): add more text, "
                 + ("raise data.token_budget, " if shuffle else "raise data.valid_fraction, ")
                 + "or shorten the context"
             )
@@ -84,7 +85,7 @@ class Loader:
 
     @classmethod
     def of(cls, data: TokenDataset, split: Literal["train", "valid"], **options: Any) -> Self:
-        """Shuffled batches of the training shard, or the validation shard in its order, once; raises as `Loader`.
+        """A loader of shuffled training batches, or of the validation shard in order, once; raises as `Loader`.
 
         Args:
             options: `context`, `batch_size`, `seed` and `config` of the loader.
@@ -93,23 +94,23 @@ class Loader:
         return cls(tokens, vocab_size=data.vocab_size, bos_id=data.bos_id, shuffle=split == "train", **options)
 
     def __len__(self) -> int:
-        """Batches of one epoch, rounded up; the last batch of a validation loader may have fewer rows."""
+        """Number of batches per epoch, rounded up; the last batch of a validation loader may have fewer rows."""
         return -(-self.chunks // self.batch_size)
 
     def batch(self, index: int, rows: slice | None = None) -> torch.Tensor:
-        """Batch number `index`, counted from 0 over all epochs.
+        """Read batch `index`, counted from 0 over all epochs.
 
         Args:
-            index: any number when training; below `len(self)` when validating.
-            rows: the rows of one process, as a slice of the whole batch.
+            index: non-negative; below `len(self)` for validation.
+            rows: rows of one process, as a slice of the whole batch.
 
         Returns:
             (batch_size, context + 1) int64 token ids, or these rows of them: inputs are `[:, :-1]`, targets `[:, 1:]`.
             The last batch of a validation loader has the remaining chunks.
 
         Raises:
-            IndexError: `index` is negative, or past the end of a validation loader.
-            SinklabError: the shard cannot be read.
+            IndexError: if `index` is negative, or past the end of a validation loader.
+            SinklabError: if the shard cannot be read.
         """
         places = np.arange(index * self.batch_size, (index + 1) * self.batch_size)
         if index < 0 or (not self._shuffle and index >= len(self)):
@@ -157,12 +158,12 @@ class Prefetcher:
     """Fetches one batch ahead in a thread; on CUDA into pinned memory, from which it is copied asynchronously.
 
     Args:
-        fetch: number -> the batch on the CPU, as `Loader.batch`.
-        device: of the batches.
-        end: number of the first batch that is not fetched.
+        fetch: index -> batch on the CPU, such as `Loader.batch`.
+        device: device of the batches.
+        end: index of the first batch that is not fetched.
 
     Attributes:
-        waited: seconds that `batch` has waited so far.
+        waited: total time that `batch` has waited, seconds.
     """
 
     def __init__(self, fetch: Callable[[int], Tensor], device: torch.device, end: int) -> None:
@@ -172,7 +173,7 @@ class Prefetcher:
         self._ahead: tuple[int, Future[Tensor]] | None = None
 
     def batch(self, index: int) -> Tensor:
-        """Batch number `index` on the device; starts to fetch the next one. Raises as `fetch`."""
+        """Return batch `index` on the device, and start fetching the next one. Raises as `fetch`."""
         started = time.perf_counter()
         future = self._ahead[1] if self._ahead and self._ahead[0] == index else self._begin(index)
         tokens = future.result()

@@ -1,12 +1,12 @@
-"""Preparation of token shards from text: tokenize, pack, split; the manifest is written last.
+"""Prepare token shards from text: tokenize, pack, split; the manifest is written last.
 
-The SHA-256 of each text decides whether it is kept for validation: the split depends neither on the order of the
-documents nor on their number, and copies of a text are on the same side. Each side has at least one document. Every
-document is followed by EOS.
+The SHA-256 of each text decides whether it is held out for validation: the split is independent of the order and number
+of documents, and copies of a text are in the same split. Each split has at least one document. Every document is
+followed by EOS.
 
-Files are written in a folder `partial` inside the target and moved up when they are complete; data.json is last. Under
-the lock a second process waits, and then finds the finished data. A killed process leaves no data.json, and the next
-one resumes after the last finished part (`building.py`), to the same bytes.
+Files are written in a folder `partial` inside the target and moved up when they are complete; data.json is last. A
+second process waits for the lock, and then finds the finished data. A killed process leaves no data.json, and the next
+one resumes after the last finished part (`building.py`) and writes the same bytes.
 """
 
 import hashlib
@@ -44,27 +44,27 @@ def prepare(
     counted: Counted | None = None,
     **selection: Any,
 ) -> TokenDataset:
-    """Write the token shards of a source into `out`; a finished `out` with the same settings is opened as it is.
+    """Write the token shards of a source into `out`; if they exist with the same settings, only open them.
 
     Args:
         source, tokenizer: as in `DataConfig`.
-        out: a folder; other files in it are left alone.
+        out: output folder; other files in it are not modified.
         progress, counted: see `StageProgress` and `Counted`.
         selection: `valid_fraction`, `text_limit_bytes`, `mix`, `token_limit` of `DataConfig`.
 
     Raises:
-        InputError: a value is not allowed, the source or tokenizer cannot be used, the text is a single document, or
-            `out` holds data made with other settings or files that no preparation has written.
-        SinklabError: the disk is full or not writable; finished parts are kept, and the same call resumes after them.
+        InputError: if a value is invalid, the source or tokenizer cannot be used, the text is a single document, or
+            `out` has data with other settings or files that were not written by a preparation.
+        SinklabError: if the disk is full or not writable; finished parts are kept, and the same call resumes.
     """
     return prepare_settings(settings_of(source, tokenizer, **selection), out, progress, counted)
 
 
 def settings_of(source: str, tokenizer: str, **selection: Any) -> Settings:
-    """The settings of a preparation; arguments as `prepare`.
+    """Build the settings of a preparation; arguments as `prepare`.
 
     Raises:
-        InputError: a value is not allowed, or there is no such source.
+        InputError: if a value is invalid, or there is no such source.
     """
     try:
         config = DataConfig(source=source, tokenizer=tokenizer, **selection)
@@ -76,15 +76,15 @@ def settings_of(source: str, tokenizer: str, **selection: Any) -> Settings:
 
 
 def prepared(config: DataConfig, cache: Path | None = None, progress: StageProgress | None = None) -> TokenDataset:
-    """The data of a recipe: opened where it is prepared, otherwise prepared once and kept in the cache.
+    """Open the data of a recipe, after preparing it in the cache if necessary.
 
     Args:
-        config: where `source` is a prepared directory, its tokenizer, split, mix and limits are not looked at.
-        cache: a folder; SINKLAB_CACHE, or ~/.cache/sinklab, unless given.
-        progress: as `prepare`.
+        config: data part of the recipe; for a prepared `source`, tokenizer, split, mix and limits are ignored.
+        cache: cache folder; default: SINKLAB_CACHE, or ~/.cache/sinklab.
+        progress: see `prepare`.
 
     Raises:
-        InputError, SinklabError: as `prepare` and `TokenDataset.open`.
+        InputError, SinklabError: see `prepare` and `TokenDataset.open`.
     """
     folder = Path(config.source).expanduser()
     if is_prepared(folder):
@@ -94,13 +94,13 @@ def prepared(config: DataConfig, cache: Path | None = None, progress: StageProgr
 
 
 def find_prepared(config: DataConfig, cache: Path | None = None) -> TokenDataset | None:
-    """The data of a recipe where it is prepared already, else None; nothing is written.
+    """Open the data of a recipe if it is already prepared, else return None; nothing is written.
 
     Args:
-        config, cache: as `prepared`.
+        config, cache: see `prepared`.
 
     Raises:
-        InputError, SinklabError: as `TokenDataset.open`, and where there is no such source.
+        InputError, SinklabError: see `TokenDataset.open`; also if there is no such source.
     """
     folder = Path(config.source).expanduser()
     if not is_prepared(folder):
@@ -111,7 +111,7 @@ def find_prepared(config: DataConfig, cache: Path | None = None) -> TokenDataset
 def _settings(config: DataConfig) -> Settings:
     if is_prepared(Path(config.source).expanduser()):
         raise InputError(
-            f"source {config.source} is prepared already: use it as it is, or give the text it was made from"
+            f"source {config.source} is already prepared: use it as data.source, or pass the original text"
         )
     path = Path(config.tokenizer).expanduser()
     path = path / "tokenizer.json" if path.is_dir() else path
@@ -130,7 +130,7 @@ def _in_cache(settings: Settings, cache: Path | None) -> Path:
 def prepare_settings(
     settings: Settings, out: Path, progress: StageProgress | None = None, counted: Counted | None = None
 ) -> TokenDataset:
-    """`prepare` with the settings of `settings_of`."""
+    """Write the token shards for these settings; see `prepare`."""
     try:
         if not is_prepared(out):
             if not (out / LOCK).exists():  # before anything is written; again under the lock
@@ -154,7 +154,7 @@ def prepare_settings(
 
 
 def _check_folder(out: Path) -> None:
-    """Refuse a folder with files that would be replaced and are not of a preparation."""
+    """Refuse a folder with files that would be replaced and were not written by a preparation."""
     if out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file: choose another --out")
     partial = out / PARTIAL
@@ -221,7 +221,7 @@ def _write_shards(settings: Settings, folder: Path, progress: StageProgress, cou
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Wait for the lock of `folder` and hold it. It is released with the process, however that ends."""
+    """Wait for the lock of `folder` and hold it within the context; the lock is released if the process dies."""
     import fcntl
 
     while True:

@@ -4,12 +4,11 @@
     data.json                counts, ids, settings, fingerprint and checksums; written last, when the data is complete
     tokenizer.json, tokenizer_config.json
 
-A flat file without a header can be cut anywhere, and read by ten lines of any language.
+A flat file without a header can be split anywhere and read with a few lines of code.
 
-Ids are read by position. A memory map would do, but where a file is cut short under it, or its disk fails, reading the
-map ends the process without a message (SIGBUS); a read by position fails with a reason. It does not notice other bytes
-of the same number in the same place. Those show in the file's times, which are cheap to compare; only where the times
-differ are the bytes compared with their checksum.
+Ids are read with positioned reads. With a memory map, a truncated file or failing disk would end the process without a
+message (SIGBUS); a positioned read raises an error. Changed bytes of a file of the same size are detected by the file's
+times, which are cheap to compare; the checksum is compared only if the times differ.
 """
 
 import hashlib
@@ -32,7 +31,7 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
 class Settings(Selection):
-    """Settings of a preparation; the same settings give the same shards."""
+    """Settings of a preparation; they determine the shards."""
 
     source: str
     tokenizer: str
@@ -52,14 +51,14 @@ class Shard(Part):
 
 
 class Share(Part):
-    """The documents and tokens of one domain (or file, where all go at the same pace) in a mix."""
+    """The documents and tokens of one domain of a mix (or of one file, for a uniform mix)."""
 
     documents: int = 0
     tokens: int = 0
 
 
 class Manifest(Part):
-    """The contents of data.json; `shares` only where the text is a mix."""
+    """The contents of data.json; `shares` is set only for a mix."""
 
     schema_version: Literal[1] = 1
     dtype: Literal["uint16", "uint32"]
@@ -76,15 +75,15 @@ class Manifest(Part):
 
 
 class TokenFile:
-    """A flat file of token ids. It stays open, so that it may be renamed or deleted while it is in use.
+    """A flat file of token ids. The file stays open, so it may be renamed or deleted while in use.
 
     Args:
         tokens: expected number of ids.
-        sha256: of its bytes, in hexadecimal.
-        remedy: a sentence that says how to make the file again.
+        sha256: SHA-256 of the bytes, in hexadecimal.
+        remedy: sentence that explains how to recreate the file.
 
     Raises:
-        SinklabError: it is missing, unreadable or of another size.
+        SinklabError: if the file is missing, unreadable or of another size.
     """
 
     def __init__(self, path: Path, dtype: np.dtype, tokens: int, sha256: str, remedy: str) -> None:
@@ -103,11 +102,11 @@ class TokenFile:
         return self._tokens
 
     def __getitem__(self, where: int | slice) -> np.ndarray:
-        """The ids at a position, as a scalar, or in a slice without a step, (tokens,); read anew every time.
+        """Read the id at a position, as a scalar, or the ids in a slice without step, (tokens,); nothing is cached.
 
         Raises:
-            IndexError: the position lies outside.
-            SinklabError: the file has been cut short or its disk fails.
+            IndexError: if the position is out of range.
+            SinklabError: if the file was truncated or its disk fails.
         """
         if not isinstance(where, slice):
             where = range(self._tokens)[where]
@@ -125,7 +124,7 @@ class TokenFile:
             if not more:
                 raise SinklabError(
                     f"{self.path} was cut short while it was in use: it ends before byte {offset + size:,} of "
-                    f"{len(self) * self.dtype.itemsize:,}. Put it back as it was, or: {self._remedy}"
+                    f"{len(self) * self.dtype.itemsize:,}. Restore it, or: {self._remedy}"
                 )
             content += more
         return np.frombuffer(content, self.dtype)
@@ -134,7 +133,7 @@ class TokenFile:
         """Compare the bytes with their checksum.
 
         Raises:
-            SinklabError: they differ, or cannot be read.
+            SinklabError: if they differ, or cannot be read.
         """
         try:
             with open(self._file, "rb", closefd=False) as file:
@@ -148,11 +147,11 @@ class TokenFile:
     def check_unchanged(self) -> None:
         """Check that the file has not changed since it was opened, by its size and times.
 
-        A file that was only touched, renamed or deleted is unchanged. Bytes that were changed and changed back between
-        two calls, and those that the disk itself has damaged, are not noticed.
+        A file that was only touched, renamed or deleted is unchanged. Bytes changed and restored between two calls, and
+        corruption on the disk itself, are not detected.
 
         Raises:
-            SinklabError: the file has been changed, or cannot be read.
+            SinklabError: if the file has been changed, or cannot be read.
         """
         times = self._checked_times()
         if times != self._times:
@@ -182,10 +181,10 @@ class TokenDataset:
 
     Attributes:
         train, valid: the ids, (tokens,) uint16 or uint32; `train[start:stop]` reads them as an array.
-        vocab_size, eos_id, bos_id: of the data's tokenizer.
-        fingerprint: one SHA-256 for everything a training run sees: text, tokenizer, split and ids.
-        tokenizer_path: of the tokenizer.json that belongs to the data.
-        directory, manifest: of the data; the contents of its data.json.
+        vocab_size, eos_id, bos_id: properties of the data's tokenizer.
+        fingerprint: SHA-256 of everything that affects training: text, tokenizer, split and ids.
+        tokenizer_path: path of the data's tokenizer.json.
+        directory, manifest: directory of the data, and the contents of its data.json.
     """
 
     def __init__(self, directory: Path, manifest: Manifest, train: TokenFile, valid: TokenFile) -> None:
@@ -204,12 +203,12 @@ class TokenDataset:
         """Open a prepared directory.
 
         Args:
-            directory: written by `prepare`.
-            verify: compare the SHA-256 of every file; sizes are always compared.
+            directory: directory written by `prepare`.
+            verify: whether to compare the SHA-256 of every file; sizes are always compared.
 
         Raises:
-            InputError: there is no prepared data.
-            SinklabError: a file is missing, cut short or changed; the message names it and the remedy.
+            InputError: if there is no prepared data.
+            SinklabError: if a file is missing, truncated or changed; the message names the file and the remedy.
         """
         manifest = _manifest(directory)
         dtype, remedy = DTYPES[manifest.dtype], _remedy(directory, manifest)
@@ -239,7 +238,7 @@ def is_prepared(directory: Path) -> bool:
 
 
 def dtype_for(vocab_size: int) -> Literal["uint16", "uint32"]:
-    """The narrowest of the two dtypes that holds every id below `vocab_size`."""
+    """The smaller dtype, uint16 or uint32, that represents every id below `vocab_size`."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 

@@ -1,11 +1,11 @@
 """Bytes of text per token, and a digest of a vocabulary.
 
 The bytes of a token are read from its string in the vocabulary and compared with the text, byte by byte; from the first
-difference on, sizes are UNKNOWN. Three ways to write strings in a vocabulary are supported:
+difference on, sizes are UNKNOWN. Three encodings of vocabulary strings are supported:
 
     byte-level     a character for every byte (`Ġ` is a space), as GPT-2 and its successors
-    sentencepiece  `▁` for a space and `<0x0A>` for a byte; an added space in front is removed
-    added tokens   as they are written
+    sentencepiece  `▁` for a space and `<0x0A>` for a byte; an added leading space is removed
+    added tokens   literal text
 
 Rejected: decoding each token, which gives U+FFFD (three bytes) for each part of a character of several tokens.
 """
@@ -28,7 +28,7 @@ class Spelled(Sequence[int]):
     """Token ids of a text or of a part of a text, with their sizes.
 
     Attributes:
-        ids: of the tokens.
+        ids: token ids.
         sizes: bytes of UTF-8 text of each token, or UNKNOWN.
     """
 
@@ -49,12 +49,12 @@ class Spelled(Sequence[int]):
 def spelling(
     encode: Callable[[str], Sequence[int]], token: Callable[[int], str | None], added: Collection[int]
 ) -> Callable[[str], Spelled]:
-    """`encode` with the number of bytes of every token.
+    """Wrap `encode` so that it also returns the number of bytes of every token.
 
     Args:
-        encode: text to token ids, without special tokens.
-        token: the string of an id in the vocabulary; None if it has none.
-        added: ids of tokens whose strings are plain text.
+        encode: function from text to token ids, without special tokens.
+        token: function from an id to its vocabulary string, or None.
+        added: ids of tokens whose strings are literal text.
     """
     pieces = any("▁" in (token(one) or "") for one in encode("a a") if one not in added)
 
@@ -90,7 +90,7 @@ def _sizes(text: bytes, tokens: Sequence[bytes]) -> list[int]:
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """The length of the longest common beginning."""
+    """Length of the longest common prefix."""
     length = min(len(one), len(other))
     if one[:length] == other[:length]:
         return length

@@ -1,8 +1,8 @@
 """The text that settings select (one source after the other, or a mix, up to a limit), its size and its tokenizer.
 
-A mix takes the domains by their weights, or all files at the same pace. The next document is from the domain that has
-received least of its share, so that at any time each has its share of the tokens, but for about one document and a head
-start of up to a thousand tokens, which is drawn from the seed so that not all begin at once. Tokens are estimated from
+A mix interleaves domains by weight, or all files at an equal rate. The next document is from the domain with the fewest
+tokens relative to its share. At any time each domain has its share of the tokens up to about one document and a random
+offset of up to a thousand tokens, which staggers the domains. Tokens are estimated from
 a sample of each domain (tokens per byte), because the text is mixed before it is encoded; data.json has the resulting
 shares.
 """
@@ -39,14 +39,14 @@ StageProgress = Callable[[str, int, int | None], None]
 
 @dataclass(frozen=True)
 class Stream:
-    """A part of the text that is read in order: a domain or file of a mix, or the whole source.
+    """A part of the text that is read sequentially: a domain or file of a mix, or the whole source.
 
     Attributes:
-        name: of the domain or file; empty for a whole source.
-        weight: relative to the other domains; None without weights.
-        source: as `DataConfig.source`.
-        files: in it, read one after the other; None for all of the source.
-        size: bytes of these files; None if only reading would tell.
+        name: name of the domain or file; empty for a whole source.
+        weight: weight relative to the other domains; None without weights.
+        source: see `DataConfig.source`.
+        files: files of the source, read sequentially; None for the whole source.
+        size: size of these files in bytes; None if unknown.
     """
 
     name: str
@@ -56,10 +56,10 @@ class Stream:
     size: int | None
 
     def documents(self) -> Iterator[str]:
-        """The documents in their fixed order.
+        """Yield the documents in a fixed order.
 
         Raises:
-            InputError: a file cannot be read; the message names it.
+            InputError: if a file cannot be read; the message names it.
         """
         if self.files is None:
             yield from documents(self.source)
@@ -73,7 +73,7 @@ class Stream:
         """Tokens per byte of a sample from the start.
 
         Raises:
-            InputError: there is no text, or it cannot be read.
+            InputError: if there is no text, or it cannot be read.
         """
         sample: list[str] = []
         size = 0
@@ -89,13 +89,13 @@ class Stream:
 
 
 def streams(source: str, mix: Mix) -> list[Stream]:
-    """The domains or files of a mix.
+    """List the domains or files of a mix.
 
-    A file belongs to the domain that it, or a folder above it, is named after: `arxiv.jsonl`, `arxiv-00.jsonl`,
+    A file belongs to the domain named by the file or by a folder above it: `arxiv.jsonl`, `arxiv-00.jsonl`,
     `arxiv/00.jsonl`.
 
     Raises:
-        InputError: domains with a weight have no file, and the mix does not say to leave them out.
+        InputError: if domains with a weight have no file, and the mix does not renormalise the weights.
     """
     folder = Path(source).expanduser()
     sizes: dict[str, int | None]
@@ -104,7 +104,7 @@ def streams(source: str, mix: Mix) -> list[Stream]:
     elif folder.is_dir():
         sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in text_files(folder)}
     else:
-        raise InputError(f"source {source} cannot be mixed: give a folder with a file or folder per domain, or hf:NAME")
+        raise InputError(f"source {source} cannot be mixed: pass a folder with a file or folder per domain, or hf:NAME")
     if not isinstance(mix, WeightedMix):
         return [Stream(name, None, source, (name,), size) for name, size in sizes.items()]
     found = {domain: [name for name in sizes if _belongs(name, domain)] for domain in mix.weights}
@@ -129,12 +129,12 @@ def _belongs(file: str, domain: str) -> bool:
 
 
 def mixed(domains: list[Stream], mix: Mix, tokens_per_byte: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """The documents of all domains in turn, each with the name of its domain.
+    """Interleave the documents of all domains, each with the name of its domain.
 
-    Ends with the first domain that has a weight; of files, with the last.
+    With weights, ends when the first domain is exhausted; without, when all files are.
 
     Args:
-        tokens_per_byte: of each domain, by name.
+        tokens_per_byte: tokens per byte by domain.
     """
     draw = random.Random(mix.seed)
     weights = [domain.weight or 1.0 for domain in domains]
@@ -155,17 +155,17 @@ def mixed(domains: list[Stream], mix: Mix, tokens_per_byte: Mapping[str, float])
 
 
 def known_sum(values: list[int | None]) -> int | None:
-    """The sum, None if a part is not known."""
+    """The sum; None if a summand is unknown."""
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None
 
 
 class RequestedText:
-    """The documents of a source as settings select them.
+    """The documents of a source selected by the settings.
 
     Attributes:
         streams: the domains or files of a mix, else the source.
-        total_bytes: approximate size; None if only reading would tell.
+        total_bytes: approximate size in bytes; None if unknown.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -178,13 +178,13 @@ class RequestedText:
         self.total_bytes = total if total is None or limit is None else min(total, limit)
 
     def named_documents(self, tokenizer: Tokenizer | None = None) -> Iterator[tuple[str, str]]:
-        """All documents with the name of their domain, which is empty if the text is no mix.
+        """Yield all documents with the name of their domain, which is empty without a mix.
 
         Args:
-            tokenizer: a mix is by its tokens; by bytes where there is no tokenizer yet.
+            tokenizer: used to balance a mix by tokens; without a tokenizer, by bytes.
 
         Raises:
-            InputError: the source is missing, empty or malformed.
+            InputError: if the source is missing, empty or malformed.
         """
         settings = self.settings
         if settings.mix is None:
@@ -197,10 +197,10 @@ class RequestedText:
 
 
 def tokenizer_of(settings: Settings, text: RequestedText, folder: Path, progress: StageProgress) -> Tokenizer:
-    """The tokenizer of the text, saved in `folder`.
+    """Load or train the tokenizer of the text, and save it in `folder`.
 
     Raises:
-        InputError: it cannot be loaded or trained.
+        InputError: if the tokenizer cannot be loaded or trained.
     """
     if (folder / "tokenizer_config.json").is_file():  # written last, before an interruption
         return load_tokenizer(str(folder))
@@ -215,7 +215,7 @@ def tokenizer_of(settings: Settings, text: RequestedText, folder: Path, progress
 
 
 def _sample(text: RequestedText, progress: StageProgress) -> Iterator[str]:
-    """Every n-th document; of a stream of unknown length the first ones."""
+    """Sample every n-th document; if the size is unknown, the first documents."""
     total = text.total_bytes
     every = 1 if total is None else max(1, math.ceil(total / BPE_SAMPLE_BYTES))
     done = taken = 0
@@ -235,10 +235,10 @@ class Amount:
     """The size of one domain, or of the whole text.
 
     Attributes:
-        name: of the domain, file or source.
-        bytes: of the files, with all that is not text; None if they are not on this machine.
-        tokens: estimated from a sample, too high where files hold more than text.
-        taken: tokens that would be prepared; None if not known.
+        name: name of the domain, file or source.
+        bytes: size of the files, including data that is not text; None if they are not on this machine.
+        tokens: estimated from a sample; too high for files with data other than text.
+        taken: number of tokens that would be prepared; None if unknown.
     """
 
     name: str
@@ -249,12 +249,12 @@ class Amount:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Amounts of a preparation.
+    """Estimated amounts of a preparation.
 
     Attributes:
-        amounts: by domain.
-        tokens: that would be prepared; None if the size of the text is not known and there is no limit.
-        shard_bytes: of the two shards.
+        amounts: amount by domain.
+        tokens: number of tokens that would be prepared; None if the size of the text is unknown and there is no limit.
+        shard_bytes: total size of the two shards.
     """
 
     amounts: list[Amount]
@@ -262,15 +262,15 @@ class Estimate:
     shard_bytes: int | None
 
     def document(self) -> dict[str, Any]:
-        """As JSON."""
+        """The JSON document."""
         return asdict(self)
 
 
 def estimate(settings: Settings) -> Estimate:
-    """Amounts from the sizes of files and a sample of each domain; nothing is written.
+    """Estimate the amounts from file sizes and a sample of each domain; nothing is written.
 
     Raises:
-        InputError: the text cannot be read, or the tokenizer is trained on the text.
+        InputError: if the text cannot be read, or the tokenizer is trained on the text.
     """
     if trained_size(settings.tokenizer) is not None:
         raise InputError(
@@ -293,7 +293,7 @@ def estimate(settings: Settings) -> Estimate:
 
 
 def _taken(weights: list[float | None], tokens: list[int | None], limit: int | None) -> list[int | None]:
-    """Tokens of each domain by its weight, until the first one ends; without weights, all of them."""
+    """Tokens of each domain by weight, until the first one is exhausted; without weights, all of them."""
     given = [weight for weight in weights if weight is not None]
     if len(given) < len(weights):
         whole = known_sum(tokens)

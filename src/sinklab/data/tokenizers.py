@@ -1,14 +1,14 @@
-"""Tokenizers: read from a folder, fetched by name, or trained on the corpus; and fast, exact encoding.
+"""Tokenizers, loaded from a folder or the hub or trained on the corpus, and fast exact encoding.
 
 `tokenizer.json` is read directly with the `tokenizers` library: every fast tokenizer consists of that file, and reading
 it needs no `transformers`.
 
-`fastokens` reads the same tokenizer.json of a BPE tokenizer and encodes some fifty times faster. It is used where it is
-installed, can read the tokenizer, and gives the ids of `tokenizers` for all of `PROBES`. Both encode in threads on all
+`fastokens` reads the same tokenizer.json of a BPE tokenizer and encodes about fifty times faster. It is used if it is
+installed, can read the tokenizer, and matches the ids of `tokenizers` on all of `PROBES`. Both encode in threads on all
 cores; RAYON_NUM_THREADS sets another number.
 
-`tokenizers` needs a hundred times the size of a text while it encodes it. A very long document is therefore encoded in
-pieces, cut between two words at a place that changes no token.
+`tokenizers` needs memory of a hundred times the size of a text to encode it. Very long documents are therefore encoded
+in pieces, cut between words where the cut changes no token.
 """
 
 import json
@@ -58,13 +58,13 @@ PROBES = (
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer of the `tokenizers` library with its end and beginning tokens.
+    """A tokenizer of the `tokenizers` library with its EOS and BOS tokens.
 
     Attributes:
         backend: the `tokenizers.Tokenizer`.
-        source: its name, path or `train:SIZE`.
-        eos_id: the token written after every document.
-        bos_id: the token at a chunk's start; `eos_id` where the tokenizer has no BOS of its own (GPT-NeoX, GPT-2).
+        source: name, path or `train:SIZE`.
+        eos_id: id of the token written after every document.
+        bos_id: id of the token at the start of a chunk; `eos_id` if the tokenizer has no BOS (GPT-NeoX, GPT-2).
     """
 
     backend: "Backend"
@@ -74,28 +74,28 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the largest id, added tokens included: the rows of an embedding."""
+        """Largest id plus one, added tokens included: the number of rows of an embedding."""
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text. No special token is added, and text that spells one stays text."""
+        """Encode each text. No special tokens are added, and text that spells a special token is encoded as text."""
         ids, lengths = self.encode_flat(texts)
         return [row.tolist() for row in np.split(ids, lengths.cumsum()[:-1])] if texts else []
 
     @cached_property
     def encode_flat(self) -> "EncodeBatch":
-        """As `encode_batch`: (tokens,) the ids of all texts one after the other, and (texts,) tokens of each."""
+        """Like `encode_batch`; returns the concatenated ids (tokens,), and the number of tokens per text (texts,)."""
         return encoder(self.backend)
 
     def token(self, token_id: int) -> str:
-        """A token as the vocabulary writes it; an added token as it was added, not as a normaliser changes it."""
+        """The vocabulary string of a token; an added token is not normalised."""
         added = self.backend.get_added_tokens_decoder().get(token_id)
         token = self.backend.id_to_token(token_id) if added is None else added.content
         assert token is not None, f"{token_id} is no id of this vocabulary"
         return token
 
     def save(self, directory: Path) -> Path:
-        """Write tokenizer.json and tokenizer_config.json, as `AutoTokenizer` reads them; returns the former."""
+        """Write tokenizer.json and tokenizer_config.json for `AutoTokenizer`; returns the path of the former."""
         path = directory / "tokenizer.json"
         write_text(path, self.backend.to_str(pretty=True))
         names = {"eos_token": self.token(self.eos_id), "bos_token": self.token(self.bos_id)}
@@ -104,10 +104,10 @@ class Tokenizer:
 
 
 def trained_size(name: str) -> int | None:
-    """The SIZE of `train:SIZE`, None for any other name.
+    """Parse the SIZE of `train:SIZE`; None for any other name.
 
     Raises:
-        InputError: SIZE is no whole number, too small for the 256 bytes and the two special tokens, or too large.
+        InputError: if SIZE is not a whole number, too small for the 256 bytes and the two special tokens, or too large.
     """
     if not name.startswith("train:"):
         return None
@@ -122,17 +122,17 @@ def trained_size(name: str) -> int | None:
 
 
 def load_tokenizer(name_or_path: str) -> Tokenizer:
-    """The tokenizer in a folder, in a tokenizer.json, or of a model on the Hugging Face hub.
+    """Load the tokenizer in a folder, in a tokenizer.json, or of a model on the Hugging Face hub.
 
     Raises:
-        InputError: it cannot be found, fetched or read, or has no end-of-text token.
+        InputError: if it cannot be found, fetched or read, or has no EOS token.
     """
     path = Path(name_or_path).expanduser()
     if path.is_file():
         return _read(path, source=name_or_path)
     if not path.is_dir():
         if path.is_absolute() or name_or_path.startswith((".", "~")):
-            raise InputError(f"no tokenizer at {name_or_path}: give a folder with tokenizer.json, or train:SIZE")
+            raise InputError(f"no tokenizer at {name_or_path}: pass a folder with tokenizer.json, or train:SIZE")
         path = _fetched(name_or_path)
     if (path / "tokenizer.json").is_file():
         return _read(path / "tokenizer.json", source=name_or_path)
@@ -142,11 +142,11 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
 def train_bpe(documents: Iterable[str], size: int, out: Path) -> Tokenizer:
     """Train a byte-level BPE of at most `size` tokens and save it into the folder `out`.
 
-    EOS (`<|endoftext|>`) has id 0 and BOS (`<|bos|>`) id 1. The same documents give the same tokenizer. Where the
-    text has too few different pairs, the vocabulary (`Tokenizer.vocab_size`) is smaller than `size`.
+    EOS (`<|endoftext|>`) has id 0 and BOS (`<|bos|>`) id 1. Training is deterministic. If the text has
+    too few different pairs, the vocabulary (`Tokenizer.vocab_size`) is smaller than `size`.
 
     Raises:
-        InputError: `size` is below 258.
+        InputError: if `size` is below 258.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -193,7 +193,7 @@ def _tokenizer(backend: "Backend", source: str, special: dict[str, str]) -> Toke
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
-    """`eos_token` and `bos_token` from the files beside tokenizer.json."""
+    """Read `eos_token` and `bos_token` from the files next to tokenizer.json."""
     found: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         path = folder / name
@@ -225,7 +225,7 @@ def _fetched(name: str) -> Path:
 
 
 def _converted(folder: Path, source: str) -> Tokenizer:
-    """A tokenizer without tokenizer.json (vocabulary and merges, sentencepiece), converted by transformers."""
+    """Convert a tokenizer without tokenizer.json (vocabulary and merges, sentencepiece) with transformers."""
     from transformers import AutoTokenizer
 
     try:
@@ -241,7 +241,7 @@ def _converted(folder: Path, source: str) -> Tokenizer:
 
 
 def encoder(backend: "Backend") -> EncodeBatch:
-    """The fastest exact encoder of a tokenizer; it adds no special tokens, and text that spells one stays text."""
+    """Select the fastest exact encoder of a tokenizer; no special tokens are added."""
 
     def whole(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         rows = [row.ids for row in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
@@ -282,10 +282,10 @@ def encoder(backend: "Backend") -> EncodeBatch:
 def pieces(
     text: str, size: int, changes_nothing: Callable[[str, str], bool] = lambda left, right: True
 ) -> Iterator[str]:
-    """A text in pieces of about `size` characters, or of more where every cut would change something.
+    """Split a text into pieces of about `size` characters, or more if no cut is possible without changing tokens.
 
     Args:
-        changes_nothing: whether two strings may be cut apart, given the characters before and after the cut. Cuts are
+        changes_nothing: whether a cut between two strings leaves the tokens unchanged. Cuts are
             between an ASCII letter or digit and a space before a letter, where byte-level BPE always begins a new word.
     """
     start = 0

@@ -45,15 +45,15 @@ class AttentionOnly(Part):
 
 
 class DeltaMixer(Part):
-    """Linear layers between those with attention.
+    """Every `every`-th layer, the last included, has attention; the others are linear.
 
     A recipe's attention, positions on queries, keys and scores, masks and gates apply to the layers that have
     attention; the others are causal and see the whole sequence before them.
     """
 
     kind: Literal["gated_delta", "kimi_delta"]
-    every: int = Field(default=4, ge=1, description="layers for one with attention, counted from the last layer back")
-    heads: int | None = Field(default=None, ge=1, description="of values in a linear layer; null: model.heads")
+    every: int = Field(default=4, ge=1, description="one layer in this many has attention, counted from the last")
+    heads: int | None = Field(default=None, ge=1, description="value heads of a linear layer; null: model.heads")
     key_heads: int | None = Field(
         default=None, ge=1, description="query and key heads, each shared by heads / key_heads value heads; null: heads"
     )
@@ -97,9 +97,9 @@ class LinearAttention(nn.Module):
     """The gated delta rule with its projections, convolution, norm and gates.
 
     Attributes:
-        log_rate: A (H,).
-        step: s (H,), or (H D,) where every channel has its decay.
-        decay: the map to the decays of all channels; None where a head has one, which `rates` gives.
+        log_rate: logarithmic decay rate A, (H,).
+        step: offset s of the step size, (H,), or (H D,) with one decay per channel.
+        decay: map to the decays of all channels; None with one decay per head, computed by `rates`.
     """
 
     def __init__(self, mixer: DeltaMixer, width: int, heads: int, eps: float) -> None:
@@ -154,7 +154,7 @@ class LinearAttention(nn.Module):
         return inputs, channels_BCL[:, :, channels_BCL.shape[2] - before :]
 
     def _rate_and_decay(self, x_BLE: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The rate before its sigmoid (B, H, L), and the logarithm of the decay."""
+        """Compute the rate before its sigmoid (B, H, L), and the logarithm of the decay."""
         rates_BRL, size_H1 = self.rates(x_BLE).transpose(1, 2).to(dtype), -self.log_rate.to(dtype).exp()[:, None]
         if self.decay is None:
             rate_BHL, step_BHL = rates_BRL.chunk(2, dim=1)
@@ -180,12 +180,12 @@ class LinearAttention(nn.Module):
 
 
 def bottleneck(width: int, rank: int, rows: int) -> nn.Sequential:
-    """A linear map of a rank: two matrices without an offset."""
+    """Build a low-rank linear map: two matrices without bias."""
     return nn.Sequential(nn.Linear(width, rank, bias=False), nn.Linear(rank, rows, bias=False))
 
 
 def log_uniform_rate(rates: tuple[float, float], tensor: Tensor, stream: torch.Generator) -> None:
-    """A before training: the logarithm of a number drawn uniformly from `rates`."""
+    """Initial A: the logarithm of a number drawn uniformly from `rates`."""
     tensor.uniform_(*rates, generator=stream).log_()
 
 

@@ -1,4 +1,4 @@
-"""Plans in the terminal: experiments, coverage of the paper, previews, interventions, training and data estimates."""
+"""Terminal output of plans: experiments, coverage of the paper, previews, interventions, and estimates."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def print_experiments(found: Sequence[ListedExperiment], console: Console) -> None:
-    """Two lines per experiment: cells and the time that each scale takes here, and its question, cut to the width."""
+    """Print two lines per experiment: cells and time per scale, and the question, cut to the width."""
     scales: list[Scale] = [scale for scale in SCALES if any(scale in one.scales for one in found)]
     jobs = jobs_here()
     rows = [("", "cells", *scales)]
@@ -48,7 +48,7 @@ def print_experiments(found: Sequence[ListedExperiment], console: Console) -> No
 
 
 def print_experiment(one: ListedExperiment, console: Console) -> None:
-    """One experiment in full: its question and claims, its cells, and the time that each scale takes here."""
+    """Print one experiment in full: question, claims, cells, and time per scale."""
     console.print(Text(printable(f"{one.id}: {one.title}"), style="bold"))
     for text in filter(None, (one.question, one.source and f"After {one.source}")):
         console.print(Text(printable(text)))
@@ -77,7 +77,7 @@ def _time_here(one: ListedExperiment, scale: Scale, jobs: int, said: Callable[[f
 
 
 def _print_estimates(found: Sequence[ListedExperiment], jobs: int, console: Console) -> None:
-    """How the times are known, once for the scales of which it is the same."""
+    """Print the source of the time estimates, once for all scales with the same source."""
     ways: dict[str, list[str]] = {}
     for scale in SCALES:
         for cost in [one.scales[scale] for one in found if scale in one.scales][:1]:
@@ -87,7 +87,7 @@ def _print_estimates(found: Sequence[ListedExperiment], jobs: int, console: Cons
 
 
 def print_coverage(parts: Mapping[str, Covered], console: Console) -> None:
-    """What each table, figure, takeaway and proposition of the paper says, its claims, and the parts not encoded."""
+    """Print the statement of each table, figure, takeaway and proposition, its claims, and the parts not encoded."""
     for name, part in parts.items():
         console.print(Text.assemble((printable(name), "bold"), f": {printable(part.says)}"))
         claims = ", ".join(one.removeprefix(f"{name}.") for one in part.claims)
@@ -97,7 +97,7 @@ def print_coverage(parts: Mapping[str, Covered], console: Console) -> None:
 
 
 def hours_line(ahead: Preview) -> str:
-    """How long it will take, in a sentence."""
+    """The expected duration as a sentence."""
     if not ahead.missing:
         return f"all {ahead.runs} runs are done"
     trained = f"{ahead.missing} of {ahead.runs} runs are to be trained"
@@ -108,7 +108,7 @@ def hours_line(ahead: Preview) -> str:
 
 
 def print_preview(ahead: Preview, console: Console) -> None:
-    """A line per cell with its changes and finished runs, and the total time."""
+    """Print a line per cell with its changes and finished runs, and the total time."""
     rows = [
         (
             cell.name,
@@ -125,10 +125,10 @@ def print_preview(ahead: Preview, console: Console) -> None:
 
 
 def print_passes(planned: Sequence[tuple[str, "Pass", range]], console: Console) -> None:
-    """A line for each pass over sequences: its models and inputs, and the cells that use it; then what it all takes.
+    """Print a line per pass over sequences (models, inputs and cells), then the total cost.
 
     Args:
-        planned: experiment, pass, and its replicates.
+        planned: triples of experiment, pass, and replicates.
     """
     from sinklab.experiments.passes import download_of, enumerated
 
@@ -146,7 +146,7 @@ def print_passes(planned: Sequence[tuple[str, "Pass", range]], console: Console)
 
 
 def print_catalogue(found: "Iterable[Intervention]", console: Console) -> None:
-    """A line per intervention; the kinds of a choice are followed by their own values."""
+    """Print a line per intervention; the kinds of a choice are followed by their own values."""
     rows = []
     for one in found:
         notes = [one.explanation.removesuffix(".")]
@@ -160,7 +160,7 @@ def print_catalogue(found: "Iterable[Intervention]", console: Console) -> None:
 
 
 def print_plan(plan: "TrainingPlan", console: Console) -> None:
-    """Parameters, steps, FLOPs and memory of a training run."""
+    """Print parameters, steps, FLOPs and memory of a training run."""
     from sinklab.train.planning import megabytes
 
     per_token = plan.flops_per_step / plan.tokens_per_step
@@ -180,7 +180,7 @@ def print_plan(plan: "TrainingPlan", console: Console) -> None:
 
 
 def print_estimate(found: "Estimate", console: Console) -> None:
-    """An estimate of what `sinklab data prepare` would read and write."""
+    """Print an estimate of the data that `sinklab data prepare` would read and write."""
     from sinklab.data.texts import known_sum
 
     columns = [*names("domain"), *numbers(",d", "bytes of text files", "tokens in them", "tokens taken")]

@@ -1,4 +1,4 @@
-"""Progress of training runs, data preparation and resumable jobs: bars in a terminal, elsewhere plain lines."""
+"""Progress of training runs, data preparation and resumable jobs: bars in a terminal, plain lines otherwise."""
 
 import threading
 import time
@@ -41,7 +41,7 @@ Clock = Callable[[], float]
 
 
 def duration(seconds: float) -> str:
-    """A duration for people: `40 s`, `5 min`, `3 h 20 min`, `2 d 4 h`, `136 d`, `1.4 years`, `27 years`."""
+    """Format a duration for display: `40 s`, `5 min`, `3 h 20 min`, `2 d 4 h`, `136 d`, `1.4 years`, `27 years`."""
     minutes = round(seconds / 60)
     if seconds < 59.5:
         return f"{max(1, round(seconds))} s"
@@ -61,7 +61,7 @@ def duration(seconds: float) -> str:
 
 
 def short_duration(seconds: float) -> str:
-    """A duration in one unit, for tables: `40 s`, `5 min`, `3.3 h`, `2.3 d`, `136 d`, `1.4 y`, `1,302 y`."""
+    """Format a duration in one unit, for tables: `40 s`, `5 min`, `3.3 h`, `2.3 d`, `136 d`, `1.4 y`, `1,302 y`."""
     if seconds < 3570:
         return duration(seconds)
     if seconds < 23.95 * 3600:
@@ -74,14 +74,14 @@ def short_duration(seconds: float) -> str:
 
 
 class Lines:
-    """Progress lines without a terminal: one is due SPEAKS_EVERY seconds after the last line of any kind.
+    """Progress lines without a terminal, at most one per SPEAKS_EVERY seconds since the last line of any kind.
 
-    While it is entered, a thread prints the current phase where no event has for so long: a large model is opened, or a
-    report drawn, without any. In a terminal the bars move by themselves.
+    Within the context, a thread prints the current phase if there was no event for that long, as when opening a large
+    model or drawing a report. In a terminal the bars are animated instead.
 
     Args:
-        phase: of the work, until another begins.
-        clock: seconds.
+        phase: name of the first phase of the work.
+        clock: clock in seconds.
     """
 
     def __init__(self, console: Console, phase: str = "", clock: Clock = time.monotonic) -> None:
@@ -111,23 +111,23 @@ class Lines:
             self._phase, self._place, self._since = phase, phase, self._clock()
 
     def say(self, what: str) -> None:
-        """Print a line, in a terminal as well."""
+        """Print a line unconditionally, in a terminal as well."""
         self._said = self._clock()
         self._console.print(printable(what), markup=False, highlight=False, soft_wrap=True)
 
     def reached(self, name: str, done: float, total: float | None, shown: str = "", unit: str = "") -> None:
-        """Print a progress line, if one is due; it is the phase until the next."""
+        """Print a progress line, if one is due, and set it as the current phase."""
         of = "" if total is None else f" of {total:,.0f}"
         self.reach(f"{name}: {done:,.0f}{of}{unit and ' '}{unit}" + (f", {shown}" if shown else ""))
 
     def reach(self, place: str) -> None:
-        """Print where the phase is, if a line is due."""
+        """Print the progress of the phase, if a line is due."""
         self._place = place
         if self.due:
             self.say(place)
 
     def beat(self) -> None:
-        """Print the phase and how long it has taken, if a line is due."""
+        """Print the phase and its duration so far, if a line is due."""
         if self._place and self.due:
             self.say(f"{self._place}, {duration(self._clock() - self._since)} so far")
 
@@ -151,14 +151,14 @@ def bars(console: Console) -> Progress:
 
 
 class RunBoard:
-    """A line per run (steps, losses, sink rate) and the time left; of many runs, only those in progress.
+    """Live display of a line per run (steps, losses, sink rate) and the time left; of many runs, only active ones.
 
-    Without a terminal: a line per evaluation, and one after each longer silence. Failures are printed at once.
+    Without a terminal: a line per evaluation, and one after a longer time without events. Failures are printed at once.
 
     Args:
-        console: where to print.
-        lengths: updates of the runs, by name.
-        clock: seconds.
+        console: console to print to.
+        lengths: number of updates by run name.
+        clock: clock in seconds.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class RunBoard:
 
 
 def describe(row: dict[str, Any]) -> str:
-    """One evaluation in a few words."""
+    """Describe one evaluation in a few words."""
     parts = [
         f"loss {row['valid_loss']:.3f}",
         f"Sink_1 {row['sink_rate'][0]:.1f} %" + in_brackets(elsewhere_text(row["sink_rate"])),
@@ -256,7 +256,7 @@ def describe(row: dict[str, Any]) -> str:
 
 
 class DataBoard:
-    """A bar over the bytes of text while data is prepared, and how fast tokens are written."""
+    """A progress bar over the bytes of text during data preparation, with the rate of tokens written."""
 
     def __init__(self, console: Console, progress: Progress, clock: Clock = time.monotonic) -> None:
         self._console, self._progress, self.lines = console, progress, Lines(console, "reading the text", clock)
@@ -286,7 +286,7 @@ class DataBoard:
 
 @contextmanager
 def data_progress(console: Console) -> Iterator[DataBoard]:
-    """A live board while data is prepared; without a terminal, a line per stage."""
+    """Context with a live display during data preparation; without a terminal, a line per stage."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
@@ -301,13 +301,13 @@ def data_progress(console: Console) -> Iterator[DataBoard]:
 
 
 class JobProgress:
-    """Draws the events of a job: a bar for the current step, one for all steps if their number is known, and lines.
+    """Displays the events of a job: a bar for the current step, one for all steps if their number is known, and lines.
 
     Args:
-        what: the steps are, such as "domains".
-        steps: number of them; None draws no bar for all.
-        phase: of the work before the first event, such as "opening MODEL".
-        clock: seconds.
+        what: plural noun for the steps, such as "domains".
+        steps: number of steps; None shows no overall bar.
+        phase: phase before the first event, such as "opening MODEL".
+        clock: clock in seconds.
     """
 
     def __init__(
@@ -334,7 +334,7 @@ class JobProgress:
         self._bars.stop()
 
     def begin(self, phase: str, total: int | None = None, done: float = 0) -> None:
-        """Begin a phase; of one without events its name and duration are shown."""
+        """Begin a phase; for a phase without events, name and duration are shown."""
         self._phase = phase
         self._bars.reset(self._step, description=escape(printable(phase)), total=total, completed=int(done))
         self.lines.begin(phase)
@@ -344,7 +344,7 @@ class JobProgress:
         self.lines.say(text)
 
     def __call__(self, event: "JobEvent") -> None:
-        """Draw an event."""
+        """Display an event."""
         match event.kind:
             case "started":
                 self.begin(event.step, event.total, event.done)

@@ -1,4 +1,4 @@
-"""Results in the terminal: of training, measurements of one or many models, tasks, assessments, experiments."""
+"""Terminal output of results: training, measurements of one or many models, tasks, assessments, experiments."""
 
 import shlex
 from collections.abc import Iterable, Sequence
@@ -52,7 +52,7 @@ SHARES = ("acc", "exact_match")
 
 
 def print_report(data: ReportData, console: Console) -> None:
-    """Print the tables of the page with the notes of the measurements, then the experiments, then other claims."""
+    """Print the tables of the report with notes, then the experiments, then other claims."""
     for table in [*([cells_table(data, curves=True)] if data.cells else []), *suite_tables(data)]:
         print_table(table, console)
     print_notes([f"{name}: {note}" for name, note in data.notes], console)
@@ -63,7 +63,7 @@ def print_report(data: ReportData, console: Console) -> None:
 
 
 def print_claims(claims: Sequence[JudgedClaim], console: Console) -> None:
-    """The verdict of each claim beside its text, with the evidence below."""
+    """Print the verdict and text of each claim, with the evidence below."""
     table = claims_table(claims)
     drawn = RichTable(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     drawn.add_column(max_width=VERDICT[console.width >= 100])
@@ -76,7 +76,7 @@ def print_claims(claims: Sequence[JudgedClaim], console: Console) -> None:
 
 
 def print_summary(summary: Summary, wanted: Iterable[str], console: Console) -> None:
-    """Our numbers beside the paper's and the verdict of each claim, of some experiments of a summary."""
+    """Print our numbers next to the paper's and the verdict of each claim, for some experiments of a summary."""
     for name in wanted:
         experiment = summary.experiments[name]
         cells = summary.cells_of(name)
@@ -99,7 +99,7 @@ def print_summary(summary: Summary, wanted: Iterable[str], console: Console) -> 
 
 
 def print_assessment(assessment: "Assessment", console: Console, full: bool = False) -> None:
-    """Print the answer, a table of questions, and with `full` one of every change."""
+    """Print the conclusion, a table of questions, and with `full` a table of all changes."""
     print_title(f"{assessment.model}: {assessment.layers} layers, context {assessment.context:,}", console)
     console.print(" ".join(assessment.answer()), markup=False, highlight=False)
     print_table(answers_table(assessment), console)
@@ -108,7 +108,7 @@ def print_assessment(assessment: "Assessment", console: Console, full: bool = Fa
 
 
 def print_measurement(measurement: "Measurement", console: Console) -> None:
-    """Print the answer of one measurement, then its tables and notes."""
+    """Print the conclusion of one measurement, then its tables and notes."""
     m = measurement
     model = (m.model or "model") + (f" at {m.revision}" if m.revision else "")
     print_title(
@@ -121,20 +121,20 @@ def print_measurement(measurement: "Measurement", console: Console) -> None:
 
 
 def print_domains(domains: "Domains", console: Console) -> None:
-    """A line per domain."""
+    """Print a line per domain."""
     document = DomainsDocument(model=domains.model, domains={name: {} for name in domains.outcome.measured})
     _print_survey(ReportData.of_suite(document, domains.outcome.measured), console)
 
 
 def print_families(families: "Families", console: Console) -> None:
-    """A line per model, measured and published side by side."""
+    """Print a line per model, with measured and published values."""
     if families.outcome.measured:
         document = FamiliesDocument.model_validate({**families.document(), "failed": {}})
         _print_survey(ReportData.of_suite(document, families.outcome.measured), console)
 
 
 def print_checkpoints(checkpoints: "Checkpoints", console: Console) -> None:
-    """A line per checkpoint, in the order of the steps."""
+    """Print a line per checkpoint, in the order of the steps."""
     document = CheckpointsDocument(model=checkpoints.model, checkpoints=checkpoints.rows())
     _print_survey(ReportData.of_suite(document, checkpoints.outcome.measured), console)
 
@@ -145,7 +145,7 @@ def _print_survey(data: ReportData, console: Console) -> None:
 
 
 def print_comparison(comparison: "Comparison", console: Console) -> None:
-    """A line per quantity, a column per model, and the difference of each from the first."""
+    """Print a line per quantity, a column per model, and the difference of each from the first."""
     first = next(iter(comparison.measured.values()))
     print_title(
         f"Comparison: {first.sequences} sequences of {first.length} tokens, {first.inputs}, eps {first.eps:g}", console
@@ -159,7 +159,7 @@ def print_comparison(comparison: "Comparison", console: Console) -> None:
 
 
 def print_sizes(found: "Sequence[Size]", dtype: str, console: Console) -> None:
-    """A line per model: its size on disk and in memory."""
+    """Print a line per model: its size on disk and in memory."""
     columns = [*names("model"), TableColumn("size", "millions", ",.1f")]
     columns += numbers(".2f", "disk", "float32", "bfloat16", "peak", unit="GB")
     columns += [TableColumn("published", "Sink_1, %", ".2f")]
@@ -182,7 +182,7 @@ def print_sizes(found: "Sequence[Size]", dtype: str, console: Console) -> None:
 
 
 def print_parity(parity: "Parity", console: Console) -> None:
-    """A line per attention backend, and why others are unavailable."""
+    """Print a line per attention backend, and the reasons why others are unavailable."""
     print_title(
         f"{parity.model}: {parity.sequences} sequences of {parity.length} tokens, {parity.dtype} on {parity.device}",
         console,
@@ -218,7 +218,7 @@ def print_parity(parity: "Parity", console: Console) -> None:
 
 
 def print_scores(scores: "DownstreamScores", console: Console) -> None:
-    """A line per metric of every task with the sink on its items, then the notes."""
+    """Print a line per metric of every task with the sink on its items, then the notes."""
     columns = [*names("task", "metric"), *numbers("", "value", "standard error"), *numbers(",d", "items")]
     columns += [TableColumn("Sink_1", "%", ".1f")]
     rows = [
@@ -243,14 +243,14 @@ def print_scores(scores: "DownstreamScores", console: Console) -> None:
 
 
 def _score(metric: str, score: "TaskMetric") -> tuple[str, str | None]:
-    """Value and standard error; shares in percent."""
+    """Format value and standard error; fractions in percent."""
     times, unit, form = (100, " %", ".1f") if metric.startswith(SHARES) else (1, "", ".4f")
     stderr = None if score.stderr is None else f"{times * score.stderr:{form}}{unit}"
     return f"{times * score.value:{form}}{unit}", stderr
 
 
 def print_end(directory: Path, recipe: "Recipe", console: Console) -> None:
-    """The last evaluation of a finished run, its directory, and the commands that use it."""
+    """Print the last evaluation of a finished run, its directory, and suggested commands."""
     if history := read_history(directory / "metrics.jsonl"):
         last = history[-1]
         found = {
@@ -280,7 +280,7 @@ def print_end(directory: Path, recipe: "Recipe", console: Console) -> None:
 
 
 def print_replay(found: "Replay", console: Console) -> None:
-    """The loss, the first tensor that is not finite, and the parameters with the largest gradients."""
+    """Print the loss, the first tensor that is not finite, and the parameters with the largest gradients."""
     begin = "the initial weights" if found.checkpoint is None else str(found.checkpoint)
     console.print(f"step {found.step} from {begin}, {found.repeated} updates repeated", highlight=False, soft_wrap=True)
     console.print(f"loss {found.loss:.6g}, gradient norm {found.grad_norm:.6g}", highlight=False)
@@ -293,7 +293,7 @@ def print_replay(found: "Replay", console: Console) -> None:
 
 
 def print_runs(runs: Sequence[ListedRun], console: Console) -> None:
-    """A line per run."""
+    """Print a line per run."""
     columns = [*names("Run", "State"), TableColumn("Step"), TableColumn("Sink_1", "%", ".1f")]
     columns += [TableColumn("bias", "%", ".1f"), TableColumn("loss", form=".3f"), TableColumn("seed")]
     columns += names("Changes")
@@ -314,7 +314,7 @@ def print_runs(runs: Sequence[ListedRun], console: Console) -> None:
 
 
 def print_tuning(tuning: "Tuning", console: Console) -> None:
-    """The base and the chat model side by side, and the notes."""
+    """Print a comparison of the base and the chat model, and the notes."""
     asked = tuning.asked
     about = f"{asked.steps} updates of {asked.batch_size} conversations of at most {asked.length} tokens"
     print_title(tuning.model, console, [about])

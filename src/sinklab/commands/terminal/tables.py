@@ -1,8 +1,8 @@
 """Tables and notes in a terminal of any width.
 
-No number is wrapped or cut: text wraps, and columns that do not fit are printed below, beside the names of the rows
-once more. (Rich alone would break 92.47 into 92.4 and 7.) A word longer than its column, such as a recipe key, is
-broken behind its punctuation.
+Numbers are never wrapped or truncated: text wraps, and columns that do not fit are printed below, with the row names
+repeated. (Rich alone would break 92.47 into 92.4 and 7.) A word longer than its column, such as a recipe key, is
+broken after punctuation.
 """
 
 import re
@@ -31,12 +31,12 @@ TONES = {
 
 
 def printable(text: str) -> str:
-    """The text with control characters shown as `�`, so that a name cannot steer the terminal."""
+    """Replace control characters by `�`, so that a name cannot control the terminal."""
     return "".join(character if character.isprintable() else "�" for character in text)
 
 
 def print_table(table: Table, console: Console) -> None:
-    """Print a table with its notes, in as many parts as the console is narrow."""
+    """Print a table with its notes, split into as many parts as the console width requires."""
     names = list(range(table.names))
     title, group = table.title, list[int]()
     for column in range(table.names, len(table.columns)):
@@ -50,20 +50,20 @@ def print_table(table: Table, console: Console) -> None:
 
 
 def print_notes(notes: Iterable[str], console: Console) -> None:
-    """Warnings, a line each."""
+    """Print warnings, a line each."""
     for note in notes:
         console.print(Text("note: ", style="yellow"), Text(printable(note)), sep="")
 
 
 def print_title(title: str, console: Console, below: Sequence[str] = ()) -> None:
-    """The subject of the tables that follow, and facts in a line below."""
+    """Print the subject of the tables that follow, with facts in a line below."""
     console.print(Text(printable(title), style="bold"))
     if below:
         console.print(Text(printable(", ".join(below)), style="dim"))
 
 
 def _narrowest(table: Table, columns: Sequence[int]) -> int:
-    """How narrow the columns can be made with texts wrapped and numbers whole."""
+    """The minimum width of the columns, with text wrapped and numbers unbroken."""
     wanted = _wanted(table, columns)
     return EDGES + sum(
         BETWEEN + (min(width, NARROWEST_NAME) if table.columns[at].text else width) for at, width in wanted.items()
@@ -71,7 +71,7 @@ def _narrowest(table: Table, columns: Sequence[int]) -> int:
 
 
 def _wanted(table: Table, columns: Sequence[int]) -> dict[int, int]:
-    """The widest line of each column, its heading included."""
+    """The width of the longest line of each column, including its heading."""
     return {
         at: max(
             cell_len(line)
@@ -87,7 +87,7 @@ def _wanted(table: Table, columns: Sequence[int]) -> dict[int, int]:
 
 
 def _widths(table: Table, columns: Sequence[int], width: int) -> dict[int, int]:
-    """The width of each column of text: short ones have what they want, the others share the rest equally."""
+    """Allocate the width of each column of text: short columns in full, the others share the rest equally."""
     wanted = _wanted(table, columns)
     texts = sorted((at for at in columns if table.columns[at].text), key=wanted.__getitem__)
     left = width - EDGES - BETWEEN * len(wanted) - sum(wanted[at] for at in columns if at not in texts)
@@ -99,7 +99,7 @@ def _widths(table: Table, columns: Sequence[int], width: int) -> dict[int, int]:
 
 
 def broken(text: str, width: int) -> str:
-    """The text with words longer than `width` broken into lines, behind their last punctuation that fits."""
+    """Break words longer than `width` into lines, after the last punctuation that fits."""
 
     def lines(word: str) -> Iterator[str]:
         while len(word) > width:
@@ -112,7 +112,7 @@ def broken(text: str, width: int) -> str:
 
 
 def printable_lines(text: str) -> list[str]:
-    """The lines of a text without control characters."""
+    """Split a text into lines and remove control characters."""
     return [printable(line) for line in text.split("\n")]
 
 

@@ -1,14 +1,13 @@
-"""Text by the name of its source, as a stream of documents; fingerprints of texts; the corpora of the installation.
+"""Streams of documents by source name, fingerprints of texts, and the corpora of the Python installation.
 
 `Fingerprint` identifies the text that was read: SHA-256 over all documents in order. `identity` identifies a source
 without reading it: names, sizes and times of files, the Python version and the list of what is installed.
 
 The installed corpora are source files of the Python installation. `stdlib` is the standard library's sources (its own
-tests included, where they are installed) and documentation: the language reference that `pydoc` carries, and the .rst
-and .txt files beside the code. `site-packages` is the sources, stubs and notes of the installed packages. They are
+tests included, where they are installed) and documentation: the language reference in `pydoc`, and the .rst
+and .txt files next to the code. `site-packages` is the sources, stubs and notes of the installed packages. They are
 ordered by the SHA-256 of the relative path: the order is the same on every machine, and a limit on the amount of text
-takes an even sample instead of the first letters of the alphabet. Copies of a file and files that are not UTF-8 are
-left out.
+selects an even sample. Duplicates and files that are not UTF-8 are skipped.
 """
 
 import hashlib
@@ -35,10 +34,10 @@ _TOPICS = Path("pydoc_data", "topics.py")
 
 
 class Fingerprint:
-    """SHA-256 over documents in order, each with its length, so that the boundaries between documents count.
+    """SHA-256 over documents in order, each with its length, so that document boundaries affect the hash.
 
     Attributes:
-        documents, text_bytes: added so far.
+        documents, text_bytes: number of documents and bytes added so far.
     """
 
     def __init__(self) -> None:
@@ -66,7 +65,7 @@ class Fingerprint:
 
 
 def fingerprint(documents: Iterable[str]) -> str:
-    """The SHA-256 (hexadecimal) of the documents in order: equal for equal texts from any source."""
+    """Compute the SHA-256 (hexadecimal) of the documents in order, independent of their source."""
     total = Fingerprint()
     for document in documents:
         total.add(document)
@@ -74,15 +73,15 @@ def fingerprint(documents: Iterable[str]) -> str:
 
 
 def documents(source: str, *, limit_bytes: int | None = None, render: Render = plain_conversation) -> Iterator[str]:
-    """The documents of a source in their fixed order, one at a time, none of them empty.
+    """Yield the non-empty documents of a source in a fixed order.
 
     Args:
-        source: as `DataConfig.source`, but no prepared directory, which has no documents.
-        limit_bytes: of UTF-8 text; the last document is cut there.
-        render: writes `messages` as text.
+        source: see `DataConfig.source`; prepared directories are not allowed.
+        limit_bytes: maximum amount of UTF-8 text; the last document is cut there.
+        render: function that renders `messages` as text.
 
     Raises:
-        InputError: the source is missing, empty or malformed (with the file and the line).
+        InputError: if the source is missing, empty or malformed (the message names file and line).
     """
     texts = _all_documents(source, render)
     found = False
@@ -96,7 +95,7 @@ def documents(source: str, *, limit_bytes: int | None = None, render: Render = p
 
 
 def total_bytes(source: str) -> int | None:
-    """The approximate amount of text, from the sizes of files; None if only reading would tell."""
+    """Approximate amount of text in bytes, from file sizes; None if the text would have to be read."""
     if names := installed_names(source):
         return sum(entry.size for entry in entries(names))
     if source.startswith(PREFIX) or parse(source):
@@ -105,9 +104,9 @@ def total_bytes(source: str) -> int | None:
 
 
 def identity(source: str) -> str:
-    """A SHA-256 that changes when the text of `source` may have changed, without reading it.
+    """Compute, without reading the text, a SHA-256 that changes if the text of `source` may have changed.
 
-    For `hf:` it depends on the name only: a change on the hub is not noticed.
+    For `hf:` the hash depends on the name only: changes on the hub are not detected.
     """
     if names := installed_names(source):
         listing = [[entry.name, entry.size] for entry in entries(names)]
@@ -135,7 +134,7 @@ def _all_documents(source: str, render: Render) -> Iterator[str]:
 
 
 def cut(documents: Iterable[tuple[str, str]], limit_bytes: int) -> Iterator[tuple[str, str]]:
-    """The first `limit_bytes` of UTF-8 text of named documents; the last one is cut there."""
+    """Yield the first `limit_bytes` of UTF-8 text of named documents; the last document is cut."""
     left = limit_bytes
     for name, text in documents:
         encoded = text.encode()
@@ -159,27 +158,27 @@ class InstalledText:
 
 
 def installed_names(source: str) -> list[str] | None:
-    """The parts of `stdlib+site-packages`, None for any other source."""
+    """The parts of an installed source such as `stdlib+site-packages`; None for any other source."""
     names = source.split("+")
     return names if all(name in CORPORA for name in names) else None
 
 
 def entries(names: list[str]) -> list[InstalledText]:
-    """All documents of the named corpora, in the fixed order.
+    """List all documents of the named corpora, in a fixed order.
 
     Raises:
-        InputError: this Python has no such files (a zipped or stripped installation).
+        InputError: if this Python has no such files (a zipped or stripped installation).
     """
     found = {entry.name: entry for name in names for entry in _below(name)}
     if not found:
         raise InputError(
-            f"this Python ({sys.prefix}) has no readable sources for {'+'.join(names)}: give a .txt or .jsonl file"
+            f"this Python ({sys.prefix}) has no readable sources for {'+'.join(names)}: pass a .txt or .jsonl file"
         )
     return sorted(found.values(), key=lambda entry: hashlib.sha256(entry.name.encode()).digest())
 
 
 def installed_documents(names: list[str]) -> Iterator[str]:
-    """The texts of `entries`, without copies, empty files and files that are not UTF-8."""
+    """Yield the texts of `entries`, without duplicates, empty files and files that are not UTF-8."""
     seen: set[bytes] = set()
     for entry in entries(names):
         text = entry.text if entry.text is not None else _utf8(entry.path)

@@ -1,4 +1,4 @@
-"""Datasets from the Hugging Face hub, streamed, through the `data` extra."""
+"""Streaming of datasets from the Hugging Face hub (extra `data`)."""
 
 import importlib
 from collections.abc import Iterator
@@ -14,23 +14,23 @@ _TEXTS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")  # suffixes that datasets
 
 
 def hub_documents(source: str, render: Render = plain_conversation, files: list[str] | None = None) -> Iterator[str]:
-    """The documents of `hf:NAME[:CONFIG[:SPLIT]]`, one row after the other; the split is `train` unless given.
+    """Stream the documents of `hf:NAME[:CONFIG[:SPLIT]]`, one per row; the default split is `train`.
 
-    NAME may also be a local folder that `datasets` can read. Remote code is never run.
+    NAME may also be a local folder that `datasets` can read. Remote code is never executed.
 
     Args:
-        render: writes `messages` as text.
-        files: of the dataset to read; all of the split unless given.
+        render: function that renders `messages` as text.
+        files: files of the dataset to read; default: the whole split.
 
     Raises:
-        InputError: the extra is missing, or the dataset cannot be fetched or has neither text nor messages.
+        InputError: if the extra is missing, or the dataset cannot be fetched or has neither text nor messages.
     """
     name, config, split = _parts(source)
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError as error:
         raise InputError(
-            f"source {source} needs the package datasets, which is not installed: give a .txt or .jsonl file, or "
+            f"source {source} needs the package datasets, which is not installed: pass a .txt or .jsonl file, or "
             f"{install_command('data')}"
         ) from error
     selected: dict[str, Any] = {"split": split} if files is None else {"split": "train", "data_files": files}
@@ -49,10 +49,10 @@ def hub_documents(source: str, render: Render = plain_conversation, files: list[
 
 
 def hub_files(source: str) -> list[str]:
-    """The .jsonl and .txt files of a dataset, sorted; those below a folder named as the split, where there is one.
+    """List the .jsonl and .txt files of a dataset, sorted; if a folder is named like the split, only the files in it.
 
     Raises:
-        InputError: the dataset cannot be listed, or has no such file.
+        InputError: if the dataset cannot be listed, or has no such file.
     """
     name, _, split = _parts(source)
     folder = Path(name).expanduser()
@@ -77,6 +77,6 @@ def hub_files(source: str) -> list[str]:
 def _parts(source: str) -> tuple[str, str | None, str]:
     parts = source.removeprefix(PREFIX).split(":")
     if not parts[0] or len(parts) > 3:
-        raise InputError(f"source {source!r}: a dataset is written hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT")
+        raise InputError(f"source {source!r}: use hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT")
     name, config, split = (*parts, "", "")[:3]
     return name, config or None, split or "train"

@@ -1,4 +1,4 @@
-"""Synthetic tasks as corpora: text of made-up words, drawn from a seed, in which a head needs a sink as a no-op.
+"""Synthetic tasks as corpora: random words from a seed, in which heads use a sink as a no-op.
 
 A source `synthetic:NAME[:KEY=VALUE,...]` with the keys `length` (tokens per document, EOS included; 64), `documents`
 (16384) and `seed` (0). Every document fills one chunk exactly when `length` is `model.context` and `data.bos` is
@@ -37,8 +37,8 @@ class Task:
     """The vocabulary and generator of a task.
 
     Attributes:
-        triggers, symbols: number of words of each kind.
-        draw: (generator, documents, tokens) -> (documents, tokens) word numbers, triggers first.
+        triggers, symbols: number of trigger and symbol words.
+        draw: (generator, documents, tokens) -> (documents, tokens) word indices, triggers first.
     """
 
     triggers: int
@@ -47,7 +47,7 @@ class Task:
 
     @property
     def words(self) -> list[str]:
-        """All words, in the order of their numbers."""
+        """All words, ordered by index."""
         return [f"t{i}" for i in range(self.triggers)] + [f"s{i}" for i in range(self.symbols)]
 
 
@@ -99,16 +99,16 @@ class SyntheticTask:
 
 
 def parse(source: str) -> SyntheticTask | None:
-    """The task of a synthetic source; None for any other source.
+    """Parse a synthetic source; None for any other source.
 
     Raises:
-        InputError: an unknown task or key, or a number out of range.
+        InputError: if the task or a key is unknown, or a number is out of range.
     """
     if not source.startswith(PREFIX):
         return None
     name, _, options = source.removeprefix(PREFIX).partition(":")
     if name not in TASKS:
-        raise InputError(f"source {source}: there is no task {name!r}; there are {', '.join(TASKS)}")
+        raise InputError(f"source {source}: unknown task {name!r}; choose from {', '.join(TASKS)}")
     values: dict[str, int] = {}
     least = {"length": 4, "documents": 2, "seed": 0}
     for option in filter(None, options.split(",")):
@@ -121,7 +121,7 @@ def parse(source: str) -> SyntheticTask | None:
 
 
 def synthetic_documents(request: SyntheticTask) -> Iterator[str]:
-    """The documents as text, words separated by spaces; `length` includes the EOS, which `prepare` writes."""
+    """Generate the documents as text, words separated by spaces; `length` includes the EOS added by `prepare`."""
     words = np.array(request.task.words)
     random = np.random.default_rng([VERSION, request.seed])
     for row in request.task.draw(random, request.documents, request.length - 1):
@@ -129,7 +129,7 @@ def synthetic_documents(request: SyntheticTask) -> Iterator[str]:
 
 
 def word_tokenizer(request: SyntheticTask, out: Path) -> "Tokenizer":
-    """The tokenizer of a task, saved into the folder `out`."""
+    """Build the tokenizer of a task and save it in `out`."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import models, pre_tokenizers
 

@@ -25,10 +25,10 @@ _LONGEST = 8 * _PIECE  # characters after which it ends anywhere
 
 
 def text_files(path: Path) -> list[Path]:
-    """The file itself, or the .txt and .jsonl files below a folder in sorted order.
+    """List the file itself, or the .txt and .jsonl files below a folder in sorted order.
 
     Raises:
-        InputError: there is no such file, or none with these suffixes.
+        InputError: if there is no such file, or none with these suffixes.
     """
     if path.is_dir():
         found = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
@@ -37,7 +37,7 @@ def text_files(path: Path) -> list[Path]:
         return found
     if not path.exists():
         raise InputError(
-            f"no text at {path}: give a .txt or .jsonl file, a folder of them, stdlib, site-packages, "
+            f"no text at {path}: pass a .txt or .jsonl file, a folder of them, stdlib, site-packages, "
             "stdlib+site-packages or hf:NAME[:CONFIG[:SPLIT]]"
         )
     if path.suffix.lower() not in SUFFIXES or not path.is_file():
@@ -46,18 +46,18 @@ def text_files(path: Path) -> list[Path]:
 
 
 def plain_conversation(messages: list[Message], where: str) -> str:
-    """Lines `role: content`."""
+    """Render messages as lines `role: content`."""
     return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
 def read_documents(path: Path, render: Render = plain_conversation) -> Iterator[str]:
-    """The documents of one file.
+    """Read the documents of one file.
 
     Args:
-        render: writes `messages` as text.
+        render: function that renders `messages` as text.
 
     Raises:
-        InputError: it cannot be read, is not UTF-8, or a row is malformed.
+        InputError: if the file cannot be read, is not UTF-8, or a row is malformed.
     """
     with _readable(path) as file:
         jsonl = path.suffix.lower() == ".jsonl"
@@ -68,10 +68,10 @@ def read_documents(path: Path, render: Render = plain_conversation) -> Iterator[
 
 
 def read_pieces(path: Path) -> Iterator[tuple[str, bool]]:
-    """The pieces of a .txt file, as `read_documents` cuts it, and whether a document ends with the piece.
+    """Read a .txt file in pieces, split as in `read_documents`, each with a flag whether it ends a document.
 
     Raises:
-        InputError: it cannot be read, or is not UTF-8.
+        InputError: if the file cannot be read, or is not UTF-8.
     """
     with _readable(path) as file:
         yield from _txt_pieces(file)
@@ -89,10 +89,10 @@ def _readable(path: Path) -> Iterator[TextIO]:
 
 
 def row_text(row: Any, where: str, render: Render = plain_conversation) -> str:
-    """The text of one row: `text`, or `messages` as `render` writes them.
+    """The text of one row: `text`, or the rendered `messages`.
 
     Raises:
-        InputError: the row has neither, or they are not strings; `where` names it.
+        InputError: if the row has neither, or they are not strings; `where` names the row.
     """
     if isinstance(row, dict) and isinstance(row.get("text"), str):
         text = row["text"]
@@ -110,14 +110,14 @@ def _message(message: Any, where: str) -> Message:
 
 
 def read_conversations(path: Path) -> Iterator[tuple[list[Message], str]]:
-    """The conversations of a .jsonl file, each with its place in it.
+    """Read the conversations of a .jsonl file, each with its file and line.
 
     Raises:
-        InputError: it is no .jsonl file, cannot be read, is not UTF-8, or a row is no conversation.
+        InputError: if the file is not .jsonl, cannot be read, is not UTF-8, or a row is not a conversation.
     """
     if path.suffix.lower() != ".jsonl" or not path.is_file():
         raise InputError(
-            f'{path} is not a .jsonl file: give one whose rows have "messages" (a list of role and content)'
+            f'{path} is not a .jsonl file: pass one whose rows have "messages" (a list of role and content)'
         )
     with _readable(path) as file:
         for row, where in _rows(file, path):
@@ -127,7 +127,7 @@ def read_conversations(path: Path) -> Iterator[tuple[list[Message], str]]:
 
 
 def _rows(file: TextIO, path: Path) -> Iterator[tuple[Any, str]]:
-    """Each row, parsed, with its place in the file."""
+    """Yield each parsed row with its file and line."""
     for number, line in enumerate(file, start=1):
         if not line.strip():
             continue

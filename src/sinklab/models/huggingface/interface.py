@@ -1,4 +1,4 @@
-"""transformers' attention interface: registers a function of ours as a model's attention, and parses its calls.
+"""transformers' attention interface: registers a function as a model's attention, and parses its calls.
 
 The function is selected by name in the model's configs. The same name is registered for masks with `sdpa_mask`: without
 that, transformers silently drops padding and sliding windows. Rejected: `output_attentions` (forces eager, keeps every
@@ -51,7 +51,7 @@ def read_call(
     """Parse the arguments of one call.
 
     Raises:
-        SinklabError: the attention is not causal, or an extra is unknown.
+        SinklabError: if the attention is not causal or an extra argument is unknown.
     """
     for name in UNREADABLE_EXTRAS:
         if extras.get(name) is not None:
@@ -118,7 +118,7 @@ def _additive(bias: Tensor | None) -> Score | None:
 
 @contextmanager
 def attention_function(model: PreTrainedModel, function: Callable[..., tuple[Tensor, Tensor | None]]) -> Iterator[None]:
-    """All attention that the model passes through the interface is computed by `function`, with boolean masks."""
+    """Compute all attention that the model passes through the interface with `function`, with boolean masks."""
     name = f"sinklab-{next(_numbers)}"
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, sdpa_mask)
