@@ -91,9 +91,9 @@ def test_a_wrong_source_is_refused(source: str, message: str) -> None:
 
 
 def test_synthetic_text_needs_its_own_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="belong together"):
+    with pytest.raises(InputError, match="require each other"):
         load_recipe("tiny", ["data.source=synthetic:bigram_backcopy"])
-    with pytest.raises(InputError, match="belong together"):
+    with pytest.raises(InputError, match="require each other"):
         prepare("synthetic:bigram_backcopy:documents=20", "train:300", tmp_path)
 
 

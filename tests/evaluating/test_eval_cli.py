@@ -135,7 +135,7 @@ def test_what_is_scored_is_kept_and_other_settings_are_refused(made: Made, run: 
     ("tasks", "options", "said"),
     [
         ("helaswag", (), "no task 'helaswag'; similar names: hellaswag"),
-        ("", (), "--tasks: give the names of tasks"),
+        ("", (), "--tasks: pass names of lm-eval tasks"),
         (
             "arc_easy",
             ("--data", "items.jsonl"),

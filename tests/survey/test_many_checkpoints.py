@@ -179,7 +179,7 @@ def test_what_a_run_of_ours_has_kept_is_its_curve(tmp_path: Path) -> None:
     ("folders", "revisions", "sentence"),
     [
         ([], [], "holds no checkpoints"),
-        (["step1", "checkpoint-1"], [], "are of the same step, 1"),
+        (["step1", "checkpoint-1"], [], "have the same step, 1"),
         (["step1"], ["step1", "step2"], "--revision step1 names a version"),
     ],
 )
@@ -197,7 +197,7 @@ def test_folders_that_make_no_curve_are_refused(
     ("revisions", "sentence"),
     [
         (["step1", "main"], "--revision main does not contain its step"),
-        ([], "name the checkpoints of a model on the hub"),
+        ([], "select the checkpoints of a model on the hub"),
     ],
 )
 def test_names_on_the_hub_that_make_no_curve_are_refused(revisions: list[str], sentence: str) -> None:

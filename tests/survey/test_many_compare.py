@@ -99,7 +99,7 @@ def test_models_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:
     assert list(labels([a, "org/name"])) == ["m", "org/name"]
     assert list(labels([a, b])) == ["a/m", "b/m"]
     assert list(labels(["../../etc/x", a])) == ["etc/x", "m"]
-    with pytest.raises(InputError, match="is given twice"):
+    with pytest.raises(InputError, match="is repeated"):
         labels([a, f"{b}/../../a/m"])
     with pytest.raises(InputError, match="two models or more"):
         compare_models([a], None, SMALL)

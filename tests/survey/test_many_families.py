@@ -161,5 +161,5 @@ def test_sizes_come_from_a_configuration_that_is_there_and_else_from_the_list(mo
 
 
 def test_an_unknown_family_is_answered_with_those_there_are(text: Path) -> None:
-    with pytest.raises(InputError, match=r"no family 'bert'; there are: gpt2, llama2, .*, jamba, all"):
+    with pytest.raises(InputError, match=r"unknown family 'bert'; choose from: gpt2, llama2, .*, jamba, all"):
         measure_families(["bert"], text, PAPERS)

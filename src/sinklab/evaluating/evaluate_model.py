@@ -1,4 +1,4 @@
-"""An evaluation of a model on downstream tasks, with its sink: a resumable job."""
+"""Evaluation of a model on downstream tasks, with its sink, as a resumable job."""
 
 import json
 import re
@@ -51,11 +51,11 @@ def evaluate_model(
         out: directory of evaluation.json and of the items of each task; a repeated call resumes, and may add tasks.
 
     Raises:
-        InputError: lm-eval is not installed, an unusable model, task or file, or an evaluation of another request in
-            `out`; nothing has been written then.
-        HeldError: another process writes an evaluation to `out`.
-        UnsavedError: a result could not be saved; the error has the scores so far.
-        SinklabError: lm-eval cannot evaluate this model on a task, or answers cannot be saved.
+        InputError: before anything is written, if lm-eval is not installed, a model, task or file is unusable, or `out`
+            has an evaluation of another request.
+        HeldError: if another process writes an evaluation to `out`.
+        UnsavedError: if a result cannot be saved; the error has the scores so far.
+        SinklabError: if lm-eval cannot evaluate this model on a task, or answers cannot be saved.
     """
     check_name(name)
     if request.text is not None:
@@ -109,7 +109,7 @@ def _items(scores: TaskScores) -> str:
 def _resumed(
     ledger: Ledger[DownstreamScores], new: DownstreamScores, chosen: Sequence[ChosenTask], request: TaskRequest
 ) -> DownstreamScores:
-    """The scores of an earlier call with the same request, or new ones without any task."""
+    """The scores of an earlier call with the same request, or an empty document."""
     earlier = ledger.earlier(load_scores)
     if earlier is None or ledger.path is None:
         return new
@@ -171,29 +171,29 @@ class TaskOfCell:
     """The downstream task of an experiment's cell.
 
     Attributes:
-        items: number drawn by the seed of the measurement; None for all.
+        items: number of items drawn with the seed of the measurement; None for all.
     """
 
     chosen: ChosenTask
     items: int | None
 
     def document(self) -> dict[str, object]:
-        """Everything that decides the scores beside the model, as plain JSON."""
+        """Everything except the model that determines the scores, as plain JSON."""
         return {"name": self.chosen.name, "items": self.items, "data": self.chosen.sha256 or self.chosen.data}
 
 
 def measure_and_evaluate(
     model: Model, task: TaskOfCell, text: Path | None, request: Request, out: Path, progress: Progress
 ) -> Measurement:
-    """A measurement of a model of transformers, with the accuracies of a task in percent as its scores.
+    """Measure a model of transformers, with the accuracies on a task (percent) as scores.
 
     Args:
-        out: directory of evaluation.json and the items; answers in it are not computed again.
-        progress: called with the requests answered, and their number.
+        out: directory of evaluation.json and the items; saved answers are reused.
+        progress: called with the number of requests answered, and the total.
 
     Raises:
-        InputError: an unusable text, a task without accuracies, or an evaluation of another request in `out`.
-        SinklabError: the model cannot be measured or evaluated, or a result not saved.
+        InputError: if the text is unusable, the task has no accuracies, or `out` has an evaluation of another request.
+        SinklabError: if the model cannot be measured or evaluated, or a result cannot be saved.
     """
     measurement, chosen = measure_loaded(model, text, request), task.chosen
 

@@ -37,13 +37,13 @@ class TaskRequest(CommandSettings, frozen=True):
         default=None, description="Text for the sink metric, .txt or .jsonl; default: the task's items."
     )
     batch_size: Annotated[int, Flag(panel=ADVANCED)] = Field(default=4, ge=1, description="Texts per batch.")
-    seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(default=0, description="Of the draw of items.")
+    seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(default=0, description="Random seed for drawing the items.")
 
     @field_validator("tasks")
     @classmethod
     def _are_named(cls, tasks: tuple[str, ...]) -> tuple[str, ...]:
         if not tasks or not all(tasks):
-            raise InputError("--tasks: give the names of tasks of lm-eval with commas, such as hellaswag,arc_easy")
+            raise InputError("--tasks: pass names of lm-eval tasks separated by commas, such as hellaswag,arc_easy")
         return tasks
 
 
@@ -51,8 +51,8 @@ class TaskMetric(ReadDocument):
     """One metric over the items of a task.
 
     Attributes:
-        value: of lm-eval; accuracies are shares, from 0 to 1.
-        stderr: standard error over items; None if lm-eval has none.
+        value: value reported by lm-eval; accuracies from 0 to 1.
+        stderr: standard error over items; None if lm-eval reports none.
     """
 
     value: float
@@ -63,11 +63,11 @@ class TextSink(ReadDocument):
     """The sink of the model on natural text, as measured by `sinklab measure`.
 
     Attributes:
-        text: file, or "task" for the items of the task, each with its right answer.
-        sequences, length, eps: of the measurement.
+        text: file, or "task" for the items of the task, each with the correct answer.
+        sequences, length, eps: settings of the measurement.
         bos: whether position 1 is a special token.
-        sink_1: percent of (sequence, layer, head) triples whose importance of position 1 is above eps.
-        bias: percent on an added bias, sink logit or sink token; None if the model has none.
+        sink_1: sink rate, percent of (sequence, layer, head) triples whose importance of position 1 is above eps.
+        bias: sink rate of an added bias, sink logit or sink token, percent; None if the model has none.
     """
 
     text: str
@@ -83,18 +83,18 @@ class TaskScores(ReadDocument):
     """The scores of a task.
 
     Attributes:
-        version: of the task in lm-eval.
-        data: file, or "hub".
-        sha256: of the file; None for the hub.
+        version: version of the task in lm-eval.
+        data: file of the items, or "hub".
+        sha256: SHA-256 of the file; None for the hub.
         limit: number of items requested; None for all.
-        seed: of the draw of items.
-        items: number scored, of `available`.
-        left_out: drawn items with an answer longer than the model's context.
-        cut: items whose context was cut to the length of the model's.
+        seed: random seed for drawing the items.
+        items: number of items scored, out of `available`.
+        left_out: number of drawn items excluded because an answer is longer than the model's context.
+        cut: number of items whose context was truncated to the model's.
         metrics: by lm-eval's names.
-        sink: None if the text gives no sequence.
-        records: file of the items, beside this one.
-        seconds: of scoring in the last call.
+        sink: sink on natural text; None if the text is too short for a sequence.
+        records: file of the items, in the same directory.
+        seconds: scoring time of the last call.
     """
 
     version: str
@@ -113,7 +113,7 @@ class TaskScores(ReadDocument):
 
     @property
     def settings(self) -> dict[str, object]:
-        """The settings that decide the numbers, beside the model."""
+        """The settings, except for the model, that determine the numbers."""
         return {"limit": self.limit, "seed": self.seed, "data": self.sha256 or self.data}
 
 
@@ -122,7 +122,7 @@ class DownstreamScores(ReadDocument):
 
     Attributes:
         asked: identity of the model: name, files, revision and dtype.
-        lm_eval: version.
+        lm_eval: version of lm-eval.
         notes: on loading and on the tasks.
     """
 
@@ -136,7 +136,7 @@ class DownstreamScores(ReadDocument):
     tasks: dict[str, TaskScores] = Field(default_factory=dict)
 
     def document(self) -> dict[str, object]:
-        """As JSON."""
+        """The JSON document."""
         return self.model_dump(mode="json", by_alias=True)
 
 
@@ -144,12 +144,12 @@ class ItemRecord(ReadDocument):
     """One item.
 
     Attributes:
-        item: its number in the task, from 0.
+        item: index in the task, from 0.
         doc_hash: lm-eval's SHA-256 of the item.
-        target: the right answer, in the form of the task.
+        target: correct answer, in the format of the task.
         responses: one per request: log-likelihood (nats) and whether greedy decoding gives the choice; else a text or
             a number.
-        metrics: of this item.
+        metrics: metrics of this item.
     """
 
     item: int
@@ -163,19 +163,19 @@ def load_scores(path: Path) -> DownstreamScores:
     """Read an evaluation.json.
 
     Raises:
-        InputError: it is missing or damaged.
+        InputError: if the file is missing or damaged.
     """
     try:
         return DownstreamScores.model_validate(parse_json(path.read_text("utf-8")))
     except (OSError, ValueError, ValidationError) as error:
-        raise InputError(f"{path} cannot be read as an evaluation ({error}): make it again in another --out") from error
+        raise InputError(f"{path} cannot be read as an evaluation ({error}): rerun it with another --out") from error
 
 
 def write_records(path: Path, records: Sequence[ItemRecord]) -> None:
-    """Write a gzip file with a line per item; the same items give the same bytes.
+    """Write a gzip file with a line per item; the output is deterministic.
 
     Raises:
-        SinklabError: it cannot be written.
+        SinklabError: if the file cannot be written.
     """
     lines = "".join(f"{json.dumps(one.model_dump(mode='json'), ensure_ascii=False)}\n" for one in records)
     with written_aside(path) as aside:

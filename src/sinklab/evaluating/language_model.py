@@ -1,6 +1,6 @@
-"""A loaded model for lm-eval, with saved answers, context and ending tokenized as one text, and BOS kept when cutting.
+"""Adapter of a loaded model to lm-eval: answers are saved, context and ending tokenized jointly, and BOS kept.
 
-lm-eval's own model of transformers does the rest: tokens, batches, log-softmax and sums. docs/eval.md lists the
+lm-eval's own transformers model handles tokens, batches, log-softmax and sums. docs/eval.md lists the
 differences from its defaults.
 """
 
@@ -22,10 +22,10 @@ ModelAnswer = tuple[float, bool] | float | str
 
 
 class AnsweringModel(HFLM):
-    """A model of transformers.
+    """A transformers model for lm-eval with saved answers.
 
     Args:
-        answers: by request; saved answers are not computed again.
+        answers: ledger of answers by request; saved answers are reused.
         advance: called with the number of requests answered.
     """
 
@@ -54,16 +54,16 @@ class AnsweringModel(HFLM):
         return self._answered("generate_until", requests, super().generate_until)
 
     def overlong(self, context: str, continuation: str) -> bool:
-        """Whether the context of the model has no room for a token beside the continuation."""
+        """Whether the continuation leaves no room for a context token in the model's context."""
         _, answer = self._split(context, continuation) if context else ([], self.tok_encode(continuation))
         return len(answer) + len(self._prefix) > self.max_length
 
     def cuts(self, context: str, continuation: str) -> bool:
-        """Whether first tokens of the context are cut."""
+        """Whether the start of the context is truncated."""
         return bool(context) and sum(map(len, self._split(context, continuation))) > self.max_length + 1
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Tokens of both; a context that is too long keeps its special tokens and its last ones."""
+        """Encode context and continuation; a context that is too long keeps its special tokens and its last tokens."""
         before, after = self._split(context, continuation)
         room, special = self.max_length + 1 - len(after), len(self._prefix)
         if len(before) > room and before[:special] == self._prefix:
@@ -71,7 +71,7 @@ class AnsweringModel(HFLM):
         return before, after
 
     def _split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """The tokens of both as one text, split after those shared with the context alone.
+        """Tokenize both as one text, and split after the tokens shared with the context alone.
 
         lm-eval splits after as many tokens as the context alone has, which loses words of the continuation if a token
         spans the end of the context.

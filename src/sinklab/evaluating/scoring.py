@@ -1,4 +1,4 @@
-"""One task with one model: the items drawn, and their scores by lm-eval."""
+"""Score one model on one task: draw items, and evaluate them with lm-eval."""
 
 import random
 import time
@@ -22,14 +22,14 @@ RESAMPLED = 1000
 
 @dataclass(frozen=True)
 class DrawnItems:
-    """The items that a model is evaluated on.
+    """The items drawn for a model.
 
     Attributes:
-        items: their numbers in the task, in order.
-        left_out: drawn items with an ending too long for the model.
-        cut: other items with a context too long for the model.
+        items: indices in the task, ascending.
+        left_out: number of drawn items excluded because an ending is too long for the model.
+        cut: number of other items with a context too long for the model.
         requests: number of requests.
-        texts: per item, the text of the request with the right ending, else of the first.
+        texts: per item, the text of the request with the correct ending, else of the first request.
     """
 
     items: list[int]
@@ -48,15 +48,15 @@ class ScoredTask:
 
 
 def draw_items(chosen: ChosenTask, model: "AnsweringModel", limit: int | None, seed: int, name: str) -> DrawnItems:
-    """Draw items without replacement, and leave out those with an ending longer than the model's context.
+    """Draw items without replacement, and exclude those with an ending longer than the model's context.
 
     Args:
-        limit: number of items; None, or more than the task has, for all.
-        name: of the model.
+        limit: number of items, capped at the size of the task; None for all.
+        name: name of the model.
 
     Raises:
-        InputError: every item has an ending longer than the context.
-        SinklabError: lm-eval cannot evaluate such a model on the task.
+        InputError: if every item has an ending longer than the context.
+        SinklabError: if lm-eval cannot evaluate such a model on the task.
     """
     every = range(chosen.size)
     items = sorted(random.Random(seed).sample(every, limit)) if limit and limit < chosen.size else list(every)
@@ -91,7 +91,7 @@ def score_task(
     """Evaluate a model on the items drawn.
 
     Raises:
-        SinklabError: lm-eval cannot evaluate such a model on the task, or answers cannot be saved.
+        SinklabError: if lm-eval cannot evaluate such a model on the task, or answers cannot be saved.
     """
     from lm_eval.evaluator import evaluate  # pyright: ignore[reportMissingImports]  # an extra
 
@@ -121,7 +121,7 @@ def score_task(
 
 @contextmanager
 def _as_sentence(task: str) -> Iterator[None]:
-    """Turn exceptions of lm-eval into a SinklabError."""
+    """Convert exceptions of lm-eval to a SinklabError."""
     try:
         yield
     except SinklabError:
@@ -135,7 +135,7 @@ def _as_sentence(task: str) -> Iterator[None]:
 
 
 def _samples(items: list[int], chosen: ChosenTask) -> list[int] | None:
-    """As lm-eval takes them: None for all, since it searches the list for every item."""
+    """Item indices for lm-eval; None for all, because lm-eval searches the list for every item."""
     return None if len(items) == chosen.size else items
 
 
@@ -146,7 +146,7 @@ def _text(requests: Sequence[Any]) -> str:
 
 
 def _metrics(results: dict[str, Any]) -> dict[str, TaskMetric]:
-    """Metrics from lm-eval's `acc,none` and `acc_stderr,none`; a filter other than none remains in the name."""
+    """Parse metrics from lm-eval's `acc,none` and `acc_stderr,none`; a filter other than none remains in the name."""
     found: dict[str, TaskMetric] = {}
     for key, value in results.items():
         name, _, kind = key.partition(",")
@@ -159,7 +159,7 @@ def _metrics(results: dict[str, Any]) -> dict[str, TaskMetric]:
 
 
 def _records(samples: Sequence[dict[str, Any]]) -> list[ItemRecord]:
-    """The items by number; of several filters the first."""
+    """The records by item index; of several filters, the first."""
     first: dict[int, dict[str, Any]] = {}
     for sample in samples:
         first.setdefault(sample["doc_id"], sample)

@@ -1,4 +1,4 @@
-"""Downstream tasks by name: those read from a file, each declared once here, and all of lm-eval.
+"""Downstream tasks by name: tasks with items in a file, declared here, and all tasks of lm-eval.
 
 A new task that needs no network is one `FileTask` in `FILE_TASKS`: name, file names, items, question, choices, metrics.
 """
@@ -29,7 +29,7 @@ SCORES = {"acc": "accuracy", "acc_norm": "accuracy_norm"}
 
 
 class ChoiceItem(ReadDocument):
-    """A multiple-choice item: the text that the model reads, its endings, and the right one, from 0."""
+    """A multiple-choice item: the prompt, its endings, and the index of the correct one, from 0."""
 
     query: str
     endings: list[str]
@@ -41,11 +41,11 @@ class FileTask:
     """A multiple-choice task whose items are read from a .jsonl or .jsonl.gz file.
 
     Attributes:
-        name: on the command line and in lm-eval.
-        files: names in the folder `eval` of SINKLAB_DATA.
-        keys: of a line, for error messages.
-        metrics: of lm-eval, means over items.
-        version: of the task.
+        name: name on the command line and in lm-eval.
+        files: file names in the folder `eval` of SINKLAB_DATA.
+        keys: keys of a line, for error messages.
+        metrics: lm-eval metrics, averaged over items.
+        version: version of the task.
     """
 
     name: str
@@ -55,10 +55,10 @@ class FileTask:
     version: float = 1.0
 
     def item(self, row: Mapping[str, Any]) -> ChoiceItem:
-        """The item of a line.
+        """Parse the item of a line.
 
         Raises:
-            KeyError, ValueError, AttributeError, TypeError: it is not one.
+            KeyError, ValueError, AttributeError, TypeError: if the line is not an item.
         """
         return ChoiceItem.model_validate(row)
 
@@ -69,18 +69,18 @@ class FileTask:
         return next((place for place in places if place.is_file()), None)
 
     def read_items(self, path: Path) -> list[ChoiceItem]:
-        """The items of a file.
+        """Read the items of a file.
 
         Raises:
-            InputError: it cannot be read, or a line is not an item; the message names the line.
+            InputError: if the file cannot be read, or a line is not an item; the message names the line.
         """
         items = [self._read_item(line, f"{path}, line {number}") for number, line in _lines(path)]
         if not items:
-            raise InputError(f"{path} has no items: give those of {self.name}, a .jsonl or .jsonl.gz file")
+            raise InputError(f"{path} has no items: pass the items of {self.name}, a .jsonl or .jsonl.gz file")
         return items
 
     def load(self, path: Path) -> "ChosenTask":
-        """The task of lm-eval, with the items of a file."""
+        """Build the lm-eval task with the items of a file."""
         items = self.read_items(path)
         from datasets import Dataset  # pyright: ignore[reportMissingImports]  # comes with lm-eval
         from lm_eval.api.task import ConfigurableTask  # pyright: ignore[reportMissingImports]
@@ -154,13 +154,13 @@ FROM_FILES = ", ".join(FILE_TASKS)
 
 @dataclass(frozen=True)
 class ChosenTask:
-    """A task with its items.
+    """A task and its items.
 
     Attributes:
-        name: of lm-eval; groups and tags are replaced by their tasks.
-        task: of lm-eval.
-        data: file of its items, or "hub".
-        sha256: of the file.
+        name: name in lm-eval; groups and tags are expanded to their tasks.
+        task: task object of lm-eval.
+        data: file of the items, or "hub".
+        sha256: SHA-256 of the file.
     """
 
     name: str
@@ -183,7 +183,7 @@ def lm_eval_version() -> str:
     """The version of lm-eval.
 
     Raises:
-        InputError: it or a package that it needs is not installed; the message has the command that installs it.
+        InputError: if lm-eval or a dependency is not installed; the message has the install command.
     """
     for package in PACKAGES:
         try:
@@ -199,13 +199,13 @@ def lm_eval_version() -> str:
 
 
 def chosen_tasks(names: Sequence[str], data: Path | None) -> list[ChosenTask]:
-    """The tasks of these names, with their items.
+    """Load the tasks of these names, with their items.
 
     Args:
         data: file of the one task in `names` that is read from a file; default: its file in SINKLAB_DATA, else the hub.
 
     Raises:
-        InputError: lm-eval is not installed, an unknown task, an unreadable file, or items that cannot be downloaded.
+        InputError: if lm-eval is not installed, a task is unknown, a file is unreadable, or a download fails.
     """
     lm_eval_version()
     from_files = [name for name in dict.fromkeys(names) if name in FILE_TASKS]
@@ -228,14 +228,14 @@ def chosen_tasks(names: Sequence[str], data: Path | None) -> list[ChosenTask]:
 
 
 def chosen_task(name: str, data: Path | None) -> ChosenTask:
-    """The task of this name.
+    """Load the task of this name.
 
     Raises:
-        InputError: as `chosen_tasks`, or it is a group of tasks.
+        InputError: see `chosen_tasks`; also if the name is a group of tasks.
     """
     found = chosen_tasks([name], data)
     if len(found) != 1:
-        raise InputError(f"{name} is a group of {len(found)} tasks: name one of them")
+        raise InputError(f"{name} is a group of {len(found)} tasks: choose one of them")
     return found[0]
 
 
@@ -271,7 +271,7 @@ class _Hub:
     """The tasks of lm-eval. Listing them reads thousands of files, which takes a while.
 
     Raises:
-        InputError: an unknown task.
+        InputError: if a task is unknown.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -288,7 +288,7 @@ class _Hub:
                 )
 
     def tasks(self, name: str) -> list[ChosenTask]:
-        """The task, or those of a group, with their items."""
+        """The task, or the tasks of a group, with their items."""
         try:
             return [ChosenTask(one, task, HUB) for one, task in self._manager.load([name])["tasks"].items()]
         except ImportError as error:

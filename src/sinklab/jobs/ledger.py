@@ -1,6 +1,6 @@
-"""Resumable jobs: finished results are on the disk before the next step begins, and the same call computes the rest.
+"""Resumable jobs: results are saved before the next step begins, and the same call computes the missing ones.
 
-A job has a request, which decides its results, and steps. Its results are saved in a document (`Ledger`) or, where they
+A job has a request, which fixes its results, and steps. Its results are saved in a document (`Ledger`) or, where they
 are many and small, line by line (`LineLedger`). A call with the same request keeps them; one with another request is
 refused with the first setting that differs, so that no document mixes settings.
 """
@@ -36,10 +36,10 @@ class Ledger(Generic[AnyDocument]):
 
     Args:
         out: directory; None keeps the results in memory only.
-        name: of the document.
+        name: file name of the document.
 
     Raises:
-        InputError: the directory cannot be written, or sinklab did not write the file of that name.
+        InputError: if the directory cannot be written, or the file of that name was not written by sinklab.
     """
 
     def __init__(self, out: Path | None, name: str) -> None:
@@ -48,10 +48,10 @@ class Ledger(Generic[AnyDocument]):
             check_results(out, (name,))
 
     def locked(self) -> AbstractContextManager[None]:
-        """Keeps other processes from writing the document.
+        """Hold the lock on the document.
 
         Raises:
-            HeldError: another process writes it.
+            HeldError: if another process holds the lock.
         """
         return one_writer(self.path)
 
@@ -65,7 +65,7 @@ class Ledger(Generic[AnyDocument]):
         """Write the document atomically.
 
         Raises:
-            UnsavedError: it cannot be written; the error has the results.
+            UnsavedError: if the document cannot be written; the error has the results.
         """
         with unsaved(lambda: found):
             if self.path is not None:
@@ -74,7 +74,7 @@ class Ledger(Generic[AnyDocument]):
 
 @contextmanager
 def unsaved(result: Callable[[], object]) -> Iterator[None]:
-    """Turn an error of the block into an UnsavedError that has the results so far."""
+    """Convert errors in the block to an UnsavedError that has the results so far."""
     try:
         yield
     except SinklabError as error:
@@ -87,19 +87,19 @@ def check_request(
     """Refuse to add results to those of another request.
 
     Args:
-        path: of the earlier results.
-        what: they are, such as "an assessment".
-        before, now: requests, as plain JSON.
+        path: path of the earlier results.
+        what: description of the results, such as "an assessment".
+        before, now: the earlier and the current request, as plain JSON.
         ignored: settings that may differ.
 
     Raises:
-        InputError: names the first setting that differs, with both values.
+        InputError: if a setting differs; the message names the first one, with both values.
     """
     for key in sorted({*before, *now} - ignored):
         if before.get(key) != now.get(key):
             raise InputError(
                 f"{path} holds {what} with other settings ({key} is {before.get(key)} there and {now.get(key)} now): "
-                "choose another --out, or repeat the call that made it"
+                "choose another --out, or repeat the original call"
             )
 
 
@@ -108,9 +108,9 @@ class JobStep:
     """A step of a job.
 
     Attributes:
-        name: in events.
-        run: computes and saves its result; returns it in a few words.
-        kept: the result of an earlier call in a few words; None if the step is to be run.
+        name: name in events.
+        run: computes and saves the result; returns a short summary.
+        kept: short summary of an earlier call's result; None if the step has to be run.
     """
 
     name: str
@@ -121,15 +121,15 @@ class JobStep:
 def run_steps(
     steps: Iterable[JobStep], observe: Observer, on_failure: Callable[[str, str], None] | None = None
 ) -> None:
-    """Run the steps that no earlier call has finished, in order.
+    """Run the unfinished steps in order.
 
     Args:
-        on_failure: called with the name of a step that failed and the reason, after which the next step is run; without
-            it the error is raised.
+        on_failure: called with name and reason of a failed step, after which the next step is run; by default the
+            error is raised.
 
     Raises:
-        UnsavedError: a result could not be saved.
-        Exception: of a step, without `on_failure`.
+        UnsavedError: if a result cannot be saved.
+        Exception: the error of a step, without `on_failure`.
     """
     for step in steps:
         if step.kept is not None:
@@ -163,13 +163,13 @@ class LineLedger:
     """Small results by key in a .jsonl file: the request in the first line, then a line per result.
 
     Args:
-        path: of the file; None keeps the results in memory only.
-        what: the results are, such as "answers".
-        request: that decides them, as plain JSON.
+        path: path of the file; None keeps the results in memory only.
+        what: description of the results, such as "answers".
+        request: the request that determines the results, as plain JSON.
 
     Raises:
-        InputError: the file has results of another request, or sinklab did not write it.
-        SinklabError: it cannot be written.
+        InputError: if the file has results of another request, or was not written by sinklab.
+        SinklabError: if it cannot be written.
     """
 
     def __init__(self, path: Path | None, what: str, request: Mapping[str, Any]) -> None:
@@ -191,7 +191,7 @@ class LineLedger:
         """Append results.
 
         Raises:
-            SinklabError: the file cannot be written.
+            SinklabError: if the file cannot be written.
         """
         self._results |= results
         if self._path is not None and results:
@@ -205,10 +205,10 @@ class LineLedger:
 
 
 def _complete_lines(path: Path) -> Sequence[dict[str, Any]]:
-    """The lines up to the first torn one.
+    """The lines before the first incomplete one.
 
     Raises:
-        InputError: sinklab did not write them.
+        InputError: if sinklab did not write them.
     """
     rows: list[dict[str, Any]] = []
     lines = path.read_text("utf-8", errors="replace").splitlines() if path.exists() else []

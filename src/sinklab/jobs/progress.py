@@ -12,12 +12,12 @@ class JobEvent:
     """An event of a job.
 
     Attributes:
-        kind: "started" is the begin of a step, and again once its units are known; "kept" is a step finished by an
-            earlier call, "skipped" one that does not apply, "noted" a remark.
+        kind: "started" at the start of a step, and again once its units are known; "kept" for a step finished by an
+            earlier call, "skipped" for one that does not apply, "noted" for a remark.
         step: name of the step.
-        done, total: units of the step; the total is None while it is unknown.
+        done, total: units done, and their total number, None while unknown.
         text: the result in a few words, the reason for a failure or skip, or the remark.
-        seconds: of a finished step.
+        seconds: duration of a finished step.
     """
 
     kind: EventKind

@@ -1,4 +1,4 @@
-"""One model with every attention backend of the installed transformers, compared with eager attention."""
+"""Compare every attention backend of the installed transformers with eager attention, on one model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ HARMLESS = ("reference", "agrees", "unavailable")
 
 @dataclass(frozen=True)
 class Parity:
-    """The agreement of attention backends.
+    """Agreement of the attention backends.
 
     Attributes:
-        default: backend that transformers chooses for this model.
-        transformers, torch: versions.
-        device, dtype: of the model.
-        sequences, length: of the tokens.
+        default: backend that transformers selects for this model.
+        transformers, torch: versions of the libraries.
+        device, dtype: device and data type of the model.
+        sequences, length: number and length of the sequences.
         tolerance: relative difference of logits up to which backends agree.
         backends: eager first, sinklab's last.
     """
@@ -58,7 +58,7 @@ class Parity:
         return f"not all attention backends compute the same for {self.model}: {', '.join(said)}"
 
     def document(self) -> dict[str, Any]:
-        """As JSON."""
+        """The JSON document."""
         return {
             "schema": 1,
             "model": self.model,
@@ -84,18 +84,18 @@ def compare_backends(
     backends: Sequence[str] | None = None,
     observe: Observer = ignore,
 ) -> Parity:
-    """Read the same tokens with every backend.
+    """Compare the backends on the same tokens.
 
     Args:
         model: a model directory, a .gguf file or a name on the hub.
-        backends: of `measuring.huggingface.parity.BACKENDS`; all unless given.
+        backends: names from `measuring.huggingface.parity.BACKENDS`; default: all.
 
     Raises:
-        InputError: a run directory, an unusable model or text, an unknown backend, or a model without eager attention.
+        InputError: if the model is a run directory or lacks eager attention, or a model, text or backend is unusable.
     """
     check_name(model)
     if is_run(model):
-        raise InputError(f"{model} is a run directory: backends are those of transformers; export it first")
+        raise InputError(f"{model} is a run directory, which has no transformers backends: export it first")
     check_revision(model, loading.revision)
     request.check(text)
     import transformers

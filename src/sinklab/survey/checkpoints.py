@@ -1,8 +1,8 @@
-"""A model during its training: a measurement per checkpoint, ordered by step.
+"""Measure a model over its training: one measurement per checkpoint, ordered by step.
 
-Checkpoints are revisions of a model on the hub, folders of a directory, or those saved by a run. Their steps are read
-from their names, as written by Pythia (step1000), OLMo (stage1-step1000-tokens5B) and the Trainer of transformers
-(checkpoint-1000). From names with a number of tokens only, such as BabyLM's (chck_100M), that number is read.
+Checkpoints are revisions of a model on the hub, folders of a directory, or checkpoints of a run. Steps are parsed
+from the names, as written by Pythia (step1000), OLMo (stage1-step1000-tokens5B) and the Trainer of transformers
+(checkpoint-1000). Names with only a number of tokens, such as BabyLM's (chck_100M), give that number.
 """
 
 import re
@@ -41,12 +41,12 @@ class SavedModel:
     """One checkpoint.
 
     Attributes:
-        step: number of updates or of tokens before it was saved.
+        step: number of updates or tokens at the checkpoint.
         name: revision or folder.
-        model: name on the hub, model directory or run directory.
-        revision: on the hub; None for a local model.
-        place: directory of its files; None for a model on the hub.
-        unit: of `step`.
+        model: Hugging Face id, model directory or run directory.
+        revision: revision on the hub; None for a local model.
+        place: directory of the files; None for a model on the hub.
+        unit: unit of `step`.
     """
 
     step: int
@@ -58,16 +58,16 @@ class SavedModel:
 
     @property
     def key(self) -> str:
-        """Its name in the results, and of its directory: step_100, tokens_100000000."""
+        """The name in the results and of the directory: step_100, tokens_100000000."""
         return f"{self.unit}_{self.step}"
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The measurement of every checkpoint, by `step_N` or `tokens_N`.
+    """The measurements by checkpoint, `step_N` or `tokens_N`.
 
     Attributes:
-        saved: the checkpoints by the same names, ordered by step.
+        saved: checkpoints by the same names, ordered by step.
     """
 
     model: str
@@ -103,14 +103,14 @@ def measure_checkpoints(
     """Measure a model at several steps of its training, on the same sequences.
 
     Args:
-        model: a name on the hub with `revisions`; without any, a folder of checkpoints or a run directory.
+        model: Hugging Face id if there are `revisions`; otherwise a folder of checkpoints or a run directory.
         revisions: names that contain the step.
         out: directory of checkpoints.json and of one directory per checkpoint; a repeated call resumes.
 
     Raises:
-        InputError: as `saved_models`, an unusable text or option, results of another request in `out`, or no checkpoint
-            could be measured. Otherwise a checkpoint that fails is listed as failed.
-        UnsavedError: a result could not be saved; the error has the checkpoints so far.
+        InputError: see `saved_models`; also if a text or option is unusable, `out` has results of another request, or
+            all checkpoints fail. Otherwise a checkpoint that fails is listed as failed.
+        UnsavedError: if a result cannot be saved; the error has the results so far.
     """
     saved = {one.key: one for one in saved_models(model, revisions)}
     request.check(text)
@@ -134,11 +134,11 @@ def measure_checkpoints(
 
 
 def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
-    """The checkpoints of a model, ordered by step.
+    """List the checkpoints of a model, ordered by step.
 
     Raises:
-        InputError: revisions of a local model, a name without a step, two checkpoints of one step, a folder without
-            checkpoints, or a name on the hub without revisions.
+        InputError: if revisions of a local model are requested, a name lacks a step, two checkpoints have the same
+            step, a folder has no checkpoints, or a model on the hub is passed without revisions.
     """
     check_name(model)
     folder = Path(model).expanduser()
@@ -152,7 +152,7 @@ def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
         found = list(_folders(folder))
     else:
         raise InputError(
-            f"{model} is not a folder: name the checkpoints of a model on the hub by their branches, "
+            f"{model} is not a folder: select the checkpoints of a model on the hub by branch, "
             "--revision step1000 --revision step2000"
         )
     if not found:
@@ -166,15 +166,15 @@ def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
             steps, tokens = (one, other) if one.unit == "step" else (other, one)
             raise InputError(
                 f"{steps.name} contains a step and {tokens.name} a number of tokens, which cannot share an axis: "
-                "give checkpoints of one kind"
+                "pass checkpoints of one kind"
             )
         if one.step == other.step:
-            raise InputError(f"{one.name} and {other.name} are of the same {one.unit}, {one.step}: give one of them")
+            raise InputError(f"{one.name} and {other.name} have the same {one.unit}, {one.step}: pass one of them")
     return found
 
 
 def step_in(name: str) -> tuple[int, StepUnit] | None:
-    """The step or number of tokens in the name of a checkpoint, 50K being 50,000 and 100M 100,000,000; None without."""
+    """Parse the step or number of tokens in a checkpoint name (50K is 50,000, 100M 100,000,000); None without one."""
     if found := STEP.search(name):
         return int(found[1]) * (1000 if found[2] else 1), "step"
     if found := TOKENS.search(name):
@@ -185,8 +185,8 @@ def step_in(name: str) -> tuple[int, StepUnit] | None:
 def _revision(model: str, name: str) -> SavedModel:
     if (known := step_in(name)) is None:
         raise InputError(
-            f"--revision {name} does not contain its step: several revisions make a curve over steps, with names such "
-            "as step1000, stage1-step1000-tokens5B or chck_100M"
+            f"--revision {name} does not contain its step: several revisions are plotted over steps and need names "
+            "such as step1000, stage1-step1000-tokens5B or chck_100M"
         )
     return SavedModel(known[0], name, model, revision=name, unit=known[1])
 

@@ -1,4 +1,4 @@
-"""Several models on the same text, side by side: base against chat, small against large.
+"""Compare several models on the same text, such as base and chat, or small and large.
 
 Each model reads the text with its own tokenizer, and conversations with its own chat template. With different
 tokenizers two models read the same text as different tokens, so their losses per token are not subtracted; bits per
@@ -40,7 +40,7 @@ class Comparison:
     measured: dict[str, Measurement]
 
     def rows(self) -> list[ComparedQuantity]:
-        """The quantities that at least one model has."""
+        """The rows of the table: quantities that at least one model has."""
         rows = [_row(quantity, self.measured) for quantity in _quantities(next(iter(self.measured.values())))]
         return [row for row in rows if row.infinite or any(value is not None for value in row.values.values())]
 
@@ -63,17 +63,17 @@ def compare_models(
     out: Path | None = None,
     observe: Observer = ignore,
 ) -> Comparison:
-    """Measure two or more models, one after the other, on the same text or the same kind of generated tokens.
+    """Measure two or more models sequentially on the same text or the same kind of generated tokens.
 
     Args:
         models: run directories, model directories or names on the Hugging Face hub.
         out: directory of comparison.json and of one directory per model; a repeated call resumes.
 
     Raises:
-        InputError: fewer than two models, a repeated one, no text, a chat template that fails on it, or results of
-            another request in `out`; nothing has been measured then.
-        UnsavedError: a result could not be saved; the error has the comparison so far.
-        SinklabError: a model could not be measured; finished measurements are kept.
+        InputError: before any measurement, if there are fewer than two models, a repeated one or no text, a template
+            fails on the text, or `out` has results of another request.
+        UnsavedError: if a result cannot be saved; the error has the comparison so far.
+        SinklabError: if a model cannot be measured; finished measurements are kept.
     """
     if len(models) < 2:
         raise InputError("a comparison needs two models or more: sinklab compare A B --text FILE")
@@ -112,10 +112,10 @@ def compare_models(
 
 
 def labels(models: Sequence[str]) -> dict[str, str]:
-    """Models by their shortest distinct names: the whole name on the hub, the last folders of a path.
+    """Shortest distinct labels of models: the full Hugging Face id, or the last folders of a path.
 
     Raises:
-        InputError: a repeated model.
+        InputError: if a model is repeated.
     """
     parts = {model: _parts(model) for model in models}
     for count in range(1, 2 + max(map(len, parts.values()))):
@@ -123,7 +123,7 @@ def labels(models: Sequence[str]) -> dict[str, str]:
         if len(named) == len(models):
             return named
     twice = next(model for model in models if sum(_parts(other) == _parts(model) for other in models) > 1)
-    raise InputError(f"{twice} is given twice: name models that differ")
+    raise InputError(f"{twice} is repeated: pass different models")
 
 
 def _on_hub(model: str) -> bool:
@@ -131,7 +131,7 @@ def _on_hub(model: str) -> bool:
 
 
 def _parts(model: str) -> tuple[str, ...]:
-    """The folders of a path, or the parts of a hub name, without `..` and the root."""
+    """The folders of a path, or the parts of a Hugging Face id, without `..` and the root."""
     path = Path(model) if _on_hub(model) else Path(model).expanduser().resolve()
     return tuple(part for part in path.parts if part not in (path.anchor, "..", "."))
 

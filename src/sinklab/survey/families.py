@@ -1,4 +1,4 @@
-"""The paper's open models: their measurements beside the published sink rates, and their sizes (`--dry-run`)."""
+"""The paper's open models: measurements compared with the published sink rates, and model sizes (`--dry-run`)."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -30,7 +30,7 @@ PER_LOGIT = 12  # bytes: the logits, their float32 copy and their softmax
 
 @dataclass(frozen=True)
 class Families:
-    """Measurements by the hub names of the models, and the reasons for those that failed."""
+    """Measurements by Hugging Face id, and reasons for failures."""
 
     models: list[OpenModel]
     request: Request
@@ -74,14 +74,14 @@ def measure_families(
 
     Args:
         names: families of open_models.yaml, or `all`.
-        models_dir: directory of local models, each in a directory with its hub name or the last part of it; the hub is
-            then not used.
+        models_dir: directory of local models, each in a directory named by its Hugging Face id or the last part of it;
+            the hub is then not used.
         out: directory of families.json and of one directory per model; a repeated call resumes, and may add families.
 
     Raises:
-        InputError: no such family or directory, no text, or results of another request in `out`. A model that fails is
-            listed as failed.
-        UnsavedError: a result could not be saved; the error has the families so far.
+        InputError: if there is no such family or directory, no text, or `out` has results of another request. A model
+            that fails is listed as failed.
+        UnsavedError: if a result cannot be saved; the error has the results so far.
     """
     asked = models_of(names)
     models = [model for model in models_of([EVERY]) if model in asked or (out and _is_measured(out / model.id))]
@@ -123,10 +123,10 @@ def check_models_dir(models_dir: Path | None) -> None:
     """Refuse a path that is not a directory.
 
     Raises:
-        InputError: it is not one.
+        InputError: if the path is not a directory.
     """
     if models_dir is not None and not models_dir.is_dir():
-        raise InputError(f"--models-dir {models_dir} is not a directory: give the directory that contains the models")
+        raise InputError(f"--models-dir {models_dir} is not a directory: pass the directory that contains the models")
 
 
 def directory_of(model: OpenModel, models_dir: Path | None) -> Path | None:
@@ -138,17 +138,17 @@ def directory_of(model: OpenModel, models_dir: Path | None) -> Path | None:
 
 
 def place_of(model: OpenModel, models_dir: Path | None) -> str:
-    """The name to load: the model's directory, or its name on the hub without a `models_dir`.
+    """The name to load: the model's directory, or its Hugging Face id without a `models_dir`.
 
     Raises:
-        InputError: `models_dir` does not have it.
+        InputError: if `models_dir` does not contain the model.
     """
     if models_dir is None:
         return model.id
     directory = directory_of(model, models_dir)
     if directory is None:
         *_, last = model.id.split("/")
-        raise InputError(f"not in {models_dir}: put it there as {last} or {model.id}, or leave out --models-dir")
+        raise InputError(f"not in {models_dir}: put it there as {last} or {model.id}, or remove --models-dir")
     return str(directory)
 
 
@@ -161,15 +161,15 @@ class Size:
     """Disk and memory of one model; GB are 10^9 bytes.
 
     Attributes:
-        model: its name on the hub.
-        family: as in open_models.yaml.
-        parameters: tied embeddings counted once.
+        model: Hugging Face id.
+        family: family in open_models.yaml.
+        parameters: number of parameters, with tied embeddings counted once.
         counted: "config" if counted from a local configuration, else "list".
-        disk_gb: weights: local files, else parameters in the checkpoint's dtype.
-        float32_gb, bfloat16_gb: weights in memory, by dtype (float16 as bfloat16).
-        peak_gb: estimate for the request: weights in its dtype, the process, and the larger of one batch and, if the
-            dtype is not the checkpoint's, the checkpoint while it is read.
-        published: Sink_1 in percent for the request; None if the paper has none.
+        disk_gb: size of the weights: local files, else parameters in the checkpoint's dtype.
+        float32_gb, bfloat16_gb: size of the weights in memory, by dtype (float16 as bfloat16).
+        peak_gb: estimated peak memory for the request: weights in its dtype, the process, and the larger of one
+            batch and, if the dtype is not the checkpoint's, the checkpoint while it is read.
+        published: published Sink_1 for the request, percent; None if the paper has none.
     """
 
     model: str
@@ -191,10 +191,10 @@ def sizes(
     dtype: str = "auto",
     device: str = "auto",
 ) -> list[Size]:
-    """The size of every model of the families, without downloads and without reading weights.
+    """Estimate the size of every model of the families, without downloads and without reading weights.
 
     Raises:
-        InputError: no such family or directory.
+        InputError: if there is no such family or directory.
     """
     check_models_dir(models_dir)
     where = pick_device("auto" if device == DEVICE_MAP else device)
@@ -207,7 +207,7 @@ def sizes_document(found: Sequence[Size]) -> dict[str, Any]:
 
 
 def working_bytes(width: int, vocabulary: int, request: Request) -> float:
-    """An estimate of the memory of one batch: a block's activations, and logits for the loss."""
+    """Estimate the memory of one batch in bytes: a block's activations, and logits for the loss."""
     batch = min(request.options.batch_size or LARGEST, request.sequences)
     activations = Sizes(width, ffn_width=4 * width, layers=0, heads=0).bytes_per_sequence(request.length)
     return batch * activations + min(batch * request.length * vocabulary, LOGITS_AT_ONCE) * PER_LOGIT
@@ -237,13 +237,13 @@ def _size(model: OpenModel, directory: Path | None, request: Request, dtype: str
 
 
 def parameters_of_config(name: str) -> int | None:
-    """The number of parameters by a local configuration; the model is built on the meta device.
+    """Count the parameters from a local configuration; the model is built on the meta device.
 
     Args:
-        name: a directory, or a hub name whose configuration may be in the cache.
+        name: a directory, or a Hugging Face id whose configuration may be in the cache.
 
     Returns:
-        None without a local configuration that transformers knows.
+        Number of parameters; None without a local configuration that transformers supports.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,6 +1,6 @@
-"""Surveys: many measurements for one answer, each saved in its own directory with the request that decides its result.
+"""Surveys: many measurements in one document, each saved in its own directory with its request.
 
-A repeated call measures only what is missing. A call with another request is refused, so that no table mixes settings.
+A repeated call runs only missing measurements. A call with another request is refused, so that no table mixes settings.
 """
 
 import gc
@@ -38,9 +38,9 @@ class Item:
     """One measurement of a survey.
 
     Attributes:
-        name: in the result, and of its directory.
-        request: everything that decides the result, as plain JSON.
-        measure: measures it.
+        name: name in the result and of the directory.
+        request: everything that determines the result, as plain JSON.
+        measure: function that runs the measurement.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Item:
         """The measurement of an earlier call; None if there is none.
 
         Raises:
-            InputError: it was made with another request, or is damaged.
+            InputError: if it was made with another request, or is damaged.
         """
         if not (folder / "measurement.json").is_file():
             return None
@@ -71,16 +71,16 @@ class Item:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The measurements of a survey by name, and the reasons for those that failed."""
+    """Measurements of a survey by name, and reasons for failures."""
 
     measured: dict[str, Measurement] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
     def check_any(self, what: str) -> None:
-        """Refuse a survey in which everything failed.
+        """Refuse a survey in which all measurements failed.
 
         Raises:
-            InputError: with the first reason.
+            InputError: if all failed; the message has the first reason.
         """
         if not self.measured:
             name, failure = next(iter(self.failed.items()))
@@ -100,18 +100,18 @@ def measure_all(
     """Measure the items that are not finished.
 
     Args:
-        result_of: makes the result of the measurements so far.
-        out: directory of the results; None saves nothing.
+        result_of: builds the result from the measurements so far.
+        out: results directory; None saves nothing.
         document: file of the result, written after every measurement.
-        prepare: called with the names of the unfinished items, if there are any, before the first is measured.
-        stop_at_failure: raise the error of an item; the document is then written only once all are measured.
+        prepare: called with the names of the unfinished items, if there are any, before the first measurement.
+        stop_at_failure: whether to raise the error of an item; the document is then written only at the end.
 
     Raises:
-        InputError: `out` cannot be written, has files that sinklab did not write, or measurements of another request;
-            nothing has been measured then.
-        HeldError: another process writes the same document.
-        UnsavedError: a result could not be saved; the error has the results so far.
-        Exception: of an item, with `stop_at_failure`.
+        InputError: before any measurement, if `out` cannot be written, or has files that sinklab did not write or
+            measurements of another request.
+        HeldError: if another process writes the same document.
+        UnsavedError: if a result cannot be saved; the error has the results so far.
+        Exception: the error of an item, with `stop_at_failure`.
     """
     ledger = Ledger[AnyDocument](out, document)
     if out is not None:
@@ -163,7 +163,7 @@ def summary_line(measurement: Measurement) -> str:
 def deciding_request(
     model: str, place: Path | None, text: str | None, loading: Loading, request: Request
 ) -> dict[str, Any]:
-    """Everything that decides the result of a measurement, as plain JSON.
+    """Everything that determines the result of a measurement, as plain JSON.
 
     Args:
         place: directory or file of the model; None for a model on the hub.
@@ -184,7 +184,7 @@ def _release_memory() -> None:
 
 @dataclass(frozen=True)
 class Domains:
-    """A model on several texts: the measurement of each, by the name of its domain."""
+    """Measurements of one model on several texts, by domain."""
 
     model: str
     text: str
@@ -212,21 +212,21 @@ def measure_domains(
 ) -> Domains:
     """Measure a model, loaded once, on every .txt and .jsonl file of a folder.
 
-    A domain has as many sequences as its file gives, up to the number requested.
+    The number of sequences of a domain is limited by the size of its file.
 
     Args:
         model: a run directory, a model directory, or a name on the Hugging Face hub.
         out: directory of domains.json and of one directory per domain; a repeated call resumes.
 
     Raises:
-        InputError: not a folder of texts, inputs that are not natural, an unusable model or option, results of another
-            request in `out`, or no domain could be measured. Otherwise a domain that fails is listed as failed.
-        UnsavedError: a result could not be saved; the error has the domains so far.
+        InputError: if there is no folder of texts, inputs are not natural, a model or option is unusable, `out`
+            has results of another request, or all domains fail. Otherwise a domain that fails is listed as failed.
+        UnsavedError: if a result cannot be saved; the error has the results so far.
     """
     if folder is None or not folder.is_dir():
         raise InputError(f"--by-domain needs --text FOLDER, a folder of .jsonl or .txt files; got {folder}")
     if request.options.inputs != "natural":
-        raise InputError(f"--by-domain measures text: leave out --inputs {request.options.inputs}")
+        raise InputError(f"--by-domain measures text: remove --inputs {request.options.inputs}")
     check_name(model)
     request.check_options()
     request = request.model_copy(update={"fewer": True})
@@ -250,10 +250,10 @@ def measure_domains(
 
 
 def domain_files(folder: Path) -> dict[str, Path]:
-    """The files of a folder by domain: the path without its suffix, or with it if two files differ in the suffix only.
+    """Files of a folder by domain, the path without suffix; with suffix if two files differ only in the suffix.
 
     Raises:
-        InputError: the folder has no .txt or .jsonl file.
+        InputError: if the folder has no .txt or .jsonl file.
     """
     files = text_files(folder)
     bare = [file.relative_to(folder).with_suffix("").as_posix() for file in files]

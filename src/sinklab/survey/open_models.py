@@ -16,7 +16,7 @@ EVERY = "all"
 
 
 class Setting(Part):
-    """The settings of the published sink rates, apart from the text."""
+    """The settings of the published sink rates, except for the text."""
 
     sequences: int
     length: int
@@ -27,12 +27,12 @@ class OpenModel(Part):
     """One model of the list.
 
     Attributes:
-        id: its name on the Hugging Face hub.
-        family: on the command line.
-        dtype: of its checkpoint.
-        parameters: tied embeddings counted once.
-        width, vocabulary: of the residual stream and the token embedding.
-        published: Sink_1 in percent, by kind of input; empty if the paper has none.
+        id: Hugging Face id.
+        family: name of the family on the command line.
+        dtype: data type of the checkpoint.
+        parameters: number of parameters, with tied embeddings counted once.
+        width, vocabulary: width of the residual stream, and size of the token embedding.
+        published: published Sink_1 in percent, by kind of input; empty if the paper has none.
         source: table of the paper.
     """
 
@@ -48,7 +48,7 @@ class OpenModel(Part):
     @model_validator(mode="after")
     def _numbers_have_a_source(self) -> Self:
         if bool(self.published) != (self.source is not None):
-            raise ValueError(f"{self.id}: published numbers and their source go together")
+            raise ValueError(f"{self.id}: published numbers require a source, and vice versa")
         return self
 
 
@@ -68,14 +68,14 @@ def families() -> dict[str, tuple[OpenModel, ...]]:
 
 
 def models_of(names: Sequence[str]) -> list[OpenModel]:
-    """The models of the families, each once, in the order of the list; `all` means every family.
+    """The models of the families without duplicates, in the order of the list; `all` selects every family.
 
     Raises:
-        InputError: an unknown family; the message lists the known ones.
+        InputError: if a family is unknown; the message lists the known ones.
     """
     known = families()
     if unknown := [name for name in names if name not in (*known, EVERY)]:
-        raise InputError(f"no family {unknown[0]!r}; there are: {', '.join((*known, EVERY))}")
+        raise InputError(f"unknown family {unknown[0]!r}; choose from: {', '.join((*known, EVERY))}")
     return [model for name, models in known.items() if name in names or EVERY in names for model in models]
 
 

@@ -1,6 +1,6 @@
-"""domains.json, comparison.json, families.json and checkpoints.json, as reports read them.
+"""Schemas of domains.json, comparison.json, families.json and checkpoints.json, as read by reports.
 
-Each is saved beside one directory per measurement that it names.
+Each is saved next to one directory per measurement.
 """
 
 from typing import Literal
@@ -15,8 +15,8 @@ class DomainsDocument(ReadDocument):
 
     Attributes:
         model: name or path.
-        measured: by the names of the directories.
-        failed: reasons for the others, by name.
+        measured: measurements by directory name.
+        failed: reasons for failed measurements, by name.
     """
 
     model: str
@@ -29,9 +29,9 @@ class ComparedQuantity(ReadDocument):
 
     Attributes:
         quantity, unit: name and unit.
-        values: by model; None if the model lacks the quantity, or the value is infinite.
-        differences: from the first model, by model; None if one of the two values is None, or for a loss per token
-            between different vocabularies.
+        values: values by model; None if the model lacks the quantity, or the value is infinite.
+        differences: differences from the first model, by model; None if one of the two values is None, or for
+            a loss per token between different vocabularies.
         infinite: models with an infinite value.
     """
 
@@ -46,7 +46,7 @@ class ComparisonDocument(ReadDocument):
     """comparison.json: several models on the same text; the first is the reference.
 
     Attributes:
-        measured: by the names of the directories; all of them, as the document is written last.
+        measured: measurements by directory name; all of them, as the document is written last.
     """
 
     rows: list[ComparedQuantity]
@@ -58,9 +58,9 @@ class FamilyMember(ReadDocument):
     """One open model that was measured.
 
     Attributes:
-        parameters: tied embeddings counted once.
-        sink_1: measured, percent.
-        published: by the paper, percent; None if it has no value for the settings.
+        parameters: number of parameters, with tied embeddings counted once.
+        sink_1: measured Sink_1, percent.
+        published: published Sink_1, percent; None if the paper has no value for the settings.
     """
 
     family: str
@@ -84,10 +84,10 @@ class MeasuredCheckpoint(ReadDocument):
     """One checkpoint of a training run.
 
     Attributes:
-        step: number of updates or of tokens before it was saved.
-        unit: of `step`.
+        step: number of updates or tokens at the checkpoint.
+        unit: unit of `step`.
         checkpoint: revision or folder.
-        sink_1, sink_bias: percent of (sequence, layer, head) triples; None without a bias.
+        sink_1, sink_bias: sink rates, percent of (sequence, layer, head) triples; None without a bias.
         uniform_ratio: importance of the first token over that of uniform attention.
         loss: nats per token; None if not measured.
         norm_ratio: |h_1| over the mean of the others, in the block with the largest; None if unknown or infinite.
