@@ -8,7 +8,7 @@ from types import FrameType
 
 INTERRUPTED = 130
 OBJECTS = 20_000
-"""New objects between garbage collections. Python's 700 would take a tenth of a command's start, as imported modules
+"""New objects between garbage collections. Python's 700 would use a tenth of a command's start, as imported modules
 stay."""
 
 

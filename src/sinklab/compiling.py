@@ -12,7 +12,7 @@ FORMS = 128  # operations, masks, shapes, with and without gradients
 
 
 def compiled(function: Callable[P, R], dynamic: bool | None = None) -> Callable[P, R]:
-    """`function`, compiled again for every new form of its arguments.
+    """Compile `function`, once for every new form of its arguments.
 
     PyTorch's default stops after eight forms and runs all later ones uncompiled: FlexAttention then builds the T x T
     matrix.

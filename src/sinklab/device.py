@@ -15,10 +15,10 @@ from sinklab.errors import InputError, cause
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of a name; "auto" is CUDA where available.
+    """Choose the device with this name; "auto" is CUDA if available.
 
     Raises:
-        InputError: this machine has no such device.
+        InputError: if this machine has no such device.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -50,7 +50,7 @@ def float32_if_emulated(dtype: torch.dtype, device: torch.device) -> torch.dtype
 
 
 def processor_name() -> str:
-    """The model of this machine's processor, or its architecture where the model is not known."""
+    """The model of this machine's processor, or its architecture if the model is unknown."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -58,7 +58,7 @@ def processor_name() -> str:
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors in host memory, with one synchronisation per card."""
+    """Copy tensors to host memory, with one synchronisation per card."""
     copies = [tensor.to("cpu", non_blocking=tensor.is_cuda) for tensor in tensors]
     for card in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.synchronize(card)
@@ -67,7 +67,7 @@ def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def float32_matmul(precision: Literal["highest", "high"], device: torch.device) -> Iterator[None]:
-    """Within it, products of float32 matrices on CUDA are computed in float32 ("highest") or TF32 ("high")."""
+    """Compute float32 matrix products on CUDA in float32 ("highest") or TF32 ("high") in the `with` block."""
     if device.type != "cuda":
         yield
         return
@@ -83,8 +83,8 @@ def keep_freed_memory() -> None:
     """Have glibc keep freed memory in the process, for the next training step.
 
     Otherwise glibc returns large blocks to the system, which clears every page of them again at each step: 3 to 13 % of
-    a small model's time (benchmarks/train_cpu.py). No number changes. For processes that only train, as it lasts until
-    they end. No effect without glibc, and where its environment variables are set.
+    a small model's time (benchmarks/train_cpu.py). Results are unchanged. For processes that only train: it lasts until
+    they end. No effect without glibc, or if its environment variables are set.
     """
     variables = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
     if platform.libc_ver()[0] != "glibc" or any(name in os.environ for name in variables):

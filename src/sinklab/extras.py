@@ -18,8 +18,8 @@ def install_command(extra: str, installed: Distribution | None = None) -> str:
     """A shell command for the Python in use.
 
     Args:
-        extra: of pyproject.toml, such as "sft".
-        installed: the installed distribution of sinklab; looked up unless given.
+        extra: extra of pyproject.toml, such as "sft".
+        installed: installed distribution of sinklab; looked up by default.
     """
     try:
         installed = installed or distribution("sinklab")

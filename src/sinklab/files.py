@@ -16,7 +16,7 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.outputs import target_of
 
 MOST_VALUES = 10_000
-"""Limit of a YAML document, each repetition of an alias counted; recipes have less than a tenth of it."""
+"""Maximum number of values in a YAML document, counting every use of an alias; recipes have less than a tenth."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -25,11 +25,11 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def written_aside(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on success it replaces `path` atomically, on failure it is removed.
 
-    Where `path` is a link, its target is replaced, and the link stays.
+    If `path` is a link, its target is replaced and the link is kept.
 
     Raises:
-        InputError: `path` is a folder, device or pipe.
-        SinklabError: the disk is full or the folder cannot be written; the earlier file is untouched.
+        InputError: if `path` is a folder, device or pipe.
+        SinklabError: if the disk is full or the folder is not writable; the earlier file is untouched.
     """
     target = target_of(path)
     try:
@@ -71,7 +71,7 @@ def parse_json(text: str) -> Any:
     """`json.loads` for untrusted text.
 
     Raises:
-        ValueError: not JSON, or nested too deeply to be read.
+        ValueError: if the text is not JSON or nested too deeply.
     """
     try:
         return json.loads(text)
@@ -83,7 +83,7 @@ def parse_yaml(text: str) -> Any:
     """`yaml.safe_load` for untrusted text.
 
     Raises:
-        ValueError: not YAML, nested too deeply, or with aliases that contain themselves or expand beyond `MOST_VALUES`.
+        ValueError: if the text is not YAML, nested too deeply, or has recursive aliases or above `MOST_VALUES` values.
     """
     try:
         document = yaml.safe_load(text)
@@ -104,7 +104,7 @@ def append_line(path: Path, line: str) -> None:
     """Append a line to a text file and flush it to the disk.
 
     Raises:
-        SinklabError: the disk is full or the file cannot be written; a torn last line may be left.
+        SinklabError: if the disk is full or the file is not writable; an incomplete last line may remain.
     """
     try:
         with path.open("a", encoding="utf-8") as file:
@@ -119,7 +119,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error, or one that it was raised from, is that of a full disk."""
+    """Whether an error, or any of its causes, is that of a full disk."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno in FULL:
@@ -148,7 +148,7 @@ def cache_folder() -> Path:
     """The folder of cached files: SINKLAB_CACHE, or ~/.cache/sinklab.
 
     Raises:
-        InputError: there is no home directory.
+        InputError: if there is no home directory.
     """
     named = os.environ.get("SINKLAB_CACHE") or "~/.cache/sinklab"
     try:

@@ -89,6 +89,7 @@ VARIANTS: dict[str, Variant] = {
     "mla_sink_logit": _model(projection="latent", attention={"bias": "sink_logit"}),
     "linear_hybrid": _model(mixer="gated_delta"),
     "linear_hybrid_half": _model(mixer={"kind": "gated_delta", "every": 2}),
+    "kimi_hybrid": _model(mixer="kimi_delta"),
     "rotary_quarter": _model(position={"kind": "rotary", "share": 0.25}),
     "pattern_windows": _model(attention={"mask": _WINDOW}, pattern={"every": 2, "mask": "causal"}),
     "pattern_sinks": _model(
@@ -169,6 +170,7 @@ NEUTRAL: dict[str, Neutral] = {
     "model.mixer.every (gated_delta)": Neutral("1", {"model": {"mixer": {"kind": "gated_delta", "every": 1}}}),
     "losses.hidden_z.weight": Neutral("0", {"losses": {"hidden_z": {"weight": 0.0}}}),
     "losses.tweo.weight": Neutral("0", {"losses": {"tweo": {"weight": 0.0}}}),
+    "model.mixer.every (kimi_delta)": Neutral("1", {"model": {"mixer": {"kind": "kimi_delta", "every": 1}}}),
     "optim.clip": Neutral("null", _UNCLIPPED, against={"optim": {"clip": 1e9}}),
 }
 """By dotted key, followed by the kind that has the key in brackets."""

@@ -44,29 +44,29 @@ IsOurs = Callable[[Path], bool]
 
 
 def check_results(folder: Path, names: Sequence[str]) -> None:
-    """Refuse a folder that is not writable, or that has files of these names which sinklab did not write.
+    """Check that a folder is writable and that files with these names were written by sinklab.
 
     Args:
         folder: created for the check if it does not exist, and removed again.
         names: keys of KEYS, "measurement.npz", "report.html", and those of TABLES with .csv or .parquet.
 
     Raises:
-        InputError: names the file and a remedy; also if a measurement would replace that of a run.
+        InputError: if not, or if a measurement would replace that of a run; the message names the file and a remedy.
     """
     _check_writable(folder)
     if (folder / RUN).exists() and set(names) & set(MEASUREMENT):
-        raise InputError(f"{folder} is a run directory with a measurement of its own: choose another --out")
+        raise InputError(f"{folder} is a run directory that contains its own measurement: choose another --out")
     check_files(folder, names)
 
 
 def check_files(folder: Path, names: Sequence[str]) -> None:
-    """Refuse files of these names that sinklab did not write.
+    """Check that existing files with these names were written by sinklab.
 
     Args:
-        names: as `check_results` takes them.
+        names: file names as in `check_results`.
 
     Raises:
-        InputError: names the file and a remedy.
+        InputError: if not; the message names the file and a remedy.
     """
     for name in names:
         _check_ours(folder / name, _recognition(name))
@@ -106,10 +106,10 @@ def check_chart(path: Path) -> None:
 
 
 def target_of(path: Path) -> Path:
-    """The path with links resolved.
+    """Resolve the links of a path.
 
     Raises:
-        InputError: it is not a file but, for example, a folder or a device; or its links are circular.
+        InputError: if it is not a file but, for example, a folder or a device, or if its links are circular.
     """
     try:
         target = path.resolve()

@@ -10,17 +10,17 @@ class PlotAxis:
     """An axis of a chart, and the format of its values in tooltips.
 
     Attributes:
-        title: with its unit; ` (log scale)` is added to a logarithmic one.
-        field: of the rows.
+        title: title with its unit; ` (log scale)` is added for a logarithmic axis.
+        field: field of the rows.
         short: title in a tooltip; by default the title without its unit.
-        order: the values of a categorical axis; None for a continuous one.
+        order: values of a categorical axis; None for a continuous one.
         scale: auto is logarithmic if all values are above zero and span more than a factor of 30.
         zero: whether a linear scale includes 0.
         at_least: lower bound of the scale's maximum, so that noise does not look like an effect.
         domain: fixed ends of the scale.
-        constant: below which a symlog scale is about linear.
-        format: of its labels; `precision` is that of tooltips. Both in d3's notation.
-        ticks: positions of labels; chosen by the library unless given.
+        constant: value below which a symlog scale is approximately linear.
+        format: number format of labels; `precision` is that of tooltips. Both in d3's notation.
+        ticks: positions of labels; by default chosen by the library.
         whole: whether values are integers.
     """
 

@@ -8,11 +8,11 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, field_validator
 
 LARGEST = 10**7
-"""Upper bound of sizes: beyond any model, and the bytes of a matrix of such sizes fit 64 bits."""
+"""Upper bound of sizes: above any model, and the byte count of a matrix of such sizes fits 64 bits."""
 
 
 class Part(BaseModel):
-    """A part of a recipe: immutable, without unknown keys.
+    """A part of a recipe: immutable, unknown keys are refused.
 
     Numbers are finite, and integers fit 64 bits, as they end in tensors.
     """
@@ -37,9 +37,9 @@ class Example:
     """A named variant of a kind.
 
     Attributes:
-        values: those that differ from the kind's defaults.
-        may_diverge: the paper reports that it does not train, or its outputs are unbounded: divergence of a run is
-            then a result, not a failure.
+        values: values that differ from the kind's defaults.
+        may_diverge: whether divergence of a run is a result and not a failure, because the paper reports that the
+            variant does not train, or because its outputs are unbounded.
     """
 
     values: Mapping[str, object] = field(default_factory=dict)
@@ -51,8 +51,8 @@ class NeutralExample:
     """Values of a kind that are equivalent to a baseline, bit for bit.
 
     Attributes:
-        said: the value as text.
-        values: of the kind.
+        said: values as text.
+        values: values of the kind.
         against: values of the kind that are the baseline; None for the base recipe.
     """
 
@@ -65,8 +65,8 @@ class Kind(Part):
     """A member of a discriminated union by `kind`.
 
     Attributes:
-        examples: by name. Each is a variant of the catalogue, which is trained, tested and timed under that name.
-        neutral: by key, relative to that of the union; "" for the kind as a whole.
+        examples: examples by name. Each is a variant of the catalogue, trained, tested and timed under that name.
+        neutral: neutral examples by key, relative to the key of the union; "" for the kind as a whole.
     """
 
     examples: ClassVar[Mapping[str, Example]] = {}
@@ -79,7 +79,7 @@ class Kind(Part):
 
 
 class ReadDocument(BaseModel):
-    """A file written by sinklab as it is read again. Unknown keys, of other versions, are ignored."""
+    """A file written by sinklab, when read again. Unknown keys, written by other versions, are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -96,11 +96,11 @@ Ratio = Annotated[
     BeforeValidator(lambda value: math.inf if value is None else value),
     PlainSerializer(finite_or_none, return_type=float | None, when_used="json"),
 ]
-"""A quotient whose denominator may be 0: then it is infinite, and null in JSON. NaN is an error."""
+"""A quotient whose denominator may be 0; it is then infinite, and null in JSON. NaN is an error."""
 
 
 def leaves(values: Mapping[str, object], path: str = "") -> dict[str, object]:
-    """The values of nested mappings by dotted key."""
+    """Flatten nested mappings to values by dotted key."""
     found: dict[str, object] = {}
     for key, value in values.items():
         below = f"{path}.{key}" if path else str(key)

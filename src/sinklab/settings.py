@@ -18,7 +18,7 @@ MOST = 10**9  # sequences, and tokens per sequence: their product is still a val
 
 T = TypeVar("T")
 Several = Annotated[tuple[T, ...], Strict(False)]
-"""A repeatable option; in Python also a list."""
+"""Type of a repeatable option; in Python a list is accepted too."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Flag:
     """The command line form of a field, if it cannot be derived from the type.
 
     Attributes:
-        name: of the option, if it differs from that of the field.
-        metavar: shown instead of the type.
-        panel: of the help, if it differs from that of the settings.
+        name: name of the option, if it differs from that of the field.
+        metavar: text shown instead of the type.
+        panel: panel of the help, if it differs from that of the settings.
         text: type of an option whose text the field's validator parses: str, or list[str] for a repeatable option.
-        default: that text if the option is not given.
+        default: that text if the option is not set.
     """
 
     name: str | None = None
@@ -44,7 +44,7 @@ class CommandSettings(BaseModel, frozen=True):
     """Immutable settings; unknown names and values of another type are errors. A field without help has no option.
 
     Attributes:
-        panel: of the help, for the options of the fields.
+        panel: panel of the help for the options of the fields.
     """
 
     panel: ClassVar[str] = ADVANCED
@@ -54,7 +54,7 @@ class CommandSettings(BaseModel, frozen=True):
         """Validate.
 
         Raises:
-            InputError: names the option, the value and what is expected.
+            InputError: if a value is invalid; the message names the option, the value and the expected values.
         """
         try:
             super().__init__(**values)

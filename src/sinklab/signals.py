@@ -1,7 +1,7 @@
 """Signals as requests to stop, and an exit status that says whether to call again.
 
-Work whose finished parts are on the disk is stopped anywhere by an exception. Training polls a request: it finishes the
-update and saves.
+Work whose finished parts are on disk is stopped at any point by an exception. Training polls a stop request, finishes
+the update and saves.
 """
 
 import os
@@ -40,7 +40,7 @@ class StopRequest:
 
     @property
     def exit_status(self) -> int:
-        """Of a command that stopped: 130 after Ctrl-C, else 75, also where another process received the signal."""
+        """Exit status of a stopped command: 130 after Ctrl-C, else 75, also if another process received the signal."""
         return INTERRUPTED if self._by == signal.SIGINT else CALL_AGAIN
 
     def handle(self, number: int, frame: FrameType | None) -> None:
@@ -57,7 +57,7 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(*numbers: int) -> Iterator[StopRequest]:
-    """Within it, the first of these signals (SIGINT, SIGTERM and SIGUSR1 unless given) is a request to stop."""
+    """Treat the first of these signals (by default SIGINT, SIGTERM, SIGUSR1) in the `with` block as a stop request."""
     request = StopRequest()
     with _handled(numbers or (signal.SIGINT, *PREEMPTING), request.handle):
         yield request
@@ -65,7 +65,7 @@ def stop_on_signals(*numbers: int) -> Iterator[StopRequest]:
 
 @contextmanager
 def left_on_signals() -> Iterator[None]:
-    """Within it, SIGTERM and SIGUSR1 raise PreemptedError in the main thread, as SIGINT raises KeyboardInterrupt.
+    """Make SIGTERM and SIGUSR1 raise PreemptedError in the main thread, as SIGINT raises KeyboardInterrupt.
 
     Python drops exceptions within a callback of the garbage collector or of a weak reference. The signal is then sent
     once more, a moment later.
@@ -112,7 +112,7 @@ def was_kept() -> bool:
 
 
 def ignore_signals() -> None:
-    """For a process that is ending because it was asked to."""
+    """Ignore further stop signals in a process that is already ending on request."""
     for number in (signal.SIGINT, *PREEMPTING):
         signal.signal(number, signal.SIG_IGN)
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 NOTHING = "–"
 INFINITE = "∞"
 SINK_1 = "Sink₁"
-"""Sink_1 in tables, charts and pages."""
+"""Name of Sink_1 in tables, charts and pages."""
 
 
 def number_text(value: float | None, form: str = "") -> str:
-    """A number by a format specification such as `,.2f`; an en dash for None, `∞` for an infinity."""
+    """Format a number by a specification such as `,.2f`; an en dash for None, `∞` for infinity."""
     if value is None:
         return NOTHING
     if isinstance(value, float) and math.isinf(value):
@@ -39,7 +39,7 @@ class TableCell:
 
     Attributes:
         value: a number, which its column formats, or text; None for a missing value.
-        note: small text behind the value: its spread, a position, a warning.
+        note: small text after the value: its spread, a position, a warning.
         tone: a verdict, or `warn`, that determines the colour.
         link: target of a hyperlink; not in the terminal.
     """
@@ -58,10 +58,10 @@ class TableColumn:
     """A column.
 
     Attributes:
-        title: its heading.
-        unit: below the title.
-        form: format specification of its numbers.
-        text: left-aligned and wrapped; the leading ones name the rows.
+        title: heading of the column.
+        unit: unit, shown below the title.
+        form: format specification of the numbers.
+        text: whether cells are text, left-aligned and wrapped; leading text columns name the rows.
         help: explanation beyond title and unit.
     """
 
@@ -82,9 +82,9 @@ class Table:
     """Rows of values under columns.
 
     Attributes:
-        rows: a value for each column.
+        rows: rows with one value per column.
         notes: explanations shown below the table.
-        key: of its anchor in the page.
+        key: anchor of the table in the page.
     """
 
     title: str
@@ -95,7 +95,7 @@ class Table:
 
     @property
     def names(self) -> int:
-        """How many leading columns name the rows: those of text."""
+        """Number of leading text columns, which name the rows."""
         return next((at for at, column in enumerate(self.columns) if not column.text), len(self.columns))
 
     def cells(self) -> list[list[tuple[str, TableCell]]]:
@@ -109,7 +109,7 @@ class Table:
         ]
 
     def without_empty_columns(self) -> "Table":
-        """Without the columns in which no row has a value; those that name the rows stay."""
+        """A copy without columns in which no row has a value; columns that name the rows are kept."""
         kept = [
             at
             for at in range(len(self.columns))
@@ -135,7 +135,7 @@ def numbers(form: str, *titles: str, unit: str = "") -> list[TableColumn]:
 
 
 def markdown(table: Table) -> str:
-    """A Markdown table, without its title and notes; markup of Markdown and HTML in its text is escaped."""
+    """Format a Markdown table, without title and notes; Markdown and HTML markup in the text is escaped."""
     lines = [_row(column.title for column in table.columns), _row("---" for _ in table.columns)]
     lines += [_row(" ".join(filter(None, (text, cell.note))) for text, cell in row) for row in table.cells()]
     return "\n".join(lines)
@@ -146,7 +146,7 @@ def _row(texts: Iterable[str]) -> str:
 
 
 def escaped(text: str) -> str:
-    """One line of Markdown without anything that it, or HTML, would take for markup."""
+    """Escape Markdown and HTML markup in a text and return it as one line."""
     plain = " ".join(text.split()).replace("\\", "\\\\")
     for character in "|`*_[]":
         plain = plain.replace(character, f"\\{character}")

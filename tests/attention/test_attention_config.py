@@ -18,7 +18,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "can be negative.*leave p out",
     ),
     "p-norm that does not divide": ({"operation": {"kind": "sigmoid", "p": 2}}, "set normalised to true"),
-    "softcap on a kernel": ({"operation": {"kind": "mlp"}, "softcap": 5}, "its similarity has none; leave softcap out"),
+    "softcap on a kernel": ({"operation": {"kind": "mlp"}, "softcap": 5}, "a kernel without logits; leave softcap out"),
     "sink logit on a kernel": ({"operation": {"kind": "elu_kernel"}, "bias": {"kind": "sink_logit"}}, "use bias kv"),
     "a start on a kernel": (
         {"operation": {"kind": "elu_kernel"}, "bias": {"kind": "kv", "start": 0}},
@@ -38,11 +38,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "clipping inwards": ({"operation": {"kind": "clipped_softmax", "zeta": 0.9}}, "greater than or equal to 1"),
     "a key in line for the rest": (
         {"operation": {"kind": "stick_breaking"}, "bias": {"kind": "kv"}},
-        "is in its place: use operation.rest",
+        "the rest of the row: use operation.rest instead",
     ),
     "a logit in line for the rest": (
         {"operation": {"kind": "stick_breaking"}, "bias": {"kind": "sink_logit"}},
-        "is in its place: use operation.rest",
+        "the rest of the row: use operation.rest instead",
     ),
     "flex with shares of what is left": (
         {"operation": {"kind": "stick_breaking"}, "backend": "flex"},

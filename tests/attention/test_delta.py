@@ -12,14 +12,14 @@ from sinklab.attention.delta import gated_delta
 B, H, D, V = 2, 3, 8, 5
 
 
-def inputs(length: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def inputs(length: int, dtype: torch.dtype = torch.float64, channels: bool = False) -> list[Tensor]:
     """Queries, keys of length 1, values, decays from nearly none to nearly all, rates."""
     source = torch.Generator().manual_seed(length)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(B, H, length, *shape, generator=source, dtype=torch.float64)
 
-    parts = (random(D), F.normalize(random(D), dim=-1), random(V), -random().exp(), random().sigmoid())
+    parts = (random(D), F.normalize(random(D), dim=-1), random(V), -random(*[D] * channels).exp(), random().sigmoid())
     return [part.to(dtype).requires_grad_() for part in parts]
 
 
@@ -29,8 +29,9 @@ def state() -> Tensor:
 
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 150])
 @pytest.mark.parametrize("continued", [False, True])
-def test_chunks_give_what_single_steps_give_in_value_and_gradient(length: int, continued: bool) -> None:
-    given = [*inputs(length), *([state()] if continued else [])]
+@pytest.mark.parametrize("channels", [False, True])
+def test_chunks_give_what_single_steps_give_in_value_and_gradient(length: int, continued: bool, channels: bool) -> None:
+    given = [*inputs(length, channels=channels), *([state()] if continued else [])]
     weights = torch.randn(B, H, length, V, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     outcomes = []
     for rule in (gated_delta, gated_delta_by_steps):
@@ -71,7 +72,24 @@ def test_in_bfloat16_the_state_is_in_float32_and_the_output_near_that_in_float64
     assert_close(out, expected, 1e-2)
 
 
-def kept(length: int) -> int:
+def test_a_channel_that_forgets_at_once_does_not_overflow() -> None:
+    q, k, v, decay, rate = inputs(40, torch.float32, channels=True)
+    decay = decay.detach().clone()
+    decay[..., 0] = -200.0
+    given = [x.requires_grad_() for x in (q, k, v, decay, rate)]
+    out, _ = gated_delta(*given)
+    expected, _ = gated_delta_by_steps(*(x.double() for x in given))
+    assert_close(out, expected, 1e-5)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), given))
+
+
+def test_channels_of_one_decay_are_a_head_of_it() -> None:
+    q, k, v, decay, rate = inputs(70)
+    alike, _ = gated_delta(q, k, v, decay[..., None].expand(-1, -1, -1, D), rate)
+    assert_close(alike, gated_delta(q, k, v, decay, rate)[0], 1e-12)
+
+
+def kept(length: int, channels: bool) -> int:
     """Bytes that autograd keeps for the gradient."""
     sizes: dict[int, int] = {}
     held = []
@@ -82,9 +100,10 @@ def kept(length: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        gated_delta(*inputs(length))
+        gated_delta(*inputs(length, channels=channels))
     return sum(sizes.values())
 
 
-def test_what_is_kept_is_linear_in_the_length() -> None:
-    assert kept(2048) < 2.1 * kept(1024)
+@pytest.mark.parametrize("channels", [False, True])
+def test_what_is_kept_is_linear_in_the_length(channels: bool) -> None:
+    assert kept(2048, channels) < 2.1 * kept(1024, channels)

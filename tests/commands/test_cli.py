@@ -76,7 +76,7 @@ def test_a_shell_is_offered_commands_and_options(typed: str, offered: str) -> No
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--format", "csv"], "give --out DIR"),
+        (["--format", "csv"], "set --out DIR"),
         (["--format", "csv", "--by-domain", "--out", "here"], "one MODEL"),
         (["--format", "excel", "--out", "here"], "'csv', 'parquet'"),
     ],

@@ -143,7 +143,7 @@ def test_a_text_without_one_piece_is_refused_without_options_that_reproduce_has_
     Path("none.jsonl").write_text('{"text": "red"}\n', encoding="utf-8")
     status, _, err = on_one_line(run)("reproduce", "mine.yaml", "--model", "gpt2", "--text", "none.jsonl", "--out", "o")
     assert status == 1
-    assert "none.jsonl gives no sequence: none of its 1 documents has 16 tokens of text; give a longer text" in err
+    assert "none.jsonl gives no sequence: none of its 1 documents has 16 tokens of text; use a longer text" in err
     assert "--length" not in err
     assert "--sequences" not in err
 

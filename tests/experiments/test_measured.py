@@ -177,7 +177,7 @@ def test_swapped_positions_take_what_belongs_to_them_along(gpt2: str, tmp_path: 
 
 
 def test_a_model_without_learned_positions_is_refused_before_anything_is_measured(neox: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no learned table of positions to change: that is for models such as GPT-2"):
+    with pytest.raises(InputError, match=r"no learned table of positions to change, unlike GPT-2"):
         measure_experiment(shipped("table_7"), [neox], None, 1, out=tmp_path / "out")
     assert not list(tmp_path.rglob("measurement.json"))
 

@@ -161,10 +161,10 @@ def test_impossible_padding_is_refused_with_a_remedy(tokenizer: Path) -> None:
     hole_BT[0, 4] = 0
     with pytest.raises(InputError, match="padding between the tokens"):
         model(tokens_BT, attention_mask=hole_BT)
-    with pytest.raises(InputError, match=r"attention_mask is \(2, 1, 6, 6\): give one of \(sequences, tokens\)"):
+    with pytest.raises(InputError, match=r"attention_mask has shape \(2, 1, 6, 6\): expected \(sequences, tokens\)"):
         model(some_tokens(), attention_mask=torch.ones(2, 1, 6, 6))
     past = model(tokens_BT, use_cache=True).past_key_values
-    with pytest.raises(InputError, match=r"attention_mask is \(3, 2\): .* here \(3, 11\)"):
+    with pytest.raises(InputError, match=r"attention_mask has shape \(3, 2\): .* here \(3, 11\)"):
         model(tokens_BT[:, :2], attention_mask=mask_BT[:, :2], past_key_values=past)
 
 

@@ -169,7 +169,7 @@ def test_unsupported_arguments_are_refused(tokenizer: Path, tmp_path: Path) -> N
     tokens_BT = some_tokens()
     with pytest.raises(InputError, match="output_attentions"):
         theirs(tokens_BT, output_attentions=True)
-    with pytest.raises(InputError, match="give input_ids"):
+    with pytest.raises(InputError, match="pass input_ids"):
         theirs(tokens_BT, inputs_embeds=torch.zeros(2, 6, 32))
 
 

@@ -76,7 +76,7 @@ def test_the_losses_of_ablations_leave_out_a_prefix() -> None:
         before = F.cross_entropy(logits[:, first - 1 : -1].flatten(0, 1), tokens[:, first:].flatten())
         assert one.loss_before == pytest.approx(before.item(), rel=1e-5)
     assert ablations[-1].loss_after == pytest.approx(sinklab.measure(model, tokens[:, 1:]).loss, rel=1e-5)
-    with pytest.raises(InputError, match="leaves none to predict"):
+    with pytest.raises(InputError, match="leaves no token to predict"):
         sinklab.measure(model, tokens[:, :4], bos=True, ablate=["no_bos"])
 
 
@@ -185,13 +185,13 @@ def test_an_ablation_that_had_no_effect_is_an_error(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mask_first", "unknown: give mask_first:N, no_bos, zero_massive or zero_massive:LAYER"),
+        ("mask_first", "unknown: use mask_first:N, no_bos, zero_massive or zero_massive:LAYER"),
         ("zero_massive:x", "unknown"),
         ("zero_massive:3", "zero_massive:3: the model has layers 1 to 2"),
         ("mask_first:x", "unknown"),
-        ("mask_first:0", "give 1 to 12"),
-        ("mask_first:13", "give 1 to 12"),
-        ("no_bos", "no BOS that could be left out"),
+        ("mask_first:0", "use 1 to 12"),
+        ("mask_first:13", "use 1 to 12"),
+        ("no_bos", "no BOS to remove"),
     ],
 )
 def test_what_cannot_be_ablated_is_refused_before_anything_is_measured(name: str, message: str) -> None:

@@ -173,7 +173,7 @@ def test_one_of_several_parts_is_refused(model: Path, tmp_path: Path) -> None:
 def test_a_file_that_is_cut_off_is_refused(exact: Path, tmp_path: Path, keep: int) -> None:
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(exact.read_bytes()[:keep])
-    with pytest.raises(InputError, match=r"cut\.gguf is damaged, cut off, or no gguf file"):
+    with pytest.raises(InputError, match=r"cut\.gguf is damaged, truncated, or not a gguf file"):
         load_pretrained(str(cut))
 
 
@@ -199,7 +199,7 @@ def test_more_than_the_memory_holds_is_refused_before_it_is_unpacked(
     exact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gguf_files, "free_bytes", lambda device: 100_000)
-    with pytest.raises(InputError, match=r"tiny\.gguf takes 0\.\d GB in float32, and 0\.0 GB of memory are free"):
+    with pytest.raises(InputError, match=r"tiny\.gguf needs 0\.\d GB in float32, and 0\.0 GB of memory are free"):
         load_pretrained(str(exact))
 
 

@@ -68,7 +68,7 @@ def test_a_text_with_few_pieces_is_shared_out_over_five_draws(tmp_path: Path) ->
     draws = [drawn_text(text, _letters, sequences=9, length=3, draw=draw) for draw in range(5)]
     assert [len(draw) for draw in draws] == [2] * 5
     assert len({"".join(map(chr, row)) for draw in draws for row in draw}) == 10
-    with pytest.raises(InputError, match=r"11 pieces .* make 5 draws of 2 sequences, .*: give --seeds 5 at most"):
+    with pytest.raises(InputError, match=r"11 pieces, enough for 5 draws of 2 sequences, .*: use --seeds 5 at most"):
         drawn_text(text, _letters, sequences=9, length=3, draw=5)
     two = _jsonl(tmp_path / "two.jsonl", "abc", "def")
     assert sorted(drawn_text(two, _letters, sequences=9, length=3, draw=draw)[0][0] for draw in (0, 1)) == [97, 100]
@@ -102,7 +102,7 @@ def test_a_repeated_sequence_is_one_token() -> None:
 
 @pytest.mark.parametrize(("sequences", "length"), [(0, 4), (1, 0)])
 def test_empty_requests_are_refused(sequences: int, length: int) -> None:
-    with pytest.raises(InputError, match="give at least 1"):
+    with pytest.raises(InputError, match="use at least 1"):
         random_tokens(11, sequences=sequences, length=length)
 
 

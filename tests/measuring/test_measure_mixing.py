@@ -125,10 +125,10 @@ def test_our_own_transformer_has_it_too_and_a_file_keeps_it(tmp_path: Path) -> N
 def test_what_cannot_spread_is_refused() -> None:
     model, tokens = pair_of("llama")[0], family_tokens()
     for position in (1, tokens.shape[1]):
-        with pytest.raises(InputError, match="give 2 to 13"):
+        with pytest.raises(InputError, match="use 2 to 13"):
             measure(model, tokens, perturb=position)
     for alike in (tokens[:1].repeat(3, 1), tokens[:1]):
-        with pytest.raises(InputError, match=r"same token there.*give another position, or more sequences"):
+        with pytest.raises(InputError, match=r"same token there.*use another position, or more sequences"):
             measure(model, alike, perturb=4)
     with pytest.raises(InputError, match="without padding"):
         measure(model, tokens, perturb=4, attention_mask=torch.ones_like(tokens))

@@ -209,5 +209,5 @@ def test_types_whose_positions_are_not_known_are_refused(family: str) -> None:
 
 def test_nothing_to_repeat_is_refused() -> None:
     for tokens, length in (([], 8), ([3], 1)):
-        with pytest.raises(InputError, match="give at least one"):
+        with pytest.raises(InputError, match="pass at least one token"):
             check_propositions(_ours("none"), tokens, length)

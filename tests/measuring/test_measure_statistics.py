@@ -30,7 +30,8 @@ FIELDS = {field: name for name, one in STATISTICS.items() for field in one.field
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A measurement with everything, on disk."""
-    config = {"layers": 2, "width": 16, "heads": 2, "ffn_width": 16, "vocab_size": 16, "context": 16}
+    config: dict[str, Any] = {"layers": 2, "width": 16, "heads": 2, "ffn_width": 16, "vocab_size": 16, "context": 16}
+    config |= {"gate": {"kind": "head"}, "attention": {"mask": {"kind": "window", "width": 6}}}
     model = Transformer(ModelConfig.model_validate(config))
     tokens = torch.randint(16, (2, 12), generator=torch.Generator().manual_seed(0))
     measure(model, tokens, maps=[(1, 2)]).save(tmp_path)
@@ -80,7 +81,18 @@ def test_every_statistic_is_measured_and_its_fields_are_written(folder: Path) ->
 
 
 @pytest.mark.parametrize(
-    "name", ["cosine", "norm_product", "value_ratio", "kurtosis", "alignment", "matrix_entropy", "map_cosine"]
+    "name",
+    [
+        "cosine",
+        "norm_product",
+        "value_ratio",
+        "kurtosis",
+        "alignment",
+        "matrix_entropy",
+        "gate",
+        "first_visible",
+        "map_cosine",
+    ],
 )
 def test_a_measurement_of_before_a_statistic_was_added_still_loads(folder: Path, name: str) -> None:
     _change(folder, without=name)

@@ -252,11 +252,11 @@ def test_what_cannot_be_hidden_is_an_error_and_never_nothing() -> None:
 
 def test_surgery_refuses_layers_and_keys_that_do_not_exist_and_a_cache() -> None:
     model, tokens = pair_of("llama")[0], family_tokens()
-    with pytest.raises(InputError, match="give one of 1 to 2"), zeroed(model, 3, 1, 5):
+    with pytest.raises(InputError, match="use 1 to 2"), zeroed(model, 3, 1, 5):
         pass
-    with pytest.raises(InputError, match="give one of 0 to 31"), zeroed(model, 1, 1, 32):
+    with pytest.raises(InputError, match="use 0 to 31"), zeroed(model, 1, 1, 32):
         model(tokens)
-    with pytest.raises(InputError, match="give at least 1"), masked_first_keys(model, 0):
+    with pytest.raises(InputError, match="use at least 1"), masked_first_keys(model, 0):
         pass
     with torch.no_grad():
         cache = model(tokens, use_cache=True).past_key_values

@@ -9,7 +9,9 @@ from independent_model import Result, loss_of, run
 from independent_recipes import (
     DELTA,
     GROUPED_DELTA,
+    GROUPED_KIMI,
     KERNELS,
+    KIMI,
     cell_is_legal,
     covering_cells,
     covering_recipe,
@@ -89,7 +91,9 @@ def test_chunked_computations_agree_over_several_chunks(name: str, monkeypatch: 
     compare(recipe)
 
 
-@pytest.mark.parametrize("mixer", [DELTA, GROUPED_DELTA], ids=["delta", "grouped delta"])
+@pytest.mark.parametrize(
+    "mixer", [DELTA, GROUPED_DELTA, KIMI, GROUPED_KIMI], ids=["delta", "grouped", "kimi", "grouped kimi"]
+)
 def test_linear_layers_compute_their_documented_formula_beyond_a_chunk(mixer: dict[str, Any]) -> None:
     sizes = {"layers": 2, "width": 16, "heads": 2, "ffn_width": 12, "vocab_size": 20, "context": CHUNK + 9}
     compare(build_recipe({"model": {**sizes, "mixer": mixer}, "metric": {"length": CHUNK + 9}}))

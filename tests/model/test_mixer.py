@@ -7,7 +7,8 @@ import pytest
 import torch
 from closeness import assert_close
 from torch import Tensor
-from transformers import Qwen3NextConfig
+from transformers import KimiLinearConfig, Qwen3NextConfig
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from sinklab.errors import InputError
@@ -33,8 +34,9 @@ def linear(mixer: Any) -> LinearAttention:
     assert isinstance(block, LinearBlock)
     with torch.no_grad():
         block.attention.norm.weight.add_(torch.linspace(-0.5, 0.5, len(block.attention.norm.weight)))
-        for module in (block.attention.qkv, block.attention.rates, block.attention.gate):
-            module.weight.mul_(3)
+        for name, weight in block.attention.named_parameters():
+            if name.startswith(("qkv", "rates", "gate", "decay")):
+                weight.mul_(3)
     return block.attention
 
 
@@ -45,7 +47,7 @@ def tokens(rows: int = 2, length: int = 20) -> Tensor:
 def their_weights(ours: LinearAttention, keys: int, values: int, D: int, V: int) -> dict[str, Tensor]:
     """Ours in the order of theirs: for each key head its query, its key, its values, their gates."""
     q, k, v = ours.qkv.weight.split((keys * D, keys * D, values * V))
-    z, (rate, step), each = ours.gate.weight, ours.rates.weight.chunk(2), values // keys
+    z, (rate, step), each = ours.get_parameter("gate.weight"), ours.rates.weight.chunk(2), values // keys
     by_head = [
         torch.cat([part.unflatten(0, (keys, -1))[g] for part in (q, k, v, z)]) for g in range(keys)
     ]  # fmt: skip
@@ -72,6 +74,32 @@ def test_a_linear_layer_equals_qwen3_nexts(keys: int, values: int, D: int, V: in
     )  # fmt: skip
     theirs = Qwen3NextGatedDeltaNet(config, layer_idx=0).double().eval()
     theirs.load_state_dict(their_weights(ours, keys, values, D, V))
+    x = torch.randn(2, T, E, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    inputs, _ = ours.inputs(x, None)
+    assert_close(ours.output(ours.rule(inputs, None)[0], x), theirs(x))  # theirs computes the rule in float32
+
+
+@torch.no_grad()
+def test_a_layer_with_decays_of_channels_equals_kimi_linears() -> None:
+    ours = linear({"kind": "kimi_delta", "heads": 3, "key_width": 8, "conv": 3})
+    weights = dict(ours.named_parameters())
+    config = KimiLinearConfig(
+        hidden_size=E, linear_num_heads=3, linear_head_dim=8, linear_conv_kernel_dim=3, rms_norm_eps=1e-5,
+        num_hidden_layers=4, layer_types=["linear_attention"] * 4,
+    )  # fmt: skip
+    theirs = KimiLinearDeltaAttention(config, layer_idx=0).double().eval()
+    q, k, v = ours.qkv.weight.chunk(3)
+    theirs.load_state_dict(
+        {
+            "q_proj.weight": q, "k_proj.weight": k, "v_proj.weight": v, "conv1d.weight": ours.conv.weight,
+            "forget_gate.f_a_proj.weight": weights["decay.0.weight"],
+            "forget_gate.f_b_proj.weight": weights["decay.1.weight"],
+            "forget_gate.dt_bias": ours.step, "forget_gate.A_log": ours.log_rate.view(1, 1, -1, 1),
+            "b_proj.weight": ours.rates.weight, "g_a_proj.weight": weights["gate.0.weight"],
+            "g_b_proj.weight": weights["gate.1.weight"],
+            "o_norm.weight": ours.norm.weight, "o_proj.weight": ours.out.weight,
+        }
+    )  # fmt: skip
     x = torch.randn(2, T, E, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     inputs, _ = ours.inputs(x, None)
     assert_close(ours.output(ours.rule(inputs, None)[0], x), theirs(x))  # theirs computes the rule in float32

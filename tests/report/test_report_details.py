@@ -27,7 +27,8 @@ LENGTH = 70  # maps of more than 64 positions are thinned
 
 @pytest.fixture(scope="module")
 def measured() -> Measurement:
-    config = {"layers": 2, "width": 32, "heads": 4, "ffn_width": 48, "vocab_size": 32, "context": 80}
+    config: dict[str, Any] = {"layers": 2, "width": 32, "heads": 4, "ffn_width": 48, "vocab_size": 32, "context": 80}
+    config["gate"] = {"kind": "head"}
     model = Transformer(ModelConfig.model_validate(config))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -65,6 +66,9 @@ def texts(chart: Any) -> str:
         ("by-query", ["Position of the query", "first token", "an average other token", "log scale", "32..63"]),
         ("compression", ["After block (0 is the embedding)", "Matrix entropy"]),
         ("kurtosis", ["After block (0 is the embedding)", "Kurtosis", "first token", "the others"]),
+        ("gates", ["Layer", "Gate", "first token", "the others"]),
+        ("gates-heads", ["Layer", "Head", "Gate"]),
+        ("gates-closed", ["Layer", "Share", "first token", "the others"]),
         ("alignment", ["After block", "Position (the first token is 1)"]),
         ("secondary", ["Layer", "Head", "Percent of sequences"]),
         ("map-attention", ["Position of the query", "Position of the key", "small: layer 2, head 3"]),
@@ -103,6 +107,10 @@ def test_numbers_of_the_figures_stand_as_text_in_the_page(folder: Path, measured
     cosine_rest = details.by_layer["cosine_rest"]
     assert cosine_rest is not None
     assert f">{cosine_first[1]:.3f} / {cosine_rest[1]:.3f}<" in page
+    gate_first, gate_rest = details.by_layer["gate_first"], details.by_layer["gate_rest"]
+    assert gate_first is not None
+    assert gate_rest is not None
+    assert f">{gate_first[1]:.3f} / {gate_rest[1]:.3f}<" in page
     assert f">{details.by_distance.mean((0, 1))[2]:.4f}<" in page
     first = details.secondary_sinks[0]
     assert f"small, sequence {first.sequence}, position {first.position}" in page

@@ -8,7 +8,7 @@ def gated_delta_by_steps(
     q_BHTD: Tensor,
     k_BHTD: Tensor,
     v_BHTV: Tensor,
-    log_decay_BHT: Tensor,
+    log_decay: Tensor,
     rate_BHT: Tensor,
     state_BHDV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -17,7 +17,7 @@ def gated_delta_by_steps(
     state = q_BHTD.new_zeros(B, H, D, v_BHTV.shape[3]) if state_BHDV is None else state_BHDV
     out = []
     for t in range(T):
-        state = state * log_decay_BHT[:, :, t].exp()[..., None, None]
+        state = state * log_decay[:, :, t].exp().reshape(B, H, -1, 1)
         held_BHV = torch.einsum("bhdv,bhd->bhv", state, k_BHTD[:, :, t])
         corrected_BHV = rate_BHT[:, :, t, None] * (v_BHTV[:, :, t] - held_BHV)
         state = state + torch.einsum("bhd,bhv->bhdv", k_BHTD[:, :, t], corrected_BHV)

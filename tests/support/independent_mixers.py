@@ -19,8 +19,15 @@ def gated_delta(model: Config, own: Weights, x: Tensor) -> Tensor:
     V = mixer["value_width"] or D
     w = {name.removeprefix("attention."): weight for name, weight in own.items()}
     channels = x @ w["qkv.weight"].T
-    z = (x @ w["gate.weight"].T).unflatten(-1, (H, V))
-    rates, steps = (x @ w["rates.weight"].T).split([H, H], dim=-1)
+    kimi = mixer["kind"] == "kimi_delta"
+    if kimi:  # both through V numbers; a decay for every channel
+        z = (x @ w["gate.0.weight"].T @ w["gate.1.weight"].T).unflatten(-1, (H, V))
+        rates = x @ w["rates.weight"].T
+        steps = (x @ w["decay.0.weight"].T @ w["decay.1.weight"].T + w["step"]).unflatten(-1, (H, D))
+    else:
+        z = (x @ w["gate.weight"].T).unflatten(-1, (H, V))
+        rates, steps = (x @ w["rates.weight"].T).split([H, H], dim=-1)
+        steps = (steps + w["step"]).unsqueeze(-1)
     heads = []
     for h in range(H):
         g = h * G // H
@@ -31,13 +38,13 @@ def gated_delta(model: Config, own: Weights, x: Tensor) -> Tensor:
             q, k, v = now.split([G * D, G * D, H * V], dim=-1)
             q, k, v = q[:, g * D : (g + 1) * D], k[:, g * D : (g + 1) * D], v[:, h * V : (h + 1) * V]
             q, k = (y / torch.sqrt((y * y).sum(-1, keepdim=True) + 1e-6) for y in (q, k))
-            softplus = torch.log1p(torch.exp(steps[:, t, h] + w["step"][h]))
-            S = torch.exp(-torch.exp(w["log_rate"][h]) * softplus)[:, None, None] * S
+            softplus = torch.log1p(torch.exp(steps[:, t, h]))
+            S = torch.exp(-torch.exp(w["log_rate"][h]) * softplus)[:, :, None] * S
             held = (S * k[:, :, None]).sum(1)
             S = S + torch.sigmoid(rates[:, t, h])[:, None, None] * k[:, :, None] * (v - held)[:, None, :]
             outs.append((S * q[:, :, None]).sum(1) / D**0.5)
         out = rms_norm(torch.stack(outs, dim=1), w["norm.weight"], model["norm"]["eps"])
-        heads.append(out * silu(z[:, :, h]))
+        heads.append(out * (torch.sigmoid(z[:, :, h]) if kimi else silu(z[:, :, h])))
     return torch.cat(heads, dim=-1) @ w["out.weight"].T
 
 

@@ -82,6 +82,8 @@ ADDED = ("absolute", "learnable")
 FULL = {"kind": "full"}
 DELTA = {"kind": "gated_delta", "every": 2}
 SPARSE_DELTA = {"kind": "gated_delta", "every": 3}
+KIMI = {"kind": "kimi_delta", "every": 2}
+GROUPED_KIMI = {**KIMI, "heads": 4, "key_heads": 2, "key_width": 5, "value_width": 3, "conv": 3}
 GROUPED_DELTA = {**DELTA, "heads": 4, "key_heads": 2, "key_width": 5, "value_width": 3, "conv": 3}
 LATENT = {"kind": "latent", "kv_rank": 5, "q_rank": 7, "nope_width": 3, "rope_width": 4, "value_width": 6}
 RANGES = {
@@ -128,7 +130,8 @@ def covering_cells() -> dict[str, Cell]:
         *({"projection": {"kind": "latent"}, "operation": o} for o in OPERATIONS[:3] + KERNELS),
         *({"projection": LATENT, "position": p} for p in POSITIONS if "share" not in p),
         *({"mixer": DELTA, "bias": b} for b in BIASES),
-        *({"mixer": m, "mask": mask} for m in (DELTA, GROUPED_DELTA) for mask in ("causal", "window", "prefix")),
+        *({"mixer": m, "mask": mask}
+          for m in (DELTA, GROUPED_DELTA, KIMI, GROUPED_KIMI) for mask in ("causal", "window", "prefix")),
         *({"mixer": GROUPED_DELTA, "projection": p} for p in (FULL, LATENT)),
         *({"mixer": m, "layers": n, "value_residual": v}
           for m, n in ((DELTA, 3), (GROUPED_DELTA, 3), (SPARSE_DELTA, 4)) for v in VALUE_RESIDUALS[1:]),
@@ -220,7 +223,7 @@ def _drawn(rng: random.Random, cell: Cell) -> dict[str, Any]:
             "exclusive": cell.get("exclusive", rng.random() < 0.3),
             "projection": cell.get("projection") or rng.choice([FULL, FULL, FULL, {"kind": "latent"}, LATENT]),
             "mixer": cell.get("mixer")
-            or rng.choice([*[{"kind": "attention"}] * 4, DELTA, GROUPED_DELTA, SPARSE_DELTA]),
+            or rng.choice([*[{"kind": "attention"}] * 4, DELTA, GROUPED_DELTA, SPARSE_DELTA, KIMI, GROUPED_KIMI]),
             "value_residual": cell.get("value_residual") or rng.choice(VALUE_RESIDUALS),
             "pattern": cell.get("pattern"),
         },

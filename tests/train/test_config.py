@@ -93,7 +93,7 @@ def test_compile_accepts_on_and_off_of_yaml() -> None:
 
 @pytest.mark.parametrize("name", ["", "../up", "a/b", "."])
 def test_a_name_must_be_usable_in_a_path(name: str) -> None:
-    with pytest.raises(InputError, match=r"name: .* cannot begin a directory's name: give one without slashes"):
+    with pytest.raises(InputError, match=r"name: .* cannot begin a directory's name: use one without slashes"):
         build_recipe({"name": name})
 
 
@@ -224,12 +224,12 @@ def test_an_optional_section_may_be_null() -> None:
 
 
 def test_sdpa_is_refused_for_what_it_cannot_compute() -> None:
-    with pytest.raises(InputError, match="sdpa computes plain softmax only"):
+    with pytest.raises(InputError, match="sdpa supports plain softmax only"):
         load_recipe("tiny", ["model.attention.backend=sdpa", "model.attention.operation=sigmoid"])
 
 
 def test_a_missing_recipe_lists_the_available_ones() -> None:
-    with pytest.raises(InputError, match=re.escape("no recipe at huge: give a YAML file or one of 1b, 60m")) as refused:
+    with pytest.raises(InputError, match=re.escape("no recipe at huge: use a YAML file or one of 1b, 60m")) as refused:
         load_recipe("huge")
     assert str(refused.value).startswith("no recipe at huge")
 

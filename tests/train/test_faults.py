@@ -82,7 +82,7 @@ def test_a_replay_finds_a_damaged_weight(dataset: TokenDataset, tmp_path: Path) 
     trainer._update()
     with torch.no_grad():
         trainer.model.head.weight[3, 5] = torch.nan
-    with pytest.raises(SinklabError, match="step 1 diverged: its update has made weights that are not finite"):
+    with pytest.raises(SinklabError, match="step 1 diverged: its update produced weights that are not finite"):
         trainer._save()
     save_checkpoint(trainer.run.checkpoints, trainer.model, trainer.optimizer, trainer.state, trainer.run.hash, keep=1)
     assert replay(trainer.run, 2).first_not_finite == "weight head.weight"

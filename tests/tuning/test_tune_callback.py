@@ -75,7 +75,7 @@ def test_callbacks_before_it_hear_the_sink_once_it_goes_first(tmp_path: Path) ->
     callback.goes_first(trainer)
     trainer.evaluate()
     assert "eval_sink_1" in listening.heard[1]
-    with pytest.raises(InputError, match="not the trainer's"):
+    with pytest.raises(InputError, match="does not have this SinkCallback"):
         sinklab.SinkCallback(TOKENS).goes_first(trainer)
 
 

@@ -1,9 +1,9 @@
 """Attention biases (tables 4, 5, 12, 13): one more key and value per head that belong to no token.
 
-A bias key takes part in every row with the logit z_t = q_t.k_s * scale (softcapped like any other, without position),
-which goes through the operation's similarity; a kernel's k_s goes through phi. Its own share of a softmax row is
-sigmoid(z - lse) and the rest keeps sigmoid(lse - z), so that it needs no longer sequence and no mask. q_t is the
-query that enters attention (after the rotary embedding).
+A bias key takes part in every row with the logit z_t = q_t.k_s * scale (softcapped like any other, without position).
+The operation's similarity is applied to this logit; a kernel applies phi to k_s. The share of the bias key in a softmax
+row is sigmoid(z - lse), and the other keys keep sigmoid(lse - z), so the key lengthens neither the sequence nor the
+mask. q_t is the query that enters attention (after the rotary embedding).
 """
 
 import math
@@ -18,23 +18,23 @@ from torch import Tensor, nn
 from sinklab.schema import LARGEST, Example, Kind, NeutralExample, Part
 
 ASIDE = -12.0
-"""A logit with a negligible share: 6e-6 of a row whose sum of exponentials is 1, and less of a larger sum."""
+"""A logit with a negligible share: 6e-6 of a row whose sum of exponentials is 1, less for a larger sum."""
 
 
 class BiasPart(Kind):
-    """Base of the biases: the properties that the rules of combination read."""
+    """Base class of the biases: the properties that decide which combinations are valid."""
 
     adds_logit: ClassVar[bool] = False  # a logit that is not a product with a key
     may_start: ClassVar[bool] = False  # whether `start` sets its initial logit
 
     @property
     def starts_at(self) -> float | None:
-        """`start`; None without it."""
+        """Initial value of the parameter (`start`); None if the bias has no such setting."""
         return getattr(self, "start", None)
 
     @property
     def leading(self) -> int:
-        """Learned tokens before the sequence."""
+        """Number of learned tokens before the sequence."""
         return 0
 
     @property
@@ -43,11 +43,11 @@ class BiasPart(Kind):
         return self.adds_logit
 
     def key_shape(self, kv_heads: int, head_width: int) -> tuple[int, int] | None:
-        """Of the learned keys, (G or 1, d_a); None if there is none."""
+        """Shape of the learned keys, (G or 1, d_a); None if there are none."""
         return None
 
     def value_shape(self, kv_heads: int, value_width: int) -> tuple[int, int] | None:
-        """Of the learned values, (G or 1, V); None if there is none."""
+        """Shape of the learned values, (G or 1, V); None if there are none."""
         return None
 
 
@@ -58,10 +58,10 @@ class NoBias(BiasPart):
 
 
 class SinkToken(BiasPart):
-    """Learned token embeddings before the sequence; the model adds them, attention sees ordinary positions."""
+    """Learned token embeddings before the sequence. The model prepends them; attention sees ordinary positions."""
 
     kind: Literal["sink_token"] = "sink_token"
-    count: int = Field(default=1, ge=1, le=LARGEST, description="one is a sink token, more are registers")
+    count: int = Field(default=1, ge=1, le=LARGEST, description="1 for a sink token, more for registers")
     examples: ClassVar = {"sink_token": Example(), "registers": Example({"count": 4})}
 
     @property
@@ -72,18 +72,18 @@ class SinkToken(BiasPart):
 class FixedValue(Part):
     """A value that is not learned: v' = norm * [1, 0, .., 0] or v'' = norm * [1, .., 1] / sqrt(d_h) (table 5)."""
 
-    direction: Literal["first", "uniform"] = Field(description="along the first dimension, or along all alike")
+    direction: Literal["first", "uniform"] = Field(description="first dimension only, or all dimensions alike")
     norm: float = Field(ge=0, description="length m of the value")
 
     def build(self, width: int, like: Tensor) -> Tensor:
-        """(width,) in the dtype of `like` and on its device."""
+        """Build the value, (width,), in the dtype and on the device of `like`."""
         if self.direction == "first":
             return F.pad(like.new_full((1,), self.norm), (0, width - 1))
         return like.new_full((width,), self.norm / math.sqrt(width))
 
 
 class KeyBias(BiasPart):
-    """A learned key with a fixed value, zero unless said otherwise: K biases."""
+    """A learned key with a fixed value, by default zero: K biases."""
 
     kind: Literal["k"] = "k"
     may_start: ClassVar[bool] = True
@@ -151,7 +151,7 @@ class SinkLogit(BiasPart):
 
     kind: Literal["sink_logit"] = "sink_logit"
     may_start: ClassVar[bool] = True
-    start: float | None = Field(default=None, description="s before training; null: 0")
+    start: float | None = Field(default=None, description="initial s; null: 0")
     adds_logit: ClassVar[bool] = True
     examples: ClassVar = {"sink_logit": Example()}
 
@@ -173,12 +173,12 @@ class BiasParameters(nn.Module):
     """The tensors of a bias.
 
     Attributes:
-        key: learned, (G, d_a) or (1, d_a) when shared; d_a is the head width unless the recipe has less.
-        value: learned, (G, V) or (1, V) when shared.
-        fixed: a value that is not learned, the same for all heads.
-        logit: (H,), a learned sink logit. Each is None if there is none.
-        offset: (H,), learned and added to the logit of the key.
-        initial: mean and std of the parameters with a `start` in the recipe.
+        key: learned key, (G, d_a), or (1, d_a) if shared; d_a is the head width unless `learnable_dims` is set.
+        value: learned value, (G, V), or (1, V) if shared.
+        fixed: fixed value, the same for all heads.
+        logit: learned sink logit, (H,). Each field is None if the bias does not have it.
+        offset: learned number added to the logit of the key, (H,).
+        initial: mean and standard deviation of the initialisation, for parameters with a `start` in the recipe.
     """
 
     def __init__(self, bias: Bias, kv_heads: int, head_width: int, heads: int, value_width: int) -> None:
@@ -196,7 +196,7 @@ class BiasParameters(nn.Module):
         self.fixed = bias.value if bias.kind == "k" and bias.value != "zero" else None
 
     def key_per_head(self) -> Tensor | None:
-        """k_s per query head, zero beyond the learned dimensions: (H, D)."""
+        """k_s per query head, zero outside the learned dimensions: (H, D)."""
         if self.key is None:
             return None
         missing = self.head_width - self.key.shape[1]
@@ -224,18 +224,18 @@ SMALLEST_LOGIT = -1e30  # in place of log 0, because the difference of two infin
 
 @dataclass(frozen=True)
 class ExtraKey:
-    """A key outside the sequence, already scored.
+    """A key outside the sequence, with its log similarities.
 
     Attributes:
-        logits_BHT: log sim of every query with it.
-        value_HV: its value; None means zero.
+        logits_BHT: log sim of every query with this key.
+        value_HV: value of the key; None means zero.
     """
 
     logits_BHT: Tensor
     value_HV: Tensor | None = None
 
     def merge(self, out_BHTV: Tensor, lse_BHT: Tensor) -> tuple[Tensor, Tensor]:
-        """(out, lse) of the row with this key added."""
+        """Add this key to every row and return the new (out, lse)."""
         total_BHT = torch.logaddexp(lse_BHT.clamp(min=SMALLEST_LOGIT), self.logits_BHT.clamp(min=SMALLEST_LOGIT))
         out = out_BHTV * torch.exp(lse_BHT - total_BHT)[..., None].to(out_BHTV.dtype)
         if self.value_HV is not None:

@@ -1,11 +1,11 @@
 """The primitive in blocks of queries, recomputed in the backward pass: any device, O(T * block) memory.
 
-Forward keeps (out, lse) only. Backward walks the blocks again: with P = exp(logit - lse), the gradient of a logit is
-P * (dout.v - dout.out + dlse), which is carried through the score function by autograd, block by block, and through
-z = q.k * scale by hand. A score with a similarity is computed without logarithm and exponential wherever the row
-sums are in range: the gradient of a similarity is (dout.v - dout.out + dlse) / Z. Rejected:
-`torch.utils.checkpoint` around each block (twice the traffic in key and value gradients, which autograd materialises
-whole for every slice).
+Forward stores only (out, lse). Backward recomputes the blocks: with P = exp(logit - lse), the gradient of a logit is
+P * (dout.v - dout.out + dlse). Autograd propagates it through the score function, block by block; the gradient of
+z = q.k * scale is written out. A score with a similarity is computed without logarithm and exponential wherever the
+row sums are in range: the gradient of a similarity is (dout.v - dout.out + dlse) / Z. Rejected:
+`torch.utils.checkpoint` around each block (twice the memory traffic in key and value gradients, which autograd
+materialises in full for every slice).
 """
 
 import math
@@ -55,7 +55,7 @@ class _Chunked(torch.autograd.Function):
         score: Score | None = ctx.score
         T, S, groups = q.shape[2], k.shape[2], k.shape[1]
         dout = dout.to(q.dtype)
-        # The normaliser's part in the gradient of every logit of a row.
+        # The normaliser's contribution to the gradient of every logit of a row.
         row = (dout * out).sum(-1, dtype=lse.dtype).sub_(dlse)
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         dtensors: list[Tensor | None] = [None] * len(tensors)
@@ -93,14 +93,14 @@ def finite_normaliser(lse: Tensor) -> Tensor:
 
 
 def exponentials_(exponents: Tensor, score: Score | None) -> Tensor:
-    """In place; those of a deep score are above zero, and have to be masked again."""
+    """Exponentials, in place. For a deep score they are above zero, so they must be masked again."""
     return bl.floored_exp_(exponents) if score is not None and score.deep else exponents.exp_()
 
 
 def _weights(
     z: Tensor, block: bl.Block, offset: int, keys: int, score: Score | None, mask: Mask
 ) -> tuple[Tensor, Tensor, Tensor | float]:
-    """exp(logit - peak) of a block, its row sums and the peak, which is 0 where the similarity itself is in range."""
+    """exp(logit - peak) of a block, its row sums, and the peak, which is 0 if the similarity itself is in range."""
     if score is not None and score.similarity is not None:
         where = bl.indices(z, block, offset)
         weights = bl.mask_block_(score.similarity(z, *where, *score.tensors), block, offset, keys, mask, 0.0)
@@ -124,7 +124,7 @@ def _in_range(lse: Tensor, score: Score) -> bool:
 def _taken(
     z: Tensor, block: bl.Block, offset: int, score: Score | None, tensors: list[Tensor], direct: bool
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The block's logits, or its similarities, with a graph back to `z` and to the score tensors that need it."""
+    """The block's logits or similarities, with an autograd graph to `z` and the score tensors that need gradients."""
     if score is None:
         return z, z, []
     function: Callable[..., Tensor] = score.function
@@ -148,6 +148,6 @@ def _add(totals: list[Tensor | None], tensors: list[Tensor], parts: list[Tensor]
 def chunked_attend(
     q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, score: Score | None, mask: Mask, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(out_BHTV, lse_BHT) of `primitive.attend`, in blocks; gradients to q, k, v and the score's tensors."""
+    """Compute `primitive.attend` in blocks: (out_BHTV, lse_BHT), with gradients of q, k, v and the score's tensors."""
     tensors = score.tensors if score is not None else ()
     return _Chunked.apply(q_BHTD, k_BGSD, v_BGSV, score, mask, scale, *tensors)  # type: ignore[return-value]

@@ -1,6 +1,6 @@
 """The attention part of a recipe: operation, bias, mask, softcap, backend, and their valid combinations.
 
-A meaningless combination is refused here with its reason; everything else is legal, and is tested as such.
+An invalid combination is refused here with its reason; every other combination is valid and tested.
 """
 
 import typing
@@ -29,7 +29,7 @@ class WindowMask(Kind):
     """Query t sees keys t - width + 1 .. t."""
 
     kind: Literal["window"] = "window"
-    width: int = Field(ge=1, description="how many keys a query sees, itself included")
+    width: int = Field(ge=1, description="number of keys a query sees, its own included")
     examples: ClassVar = {"window": Example({"width": 8})}
     neutral: ClassVar = {"width": NeutralExample("the context or more", {"width": BEYOND})}
 
@@ -38,10 +38,10 @@ class WindowMask(Kind):
 
 
 class PrefixMask(Kind):
-    """Causal, and every query also sees the first `length` keys; the loss leaves out the first `length` tokens."""
+    """Causal, and every query also sees the first `length` keys; the loss excludes the first `length` tokens."""
 
     kind: Literal["prefix"] = "prefix"
-    length: int = Field(ge=1, description="how many keys every query sees")
+    length: int = Field(ge=1, description="number of initial keys that every query sees")
     examples: ClassVar = {"prefix": Example({"length": 5})}
     neutral: ClassVar = {"length": NeutralExample("1", {"length": 1})}
 
@@ -58,7 +58,7 @@ class DocumentMask(Kind):
     neutral: ClassVar = {"": NeutralExample("document, on text without EOS", {"eos_id": BEYOND})}
 
     def build(self) -> masks.Mask:
-        """The causal mask; the core adds the documents of the batch."""
+        """Build the causal mask; the core adds the documents of the batch."""
         return masks.CAUSAL
 
 
@@ -80,66 +80,66 @@ class AttentionConfig(Part):
         name = operation.kind
         if not operation.has_logits and self.softcap is not None:
             raise ValueError(
-                f"softcap bounds logits, and operation {name} is a kernel: its similarity has none; leave softcap "
+                f"softcap bounds logits, but operation {name} is a kernel without logits; leave softcap "
                 "out, or use an operation on logits such as softmax"
             )
         if operation.sequential and (bias.adds_logit or bias.key_shape(1, 1) is not None):
             raise ValueError(
-                f"bias {bias.kind} adds a key to the row, and under operation {name} the rest that no key takes is "
-                "in its place: use operation.rest"
+                f"bias {bias.kind} adds a key to the row, and operation {name} has a sink, the rest of the row: "
+                "use operation.rest instead"
             )
         if operation.sequential and self.backend == "flex":
             raise ValueError(f"backend flex supports row sums only, not operation {name}: use auto, chunked or eager")
         if bias.adds_logit and not operation.has_logits:
             raise ValueError(
-                f"bias {bias.kind} adds a logit to the row, and operation {name} is a kernel without logits: use "
-                "bias kv, whose key a kernel takes like any other"
+                f"bias {bias.kind} adds a logit to the row, but operation {name} is a kernel without logits: use "
+                "bias kv, whose key a kernel treats like any other"
             )
         if bias.starts_at is not None and not operation.has_logits:
             raise ValueError(
-                f"bias.start is added to the logit of the bias key, and operation {name} is a kernel without logits: "
+                f"bias.start is added to the logit of the bias key, but operation {name} is a kernel without logits: "
                 "leave start out"
             )
         if bias.without_value and not operation.divides:
             raise ValueError(
-                f"bias {bias.kind} has no value and acts through the row sum only, by which operation {name} does not "
-                "divide: it would change nothing; set operation.normalised or use bias kv"
+                f"bias {bias.kind} has no value and acts only through the row sum, and operation {name} does not "
+                "divide by the row sum, so the bias would change nothing: set operation.normalised or use bias kv"
             )
         if bias.kind == "off_by_one" and operation.zero_at_zero:
             raise ValueError(
-                f"bias off_by_one is a key of logit 0, whose similarity is 0 under operation {name}: it would change "
-                "nothing; use bias sink_logit"
+                f"bias off_by_one is a key with logit 0, whose similarity under operation {name} is 0, so it would "
+                "change nothing: use bias sink_logit"
             )
         if self.backend == "sdpa" and (name != "softmax" or not operation.plain or self.softcap is not None):
             raise ValueError(
-                f"backend sdpa computes plain softmax only, not operation {name} with softcap {self.softcap}: "
+                f"backend sdpa supports plain softmax only, not operation {name} with softcap {self.softcap}: "
                 "use auto, chunked or eager"
             )
         return self
 
     def check_fit(self, head_width: int, position_on_scores: bool) -> None:
-        """Refuse combinations with the model's sizes and position.
+        """Check that the attention config fits the model's sizes and positional embedding.
 
         Args:
-            head_width: of queries and keys.
+            head_width: width of queries and keys.
             position_on_scores: whether the positional embedding acts on the scores (ALiBi, relative, T5).
 
         Raises:
-            ValueError: with the reason.
+            ValueError: if they do not fit; the message states the reason.
         """
         key_shape = self.bias.key_shape(1, head_width)
         if key_shape is not None and key_shape[1] > head_width:
             raise ValueError(
-                f"attention.bias.learnable_dims {key_shape[1]} is above the head width {head_width}: give at most that"
+                f"attention.bias.learnable_dims {key_shape[1]} is above the head width {head_width}: reduce it"
             )
         if head_width % self.operation.keys_per_head:
             raise ValueError(
-                f"{self.operation.kind} attention halves the head width, and {head_width} is odd: choose width and "
+                f"{self.operation.kind} attention halves the head width, but {head_width} is odd: choose width and "
                 "heads so that it is even"
             )
         if position_on_scores and not self.operation.has_logits:
             raise ValueError(
-                f"the positional embedding adds to the logits, and attention.operation {self.operation.kind} is a "
+                f"the positional embedding adds to the logits, but attention.operation {self.operation.kind} is a "
                 "kernel without logits; use rotary, absolute, learnable or none"
             )
         if position_on_scores and self.backend == "sdpa":
@@ -150,12 +150,12 @@ Choice = Literal["operation", "bias", "mask"]
 
 
 def kinds_of(choice: Choice) -> tuple[type[Kind], ...]:
-    """The kinds among which a recipe chooses."""
+    """The kinds that a recipe can choose."""
     return typing.get_args(AttentionConfig.model_fields[choice].annotation)
 
 
 def examples_of(choice: Choice) -> dict[str, Example]:
-    """The examples that the kinds of a choice declare, by name; their values are the whole choice, `kind` included."""
+    """The examples declared by the kinds of a choice, by name; each value is the whole choice, `kind` included."""
     return {
         name: replace(example, values=kind.chosen(example.values))
         for kind in kinds_of(choice)

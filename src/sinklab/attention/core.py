@@ -1,7 +1,7 @@
 """The attention core: from queries, keys and values to outputs, under a recipe's operation, bias and mask.
 
 It is a module so that a probe can read its inputs from outside, and so that training and measuring run the same code.
-Projections, and positions applied to q and k, belong to the model; a position that acts on the scores is an argument.
+Projections and positional embeddings of q and k belong to the model; one that acts on the scores is an argument.
 """
 
 from collections.abc import Callable
@@ -22,10 +22,10 @@ from sinklab.attention.scores import Score, fading, softcap
 
 
 class PositionScore(Protocol):
-    """A position that acts on the scores (ALiBi, relative, T5): a module of the model with a score function."""
+    """A positional embedding on the scores (ALiBi, relative, T5): a module of the model with a score function."""
 
     def score(self) -> Score:
-        """The score function, applied before the operation's similarity; its tensors may require gradients."""
+        """Build the score function, applied before the operation's similarity; its tensors may require gradients."""
         ...
 
 
@@ -34,26 +34,26 @@ class AttentionCore(nn.Module):
 
     Args:
         config: the attention part of a recipe.
-        kv_heads: key heads G.
-        head_width: D of queries and keys.
-        position: acts on the scores of the sequence's own keys, not on a bias key.
-        heads: query heads H, by default G.
-        layer: of the model, from 1, for operations whose start depends on it.
-        context: tokens of a training sequence, for operations that depend on it.
-        value_width: V of values and outputs, by default D.
+        kv_heads: number of key heads G.
+        head_width: width D of queries and keys.
+        position: positional embedding on the scores of the sequence's own keys; not applied to a bias key.
+        heads: number of query heads H, by default G.
+        layer: layer number from 1, for operations whose initial values depend on it.
+        context: number of tokens of a training sequence, for operations that depend on it.
+        value_width: width V of values and outputs, by default D.
 
     Attributes:
-        leading: learned tokens before the sequence: a sink token, or registers.
-        proxy: True where the operation's own scores do not sum to one and importance is that of proxy scores.
-        bias: the tensors of the bias.
-        learned: the operation's own parameters, or None.
-        hidden_first: numbers n: keys 1..n of the sequence are seen by no query after the n-th; empty except in an
-            ablation (measuring/surgery/changes.py).
-        call_handler: computes the output instead of the core, within an `intercept` (models/intercept.py).
+        leading: number of learned tokens before the sequence (a sink token or registers).
+        proxy: True if the operation's scores do not sum to one, so that importance is computed from proxy scores.
+        bias: tensors of the bias.
+        learned: learned parameters of the operation, or None.
+        hidden_first: numbers n such that keys 1..n of the sequence are hidden from every query after the n-th; empty
+            except in an ablation (measuring/surgery/changes.py).
+        call_handler: computes the output in place of the core, within an `intercept` (models/intercept.py).
 
     Raises:
-        ValueError: the parts of the config do not fit the sizes or the position (`AttentionConfig.check_fit`), or the
-            operation depends on a context that is not given.
+        ValueError: if the config does not fit the sizes or the position (`AttentionConfig.check_fit`), or if the
+            operation needs a context and none is passed.
     """
 
     def __init__(
@@ -93,14 +93,14 @@ class AttentionCore(nn.Module):
         log_kept_BLH: Tensor | None = None,
         padding_B: Tensor | None = None,
     ) -> Tensor:
-        """The attention output, (B, H, T, V).
+        """Compute the attention output, (B, H, T, V).
 
         Args:
             documents_BL: integer document number of every position, leading token included (its number is ignored);
-                needed under the document mask. Behind padding, number 0 is that of the first position after it.
-            log_kept_BLH: running sums of the logarithms of the forget gates up to every position, leading token
-                included; needed by operations that forget.
-            padding_B: how many positions at the start of each row, before a leading token, are padding.
+                required by the document mask. In padded rows, number 0 belongs to the first position after the padding.
+            log_kept_BLH: running sums of the log forget gates up to every position, leading token included; required
+                by operations with forget gates.
+            padding_B: number of padding positions at the start of each row, before a leading token.
         """
         with torch.autocast(q_BHTD.device.type, enabled=False):  # the primitive chooses its own precision
             layer = self.layer_call(q_BHTD, k_BGTD, v_BGTD, documents_BL, log_kept_BLH, padding_B)
@@ -115,7 +115,7 @@ class AttentionCore(nn.Module):
         log_kept_BLH: Tensor | None = None,
         padding_B: Tensor | None = None,
     ) -> LayerCall:
-        """The call that `forward` computes; the same arguments."""
+        """Build the call that `forward` computes, from the same arguments."""
         call = self.call(q_BHTD, k_BGTD, documents_BL, log_kept_BLH, padding_B)
         return LayerCall(self.operation, call, v_BGTD, self.leading, padding_B)
 
@@ -127,10 +127,10 @@ class AttentionCore(nn.Module):
         documents_BL: Tensor | None = None,
         log_kept_BLH: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(out_BHTD, A_BHTS) by the papers' formulas on explicit matrices: the reference of all tests.
+        """Compute (out_BHTD, A_BHTS) by the papers' formulas on explicit matrices: the reference of all tests.
 
-        A bias key, a sink logit or the rest of the row is column 0 of A; where there is one, S = T + 1. For exact
-        numbers, all in float64.
+        A bias key, a sink logit or the rest of the row is column 0 of A; S is then T + 1. Use float64 inputs for
+        exact numbers.
         """
         position = None if self.position is None else self.position.score()
         mask = self.visible(documents_BL)
@@ -143,19 +143,19 @@ class AttentionCore(nn.Module):
         return out_BHTD + given.offset_HV[:, None], scores_BHTS
 
     def visible(self, documents_BL: Tensor | None = None, padding_B: Tensor | None = None) -> masks.Mask:
-        """The mask, leading token included.
+        """Build the mask, leading token included.
 
         Raises:
-            ValueError: the document mask without documents.
+            ValueError: if the mask is `document` and no documents are passed.
         """
         if not self.by_document:
             return self._in_place(self.mask, padding_B)
         if documents_BL is None:
             raise ValueError(
-                "attention.mask document needs to know the documents: pass documents_BL, the document number of every "
+                "attention.mask document requires document numbers: pass documents_BL, the document number of every "
                 "position, with the tokens"
             )
-        # One tensor for all layers where nothing leads: flex then finds the blocks of this mask made.
+        # Without a leading token all layers share one tensor, so flex reuses the block mask it has built.
         documents = documents_BL[:, self.leading :] if self.leading else documents_BL
         return self._in_place(masks.Document(documents), padding_B)
 
@@ -167,15 +167,15 @@ class AttentionCore(nn.Module):
         log_kept_BLH: Tensor | None = None,
         padding_B: Tensor | None = None,
     ) -> Call:
-        """The arguments of the operation.
+        """Build the arguments of the operation.
 
         Raises:
-            ValueError: the document mask without documents, or an operation that forgets without its gates.
+            ValueError: if document numbers or forget gates are required and missing.
         """
         mask = self.visible(documents_BL, padding_B)
         if self.operation.forgets and log_kept_BLH is None:
             raise ValueError(
-                f"{self.operation.kind} attention needs its forget gates: pass log_kept_BLH, the running sums of their "
+                f"{self.operation.kind} attention requires forget gates: pass log_kept_BLH, the running sums of their "
                 "logarithms"
             )
         return Call(
@@ -194,7 +194,7 @@ class AttentionCore(nn.Module):
         )
 
     def _in_place(self, mask: masks.Mask, padding_B: Tensor | None) -> masks.Mask:
-        """Without the keys that an ablation hides, and behind the leading token and padding."""
+        """The mask without the keys that an ablation hides, shifted by the leading token and padding."""
         for count in self.hidden_first:
             mask = masks.HiddenFirst(mask, count)
         mask = masks.Leading(mask, self.leading) if self.leading else mask

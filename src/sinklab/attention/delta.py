@@ -3,9 +3,9 @@
     S_t = a_t S_t-1 + b_t k_t (v_t - a_t S_t-1^T k_t)^T        o_t = S_t^T q_t        a_t = exp(g_t)
 
 S is a D x V matrix per head that maps keys to values: it decays by a_t, and its value for k_t is then replaced by
-v_t, wholly where b_t is 1 (with keys of length 1). Time and memory are linear in T.
+v_t, fully if b_t is 1 and keys have length 1. Time and memory are linear in T.
 
-Within a chunk of C positions that begins with the state S, with c_i the sum of g up to position i of the chunk, every
+Within a chunk of C positions whose initial state is S, with c_i the sum of g up to position i of the chunk, every
 position writes a row of
 
     W = X - Y S,   (I + L) [X, Y] = b [v, exp(c) k],   L_ij = b_i exp(c_i - c_j) k_i.k_j  for j < i
@@ -15,9 +15,14 @@ position writes a row of
     o_i = exp(c_i) S^T q_i + sum over j <= i of exp(c_i - c_j) (q_i.k_j) W_j
     S  <- exp(c_C) S + sum over j of exp(c_C - c_j) k_j W_j^T
 
-so that only the recurrence over chunks is sequential. Differences of c are at most 0: nothing overflows.
+so that only the recurrence over chunks is sequential. Differences of c are at most 0, so nothing overflows.
 
-B batch, H heads, T positions, D key width, V value width, N chunks of C positions.
+Kimi delta attention (2510.26692) is the rule with a decay for every channel of the key, Diag(a_t) S_t-1. Then c_i has D
+numbers, and the products above are sums over channels: sum_d k_id k_jd exp(c_id - c_jd), and the same with q_i. They
+are formed pair by pair: exp(c_i) and exp(-c_j) apart, which would make them matrix products, overflow where a
+channel forgets within a chunk. So chunks are shorter there.
+
+B batch, H heads, T positions, D key width, V value width, N chunks of C positions, K 1 or D.
 """
 
 import torch
@@ -26,49 +31,65 @@ from torch import Tensor
 
 from sinklab.attention.query_blocks import CHUNK, accumulate_dtype
 
+CHANNEL_CHUNK = 16  # positions of a chunk whose pairs have a decay for every channel
+
 
 def gated_delta(
     q_BHTD: Tensor,
     k_BHTD: Tensor,
     v_BHTV: Tensor,
-    log_decay_BHT: Tensor,
+    log_decay: Tensor,
     rate_BHT: Tensor,
     state_BHDV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The outputs of all positions and the state after them, in chunks.
+    """Compute the outputs of all positions and the state after the last one, in chunks.
 
     Args:
-        q_BHTD, k_BHTD: as they enter the rule: nothing is scaled or normed here.
-        log_decay_BHT: g, at most 0.
-        rate_BHT: b, from 0 to 1.
-        state_BHDV: of earlier positions; None at the beginning, where it is 0.
+        q_BHTD, k_BHTD: queries and keys, already scaled and normalised.
+        log_decay: log decay g, at most 0: (B, H, T), or (B, H, T, D) for one decay per channel of the key.
+        rate_BHT: writing strength b, from 0 to 1.
+        state_BHDV: state after the earlier positions; None means zero.
 
     Returns:
         out_BHTV in the dtype of the values; state_BHDV in float32 (float64 for float64).
     """
     dtype = accumulate_dtype(v_BHTV.dtype)
     (B, H, T, D), V = q_BHTD.shape, v_BHTV.shape[3]
-    C = min(CHUNK, T)
+    by_channel = log_decay.ndim == 4
+    C = min(CHUNK, CHANNEL_CHUNK, T) if by_channel else min(CHUNK, T)
     missing = -T % C  # padding has rate 0 and decay 1: it leaves the state alone
     q, k, v = (F.pad(x.to(dtype), (0, 0, 0, missing)).view(B, H, -1, C, x.shape[3]) for x in (q_BHTD, k_BHTD, v_BHTV))
-    log_decay, rate = (F.pad(x.to(dtype), (0, missing)).view(B, H, -1, C) for x in (log_decay_BHT, rate_BHT))
-    sums_BHNC = log_decay.cumsum(-1)
-    between_BHNCC = sums_BHNC[..., :, None] - sums_BHNC[..., None, :]
+    rate = F.pad(rate_BHT.to(dtype), (0, missing)).view(B, H, -1, C)
     later = torch.ones(C, C, dtype=torch.bool, device=q.device).triu(1)
-    decay_BHNCC = between_BHNCC.masked_fill(later, -torch.inf).exp()
-    since_start, till_end = sums_BHNC.exp()[..., None], (sums_BHNC[..., -1:] - sums_BHNC).exp()[..., None]
-    corrections = rate[..., None] * (k @ k.mT) * decay_BHNCC
+    if by_channel:
+        sums_BHNCK = F.pad(log_decay.to(dtype), (0, 0, 0, missing)).view(B, H, -1, C, D).cumsum(-2)
+        between = sums_BHNCK[..., :, None, :] - sums_BHNCK[..., None, :, :]
+        decay = between.masked_fill(later[..., None], -torch.inf).exp()
+    else:
+        sums_BHNC = F.pad(log_decay.to(dtype), (0, missing)).view(B, H, -1, C).cumsum(-1)
+        decay = (sums_BHNC[..., :, None] - sums_BHNC[..., None, :]).masked_fill(later, -torch.inf).exp()
+        sums_BHNCK = sums_BHNC[..., None]
+    since_start, till_end = sums_BHNCK.exp(), (sums_BHNCK[..., -1:, :] - sums_BHNCK).exp()
+    corrections = _decayed_products(k, k, decay, rate[..., None])
     wanted = rate[..., None] * torch.cat((v, since_start * k), dim=-1)
     solved = torch.linalg.solve_triangular(corrections, wanted, upper=False, unitriangular=True)
     own_BHNCV, read_BHNCD = solved.split((V, D), dim=-1)
-    scores_BHNCC = (q @ k.mT) * decay_BHNCC
-    # Unbound, not indexed chunk by chunk: the gradient of an index is as large as the whole sequence.
-    parts = (q * since_start, k * till_end, scores_BHNCC, own_BHNCV, read_BHNCD, since_start[..., -1:, :])
+    scores_BHNCC = _decayed_products(q, k, decay)
+    # `unbind` instead of an index per chunk: the gradient of an index is as large as the whole sequence.
+    parts = (q * since_start, k * till_end, scores_BHNCC, own_BHNCV, read_BHNCD, since_start[..., -1, :, None])
     chunks = zip(*(part.unbind(2) for part in parts), strict=True)
     state = q.new_zeros(B, H, D, V) if state_BHDV is None else state_BHDV.to(dtype)
     out = []
-    for q_BHCD, k_BHCD, scores_BHCC, own_BHCV, read_BHCD, whole_BH11 in chunks:
+    for q_BHCD, k_BHCD, scores_BHCC, own_BHCV, read_BHCD, whole_BHK1 in chunks:
         written_BHCV = own_BHCV - read_BHCD @ state
         out.append(q_BHCD @ state + scores_BHCC @ written_BHCV)
-        state = whole_BH11 * state + k_BHCD.mT @ written_BHCV
+        state = whole_BHK1 * state + k_BHCD.mT @ written_BHCV
     return torch.cat(out, dim=2)[:, :, :T].to(v_BHTV.dtype), state
+
+
+def _decayed_products(one_BHNCD: Tensor, other_BHNCD: Tensor, decay: Tensor, rate: Tensor | float = 1.0) -> Tensor:
+    """rate_i sum_d one_id other_jd decay_ij of the pairs of a chunk, or with decay_ijd, of (B, H, N, C, C, D)."""
+    if decay.ndim == one_BHNCD.ndim:
+        products = one_BHNCD @ other_BHNCD.mT
+        return (products if isinstance(rate, float) else rate * products) * decay
+    return rate * (decay * one_BHNCD[..., :, None, :] * other_BHNCD[..., None, :, :]).sum(-1)

@@ -1,8 +1,8 @@
 """The primitive on FlexAttention: fused, in the dtype of the inputs, for CUDA.
 
-Score functions and masks are closures like those that the blocks use; here they are compiled into the kernel, score
-functions in their form without what a row has in common (`scores.Apart`). On a CPU PyTorch has its forward pass only,
-uncompiled: enough to test the closures, not to train.
+Score functions and masks are the same closures as in the other backends, compiled into the kernel; score functions
+are used without the terms common to a row (`scores.Apart`). On a CPU, PyTorch supports only the uncompiled forward
+pass: enough to test the closures, not to train.
 """
 
 import functools
@@ -22,7 +22,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def flex_serves(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor) -> bool:
-    """Whether `auto` may take this backend: on CUDA, in a dtype and a width that the kernel has."""
+    """Whether `auto` may use this backend: on CUDA, with a dtype and a width that the kernel supports."""
     narrow = min(q_BHTD.shape[-1], v_BGSV.shape[-1] or NARROWEST) < NARROWEST
     return q_BHTD.is_cuda and q_BHTD.dtype in DTYPES and not narrow
 
@@ -30,15 +30,15 @@ def flex_serves(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor) -> bool:
 def flex_attend(
     q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, score: Score | None, mask: Mask, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(out_BHTV, lse_BHT) of `primitive.attend`; values of width zero mean "lse only".
+    """Compute (out_BHTV, lse_BHT) of `primitive.attend`; values of width zero mean "lse only".
 
     Raises:
-        ValueError: a gradient is wanted on a CPU, where FlexAttention has none.
+        ValueError: if gradients are required on a CPU, where FlexAttention has no backward pass.
     """
     (_, H, T, _), S = q_BHTD.shape, k_BGSD.shape[2]
     tensors = (q_BHTD, k_BGSD, v_BGSV, *(score.tensors if score else ()))
     if not q_BHTD.is_cuda and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        raise ValueError("the flex backend trains on CUDA only; use backend auto, chunked or eager on a CPU")
+        raise ValueError("the flex backend trains on CUDA only: use backend auto, chunked or eager on a CPU")
     run = _compiled_flex() if q_BHTD.is_cuda else flex.flex_attention
     kernel = apart(score)
     out, lse = run(
@@ -67,7 +67,7 @@ def score_mod(score: Score, offset: int) -> Any:
 
 @functools.lru_cache(maxsize=16)
 def _block_mask(mask: Mask, queries: int, keys: int, device: str) -> Any:
-    """Which blocks of the matrix are computed; the same object for the same mask, so that it is built once."""
+    """The block mask; cached per mask, so that it is built once."""
     offset = keys - queries
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def _compiled_flex() -> Any:
 
 @functools.cache
 def _lse_argument() -> dict[str, Any]:
-    """The argument for the log-normaliser in this version of PyTorch."""
+    """The argument that requests the log-normaliser in this version of PyTorch."""
     if "return_aux" in inspect.signature(flex.flex_attention).parameters:
         return {"return_aux": flex.AuxRequest(lse=True)}
     return {"return_lse": True}

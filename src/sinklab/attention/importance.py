@@ -1,12 +1,12 @@
 """Importance of every key position, without the matrix.
 
-alpha_k is the mean over queries t = k .. T of the attention score that t gives k; the query k itself counts
-(2410.10781, section 3.2). It is a column mean of the attention matrix, summed up block by block: a block of
+alpha_k is the mean over queries t = k .. T of the attention score of query t on key k; query k itself is included
+(2410.10781, section 3.2). It is a column mean of the attention matrix, accumulated block by block: a block of
 queries has all its keys, so its rows can be normalised in place. For operations whose scores do not sum to one the
 scores are the proxy |sim_ts| / sum_s |sim_ts|, which is exp(log sim), normalised.
 
-Under a mask other than the causal one not every query from k on sees k, and earlier ones may. The mean over the
-queries that may see k is a second number, from the same sums: `over_visible`.
+Under a mask other than the causal one, some queries t >= k may not see k and earlier queries may. `over_visible` is a
+second mean from the same sums, over the queries that may see k.
 """
 
 import functools
@@ -27,9 +27,9 @@ class ColumnSums:
     """Sums of attention scores over the counted queries.
 
     Attributes:
-        keys_BHS: per key, over queries t >= k, float32 (float64 for float64 input).
-        bias_BH: the share of an added bias, over all counted queries; None if there is no bias.
-        earlier_BHS: per key, over the queries before it; None under a causal mask, where none sees it.
+        keys_BHS: sum per key over queries t >= k, float32 (float64 for float64 input).
+        bias_BH: sum of the share of an added bias over all counted queries; None if there is no bias.
+        earlier_BHS: sum per key over the queries before it; None under a causal mask, where no earlier query sees it.
     """
 
     keys_BHS: Tensor
@@ -37,22 +37,22 @@ class ColumnSums:
     earlier_BHS: Tensor | None = None
 
     def all_queries(self) -> Tensor:
-        """Per key, over all counted queries: (B, H, S)."""
+        """Sum per key over all counted queries: (B, H, S)."""
         return self.keys_BHS if self.earlier_BHS is None else self.keys_BHS + self.earlier_BHS
 
 
 @dataclass(frozen=True)
 class Importance:
-    """alpha of the positions and of what was added to them.
+    """alpha of the positions and of the added bias or learned tokens.
 
     Attributes:
         positions_BHT: alpha of the T real positions.
-        bias_BH: alpha of the added bias or sink token, of all registers together, or the rest of the row; None if
+        bias_BH: alpha of the added bias or sink token, of all registers together, or of the rest of the row; None if
             there is none.
-        row_sums_BH: mean over the real queries of the sum of raw scores, None if every row sums to one.
-        seen_by_BGT: how many queries may see each position (batch and head may be 1), on the CPU.
-        visible_BHT: mean over these queries; None if they are those that alpha counts.
-        registers_BHN: alpha of each of N registers; None if there are not several.
+        row_sums_BH: mean over the real queries of the sum of raw scores; None if every row sums to one.
+        seen_by_BGT: number of queries that may see each position (batch and head may be 1), on the CPU.
+        visible_BHT: mean score over the queries that may see each position; None if equal to `positions_BHT`.
+        registers_BHN: alpha of each of N registers; None if N is below 2.
     """
 
     positions_BHT: Tensor
@@ -68,9 +68,9 @@ class Rows:
     """The normalised scores of a block of queries.
 
     Attributes:
-        block: which queries and keys.
-        weights_BHQS: shares of the row, float32 (float64 for float64 input); 0 where a key is hidden.
-        bias_BHQ: the share of an added bias; None if there is no bias.
+        block: queries and keys of the block.
+        weights_BHQS: normalised scores, float32 (float64 for float64 input); 0 where a key is hidden.
+        bias_BHQ: share of an added bias; None if there is no bias.
     """
 
     block: bl.Block
@@ -89,7 +89,7 @@ def score_rows(
     bias_logits_BHT: Tensor | None = None,
     block: int | None = None,
 ) -> Iterator[Rows]:
-    """The rows of the attention matrix, a block of queries at a time.
+    """Compute the rows of the attention matrix, a block of queries at a time.
 
     Args:
         q_BHTD: queries, the last T of S positions.
@@ -98,10 +98,10 @@ def score_rows(
         score: applied to a scaled score before the exponential; None is the identity.
         scale: default 1 / sqrt(D).
         bias_logits_BHT: logit of an added bias or sink that takes part in the normalisation (broadcastable).
-        block: queries at a time; by default as many as fit a few megabytes.
+        block: queries per block; by default as many as fit a few megabytes.
 
     Raises:
-        ValueError: shapes that do not match.
+        ValueError: if the shapes do not match.
     """
     bl.check_shapes(q_BHTD, k_BGSD)
     (B, H, T, _), S = q_BHTD.shape, k_BGSD.shape[2]
@@ -126,11 +126,11 @@ def score_rows(
 def sum_rows(
     rows: Iterable[Rows], q_BHTD: Tensor, keys: int, mask: Mask, counted_BT: Tensor | None = None
 ) -> ColumnSums:
-    """For every key, the sum over the counted queries t >= k in `rows`; of an added bias, over all counted ones.
+    """Sum `rows` over the counted queries t >= k for every key k, and over all counted queries for an added bias.
 
     Args:
-        rows: may be changed in place.
-        q_BHTD: their queries, the last T of `keys` positions.
+        rows: blocks of rows; may be changed in place.
+        q_BHTD: queries of the rows, the last T of `keys` positions.
         mask: which keys each query sees.
         counted_BT: bool, which queries count; None counts all.
     """
@@ -155,11 +155,11 @@ def sum_rows(
 
 
 def importance_from_sums(keys_BHT: Tensor, queries_B: Tensor) -> Tensor:
-    """alpha_k = (sum over queries t = k..n of A[t, k]) / (n - k + 1); the query k itself counts.
+    """Compute alpha_k = (sum over queries t = k..n of A[t, k]) / (n - k + 1); query k itself is included.
 
     Args:
-        keys_BHT: column sums of the attention matrix, aligned so that index 0 is the first position that counts.
-        queries_B: n, the number of queries of each sequence; 0 at positions past it.
+        keys_BHT: column sums of the attention matrix, aligned so that index 0 is the first counted position.
+        queries_B: number of queries n of each sequence; alpha is 0 at later positions.
 
     Returns:
         alpha_BHT in [0, 1], in the dtype of the sums.
@@ -170,21 +170,21 @@ def importance_from_sums(keys_BHT: Tensor, queries_B: Tensor) -> Tensor:
 
 
 def prefix_importance(sums_BHS: Tensor, length: int) -> Tensor:
-    """alpha (B, H, length) from sums over the first `length` queries, of sequences without padding."""
+    """Compute alpha (B, H, length) from sums over the first `length` queries of sequences without padding."""
     return importance_from_sums(sums_BHS[..., :length], torch.full((len(sums_BHS),), length, device=sums_BHS.device))
 
 
 def importance_of(
     sums: ColumnSums, mask: Mask = CAUSAL, leading: int = 0, row_sums_BH: Tensor | None = None
 ) -> Importance:
-    """alpha from column sums where every query counts (no padding, T = S).
+    """Compute alpha from column sums over all queries (no padding, T = S).
 
     Args:
-        sums: of the whole sequence, learned leading tokens included.
+        sums: column sums of the whole sequence, learned leading tokens included.
         mask: which keys each query sees.
-        leading: number of learned tokens before the first real one. A leading token is a bias: its alpha is the
-            mean over all real queries, and rows of leading tokens do not count. The rest of an operation that has one
-            is added to it: both are attention on no token.
+        leading: number of learned tokens before the first real one. A leading token is treated as a bias: its alpha
+            is the mean over all real queries, and rows of leading tokens are excluded. If the operation leaves a rest
+            of the row, that is added to the alpha of the bias: both are attention on no token.
         row_sums_BH: mean sums of raw scores, copied to the result.
     """
     S = sums.keys_BHS.shape[-1]
@@ -204,18 +204,18 @@ def importance_of(
 
 @functools.lru_cache(maxsize=4)
 def _seen_by(mask: Mask, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """`visible_queries` on the device and on the CPU: one synchronisation for all layers under one mask."""
+    """`visible_queries` on the device and on the CPU, with one synchronisation for all layers that share a mask."""
     counts_BGS = visible_queries(mask, positions, positions, device)
     return counts_BGS, counts_BGS.cpu()
 
 
 def over_visible(sums_BHT: Tensor, seen_by_BGT: Tensor, later: Tensor) -> Tensor | None:
-    """Mean over the queries that may see each key; None if they are the queries from the key on.
+    """Mean over the queries that may see each key; None if these are the queries t >= k.
 
     Args:
-        sums_BHT: over all queries that may see the key.
-        seen_by_BGT: their number, batch and head may be 1; the mean is 0 for a key that no query sees.
-        later: how many queries there are from the key on, broadcastable to `seen_by_BGT`.
+        sums_BHT: sums over all queries that may see the key.
+        seen_by_BGT: number of these queries, batch and head may be 1; the mean is 0 for a key that no query sees.
+        later: number of queries t >= k, broadcastable to `seen_by_BGT`.
     """
     if bool((seen_by_BGT == later).all()):
         return None

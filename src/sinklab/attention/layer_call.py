@@ -1,7 +1,7 @@
-"""One call of an attention layer, ours or of transformers: operation, arguments, and the quantities that are measured.
+"""One call of an attention layer, native or of transformers: operation, arguments, and the measured quantities.
 
-B batch, H query heads, G key heads (H a multiple of G), T queries, S keys, V value width. The T queries are the last of
-the S positions; learned leading tokens are among these.
+B batch, H query heads, G key heads (H a multiple of G), T queries, S keys, V value width. The queries are the last T of
+the S positions, which include learned leading tokens.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.errors import InputError
 
 ShiftRope = Callable[[Tensor, Tensor], Tensor]
-"""(x_BHTD, by_T) -> x with the rotary embedding of every position shifted by so many positions."""
+"""(x_BHTD, by_T) -> x with the rotary embedding of every position shifted by `by_T` positions."""
 
 
 class LibraryKernel(NamedTuple):
@@ -33,17 +33,18 @@ class LibraryKernel(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerCall:
-    """operation(call, values), of one layer.
+    """One layer's operation(call, values).
 
     Attributes:
-        operation, call: softmax for models of transformers.
+        operation: attention operation; softmax for models of transformers.
+        call: queries, keys and score functions.
         value_BGSV: values.
-        leading: learned tokens in front of the sequence.
-        padding_B: how many positions of each row, before the leading tokens, are padding; None for none.
-        index: of the layer among those with attention, from 1; 0 outside of `intercept`.
-        shift_rope: shifts positions; None without a rotary embedding of queries and keys.
-        library: computes the output as the model itself does; None if the call has been changed, where the output
-            is computed otherwise, and in our own models.
+        leading: number of learned tokens before the sequence.
+        padding_B: number of padding positions of each row, before the leading tokens; None means none.
+        index: number of the layer among those with attention, from 1; 0 outside of `intercept`.
+        shift_rope: shifts rotary positions; None without a rotary embedding of queries and keys.
+        library: computes the output with the model's own code; None if the call has been changed, and in native
+            models.
     """
 
     operation: Operation
@@ -57,61 +58,61 @@ class LayerCall:
 
     @property
     def length(self) -> int:
-        """T."""
+        """Number of queries T."""
         return self.call.q_BHTD.shape[2]
 
     @property
     def fusible(self) -> bool:
-        """Whether one_pass.py may replace the library's kernel: on a CPU, without gradients."""
+        """Whether one_pass.py may replace the library's kernel (on a CPU, without gradients)."""
         return self.library is not None and not torch.is_grad_enabled() and not self.call.q_BHTD.is_cuda
 
     def output(self) -> Tensor:
-        """The attention output, (B, H, T, V)."""
+        """Compute the attention output, (B, H, T, V)."""
         out = self.operation.output(self.call, self.value_BGSV)
         if self.call.key_HD is None and self.call.value_HV is not None:  # V biases
             out = out + self.call.value_HV[:, None].to(out.dtype)
         return out
 
     def changed(self, **call: Any) -> "LayerCall":
-        """A copy with other fields of `call`, without the library's kernel, which ignores them."""
+        """A copy with the given fields of `call` replaced, without the library's kernel, which would ignore them."""
         return replace(self, call=replace(self.call, **call), library=None)
 
     def masked(self, mask: Mask) -> "LayerCall":
-        """A copy in which this mask hides keys as well."""
+        """A copy in which `mask` additionally hides keys."""
         return self.changed(mask=masks.both(self.call.mask, mask))
 
     def exact(self) -> "LayerCall":
-        """A copy without gradients, in float32 (float64 for float64)."""
+        """A detached copy in float32 (float64 for float64)."""
         q, k, v = (
             x.detach().to(accumulate_dtype(x.dtype)) for x in (self.call.q_BHTD, self.call.k_BGTD, self.value_BGSV)
         )
         return replace(self, call=replace(self.call, q_BHTD=q, k_BGTD=k), value_BGSV=v, library=None)
 
     def cut(self, positions: int) -> "LayerCall":
-        """The call of the sequences cut after so many positions; nothing before the cut depends on later positions."""
+        """The call of the sequences truncated to `positions`; no earlier position depends on a later one."""
         q, k = (x[:, :, :positions] for x in (self.call.q_BHTD, self.call.k_BGTD))
         return replace(self, call=replace(self.call, q_BHTD=q, k_BGTD=k), value_BGSV=self.value_BGSV[:, :, :positions])
 
     def rows(self) -> Iterator[Rows]:
-        """The rows of scores, leading tokens included, a block of queries at a time (`Operation.rows`)."""
+        """Compute the rows of scores, leading tokens included, a block of queries at a time (`Operation.rows`)."""
         return self.operation.rows(self.call)
 
     def visible_queries(self, counted_BT: Tensor | None = None) -> Tensor:
-        """How many of the counted queries see each key: (B or 1, H or 1, S)."""
+        """Number of counted queries that see each key: (B or 1, H or 1, S)."""
         q_BHTD, keys = self.call.q_BHTD, self.call.k_BGTD.shape[2]
         return visible_queries(self.call.mask, self.length, keys, q_BHTD.device, counted_BT)
 
     @torch.no_grad()
     def column_sums(self, counted_BT: Tensor | None = None) -> ColumnSums:
-        """Sums of the rows over the counted queries (bool; None counts all)."""
+        """Sum the rows over the counted queries (bool; None counts all)."""
         return sum_rows(self.rows(), self.call.q_BHTD, self.call.k_BGTD.shape[2], self.call.mask, counted_BT)
 
     @torch.no_grad()
     def importance(self) -> Importance:
-        """alpha_k of every real position and of the bias, sink token or registers (2410.10781, section 3.2).
+        """Compute alpha_k of every real position and of the bias, sink token or registers (2410.10781, section 3.2).
 
-        For whole sequences without padding, T = S. Where the operation's scores do not sum to one, alpha is that of the
-        proxy scores and the mean raw row sum is reported with it.
+        Requires whole sequences without padding, T = S. If the operation's scores do not sum to one, alpha is that of
+        the proxy scores, and the mean raw row sum is reported too.
         """
         sums, n = self.column_sums(), self.leading
         if n:
@@ -124,10 +125,10 @@ class LayerCall:
         return importance_of(sums, self.call.mask, n, row_sums)
 
     def scores(self) -> tuple[Tensor, Tensor | None]:
-        """The attention matrix A_BHTS and the scores of the bias (B, H, T): rows over their sums, times their sums.
+        """Compute the attention matrix A_BHTS and the scores of the bias (B, H, T), from normalised rows and row sums.
 
         Raises:
-            InputError: an operation whose scores are not non-negative numbers over a divisor.
+            InputError: if the operation's scores are not non-negative numbers divided by a normaliser.
         """
         if not isinstance(self.operation, LogSimilarity):
             raise InputError(
@@ -150,7 +151,7 @@ class LayerCall:
         return scores_BHTS, bias_BHT
 
     def weighted(self, scores_BHTS: Tensor, bias_BHT: Tensor | None) -> Tensor:
-        """sum_s A_ts v_s, the bias with its value: (B, H, T, V)."""
+        """Compute sum_s A_ts v_s, including the bias and its value: (B, H, T, V)."""
         repeats = self.call.q_BHTD.shape[1] // self.value_BGSV.shape[1]
         out = scores_BHTS.to(self.value_BGSV.dtype) @ self.value_BGSV.repeat_interleave(repeats, 1)
         value_HV = self.call.value_HV

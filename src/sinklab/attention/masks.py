@@ -18,11 +18,11 @@ COUNTED_ROWS = 128  # at a time
 
 @dataclass(frozen=True)
 class RunningSum:
-    """Rows that are running sums, as linear attention needs: causal, except for two numbers.
+    """The form of a mask whose rows are running sums, as linear attention requires: causal up to two numbers.
 
     Attributes:
         leading: queries before this position are causal in any case.
-        shared: every later query also sees the keys before this position; 0 for a causal mask.
+        shared: every query from `leading` on also sees the keys before this position; 0 for a causal mask.
     """
 
     leading: int = 0
@@ -34,7 +34,7 @@ class Mask(ABC):
 
     @property
     def causal(self) -> bool:
-        """True when no query sees a later key."""
+        """True if no query sees a later key."""
         return True
 
     @property
@@ -44,12 +44,12 @@ class Mask(ABC):
 
     @property
     def rows(self) -> int:
-        """Number of rows of the batch with masks of their own; 1 where all have the same."""
+        """Number of rows of the batch with separate masks; 1 if all share one mask."""
         return 1
 
     @property
     def heads(self) -> int:
-        """Number of heads with masks of their own; 1 where all have the same."""
+        """Number of heads with separate masks; 1 if all share one mask."""
         return 1
 
     @property
@@ -59,7 +59,7 @@ class Mask(ABC):
 
     @property
     def running_sum(self) -> RunningSum | None:
-        """The running sum of a row's keys; None if they are not one."""
+        """The mask as a running sum over keys; None if it is not one."""
         return None
 
     @abstractmethod
@@ -84,16 +84,16 @@ class Mask(ABC):
         )
 
     def of(self, row: int, heads: slice) -> "Mask":
-        """The mask of one row of the batch and some of its heads, as a batch of its own."""
+        """The mask of one row of the batch and some of its heads, as a batch of one."""
         return self
 
 
 def visible_keys(mask: Mask, queries: int, device: torch.device, keys: int | None = None) -> Tensor:
-    """How many keys each query sees: (rows, T), of the first head; counted in blocks of rows.
+    """Count the keys that each query sees: (rows, T), for the first head, in blocks of rows.
 
     Args:
-        queries: T, at the last T of `keys` positions.
-        keys: S; as many as queries unless given.
+        queries: number of queries T, at the last T of `keys` positions.
+        keys: number of keys S; by default T.
     """
     keys = queries if keys is None else keys
     starts = range(keys - queries, keys, COUNTED_ROWS)
@@ -105,10 +105,10 @@ def visible_keys(mask: Mask, queries: int, device: torch.device, keys: int | Non
 def visible_queries(
     mask: Mask, queries: int, keys: int, device: torch.device, counted_BT: Tensor | None = None
 ) -> Tensor:
-    """How many of the counted queries may see each key: (B or 1, H or 1, keys), counted in blocks of rows.
+    """Count the queries that may see each key: (B or 1, H or 1, keys), in blocks of rows.
 
     Args:
-        queries: T, at the last T of `keys` positions.
+        queries: number of queries T, at the last T of `keys` positions.
         counted_BT: bool, which queries count (padding does not); None counts all.
     """
     if mask.plain and counted_BT is None:
@@ -188,7 +188,7 @@ class Prefix(Mask):
 
 @dataclass(frozen=True)
 class WrappedMask(Mask):
-    """A mask that modifies another, `rest`."""
+    """A mask that modifies another mask, `rest`."""
 
     rest: Mask
 
@@ -214,7 +214,7 @@ class WrappedMask(Mask):
 
 @dataclass(frozen=True)
 class Leading(WrappedMask):
-    """Another mask after `count` learned tokens: every query sees them, and they see only each other, causally."""
+    """Another mask after `count` learned tokens. Every query sees them; they see only each other, causally."""
 
     count: int = 1
 
@@ -264,12 +264,12 @@ class HiddenFirst(WrappedMask):
 
 @dataclass(frozen=True, eq=False)
 class Padded(WrappedMask):
-    """Another mask after padding, of which every row has its own number of positions.
+    """Another mask after padding; the number of padding positions may differ between rows.
 
-    No query sees padding, and a query at padding sees itself alone, so that no row is empty.
+    No query sees padding, and a query at a padding position sees only itself, so that no row is empty.
 
     Args:
-        padding_B: how many positions at the start of each row are padding.
+        padding_B: number of padding positions at the start of each row.
     """
 
     padding_B: Tensor
@@ -295,7 +295,7 @@ class Padded(WrappedMask):
 
 @dataclass(frozen=True, eq=False)
 class Document(Mask):
-    """Causal within documents: query t sees those keys s <= t that carry its own document number.
+    """Causal within documents: query t sees the keys s <= t that have its document number.
 
     Args:
         documents_BS: integer document numbers per position.
@@ -311,7 +311,7 @@ class Document(Mask):
         return Document(self.documents_BS[row : row + 1])
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        # Within `Leading` positions may be negative; the answers there are not used.
+        # Within `Leading`, positions may be negative; results there are not used.
         return (k <= q) & (self.documents_BS[b, q.clamp(min=0)] == self.documents_BS[b, k.clamp(min=0)])
 
     def __eq__(self, other: object) -> bool:
@@ -323,11 +323,11 @@ class Document(Mask):
 
 @dataclass(frozen=True)
 class Dense(Mask):
-    """An explicit mask, as model libraries have it; a query may see no key, such as one at padding.
+    """An explicit mask, as in model libraries. A query may see no key, for example at a padding position.
 
     Args:
         allowed_BHTS: bool, True = attend; batch and head may be 1. T queries at the last T key positions.
-        later: whether some query is allowed a later key.
+        later: whether some query may see a later key.
     """
 
     allowed_BHTS: Tensor

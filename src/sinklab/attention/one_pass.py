@@ -1,10 +1,10 @@
 """Attention output and column sums from the same blocks of scores.
 
-The fused kernels of PyTorch return the output without the scores, so computing sums separately repeats q.k and exp.
-Here a block of queries against all its keys, small enough for the cache, is normalised in place and used twice: times
-`v` it is the output, summed over its rows it is the importance. benchmarks/measure.py compares the cost with that of
-the fused kernel alone. Rejected: the kernel's own `lse` and one exp beside it, a matrix product with ones
-for the sums; neither was faster on the machine they were tried on.
+PyTorch's fused kernels return the output without the scores, so computing the sums separately repeats q.k and exp.
+Here the scores of a block of queries, small enough for the cache, are normalised in place and used twice: multiplied
+by `v` they are the output, summed over queries they are the importance. benchmarks/measure.py compares the cost with
+that of the fused kernel alone. Rejected: one more exp with the kernel's own `lse`, and a matrix product with ones for
+the sums; neither was faster on the machine used.
 
 B batch, H query heads, G key heads, T queries, S keys, D key width, V value width; no gradients.
 """
@@ -33,16 +33,19 @@ def attend_and_sum(
     counted_BT: Tensor | None = None,
     ends: Sequence[int] = (),
 ) -> tuple[Tensor, ColumnSums, Tensor]:
-    """The attention output (B, H, T, V); per key the sum of its scores over the counted queries t >= k; and the same
-    over the queries before each of `ends` only (B, H, E, S), the sums of a sequence cut there.
+    """Compute the attention output and the column sums of the scores in one pass.
+
+    Returns:
+        The output (B, H, T, V); per key the sum of its scores over the counted queries t >= k; and the same sums over
+        the queries before each of `ends` (B, H, E, S), which are the sums of a sequence cut there.
 
     Args:
-        call: of softmax, without a bias key; a sink logit has no value.
+        call: softmax call without a bias key; a sink logit has no value.
         counted_BT: bool, which queries count (padding does not); None counts all.
         ends: increasing numbers of queries, at most T.
 
     Raises:
-        ValueError: shapes that do not match.
+        ValueError: if the shapes do not match.
     """
     q_BHTD, k_BGSD, mask, score = call.q_BHTD, call.k_BGTD, call.mask, call.score()
     scale = bl.default_scale(q_BHTD) if call.scale is None else call.scale
@@ -68,7 +71,7 @@ def attend_and_sum(
 
 @dataclass
 class _Walk:
-    """Over the blocks of one sequence at a time, in a buffer that all of them share."""
+    """Computes the blocks of one sequence at a time, in one shared buffer."""
 
     mask: Mask
     score: Score | None
@@ -117,13 +120,13 @@ class _Walk:
 
     @staticmethod
     def _groups(scores: int) -> int:
-        """Key heads of a block, where one has that many scores: one per thread at least, which beats sharing a product
-        between threads, as long as the memory for it is small.
+        """Number of key heads of a block: at least one per thread, which is faster than splitting a product between
+        threads, as long as the buffer stays small.
         """
         return max(1, min(max(torch.get_num_threads(), BLOCK_SCORES // scores), MOST_SCORES // scores))
 
     def _rows(self, T: int, queries: int) -> Iterator[tuple[int, int, int]]:
-        """Blocks of queries, none across an end: start, stop, and the number of ends before."""
+        """Blocks of queries that cross no end: start, stop, and the number of earlier ends."""
         begin = 0
         for segment, end in enumerate(self.ends):
             for start in range(begin, min(end, T), queries):
@@ -131,7 +134,7 @@ class _Walk:
             begin = end
 
     def _products(self, q_HQD: Tensor, k_GDS: Tensor) -> Tensor:
-        """q.k of some heads: (heads, queries, keys), in the shared buffer."""
+        """Compute q.k of some heads in the shared buffer: (heads, queries, keys)."""
         (H, Q, D), (G, _, S) = q_HQD.shape, k_GDS.shape
         if self.buffer.numel() < H * Q * S:
             self.buffer = q_HQD.new_empty(H * Q * self.keys)
@@ -142,7 +145,7 @@ class _Walk:
     def _normalise(
         self, z_HQS: Tensor, b: int, heads: slice, block: bl.Block, offset: int
     ) -> tuple[Tensor, Tensor | None]:
-        """The softmax, in place where it can; and what the keys got of it beside a sink logit, (heads, queries, 1)."""
+        """The softmax, in place if possible, and the share of the keys (not of a sink logit): (heads, queries, 1)."""
         if self.score is not None:
             device = z_HQS.device
             z_HQS = self.score(
@@ -165,7 +168,7 @@ class _Walk:
         return z_HQS, share
 
     def _hide(self, z_HQS: Tensor, b: int, heads: slice, block: bl.Block, offset: int) -> Tensor | None:
-        """Set hidden keys to -inf; returns which rows see no key, if the mask can have such rows."""
+        """Set hidden keys to -inf, and return which rows see no key if the mask can have such rows."""
         mask = self.mask.of(b, heads)
         bl.mask_block_(z_HQS[None], block, offset, self.keys, mask)
         if not mask.may_be_empty:

@@ -2,9 +2,9 @@
 
 Every softmax-like operation is algebra on the normalised average `out` and the log-normaliser `lse` (operations/).
 
-Backends: `eager`, at the end of this file, is the specification; `sdpa` PyTorch's fused kernel, where the plain softmax
-applies; `chunked` walks blocks of queries on any device; `flex` is FlexAttention on CUDA. `auto` chooses per call by
-the requirements of the call, never by the name of the operation.
+Backends: `eager`, at the end of this file, is the specification; `sdpa` is PyTorch's fused kernel, for plain softmax;
+`chunked` computes blocks of queries on any device; `flex` is FlexAttention on CUDA. `auto` chooses per call by the
+requirements of the call, never by the name of the operation.
 """
 
 import math
@@ -33,18 +33,18 @@ def attend(
     scale: float | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Attention output and log-normaliser of every query, without the T x S matrix (except `eager`).
+    """Compute the attention output and log-normaliser of every query, without the T x S matrix (except `eager`).
 
     out_t = sum_s exp(l_ts) v_s / Z_t,  lse_t = log Z_t,  Z_t = sum_s exp(l_ts),  l_ts = score(q_t.k_s * scale).
 
     Args:
         q_BHTD: queries, the last T of S positions.
-        k_BGSD: keys; H must be a multiple of G (grouped-query attention), nothing is repeated in memory.
+        k_BGSD: keys; H must be a multiple of G (grouped-query attention). Keys are not repeated in memory.
         v_BGSV: values; V may differ from D.
         score: applied to a scaled score before the exponential; None is the identity.
         mask: which keys each query sees.
         scale: default 1 / sqrt(D).
-        backend: force one; `auto` is `flex` on a GPU where it supports the call, else `chunked`, which supports every
+        backend: backend to use; `auto` is `flex` on a GPU if it supports the call, else `chunked`, which supports every
             call (see also `attend_output`).
 
     Returns:
@@ -52,7 +52,7 @@ def attend(
         nothing has out 0 and lse -inf.
 
     Raises:
-        ValueError: shapes that do not match, or a backend that does not support the call.
+        ValueError: if the shapes do not match or the backend does not support the call.
     """
     check_shapes(q_BHTD, k_BGSD)
     scale = default_scale(q_BHTD) if scale is None else scale
@@ -76,10 +76,10 @@ def attend_output(
     scale: float | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """`attend` for callers that do not need the log-normaliser: `auto` may then take the fused kernel.
+    """`attend` without the log-normaliser, so that `auto` may use the fused kernel.
 
-    It does so where the kernel is exact and pays: plain causal softmax with T = S, except for short sequences in
-    bfloat16 on a CPU.
+    `auto` uses it where it is exact and faster: plain causal softmax with T = S, except for short sequences in bfloat16
+    on a CPU.
     """
     plain = score is None and mask.plain and q_BHTD.shape[2] == k_BGSD.shape[2]
     large = q_BHTD.is_cuda or q_BHTD.dtype != torch.bfloat16 or q_BHTD.shape[2] > FUSED_FROM
@@ -101,7 +101,7 @@ def log_normaliser(
     scale: float | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """lse_BHT alone (see `attend`): values of width zero."""
+    """Compute only lse_BHT (see `attend`), with values of width zero."""
     if backend == "sdpa":
         backend = "chunked"
     return attend(q_BHTD, k_BGSD, k_BGSD[..., :0], score=score, mask=mask, scale=scale, backend=backend)[1]
@@ -110,7 +110,7 @@ def log_normaliser(
 def _fused(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, score: Score | None, mask: Mask, scale: float) -> Tensor:
     if score is not None:
         raise ValueError(
-            "the sdpa backend computes plain softmax attention only and this operation changes the scores; "
+            "the sdpa backend supports plain softmax attention only, and this operation changes the scores: "
             "use backend auto, chunked or eager"
         )
     T, S = q_BHTD.shape[2], k_BGSD.shape[2]
@@ -130,7 +130,7 @@ def _fused(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, score: Score | None, 
 
 
 def eager_logits(q_BHTD: Tensor, k_BGSD: Tensor, score: Score | None, mask: Mask, scale: float) -> Tensor:
-    """Every logit score(q.k * scale), -inf where the mask forbids: (B, H, T, S)."""
+    """Compute every logit score(q.k * scale), -inf for hidden keys: (B, H, T, S)."""
     T, S = q_BHTD.shape[2], k_BGSD.shape[2]
     k_BHSD = k_BGSD.repeat_interleave(q_BHTD.shape[1] // k_BGSD.shape[1], dim=1)
     z_BHTS = (q_BHTD @ k_BHSD.transpose(-1, -2)).to(accumulate_dtype(q_BHTD.dtype)) * scale

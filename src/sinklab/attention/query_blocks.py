@@ -35,7 +35,7 @@ def default_scale(q_BHTD: Tensor) -> float:
 
 
 def check_shapes(q_BHTD: Tensor, k_BGSD: Tensor) -> None:
-    """Raise ValueError where the shapes of queries and keys do not match."""
+    """Raise ValueError if the shapes of queries and keys do not match."""
     (B, H, T, D), (Bk, G, S, Dk) = q_BHTD.shape, k_BGSD.shape
     if Bk != B or Dk != D or H % G or S < T:
         raise ValueError(
@@ -45,10 +45,10 @@ def check_shapes(q_BHTD: Tensor, k_BGSD: Tensor) -> None:
 
 
 def blocks(q_BHTD: Tensor, k_BGSD: Tensor, mask: Mask, size: int | None = None) -> Iterator[Block]:
-    """The blocks of queries in order, each with the keys that any of its queries may see.
+    """Generate the blocks of queries in order, each with the keys that any of its queries may see.
 
     Args:
-        size: queries per block; by default as many as keep a block's scores below a size that suits the device.
+        size: queries per block; by default limited by a memory size that suits the device.
     """
     (B, H, T, _), S = q_BHTD.shape, k_BGSD.shape[2]
     elements = BLOCK_ELEMENTS_CUDA if q_BHTD.is_cuda else BLOCK_ELEMENTS
@@ -59,7 +59,7 @@ def blocks(q_BHTD: Tensor, k_BGSD: Tensor, mask: Mask, size: int | None = None) 
 
 
 def grouped_product(a_BHTD: Tensor, b_BGDS: Tensor) -> Tensor:
-    """(B, H, T, D) x (B, G, D, S) -> (B, H, T, S) with each of the G matrices serving H / G heads, none repeated."""
+    """(B, H, T, D) x (B, G, D, S) -> (B, H, T, S) each of the G matrices shared by H / G heads without copies."""
     B, H, T, D = a_BHTD.shape
     G, S = b_BGDS.shape[1], b_BGDS.shape[3]
     if H == G:
@@ -68,7 +68,7 @@ def grouped_product(a_BHTD: Tensor, b_BGDS: Tensor) -> Tensor:
 
 
 def grouped_transpose_product(a_BHTS: Tensor, b_BHTD: Tensor, groups: int) -> Tensor:
-    """sum over t and the heads of a group of a[t, s] b[t, d]: (B, G, S, D)."""
+    """Sum a[t, s] b[t, d] over t and the heads of a group: (B, G, S, D)."""
     B, H, T, S = a_BHTS.shape
     if groups != H:
         a_BHTS = a_BHTS.reshape(B, groups, H // groups * T, S)
@@ -77,12 +77,12 @@ def grouped_transpose_product(a_BHTS: Tensor, b_BHTD: Tensor, groups: int) -> Te
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype scores are held in: float64 for float64, else float32."""
+    """The dtype of scores: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def raw_scores(q_BHTD: Tensor, k_BGSD: Tensor, block: Block, scale: float) -> Tensor:
-    """z = q.k * scale of one block: (B, H, stop - start, high - low) in the accumulation dtype."""
+    """Compute z = q.k * scale of one block: (B, H, stop - start, high - low) in the accumulation dtype."""
     q, k = q_BHTD[:, :, block.start : block.stop], k_BGSD[:, :, block.low : block.high]
     z = grouped_product(q, k.transpose(-1, -2)).to(accumulate_dtype(q.dtype))
     return z.mul_(scale) if not z.requires_grad else z * scale
@@ -106,9 +106,9 @@ def score_block(z_BHTS: Tensor, block: Block, offset: int, score: Score | None) 
 
 
 def floored_exp_(exponents: Tensor) -> Tensor:
-    """Exponentials, in place, of at least the smallest normal number: a CPU needs ten times as long below it.
+    """Exponentials, in place, clamped to the smallest normal number: subnormals take a CPU ten times as long.
 
-    No result is exactly zero: masked entries have to be masked again.
+    No result is exactly zero, so masked entries must be masked again.
     """
     return exponents.clamp_(min=math.log(torch.finfo(exponents.dtype).tiny) + 0.1).exp_()
 
@@ -116,7 +116,7 @@ def floored_exp_(exponents: Tensor) -> Tensor:
 def mask_block_(
     logits_BHTS: Tensor, block: Block, offset: int, keys: int, mask: Mask, value: float = -math.inf
 ) -> Tensor:
-    """Set what a query may not see to `value`, in place, leaving alone the keys that the whole block sees."""
+    """Set hidden entries to `value`, in place; keys that the whole block sees are unchanged."""
     first, end = block.start + offset, block.stop + offset
     low, high = mask.full_range(first, end, keys)
     low, high = max(low, block.low), min(high, block.high)

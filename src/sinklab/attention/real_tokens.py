@@ -1,4 +1,4 @@
-"""Real tokens among padding: position 1 is the first real token of each sequence, padding never counts."""
+"""Real tokens among padding: position 1 is the first real token of each sequence; padding is never counted."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,12 @@ from sinklab.errors import InputError
 
 @dataclass(frozen=True)
 class RealTokens:
-    """The positions of the real tokens of a batch.
+    """Positions of the real tokens of a batch.
 
     Attributes:
         mask_BT: bool, True at real tokens; they are contiguous in every row.
-        count_B: how many real tokens each row has.
-        index_BR: for the R = max(count_B) aligned positions, the column each comes from.
+        count_B: number of real tokens of each row.
+        index_BR: source column of each of the R = max(count_B) aligned positions.
         valid_BR: bool, False past the end of a row.
         padded: whether any position is padding.
     """
@@ -37,7 +37,7 @@ class RealTokens:
         return self.mask_BT & (self.mask_BT.cumsum(1) >= position)
 
     def align(self, x: Tensor) -> Tensor:
-        """(B, ..., T) -> (B, ..., R), index 0 being the first real token of each row; 0 past its end."""
+        """Align (B, ..., T) to (B, ..., R), the first real token of each row at index 0; 0 past the row's end."""
         shape = (x.shape[0],) + (1,) * (x.ndim - 2) + (-1,)
         index, valid = (part.to(x.device).view(shape) for part in (self.index_BR, self.valid_BR))
         return torch.where(valid, x.gather(-1, index.expand(*x.shape[:-1], -1)), 0)
@@ -47,11 +47,11 @@ def real_tokens(mask_BT: Tensor) -> RealTokens:
     """Read a padding mask (non-zero = real token), padded on the left, the right or both.
 
     Raises:
-        InputError: not of shape (sequences, positions), a row without real tokens, or padding between real tokens.
+        InputError: if the shape is not (sequences, positions), or a row has no real tokens or padding between them.
     """
     if mask_BT.ndim != 2:
         raise InputError(
-            f"the attention mask has shape {tuple(mask_BT.shape)}; positions are counted from a padding mask of shape "
+            f"the attention mask has shape {tuple(mask_BT.shape)}: expected a padding mask of shape "
             "(sequences, positions) that is 1 at real tokens and 0 at padding"
         )
     mask_BT = mask_BT != 0

@@ -1,12 +1,12 @@
-"""Attention as the papers write it: explicit matrices, one line per symbol, for the `reference` of every operation.
+"""Attention by the papers' formulas: explicit matrices, one line per symbol, for the `reference` of every operation.
 
 This code is slow, is not used in training and shares no code with training: scores, softcap, mask and biases are
 computed independently. The only exceptions are two closed-form definitions: whether query t may see key s
-(`Mask.allowed`) and the effect of a positional embedding on one score (`Score`). Every other path is tested against it.
+(`Mask.allowed`) and the effect of a positional embedding on one score (`Score`). All other code is tested against it.
 
-S = T + 1 columns where a bias adds a key or a logit, which is column 0 and takes part in a row like any other key; it
-sees no position and is seen by every query. Column 0 is also the rest of an operation that leaves one. S = T elsewhere.
-A learned leading token is an ordinary position here.
+S = T + 1 if a bias adds a key or a logit, which is column 0: it has no position, is seen by every query and enters a
+row like any other key. Column 0 is also the rest of the row for operations that leave one. Otherwise S = T. A learned
+leading token is an ordinary position here.
 """
 
 import math
@@ -23,19 +23,19 @@ from sinklab.attention.scores import Score
 
 @dataclass(frozen=True)
 class Explicit:
-    """Explicit tensors of an attention layer: every query head has keys and values of its own.
+    """Explicit tensors of an attention layer, with separate keys and values for every query head.
 
     Attributes:
-        q_BHTD, k_BHTD, v_BHTV: of the sequence.
+        q_BHTD, k_BHTD, v_BHTV: queries, keys and values of the sequence.
         allowed_BHTT: bool, which query sees which key of the sequence.
-        key_HD, value_HV: of a bias key; the value is zero where the bias has none.
-        logit_H: a sink logit, in the place of q.k_s.
-        added_H: added to the logit of a bias key, else zero.
-        offset_HV: added to the output by a V bias, else zero.
-        softcap: of the scores, in nats.
+        key_HD, value_HV: key and value of a bias; the value is zero if the bias has none.
+        logit_H: sink logit, used in place of q.k_s.
+        added_H: number added to the logit of a bias key; zero if there is none.
+        offset_HV: vector added to the output by a V bias; zero if there is none.
+        softcap: softcap of the scores, in nats.
         position: the positional embedding's effect on a score.
-        fading_BHTT: added to a score by forget gates; None without.
-        has_rest: whether column 0 is the rest that no key takes, which carries nothing here.
+        fading_BHTT: term added to a score by forget gates; None without forget gates.
+        has_rest: whether column 0 is the rest of the row, which has value zero here.
         learned: the operation's own parameters.
     """
 
@@ -56,14 +56,14 @@ class Explicit:
 
     @property
     def has_bias(self) -> bool:
-        """Whether column 0 is a bias, or the rest."""
+        """Whether column 0 is a bias or the rest of the row."""
         return self.key_HD is not None or self.logit_H is not None or self.has_rest
 
     def logits(self, part: slice = slice(None)) -> Tensor:
-        """q_t.k_s / sqrt(d), softcapped, with position and fading; -inf where a key is hidden: (B, H, T, S).
+        """q_t.k_s / sqrt(d), softcapped, with position and fading; -inf for hidden keys: (B, H, T, S).
 
         Args:
-            part: of the width of every head, for operations that cut a head; d is then the width of the part.
+            part: slice of the width of every head, for operations that split heads; d is then the width of the slice.
         """
         q, k = self.q_BHTD[..., part], self.k_BHTD[..., part]
         z_BHTT = self._capped(q @ k.mT / math.sqrt(q.shape[-1]))
@@ -84,7 +84,7 @@ class Explicit:
         return torch.cat([extra_BHT1, z_BHTT], dim=-1)
 
     def products(self, phi: Callable[[Tensor], Tensor]) -> Tensor:
-        """phi(q_t).phi(k_s) / sqrt(d), 0 where a key is hidden: (B, H, T, S)."""
+        """phi(q_t).phi(k_s) / sqrt(d), 0 for hidden keys: (B, H, T, S)."""
         k_BHSD = self.k_BHTD
         if self.key_HD is not None:
             k_BHSD = torch.cat([self.key_HD[None, :, None].expand(len(k_BHSD), -1, -1, -1), k_BHSD], dim=2)
@@ -118,7 +118,7 @@ def explicit(
     has_rest: bool,
     learned: nn.Module | None,
 ) -> Explicit:
-    """The explicit tensors: key heads and learned biases are repeated for their H / G query heads."""
+    """Build the explicit tensors; key heads and learned biases are repeated for their H / G query heads."""
     B, H, T, D = q_BHTD.shape
     b, h, t, s = torch.meshgrid(*(torch.arange(n, device=q_BHTD.device) for n in (B, H, T, T)), indexing="ij")
     key_HD, value_HV = None, torch.zeros_like(v_BGTV[0, :1, 0]).expand(H, -1)
@@ -151,7 +151,7 @@ def explicit(
 
 
 def _fading(log_kept_BTH: Tensor) -> Tensor:
-    """The sum of log f_l over s < l <= t, 0 where there are none: (B, H, T, T)."""
+    """The sum of log f_l over s < l <= t, 0 if the range is empty: (B, H, T, T)."""
     log_gates_BTH = log_kept_BTH.diff(dim=1, prepend=torch.zeros_like(log_kept_BTH[:, :1]))
     t = torch.arange(log_kept_BTH.shape[1], device=log_kept_BTH.device)
     after_TTT = (t[None, :, None] < t) & (t <= t[:, None, None])  # [t, s, l]
@@ -163,7 +163,7 @@ def _of_every_head(learned: Tensor, heads: int) -> Tensor:
 
 
 def over_norm(similarity_BHTS: Tensor, p: float) -> Tensor:
-    """sim_ts / (sum_s sim_ts ** p) ** (1 / p), and 0 in a row whose similarities are all 0."""
+    """sim_ts / (sum_s sim_ts ** p) ** (1 / p), or 0 in a row whose similarities are all 0."""
     positive = similarity_BHTS > 0  # of zero, a power has no gradient
     total = (torch.where(positive, similarity_BHTS, 1) ** p * positive).sum(-1, keepdim=True)
     return similarity_BHTS / torch.where(total > 0, total, 1) ** (1 / p)

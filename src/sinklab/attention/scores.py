@@ -5,12 +5,12 @@ same closure: indices arrive as broadcastable tensors (blocks) or scalars (FlexA
 gradient, or that live on a device, are passed explicitly so that the chunked backend can differentiate them.
 
 An operation with a non-negative similarity sim(z) is the score z -> log sim(z): the exponential gives sim back,
-`lse` becomes log of the row sum, and every operation is algebra on (out, lse). Such a score also has sim(z) itself,
-so that the blocks need no logarithm (slow on a CPU, and of zero slowest) where numbers are in range.
+`lse` becomes the log of the row sum, and every operation is algebra on (out, lse). Such a score also stores sim(z),
+so that the blocks need no logarithm (slow on a CPU, slowest at zero) while numbers are in range.
 
-FlexAttention adds the gradient of a tensor that a score function reads score by score, atomically, and takes one read
-of each tensor. A score may therefore have a second form for it (`Apart`), without the terms that a whole row has in
-common. The other backends use the first form, in which a row's gradient is a sum.
+FlexAttention accumulates the gradient of a tensor read by a score function atomically, score by score, and supports one
+read per tensor. A score may therefore have a second form for FlexAttention (`Apart`), without the terms common to a
+row. The other backends use the first form, in which a row's gradient is a sum.
 """
 
 from collections.abc import Callable
@@ -28,10 +28,10 @@ class Score:
     Attributes:
         function: (z, b, h, q, k, *tensors) -> logit, elementwise and broadcasting.
         tensors: further arguments of `function`; may require gradients.
-        similarity: exp of `function`, computed directly, where that is as exact as long as nothing overflows.
-        vanishes: whether a similarity of zero is exact, and not an underflow.
+        similarity: exp of `function`, computed directly; None if that is less exact even without overflow.
+        vanishes: whether a similarity of zero is exact rather than an underflow.
         deep: whether most logits of a row may be so far below its largest that their shares underflow.
-        apart: the same logits for a kernel that adds gradients score by score; None if that is `function`.
+        apart: the same logits in the form for FlexAttention; None if that is `function`.
     """
 
     function: Callable[..., Tensor]
@@ -72,9 +72,9 @@ class Apart:
     """A score function without the terms common to a row: logit = score(factor z) + term.
 
     Attributes:
-        score: the remaining function; None is the identity. It reads no tensor twice that needs a gradient.
-        factor_BHT: of the row's raw scores, applied to the query; None is 1.
-        term_BHS: added to the log-normaliser, by position, those of the queries last; None is 0.
+        score: remaining function; None is the identity. It reads each tensor that needs a gradient at most once.
+        factor_BHT: factor of the row's raw scores, applied to the query; None is 1.
+        term_BHS: term added to the log-normaliser, per position, queries at the last positions; None is 0.
     """
 
     score: Score | None
@@ -82,21 +82,21 @@ class Apart:
     term_BHS: Tensor | None = None
 
     def query(self, q_BHTD: Tensor) -> Tensor:
-        """The queries times their factors, in their dtype."""
+        """The queries times their factors, in the dtype of the queries."""
         return q_BHTD if self.factor_BHT is None else (q_BHTD * self.factor_BHT[..., None]).to(q_BHTD.dtype)
 
     def normaliser(self, lse_BHT: Tensor) -> Tensor:
-        """The log-normaliser of the logits, from that of `score`."""
+        """The log-normaliser of the logits, from the log-normaliser of `score`."""
         return lse_BHT if self.term_BHS is None else lse_BHT + self.term_BHS[..., -lse_BHT.shape[-1] :]
 
 
 def apart(score: Score | None) -> Apart:
-    """The form of a score for a kernel that adds gradients score by score."""
+    """The form of a score for FlexAttention, which accumulates gradients score by score."""
     return Apart(score) if score is None or score.apart is None else score.apart
 
 
 def _both_apart(first: Score, after: Score) -> Apart | None:
-    """Of two in turn: a factor can be taken out in front of the first only, a term behind the last only."""
+    """`Apart` of two scores in turn: only the first may have a factor, only the last a term."""
     before = apart(first) if apart(first).term_BHS is None else Apart(first)
     behind = apart(after) if apart(after).factor_BHT is None else Apart(after)
     if before.score is first and behind.score is after:
@@ -105,12 +105,12 @@ def _both_apart(first: Score, after: Score) -> Apart | None:
 
 
 def broadcast_index(index: Tensor, length: int) -> Tensor:
-    """The index along an axis of `length` entries; 0 where there is a single one."""
+    """The index along an axis of `length` entries; 0 if the axis has one entry."""
     return torch.zeros_like(index) if length == 1 else index
 
 
 def compose(*scores: Score | None) -> Score | None:
-    """The given score functions in turn; None is the identity."""
+    """Compose the given score functions in order; None is the identity."""
     result: Score | None = None
     for score in scores:
         result = score if result is None else result.then(score)
@@ -126,7 +126,7 @@ def fading(log_kept_BSH: Tensor, causal: bool) -> Score:
     """z + sum over s < l <= t of log f_l, the forget gates after key s up to query t (2503.02130).
 
     Args:
-        log_kept_BSH: running sums of log f up to every position, its own included.
+        log_kept_BSH: running sums of log f up to and including every position.
         causal: False where a query may see later keys, which do not fade.
     """
 
@@ -140,8 +140,8 @@ def fading(log_kept_BSH: Tensor, causal: bool) -> Score:
         key = k if causal else torch.minimum(k, q)
         return z + (own_BSH[b, q, h] - log_kept_BSH[b, key, h]).to(z.dtype)
 
-    # The query's own sum adds the same to a whole row: in the kernel it is a number, so that logits stay small, and its
-    # gradient is that of the row's normaliser.
+    # The query's own sum is constant along a row: the kernel uses it detached, so that logits stay small, and its
+    # gradient is the gradient of the row's normaliser.
     own_BSH = log_kept_BSH.detach()
     kernel = Apart(
         Score(at_key, (log_kept_BSH, own_BSH.clone()), deep=True), term_BHS=(log_kept_BSH - own_BSH).transpose(1, 2)
@@ -182,12 +182,12 @@ def log_relu(sign: int = 1) -> Score:
 
 
 def log_magnitude() -> Score:
-    """log |z|, so that exp gives the size of a similarity that may be negative."""
+    """log |z|, so that exp is the magnitude of a similarity that may be negative."""
     return log_of(lambda z, b, h, q, k: z.abs())
 
 
 def log_of(x: Callable[..., Tensor], tensors: tuple[Tensor, ...] = ()) -> Score:
-    """log relu(x(z, ..)): -inf with gradient zero where x is not positive, as relu drops what log sends back there."""
+    """log relu(x(z, ..)): -inf with gradient zero where x is not positive, because relu masks the gradient of log."""
     return Score(
         lambda *arguments: torch.relu(x(*arguments)).log(),
         tensors,

@@ -50,6 +50,7 @@ def measure(
                 "details",
                 "maps",
                 "explore",
+                "gradients",
                 "no_bos",
                 "loss",
                 "ablate",

@@ -78,7 +78,7 @@ PAPER_SCALES = ("60m", "1b")
 WHAT_SCALES_ARE: Mapping[Scale, str] = {
     "tiny": "0.3 M parameters and 3 M tokens, BOS in front of every text, weight decay 0.5: not the paper's default (a "
     "natural first token, decay 0.1: 18 %) but its row with a fixed first token (74 %), at another decay",
-    "mini": "width 128 and 8 M tokens, BOS in front of every text, the paper's weight decay of 0.1: its row with a "
+    "mini": "width 128 and 12 M tokens, BOS in front of every text, the paper's weight decay of 0.1: its row with a "
     "fixed first token (74 %)",
     "small": "the paper's 60M model with contexts of 256 tokens and a smaller batch",
 }

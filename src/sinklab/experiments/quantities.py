@@ -36,6 +36,8 @@ largest_activation                  itself
 cosine_first, cosine_rest           cos(q, k) with the first key and with the others, mean over the heads with a sink
 cosine_gap                          the difference of the two
 norm_product_ratio                  |q| |k_1| over the mean of |q| |k| of the other keys, mean over the same heads
+gate_first, gate_rest               gates on the output or values, of the first token and of the others, mean over
+                                    layers and heads; gate_closed: percent of all of them below 0.1 (cells with details)
 importance_early, importance_gap    importance_first of the first quarter of the layers; of the others, above that
 proposition_excess                  the largest deviation from the paper's proposition on repeated tokens, in units of
                                     what rounding may cause
@@ -134,6 +136,9 @@ _NAMED = {
         Quantity("cosine_rest", "cos(q, k) with the other keys", "", 2),
         Quantity("cosine_gap", "cos(q, k) with the first key, above the others", "", 2),
         Quantity("norm_product_ratio", "|q| |k| of the first key over the others", "x", 2),
+        Quantity("gate_first", "Gate of the first token", "", 3),
+        Quantity("gate_rest", "Gate of the other tokens", "", 3),
+        Quantity("gate_closed", "Gates below 0.1", "%", 1),
         Quantity("importance_early", "Mean importance of the first token in early layers", "%", 1),
         Quantity("importance_gap", "Of later layers, above the early ones", "%", 1),
         Quantity("proposition_excess", "Deviation from the proposition, over that of rounding", "x", 2),

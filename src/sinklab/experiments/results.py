@@ -175,7 +175,7 @@ def _others(cell: MeasuredCell, measured: Measurement) -> dict[str, float]:
     if measured.massive_activations:
         found["largest_activation"] = max(abs(one.value) for one in measured.massive_activations)
         found["activation_ratio"] = max(one.ratio_to_median for one in measured.massive_activations)
-    return found | _angles(measured, cell.eps)
+    return found | _angles(measured, cell.eps) | _gates(measured)
 
 
 def _importance(measured: Measurement) -> dict[str, float]:
@@ -209,6 +209,15 @@ def _angles(measured: Measurement, eps: float) -> dict[str, float]:
         "cosine_gap": first - rest,
         "norm_product_ratio": product_first / product_rest,
     }
+
+
+def _gates(measured: Measurement) -> dict[str, float]:
+    """Means over layers and heads; empty without gates."""
+    details = measured.details
+    if details is None or details.gate is None or details.gate_closed is None or measured.length < 2:
+        return {}
+    first, rest = _first_and_rest(details.gate.reshape(-1, measured.length))
+    return {"gate_first": first, "gate_rest": rest, "gate_closed": 100 * float(details.gate_closed.mean())}
 
 
 def _first_and_rest(of_heads_ST: np.ndarray) -> tuple[float, float]:

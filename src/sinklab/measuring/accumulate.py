@@ -1,7 +1,7 @@
 """Running sums of a measurement, so that no array of size sequences x layers x heads x positions is stored.
 
-Stored are counts of alpha > eps per position, sums over sequences, and alpha of the first position per sequence. The
-threshold is applied to every sequence before anything is averaged.
+It stores counts of alpha > eps per position, sums over sequences, and alpha of the first position per sequence. The
+threshold is applied to every sequence before averaging.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,12 +28,12 @@ BIAS, LEADING, REGISTERS, ROW_SUMS = "bias", "leading positions", "registers", "
 
 
 class Accumulator:
-    """Sums of batches, for sequences of at most `length` positions.
+    """Sums over batches, for sequences of at most `length` positions.
 
     Args:
-        thresholds: of the sink rate; the first is the headline.
-        length: T, the positions of the longest sequence.
-        lengths: at which the sequences are cut as well.
+        thresholds: thresholds of the sink rate; the first is the headline.
+        length: number of positions T of the longest sequence.
+        lengths: additional lengths at which the sequences are cut.
     """
 
     def __init__(self, thresholds: Sequence[float], length: int, lengths: Sequence[int] = ()) -> None:
@@ -59,7 +59,7 @@ class Accumulator:
         """Add one batch.
 
         Raises:
-            SinklabError: NaN or infinity in the attention or the activations; the layer is named.
+            SinklabError: if the attention or the activations contain NaN or infinity; the message names the layer.
         """
         batch = batch.on_cpu()  # else a full card would raise in the middle of the counting (batches.py)
         importance, valid_BT = batch.importance_ABHT, batch.valid_BT
@@ -125,7 +125,7 @@ class Accumulator:
             layer = row // 2 + 1 if name == BEFORE else row + (name != "hidden states")
             where = "before the first layer" if layer == 0 else f"in layer {layer}"
             raise SinklabError(
-                f"the {name} contain NaN or infinity {where}; the model or its dtype is at fault: "
+                f"the {name} contain NaN or infinity {where}, caused by the model or its dtype: "
                 "try --dtype float32, or an earlier checkpoint"
             )
         if name not in self._sums:
@@ -133,11 +133,11 @@ class Accumulator:
         self._sums[name][..., : part.shape[-1]] += part
 
     def sink_rate(self, threshold: int = 0) -> list[float]:
-        """Percent per position, position 1 first, for one of the thresholds."""
+        """Sink rate in percent per position, position 1 first, for one threshold."""
         return self._rate(self.hits_ET[threshold])
 
     def sink_rate_visible(self, threshold: int = 0) -> list[float] | None:
-        """`sink_rate` of the means over the queries that may see each key; None if these equal alpha everywhere."""
+        """Sink rate of the means over the queries that may see each key; None if these equal alpha everywhere."""
         return None if self.visible_hits_ET is None else self._rate(self.visible_hits_ET[threshold])
 
     def _rate(self, hits_T: Tensor) -> list[float]:
@@ -149,11 +149,11 @@ class Accumulator:
         return visibility_note([self.views.get(layer) for layer in range(len(self._sums["importance values"]))])
 
     def uniform_ratio(self) -> list[float]:
-        """alpha_k over that of uniform causal attention, mean over (sequence, layer, head), position 1 first."""
+        """alpha_k relative to uniform causal attention; mean over (sequence, layer, head), position 1 first."""
         return (self.uniform_ratios_T / self.sequences_T).tolist()
 
     def sink_rate_by_length(self) -> dict[str, dict[str, list[float]]]:
-        """Percent per position, by length and threshold: {"16": {"0.3": [...]}}."""
+        """Sink rate in percent per position, by length and threshold: {"16": {"0.3": [...]}}."""
         layers, heads, _ = self._sums["importance values"].shape
         triples = self.sequences * layers * heads
         return {
@@ -165,15 +165,15 @@ class Accumulator:
         }
 
     def sink_rate_bias(self, threshold: int = 0) -> float | None:
-        """Percent for the added bias or sink token at one of the thresholds; None in models without either."""
+        """Sink rate in percent of the added bias or sink token at one threshold; None in models without either."""
         return 100 * self.bias_hits_E[threshold] / self.bias_triples if self.bias_triples else None
 
     def sink_rate_window_start(self) -> float | None:
-        """Percent for the first key of a window that has moved on; None if there is none."""
+        """Sink rate in percent of the first key of a window past position 1; None if there is none."""
         return 100 * self.window_hits / self.window_triples if self.window_triples else None
 
     def leading_norm_ratio(self) -> list[float] | None:
-        """|h| of the first learned position over the mean of the tokens', per block; None if nothing leads."""
+        """|h| of the first learned position relative to the mean over tokens, per block; None without one."""
         hidden_MT, leading_M = self.mean("hidden states"), self.mean_of_sequences(LEADING)
         if leading_M is None or hidden_MT is None:
             return None
@@ -200,10 +200,10 @@ def measurement_from(
     massive_activations: list[MassiveActivation] | None = None,
     notes: Sequence[str] = (),
 ) -> Measurement:
-    """The finished measurement."""
+    """Build the finished measurement."""
     importance, keys, values = (totals.mean(name) for name in ("importance values", "keys", "values"))
     if importance is None or keys is None or values is None:
-        raise InputError("there are no sequences to measure: give at least one")
+        raise InputError("there are no sequences to measure: pass at least one")
     hidden, bias, visibility = totals.mean("hidden states"), totals.mean_of_sequences(BIAS), totals.visibility_note()
 
     def array(tensor: Tensor | None) -> Any:
@@ -257,7 +257,7 @@ def measurement_from(
 
 
 def _every_rate(totals: Accumulator, rate: Callable[[int], Rate | None]) -> dict[str, Rate] | None:
-    """The rates by threshold; None if there is one threshold, or no such rate."""
+    """The rates by threshold; None if there is only one threshold or no such rate."""
     if len(totals.thresholds) == 1:
         return None
     return {f"{eps:g}": found for i, eps in enumerate(totals.thresholds) if (found := rate(i)) is not None} or None

@@ -1,8 +1,8 @@
-"""Massive activations: single channels of the residual stream, far above all others, that accompany a sink.
+"""Massive activations: channels of the residual stream far larger than all others, which accompany a sink.
 
-In every model that has them they occur at few positions (the first token above all) and in few fixed dimensions, from
-an early block to the last but one. Only the first sequence is searched: they hardly depend on the input, and a median
-over every activation of every sequence would cost more than the rest of the measurement.
+They occur at few positions (mostly the first token) and in few fixed dimensions, from an early block to the
+second-to-last. Only the first sequence is searched: massive activations hardly depend on the input, and a median over
+every activation of every sequence would cost more than the rest of the measurement.
 """
 
 import math
@@ -28,11 +28,11 @@ class MassiveActivation(Part):
     """The largest |activation| after one block.
 
     Attributes:
-        layer: block, 1-based; the activation is in the residual stream after it.
-        position: of the token, 1-based.
-        dimension: of the residual stream, 0-based.
-        value: signed.
-        ratio_to_median: |value| over the median |activation| after that block.
+        layer: number of the block, 1-based; the activation is in the residual stream after it.
+        position: position of the token, 1-based.
+        dimension: dimension of the residual stream, 0-based.
+        value: signed value of the activation.
+        ratio_to_median: |value| divided by the median |activation| after that block.
     """
 
     layer: int = Field(ge=1)
@@ -43,7 +43,7 @@ class MassiveActivation(Part):
 
     @property
     def is_massive(self) -> bool:
-        """Whether it is above 100 and at least 1,000 times the median (Sun et al., 2402.17762, section 2)."""
+        """Whether |value| is above 100 and at least 1,000 times the median (Sun et al., 2402.17762, section 2)."""
         return abs(self.value) > MASSIVE and self.ratio_to_median >= MASSIVE_RATIO
 
 
@@ -51,11 +51,11 @@ class MassiveActivation(Part):
 def largest_activations(
     blocks: Sequence[nn.Module], real: RealTokens | None = None
 ) -> Iterator[list[MassiveActivation]]:
-    """A list that afterwards holds the largest activation of the first forward pass's first sequence after each block.
+    """Collect the largest activation after each block, for the first sequence of the first forward pass.
 
     Args:
-        real: real tokens of the first sequence, from the first of which positions are counted; its other positions are
-            left out. None reads every column of the batch.
+        real: real tokens of the first sequence; positions are counted from the first of them, and other positions are
+            excluded. None reads every column of the batch.
     """
     found: list[MassiveActivation] = []
     seen: list[_Largest] = []

@@ -1,4 +1,4 @@
-"""The answer of a measurement in two sentences, for the terminal and the report; docs/reading.md has the thresholds."""
+"""Summary of a measurement in two sentences, for the terminal and the report; docs/reading.md has the thresholds."""
 
 from dataclasses import dataclass
 
@@ -11,15 +11,15 @@ from sinklab.measuring.statistics.highest import NOISE, highest_rate
 from sinklab.measuring.statistics.secondary import stretches
 
 STRENGTHS = ((70.0, "Strong"), (30.0, "Moderate"), (NOISE, "Weak"))
-"""Percent of heads from which on a sink has the adjective."""
+"""Minimum percentage of heads for each adjective."""
 MOST_STRETCHES = 4  # of layers that are listed; of more, only the number of layers
 INPUTS: dict[Inputs, str] = {"natural": "", "random": " (random tokens)", "repeat": " (one token repeated)"}
 
 
 def answer(m: Measurement) -> list[str]:
-    """Whether there is a sink, where and how strong; then massive activations, and secondary sinks or a proposition.
+    """Summarise the sink (presence, position, strength), massive activations, and secondary sinks or a proposition.
 
-    A quantity that was not measured is said to be so.
+    The summary names quantities that were not measured.
     """
     beside = f"{_massive(m)}; {_secondary(m) if m.propositions is None else _proposition(m.propositions)}."
     return [_sink(m), beside[0].upper() + beside[1:]]
@@ -27,13 +27,13 @@ def answer(m: Measurement) -> list[str]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a sink may be.
+    """A candidate position of a sink.
 
     Attributes:
         rate: percent of (sequence, layer, head) with an importance above the threshold.
-        above_LH: whether the mean importance of a head is above it.
-        overall: the rate over all queries, where `rate` is over those that see the position.
-        always: named beside a stronger sink, whatever its rate.
+        above_LH: whether the mean importance of a head is above the threshold.
+        overall: rate over all queries, if `rate` covers only queries that see the position.
+        always: whether it is reported with any rate, even next to a stronger sink.
     """
 
     name: str
@@ -89,7 +89,7 @@ def _places(m: Measurement) -> list[_Place]:
 
 
 def _layers(above_LH: np.ndarray) -> list[str]:
-    """The layers in which most heads have the sink, else the layer with the most such heads; nothing without any."""
+    """The layers in which most heads have the sink, else the layer with the most such heads; empty without any."""
     share_L = above_LH.mean(1)
     most = [layer for layer, share in enumerate(share_L, 1) if share > 0.5]
     if len(most) == len(share_L):

@@ -36,6 +36,7 @@ def measure(
     details: bool = False,
     maps: Sequence[tuple[int, int]] = (),
     explore: bool = False,
+    gradients: bool = False,
     ablate: Sequence[str] = (),
     perturb: int | None = None,
     model_name: str = "",
@@ -58,6 +59,8 @@ def measure(
         maps: (layer, head), 1-based: keep the matrices of attention, cosine and norm product; implies details.
         explore: also keep the attention map of every head on the first 128 tokens of the first sequence, in 8 bits
             (explored.py): one more forward pass, and a byte per head, query and key; at most 1,000 heads.
+        gradients: also the norm of the gradient of the loss at what attention reads, by layer and position, and R_GS
+            (gradients.py): a forward and a backward pass more; without padding.
         ablate: ablations to measure as well: "mask_first:N", "no_bos", "zero_massive" (ablations.py); without padding.
         perturb: also replace the token at this position, 1-based, and follow the change (mixing.py); without padding.
         model_name: recorded with the result.
@@ -83,6 +86,7 @@ def measure(
         details=details,
         maps=tuple(maps),
         explore=explore,
+        gradients=gradients,
         model_name=model_name,
         inputs=inputs,
         bos=_begins_with_bos(model, tokens_NT, mask_NT) if bos is None else bos,

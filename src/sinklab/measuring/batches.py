@@ -1,4 +1,4 @@
-"""Batches that are halved where memory runs out, with their progress, time and peak memory."""
+"""Batches that are halved when memory runs out, with progress, time and peak memory."""
 
 import sys
 import time
@@ -21,9 +21,9 @@ class Batches:
                 ...
 
     Args:
-        size: of a batch, before any is halved.
-        progress: called with the sequences that are done, for every batch and every block within it.
-        blocks: of the model, after which its head remains.
+        size: initial batch size, before any halving.
+        progress: called with the number of finished sequences after every batch and every block within it.
+        blocks: blocks of the model; its head follows.
     """
 
     def __init__(self, sequences: int, size: int, progress: Progress | None, blocks: int) -> None:
@@ -42,10 +42,10 @@ class Batches:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Read one batch; the block must have no side effects where it raises.
+        """Read one batch; the body must have no side effects if it raises.
 
         Raises:
-            SinklabError: one sequence alone does not fit.
+            SinklabError: if a single sequence does not fit.
         """
         try:
             yield
@@ -65,7 +65,7 @@ class Batches:
             self._progress(self._stop, self.sequences)
 
     def block_ran(self, *_: Any) -> None:
-        """A forward hook of every block: one long sequence may take minutes."""
+        """Forward hook of every block, for progress: one long sequence may take minutes."""
         self._ran += 1
         if self._progress:
             done = (self._stop - self._start) * self._ran / (self._blocks + 1)
@@ -88,7 +88,7 @@ class Cost:
 
 @contextmanager
 def costing(device: torch.device) -> Iterator[Cost]:
-    """Time the block; peak memory is the device's for CUDA, else the peak of the whole process so far (MB = 2**20).
+    """Time the body; peak memory is that of the device on CUDA, else of the whole process so far (MB = 2**20).
 
     Peak memory is None if the system does not report it.
     """
@@ -105,7 +105,7 @@ def costing(device: torch.device) -> Iterator[Cost]:
 
 
 def process_peak_mb() -> float | None:
-    """The largest memory that this process has had so far (MB = 2**20), None if the system does not report it."""
+    """Peak memory of this process so far (MB = 2**20); None if the system does not report it."""
     try:
         import resource
     except ImportError:  # not a Unix system

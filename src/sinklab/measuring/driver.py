@@ -18,6 +18,7 @@ from sinklab.measuring.accumulate import Accumulator, measurement_from
 from sinklab.measuring.activations import largest_activations, strongest
 from sinklab.measuring.batches import Batches, costing
 from sinklab.measuring.explored import explore, explored_heads
+from sinklab.measuring.gradients import check_gradients, gradient_fields, gradient_norms
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.measuring.records import LayerRecord, batch_of, native_records
@@ -71,8 +72,9 @@ def measure(
         progress: called with (sequences done, sequences in all) after every batch.
 
     Raises:
-        InputError: nothing to measure, token ids outside the vocabulary, more tokens than the model has positions,
-            lengths, layers or heads that do not exist, a mask that is not a padding mask.
+        InputError: gradients that the model does not have (gradients.py); nothing to measure, token ids outside the
+            vocabulary, more tokens than the model has positions, lengths, layers or heads that do not exist, a mask
+            that is not a padding mask.
         SinklabError: attention that could not be recorded, or NaN or infinity in the activations (the layer is named).
     """
     check_shape(tokens_NT)
@@ -85,6 +87,8 @@ def measure(
         options.check_maps(adapter.attention_layers, adapter.heads)
     explored = explored_heads(adapter, options.maps) if options.explore else None
     adapter.check(tokens_NT, longest, options.lengths)
+    if options.gradients:
+        check_gradients(adapter, longest, padded)
     if options.lengths and padded:
         raise InputError("several lengths need sequences without padding: leave out the padded ones, or `lengths`")
     totals = Accumulator(options.eps, longest, options.lengths)
@@ -95,6 +99,8 @@ def measure(
         stack.enter_context(evaluating(adapter.module))
         hidden = stack.enter_context(residual_norms(adapter.blocks))
         before = stack.enter_context(entering_norms(adapter.post_norms))
+        if details is not None:
+            stack.enter_context(adapter.gated(details.gates))  # may run the model on a few tokens
         records = stack.enter_context(_recording(adapter, options.lengths, details))  # may run the model on two tokens
         real = _after_leading(adapter.leading, mask_NT[:1])
         largest = stack.enter_context(largest_activations(adapter.blocks, real))
@@ -129,6 +135,11 @@ def measure(
         massive_activations=strongest(largest) if adapter.blocks else None,
         notes=notes,
     )
+    if options.gradients:
+        first, size = options.first_target, options.batch_size
+        norm_LT, halved = gradient_norms(adapter, tokens_NT, first_target=first, batch_size=size)
+        added = gradient_fields(norm_LT) | {"notes": [*measurement.notes, *halved]}
+        measurement = measurement.model_copy(update=added)
     if not options.explore:
         return measurement
     found = explore(adapter, tokens_NT[0, mask_NT[0].bool()], explored, partial(_recording, adapter, ()))

@@ -15,19 +15,19 @@ class Ablation(Part):
     """The effect of one ablation (ablations.py).
 
     Attributes:
-        name: as requested, such as "mask_first:4".
-        what: a sentence that describes it.
-        first_target: both losses are over the targets from this position of the whole sequences on, 1-based.
+        name: name as requested, such as "mask_first:4".
+        what: a sentence that describes the ablation.
+        first_target: 1-based position of the whole sequences from which targets are included in both losses.
         loss_before, loss_after, loss_change: nats per token.
         sink_rate_before: Sink_1 without the ablation, percent.
-        sink_rate_after: Sink_1 with it. Without BOS, position 1 is the first token of the text.
-        sink_rate: of every position with it, percent, position 1 first.
-        sink_max_before, sink_max_after: the highest sink rate of positions 1 to T / 2 (highest.py), percent; None in
-            older files, as the others from here on.
-        sink_max_position_before, sink_max_position_after: of that rate, 1-based.
-        largest_before, largest_after: of zero_massive, the activation of the first sequence that is the largest
-            multiple of the median of its block; positions count learned tokens in front of the sequence.
-        still_massive: of zero_massive, whether `largest_after` is massive (above 100, and 1,000 times the median).
+        sink_rate_after: Sink_1 with the ablation, percent. Without BOS, position 1 is the first token of the text.
+        sink_rate: sink rate of every position with the ablation, percent, position 1 first.
+        sink_max_before, sink_max_after: highest sink rate of positions 1 to T / 2 (highest.py), percent; None in older
+            files, as are the fields below.
+        sink_max_position_before, sink_max_position_after: position of that rate, 1-based.
+        largest_before, largest_after: for zero_massive, the activation of the first sequence with the largest ratio to
+            the median of its block; positions include learned tokens before the sequence.
+        still_massive: for zero_massive, whether `largest_after` is massive (above 100, and 1,000 times the median).
     """
 
     name: str
@@ -76,10 +76,10 @@ class Mixing(Part):
     """How far a change of one token spreads (mixing.py).
 
     Attributes:
-        position: of the token that was replaced, 1-based.
-        sequences: in which it could be replaced by another.
-        spread: before the first block and after each: mean of |h' - h| / |h| over sequences and later positions.
-        spread_without_first: the same with the first key hidden from all later queries.
+        position: position of the replaced token, 1-based.
+        sequences: number of sequences in which the token could be replaced by another.
+        spread: mean of |h' - h| / |h| over sequences and later positions, before the first block and after each.
+        spread_without_first: spread with the first key hidden from all later queries.
     """
 
     position: int = Field(ge=2)
@@ -92,18 +92,18 @@ class Propositions(Part):
     """The paper's proposition on a repeated token, and the model's deviation from it (propositions.py).
 
     Attributes:
-        position: the model's positional embedding.
-        number: of the proposition, 1 to 4; None for positions that are added to the embedding.
-        statement: of the proposition.
-        tokens: how many tokens were checked, each repeated.
-        length: of the repetition.
-        hidden_deviation: the largest |h_t - h_1| over the largest |h_1|, over all blocks.
-        attention_deviation: the largest difference from the closed form; None if there is none (rotary).
-        bound_slack: the least distance of a score below its bound, negative where one is above; None but for rotary.
-        tolerance: for rounding, of the deviations and of a negative slack.
-        dtype: of the check: float32 for models that are coarser, if the memory sufficed; None in older files.
-        holds: whether they are within it; None if they are not and the dtype is coarser than float32, which is no
-            evidence.
+        position: positional embedding of the model.
+        number: number of the proposition, 1 to 4; None for positions that are added to the embedding.
+        statement: text of the proposition.
+        tokens: number of tokens checked, each repeated.
+        length: length of the repetition, in tokens.
+        hidden_deviation: largest |h_t - h_1| divided by the largest |h_1|, over all blocks.
+        attention_deviation: largest difference from the closed form; None if there is none (rotary).
+        bound_slack: smallest distance of a score below its bound, negative if one is above; rotary only, else None.
+        tolerance: rounding tolerance of the deviations and of a negative slack.
+        dtype: dtype of the check: float32 for models of lower precision if memory sufficed; None in older files.
+        holds: whether all deviations are within the tolerance; None if they are not and the dtype is coarser than
+            float32, which is no evidence.
     """
 
     position: PositionKind

@@ -23,7 +23,7 @@ def data_frame(columns: Columns) -> Any:
     """Equally long columns as a data frame of pandas, polars or pyarrow, whichever is installed.
 
     Raises:
-        InputError: none of the three is installed.
+        InputError: if none of the three is installed.
     """
     for package, kind in FRAMES.items():
         if find_spec(package):
@@ -32,11 +32,11 @@ def data_frame(columns: Columns) -> Any:
 
 
 def write_csv(columns: Columns, path: Path) -> None:
-    """Columns as comma-separated values under a header, written atomically.
+    """Write columns as comma-separated values with a header, atomically.
 
     Raises:
-        InputError: there is a file that is not a table of ours.
-        SinklabError: the file cannot be written.
+        InputError: if the path holds a file that is not a sinklab table.
+        SinklabError: if the file cannot be written.
     """
     check_table(path)
     with written_aside(path) as aside, aside.open("w", encoding="utf-8", newline="") as file:
@@ -46,11 +46,11 @@ def write_csv(columns: Columns, path: Path) -> None:
 
 
 def write_parquet(columns: Columns, path: Path) -> None:
-    """Columns as a Parquet file, written atomically.
+    """Write columns as a Parquet file, atomically.
 
     Raises:
-        InputError: pyarrow is not installed, or there is a file that is not a table of ours.
-        SinklabError: the file cannot be written.
+        InputError: if pyarrow is not installed or the path holds a file that is not a sinklab table.
+        SinklabError: if the file cannot be written.
     """
     check_parquet()
     check_table(path)
@@ -61,49 +61,49 @@ def write_parquet(columns: Columns, path: Path) -> None:
 
 
 def check_parquet() -> None:
-    """Refuse Parquet before anything is measured.
+    """Check before measuring that Parquet can be written.
 
     Raises:
         InputError: pyarrow is not installed.
     """
     if not find_spec("pyarrow"):
-        raise InputError("Parquet needs pyarrow, which is not installed: pip install pyarrow, or take csv")
+        raise InputError("Parquet needs pyarrow, which is not installed: pip install pyarrow, or use CSV")
 
 
 WRITERS: dict[str, Callable[[Columns, Path], None]] = {"csv": write_csv, "parquet": write_parquet}
 
 
 def check_formats(formats: Sequence[str], out: Path | None, one: bool) -> None:
-    """Refuse tables that could not be written, before anything is measured.
+    """Check before measuring that the tables can be written.
 
     Args:
-        formats: of `WRITERS`.
-        out: their folder.
-        one: whether it is a single measurement.
+        formats: keys of `WRITERS`.
+        out: folder of the tables.
+        one: whether there is a single measurement.
 
     Raises:
-        InputError: there is no folder, there are many measurements, pyarrow is not installed, or a file is in the way.
+        InputError: if there is no folder, several measurements, no pyarrow, or a file that blocks a table.
     """
     if not formats:
         return
     if not one:
-        raise InputError("--format writes the tables of one MODEL: leave it out where there are many measurements")
+        raise InputError("--format writes the tables of one MODEL: leave it out for several measurements")
     if out is None:
-        raise InputError(f"--format {formats[0]} needs a directory to write to: give --out DIR")
+        raise InputError(f"--format {formats[0]} needs an output directory: set --out DIR")
     if "parquet" in formats:
         check_parquet()
     check_results(out, [f"{table}.{kind}" for kind in formats for table in TABLES])
 
 
 def write_tables(columns: Callable[[TableName], Columns], folder: Path, formats: Sequence[str]) -> None:
-    """Every table in every format, as `FOLDER/importance.csv` and so on.
+    """Write every table in every format, as `FOLDER/importance.csv` and so on.
 
     Args:
-        columns: of each table, `Measurement.columns`.
+        columns: columns of each table (`Measurement.columns`).
 
     Raises:
         InputError: pyarrow is not installed.
-        SinklabError: a file cannot be written.
+        SinklabError: if a file cannot be written.
     """
     for kind in formats:
         for table in TABLES:

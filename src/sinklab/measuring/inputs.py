@@ -1,14 +1,14 @@
-"""The N x T token matrix that a model is measured on.
+"""The N x T token matrix on which a model is measured.
 
 natural   the first T tokens of each document that is long enough, documents in order;
-          of plain text files, which have no document boundaries, consecutive pieces of T tokens;
-          the files of a folder in turn, one sequence each time
-drawn     all pieces of T tokens of every document, in a random order that is cut into draws: no two draws share a
+          for plain text files, which have no document boundaries, consecutive pieces of T tokens;
+          for a folder, one sequence from each file in turn
+drawn     all pieces of T tokens of every document, shuffled and split into draws: no two draws share a
           piece, so that their spread is the uncertainty of a measurement on this text
 random    every token drawn uniformly from the vocabulary
 repeat    one random token per sequence, T times
 
-Special tokens that a tokenizer puts first (BOS) count as position 1 and within T; random and repeat have none.
+Special tokens that a tokenizer puts first (BOS) start at position 1 and are counted in T; random and repeat have none.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -49,18 +49,18 @@ def natural_text(
     fewer: bool = False,
     render: Render = plain_conversation,
 ) -> list[Sequence[int]]:
-    """Sequences of real text without their prefix, each as `encode` returns it (`with_prefix` adds the prefix).
+    """Cut sequences of real text without prefix, each as returned by `encode` (`with_prefix` adds the prefix).
 
     Args:
         text: a .txt or .jsonl file, or a folder of them; or the name of a corpus (data/sources/corpora.py).
-        encode: text to token ids, without special tokens.
+        encode: function from text to token ids, without special tokens.
         sequences, length: N and T, `prefix` included in T.
-        prefix: token ids that each sequence will begin with.
-        fewer: one sequence is enough, where there are no more.
-        render: writes conversations (`messages`) as text.
+        prefix: token ids that will be prepended to each sequence.
+        fewer: accept fewer sequences, at least one, if the text has no more.
+        render: function from conversations (`messages`) to text.
 
     Raises:
-        InputError: the file is missing, empty or malformed, or too little of it is long enough, with the amount.
+        InputError: if the file is missing, empty or malformed, or has too few sequences; the message states how many.
     """
     _check_shape(sequences, length, len(prefix))
     cutter = _Cutter(encode, length - len(prefix), render)
@@ -80,15 +80,15 @@ def drawn_text(
     prefix: Sequence[int] = (),
     render: Render = plain_conversation,
 ) -> list[Sequence[int]]:
-    """Sequences of real text from anywhere in it, without replacement across draws: no two draws share a piece.
+    """Draw sequences from anywhere in a text, without replacement across draws: no two draws share a piece.
 
     A text with fewer pieces than five draws need is divided into five draws, of at least one sequence.
 
     Args:
-        draw: its number, from 0; the sequences of a number do not depend on the number of draws.
+        draw: number of the draw, from 0; its sequences do not depend on how many draws are made.
 
     Raises:
-        InputError: the file is missing, empty or malformed, or it has no sequence, or none is left for this draw.
+        InputError: if the file is missing, empty or malformed, or has no sequence left for this draw.
 
     Other arguments and the result are those of `natural_text`.
     """
@@ -101,20 +101,20 @@ def drawn_text(
     draws = len(pool) // each
     if draw >= draws:
         raise InputError(
-            f"{text}: the {len(pool)} pieces that are drawn from make {draws} draws of {each} sequences, "
-            f"{cutter.body} tokens each: give --seeds {draws} at most, or a longer text"
+            f"{text}: the text has {len(pool)} pieces, enough for {draws} draws of {each} sequences, "
+            f"{cutter.body} tokens each: use --seeds {draws} at most, or a longer text"
         )
     order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(0)).tolist()
     return [pool[index] for index in order[draw * each : (draw + 1) * each]]
 
 
 def with_prefix(bodies: Sequence[Sequence[int]], prefix: Sequence[int]) -> Tensor:
-    """tokens_NT, int64: each row the prefix and then a body; bodies are equally long."""
+    """Build tokens_NT, int64, from the prefix and one body per row; all bodies have the same length."""
     return torch.tensor([[*prefix, *ids] for ids in bodies])
 
 
 def sizes_of(bodies: Sequence[Sequence[int]], prefix: Sequence[int]) -> Tensor | None:
-    """sizes_NT: bytes of text of each token of `with_prefix`, 0 for the prefix; None if unknown.
+    """Compute sizes_NT, the bytes of text of each token of `with_prefix`, 0 for the prefix; None if unknown.
 
     A token that does not spell the text has UNKNOWN (data/spelling.py).
     """
@@ -129,8 +129,8 @@ class _Cutter:
     """Cuts sequences of `body` tokens out of texts.
 
     Attributes:
-        everything: cut all pieces of a document, not only its first; of a very long one those of its beginning.
-        documents: how many were read; pieces of plain text do not count.
+        everything: cut all pieces of a document, not only its first; from a very long document, those at its beginning.
+        documents: number of documents read; pieces of plain text are not counted.
     """
 
     encode: Encode
@@ -140,18 +140,18 @@ class _Cutter:
     documents: int = 0
 
     def too_few(self, text: Path, found: int, sequences: int) -> InputError:
-        """The error for a text with fewer sequences than requested."""
+        """Build the error for a text with fewer sequences than requested."""
         usable = f"of its {self.documents} documents" if self.documents else "pieces"
         less = f"lower --sequences to {found}, " if found else ""
         return InputError(
             f"{text} gives {found} usable sequences, and {sequences} are needed: {found} {usable} have "
-            f"{self.body} tokens of text; {less}lower --length, or give more text"
+            f"{self.body} tokens of text; {less}lower --length, or use more text"
         )
 
     def none_long_enough(self, text: Path) -> InputError:
-        """The error for a text with no sequence at all."""
+        """Build the error for a text without any sequence."""
         of = f"none of its {self.documents} documents" if self.documents else "it"
-        return InputError(f"{text} gives no sequence: {of} has {self.body} tokens of text; give a longer text")
+        return InputError(f"{text} gives no sequence: {of} has {self.body} tokens of text; use a longer text")
 
     def sequences(self, text: Path) -> Iterator[Sequence[int]]:
         """Sequences of a file, of the files of a folder in turn, or of another corpus."""
@@ -187,7 +187,7 @@ class _Cutter:
             yield ids[start : start + self.body]
 
     def _first(self, document: str) -> Sequence[int]:
-        """The document's tokens; of a long one enough of the first, the last of which may depend on the cut."""
+        """The document's tokens; of a long document a sufficient prefix, whose last token may depend on the cut."""
         size = max(CHARACTERS, PER_TOKEN * self.body)
         while size < len(document):
             ids = self.encode(document[:size])
@@ -212,13 +212,13 @@ class _Cutter:
 
 
 def random_tokens(vocabulary: int, *, sequences: int, length: int, seed: int = 0) -> Tensor:
-    """tokens_NT uniform over ids 0 .. vocabulary - 1; the same seed gives the same tokens."""
+    """Draw tokens_NT uniformly from ids 0 .. vocabulary - 1; the same seed returns the same tokens."""
     _check_shape(sequences, length)
     return torch.randint(vocabulary, (sequences, length), generator=torch.Generator().manual_seed(seed))
 
 
 def repeated_tokens(vocabulary: int, *, sequences: int, length: int, seed: int = 0) -> Tensor:
-    """tokens_NT, each row one token of ids 0 .. vocabulary - 1 repeated; the same seed gives the same tokens."""
+    """Draw one id of 0 .. vocabulary - 1 per row and repeat it: tokens_NT; the same seed returns the same tokens."""
     return random_tokens(vocabulary, sequences=sequences, length=1, seed=seed).repeat(1, length)
 
 
@@ -239,24 +239,24 @@ def default_prefix(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
 
 def _check_shape(sequences: int, length: int, prefix: int = 0) -> None:
     if sequences < 1:
-        raise InputError(f"--sequences {sequences}: give at least 1")
+        raise InputError(f"--sequences {sequences}: use at least 1")
     if length <= prefix:
-        raise InputError(f"--length {length}: give at least {prefix + 1} ({prefix} of it are special tokens)")
+        raise InputError(f"--length {length}: use at least {prefix + 1} ({prefix} of these are special tokens)")
 
 
 def token_matrix(tokens: Any, name: str = "tokens") -> Tensor:
-    """Whole numbers in rows, as int64 on the device where they are.
+    """Convert rows of whole numbers to an int64 tensor on their current device.
 
     Args:
         tokens: a tensor, an array, or rows of numbers.
 
     Raises:
-        InputError: rows of different lengths, or no whole numbers.
+        InputError: if rows have different lengths or are not whole numbers.
     """
     tensor = tokens if isinstance(tokens, Tensor) else _from_rows(tokens, name)
     if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
         kind = str(tensor.dtype).removeprefix("torch.")
-        raise InputError(f"{name} are {kind} numbers; expected whole numbers, as a tokenizer gives them")
+        raise InputError(f"{name} are {kind} numbers; expected whole numbers, as returned by a tokenizer")
     return tensor.long()
 
 
@@ -272,7 +272,7 @@ def _from_rows(rows: Any, name: str) -> Tensor:
     lengths = {len(row) for row in rows}
     if len(lengths) > 1:
         raise InputError(
-            f"the sequences have {min(lengths)} to {max(lengths)} tokens: cut them to one length, or pad them and give "
+            f"the sequences have {min(lengths)} to {max(lengths)} tokens: cut them to one length, or pad them and pass "
             "attention_mask"
         )
     try:

@@ -1,8 +1,8 @@
 """How many queries can see each key under windows, prefixes and other masks.
 
-alpha_k is a mean over all queries from k on (metrics.py). Under a sliding window of w tokens only w of them see k, so
-that the rest are zeros and a sink is diluted by (T - k + 1) / w. The mean over the queries that may see
-the key (`over_visible`) is reported beside alpha.
+alpha_k is a mean over all queries t >= k (metrics.py). Under a sliding window of w tokens only w of them see k; the
+others contribute zeros, and a sink is diluted by (T - k + 1) / w. The mean over the queries that may see the key
+(`over_visible`) is therefore reported in addition to alpha.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,12 +19,12 @@ from sinklab.models.layer_kinds import layers_text
 
 @dataclass(frozen=True)
 class View:
-    """How the keys that a layer's queries see differ from all tokens up to their own.
+    """How the keys visible to a layer's queries differ from the causal mask.
 
     Attributes:
-        kind: "window": the last `tokens` tokens; "prefix": the first `tokens` keys are seen by earlier queries, too;
-            "part": anything else, a key being seen by at most `tokens` queries.
-        tokens: see above.
+        kind: "window": the last `tokens` tokens; "prefix": earlier queries also see the first `tokens` keys; "part":
+            any other mask, with at most `tokens` queries per key.
+        tokens: number of tokens, keys or queries, by `kind`.
     """
 
     kind: Literal["window", "prefix", "part"]
@@ -32,12 +32,12 @@ class View:
 
 
 def seen_over(sums_BHT: Tensor, seen_by_BGT: Tensor, queries_B: Tensor) -> tuple[Tensor | None, View | None]:
-    """The mean over the queries that may see each position, and why it differs from alpha; None if it does not.
+    """Compute the mean over the queries that may see each position, and its view; None if it equals alpha.
 
     Args:
-        sums_BHT: over these queries, aligned so that index 0 is the first real token.
-        seen_by_BGT: their number, aligned likewise.
-        queries_B: real tokens of each sequence.
+        sums_BHT: sums over these queries, aligned so that index 0 is the first real token.
+        seen_by_BGT: number of these queries, aligned in the same way.
+        queries_B: number of real tokens of each sequence.
     """
     later_B1T = (queries_B[:, None, None] - torch.arange(sums_BHT.shape[-1], device=sums_BHT.device)).clamp(min=0)
     visible_BHT = over_visible(sums_BHT, seen_by_BGT, later_B1T)
@@ -48,8 +48,8 @@ def view_of(seen_by_BGT: Tensor, later_BGT: Tensor) -> View:
     """Infer the mask from the number of queries that see each key.
 
     Args:
-        seen_by_BGT: how many queries may see each key, index 0 being the first token.
-        later_BGT: how many queries there are from the key on; broadcasts.
+        seen_by_BGT: number of queries that may see each key; index 0 is the first token.
+        later_BGT: number of queries t >= k; broadcasts.
     """
     most = int(seen_by_BGT.max())
     if bool((seen_by_BGT == later_BGT.clamp(max=most)).all()):
@@ -61,11 +61,11 @@ def view_of(seen_by_BGT: Tensor, later_BGT: Tensor) -> View:
 
 
 def visible_layers(alphas: Sequence[Tensor], visible: Sequence[Tensor | None]) -> Tensor | None:
-    """The mean over the queries that may see each key (A, B, H, T); None if it equals alpha in every layer.
+    """Stack the means over the queries that may see each key (A, B, H, T); None if they equal alpha in every layer.
 
     Args:
         alphas: alpha (B, H, T) by layer.
-        visible: this mean by layer; None in a layer where it equals alpha.
+        visible: mean over visible queries by layer; None in a layer where it equals alpha.
     """
     if all(one is None for one in visible):
         return None
@@ -73,7 +73,7 @@ def visible_layers(alphas: Sequence[Tensor], visible: Sequence[Tensor | None]) -
 
 
 def joined(views: Iterable[View | None]) -> View | None:
-    """The view of one layer over several batches; None of a batch whose sequences are too short for the mask."""
+    """The view of one layer over several batches; a batch whose sequences are too short for the mask has None."""
     found = [view for view in views if view is not None]
     if not found:
         return None

@@ -35,6 +35,7 @@ LEFT_OUT = (
     "sink_rate_window_start",
     "norm_ratio_before_norm",
     "norm_ratio_sink_token",
+    "gradient_norm_ratio",
     "details",
     "ablations",
     "mixing",
@@ -81,6 +82,8 @@ class Measurement(WithArrays):
         norm_ratio_before_norm: of a post-norm model the same of the input of each norm, two per block; None elsewhere.
         norm_ratio_sink_token: |h| of the first learned position over the mean of the tokens'; None if none leads.
         key_norm_ratio, value_norm_ratio: the same for keys and values, per attention layer (L).
+        gradient_norm_ratio: R_GS, the gradient's norm at position 1 over the mean of 2 .. 32, per attention layer (L;
+            gradients.py); None, and left out of the files, unless requested.
         backend: of the attention; "eager" where the model's own matrices had to be read.
         dtype: of the model.
         seconds: wall-clock, forward passes and metric.
@@ -100,6 +103,7 @@ class Measurement(WithArrays):
         importance_registers: alpha of each register (L, H, R); None if there are not several.
         row_sums: mean over sequences and queries of the sum of raw scores (L, H); None if rows sum to one.
         hidden_norm: mean l2 norm (M + 1, T).
+        gradient_norm: norm of the gradient of the mean loss at the input of attention (L, T); None unless requested.
         key_norm, value_norm: mean l2 norm over sequences and heads (L, T).
     """
 
@@ -136,6 +140,7 @@ class Measurement(WithArrays):
     norm_ratio_sink_token: list[Ratio] | None = None
     key_norm_ratio: list[Ratio] | None
     value_norm_ratio: list[Ratio] | None
+    gradient_norm_ratio: list[Ratio] | None = None
     backend: str
     dtype: str
     seconds: float = Field(ge=0)
@@ -157,6 +162,7 @@ class Measurement(WithArrays):
     hidden_norm: Annotated[ArrayOrNone, Axes("MT")] = None
     key_norm: Annotated[Array, Axes("LT")]
     value_norm: Annotated[Array, Axes("LT")]
+    gradient_norm: Annotated[ArrayOrNone, Axes("LT")] = None
 
     @model_validator(mode="after")
     def _shapes_agree(self) -> Self:
@@ -262,6 +268,7 @@ class Measurement(WithArrays):
             "hidden_norm_ratio": hidden[1:] if len(hidden) == self.layers + 1 else None,
             "key_norm_ratio": self.key_norm_ratio,
             "value_norm_ratio": self.value_norm_ratio,
+            "gradient_norm_ratio": self.gradient_norm_ratio,
         }
 
     def to_dataframe(self, table: TableName = "importance") -> Any:

@@ -11,13 +11,13 @@ from torch import Tensor
 
 
 def uniform_importance(queries_B: Tensor, length: int) -> Tensor:
-    """alpha_BT, float64, where each query attends to all tokens so far alike: A[t, k] = 1/t for k <= t.
+    """Compute alpha_BT, float64, of uniform causal attention: A[t, k] = 1/t for k <= t.
 
     alpha_k = (1/k + .. + 1/n) / (n - k + 1); the first is the harmonic number of n over n.
 
     Args:
-        queries_B: n, the number of real tokens of each sequence; 1, a divisor, at positions past it.
-        length: T, of the result.
+        queries_B: number of real tokens n of each sequence; later positions have the value 1, so that division is safe.
+        length: number of positions T of the result.
     """
     t_T = torch.arange(1, length + 1, dtype=torch.float64)
     left_BT = queries_B.cpu()[:, None] - t_T + 1
@@ -27,20 +27,20 @@ def uniform_importance(queries_B: Tensor, length: int) -> Tensor:
 
 
 def uniform_ratio_of_means(importance_LHT: np.ndarray) -> list[float]:
-    """alpha over that of uniform attention, from means over sequences that are all as long as the longest."""
+    """Divide alpha by its value under uniform attention, from means over sequences of equal length."""
     length = importance_LHT.shape[-1]
     uniform_T = uniform_importance(torch.tensor([length]), length)[0].numpy()
     return (importance_LHT.mean((0, 1), dtype=np.float64) / uniform_T).tolist()
 
 
 def sink_hits(importance_LNHT: Tensor, eps: float, valid_NT: Tensor | None = None) -> Tensor:
-    """How many (sequence, layer, head) triples have alpha_k > eps, by position: counts_T.
+    """Count the (sequence, layer, head) triples with alpha_k > eps, by position: counts_T.
 
-    Sink_k is their share, thresholded before any averaging; counts of several batches add up.
+    Sink_k is the fraction of these triples, thresholded before averaging; counts of several batches are additive.
 
     Args:
         importance_LNHT: alpha per sequence.
-        eps: the threshold; strictly above counts.
+        eps: threshold; alpha must be strictly above it.
         valid_NT: bool, False at positions past a sequence's end; None if all sequences are whole.
     """
     above_LNHT = importance_LNHT > eps
@@ -53,14 +53,14 @@ def percent(hits: Tensor, total: Tensor | int) -> Tensor:
 
 
 def first_to_rest(norm_LT: Tensor) -> Tensor:
-    """|h_1| / mean over t > 1 of |h_t|, on norms already averaged over sequences (`massive_activation_ratio`).
+    """Compute |h_1| / mean over t > 1 of |h_t| from norms averaged over sequences (`massive_activation_ratio`).
 
     Args:
         norm_LT: mean l2 norm per layer and position, T >= 2.
 
     Returns:
-        ratio_L; 1 where all are zero, as with keys that weight decay has removed; infinite where only the others are
-        zero, as with closed value gates.
+        ratio_L; 1 if all norms are zero, as with keys that weight decay has removed; infinite if only the norms of
+        later positions are zero, as with closed value gates.
     """
     first_L, rest_L = norm_LT[..., 0], norm_LT[..., 1:].mean(-1)
     return torch.where((first_L == 0) & (rest_L == 0), 1.0, first_L / rest_L)

@@ -82,6 +82,7 @@ class Options(CommandSettings, frozen=True):
             every query sees are left out as well, as in training.
         loss: False leaves it out, and with it the logits: a third of the work of a small model with many words.
         maps: (layer, head), 1-based, of the matrices to save; implies details.
+        gradients: also norms of the gradient, by a backward pass of every sequence (gradients.py); without padding.
         explore: keep the attention map of every head on the first sequence (explored.py).
         model_name, inputs, bos: recorded with the result.
     """
@@ -110,6 +111,10 @@ class Options(CommandSettings, frozen=True):
         default=False,
         description="Also keep every head's attention map of the first sequence for the report: 128 tokens, one byte "
         "per entry, at most 1,000 heads (more: those of --map).",
+    )
+    gradients: bool = Field(
+        default=False,
+        description="Also the gradient of the loss at the input of attention, by layer and position; thrice the time.",
     )
     loss: bool = Field(default=True, description="Skip the loss and the logits: a third faster on a small model.")
     batch_size: Annotated[int | None, Flag(panel=ADVANCED)] = Field(

@@ -22,19 +22,19 @@ from sinklab.models.native import NativeAdapter
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """Importance and norms of one attention layer, index 0 being the first real token of each sequence.
+    """Importance and norms of one attention layer; index 0 is the first real token of each sequence.
 
     Attributes:
-        importance_BHT: alpha, float32 or, of a float64 model, float64; 0 past the end of a sequence.
+        importance_BHT: alpha, float32 (float64 for a float64 model); 0 past the end of a sequence.
         bias_BH: alpha of the sink logit, added bias or sink token; None if the layer has none.
-        key_norm_BT, value_norm_BT: l2 norm, mean over key heads.
+        key_norm_BT, value_norm_BT: l2 norms of keys and values, mean over key heads.
         prefixes: alpha (B, H, length) of the sequences cut at each of the requested lengths.
-        visible_BHT: mean over the queries that may see each position; None if these are all from it on.
-        view: the difference between the two; None likewise.
+        visible_BHT: mean over the queries that may see each position; None if it equals alpha.
+        view: how the mask limits visible keys; None if `visible_BHT` is None.
         row_sums_BH: mean raw row sum of scores that do not sum to one; None if they do.
-        registers_BHN: alpha of each register; None if there are not several.
-        window_start_BH: mean score of the first key of a window, over the queries past the first window; None
-            without a window that has moved on.
+        registers_BHN: alpha of each register; None with fewer than two.
+        window_start_BH: mean score of the first key of a window, over the queries past the first window; None without
+            such queries.
     """
 
     importance_BHT: Tensor
@@ -51,7 +51,7 @@ class LayerRecord:
 
 @dataclass(frozen=True)
 class Batch:
-    """One forward pass, index 0 being the first real token. A attention layers, M blocks.
+    """One forward pass; index 0 is the first real token. A attention layers, M places of the residual stream.
 
     Attributes:
         importance_ABHT: alpha per sequence.
@@ -59,16 +59,16 @@ class Batch:
         hidden_MBT: l2 norm of the residual stream before the first block and after every block; None if unknown.
         key_ABT: l2 norm of the keys, mean over heads.
         value_ABT: l2 norm of the values, mean over heads.
-        loss: summed over the batch's targets, nats (float64 scalar).
-        targets: how many tokens were predicted.
+        loss: sum of the loss over the batch's targets, nats (float64 scalar).
+        targets: number of predicted tokens.
         valid_BT: bool, False past the end of a sequence; None if all sequences are whole.
         row_sums_ABH: mean raw row sum of scores that do not sum to one; None if they do.
         prefixes: alpha (A, B, H, length) of the sequences cut at each of the accumulator's lengths.
-        details: of `--details`; None without.
-        visible_ABHT: mean over the queries that may see each key; None if that is alpha in every layer.
-        views: by layer, how masks limit what is seen (mask_coverage.py).
-        registers_ABHN: alpha of each register; None if there are not several.
-        window_start_ABH: mean score of the first key of a window that has moved on; None if there is none.
+        details: statistics of `--details`; None without this option.
+        visible_ABHT: mean over the queries that may see each key; None if it equals alpha in every layer.
+        views: how the mask limits visible keys, by layer (mask_coverage.py).
+        registers_ABHN: alpha of each register; None with fewer than two.
+        window_start_ABH: mean score of the first key of a window past position 1; None if there is none.
         leading_MB: l2 norm of the residual stream at the first learned position; None without learned positions.
         before_MBT: l2 norm of the input of each norm of a post-norm model; None elsewhere.
     """
@@ -107,12 +107,12 @@ def batch_of(
     leading: int = 0,
     before: Sequence[Tensor] = (),
 ) -> Batch:
-    """One forward pass for the accumulator.
+    """Build one forward pass for the accumulator.
 
     Args:
         hidden: norms (B, T) before the first block and after each, all columns; empty if blocks cannot be read.
-        loss: summed over the targets, and their number.
-        leading: learned positions in front.
+        loss: loss summed over the targets, and number of targets.
+        leading: number of learned positions before the sequence.
         before: norms (B, T) of the input of each norm of a post-norm model, all columns.
     """
     window_starts = [layer.window_start_BH for layer in layers if layer.window_start_BH is not None]
@@ -146,7 +146,7 @@ class NativeRecords:
     """Records of every attention layer since the last `clear`.
 
     Attributes:
-        backend: of the attention primitive.
+        backend: backend of the attention primitive.
     """
 
     def __init__(self, backend: str, lengths: Sequence[int], details: DetailsCollector | None) -> None:
@@ -158,7 +158,7 @@ class NativeRecords:
         self.layers.clear()
 
     def paused(self) -> AbstractContextManager[None]:
-        """Does nothing: no layer is called twice."""
+        """No-op, because no layer is called twice."""
         return nullcontext()
 
     def observe(self, layer: LayerCall) -> None:
@@ -194,7 +194,7 @@ class NativeRecords:
 def native_records(
     adapter: NativeAdapter, lengths: Sequence[int], details: DetailsCollector | None
 ) -> Iterator[NativeRecords]:
-    """Record every forward pass of whole sequences inside the block."""
+    """Record every forward pass of whole sequences inside the `with` block."""
     records = NativeRecords(str(adapter.cores[0].backend), lengths, details)
     with intercept(adapter, observe=records.observe):
         yield records
@@ -203,7 +203,7 @@ def native_records(
 def _window_start(layer: LayerCall) -> Tensor | None:
     """Mean score of the first key of a query's window, over the queries that no longer see position 1.
 
-    None without a window, with learned positions in front, or where every query sees position 1.
+    None without a window, with learned positions before the sequence, or if every query sees position 1.
     """
     mask, T = layer.call.mask, layer.length
     while isinstance(mask, WrappedMask):

@@ -15,7 +15,7 @@ from sinklab.attention.core import AttentionCore
 from sinklab.model.config import ModelConfig, linear_gain
 from sinklab.model.gate import OutputGating, ValueGating, ValueScaling
 from sinklab.model.latent import LatentHeads, LatentProjection
-from sinklab.model.mixer import GatedDelta, LinearAttention, RuleInputs
+from sinklab.model.mixer import DeltaMixer, LinearAttention, RuleInputs
 from sinklab.model.norm import build_norm, norm_of_heads
 from sinklab.model.past import LayerPast, StatePast
 from sinklab.model.position import DistanceTerm, SharedTerm, rotate_first
@@ -257,7 +257,7 @@ class LinearBlock(ResidualBlock):
     compiled_parts = ("before_rule", "after_rule")
     attention: LinearAttention
 
-    def __init__(self, config: ModelConfig, mixer: GatedDelta) -> None:
+    def __init__(self, config: ModelConfig, mixer: DeltaMixer) -> None:
         super().__init__(config, LinearAttention(mixer, config.width, config.heads, config.norm.eps))
 
     def forward(self, x_BLE: Tensor, places: Places, past: StatePast | None = None) -> Tensor:

@@ -8,7 +8,7 @@ from sinklab.attention.biases import Bias
 from sinklab.attention.config import AttentionConfig, AttentionMask
 from sinklab.model.gate import Gate, NoGate
 from sinklab.model.latent import FullProjection, LatentProjection, LatentSizes, Projection
-from sinklab.model.mixer import AttentionOnly, GatedDelta, Mixer
+from sinklab.model.mixer import AttentionOnly, DeltaMixer, Mixer
 from sinklab.model.norm import NormConfig
 from sinklab.model.position import Distance, Position, Rotary
 from sinklab.model.values import NoValueResidual, ValueResidual
@@ -107,7 +107,7 @@ class ModelConfig(Part):
     def attention_layers(self) -> tuple[int, ...]:
         """The numbers, from 1, of the layers that have attention."""
         layers = range(1, self.layers + 1)
-        if isinstance(self.mixer, GatedDelta):
+        if isinstance(self.mixer, DeltaMixer):
             return tuple(layer for layer in layers if self.mixer.has_attention(layer, self.layers))
         return tuple(layers)
 
@@ -265,7 +265,7 @@ class ModelConfig(Part):
 
     def _check_mixer(self) -> None:
         """Refuse combinations that linear layers cannot have."""
-        if not isinstance(self.mixer, GatedDelta):
+        if not isinstance(self.mixer, DeltaMixer):
             return
         heads = self.mixer.heads or self.heads
         if heads % (self.mixer.key_heads or heads):
@@ -276,12 +276,12 @@ class ModelConfig(Part):
         if not isinstance(self.value_residual, NoValueResidual) and 1 not in self.attention_layers:
             raise ValueError(
                 "value_residual mixes the first layer's values into later ones, and the first layer of mixer "
-                "gated_delta has a state and no values to mix: use one of the two"
+                f"{self.mixer.kind} has a state and no values to mix: use one of the two"
             )
         if self.attention.mask.kind == "document" and len(self.attention_layers) < self.layers:
             raise ValueError(
-                "attention.mask document keeps documents apart, and the linear layers of mixer gated_delta carry their "
-                "state from one to the next: use another mask"
+                "attention.mask document keeps documents apart, and the linear layers of mixer "
+                f"{self.mixer.kind} carry their state from one to the next: use another mask"
             )
 
     def _check_latent(self) -> None:

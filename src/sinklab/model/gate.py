@@ -62,10 +62,13 @@ class OutputGating(nn.Module):
         self.heads = heads
         self.linear = nn.Linear(width, heads * head_width, bias=False)
 
-    def forward(self, out_BHLD: Tensor, x_BLE: Tensor) -> Tensor:
+    def gates(self, x_BLE: Tensor) -> Tensor:
+        """In (0, 1): (B, H, L, D), or (B, H, L, 1) of one per head."""
         B, L, _ = x_BLE.shape
-        gate = self.linear(x_BLE).view(B, L, self.heads, -1).transpose(1, 2)
-        return out_BHLD * torch.sigmoid(gate)
+        return torch.sigmoid(self.linear(x_BLE).view(B, L, self.heads, -1).transpose(1, 2))
+
+    def forward(self, out_BHLD: Tensor, x_BLE: Tensor) -> Tensor:
+        return out_BHLD * self.gates(x_BLE)
 
 
 class ValueGating(nn.Module):
@@ -76,9 +79,13 @@ class ValueGating(nn.Module):
         self.weight = nn.Parameter(torch.empty(key_heads, head_width))
         self.bias = nn.Parameter(torch.empty(key_heads))
 
-    def forward(self, v_BGLD: Tensor) -> Tensor:
+    def gates(self, v_BGLD: Tensor) -> Tensor:
+        """In (0, 1): (B, G, L, 1)."""
         gate_BGL = torch.einsum("bgld,gd->bgl", v_BGLD, self.weight.to(v_BGLD.dtype)) + self.bias[:, None]
-        return v_BGLD * torch.sigmoid(gate_BGL)[..., None].to(v_BGLD.dtype)
+        return torch.sigmoid(gate_BGL)[..., None]
+
+    def forward(self, v_BGLD: Tensor) -> Tensor:
+        return v_BGLD * self.gates(v_BGLD).to(v_BGLD.dtype)
 
 
 class ValueScaling(nn.Module):
@@ -95,7 +102,11 @@ class ValueScaling(nn.Module):
         self.theta = nn.Parameter(torch.empty(key_heads))
         self.initial = {"theta": (0.0, 0.0)}
 
-    def forward(self, v_BGLD: Tensor) -> Tensor:
+    def gates(self, v_BGLD: Tensor) -> Tensor:
+        """In [0, 1): (B, G, L, 1)."""
         square_BGL1 = v_BGLD.to(accumulate_dtype(v_BGLD.dtype)).square().sum(-1, keepdim=True)
         constant_G11 = (self.start * torch.exp(self.theta))[:, None, None]
-        return v_BGLD * (square_BGL1 / (square_BGL1 + constant_G11)).to(v_BGLD.dtype)
+        return square_BGL1 / (square_BGL1 + constant_G11)
+
+    def forward(self, v_BGLD: Tensor) -> Tensor:
+        return v_BGLD * self.gates(v_BGLD).to(v_BGLD.dtype)

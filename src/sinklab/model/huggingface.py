@@ -38,8 +38,8 @@ class SinklabConfig(PreTrainedConfig):
     """config.json of an exported run.
 
     Args:
-        model: the model part of a recipe, with `vocab_size` set.
-        **others: keys of every config of transformers; the sizes in DERIVED are always those of `model`.
+        model: model part of a recipe, with `vocab_size` set.
+        **others: keys common to all transformers configs; the sizes in DERIVED are always those of `model`.
     """
 
     model_type = MODEL_TYPE
@@ -64,14 +64,14 @@ class Padding:
 
 
 def padding_of(mask_BS: Tensor | None, tokens_BT: Tensor, past: Past | None) -> Padding | None:
-    """The padding of an attention mask, or without a mask that of the past; None if there is none.
+    """Read the padding from an attention mask, or without a mask from the past; None if there is none.
 
     Args:
-        mask_BS: not 0 at tokens, those of the past included.
-        tokens_BT: that continue the past.
+        mask_BS: non-zero at tokens, including those of the past.
+        tokens_BT: tokens that continue the past.
 
     Raises:
-        InputError: a mask of another shape, padding between tokens, or behind those that continue a past.
+        InputError: if the mask has a wrong shape, or padding between tokens or after tokens that continue a past.
     """
     earlier, padded_B = (0, None) if past is None else (past.get_seq_length(), past.padding_B)
     if mask_BS is None:
@@ -79,7 +79,7 @@ def padding_of(mask_BS: Tensor | None, tokens_BT: Tensor, past: Past | None) -> 
     B, S = len(tokens_BT), earlier + tokens_BT.shape[1]
     if tuple(mask_BS.shape) != (B, S):
         raise InputError(
-            f"attention_mask is {tuple(mask_BS.shape)}: give one of (sequences, tokens), here ({B}, {S}), those in "
+            f"attention_mask has shape {tuple(mask_BS.shape)}: expected (sequences, tokens), here ({B}, {S}), those in "
             "past_key_values included"
         )
     real_BS = mask_BS.to(tokens_BT.device) != 0
@@ -91,7 +91,7 @@ def padding_of(mask_BS: Tensor | None, tokens_BT: Tensor, past: Past | None) -> 
     if not torch.equal(real_BS, (at_S >= before_B[:, None]) & (at_S < (before_B + count_B)[:, None])):
         raise InputError(
             "there is padding between the tokens of a sequence: pad on the left (tokenizer.padding_side = 'left'), or "
-            "on the right where nothing is generated"
+            "on the right if nothing is generated"
         )
     if earlier and bool(behind_B.any()):
         raise InputError("tokens that continue past_key_values are padding: pad on the left, before the first tokens")
@@ -99,7 +99,7 @@ def padding_of(mask_BS: Tensor | None, tokens_BT: Tensor, past: Past | None) -> 
 
 
 class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
-    """Any variant of sinklab, behind the interface of a causal language model of transformers.
+    """Any variant of sinklab, with the interface of a causal language model of transformers.
 
     Attributes:
         transformer: the model itself, which sinklab measures.
@@ -126,23 +126,23 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast | tuple[Tensor, ...]:
-        """Logits of the next token.
+        """Compute the logits of the next token.
 
         Args:
             input_ids: (B, T); with `past_key_values` the tokens that continue it.
             attention_mask: 1 at tokens and 0 at padding, on the left, the right or both; (B, S), the tokens of
                 `past_key_values` included. Padding is ignored, and the logits there have no meaning.
-            past_key_values: of an earlier call with `use_cache`; it is extended.
+            past_key_values: cache returned by an earlier call with `use_cache`; it is extended.
             labels: (B, T), the tokens to be predicted (transformers shifts them); IGNORED ones do not count, nor does
                 padding, nor do tokens of a prefix that a mask shows to every query.
-            use_cache: return a cache that can be continued; off unless given.
+            use_cache: return a cache that can be continued; off by default.
             logits_to_keep: the number of last positions, or these positions; 0 for all.
-            others: arguments of every model of transformers. `position_ids` are ignored: a token's position is its
+            others: arguments common to all transformers models. `position_ids` are ignored: a token's position is its
                 index in its sequence without padding.
 
         Raises:
-            InputError: padding within a sequence, a mask of another shape, embeddings in the place of tokens, attention
-                matrices or hidden states as a result, or a cache that is not of this model.
+            InputError: if a sequence has padding inside, the mask has a wrong shape, embeddings are passed instead of
+                tokens, attention matrices or hidden states are requested, or the cache is from another model.
         """
         _check_supported(others)
         if past_key_values is not None and not isinstance(past_key_values, Past):
@@ -234,7 +234,7 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
 
 def _check_supported(others: dict[str, Any]) -> None:
     if others.get("inputs_embeds") is not None:
-        raise InputError("a sinklab model needs tokens: give input_ids, not inputs_embeds")
+        raise InputError("a sinklab model needs tokens: pass input_ids, not inputs_embeds")
     for name in ("output_attentions", "output_hidden_states"):
         if others.get(name):
             raise InputError(f"{name}: a sinklab model returns logits only; use sinklab.measure for its attention")

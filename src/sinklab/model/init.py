@@ -1,4 +1,4 @@
-"""Initialisation of all weights, by one of two laws (`model.init`).
+"""Initialisation of all weights by one of two schemes (`model.init`).
 
 tensor, d_in its last dimension              declared                            torch
 linear weights                               normal, std sqrt(2 / (5 d_in))      uniform in +-1 / sqrt(d_in)
@@ -7,17 +7,17 @@ token embedding, learned positions           normal, std sqrt(2 / (5 d_in))     
 t5 table                                     normal, std 0.02                    normal, std 1
 offset of a value gate                       zero                                uniform in +-1 / sqrt(d)
 
-The same by both: extra keys and values, sink logits and the sink token are normal with std 0.02; norms have weight one
-and bias zero, the slope of dynamic tanh is `norm.alpha`; a module may give mean and std of its tensors in `initial`, as
-attention operations do, or a law of its own in `starts`.
+In both, extra keys and values, sink logits and the sink token are normal with std 0.02; norms have weight one and bias
+zero; the slope of dynamic tanh is `norm.alpha`; a module may set mean and std of its tensors in `initial`, as
+attention operations do, or a separate scheme in `starts`.
 
-`declared` is the law of the paper (2410.10781) and its code. `torch` is PyTorch's `reset_parameters` of nn.Linear
+`declared` is the scheme of the paper (2410.10781) and its code. `torch` is PyTorch's `reset_parameters` of nn.Linear
 (kaiming_uniform with a = sqrt(5)) and nn.Embedding, by which the published models were probably initialised: with
-several devices the training library that the paper's code pins discards the declared weights. PyTorch has no law for
+several devices, the library pinned by the paper's code discards the declared weights. PyTorch has no scheme for
 the last two rows and learned positions: a lookup table is treated as an nn.Embedding, the value gate as an nn.Linear of
 a head's width d.
 
-q, k and v are one matrix here, and so are the two halves of a gated feed-forward: d_in is the same as apart.
+q, k and v are one matrix here, as are the two halves of a gated feed-forward: d_in is the same as for separate ones.
 """
 
 import hashlib
@@ -38,10 +38,10 @@ TABLES = ("embedding.weight", "position_table", "distance.weight")
 
 @torch.no_grad()
 def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Set all weights of a transformer by the law of `config.init`.
+    """Initialise all weights of a transformer by the scheme of `config.init`.
 
     Each tensor is drawn from its own stream, seeded by the seed and the tensor's name, so that an intervention that
-    adds a tensor leaves all others as they are in the baseline. Tensors on the meta device are skipped.
+    adds a tensor leaves all others identical to the baseline. Tensors on the meta device are skipped.
     """
     by_kind = _declared if config.init.kind == "declared" else _torch
     for name, parameter in model.named_parameters():

@@ -8,7 +8,7 @@ only part that is rotated ("decoupled" rotary positions).
     c_t = norm(x_t W_DKV)     k^C_th, v_th = c_t W_UKV    k^R_t = rotated(x_t W_KR)     k_th = [k^C_th; k^R_t]
     c'_t = norm(x_t W_DQ)     q^C_th, q^R_th = c'_t W_UQ  q_th = [q^C_th; rotated(q^R_th)]
 
-Where queries are not compressed (V2-Lite) c'_t is x_t itself. Rows of the matrices are ordered as in the published
+If queries are not compressed (V2-Lite), c'_t is x_t itself. Rows of the matrices are ordered as in the published
 code: head by head, first the part that is not rotated, of keys and values k before v.
 
 B batch, L positions, E width, H heads, N and P widths of the unrotated and the rotated part, V width of a value, R rank
@@ -55,20 +55,23 @@ class LatentProjection(Part):
         default=None, ge=1, le=LARGEST, description="width of the latent of keys and values; null: 4 head widths"
     )
     q_rank: int | None = Field(
-        default=None, ge=1, le=LARGEST, description="width of a latent of the queries; null: they are not compressed"
+        default=None, ge=1, le=LARGEST, description="width of the latent of queries; null: not compressed"
     )
     nope_width: int | None = Field(
-        default=None, ge=1, le=LARGEST, description="of the part of a key that is not rotated; null: the head width"
+        default=None, ge=1, le=LARGEST, description="width of the unrotated part of a key; null: the head width"
     )
     rope_width: int | None = Field(
-        default=None, ge=1, le=LARGEST, description="of the rotated part, which heads share; null: half the head width"
+        default=None,
+        ge=1,
+        le=LARGEST,
+        description="width of the rotated part, shared by heads; null: half the head width",
     )
     value_width: int | None = Field(
-        default=None, ge=1, le=LARGEST, description="of a value and an output of a head; null: the head width"
+        default=None, ge=1, le=LARGEST, description="width of a head's values and output; null: the head width"
     )
 
     def sizes(self, head_width: int) -> LatentSizes:
-        """All widths; those that are not given have the paper's ratio to the head width."""
+        """All widths; unset ones have the paper's ratio to the head width."""
         return LatentSizes(
             rank=self.kv_rank or 4 * head_width,
             nope=self.nope_width or head_width,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def differences(config: ModelConfig) -> dict[str, str]:
-    """A sentence for each part in which a model differs from a plain Llama, by its key below `model`."""
+    """Describe each part in which a model differs from a plain Llama, by its key in `model`."""
     attention = config.attention
     plain: dict[str, tuple[Any, Any]] = {
         "attention.operation": (attention.operation, Softmax()),
@@ -46,7 +46,7 @@ def differences(config: ModelConfig) -> dict[str, str]:
 
 
 def _with_gains(norm: NormConfig) -> NormConfig:
-    """The same norm with a vector in the place of a single gain."""
+    """The same norm with a vector instead of a single gain."""
     return norm.model_copy(update={"kind": "rmsnorm"}) if norm.kind == "rmsnorm_single" else norm
 
 
@@ -70,7 +70,7 @@ def llama_sizes(config: ModelConfig) -> dict[str, Any]:
 
 
 def _difference(is_: Any, must: Any) -> str:
-    """The values of a part of the recipe that differ from a Llama's, beside those."""
+    """The values of a part of the recipe that differ from a Llama's, with the Llama's values."""
     if not isinstance(is_, Part) or not isinstance(must, Part):
         return f"{is_} (a Llama has {must})"
     if (mine := getattr(is_, "kind", None)) != (theirs := getattr(must, "kind", None)):
@@ -97,14 +97,14 @@ IN_BLOCK = {
 
 
 def llama_weights(model: Transformer) -> dict[str, Tensor]:
-    """The weights under Llama's names.
+    """Convert the weights to Llama's names.
 
     Fused projections are split, projections of embeddings multiplied into embedding and head (in float64), and a single
     gain of a norm is repeated for every channel.
     """
     config = model.config
     rows = {"attention.qkv": [n * config.head_width for n in (config.heads, config.key_heads, config.key_heads)]}
-    weights = {theirs: model.get_parameter(ours) for ours, theirs in OUTSIDE.items()}
+    weights: dict[str, Tensor] = {theirs: model.get_parameter(ours) for ours, theirs in OUTSIDE.items()}
     if config.embedding == "projected":
         before, behind = (model.get_parameter(f"{name}.weight").double() for name in ("embedding_map", "head_map"))
         for theirs, matrix in (("model.embed_tokens.weight", before.T), ("lm_head.weight", behind)):
@@ -119,13 +119,13 @@ def llama_weights(model: Transformer) -> dict[str, Tensor]:
 
 
 def from_llama(llama: "PreTrainedModel") -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The model part of a recipe that computes a Llama, and the weights under our names.
+    """Build the model part of a recipe equivalent to a Llama, and the weights under sinklab's names.
 
     Tied embeddings become two tensors with the same values.
 
     Raises:
-        InputError: biases in its projections, another activation, scaled rotary frequencies, or heads of another width
-            than the model's width over their number, none of which our model has.
+        InputError: if the Llama has biases in its projections, another activation, scaled rotary frequencies, or a head
+            width other than the model's width divided by the heads, none of which a recipe supports.
     """
     config = llama.config
     rope: dict[str, Any] = dict(config.rope_parameters or {})
@@ -138,7 +138,7 @@ def from_llama(llama: "PreTrainedModel") -> tuple[dict[str, Any], dict[str, Tens
         "head_dim": (head_width * config.num_attention_heads, config.hidden_size),
     }
     if wrong := [f"{key} is {is_} (ours: {must})" for key, (is_, must) in others.items() if is_ != must]:
-        raise InputError("not a Llama that a recipe can name: " + "; ".join(wrong))
+        raise InputError("this Llama has settings that no recipe supports: " + "; ".join(wrong))
     model = {
         "layers": config.num_hidden_layers,
         "width": config.hidden_size,

@@ -1,4 +1,4 @@
-"""Hybrids: some layers have the gated delta rule, a linear attention, in the place of attention.
+"""Hybrids: some layers have the gated delta rule, a linear attention, instead of attention.
 
 Its layer (2412.06464, figure 1; the code is that of flash-linear-attention, fla/layers/gated_deltanet.py, and of
 transformers' Qwen3-Next, whose module gives the same numbers): q, k and v from one matrix and a short causal
@@ -8,10 +8,17 @@ convolution, a norm and a gate after the rule, and no positions.
     g_t = -exp(A) softplus(x_t w_a + s)    b_t = sigmoid(x_t w_b)     A, s, w_a, w_b for every head
     y_t = [w o_t / rms(o_t) * silu(x_t W_z)] W_out,   o of the rule in attention/delta.py
 
+Kimi delta attention (2510.26692; fla/layers/kda.py, and transformers' Kimi Linear, whose module gives the same numbers)
+has a decay for every channel of a key, made of x through a bottleneck of V numbers, and an output gate likewise:
+
+    g_t = -exp(A) softplus(x_t W_f1 W_f2 + s),   A for every head, s for every head and channel
+    y_t = [w o_t / rms(o_t) * sigmoid(x_t W_z1 W_z2)] W_out
+
 B batch, L positions, E width, H value heads, G key heads, D and V widths of a key and a value, C = 2 G D + H V
 channels, W positions of the convolution.
 """
 
+import functools
 import math
 from typing import Annotated, Literal, NamedTuple
 
@@ -26,7 +33,8 @@ from sinklab.model.norm import HeadNorm
 from sinklab.schema import LARGEST, Part
 
 UNDER_ROOT = 1e-6  # of the length of a query or key, as in the published code
-RATES = (0.01, 16.0)  # exp(A) before training, uniform; the published code begins at 0, whose logarithm is -inf
+RATES = {"gated_delta": (0.01, 16.0), "kimi_delta": (1.0, 16.0)}
+"""exp(A) before training, uniform; the published code of the first begins at 0, whose logarithm is -inf."""
 STEPS = (1e-3, 1e-1)  # softplus(s) before training, log-uniform
 
 
@@ -36,31 +44,43 @@ class AttentionOnly(Part):
     kind: Literal["attention"] = "attention"
 
 
-class GatedDelta(Part):
-    """One layer of `every` has attention, the last one among them; the others have the gated delta rule (2412.06464).
+class DeltaMixer(Part):
+    """Every `every`-th layer, the last included, has attention; the others are linear.
 
     A recipe's attention, positions on queries, keys and scores, masks and gates apply to the layers that have
     attention; the others are causal and see the whole sequence before them.
     """
 
-    kind: Literal["gated_delta"] = "gated_delta"
-    every: int = Field(default=4, ge=1, description="layers for one with attention, counted from the last layer back")
-    heads: int | None = Field(default=None, ge=1, description="of values in a linear layer; null: model.heads")
+    kind: Literal["gated_delta", "kimi_delta"]
+    every: int = Field(default=4, ge=1, description="one layer in this many has attention, counted from the last")
+    heads: int | None = Field(default=None, ge=1, description="value heads of a linear layer; null: model.heads")
     key_heads: int | None = Field(
-        default=None, ge=1, description="of queries and keys, each for heads / key_heads values; null: heads"
+        default=None, ge=1, description="query and key heads, each shared by heads / key_heads value heads; null: heads"
     )
     key_width: int | None = Field(
-        default=None, ge=1, le=LARGEST, description="of a query and a key; null: model.width / model.heads"
+        default=None, ge=1, le=LARGEST, description="width of a query and a key; null: model.width / model.heads"
     )
-    value_width: int | None = Field(default=None, ge=1, le=LARGEST, description="of a value; null: as key_width")
-    conv: int = Field(default=4, ge=1, description="positions that the short convolution sees")
+    value_width: int | None = Field(default=None, ge=1, le=LARGEST, description="width of a value; null: key_width")
+    conv: int = Field(default=4, ge=1, description="kernel size of the short convolution, in positions")
 
     def has_attention(self, layer: int, layers: int) -> bool:
         """Whether layer `layer` of `layers`, from 1, has attention."""
         return (layers - layer) % self.every == 0
 
 
-Mixer = Annotated[AttentionOnly | GatedDelta, Field(discriminator="kind")]
+class GatedDelta(DeltaMixer):
+    """One layer of `every` has attention, the last among them; the others have the gated delta rule (2412.06464)."""
+
+    kind: Literal["gated_delta"] = "gated_delta"  # type: ignore[assignment]  # parts are immutable
+
+
+class KimiDelta(DeltaMixer):
+    """As gated_delta, with a decay for every channel of a key: Kimi delta attention (2510.26692)."""
+
+    kind: Literal["kimi_delta"] = "kimi_delta"  # type: ignore[assignment]
+
+
+Mixer = Annotated[AttentionOnly | GatedDelta | KimiDelta, Field(discriminator="kind")]
 
 
 class RuleInputs(NamedTuple):
@@ -69,7 +89,7 @@ class RuleInputs(NamedTuple):
     q_BHLD: Tensor
     k_BHLD: Tensor
     v_BHLV: Tensor
-    log_decay_BHL: Tensor
+    log_decay: Tensor  # (B, H, L), or (B, H, L, D) of every channel
     rate_BHL: Tensor
 
 
@@ -77,11 +97,12 @@ class LinearAttention(nn.Module):
     """The gated delta rule with its projections, convolution, norm and gates.
 
     Attributes:
-        log_rate: A (H,).
-        step: s (H,).
+        log_rate: logarithmic decay rate A, (H,).
+        step: offset s of the step size, (H,), or (H D,) with one decay per channel.
+        decay: map to the decays of all channels; None with one decay per head, computed by `rates`.
     """
 
-    def __init__(self, mixer: GatedDelta, width: int, heads: int, eps: float) -> None:
+    def __init__(self, mixer: DeltaMixer, width: int, heads: int, eps: float) -> None:
         super().__init__()
         self.heads = mixer.heads or heads
         self.key_heads = mixer.key_heads or self.heads
@@ -90,22 +111,29 @@ class LinearAttention(nn.Module):
         self.rows = (*[self.key_heads * self.key_width] * 2, self.heads * self.value_width)
         self.qkv = nn.Linear(width, sum(self.rows), bias=False)
         self.conv = nn.Conv1d(sum(self.rows), sum(self.rows), mixer.conv, groups=sum(self.rows), bias=False)
-        self.gate = nn.Linear(width, self.rows[2], bias=False)
-        self.rates = nn.Linear(width, 2 * self.heads, bias=False)
+        by_channel, steps = mixer.kind == "kimi_delta", self.heads
+        self.decay, self.opened = None, F.silu
+        if by_channel:
+            steps, self.opened = self.heads * self.key_width, torch.sigmoid
+            self.decay = bottleneck(width, self.value_width, steps)
+            self.gate = bottleneck(width, self.value_width, self.rows[2])
+        else:
+            self.gate = nn.Linear(width, self.rows[2], bias=False)
+        self.rates = nn.Linear(width, (1 if by_channel else 2) * self.heads, bias=False)
         self.log_rate = nn.Parameter(torch.empty(self.heads))
-        self.step = nn.Parameter(torch.empty(self.heads))
+        self.step = nn.Parameter(torch.empty(steps))
         self.norm = HeadNorm(self.value_width, eps=eps)
         self.out = nn.Linear(self.rows[2], width, bias=False)
-        self.starts = {"log_rate": log_uniform_rate, "step": step_of_log_uniform}
+        self.starts = {"log_rate": functools.partial(log_uniform_rate, RATES[mixer.kind]), "step": step_of_log_uniform}
 
     def inputs(
         self, x_BLE: Tensor, recent_BCW: Tensor | None, padded_BL: Tensor | None = None
     ) -> tuple[RuleInputs, Tensor]:
-        """Arguments of the rule, and the channels that the convolution needs at later positions.
+        """Compute the arguments of the rule, and the channels that the convolution needs at later positions.
 
         Args:
-            recent_BCW: channels of the W - 1 positions before; None at the beginning, where they are 0.
-            padded_BL: bool, padding before the beginning: its channels are 0, and it writes nothing into the state.
+            recent_BCW: channels of the previous W - 1 positions; None at the beginning means zero.
+            padded_BL: bool, padding before the sequence: its channels are 0 and it does not change the state.
         """
         channels_BCL, before = self.qkv(x_BLE).transpose(1, 2), self.conv.kernel_size[0] - 1
         if padded_BL is not None:
@@ -117,24 +145,32 @@ class LinearAttention(nn.Module):
         q, k, v = F.silu(self.conv(channels_BCL)).transpose(1, 2).split(self.rows, dim=-1)
         dtype = accumulate_dtype(x_BLE.dtype)
         q_BHLD, k_BHLD = (self._normed(part.to(dtype)) for part in (q, k))
-        rate_BHL, step_BHL = self.rates(x_BLE).transpose(1, 2).to(dtype).chunk(2, dim=1)
-        log_decay_BHL = -self.log_rate.to(dtype).exp()[:, None] * F.softplus(step_BHL + self.step.to(dtype)[:, None])
+        rate_BHL, log_decay = self._rate_and_decay(x_BLE, dtype)
         v_BHLV = v.unflatten(-1, (self.heads, -1)).transpose(1, 2)
         rate_BHL = rate_BHL.sigmoid()
         if padded_BL is not None:
             rate_BHL = rate_BHL.masked_fill(padded_BL[:, None], 0)
-        inputs = RuleInputs(q_BHLD / math.sqrt(self.key_width), k_BHLD, v_BHLV, log_decay_BHL, rate_BHL)
+        inputs = RuleInputs(q_BHLD / math.sqrt(self.key_width), k_BHLD, v_BHLV, log_decay, rate_BHL)
         return inputs, channels_BCL[:, :, channels_BCL.shape[2] - before :]
 
+    def _rate_and_decay(self, x_BLE: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Compute the rate before its sigmoid (B, H, L), and the logarithm of the decay."""
+        rates_BRL, size_H1 = self.rates(x_BLE).transpose(1, 2).to(dtype), -self.log_rate.to(dtype).exp()[:, None]
+        if self.decay is None:
+            rate_BHL, step_BHL = rates_BRL.chunk(2, dim=1)
+            return rate_BHL, size_H1 * F.softplus(step_BHL + self.step.to(dtype)[:, None])
+        step_BLHD = (self.decay(x_BLE).to(dtype) + self.step.to(dtype)).unflatten(-1, (self.heads, -1))
+        return rates_BRL, size_H1[..., None] * F.softplus(step_BLHD.transpose(1, 2))
+
     def rule(self, inputs: RuleInputs, state_BHDV: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The output (B, H, L, V) of every position, and the state after the last."""
+        """Compute the output (B, H, L, V) of every position, and the state after the last one."""
         with torch.autocast(inputs.q_BHLD.device.type, enabled=False):
             return gated_delta(*inputs, state_BHDV)
 
     def output(self, out_BHLV: Tensor, x_BLE: Tensor) -> Tensor:
         """The layer's addition to the stream, from the rule's output and the layer's input."""
         gate_BHLV = self.gate(x_BLE).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        return self.out((self.norm(out_BHLV) * F.silu(gate_BHLV)).transpose(1, 2).flatten(2))
+        return self.out((self.norm(out_BHLV) * self.opened(gate_BHLV)).transpose(1, 2).flatten(2))
 
     def _normed(self, x_BLC: Tensor) -> Tensor:
         """Queries or keys of length 1, those of a key head for each of its value heads: (B, H, L, D)."""
@@ -143,12 +179,17 @@ class LinearAttention(nn.Module):
         return x_BGLD.repeat_interleave(self.heads // self.key_heads, dim=1)
 
 
-def log_uniform_rate(tensor: Tensor, stream: torch.Generator) -> None:
-    """A before training: the logarithm of a number drawn uniformly from RATES."""
-    tensor.uniform_(*RATES, generator=stream).log_()
+def bottleneck(width: int, rank: int, rows: int) -> nn.Sequential:
+    """Build a low-rank linear map: two matrices without bias."""
+    return nn.Sequential(nn.Linear(width, rank, bias=False), nn.Linear(rank, rows, bias=False))
+
+
+def log_uniform_rate(rates: tuple[float, float], tensor: Tensor, stream: torch.Generator) -> None:
+    """Initial A: the logarithm of a number drawn uniformly from `rates`."""
+    tensor.uniform_(*rates, generator=stream).log_()
 
 
 def step_of_log_uniform(tensor: Tensor, stream: torch.Generator) -> None:
-    """s before training: softplus(s) is drawn log-uniformly from STEPS."""
+    """Initial s: softplus(s) is drawn log-uniformly from STEPS."""
     low, high = (math.log(step) for step in STEPS)
     tensor.uniform_(low, high, generator=stream).exp_().expm1_().log_()

@@ -1,10 +1,10 @@
-"""Norms: their formula, their placement, a gate behind them, and norms per head.
+"""Norms: formula, placement, a gate after the norm, and norms per head.
 
 Head-wise RMSNorm of the attention output (2605.06611) is known from the paper's abstract and from citations: the output
-of each head is normed before the heads are joined. Whether it has a weight is not known; here it has one vector for all
-heads of a layer, as qk_norm has, or one for each (`per_head`), as in the code of forgetting attention (2503.02130),
+of each head is normed before the heads are joined. Whether it has a weight is unknown; here it has one vector for all
+heads of a layer, like qk_norm, or one per head (`per_head`), as in the code of forgetting attention (2503.02130),
 whose norms of queries, keys and outputs are a GroupNorm over heads. The map after the head norm is linear, so that a
-vector for each head adds only another parametrisation, unless there is a gate in between.
+vector per head only changes the parametrisation, unless there is a gate in between.
 """
 
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sinklab.schema import Part
 
 OfHeads = bool | Literal["per_head"]
-"""Whether heads are normed; true: with one weight vector for all heads, per_head: with one for each."""
+"""Whether heads are normed; true: one weight vector for all heads, per_head: one per head."""
 
 
 class NormConfig(Part):
@@ -32,20 +32,22 @@ class NormConfig(Part):
         default="pre",
         description="pre: x + f(norm(x)); post: norm(x + f(x)), no final norm; sandwich: x + norm(f(norm(x)))",
     )
-    eps: float = Field(default=1e-5, gt=0, description="under the root of rmsnorm, rmsnorm_single and layernorm")
-    alpha: float = Field(default=0.5, gt=0, description="slope that dynamic_tanh starts with")
+    eps: float = Field(
+        default=1e-5, gt=0, description="number added under the root of rmsnorm, rmsnorm_single and layernorm"
+    )
+    alpha: float = Field(default=0.5, gt=0, description="initial slope of dynamic_tanh")
     qk_norm: OfHeads = Field(
         default=False,
-        description="RMSNorm of every query and key over its width, before rotary; per_head: a weight vector for each "
-        "query head and each key head, otherwise one for all queries and one for all keys",
+        description="RMSNorm of every query and key over its width, before rotary; per_head: one weight vector per "
+        "query head and per key head, otherwise one for all queries and one for all keys",
     )
     head_norm: OfHeads = Field(
         default=False,
-        description="RMSNorm of every head's output over its width; per_head: a weight vector for each head, otherwise "
+        description="RMSNorm of every head's output over its width; per_head: one weight vector per head, otherwise "
         "one for all",
     )
     gate_rank: int | None = Field(
-        default=None, ge=1, description="gated norm: y sigmoid(W_up swish(W_down y)) of this rank behind every norm"
+        default=None, ge=1, description="rank of the gate y sigmoid(W_up swish(W_down y)) after every norm"
     )
 
 
@@ -109,19 +111,19 @@ class SingleGainNorm(nn.Module):
 
 
 class HeadNorm(nn.RMSNorm):
-    """RMSNorm over the width of a head, computed in the weights' precision, returned in that of its input."""
+    """RMSNorm over the width of a head, computed in the weights' precision, returned in the input's."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
 class OwnHeadNorm(nn.Module):
-    """RMSNorm over the width of a head, each head with a weight vector of its own; precisions as in `HeadNorm`.
+    """RMSNorm over the width of a head with a separate weight vector per head; precisions as in `HeadNorm`.
 
     Args:
-        heads: H, the second axis of the input (B, H, L, .., D).
-        parts: vectors of width D in each head, each with a weight of its own; they are the axis before the last.
-        width: D.
+        heads: number of heads H, the second axis of the input (B, H, L, .., D).
+        parts: number of vectors of width D per head, each with a separate weight; the second-to-last axis.
+        width: width D of each vector.
     """
 
     def __init__(self, heads: int, parts: int, width: int, eps: float) -> None:
@@ -135,7 +137,7 @@ class OwnHeadNorm(nn.Module):
 
 
 def norm_of_heads(wanted: OfHeads, heads: int, width: int, eps: float, parts: int = 1) -> nn.Module:
-    """The norm of heads over the width of each of their parts; the identity without a norm."""
+    """Build the norm of heads over the width of each of their parts; the identity without a norm."""
     if wanted == "per_head":
         return OwnHeadNorm(heads, parts, width, eps)
     return HeadNorm(width, eps=eps) if wanted else nn.Identity()
@@ -190,7 +192,7 @@ class GatedDynamicTanh(DynamicTanh):
 
 
 def build_norm(config: NormConfig, width: int) -> nn.Module:
-    """The norm of a stream of the given width, and the gate behind it."""
+    """Build the norm of a stream of the given width, with its gate."""
     gated = config.gate_rank is not None
     if config.kind == "dynamic_tanh":
         norm = (GatedDynamicTanh if gated else DynamicTanh)(width)

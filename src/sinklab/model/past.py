@@ -1,10 +1,10 @@
-"""KV cache of our transformer.
+"""KV cache of the native transformer.
 
 New queries use the same operation, mask and bias as without a cache, on the cached keys and their own. Kernels cache
 their keys like every other operation: the running sum that they also have works for causal and prefix masks only, not
 for windows or documents.
 
-A layer of linear attention caches its state instead, which does not grow; it cannot be reset to an earlier token, so
+A layer of linear attention caches its state instead, which has a fixed size. It cannot be reset to an earlier token, so
 that a cropped sequence is read again.
 
 B batch, H query heads, G key heads, S positions so far (a leading token included), D head width; of a linear layer H
@@ -21,8 +21,8 @@ class LayerPast:
     """Cache of one attention layer.
 
     Attributes:
-        keys_BGSD, values_BGSD: as they entered the attention core; None before the first call.
-        log_kept_BSH: running sums of the logarithms of forget gates; None without forget gates.
+        keys_BGSD, values_BGSD: keys and values as they entered the attention core; None before the first call.
+        log_kept_BSH: running sums of the log forget gates; None without forget gates.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class LayerPast:
         self.log_kept_BSH: Tensor | None = None
 
     def extend(self, k_BGTD: Tensor, v_BGTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values of new positions; returns all of them."""
+        """Append keys and values of new positions, and return all of them."""
         if self.keys_BGSD is None or self.values_BGSD is None:
             self.keys_BGSD, self.values_BGSD = k_BGTD, v_BGTD
         else:
@@ -40,7 +40,7 @@ class LayerPast:
         return self.keys_BGSD, self.values_BGSD
 
     def extend_kept(self, log_kept_BTH: Tensor) -> Tensor:
-        """Append running sums, given those of the new positions by themselves; returns all of them."""
+        """Append running sums of the new positions, which start at zero, and return all of them."""
         if self.log_kept_BSH is None:
             self.log_kept_BSH = log_kept_BTH
         else:
@@ -64,8 +64,8 @@ class StatePast:
     """Cache of one layer of linear attention.
 
     Attributes:
-        recent_BCW: inputs of its convolution at the last W - 1 positions.
-        state_BHDV: after the last position. Both are None before the first call.
+        recent_BCW: inputs of the convolution at the last W - 1 positions.
+        state_BHDV: state after the last position. Both are None before the first call.
     """
 
     def __init__(self) -> None:
@@ -86,14 +86,14 @@ class Past:
 
     Args:
         layers: number of layers.
-        leading: learned tokens before each sequence, which every layer caches as well.
+        leading: number of learned tokens before each sequence, which every layer also caches.
         linear: numbers, from 1, of the layers that have linear attention.
 
     Attributes:
-        tokens_BT: read so far; None before the first call.
+        tokens_BT: tokens read so far; None before the first call.
         padding_B: number of padding tokens at the start of each row; None if there are none. Leading tokens follow
             the padding.
-        layers: the cache of each layer.
+        layers: cache of each layer.
         forgotten: whether the layers' caches are empty, so that the tokens must be read again.
     """
 
@@ -108,20 +108,20 @@ class Past:
 
     @property
     def positions(self) -> int:
-        """Cached positions, leading ones included."""
+        """Number of cached positions, leading ones included."""
         return 0 if self.tokens_BT is None else self.leading + self.tokens_BT.shape[1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens read so far, padding included."""
+        """Number of tokens read so far, padding included."""
         return 0 if self.tokens_BT is None else self.tokens_BT.shape[1]
 
     def extend(self, tokens_BT: Tensor) -> Tensor:
-        """Add new tokens; returns all of them."""
+        """Add new tokens and return all of them."""
         self.tokens_BT = tokens_BT if self.tokens_BT is None else torch.cat((self.tokens_BT, tokens_BT), dim=1)
         return self.tokens_BT
 
     def restart(self) -> Tensor | None:
-        """Clear the cache; returns the tokens read so far."""
+        """Clear the cache and return the tokens read so far."""
         tokens_BT, self.tokens_BT, self.padding_B = self.tokens_BT, None, None
         self.layers, self.forgotten = self._empty(len(self.layers)), False
         return tokens_BT
@@ -140,7 +140,7 @@ class Past:
             self._select(torch.arange(len(self.tokens_BT)).repeat_interleave(repeats))
 
     def crop(self, max_length: int) -> None:
-        """Keep the first `max_length` tokens, or all but the last -max_length where it is negative."""
+        """Keep the first `max_length` tokens; if negative, drop the last -max_length."""
         length = self.get_seq_length()
         kept = min(length, max_length if max_length >= 0 else max(length + max_length, 0))
         if kept == 0:

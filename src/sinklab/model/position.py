@@ -1,6 +1,6 @@
 """Positional embeddings (table 3).
 
-none                   no positions but by the causal mask
+none                   no positional information except the causal mask
 absolute, learnable    a vector of the position is added to the token's embedding
 relative, t5, alibi    a term of the distance t - s is added to the logit of query t and key s
 rotary                 queries and keys are rotated by an angle of their position in the half-split layout of Llama,
@@ -45,18 +45,18 @@ class Learnable(Part):
 
 class _Buckets(Part):
     buckets: int = Field(
-        default=32, ge=2, le=LARGEST, description="kinds of distance; the first half are single distances"
+        default=32, ge=2, le=LARGEST, description="number of buckets; the first half are single distances"
     )
     max_distance: int = Field(
-        default=128, ge=2, le=LARGEST, description="from here on all distances share the last bucket"
+        default=128, ge=2, le=LARGEST, description="distance from which all distances share the last bucket"
     )
 
     @model_validator(mode="after")
     def _half_are_exact(self) -> Self:
         if self.max_distance <= self.buckets // 2:
             raise ValueError(
-                f"max_distance {self.max_distance} must be above buckets / 2 = {self.buckets // 2}: that many "
-                "distances have a bucket each"
+                f"max_distance {self.max_distance} must be above buckets / 2 = {self.buckets // 2}, because that many "
+                "distances have separate buckets"
             )
         return self
 
@@ -84,11 +84,16 @@ class Rotary(Part):
 
     kind: Literal["rotary"] = "rotary"
     theta: float = Field(default=10000.0, gt=0, description="base of the wavelengths")
-    share: float = Field(default=1.0, gt=0, le=1, description="of the numbers of a query and key, the first of them")
+    share: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="rotated fraction of the width of queries and keys, from the first dimension",
+    )
 
 
 Distance = Relative | T5 | Alibi
-"""Positions that act on the scores."""
+"""Positional embeddings that act on the scores."""
 
 Position = Annotated[
     NoPosition | Absolute | Learnable | Relative | T5 | Alibi | Rotary,
@@ -126,10 +131,10 @@ def alibi_slopes(heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 class DistanceTerm(nn.Module):
-    """The term of the logit that depends on head and distance, one for all layers.
+    """The term of the logit that depends on head and distance, shared by all layers.
 
     Attributes:
-        weight: (buckets, heads) learned (t5), else None.
+        weight: learned table (buckets, heads) for t5, else None.
     """
 
     def __init__(self, position: Distance, heads: int) -> None:
@@ -198,8 +203,8 @@ def rotary_tables(
     """cos and sin of position * theta^(-2i / D) for `length` positions from `first` on, each (T, D / 2), in `dtype`.
 
     Args:
-        padding_B: subtracted from the positions of each row, so that padding does not shift them; the tables are then
-            (B, 1, T, D / 2).
+        padding_B: number subtracted from the positions of each row, so that padding does not shift them; the tables are
+            then (B, 1, T, D / 2).
     """
     frequency = theta ** (-torch.arange(0, width, 2, device=device, dtype=dtype) / width)
     position = torch.arange(first, first + length, device=device, dtype=dtype)

@@ -1,6 +1,6 @@
 """The one model: a LLaMA-style decoder in which every intervention is a value of the recipe.
 
-It is trained and measured as it is. Probes attach from outside: to the blocks for hidden states and to
+The same module is trained and measured. Probes attach from outside: to the blocks for hidden states and to
 `attention.core` for queries, keys and values.
 
 B batch, T tokens, L = leading + T positions, E width, D head width, V vocabulary.
@@ -19,7 +19,7 @@ from sinklab.model.block import DecoderBlock, LinearBlock, Places
 from sinklab.model.config import ModelConfig
 from sinklab.model.init import initialise
 from sinklab.model.loss import AddedLosses, next_token_loss
-from sinklab.model.mixer import GatedDelta
+from sinklab.model.mixer import DeltaMixer
 from sinklab.model.norm import build_norm
 from sinklab.model.past import Past
 from sinklab.model.position import Absolute, Distance, DistanceTerm, Learnable, Rotary, rotary_tables, sinusoid
@@ -38,17 +38,17 @@ class Transformer(nn.Module):
     """tokens_BT -> logits_BTV.
 
     Args:
-        config: the model part of a recipe, with `vocab_size` set.
-        seed: of the initial weights, which depend on nothing else.
+        config: model part of a recipe, with `vocab_size` set.
+        seed: random seed of the initial weights, which depend on nothing else.
 
     Attributes:
-        leading: learned tokens before the sequence: a sink token, or registers.
-        sink_token: their embeddings (1, leading, E); None without.
-        embedding_map, head_map: matrices behind the embeddings and before the head; the identity without.
-        layer_configs: of each layer; those without attention ignore most of it.
+        leading: number of learned tokens before the sequence (a sink token or registers).
+        sink_token: embeddings of the learned tokens (1, leading, E); None without them.
+        embedding_map, head_map: maps after the embeddings and before the head; the identity if not used.
+        layer_configs: config of each layer; layers without attention ignore most of it.
 
     Raises:
-        ValueError: `config.vocab_size` is not set.
+        ValueError: if `config.vocab_size` is not set.
     """
 
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
@@ -118,7 +118,7 @@ class Transformer(nn.Module):
         return Past(self.config.layers, self.leading, [n for n in numbers if n not in self.config.attention_layers])
 
     def _block(self, layer: int) -> DecoderBlock | LinearBlock:
-        if isinstance(self.config.mixer, GatedDelta) and layer not in self.config.attention_layers:
+        if isinstance(self.config.mixer, DeltaMixer) and layer not in self.config.attention_layers:
             return LinearBlock(self.config, self.config.mixer)
         own = self.layer_configs[layer - 1]
         return DecoderBlock(own, self.distance if isinstance(own.position, Distance) else None, layer)
@@ -213,9 +213,12 @@ class Transformer(nn.Module):
     def losses(self, tokens_BT: Tensor, added: AddedLosses) -> Tensor:
         """`loss`, then each term of `added`, weighted: (1 + terms,). Training minimises their sum."""
         outputs: list[Tensor] = []
+
+        def observe(block: nn.Module, inputs: object, output: Tensor) -> None:
+            outputs.append(output)
+
         with ExitStack() as observed:
             for block in self.blocks if added.terms else ():
-                hook = block.register_forward_hook(lambda block, inputs, output: outputs.append(output))
-                observed.callback(hook.remove)
+                observed.callback(block.register_forward_hook(observe).remove)
             loss = self.loss(tokens_BT)
         return torch.stack([loss, *(term.of(outputs).to(loss.dtype) for term in added.terms.values())])

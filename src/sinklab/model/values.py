@@ -2,11 +2,11 @@
 
 Value residual learning mixes every layer's values with those of the first.
 
-    v_l' = lambda_1 v_1 + lambda_2 v_l        for layers l from 2; layer 1 keeps its own
+    v_l' = lambda_1 v_1 + lambda_2 v_l        for layers l from 2; layer 1 is unchanged
 
-v_1 and v_l are the values as they would enter attention otherwise, behind a value gate. The authors' code
+v_1 and v_l are the values that would otherwise enter attention, after a value gate. The authors' code
 (Zcchill/Value-Residual-Learning, `modeling_llama_resformer.py`) has fixed lambdas of 1/2: ResFormer. The learned form
-has two numbers per layer here, which start at 1/2; the full paper was not available. With lambdas 1 and 0 all layers
+has two numbers per layer here, initially 1/2; the full paper was not available. With lambdas 1 and 0 all layers
 attend to the first layer's values: the computation of SVFormer, though the values of later layers are still projected,
 and cached.
 
@@ -20,7 +20,7 @@ gives such a token another multiple of v_t (a sink logit or a key without a valu
 normalised), the difference is rounding of v_t and set to 0 (`sees_itself_alone`).
 
 o_t is the output of a query head at token t, and v_t the value of the same token as attention averages it, that of the
-head's key head. |v_t| is taken to be 1e-12 where it is smaller. The formula is the paper's; its own code was not
+head's key head. |v_t| is clamped to at least 1e-12. The formula is the paper's; its code was not
 available, and public ones (the submissions of openai/parameter-golf, `_xsa_efficient`) compute the same: v normalised
 by `F.normalize`, the product with it subtracted, query heads by the group of their key head.
 
@@ -42,7 +42,7 @@ from sinklab.schema import Part
 
 
 class NoValueResidual(Part):
-    """Every layer has its own values."""
+    """No mixing: every layer uses its own values."""
 
     kind: Literal["none"] = "none"
 
@@ -51,16 +51,16 @@ class FixedValueResidual(Part):
     """lambda_1 v_1 + lambda_2 v_l with fixed lambdas (ResFormer)."""
 
     kind: Literal["fixed"] = "fixed"
-    first: float = Field(default=0.5, description="lambda_1, of the first layer's values")
-    own: float = Field(default=0.5, description="lambda_2, of the layer's own values")
+    first: float = Field(default=0.5, description="lambda_1, weight of the first layer's values")
+    own: float = Field(default=0.5, description="lambda_2, weight of the layer's own values")
 
 
 class LearnedValueResidual(Part):
     """lambda_1 v_1 + lambda_2 v_l with two learned numbers for each layer from the second."""
 
     kind: Literal["learned"] = "learned"
-    start_first: float = Field(default=0.5, description="lambda_1 before training")
-    start_own: float = Field(default=0.5, description="lambda_2 before training")
+    start_first: float = Field(default=0.5, description="initial lambda_1")
+    start_own: float = Field(default=0.5, description="initial lambda_2")
 
 
 ValueResidual = Annotated[NoValueResidual | FixedValueResidual | LearnedValueResidual, Field(discriminator="kind")]
@@ -70,8 +70,8 @@ class ValueMixing(nn.Module):
     """The lambdas of one layer.
 
     Attributes:
-        first, own: lambda_1 and lambda_2, (1,) where they are learned.
-        initial: mean and std of those that are learned.
+        first, own: lambda_1 and lambda_2; of shape (1,) if learned.
+        initial: mean and std of the initialisation of learned lambdas.
     """
 
     def __init__(self, config: FixedValueResidual | LearnedValueResidual) -> None:
@@ -94,13 +94,13 @@ class FirstValues:
     """The first layer's values, for the later layers of one forward pass.
 
     Attributes:
-        values_BGLD: of the new positions; None before the first layer.
+        values_BGLD: values of the new positions; None before the first layer.
     """
 
     values_BGLD: Tensor | None = None
 
     def mixed(self, v_BGLD: Tensor, mixing: ValueMixing | None) -> Tensor:
-        """The values that a layer attends to; those of the first layer, which mixes nothing, are stored."""
+        """Return the values that a layer attends to; the first layer's values are stored and returned unchanged."""
         if mixing is None:
             self.values_BGLD = v_BGLD
             return v_BGLD
@@ -109,7 +109,7 @@ class FirstValues:
 
 
 def without_own_value(out_BHLD: Tensor, v_BGLD: Tensor, alone_BL: Tensor | None = None) -> Tensor:
-    """The output of every head less its component along the value of the same position, in float32 or float64.
+    """Remove from every head's output its component along the value of the same position, in float32 or float64.
 
     Args:
         out_BHLD: of the attention core; its type is that of the result.
@@ -123,7 +123,7 @@ def without_own_value(out_BHLD: Tensor, v_BGLD: Tensor, alone_BL: Tensor | None 
     along_BGRL1 = (of_others_BGRLD * unit_BG1LD).sum(-1, keepdim=True)
     left_BGRLD = of_others_BGRLD - along_BGRL1 * unit_BG1LD
     if alone_BL is not None:
-        # Where o_t is v_t it is 0 already, and the gradient stays what it is, to the last bit.
+        # Where o_t equals v_t the difference is already 0, and the gradient stays identical to the last bit.
         rounded_BGRL = alone_BL[:, None, None] & (of_others_BGRLD != 0).any(-1)
         left_BGRLD = left_BGRLD.masked_fill(rounded_BGRL[..., None], 0)
     return left_BGRLD.flatten(1, 2).to(out_BHLD.dtype)
@@ -137,5 +137,5 @@ def may_be_rounding(config: AttentionConfig) -> bool:
 
 
 def sees_itself_alone(mask: Mask, queries: int, keys: int, device: torch.device) -> Tensor:
-    """Which of the last `queries` of `keys` positions see a single key, their own: (B or 1, L), bool."""
+    """Which of the last `queries` of `keys` positions see only their own key: (B or 1, L), bool."""
     return visible_keys(mask, queries, device, keys) == 1

@@ -146,6 +146,33 @@ class Adapter(Protocol):
         """Why its keys cannot have positions within a cache; None if they can. It may run the model."""
         ...
 
+    def summed_loss(self, tokens_BT: Tensor, first_target: int) -> tuple[Tensor, int]:
+        """The loss summed over the targets from this position on (1-based), with its graph, and their number.
+
+        Of whole sequences; the attention is the model's own.
+        """
+        ...
+
+    def attention_inputs(self, change: Callable[[int, Tensor], Tensor]) -> AbstractContextManager[None]:
+        """Inside the block, every attention layer reads `change(index, x_BTE)` in place of x_BTE, the output of a norm.
+
+        It may run the model. `index` is that of the layer among those with attention, from 1; learned positions in
+        front are part of x.
+
+        Raises:
+            InputError: with the reason, where a layer does not read the output of a norm, where its attention cannot be
+                found, or where no gradient passes through the weights.
+        """
+        ...
+
+    def gated(self, receive: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
+        """Inside the block, `receive` gets the gates of every attention layer that has some, in each forward pass.
+
+        It may run the model. `receive(index, gates_BHTX)`: index of the layer among those with attention, from 1; gates
+        in (0, 1) of every head, X channels or one.
+        """
+        ...
+
     def intercepted(self, handler: Callable[[LayerCall], Tensor]) -> AbstractContextManager[None]:
         """Inside the block, all attention calls go through `handler` (see `intercept`)."""
         ...

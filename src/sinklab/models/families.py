@@ -15,7 +15,10 @@ EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 LATENT_WIDTH = "kv_lora_rank"  # of a config: keys and values are made from a latent of this width
 ROTARY_EMBEDDING = "rotary_emb"  # the module that turns queries and keys
 ROTARY_CLASS = "RotaryEmbedding"  # how its class name ends
+QUERIES, OUTPUT = "q_proj", "o_proj"  # linear maps of an attention module
+GATES = (QUERIES, "gate_proj", "g_proj")  # linear maps of an attention module that may give the logits of its gates
 SINK_LOGITS = "sinks"  # of an attention module
+SELECTED = "indices"  # an argument of an attention call: the keys that an indexer has chosen for each query
 UNREADABLE_EXTRAS = ("sinks", "block_indices")  # arguments of an attention call that change its scores in unknown ways
 
 

@@ -17,10 +17,10 @@ Seen = TypeVar("Seen")
 
 @contextmanager
 def hooked(registered: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Hooks that are removed at the end, also after an exception.
+    """Remove hooks at the end of the `with` block, also after an exception.
 
     Args:
-        registered: their handles; a generator is drawn one by one, so that a failure to register removes the others.
+        registered: handles of the hooks; from a generator, a failure to register one removes the earlier ones.
     """
     handles: list[RemovableHandle] = []
     try:
@@ -33,7 +33,7 @@ def hooked(registered: Iterable[RemovableHandle]) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards every submodule has its own mode again."""
+    """Evaluation mode without gradients; the mode of every submodule is restored afterwards."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -55,13 +55,13 @@ def hidden_states(output: Any) -> Tensor:
 
 
 def residual_norms(blocks: Sequence[nn.Module]) -> AbstractContextManager[list[Tensor]]:
-    """A list that after every forward pass holds |h| (B, T) before the first block and after each block."""
+    """Collect |h| (B, T) before the first block and after each block, in a list filled by every forward pass."""
     return residual_stream(blocks, token_norms)
 
 
 @contextmanager
 def entering_norms(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """A list that after every forward pass holds |x| (B, T) of each module's input, in the order of the calls."""
+    """Collect |x| (B, T) of each module's input in call order, in a list filled by every forward pass."""
     found: list[Tensor] = []
 
     def entering(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -75,12 +75,12 @@ def entering_norms(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def residual_stream(blocks: Sequence[nn.Module], read: Callable[[Tensor], Seen]) -> Iterator[list[Seen]]:
-    """A list that after every forward pass holds read(h) before the first block and after each block, h (B, T, C).
+    """Collect read(h), h (B, T, C), before the first block and after each, in a list filled by every forward pass.
 
-    The last entry is the residual stream before the final norm (as figure 2 of 2410.10781 has it).
+    The last entry is the residual stream before the final norm (as in figure 2 of 2410.10781).
 
     Raises:
-        SinklabError: in a forward pass, where the blocks have several residual streams.
+        SinklabError: in a forward pass, if the blocks have several residual streams.
     """
     found: list[Seen] = []
 

@@ -1,11 +1,11 @@
-"""Interception of a model's attention calls: they can be observed, edited or computed, in any order of entering.
+"""Interception of a model's attention calls, to observe, edit or compute them, entered in any order.
 
     with intercept(adapter, observe=records.observe):      # every call as it is computed
     with intercept(adapter, edit=RollingCache(64, 4)):     # another call in its place
     with intercept(adapter, compute=ZeroedValues(keys)):   # another output for every call
 
-For each call run all edits, then each observer once on the edited call. The output is that of `compute`, else of the
-first observer that returns one, else of the library's kernel, else of the operation.
+For each call, all edits run first, then each observer once on the edited call. The output is that of `compute`, else of
+the first observer that returns one, else of the library's kernel, else of the operation.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ class Interception:
     """One use of `intercept`.
 
     Attributes:
-        backends: of the outputs: "one pass" (an observer), "sdpa" or "chunked" (the library's kernel),
+        backends: backends of the outputs: "one pass" (an observer), "sdpa" or "chunked" (the library's kernel),
             "compute", "operation".
     """
 
@@ -78,10 +78,10 @@ _handlers: WeakKeyDictionary[nn.Module, _Handler] = WeakKeyDictionary()
 def intercept(
     adapter: Adapter, *, edit: Edit | None = None, compute: Compute | None = None, observe: Observe | None = None
 ) -> Iterator[Interception]:
-    """Edit, compute or observe every attention call inside the block.
+    """Edit, compute or observe every attention call inside the `with` block.
 
     Raises:
-        SinklabError: another thread intercepts this model, or there is a `compute` already.
+        SinklabError: if another thread intercepts this model, or `compute` is already set.
     """
     use = Interception(edit, compute, observe)
     with probed_alone(adapter.module):

@@ -7,12 +7,12 @@ from itertools import groupby
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """Which layers of a model have attention, and which mix tokens in another way; 1-based, increasing.
+    """Layers of a model with attention, and layers that mix tokens in another way; 1-based, increasing.
 
     Attributes:
-        total: layers of the model.
-        attention: those whose attention matrix is measured.
-        linear: those with linear attention, a recurrence or a convolution, also beside attention.
+        total: number of layers of the model.
+        attention: layers whose attention matrix is measured.
+        linear: layers with linear attention, a recurrence or a convolution, also if they have attention too.
     """
 
     total: int
@@ -20,7 +20,7 @@ class LayerKinds:
     linear: tuple[int, ...] = ()
 
     def notes(self) -> list[str]:
-        """A note on the layers in the metric, where not all are."""
+        """A note on the layers included in the metric, if some are excluded."""
         number = len(self.attention)
         if number == self.total:
             return []
@@ -33,7 +33,7 @@ class LayerKinds:
         ]
 
     def notes_on_hidden_keys(self) -> list[str]:
-        """A note on layers that still read a token that is hidden from attention."""
+        """A note on layers that still read tokens hidden from attention."""
         if not self.linear:
             return []
         return [

@@ -1,8 +1,8 @@
-"""The default batch size: a cheap estimate of the memory per sequence against the free memory.
+"""The default batch size, from a cheap estimate of the memory per sequence and the free memory.
 
-On a CPU it is conservative: Linux overcommits memory and kills the process when it is used, so that no batch can be
-halved afterwards (batches.py). The estimate counts tensors that grow with a sequence: the activations of one block, the
-records, and whole attention matrices of models that compute them. Logits are computed in pieces and hardly count.
+On a CPU it is conservative: Linux overcommits memory and kills the process when the memory is used, so that no batch
+can be halved afterwards (batches.py). The estimate includes tensors that grow with a sequence: the activations of one
+block, the records, and attention matrices of models that compute them. Logits are computed in pieces and negligible.
 """
 
 from collections.abc import Sequence
@@ -34,12 +34,12 @@ class Sizes:
     """Sizes of a model's tensors in a forward pass.
 
     Attributes:
-        width: of the residual stream.
-        ffn_width: of the hidden layer of an MLP.
-        layers, heads: attention layers and query heads.
-        matrices: T x T score matrices in memory at a time, in float32; 0 where attention is computed in blocks.
-        masks: T x T boolean masks of a sequence: 1 with windows or padding, else 0.
-        vocabulary: of logits that are computed at once; 0 where they are computed in pieces.
+        width: width of the residual stream.
+        ffn_width: width of the hidden layer of an MLP.
+        layers, heads: number of attention layers and query heads.
+        matrices: number of float32 T x T score matrices in memory at a time; 0 if attention is computed in blocks.
+        masks: number of T x T boolean masks of a sequence: 1 with windows or padding, else 0.
+        vocabulary: vocabulary of logits computed at once; 0 if they are computed in pieces.
     """
 
     width: int
@@ -51,7 +51,7 @@ class Sizes:
     vocabulary: int = 0
 
     def bytes_per_sequence(self, length: int) -> int:
-        """Upper estimate of the peak memory that one sequence of that length adds to a measurement."""
+        """Upper estimate of the peak memory that one sequence of the given length adds to a measurement."""
         activations = 16 * self.width + 4 * self.ffn_width + 3 * self.vocabulary
         recorded = 6 * self.layers * self.heads  # sums, alpha, and alpha in float64
         square = FLOAT * self.matrices + self.masks
@@ -59,12 +59,12 @@ class Sizes:
 
 
 def sizes_of_run(config: "ModelConfig") -> Sizes:
-    """Of a sinklab transformer."""
+    """Sizes of a sinklab transformer."""
     return Sizes(config.width, config.ffn_width, config.layers, config.heads)
 
 
 def sizes_of_pretrained(config: "PretrainedConfig", *, matrices: bool, padded: bool, logits: bool) -> Sizes:
-    """Of a Hugging Face model, from its config.
+    """Sizes of a Hugging Face model, from its config.
 
     Args:
         matrices: whether the model computes whole attention matrices (huggingface/matrix_records.py).
@@ -87,15 +87,19 @@ def sizes_of_pretrained(config: "PretrainedConfig", *, matrices: bool, padded: b
     )
 
 
-def fitting_batch(sizes: Sizes, length: int, device: torch.device) -> int:
-    """How many sequences of that length to read at a time: at most LARGEST, TOKENS, and a SHARE of the free memory."""
+def fitting_batch(sizes: Sizes, length: int, device: torch.device, blocks: int = 1) -> int:
+    """Number of sequences to read at a time: limited by LARGEST, TOKENS and a SHARE of the free memory.
+
+    Args:
+        blocks: whose activations are in memory at once.
+    """
     free = free_bytes(device)
-    most = LARGEST if free is None else int(SHARE * free) // sizes.bytes_per_sequence(length)
+    most = LARGEST if free is None else int(SHARE * free) // (blocks * sizes.bytes_per_sequence(length))
     return max(1, min(LARGEST, TOKENS // length, most))
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Free memory of the device; on a CPU that of the machine or its control group (v2). None if unknown."""
+    """Free memory of the device; on a CPU, of the machine or its control group (v2). None if unknown."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
@@ -105,7 +109,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def total_bytes(device: torch.device) -> int | None:
-    """Total memory of the device; on a CPU that of the machine or its control group (v2). None if unknown."""
+    """Total memory of the device; on a CPU, of the machine or its control group (v2). None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     if device.type != "cpu":
@@ -122,7 +126,7 @@ def _of_machine(which: str = "MemAvailable:") -> int | None:
 
 
 def _limit() -> int | None:
-    """Of the control group, where it has one."""
+    """Memory limit of the control group, if it has one."""
     try:
         limit = (CGROUP / "memory.max").read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""Locks that let one thread at a time measure a model, whose hooks, modes and configs change meanwhile."""
+"""Locks that let one thread at a time measure a model, because measuring changes its hooks, modes and configs."""
 
 import threading
 from collections.abc import Iterator
@@ -25,15 +25,15 @@ def measured_in_turn(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def probed_alone(model: nn.Module) -> Iterator[None]:
-    """Refuse to probe a model that another thread probes; waiting could deadlock.
+    """Raise an error if another thread probes the model; waiting could deadlock.
 
     Raises:
-        SinklabError: another thread has a probe on the model.
+        SinklabError: if another thread has a probe on the model.
     """
     lock = _lock(_probed, model)
     if not lock.acquire(blocking=False):
         raise SinklabError(
-            "another thread has a probe on this model: let it end first, or give each thread a model of its own"
+            "another thread has a probe on this model: wait until it ends, or use a separate model per thread"
         )
     try:
         yield

@@ -1,7 +1,7 @@
 """Our own transformer behind `Adapter`, also inside a model that `sinklab export` has written."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from sinklab.attention.core import AttentionCore
 from sinklab.attention.layer_call import LayerCall, ShiftRope
 from sinklab.attention.query_blocks import accumulate_dtype
-from sinklab.attention.real_tokens import RealTokens
+from sinklab.attention.real_tokens import RealTokens, real_tokens
 from sinklab.errors import InputError
 from sinklab.model.config import ModelConfig
+from sinklab.model.gate import OutputGating, ValueGating, ValueScaling
 from sinklab.model.loss import next_token_loss
 from sinklab.model.position import Absolute, Learnable, Rotary, rotate, rotate_first
 from sinklab.model.transformer import Transformer
 from sinklab.models.families import family_of
+from sinklab.models.hooks import hooked
 from sinklab.models.layer_kinds import LayerKinds
 from sinklab.models.memory_budget import Sizes, sizes_of_run
 
@@ -135,6 +137,49 @@ class NativeAdapter:
             return f"its {position.kind} positions are added to the embeddings"
         return None
 
+    def summed_loss(self, tokens_BT: Tensor, first_target: int) -> tuple[Tensor, int]:
+        """That of `read`."""
+        return self.read(tokens_BT, real_tokens(torch.ones_like(tokens_BT)), first_target, nullcontext())
+
+    def attention_inputs(self, change: Callable[[int, Tensor], Tensor]) -> AbstractContextManager[None]:
+        """The output of each attention layer's norm.
+
+        Raises:
+            InputError: a post-norm model, or a compiled one.
+        """
+        if self.post_norms:
+            raise InputError(
+                "the attention of a post-norm model reads the residual stream, not the output of a norm, of which the "
+                "gradient is defined: leave out the gradients"
+            )
+        if any(_is_compiled(block) for block in self.blocks):
+            raise InputError("the model is compiled, and hooks inside are ignored: load the run anew for its gradients")
+        return hooked(
+            block.attention_norm.register_forward_hook(lambda _, __, x_BTE, index=index: change(index, x_BTE))
+            for index, block in self._attending()
+        )
+
+    def _attending(self) -> Iterator[tuple[int, Any]]:
+        """The blocks with attention, numbered among themselves from 1."""
+        return enumerate((block for block in cast("list[Any]", self.blocks) if hasattr(block.attention, "core")), 1)
+
+    def gated(self, receive: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
+        """Gates on the output or, repeated over the heads that share them, on the values; not of forgetting or norms.
+
+        Compiled blocks have none: hooks inside are ignored.
+        """
+
+        def read(index: int, gate: OutputGating | ValueGating | ValueScaling, args: tuple[Tensor, ...]) -> None:
+            gates_BGTX = gate.gates(args[-1])
+            receive(index, gates_BGTX.repeat_interleave(self.heads // gates_BGTX.shape[1], 1))
+
+        return hooked(
+            gate.register_forward_hook(lambda gate, args, _, index=index: read(index, gate, args))
+            for index, block in self._attending()
+            for gate in (block.attention.output_gate, block.attention.value_gate)
+            if gate is not None and not _is_compiled(block)
+        )
+
     @contextmanager
     def intercepted(self, handler: Callable[[LayerCall], Tensor]) -> Iterator[None]:
         """Every core passes its calls through `handler`."""
@@ -150,6 +195,11 @@ class NativeAdapter:
         finally:
             for core in self.cores:
                 core.call_handler = None
+
+
+def _is_compiled(block: Any) -> bool:
+    """Whether parts of a block were compiled (train/parallelize.py)."""
+    return bool(set(block.compiled_parts) & vars(block).keys())
 
 
 def shift_rope(config: ModelConfig) -> ShiftRope | None:

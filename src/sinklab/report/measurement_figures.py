@@ -219,6 +219,7 @@ NORMS: dict[str, Callable[[Measurement], np.ndarray | None]] = {
     "Hidden states": lambda m: m.hidden_norm,
     "Keys": lambda m: m.key_norm,
     "Values": lambda m: m.value_norm,
+    "Gradients": lambda m: m.gradient_norm,
 }
 
 
@@ -236,6 +237,8 @@ def _norms(data: ReportData, width: Width) -> Figure | None:
         "(dashed), mean over sequences, heads and seeds. A sink usually comes with a large hidden state, and with a "
         "small key and a small value: it receives attention and contributes little."
     )
+    if any(measured.gradient_norm is not None for _, measured in data.measured):
+        caption += " Gradients are those of the mean loss at what attention reads, summed over the sequences."
     return Figure("norms", "Hidden states, keys and values of the first token", caption, drawn, small=True)
 
 
@@ -299,8 +302,10 @@ def _figure(data: ReportData, parts: list[tuple[str, Shown]], width: Width, smal
         case Heatmap():
             return _heatmaps(data, name, shown, small)
         case BlockLines():
-            rows = _first_and_rest((run.cell, array_MT) for run, _, _, array_MT in found)
-            chart = _layer_lines(rows, data.cells, AFTER_BLOCK, shown.what, width)
+            of_layers = STATISTICS[name].axes == "LHT"
+            arrays = ((run.cell, array.mean(1) if of_layers else array) for run, _, _, array in found)
+            rows = _first_and_rest(arrays, first_layer=int(of_layers))
+            chart = _layer_lines(rows, data.cells, "Layer" if of_layers else AFTER_BLOCK, shown.what, width)
             return Figure(shown.key, shown.title, shown.caption, [chart]) if rows else None
         case SequenceLines():
             panels = [

@@ -225,7 +225,7 @@ def layers_table(measured: Labelled) -> Table:
         TableColumn("layer", text=True),
         *numbers(".3f", "importance", "visible"),
         TableColumn("highest head"),
-        *numbers(".2f", "|h|", "|k|", "|v|", "row sum"),
+        *numbers(".2f", "|h|", "|k|", "|v|", "gradient", "row sum"),
     ]
     statistics = {label: _statistics(m.details, m.layers) if m.details else {} for label, m in measured}
     titles = list(dict.fromkeys(title for found in statistics.values() for title in found))
@@ -234,7 +234,7 @@ def layers_table(measured: Labelled) -> Table:
         hidden = m.hidden_norm_ratio or []
         aligned = len(hidden) == m.layers + 1  # a hybrid has blocks without attention
         if hidden:
-            rows.append([f"{_of(label)}input", None, None, None, hidden[0], *[None] * (3 + len(titles))])
+            rows.append([f"{_of(label)}input", None, None, None, hidden[0], *[None] * (4 + len(titles))])
         for layer in range(m.layers):
             heads_H = m.importance[layer, :, 0]
             found = [
@@ -245,11 +245,14 @@ def layers_table(measured: Labelled) -> Table:
                 hidden[layer + 1] if aligned else None,
                 m.key_norm_ratio[layer] if m.key_norm_ratio else None,
                 m.value_norm_ratio[layer] if m.value_norm_ratio else None,
+                m.gradient_norm_ratio[layer] if m.gradient_norm_ratio else None,
                 None if m.row_sums is None else float(m.row_sums[layer].mean()),
             ]
             rows.append([*found, *(statistics[label].get(title, {}).get(layer) for title in titles)])
     heads += [TableColumn(title) for title in titles]
     notes = ["|h|, |k|, |v| are norms over the mean of the other positions. " * bool(rows)]
+    if any(m.gradient_norm_ratio for _, m in measured):
+        notes[0] += "The gradient is that of the loss at what attention reads, over the mean of positions 2 to 32. "
     notes = [notes[0] + "a / b: with key 1 / with the others." * bool(titles)]
     return Table("Position 1 by layer", heads, rows, [note.strip() for note in notes]).without_empty_columns()
 

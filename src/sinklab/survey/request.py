@@ -131,7 +131,7 @@ class Request(CommandSettings, frozen=True):
 
     def document(self) -> dict[str, Any]:
         """Everything that decides the result, as plain JSON."""
-        asked = {"explore": True} if self.options.explore else {}
+        asked = {name: True for name in ("explore", "gradients") if getattr(self.options, name)}
         found = self.options.model_dump(mode="json") | self.model_dump(mode="json", exclude={"options"})
         if self.study.perturb is None:
             del found["study"]["perturb"]

@@ -1,7 +1,7 @@
-"""Evaluation of a run: validation loss and sink metric, on the same sequences every time.
+"""Evaluation of a run: validation loss and sink metric, always on the same sequences.
 
-Every process evaluates all of them: the numbers then do not depend on how many there are, and sharded parameters are
-gathered by all alike.
+Every process evaluates all sequences, so that results do not depend on the number of processes, and sharded parameters
+are gathered by all of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,12 +27,12 @@ class Evaluator:
     """Evaluates the model of an updater.
 
     Args:
-        run: its validation text and metric are used.
-        updater: its model is evaluated, on its device and in its precision.
+        run: run that provides the validation text and the metric.
+        updater: updater whose model is evaluated, on its device and in its precision.
         look: called between batches, and between the blocks of the metric; an exception from it ends the evaluation.
 
     Raises:
-        InputError: the validation text is too short for the metric.
+        InputError: if the validation text is too short for the metric.
         SinklabError: the text has been cut short or changed since it was opened, or cannot be read.
     """
 
@@ -57,11 +57,11 @@ class Evaluator:
         return loss, dict(zip(added.terms, others, strict=True))
 
     def measure(self, details: bool = False, other_eps: Sequence[float] = ()) -> Measurement:
-        """The sink metric on the validation text, under the recipe's data interventions.
+        """Measure the sink metric on the validation text, under the recipe's data interventions.
 
         Args:
             details: also the statistics of `measuring/statistics/details.py`.
-            other_eps: thresholds besides that of the recipe.
+            other_eps: further thresholds, in addition to the recipe's.
         """
         metric = self.recipe.metric
         tokens_NT = torch.cat(self.batches)[: metric.sequences, : metric.length]

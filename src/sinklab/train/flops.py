@@ -38,7 +38,7 @@ from sinklab.train.recipe import Recipe
 
 FORWARD_AND_BACKWARD = 3
 
-# Dense bfloat16 products with float32 sums, per second, as the makers state them. The first name that matches counts.
+# Dense bfloat16 products with float32 sums, per second, as stated by the makers. The first matching name is used.
 PEAKS = {
     "B200": 2250e12,
     "GH200": 990e12,
@@ -71,7 +71,7 @@ def model_flops(config: ModelConfig) -> Flops:
     """Operations of one training sequence of `config.context` tokens.
 
     Args:
-        config: with `vocab_size` set.
+        config: model config with `vocab_size` set.
     """
     model = shape_of(config)
     positions = config.context + model.leading
@@ -86,13 +86,13 @@ def model_flops(config: ModelConfig) -> Flops:
 
 
 def shape_of(config: ModelConfig) -> Transformer:
-    """The model without memory behind its tensors."""
+    """Build the model on the meta device, without memory for its tensors."""
     with torch.device("meta"):
         return Transformer(config)
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bfloat16 operations per second of a card, None if it is not known (and on a CPU)."""
+    """Dense bfloat16 operations per second of a card; None if unknown or on a CPU."""
     if device.type != "cuda":
         return None
     card = torch.cuda.get_device_name(device)
@@ -100,7 +100,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def _matrix_flops(model: Transformer) -> int:
-    """Of the linear maps but the head, per position, forward."""
+    """Forward operations of the linear maps except the head, per position."""
     uses_of_features = model.config.heads + model.config.key_heads
     total = 0
     for name, module in model.named_modules():
@@ -112,7 +112,7 @@ def _matrix_flops(model: Transformer) -> int:
 
 
 def _rule_flops(block: nn.Module, positions: int) -> int:
-    """Of the delta rule and the convolution of a linear layer, for one sequence, forward; 0 of any other layer."""
+    """Forward operations of a linear layer's delta rule and convolution for one sequence; 0 for other layers."""
     if not isinstance(block, LinearBlock):
         return 0
     linear = block.attention
@@ -120,7 +120,7 @@ def _rule_flops(block: nn.Module, positions: int) -> int:
 
 
 def _attention_flops(config: ModelConfig, positions: int) -> int:
-    """Of the attention core of one layer with this config, for one sequence, forward."""
+    """Forward operations of the attention core of one layer with this config, for one sequence."""
     width, value_width, operation = config.query_width, config.value_width, config.attention.operation
     core = AttentionCore(
         config.attention,
@@ -160,9 +160,9 @@ class Speedometer:
     """Times the updates between two evaluations.
 
     Args:
-        recipe: with the model's `vocab_size` set.
-        device: of this process.
-        processes: that share the batch, each with a device like this one.
+        recipe: recipe with the model's `vocab_size` set.
+        device: device of this process.
+        processes: number of processes that share the batch, each with a device like this one.
     """
 
     def __init__(self, recipe: Recipe, device: torch.device, processes: int = 1) -> None:

@@ -1,7 +1,7 @@
 """The training loop: updates, evaluations and checkpoints at their intervals.
 
-A batch depends on (seed, step) alone and a checkpoint holds everything else, so that a run that was stopped anywhere
-and resumed equals the undisturbed run, bit for bit. Of several processes the first writes; all decide alike.
+A batch depends only on (seed, step) and a checkpoint holds everything else, so that a run stopped anywhere and resumed
+equals the uninterrupted run, bit for bit. With several processes the first one writes; all make the same decisions.
 """
 
 import logging
@@ -52,22 +52,22 @@ class RunOutcome:
 
 
 class Trainer:
-    """Trains one run to its end, or until it is asked to stop, and locks the run directory until then.
+    """Trains one run to its end or until asked to stop, with the run directory locked.
 
     Args:
-        run: an opened run directory; its newest checkpoint is continued.
+        run: opened run directory; training continues from its newest checkpoint.
         watch: called with `StepReport` after each update and evaluation.
         should_stop: called before each update and between the batches of an evaluation; True, on any process, saves a
             checkpoint and returns. It must then stay True.
-        world: the processes that train together; each of them constructs a trainer.
+        world: processes that train together; each constructs a trainer.
         at_end: called on all of them, with the directory still locked, when the run is done or has diverged with this
             error.
 
     Raises:
-        InputError: text too short for the recipe, or a batch that the processes cannot share.
-        HeldError: another process trains this run.
-        SinklabError: none of its checkpoints is valid.
-        StoppedError: asked to stop while the model was built; nothing has been saved.
+        InputError: if the text is too short for the recipe, or the processes cannot share a batch equally.
+        HeldError: if another process trains this run.
+        SinklabError: if none of its checkpoints is valid.
+        StoppedError: if asked to stop while the model was built; nothing has been saved.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Trainer:
         with ExitStack() as holding:
             world.only_first(lambda: self._hold(holding))
             first = world.from_first(lambda: holder(run.directory))
-            self._must_all(sees(run.directory, first), "see different directories: give an --out that all share")
+            self._must_all(sees(run.directory, first), "see different directories: use an --out that all share")
             self.updater = Updater(run, world, self._look)
             self.evaluator = Evaluator(run, self.updater, self._look)
             world.only_first(lambda: establish(run))
@@ -115,7 +115,7 @@ class Trainer:
         """Continue to the recipe's last step; evaluate at step 0, every `eval_every` steps and at the end.
 
         Raises:
-            DivergedError: a loss or gradient is not finite; nothing has been updated.
+            DivergedError: if a loss or gradient is not finite; nothing has been updated.
             SinklabError: the training shard has been cut short or changed or cannot be read, or the disk is full.
         """
         try:
@@ -175,7 +175,7 @@ class Trainer:
         with self._explaining():
             self.updater.settle()
         if self.world.any(not self.updater.has_finite_weights()):
-            raise self._diverged(f"step {self.state.step} diverged: its update has made weights that are not finite.")
+            raise self._diverged(f"step {self.state.step} diverged: its update produced weights that are not finite.")
         with self._speed.paused():
             yield
 

@@ -12,7 +12,7 @@ from sinklab.train.config import AdamW, Muon, OptimConfig, ScheduleConfig, Sgd
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """The optimiser over all parameters, each of them decayed, as in the paper's code (2410.10781).
+    """Build the optimiser of all parameters, all with weight decay, as in the paper's code (2410.10781).
 
     Raises:
         SinklabError: the installed PyTorch has no Muon.
@@ -33,7 +33,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """`torch.optim.Muon` for the hidden matrices and AdamW for the rest, behind one interface.
+    """`torch.optim.Muon` for the hidden matrices and AdamW for the rest, with one interface.
 
     Both use this object's `param_groups` and `state`: a learning rate or a state that is set here applies to them.
 
@@ -56,7 +56,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter; returns what `closure` returns, None if there is none."""
+        """Update every parameter; returns the result of `closure`, None without one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -110,7 +110,7 @@ def _muon(parameters: list[nn.Parameter], config: Muon) -> torch.optim.Optimizer
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:
-    """Learning rate of the update that leads from `step` to `step + 1`.
+    """Compute the learning rate of the update from `step` to `step + 1`.
 
     Warm-up: peak * (step + 1) / warmup_steps. Then
     - flat: peak;

@@ -77,7 +77,7 @@ class _Saved(NamedTuple):
 
 
 def memory_estimate(recipe: Recipe, device: torch.device, processes: int = 1) -> MemoryEstimate:
-    """The memory of one of `processes` at its peak.
+    """Estimate the peak memory of one of `processes`.
 
     Args:
         recipe: with the model's `vocab_size` and a `precision` other than auto.
@@ -177,7 +177,7 @@ def check_fits(recipe: Recipe, world: World) -> None:
         recipe: with the model's `vocab_size` and a `precision` other than auto.
 
     Raises:
-        InputError: it does not fit; the message says which part is largest and which settings make it smaller.
+        InputError: if it does not fit; the message names the largest part and the settings that make it smaller.
     """
     device = world.device(recipe.train.device)
     have = total_bytes(device)
@@ -208,7 +208,7 @@ def _refusal(needs: str, have: int, device: torch.device, largest: str) -> Input
 
 
 def _parameters(config: ModelConfig) -> int:
-    """Of the model, from its first two layers: ten thousand take a while to build, even on the meta device."""
+    """Parameters of the model, from its first two layers: building thousands is slow, even on the meta device."""
     one, two = (
         sum(p.numel() for p in shape_of(config.model_copy(update={"layers": layers})).parameters()) for layers in (1, 2)
     )
@@ -220,13 +220,13 @@ class TrainingPlan:
     """A recipe in numbers.
 
     Attributes:
-        parameters: of the model.
-        tokens, tokens_per_step: over all processes.
-        flops: of one sequence, forward and backward (`train/flops.py`).
-        flops_per_step: of the global batch.
-        memory: of one process at its peak.
-        device: of this process, by PyTorch's name.
-        processes: that share the batch.
+        parameters: number of parameters of the model.
+        tokens, tokens_per_step: tokens over all processes, in total and per step.
+        flops: operations of one sequence, forward and backward (`train/flops.py`).
+        flops_per_step: operations of the global batch.
+        memory: peak memory of one process.
+        device: device of this process, by PyTorch's name.
+        processes: number of processes that share the batch.
         hours_at_peak: at the cards' full dense bfloat16 speed, which no run reaches; None if not known.
     """
 
@@ -249,7 +249,7 @@ class TrainingPlan:
 
 
 def plan_of(recipe: Recipe, device: torch.device, processes: int = 1) -> TrainingPlan:
-    """The plan of a recipe on devices like `device`.
+    """Build the plan of a recipe on devices like `device`.
 
     Text is prepared only where the vocabulary's size is not known otherwise.
 

@@ -1,6 +1,6 @@
 """Recipes: a recipe fully specifies a run. Defaults <- YAML file <- `--set a.b.c=value`, then validated.
 
-A choice among kinds (a discriminated union) may be given by its bare name where its own defaults do:
+A choice among kinds (a discriminated union) may be set by its bare name, which uses the defaults of that kind:
 `--set model.attention.operation=sigmoid` is `{kind: sigmoid}`. Setting another kind drops the old kind's values.
 """
 
@@ -30,7 +30,7 @@ KINDS = ("kind", "name")
 """The keys that name the kind of a part."""
 
 MUST_BE_SET = "???"
-"""The value of a key that a recipe leaves to `--set`, as in OmegaConf."""
+"""The value of a key that a recipe requires from `--set`, as in OmegaConf."""
 
 DATA_ORIGIN = {"source", "tokenizer", "valid_fraction", "text_limit_bytes", *Selection.model_fields}
 """Keys of `data` that the fingerprint of prepared data covers."""
@@ -42,8 +42,8 @@ MANNER = {"save_every", "keep", "device", "parallel", "compile", "recompute", "p
 class Recipe(Part):
     """A recipe fully specifies a run."""
 
-    name: str = Field(default="run", description="a label; it does not change the run")
-    seed: int = Field(default=0, ge=0, description="of the initial weights and the order of the data")
+    name: str = Field(default="run", description="label of the run; it does not change the result")
+    seed: int = Field(default=0, ge=0, description="random seed of the initial weights and the order of the data")
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     losses: AddedLosses = AddedLosses()
@@ -56,7 +56,7 @@ class Recipe(Part):
     @classmethod
     def _begins_a_directory_name(cls, name: str) -> str:
         if not re.fullmatch(r"[^/\\\x00-\x1f.][^/\\\x00-\x1f]*", name):
-            raise ValueError(f"{name!r} cannot begin a directory's name: give one without slashes or a leading dot")
+            raise ValueError(f"{name!r} cannot begin a directory's name: use one without slashes or a leading dot")
         return name
 
     @model_validator(mode="after")
@@ -71,9 +71,9 @@ class Recipe(Part):
         return self
 
     def content_hash(self, data_fingerprint: str) -> str:
-        """16 hexadecimal digits of everything that decides the result: the recipe and the data.
+        """Hash of everything that determines the result, the recipe and the data: 16 hexadecimal digits.
 
-        Left out are the name, the origin of the data (`DATA_ORIGIN`: its fingerprint identifies it), the device, the
+        Excluded are the name, the origin of the data (`DATA_ORIGIN`: its fingerprint identifies it), the device, the
         number of processes and the like (`MANNER`), keys added later at their neutral value (identity.py), and the path
         of a checkpoint to start from, whose weights have a hash of their own.
         """
@@ -89,10 +89,10 @@ class Recipe(Part):
 
 
 def recipe_text(name: str) -> str:
-    """The text of a recipe file or of a shipped recipe (`tiny`, `mini`, `60m`, ..).
+    """Read the text of a recipe file or of a shipped recipe (`tiny`, `mini`, `60m`, ..).
 
     Raises:
-        InputError: no such file or shipped recipe, or the file is not readable text.
+        InputError: if there is no such file or shipped recipe, or the file is not readable text.
     """
     path = Path(name)
     if path.is_file():
@@ -104,14 +104,14 @@ def recipe_text(name: str) -> str:
     if packaged.is_file():
         return packaged.read_text(encoding="utf-8")
     known = sorted(p.name for p in (resources.files("sinklab") / "recipes").iterdir() if p.name.endswith(".yaml"))
-    raise InputError(f"no recipe at {name}: give a YAML file or one of {', '.join(k[:-5] for k in known)}")
+    raise InputError(f"no recipe at {name}: use a YAML file or one of {', '.join(k[:-5] for k in known)}")
 
 
 def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
     """Read a recipe file (or a shipped recipe by name) and apply `KEY=VALUE` overrides, kinds before their values.
 
     Raises:
-        InputError: not YAML, or a key, type or combination that is not allowed; the message names the field.
+        InputError: if the file is not YAML, or a key, type or combination is invalid; the message names the field.
     """
     text = recipe_text(name)
     try:
@@ -125,10 +125,10 @@ def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
 
 
 def build_recipe(values: Mapping[str, Any], *overlays: Mapping[str, Any], origin: str = "recipe") -> Recipe:
-    """A validated recipe from nested values and overlays on them.
+    """Build a validated recipe from nested values and overlays.
 
     Raises:
-        InputError: a key, type or combination that is not allowed, or a key that must be set and is not; the message
+        InputError: if a key, type or combination is invalid, or a required key is not set; the message
             names the field.
     """
     merged: dict[str, Any] = {}
@@ -139,7 +139,7 @@ def build_recipe(values: Mapping[str, Any], *overlays: Mapping[str, Any], origin
         raise InputError(f"{origin} is not a valid recipe:\n  {error}") from error
     missing = [key for key, value in leaves(merged).items() if value == MUST_BE_SET]
     if missing:
-        raise InputError(f"{origin} needs {missing[0]}: add --set {missing[0]}=VALUE, or null to do without")
+        raise InputError(f"{origin} needs {missing[0]}: add --set {missing[0]}=VALUE, or null to disable it")
     try:
         return Recipe.model_validate(merged)
     except ValidationError as error:
@@ -153,7 +153,7 @@ def _depth(override: str) -> int:
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """`a.b.c=value` as nested mappings; the value is read as YAML."""
+    """Parse `a.b.c=value` as nested mappings; the value is read as YAML."""
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
         raise InputError(f"--set {text}: expected KEY=VALUE with a dotted key, for example --set optim.lr=3e-3")
@@ -179,7 +179,7 @@ def recipe_schema() -> Schema:
 
 
 def members(node: Schema) -> list[Schema]:
-    """The types that a schema allows: those of a union, or the only one."""
+    """The types that a schema allows: the members of a union, or the only type."""
     if union := node.get("oneOf") or node.get("anyOf"):
         return [member for one in union for member in members(one)]
     return [recipe_schema()["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node]
@@ -198,20 +198,20 @@ def _discriminator(field: Schema) -> str | None:
 
 
 class _NoSectionError(ValueError):
-    """A value in the place of a section of the recipe, which would replace the whole section."""
+    """A value instead of a section of the recipe, which would replace the whole section."""
 
 
 def merge(
     base: Mapping[str, Any], overlay: Mapping[str, Any], node: Schema | None = None, path: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """`overlay` laid over `base`, mapping by mapping; a bare name or another kind replaces a choice whole.
+    """Merge `overlay` into `base` recursively; a bare name or another kind replaces the whole choice.
 
     Args:
-        node: the schema of these keys; that of a recipe unless given.
-        path: of these keys in the recipe.
+        node: schema of these keys; by default the schema of a recipe.
+        path: path of these keys in the recipe.
 
     Raises:
-        ValueError: a value in the place of a section; the message names the section.
+        ValueError: if a value is set instead of a section; the message names the section.
     """
     merged = dict(base)
     for key, value in overlay.items():

@@ -23,12 +23,12 @@ class Replay:
     """Forward and backward of the batch of one step.
 
     Attributes:
-        step: of the update, counted from 1; the batch index is step - 1.
-        checkpoint: from which the replay started; None for the initial weights.
-        repeated: updates between the checkpoint and the batch.
+        step: number of the update, from 1; the batch index is step - 1.
+        checkpoint: checkpoint from which the replay started; None for the initial weights.
+        repeated: number of updates between the checkpoint and the batch.
         loss: nats per token.
-        grad_norm: of the whole gradient, before clipping.
-        grad_norms: of each parameter that has a gradient.
+        grad_norm: norm of the whole gradient, before clipping.
+        grad_norms: gradient norm of each parameter that has a gradient.
         first_not_finite: the first tensor with NaN or infinity: a weight, else a module's output in the order of the
             forward pass, else the loss, else a gradient in the order of the backward pass; None if there is none.
     """
@@ -58,8 +58,8 @@ def replay(run: Run, step: int) -> Replay:
     """Do forward and backward of the batch of `step`, from the newest valid checkpoint before it.
 
     Raises:
-        InputError: the run has no such step.
-        NotFiniteError: an earlier step already is not finite; the message names it.
+        InputError: if the run has no such step.
+        NotFiniteError: if an earlier step is already not finite; the message names it.
     """
     if not 1 <= step <= run.recipe.train.steps:
         raise InputError(f"--replay {step}: the run has the steps 1..{run.recipe.train.steps}")

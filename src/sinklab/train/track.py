@@ -37,7 +37,7 @@ class Tracker(Protocol):
         ...
 
     def charts(self, files: Sequence[Path]) -> None:
-        """The charts of the finished run, PNG files named by their subject."""
+        """Log the charts of the finished run, PNG files named by their subject."""
         ...
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ def tracked(names: Sequence[TrackerName], run: Run, step: int) -> Iterator[list[
     Earlier evaluations are logged first to a tracker that is new to the run.
 
     Raises:
-        InputError: the package of one is not installed.
+        InputError: if the package of a tracker is not installed.
     """
     require(names)
     with ExitStack() as open_ones:
@@ -67,10 +67,10 @@ def tracked(names: Sequence[TrackerName], run: Run, step: int) -> Iterator[list[
 
 
 def require(names: Sequence[TrackerName]) -> None:
-    """Refuse trackers whose package is missing.
+    """Check that the packages of the trackers are installed.
 
     Raises:
-        InputError: naming the extra to install.
+        InputError: if one is missing; the message names the extra to install.
     """
     for name in names:
         if importlib.util.find_spec(name) is None:

@@ -35,15 +35,15 @@ class Updater:
     """Model, optimiser and training batches of a run.
 
     Args:
-        run: an opened run directory; its files are neither read nor written here.
-        world: the processes that train together.
+        run: opened run directory; its files are neither read nor written here.
+        world: processes that train together.
         look: called between the tensors of the new model; an exception from it ends the construction.
 
     Attributes:
-        model: the bare model, on its device; with FSDP its parameters are sharded.
-        optimizer: over the model's parameters.
-        state: of the training; `state.step` is also the index of the next batch.
-        device: of this process.
+        model: unwrapped model, on its device; with FSDP its parameters are sharded.
+        optimizer: optimiser of the model's parameters.
+        state: training state; `state.step` is also the index of the next batch.
+        device: device of this process.
         batches: this process's rows of every batch.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Distributed processes of one training: rank, size, collectives.
+"""Distributed processes of one training run: rank, size, collectives.
 
 torchrun sets their ranks in the environment. gloo exchanges CPU objects (decisions, checkpoints), NCCL CUDA tensors.
 Every method that communicates is a collective: all processes call it, in the same order, or none does.
@@ -42,13 +42,15 @@ class World:
         """This process's own device: for "auto" and "cuda" the card with its local rank.
 
         Raises:
-            InputError: there is no such device here.
+            InputError: if this machine has no such device.
         """
         if self.size > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
             return pick_device(f"cuda:{self.local_rank}")  # touching "cuda" would take memory of the first card
         device = pick_device(name)
         if self.size > 1 and device.type == "cuda":
-            raise InputError(f"train.device {name} is one card and there are {self.size} processes: use cuda or auto")
+            raise InputError(
+                f"train.device {name} names one card, but there are {self.size} processes: use cuda or auto"
+            )
         return device
 
     def use(self, name: str) -> None:
@@ -58,10 +60,10 @@ class World:
             torch.cuda.set_device(device)
 
     def rows(self, batch_size: int) -> slice:
-        """This process's rows of the global batch.
+        """Select this process's rows of the global batch.
 
         Raises:
-            InputError: the batch cannot be shared equally.
+            InputError: if the batch cannot be shared equally.
         """
         if batch_size % self.size:
             raise InputError(
@@ -72,7 +74,7 @@ class World:
         return slice(self.rank * share, (self.rank + 1) * share)
 
     def sum(self, *numbers: float) -> list[float]:
-        """The sums of the numbers over all processes, in float64, identical on all."""
+        """Sum the numbers over all processes, in float64, identical on all of them."""
         if self.size == 1:
             return list(numbers)
         total = torch.tensor(numbers, dtype=torch.float64)
@@ -86,7 +88,7 @@ class World:
         return numbers
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag of any process is True."""
+        """Whether the flag is True on any process."""
         return self.sum(float(flag))[0] > 0
 
     def from_first(self, make: Callable[[], T]) -> T:

@@ -1,8 +1,8 @@
 """Attention operations, softmax among them. Each is a value in a recipe and states its formula once.
 
-z_ts is the score of query t and key s after softcap and position; a bias key is one more key of every row. A new
-operation is a file here, a member of the union below and a row in docs/interventions.md. In the file: a `kind`, the
-formula in the docstring, the `examples` by which it is trained, tested and timed, the methods of `OperationPart`
+z_ts is the score of query t and key s after softcap and position; a bias key adds one key to every row. A new
+operation needs a file here, a member of the union below and a row in docs/interventions.md. The file has a `kind`, the
+formula in the docstring, the `examples` used for training, tests and timings, the methods of `OperationPart`
 (nearly always of `LogSimilarity`: a log-similarity and a divisor), and the paper's formula as `reference`.
 """
 

@@ -1,7 +1,7 @@
-"""Interface of attention operations, and the family to which nearly all of them belong.
+"""Interface of attention operations, and the base class of most of them.
 
 An operation with non-negative scores is a log-similarity l_ts and a divisor Z_t: with (out, lse) of one `attend` over
-l_ts, its output is out * exp(lse) / Z and its row sum exp(lse) / Z; where Z is the row sum itself both are free.
+l_ts, its output is out * exp(lse) / Z and its row sum exp(lse) / Z. If Z is the row sum, neither needs extra work.
 """
 
 from abc import ABC, abstractmethod
@@ -32,7 +32,7 @@ class OperationPart(Kind, ABC):
 
     @property
     def sums_to_one(self) -> bool:
-        """Whether every row of scores sums to one; where not, importance is that of proxy scores."""
+        """Whether every row of scores sums to one; if not, importance is computed from proxy scores."""
         return False
 
     @property
@@ -42,58 +42,58 @@ class OperationPart(Kind, ABC):
 
     @property
     def divides(self) -> bool:
-        """Whether the row sum enters the scores, so that a key without a value has an effect."""
+        """Whether scores are divided by the row sum, so that a key with value zero has an effect."""
         return True
 
     @property
     def plain(self) -> bool:
-        """Whether this is softmax and nothing else."""
+        """Whether this is plain softmax."""
         return False
 
     @property
     def passes(self) -> int:
-        """How often scores are computed for one output; twice where a normaliser is needed first."""
+        """Number of times that scores are computed for one output; 2 if a normaliser is needed first."""
         return 1
 
     def parameters(
         self, heads: int, head_width: int, value_width: int, layer: int, context: int | None
     ) -> nn.Module | None:
-        """The operation's own tensors, one set per layer.
+        """Build the operation's learned parameters, one set per layer.
 
         Args:
-            heads: query heads.
-            head_width: of a head's queries and keys as a whole, also where `keys_per_head` cuts it.
-            value_width: of a head's values and output.
-            layer: of the model, from 1.
-            context: tokens of a training sequence; None if unknown.
+            heads: number of query heads.
+            head_width: full width of a head's queries and keys, also if `keys_per_head` splits it.
+            value_width: width of a head's values and output.
+            layer: layer number, from 1.
+            context: number of tokens of a training sequence; None if unknown.
         """
         return None
 
     def forget_gate(self, width: int, heads: int) -> nn.Module | None:
-        """The model's module from the input of attention (B, L, width) to the sums of log gates (B, L, heads)."""
+        """Build the module that maps the attention input (B, L, width) to running sums of log gates (B, L, heads)."""
         return None
 
     @abstractmethod
     def output(self, call: Call, v_BGTV: Tensor) -> Tensor:
-        """sum_s A_ts v_s in the dtype of the values: (B, H, T, V)."""
+        """Compute sum_s A_ts v_s in the dtype of the values: (B, H, T, V)."""
 
     @abstractmethod
     def rows(self, call: Call) -> Iterator[Rows]:
-        """|A_tk| / sum_s |A_ts|, bias key included, a block of queries at a time (2410.10781, table 6).
+        """Compute |A_tk| / sum_s |A_ts|, bias key included, a block of queries at a time (2410.10781, table 6).
 
-        They are the scores themselves where rows sum to one.
+        These are the scores themselves if rows sum to one.
         """
 
     @abstractmethod
     def row_sums(self, call: Call) -> Tensor:
-        """sum_s A_ts, bias key included: (B, H, T)."""
+        """Compute sum_s A_ts, bias key included: (B, H, T)."""
 
     @abstractmethod
     def reference(self, given: Explicit) -> Tensor:
-        """A_ts as the paper writes it, on explicit matrices: (B, H, T, S). It uses nothing that `output` uses."""
+        """Compute A_ts by the paper's formula on explicit matrices, sharing no code with `output`: (B, H, T, S)."""
 
     def reference_output(self, given: Explicit, out_BHTV: Tensor) -> Tensor:
-        """The output from sum_s A_ts v_s, as the paper writes it."""
+        """Compute the output from sum_s A_ts v_s by the paper's formula."""
         return out_BHTV
 
 
@@ -102,10 +102,10 @@ class Normalisation:
     """How the scores of a row are normalised.
 
     Attributes:
-        similarity: l_ts after the call's score; None is the identity.
-        log_divisor: log Z_t (B, H, T), 0.0 for none, None for the row sum, bias key included.
-        log_addend: logarithm of what is added to the row sum before it divides (B, H, T).
-        factor: of the scores, at the end.
+        similarity: log-similarity l_ts, applied to the call's score; None is the identity.
+        log_divisor: log Z_t (B, H, T); 0.0 means no divisor, None the row sum, bias key included.
+        log_addend: logarithm of a term added to the row sum divisor (B, H, T).
+        factor: final factor of the scores.
     """
 
     similarity: Score | None = None
@@ -150,7 +150,7 @@ class LogSimilarity(OperationPart):
 
 
 def _quotient(log_sum: Tensor, log_divisor: Tensor | float) -> Tensor:
-    """exp(log_sum - log_divisor), and 0 where the divisor is 0."""
+    """exp(log_sum - log_divisor), or 0 if the divisor is 0."""
     if isinstance(log_divisor, Tensor):
         log_divisor = finite_normaliser(log_divisor)
     return torch.exp(log_sum - log_divisor)

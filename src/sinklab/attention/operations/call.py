@@ -1,4 +1,4 @@
-"""Arguments of an operation: queries, keys and everything that acts on a score before its similarity."""
+"""Arguments of an operation: queries, keys and all terms of a score before the similarity."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,19 +26,19 @@ class Call:
     """One call of the core.
 
     Attributes:
-        q_BHTD, k_BGTD: queries and keys. Where there are more keys than queries, as
-            when a sequence is continued, the queries are at the last positions.
+        q_BHTD, k_BGTD: queries and keys. With more keys than queries, for example when a sequence is continued, the
+            queries are at the last positions.
         mask: which keys each query sees.
-        backend: of the primitive.
-        cap: softcap of the scores, bias keys included.
+        backend: backend of the primitive.
+        cap: softcap of the scores, bias key included.
         position: the positional embedding's effect on the scores of the sequence's own keys.
-        fading: the effect of forget gates on them, after the position.
-        key_HD: the key of a bias.
-        offset_H: added to the logit of that key, after the cap.
-        logit_H: a sink logit, in place of q.k_s.
-        value_HV: the value of the bias; None means zero.
-        learned: the operation's own parameters.
-        scale: of the products q.k; None for 1 / sqrt(D), the only one that kernels and stick-breaking support.
+        fading: effect of the forget gates on these scores, applied after the position.
+        key_HD: key of a bias.
+        offset_H: number added to the logit of the bias key, after the cap.
+        logit_H: sink logit, used in place of q.k_s.
+        value_HV: value of the bias; None means zero.
+        learned: learned parameters of the operation.
+        scale: factor of the products q.k; None means 1 / sqrt(D), the only value kernels and stick-breaking support.
     """
 
     q_BHTD: Tensor
@@ -62,19 +62,19 @@ class Call:
 
     @property
     def has_bias(self) -> bool:
-        """Whether a bias key or a sink logit takes part in every row."""
+        """Whether every row includes a bias key or a sink logit."""
         return self.key_HD is not None or self.logit_H is not None
 
     def attend(self, v_BGTV: Tensor, similarity: Score | None = None) -> tuple[Tensor, Tensor]:
-        """`primitive.attend` over the sequence's own keys, the logarithm of the similarity after the call's scores."""
+        """`primitive.attend` over the sequence's own keys, with the log similarity of the call's scores."""
         return attend(self.q_BHTD, self.k_BGTD, v_BGTV, backend=self.backend, **self._scoring(similarity))
 
     def attend_output(self, v_BGTV: Tensor, similarity: Score | None = None) -> Tensor:
-        """The output of `attend` alone, for which a fused kernel may be used."""
+        """The output of `attend` without lse, for which a fused kernel may be used."""
         return attend_output(self.q_BHTD, self.k_BGTD, v_BGTV, backend=self.backend, **self._scoring(similarity))
 
     def rows(self, similarity: Score | None = None) -> Iterator[Rows]:
-        """The similarities over their row sums, bias key included, a block of queries at a time."""
+        """Similarities divided by their row sums, bias key included, a block of queries at a time."""
         bias_logits_BHT = self.bias_logits(similarity)
         return score_rows(self.q_BHTD, self.k_BGTD, bias_logits_BHT=bias_logits_BHT, **self._scoring(similarity))
 
@@ -82,14 +82,14 @@ class Call:
         return {"score": self.score(similarity), "mask": self.mask, "scale": self.scale}
 
     def keys_per_row(self) -> Tensor:
-        """(B, T), in the precision of scores: number of keys in each row, bias key included."""
+        """Number of keys in each row, bias key included: (B, T), in the precision of scores."""
         B, _, T, _ = self.q_BHTD.shape
         seen_BT = visible_keys(self.mask, T, self.q_BHTD.device, self.k_BGTD.shape[2])
         keys_BT = seen_BT.expand(B, T) + int(self.has_bias)
         return keys_BT.to(accumulate_dtype(self.q_BHTD.dtype))
 
     def bias_logits(self, similarity: Score | None = None) -> Tensor | None:
-        """(B, H, T): the similarity's logarithm of every query with the bias key, None if there is no bias."""
+        """Log similarity of every query with the bias key: (B, H, T); None if there is no bias."""
         if self.logit_H is not None:
             B, H, T, _ = self.q_BHTD.shape
             dtype = torch.promote_types(self.q_BHTD.dtype, torch.float32)
@@ -101,7 +101,7 @@ class Call:
         return at_every_query(compose(self.cap, offset, similarity), z_BHT, self.first)
 
     def normaliser(self, similarity: Score | None) -> Tensor:
-        """(B, H, T): the logarithm of the row sum of the similarity, bias key included."""
+        """Logarithm of the row sum of the similarity, bias key included: (B, H, T)."""
         lse_BHT = log_normaliser(self.q_BHTD, self.k_BGTD, backend=self.backend, **self._scoring(similarity))
         logits_BHT = self.bias_logits(similarity)
         return lse_BHT if logits_BHT is None else ExtraKey(logits_BHT).merge(lse_BHT[..., None], lse_BHT)[1]
@@ -112,7 +112,7 @@ class Call:
 
 
 def at_every_query(score: Score | None, z_BHT: Tensor, first: int) -> Tensor:
-    """A score function applied to one score per query, as that of a bias key; `first` is the first query's position."""
+    """Apply a score function to one score per query, such as that of a bias key; the first query is at `first`."""
     if score is None:
         return z_BHT
     B, H, T = z_BHT.shape

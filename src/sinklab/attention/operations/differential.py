@@ -22,7 +22,7 @@ class Lambda(nn.Module):
     """lambda = exp(l_q1.l_k1) - exp(l_q2.l_k2) + lambda_init, one per layer, and the norm of the head outputs.
 
     Attributes:
-        lambda_init: the layer's constant.
+        lambda_init: constant of the layer.
     """
 
     def __init__(self, head_width: int, lambda_init: float) -> None:
@@ -39,17 +39,17 @@ class Lambda(nn.Module):
 class Differential(OperationPart):
     """A = softmax(z1) - lambda softmax(z2), out = (1 - lambda_init) RMSNorm(A v), z1 and z2 from halves of q and k.
 
-    The halves of a head's q and k are queries and keys of width d_h / 2: rotary turns and qk_norm norms each by itself,
-    and scores are scaled by 1 / sqrt(d_h / 2). Both see the same values, mask, softcap and term of the position. The
-    norm is over the width of a head, its eps 1e-5, its weight shared by the heads of a layer. A bias key is halved
-    like the others and takes part in both softmaxes, a sink logit likewise. There is no neutral value.
+    The halves of a head's q and k are queries and keys of width d_h / 2: the rotary embedding and qk_norm are applied
+    to each half separately, and scores are scaled by 1 / sqrt(d_h / 2). Both halves share values, mask, softcap and
+    positional term. The norm is over the width of a head, with eps 1e-5 and one weight for all heads of a layer. A bias
+    key is halved like the others and enters both softmaxes, as does a sink logit. There is no neutral value.
     """
 
     kind: Literal["differential"] = "differential"
     lambda_init: Literal["depth"] | Annotated[float, Field(gt=0, lt=1)] = Field(
         default="depth",
-        description="weight of the second softmax at the start; depth: 0.8 - 0.6 exp(-0.3 (layer - 1)), layer from 1, "
-        "those without attention included",
+        description="initial weight of the second softmax; depth: 0.8 - 0.6 exp(-0.3 (layer - 1)), layer from 1, "
+        "counting layers without attention",
     )
     keys_per_head: ClassVar[int] = 2
     examples: ClassVar = {"differential": Example(), "differential_constant": Example({"lambda_init": 0.8})}
@@ -109,7 +109,7 @@ def _learned(module: nn.Module | None) -> Lambda:
 
 
 def halves(call: Call) -> tuple[Call, Call]:
-    """The call on the first and on the second half of every head; the scale is that of the half width."""
+    """The calls on the first and the second half of every head, with the scale of the half width."""
     width = call.q_BHTD.shape[-1] // 2
     parts = (slice(0, width), slice(width, None))
     first, second = (

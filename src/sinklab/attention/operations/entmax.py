@@ -1,14 +1,14 @@
-"""1.5-entmax (1905.05702; as an attention of language models 2506.16640): rows that sum to one, shares of exactly zero.
+"""1.5-entmax (1905.05702; in language models 2506.16640): rows sum to one, and shares can be exactly zero.
 
 A_ts = relu(z_ts / 2 - tau_t)^2, tau_t such that the row sums to one. tau is found in blocks of queries, without
-gradients, by Newton's method on the 2-norm h of relu(z / 2 - tau): h is convex and falling in tau, so from max z / 2 -
-1, where h is at least one, every step stays left of the root and the support only shrinks. One more step of Newton on
-the row sum h^2, made of the primitive's own normaliser, gives tau its gradient: with the slope -2 sum relu(z / 2 -
-tau) held fixed, that is the implicit derivative. Everything else is algebra on `attend`, whatever the backend.
+gradients, by Newton's method on the 2-norm h of relu(z / 2 - tau). h is convex and decreasing in tau, so starting from
+max z / 2 - 1, where h is at least one, every step stays left of the root and the support only shrinks. One more Newton
+step on the row sum h^2, computed from the primitive's normaliser, provides the gradient of tau: with the slope
+-2 sum relu(z / 2 - tau) held fixed, it is the implicit derivative. The rest is algebra on `attend`, on any backend.
 
-Rejected: sorting every row (the closed form of the paper, which `reference` has), as a sort costs more than the six
-steps that rows of 2,048 keys took at most; and repeating the closed form from a support that is too large, which loses
-keys of the true one.
+Rejected: sorting every row (the closed form of the paper, used by `reference`), because a sort costs more than the at
+most six steps needed for rows of 2,048 keys; and repeating the closed form from a support that is too large, which
+loses keys of the true support.
 """
 
 from typing import ClassVar, Literal
@@ -29,7 +29,7 @@ class Entmax15(LogSimilarity):
     """A_ts = relu(z_ts / 2 - tau_t)^2, tau_t such that every row sums to one: 1.5-entmax (1905.05702, 2506.16640).
 
     A key whose score is 2 or more below the row's largest has a share of exactly zero. A bias key and a sink logit are
-    keys of the row like any other. Its scaling of queries by the length (ASEntmax) is not part of this.
+    keys of the row like any other. Length-dependent scaling of queries (ASEntmax) is not implemented.
     """
 
     kind: Literal["entmax15"] = "entmax15"
@@ -55,8 +55,8 @@ class Entmax15(LogSimilarity):
         k = torch.arange(1, x.shape[-1] + 1, dtype=x.dtype, device=x.device)
         mean = ordered.cumsum(-1) / k
         spread = ordered.square().cumsum(-1) - k * mean.square()
-        largest = ((mean - ((1 - spread) / k).clamp(min=0).sqrt()) <= ordered).sum(-1, keepdim=True)
-        support = x >= ordered.gather(-1, largest - 1)
+        largest = (mean - ((1 - spread) / k).clamp(min=0).sqrt()).le(ordered).sum(-1, keepdim=True)
+        support = x.ge(ordered.gather(-1, largest - 1))
         inside, k = x.masked_fill(~support, 0), support.sum(-1, keepdim=True)
         mean = inside.sum(-1, keepdim=True) / k
         spread = ((inside - mean) * support).square().sum(-1, keepdim=True)
@@ -77,9 +77,9 @@ NEWTON_STEPS = 10  # no row of a million keys that was tried took more than eigh
 
 @torch.no_grad()
 def thresholds(call: Call) -> tuple[Tensor, Tensor]:
-    """tau of every row, bias key included, and 2 sum of relu(z / 2 - tau): (B, H, T) each, float32 or float64.
+    """Compute tau of every row, bias key included, and 2 sum of relu(z / 2 - tau): (B, H, T), float32 or float64.
 
-    In a row without any key tau is -1 and the second is 1.
+    In a row without keys, tau is -1 and the sum is 1.
     """
     q, k, mask, score = call.q_BHTD, call.k_BGTD, call.mask, call.score()
     S, offset = k.shape[2], call.first
@@ -102,13 +102,13 @@ def thresholds(call: Call) -> tuple[Tensor, Tensor]:
 
 def _rooted(x: Tensor) -> tuple[Tensor, Tensor]:
     """tau and the slope of rows whose largest entry is 0."""
-    tau = torch.full_like(x[..., :1], -1.0)
-    limits = torch.finfo(x.dtype)
+    tau, limits = torch.full_like(x[..., :1], -1.0), torch.finfo(x.dtype)
     for _ in range(NEWTON_STEPS):
         above = F.relu(x - tau)
-        total, norm = above.sum(-1, keepdim=True), torch.linalg.vector_norm(above, dim=-1, keepdim=True)
-        step = ((norm - 1) * norm / total.clamp(min=limits.tiny)).clamp(min=0)
-        if not x.is_cuda and not (step > 2 * limits.eps).any():
-            break  # on CUDA the processor would wait for the answer
+        norm = torch.linalg.vector_norm(above, dim=-1, keepdim=True)
+        step = ((norm - 1) * norm / above.sum(-1, keepdim=True).clamp(min=limits.tiny)).clamp(min=0)
         tau = tau + step
+        if not x.is_cuda and not torch.any(step > 2 * limits.eps):
+            break  # on CUDA the processor would wait for the answer
+    total = F.relu(x - tau).sum(-1, keepdim=True)
     return tau, (2 * total).masked_fill(total == 0, 1)

@@ -1,4 +1,4 @@
-"""Forgetting attention (FoX, 2503.02130): a key fades by the product of the forget gates after it."""
+"""Forgetting attention (FoX, 2503.02130): a key is weighted by the product of the forget gates after it."""
 
 from typing import ClassVar, Literal
 
@@ -17,12 +17,12 @@ from sinklab.schema import Example
 class ForgetGate(nn.Linear):
     """log f_1 + .. + log f_t of every query head, f_t = sigmoid(w.x_t + b).
 
-    The core needs differences of the running sum only; the sum is what a continued sequence keeps.
+    The core needs only differences of the running sum; a continued sequence stores the sum.
 
     Args:
-        width: of x.
-        heads: query heads.
-        start: b before training.
+        width: width of x.
+        heads: number of query heads.
+        start: initial b.
     """
 
     def __init__(self, width: int, heads: int, start: float) -> None:
@@ -30,7 +30,7 @@ class ForgetGate(nn.Linear):
         self.initial = {"bias": (start, 0.0)}
 
     def forward(self, input: Tensor) -> Tensor:
-        """x (B, L, E), the input of attention, to float32 (float64 for float64) sums (B, L, H)."""
+        """Map x (B, L, E), the input of attention, to float32 (float64 for float64) sums (B, L, H)."""
         gate_BLH = super().forward(input)
         return F.logsigmoid(gate_BLH.to(accumulate_dtype(gate_BLH.dtype))).cumsum(1)
 
@@ -38,17 +38,17 @@ class ForgetGate(nn.Linear):
 class Forgetting(LogSimilarity):
     """A = softmax(z_ts + sum over s < l <= t of log f_l), f_l = sigmoid(w_h.x_l + b_h) for every head (2503.02130).
 
-    x is the attention input, the layer's input after its norm; the gates are those of query heads and a module of the
-    model (`ForgetGate`), the core receives their running sums. The sum is added behind softcap and position, to
-    the keys of the sequence: a bias key or sink logit does not fade, and a key later than its query (prefix mask)
-    neither. w starts as any linear map, b at `start`: 0 in the authors' code, f = 1/2
+    x is the attention input, the layer's input after its norm. The gates, one per query head, belong to the model
+    (`ForgetGate`); the core receives their running sums. The sum is added after softcap and position, to the keys of
+    the sequence only: it does not apply to a bias key, a sink logit, or a key later than its query (prefix mask). w is
+    initialised like any linear map, b at `start`: 0 in the authors' code, f = 1/2
     (github.com/zhixuan-lin/forgetting-transformer, `ForgettingAttentionLayer`, where the gate is `full`). The authors
-    leave rotary out; here `model.position` says. Their "pro" block (output gate and norm, shifted keys and values,
-    qk_norm) is not part of this.
+    use no rotary embedding; here `model.position` decides. Their "pro" block (output gate and norm, shifted keys and
+    values, qk_norm) is not implemented.
     """
 
     kind: Literal["forgetting"] = "forgetting"
-    start: float = Field(default=0.0, description="b in f = sigmoid(w.x + b) before training; large: nothing fades")
+    start: float = Field(default=0.0, description="initial b in f = sigmoid(w.x + b); a large b means no forgetting")
     forgets: ClassVar[bool] = True
     examples: ClassVar = {"forgetting": Example()}
 

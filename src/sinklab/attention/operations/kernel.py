@@ -1,9 +1,9 @@
-"""Kernels: sim_ts = phi(q_t).phi(k_s) / sqrt(d_h), linear in phi(k), so that a row is never needed.
+"""Kernels: sim_ts = phi(q_t).phi(k_s) / sqrt(d_h), linear in phi(k), so that no row of scores is needed.
 
-Under causal and prefix masks they are linear attention in O(T d^2); under windows and document
-masks, and where a backend is forced, the positive and the negative part of the similarity are one `attend` each. A
-bias key enters through phi like any other. There are no logits, hence no softcap, no position on the scores and no
-sink logit; importance is that of |sim| (`proxy`) from exact blocks of rows.
+Under causal and prefix masks this is linear attention in O(T d^2). Under window and document masks, or with a forced
+backend, the positive and the negative part of the similarity use one `attend` each. phi is applied to a bias key as to
+any other. Kernels have no logits, hence no softcap, no position on the scores and no sink logit; importance is that of
+|sim| (`proxy`) from exact blocks of rows.
 """
 
 from abc import abstractmethod
@@ -38,8 +38,8 @@ class Kernel(OperationPart):
     def _no_norm(cls, data: Any) -> Any:
         if isinstance(data, dict) and "p" in data:
             raise ValueError(
-                "a kernel has no p-norm, as its similarities can be negative, or are known as a sum only: leave p out, "
-                "and set normalised to divide by the row sum"
+                "a kernel has no p-norm, because its similarities can be negative or are known as sums only: leave p "
+                "out, and set normalised to divide by the row sum"
             )
         return data
 
@@ -78,7 +78,7 @@ class Kernel(OperationPart):
         return sums_BHT.abs().clamp(min=1) if self.signed else sums_BHT
 
     def _featured(self, call: Call) -> Call:
-        """The call with phi(q), phi(k) and phi(k_s), in float32 at least."""
+        """The call with phi(q), phi(k) and phi(k_s), at least in float32."""
         dtype = accumulate_dtype(call.q_BHTD.dtype)
         q, k = (self.feature(x.to(dtype), call.learned) for x in (call.q_BHTD, call.k_BGTD))
         key = None if call.key_HD is None else self.feature(call.key_HD.to(dtype), call.learned)
@@ -86,7 +86,7 @@ class Kernel(OperationPart):
 
 
 def _signed_sums(call: Call, v_BGTV: Tensor, signed: bool) -> Tensor:
-    """sum_s sim_ts v_s over the sequence's own keys: (B, H, T, V)."""
+    """Compute sum_s sim_ts v_s over the sequence's own keys: (B, H, T, V)."""
     rows = call.mask.running_sum
     if call.backend in ("auto", "chunked"):
         q_BHTD = call.q_BHTD * default_scale(call.q_BHTD)
@@ -149,7 +149,7 @@ class IdentityKernel(Kernel):
 
 
 class Mlp(nn.Module):
-    """Two layers without offsets, d_h -> d_h -> d_h, ReLU between; shared by queries, keys and the layer's heads."""
+    """Two linear layers without bias, d_h -> d_h -> d_h, with ReLU between; shared by queries, keys and all heads."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class MlpKernel(Kernel):
 
 
 def linear_sums(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor, rows: RunningSum) -> Tensor:
-    """sum over the visible keys s of (q_t.k_s) v_s: (B, H, T, V). `rows` defines the visible keys; T = S."""
+    """Sum (q_t.k_s) v_s over the visible keys s: (B, H, T, V). `rows` defines the visible keys; T = S."""
     if not rows.shared:
         return causal_sums(q_BHTD, k_BGTD, v_BGTV)
     leading, end = rows.leading, min(rows.shared, k_BGTD.shape[2])
@@ -196,14 +196,14 @@ def linear_sums(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor, rows: RunningSum
 
 
 def last_sums(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, mask: Mask) -> Tensor:
-    """The same for queries at the last T of S positions, few enough for explicit scores: (B, H, T, V)."""
+    """`linear_sums` for queries at the last T of S positions, few enough for explicit scores: (B, H, T, V)."""
     T, S = q_BHTD.shape[2], k_BGSD.shape[2]
     similarity_BHTS = grouped_product(q_BHTD, k_BGSD.mT) * mask.block(S - T, S, 0, S, q_BHTD.device)
     return grouped_product(similarity_BHTS, v_BGSV)
 
 
 def causal_sums(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor) -> Tensor:
-    """sum over s <= t of (q_t.k_s) v_s: (B, H, T, V). T may be 0 (no learned tokens before a prefix)."""
+    """Sum (q_t.k_s) v_s over s <= t: (B, H, T, V). T may be 0 (no learned tokens before a prefix)."""
     (B, H, T, D), G, V = q_BHTD.shape, k_BGTD.shape[1], v_BGTV.shape[3]
     R, C = H // G, min(CHUNK, max(T, 1))
     missing = -T % C

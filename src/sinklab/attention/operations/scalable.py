@@ -1,4 +1,4 @@
-"""Scalable softmax (2501.19399): scores times s log n, so that attention does not flatten as the row grows."""
+"""Scalable softmax (2501.19399): scores times s log n, so that attention does not flatten with longer rows."""
 
 from typing import ClassVar, Literal
 
@@ -17,8 +17,8 @@ class Temperature(nn.Module):
     """s log n + b of every head.
 
     Attributes:
-        scale: s (H,).
-        offset: b (H,), or None if there is none.
+        scale: learned s, (H,).
+        offset: learned b, (H,), or None.
     """
 
     def __init__(self, heads: int, start: float, offset: float | None) -> None:
@@ -28,7 +28,7 @@ class Temperature(nn.Module):
         self.initial = {"scale": (start, 0.0)} | ({} if offset is None else {"offset": (offset, 0.0)})
 
     def forward(self, keys_BT: Tensor) -> Tensor:
-        """(B, H, T) from the number of keys in each row, in its dtype."""
+        """Compute the factor (B, H, T) from the number of keys in each row, in its dtype."""
         factor_BHT = self.scale.to(keys_BT.dtype)[:, None] * keys_BT.log()[:, None]
         return factor_BHT if self.offset is None else factor_BHT + self.offset.to(keys_BT.dtype)[:, None]
 
@@ -36,16 +36,16 @@ class Temperature(nn.Module):
 class ScalableSoftmax(LogSimilarity):
     """A_ts = softmax((s_h log n_t) z_ts), s learned per head, n_t the number of keys in the row (2501.19399).
 
-    n counts every key that the query may see, itself and a bias key or sink logit included; a row of one key is 1
-    whatever s is. z has its softcap and its position already. `offset` is the paper's variant with a second learned
-    number, softmax((s_h log n_t + b_h) z_ts), of which it finds that it generalises to long contexts less well. The
-    default start is 1 over the mean of log n for n = 1 .. 1024, so that scores start about as large as softmax has
-    them; the paper's text was available as abstract and formulas only, and its initial b is not known to us.
+    n counts every key that the query may see, including its own key and a bias key or sink logit; a row of one key is 1
+    for any s. z includes softcap and position. `offset` is the paper's variant with a second learned number,
+    softmax((s_h log n_t + b_h) z_ts), which according to the paper generalises less well to long contexts. The default
+    start is the inverse of the mean of log n for n = 1 .. 1024, so that initial scores are about as large as in
+    softmax. Only the abstract and the formulas of the paper were available; its initial b is unknown.
     """
 
     kind: Literal["scalable_softmax"] = "scalable_softmax"
-    start: float = Field(default=0.168, description="s before training; 1 over the mean of log n keeps scores' size")
-    offset: float | None = Field(default=None, description="b before training, learned per head; null: there is no b")
+    start: float = Field(default=0.168, description="initial s; the inverse of mean log n keeps the size of scores")
+    offset: float | None = Field(default=None, description="initial b, learned per head; null: no b")
     examples: ClassVar = {"scalable_softmax": Example(), "scalable_softmax_offset": Example({"offset": 0.5})}
 
     @property

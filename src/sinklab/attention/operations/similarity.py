@@ -1,4 +1,4 @@
-"""Softmax and its relatives: a similarity of each score alone, divided by its row sum, by a p-norm, or not at all."""
+"""Softmax and similar operations: an elementwise similarity, unnormalised or divided by its row sum or a p-norm."""
 
 import math
 from abc import abstractmethod
@@ -69,7 +69,7 @@ class Similarity(LogSimilarity):
     @model_validator(mode="after")
     def _norm_divides(self) -> Self:
         if self.p != 1 and not self.normalised:
-            raise ValueError(f"p {self.p} is the norm that rows are divided by: set normalised to true")
+            raise ValueError(f"p {self.p} is set, but rows are not divided by a norm: set normalised to true")
         return self
 
     @property
@@ -106,9 +106,9 @@ class SigmoidShift(nn.Module):
     """b, added to every score.
 
     Attributes:
-        start: b before training.
-        shift: added to it for every head (H,), learned from 0, so that weight decay pulls b to where it started
-            and not to the unshifted sigmoid; None if b stays as it starts.
+        start: initial b.
+        shift: learned number added to `start`, per head (H,), initially 0, so that weight decay pulls b to `start`
+            and not to the unshifted sigmoid; None if b is fixed.
     """
 
     def __init__(self, start: float, learned_heads: int | None) -> None:
@@ -118,7 +118,7 @@ class SigmoidShift(nn.Module):
         self.initial = {"shift": (0.0, 0.0)}
 
     def score(self, first: int, queries: int) -> Score:
-        """z -> z + b, of so many queries from position `first` on."""
+        """Score function z -> z + b, for the given number of queries from position `first` on."""
         start = self.start
         if self.shift is None:
             return Score(lambda z, b, h, q, k: z + start)
@@ -127,7 +127,7 @@ class SigmoidShift(nn.Module):
         def by_query(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, shift_HT: Tensor) -> Tensor:
             return z + shift_HT[h, q - first].to(z.dtype)
 
-        # All scores of a head would meet at one address: a copy for every query, and their gradients are summed after.
+        # All scores of a head would accumulate gradients at one address, so each query gets a copy, summed afterwards.
         spread = Score(by_query, (shift_H[:, None].repeat(1, queries),))
         return Score(_plus_of_head, (shift_H,), apart=Apart(spread))
 
@@ -139,19 +139,18 @@ def _plus_of_head(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, shift_H
 class Sigmoid(Similarity):
     """sim(z) = sigmoid(z + b), b = 0 unless `shift` is set (2409.04431).
 
-    `context` is the setting of its authors, a constant -log n for the whole of training, n the length of a training
-    sequence: `subtract_seq_len_bias` of their trainer (github.com/apple/axlearn, gala_sigmoid.py; the constant
-    `attn_bias` or `sigmoid_bias`, after ALiBi, in github.com/apple/ml-sigmoid-attention). `learned` adds a
-    number per head to it, from 0 on; `row` is ours, with n the number of keys that each query sees, a bias key
-    included, so that every row sums to about one where scores are small. b is part of the similarity: a bias key and a
-    sink logit have it like any other. The authors' hybrid norm, x + norm(attention(norm(x))), is
-    `model.norm.placement` sandwich.
+    `context` is the authors' setting, the constant -log n with n the length of a training sequence:
+    `subtract_seq_len_bias` of their trainer (github.com/apple/axlearn, gala_sigmoid.py; the constant `attn_bias` or
+    `sigmoid_bias`, after ALiBi, in github.com/apple/ml-sigmoid-attention). `learned` adds to it a learned number per
+    head, initially 0. `row` is not from the paper: n is the number of keys that each query sees, a bias key included,
+    so that every row sums to about one while scores are small. b is part of the similarity and also applies to a bias
+    key and a sink logit. The authors' hybrid norm, x + norm(attention(norm(x))), is `model.norm.placement` sandwich.
     """
 
     kind: Literal["sigmoid"] = "sigmoid"
     shift: Literal["none", "context", "row", "learned"] = Field(
         default="none",
-        description="b in sigmoid(z + b): 0; -log of model.context; -log of the keys in the row; learned, from context",
+        description="b in sigmoid(z + b): 0; -log of model.context; -log of the keys in the row; learned from context",
     )
     examples: ClassVar = {
         "sigmoid": Example(),
@@ -169,7 +168,7 @@ class Sigmoid(Similarity):
             return None
         if context is None:
             raise ValueError(
-                f"sigmoid attention with shift {self.shift} needs the context, as -log of it is added to scores: pass "
+                f"sigmoid attention with shift {self.shift} adds -log of the context to the scores and needs it: pass "
                 "context, the length of a training sequence, or use shift row"
             )
         return SigmoidShift(-math.log(context), heads if self.shift == "learned" else None)
@@ -216,7 +215,7 @@ class Elu1(Similarity):
 
 
 class Relu(Similarity):
-    """sim(z) = relu(z) (2603.11487); a normalised row without a positive score is zero."""
+    """sim(z) = relu(z) (2603.11487); a normalised row with no positive score is zero."""
 
     kind: Literal["relu"] = "relu"
     zero_at_zero: ClassVar[bool] = True

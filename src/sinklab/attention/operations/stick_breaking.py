@@ -1,13 +1,13 @@
-"""Stick-breaking attention (2410.17980): every key takes a share of what the keys after it have left.
+"""Stick-breaking attention (2410.17980): every key takes a share of what the later keys have left.
 
 A query breaks a stick of length one, from its newest key backwards: key s takes the share beta_s = sigmoid(l_s) of what
-the keys after it have left, A_s = beta_s prod over j > s of (1 - beta_j), and a rest stays. With the softplus u of the
+the later keys have left, A_s = beta_s prod over j > s of (1 - beta_j), and a rest remains. With the softplus u of the
 logits, log A_s = l_s - sum over j >= s of u_j and log rest = -(sum of all u_j): one softplus, one cumulative sum and
-one exponential per score. Backwards, g_s = A_s dA_s is the gradient of log A_s, and that of a logit is
+one exponential per score. In the backward pass, g_s = A_s dA_s is the gradient of log A_s, and that of a logit is
 
     dl_s = g_s - beta_s (g_s + sum of g over the keys before s + rest drest),
 
-one more cumulative sum. It runs in blocks of queries that are recomputed in the backward pass: any device, O(T * block)
+one more cumulative sum. Blocks of queries are recomputed in the backward pass: any device, O(T * block)
 memory. The score function is differentiated by autograd, block by block, as in `chunked.py`.
 """
 
@@ -33,7 +33,7 @@ from sinklab.schema import Example
 
 
 class StickRest(nn.Module):
-    """The value of the rest of every head (H, V)."""
+    """The learned value of the rest, per head (H, V)."""
 
     def __init__(self, heads: int, value_width: int) -> None:
         super().__init__()
@@ -44,12 +44,12 @@ class StickRest(nn.Module):
 class StickBreaking(OperationPart):
     """A_ts = sigmoid(z_ts) prod over s < j < t of (1 - sigmoid(z_tj)): shares of what is left (2410.17980).
 
-    The query's own key takes no part; the other visible keys break the stick in the order of positions, the last one
-    first. The rest that no key takes is an implicit sink, 1 - sum of A, reported as the share of a bias; with it rows
-    sum to one. The rest carries nothing, as in the paper's formula; the query's own value, as in its
-    released model (`sb_remainder` in github.com/IBM/dolomite-engine, `sb_dolomite`); or a learned vector per head that
-    starts at zero, as its later code (`head_bias`, followed there by a norm per head, which is not part of this).
-    Biases that are keys or logits are refused: there is no row sum to join, and the rest is the last share already.
+    The query's own key is excluded; the other visible keys break the stick in the order of positions, the last one
+    first. The remaining share, 1 - sum of A, is an implicit sink and is reported as the share of a bias; with it rows
+    sum to one. Its value is zero, as in the paper's formula; the query's own value, as in the released model
+    (`sb_remainder` in github.com/IBM/dolomite-engine, `sb_dolomite`); or a learned vector per head, initially zero, as
+    in the later code (`head_bias`, followed there by a norm per head, which is not implemented). Biases that add keys
+    or logits are refused: there is no row sum to enter, and the rest already is the last share.
     """
 
     kind: Literal["stick_breaking"] = "stick_breaking"
@@ -120,7 +120,7 @@ EXACT_TO = 40.0  # from here on the softplus is its argument: 4e-18 off, where t
 
 @dataclass(frozen=True)
 class OtherKeys(WrappedMask):
-    """Another mask, without the query's own key."""
+    """Another mask without the query's own key."""
 
     @property
     def may_be_empty(self) -> bool:
@@ -138,11 +138,11 @@ class OtherKeys(WrappedMask):
 
 
 def broken(logits_BHQS: Tensor, seen: Callable[[Tensor, float], Tensor]) -> tuple[Tensor, Tensor]:
-    """(A_BHQS, rest_BHQ) of a block's logits, the keys in the order of their positions.
+    """Compute (A_BHQS, rest_BHQ) from a block's logits, with keys in the order of their positions.
 
     Args:
-        logits_BHQS: of every key of the block; not changed.
-        seen: sets in place what a query may not see to a value (`blocks.mask_block_`).
+        logits_BHQS: logits of every key of the block; not changed.
+        seen: sets hidden entries to a value in place (`query_blocks.mask_block_`).
     """
     taken = seen(F.softplus(logits_BHQS, threshold=EXACT_TO), 0.0)
     left = taken.flip(-1).cumsum(-1).flip(-1)
@@ -216,7 +216,7 @@ def _seen(block: bl.Block, offset: int, keys: int, mask: Mask) -> Callable[[Tens
 def _scored(
     z: Tensor, block: bl.Block, offset: int, score: Score | None, leaves: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The block's raw scores and its logits, with a graph between them and to the score's tensors."""
+    """The block's raw scores and its logits, with an autograd graph between them and to the score's tensors."""
     if score is None:
         return z, z
     with torch.enable_grad():
@@ -227,14 +227,14 @@ def _scored(
 def break_sticks(
     q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, score: Score | None, mask: Mask, *, eager: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(out_BHTV, rest_BHT) of stick-breaking attention, from the last position backwards.
+    """Compute (out_BHTV, rest_BHT) of stick-breaking attention, from the last position backwards.
 
     Args:
         q_BHTD: queries, the last T of S positions.
         k_BGSD, v_BGSV: keys and values; H a multiple of G.
         score: applied to a scaled score; None is the identity.
-        mask: which keys take part.
-        eager: on the explicit matrix, differentiated by autograd.
+        mask: keys that each query may see.
+        eager: compute the explicit matrix, differentiated by autograd.
 
     Returns:
         The output in the dtype of the values; the rest in float32 (float64 for float64).

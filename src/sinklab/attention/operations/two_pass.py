@@ -1,4 +1,4 @@
-"""Operations that need two passes over the scores: the second pass, or the divisor, uses the row of the first."""
+"""Operations that need two passes over the scores: the second pass or the divisor uses the row sum of the first."""
 
 import math
 from typing import ClassVar, Literal
@@ -22,7 +22,9 @@ class ClippedSoftmax(LogSimilarity):
 
     kind: Literal["clipped_softmax"] = "clipped_softmax"
     zeta: float = Field(default=1.0, ge=1, description="upper end of the stretched softmax")
-    gamma: float = Field(default=-0.03, le=0, description="lower end: below zero, scores can be exactly zero")
+    gamma: float = Field(
+        default=-0.03, le=0, description="lower end of the stretched softmax; below zero, scores can be exactly zero"
+    )
     examples: ClassVar = {"clipped_softmax": Example()}
     neutral: ClassVar = {"gamma": NeutralExample("0, zeta 1", {"gamma": 0.0})}
 
@@ -54,18 +56,18 @@ class ClippedSoftmax(LogSimilarity):
 
 
 def _share(z: Tensor, lse: Tensor) -> Tensor:
-    """exp(z - lse), which is at most one for keys in the row, and bounded for those that are masked later."""
+    """exp(z - lse), at most one for visible keys and bounded for keys that are masked later."""
     return torch.exp(-torch.relu(lse - z))
 
 
 class Softpick(LogSimilarity):
     """A_ts = relu(exp(z_ts) - 1) / (sum_s |exp(z_ts) - 1| + eps) (2504.20966), stable for scores of any size.
 
-    Of the divisor the positive part is the row sum itself; the rest is sum_s relu(1 - exp(z_ts)) + eps.
+    The divisor is the row sum plus sum_s relu(1 - exp(z_ts)) + eps.
     """
 
     kind: Literal["softpick"] = "softpick"
-    eps: float = Field(default=1e-6, gt=0, description="added to the row sum")
+    eps: float = Field(default=1e-6, gt=0, description="number added to the row sum")
     zero_at_zero: ClassVar[bool] = True
     examples: ClassVar = {"softpick": Example()}
 
@@ -84,7 +86,7 @@ class Softpick(LogSimilarity):
 
 
 def _excess(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """relu(exp(z) - 1), bounded where row sums are out of range and `_log_excess` is used."""
+    """relu(exp(z) - 1), bounded if row sums are out of range and `_log_excess` is used."""
     return torch.expm1(F.hardtanh(z, 0.0, LARGEST_LOG_SUM + 4))
 
 
@@ -110,8 +112,8 @@ class Offset(nn.Module):
 class ElasticSoftmax(LogSimilarity):
     """A_ts = relu(softmax(z)_ts + tau_h / i_t), tau learned per head, i_t the number of keys in the row (2601.00919).
 
-    A bias key counts in i_t and is treated as any other. Implemented is this normalisation alone, without the rest of
-    that paper's method; tau starts at `start`, where 0 is softmax.
+    A bias key is counted in i_t and treated like any other key. Only this normalisation is implemented, not the rest of
+    the paper's method. The initial tau is `start`; 0 is softmax.
     """
 
     kind: Literal["elastic_softmax"] = "elastic_softmax"

@@ -24,26 +24,26 @@ EVALUATION = "eval_"
 class SinkCallback(TrainerCallback):
     """Measures the model on the same tokens at every evaluation, and adds the results to the Trainer's log.
 
-    An evaluation then has these numbers too, also for `metric_for_best_model`:
+    An evaluation then also has these numbers, which `metric_for_best_model` can use:
 
         eval_sink_1       Sink_1, percent of (sequence, layer, head) triples
-        eval_sink_bias    the same for an added bias, sink logit or sink token, where the model has one
-        eval_norm_ratio   norm of the first hidden state over the mean of the others', in the block where it is largest;
-                          left out where it is infinite
+        eval_sink_bias    the same for an added bias, sink logit or sink token, if the model has one
+        eval_norm_ratio   norm of the first hidden state divided by the mean of the others, largest over blocks;
+                          omitted if it is infinite
 
-    Use it with any Trainer: `Trainer(.., callbacks=[SinkCallback(tokens)])`. W&B and TensorBoard, which the Trainer
-    calls before the callbacks of its user, log these numbers too after `callback.goes_first(trainer)`.
+    Use it with any Trainer: `Trainer(.., callbacks=[SinkCallback(tokens)])`. The Trainer calls W&B and TensorBoard
+    before user callbacks; after `callback.goes_first(trainer)` they log these numbers too.
 
     Args:
-        tokens: ids (sequences, length), as `sinklab.measure` takes them.
+        tokens: token ids (sequences, length), as in `sinklab.measure`.
         eps: threshold of the sink rate, a share of attention in (0, 1).
         batch_size: sequences per forward pass; by default as many as fit the memory, at most 16.
 
     Attributes:
-        measurement: the complete last one; None before the first evaluation.
+        measurement: complete last measurement; None before the first evaluation.
 
     Raises:
-        InputError: tokens that are not ids.
+        InputError: if `tokens` are not token ids.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class SinkCallback(TrainerCallback):
         """Move this callback before all others of the trainer, so that they see its numbers.
 
         Raises:
-            InputError: the trainer does not have it.
+            InputError: if the trainer does not have this callback.
         """
         callbacks = trainer.callback_handler.callbacks
         if self not in callbacks:
-            raise InputError("this SinkCallback is not the trainer's: give it as Trainer(callbacks=[..]) first")
+            raise InputError("the trainer does not have this SinkCallback: pass it as Trainer(callbacks=[..]) first")
         callbacks.remove(self)
         callbacks.insert(0, self)
 

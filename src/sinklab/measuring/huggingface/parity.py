@@ -42,13 +42,13 @@ AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class BackendParity(Part):
-    """One backend beside eager attention.
+    """One backend compared with eager attention.
 
     Attributes:
-        backend: its name in transformers; "sinklab" for our own.
-        why: the reason where it is unavailable, or a remark; None otherwise.
-        logits_difference: largest |difference| from the logits of the reference, over the largest of those.
-        without_sink_difference: the same, from the reference without its sink logits; None if there are none.
+        backend: name in transformers; "sinklab" for sinklab's computation.
+        why: reason if it is unavailable, or a remark; None otherwise.
+        logits_difference: largest |difference| from the reference logits, divided by the largest |reference logit|.
+        without_sink_difference: the same for the reference without its sink logits; None if there are none.
         importance_difference: largest |difference| from the reference's alpha, over layers, heads and positions.
         importance_first: alpha of position 1, mean over sequences, layers and heads.
         sink_share: one minus the row sums in layers with sink logits, mean over queries; None without such layers.
@@ -72,7 +72,7 @@ class _BackendReading:
         importance: alpha (B, H, T) of every layer whose attention passes through the interface.
         shares: of the sink logit, mean over queries (B, H), of the layers that have one.
         computed_by: the backend that transformers used.
-        has_experts: whether it is a mixture of experts.
+        has_experts: whether the model is a mixture of experts.
     """
 
     logits_BTV: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -99,15 +99,15 @@ def backend_parity(
     backends: Sequence[str] = BACKENDS,
     starts: Callable[[str], None] = lambda backend: None,
 ) -> list[BackendParity]:
-    """Compare every backend with eager attention, which is the first row; the model is left as it was found.
+    """Compare every backend with eager attention, which is the first row; the model is restored afterwards.
 
     Args:
         tokens_BT: token ids, on the input device of the model.
-        backends: beside eager and sinklab's, which are always compared.
+        backends: further backends; eager and sinklab's are always compared.
         starts: called with the name of each backend before it runs; compiling one may take minutes.
 
     Raises:
-        InputError: a backend that transformers does not have, or a model without eager attention.
+        InputError: if transformers does not have a backend, or the model has no eager attention.
     """
     if unknown := [name for name in backends if name not in BACKENDS]:
         raise InputError(f"the backend {unknown[0]!r} is unknown: choose from {', '.join(BACKENDS)}")

@@ -77,23 +77,24 @@ def probe(
 
     The records of several passes are concatenated, as if they had been one batch; passes that continue from a cache, or
     read a sequence again with tokens appended, extend the records of their sequences. Records are kept until
-    `clear()`, one number per layer, head and token.
+    `clear()` is called: one number per layer, head and token.
 
-    The model, its configs and its hooks are left as they were found, also after an exception. Padding given as
-    `attention_mask` of shape (sequences, positions) never counts.
+    The model, its configs and its hooks are restored afterwards, also after an exception. Padding passed as
+    `attention_mask` of shape (sequences, positions) is never counted.
 
-    Inside `model.generate` everything after the end of a sequence is padding.
+    Inside `model.generate`, positions after the end of a sequence are padding.
 
     Args:
-        lengths: increasing; the records also hold the importance that the sequences cut at each would have. For
+        lengths: increasing lengths; the records also hold the importance of the sequences cut at each of them. Requires
             forward passes of whole sequences of at least the last length, without padding and gradients.
-        details: receives every layer of forward passes of whole sequences as well.
+        details: also receives every layer of forward passes of whole sequences.
 
     Raises:
-        SinklabError: in a forward pass, where the attention of some layer could not be recorded (it is never reported
-            as zero), or the cache was cut or its sequences reordered. In `generate`, a mode that does so. Another
+        SinklabError: in a forward pass, if the attention of some layer cannot be recorded (it is never reported as
+            zero), or if the cache was cut or its sequences reordered; in `generate`, if the mode does so; or if another
             thread has a probe on the model.
-        InputError: no Hugging Face model; in a forward pass, where the attention mask is not a padding mask.
+        InputError: if the model is not a Hugging Face model; in a forward pass, if the attention mask is not a padding
+            mask.
     """
     check_causal_lm(model)
     adapter = NativeAdapter(cast("Transformer", model.transformer)) if is_exported(model) else HuggingFaceAdapter(model)

@@ -21,9 +21,9 @@ READ_AFTERWARDS = "Generate outside of the probe, then call model(sequences) ins
 
 
 class Generated:
-    """The tokens of a batch that is being generated; everything after the end of a sequence is padding.
+    """Tokens of a batch during generation; positions after the end of a sequence are padding.
 
-    `generate` marks it as text: its attention mask is one until the last sequence has ended.
+    `generate` does not mark this padding: its attention mask is one until the last sequence has ended.
 
     Args:
         ends: ids that end a sequence.
@@ -56,12 +56,12 @@ class Recorder(ABC):
     """Base of the probes: records of the sequences read before, and of those being read.
 
     Args:
-        expected: attention layers.
-        lengths: at which the sequences are cut as well.
+        expected: number of attention layers.
+        lengths: additional lengths at which the sequences are cut.
         details: receives every layer.
 
     Attributes:
-        backends: of the attention outputs ("one pass", "sdpa", "chunked", "eager").
+        backends: backends of the attention outputs ("one pass", "sdpa", "chunked", "eager").
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Recorder(ABC):
         """Start new sequences, after those of `layers`; or the same sequences again with tokens appended.
 
         Args:
-            tokens_BT: their ids; None if unknown.
+            tokens_BT: token ids; None if unknown.
             layers: records of the sequences before; empty if there were none, or their last pass failed.
         """
         if self._real is not None and layers and not _continued(self._tokens_BT, tokens_BT):
@@ -122,10 +122,10 @@ class Recorder(ABC):
         """A forward pass begins: of new sequences, or from a cache of the current ones.
 
         Args:
-            arguments: of the model's `forward`, by name.
+            arguments: arguments of the model's `forward`, by name.
 
         Raises:
-            SinklabError: a cache that does not hold exactly the tokens seen so far.
+            SinklabError: if the cache does not hold exactly the tokens seen so far.
         """
         cache, tokens_BT = arguments.get("past_key_values"), arguments.get("input_ids")
         kept = 0 if cache is None else int(cache.get_seq_length())

@@ -13,6 +13,7 @@ from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.attention.real_tokens import RealTokens
 from sinklab.errors import InputError
 from sinklab.measuring.statistics.details import STATISTICS, Details
+from sinklab.measuring.statistics.gates import OfGates
 from sinklab.measuring.statistics.maps import MAP_POSITIONS, Head, MapTotals, draw
 from sinklab.measuring.statistics.secondary import SecondarySearch
 from sinklab.measuring.statistics.statistic_base import (
@@ -83,7 +84,8 @@ class BatchDetails:
 
     Attributes:
         layers: by statistic a tensor of every attention layer, in the order of their calls: (B, H) or (B, H, R); of the
-            value ratio the norms of the values, repeated over the heads that share them.
+            value ratio the norms of the values, repeated over the heads that share them; those of gates only in
+            models that have some.
         stream: before the first block and after each, by name, of tokens (places, B, R) or of sequences (places, B);
             empty if blocks cannot be read.
         tokens_BR: ids.
@@ -116,6 +118,7 @@ class DetailsCollector:
         self.maps = list(dict.fromkeys(maps))
         self._layers: list[LayerDetails] = []
         self._values: list[Tensor] = []
+        self._gates: dict[int, dict[str, Tensor]] = {}
         self._hidden: list[dict[str, Tensor]] = []
         self._real: RealTokens | None = None
 
@@ -127,12 +130,21 @@ class DetailsCollector:
 
     def begin(self, real: RealTokens) -> None:
         """Drop the last pass; `real` are the real tokens of the next one."""
-        self._layers, self._values, self._real = [], [], real
+        self._layers, self._values, self._gates, self._real = [], [], {}, real
 
     def values(self, values_BGTV: Tensor) -> None:
         """Add the values of the next attention layer."""
         assert self._real is not None
         self._values.append(self._real.align(token_norms(values_BGTV.detach())))
+
+    def gates(self, layer: int, gates_BHTX: Tensor) -> None:
+        """Add the gates of an attention layer, counted from 1, where it has some."""
+        if self._real is None:
+            return  # a pass before the first batch
+        exact, align = gates_BHTX.detach().to(accumulate_dtype(gates_BHTX.dtype)), self._real.align
+        self._gates[layer] = {
+            name: align(one.read(exact)) for name, one in STATISTICS.items() if isinstance(one, OfGates)
+        }
 
     def attention(self, rows: Iterable[Rows], heads: int, angles: Angles | None) -> None:
         """Add the rows of the next attention layer, and the angles where queries can be read.
@@ -157,12 +169,21 @@ class DetailsCollector:
             value_BGR.repeat_interleave(entropy_BH.shape[1] // value_BGR.shape[1], 1)
             for value_BGR, entropy_BH in zip(self._values, layers["entropy"], strict=True)
         ]
+        if self._gates:
+            layers |= self._gates_of_all_layers()
         return BatchDetails(
             layers=layers,
             stream={name: torch.stack([place[name].cpu() for place in self._hidden]) for name in known},
             tokens_BR=align(tokens_BT),
             maps={(layer, head): self._layers[layer - 1].maps[head - 1] for layer, head in self.maps},
         )
+
+    def _gates_of_all_layers(self) -> dict[str, list[Tensor]]:
+        """By statistic (B, H, R) of every layer; a layer without gates has gates of 1, which change nothing."""
+        ones_BHR1 = torch.ones_like(next(iter(self._gates.values()))["gate"])[..., None]
+        absent = {name: one.read(ones_BHR1) for name, one in STATISTICS.items() if isinstance(one, OfGates)}
+        found = [self._gates.get(number, absent) for number in range(1, len(self._layers) + 1)]
+        return {name: [layer[name] for layer in found] for name in absent}
 
     def _stream(self, hidden_BTC: Tensor) -> dict[str, Tensor]:
         """Statistics at one place of the residual stream, by name: of tokens (B, R) and of sequences (B,)."""

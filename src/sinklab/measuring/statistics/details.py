@@ -16,6 +16,7 @@ from pydantic import ConfigDict, FiniteFloat, SerializerFunctionWrapHandler, mod
 from torch import Tensor
 
 from sinklab.measuring.metrics import first_to_rest
+from sinklab.measuring.statistics.gates import ClosedGates, GateMean
 from sinklab.measuring.statistics.maps import AttentionMap, CosineMap, NormProductMap
 from sinklab.measuring.statistics.plot_specs import BlockLines, BucketLines, Column, HeadMap, PositionMap, SequenceLines
 from sinklab.measuring.statistics.secondary import Percent, Secondary, SecondarySink, SecondaryToken
@@ -164,6 +165,48 @@ class RestByQuery(OfRows):
     def read(self, block: ScoreBlock, sums_BHT: Tensor) -> None:
         others_B1Q = block.earlier_BQ[:, None].clamp(min=1)
         sums_BHT[:, :, block.queries] = (block.by_distance_BHQD.sum(-1) - block.first_BHQ) / others_B1Q
+
+
+VISIBLE_BY_QUERY = BucketLines(
+    "visible-by-query",
+    "How many queries see the first token",
+    "Share of the queries that see the first token (solid) and an average other token before them (dashed), by the "
+    "position of the query, mean over layers, heads and seeds: under a window, and where an indexer selects the keys "
+    "of each query (DeepSeek-V3.2).",
+    series="first token",
+    x_title="Position of the query",
+    y_title="Share of queries",
+    bucket="Queries",
+)
+
+
+class FirstVisible(OfRows):
+    """Over queries t = 1, 2..3, 4..7, ..: the share that sees key 1; None where every query sees every earlier key."""
+
+    axes = "LHQ"
+    angles = True
+    figures = (VISIBLE_BY_QUERY,)
+
+    def read(self, block: ScoreBlock, sums_BHT: Tensor) -> None:
+        sums_BHT[:, :, block.queries] = block.sees_first_BHQ
+
+    def of_mean(self, mean_LHQ: np.ndarray) -> np.ndarray | None:
+        return None if (mean_LHQ == 1).all() else mean_LHQ
+
+
+class RestVisible(OfRows):
+    """Over the same queries the share of keys 2 .. t that a query sees; 0 for t = 1, and None likewise."""
+
+    axes = "LHQ"
+    angles = True
+    figures = (replace(VISIBLE_BY_QUERY, series="an average other token"),)
+
+    def read(self, block: ScoreBlock, sums_BHT: Tensor) -> None:
+        others_BHQ = block.cosine_and_seen[1].sum(-1) - block.sees_first_BHQ
+        sums_BHT[:, :, block.queries] = others_BHQ / block.earlier_BQ[:, None].clamp(min=1)
+
+    def of_mean(self, mean_LHQ: np.ndarray) -> np.ndarray | None:
+        return None if (mean_LHQ[..., 1:] == 1).all() else mean_LHQ
 
 
 class ValueRatio(Statistic):
@@ -320,6 +363,10 @@ class Details(WithArrays):
     kurtosis: Annotated[ArrayOrNone, Kurtosis()] = None
     alignment: Annotated[ArrayOrNone, Alignment()] = None
     matrix_entropy: Annotated[ArrayOrNone, MatrixEntropy()] = None
+    first_visible: Annotated[ArrayOrNone, FirstVisible()] = None
+    rest_visible: Annotated[ArrayOrNone, RestVisible()] = None
+    gate: Annotated[ArrayOrNone, GateMean()] = None
+    gate_closed: Annotated[ArrayOrNone, ClosedGates()] = None
     map_attention: Annotated[ArrayOrNone, AttentionMap()] = None
     map_cosine: Annotated[ArrayOrNone, CosineMap()] = None
     map_norm_product: Annotated[ArrayOrNone, NormProductMap()] = None

@@ -4,16 +4,16 @@ import math
 from collections.abc import Sequence
 
 NOISE = 1.0
-"""Percent below which the rate at a later position does not count as a sink."""
+"""Minimum rate in percent for a sink at a later position."""
 
 
 def highest_rate(rates: Sequence[float | None]) -> tuple[int, float] | None:
     """Position (1-based) and sink rate of the highest of positions 1 to T / 2; None if all are unknown.
 
-    Later positions are seen by few queries, their own among them, and exceed any threshold without being sinks.
+    Later positions are seen by few queries, including their own, and can exceed any threshold without being sinks.
 
     Args:
-        rates: percent by position, position 1 first; None or NaN where unknown.
+        rates: sink rate in percent by position, position 1 first; None or NaN if unknown.
     """
     known = {
         position: rate
@@ -25,17 +25,17 @@ def highest_rate(rates: Sequence[float | None]) -> tuple[int, float] | None:
 
 
 def sink_elsewhere(rates: Sequence[float | None]) -> tuple[int, float] | None:
-    """The highest of `highest_rate` where that is not position 1 and at least 1 percent; None elsewhere."""
+    """The result of `highest_rate` if its position is not 1 and its rate at least 1 percent; otherwise None."""
     found = highest_rate(rates)
     return found if found and found[0] > 1 and found[1] >= NOISE else None
 
 
 def elsewhere_text(rates: Sequence[float | None]) -> str:
-    """`76.8 % at position 2`, shown beside Sink_1; empty if no later position has a higher rate."""
+    """Text such as `76.8 % at position 2`, shown with Sink_1; empty if no later position has a higher rate."""
     found = sink_elsewhere(rates)
     return f"{found[1]:.1f} % at position {found[0]}" if found else ""
 
 
 def in_brackets(text: str) -> str:
-    """` (text)` to append to a number; empty for an empty text."""
+    """Format ` (text)` to append to a number; empty for an empty text."""
     return f" ({text})" if text else ""

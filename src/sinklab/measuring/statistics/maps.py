@@ -59,7 +59,7 @@ class MapTotals:
     """Sums over batches, for sequences of at most `length` positions.
 
     Attributes:
-        sums: of attention, cosine and norm product (3, T, T), float64, by (layer, head), 1-based.
+        sums: sums of attention, cosine and norm product (3, T, T), float64, by (layer, head), 1-based.
     """
 
     def __init__(self, length: int) -> None:

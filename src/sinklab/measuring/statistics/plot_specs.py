@@ -101,7 +101,7 @@ class SequenceLines(Shown):
 
 @dataclass(frozen=True)
 class BlockLines(Shown):
-    """The first token and the mean of the others, by place in the residual stream (MT).
+    """The first token and the mean of the others, by place in the residual stream (MT) or layer (LHT, mean over heads).
 
     Attributes:
         what: the quantity.

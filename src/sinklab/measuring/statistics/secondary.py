@@ -1,12 +1,12 @@
-"""Secondary sinks: tokens other than the first that heads attend to, or that are like the first token.
+"""Secondary sinks: tokens other than the first that heads attend to or whose hidden state is like the first token's.
 
-2512.22213 calls sinks secondary that appear in middle layers, persist for some of them, and have a hidden state aligned
-with the first token's; its code (JeffreyWong20/Secondary-Attention-Sinks, `src/hidden_state_base.py`) finds them by
-that cosine alone, above 0.9 after more than 4 and fewer than L - 15 of L blocks. Here every token counts that any head
-attends to; whether its state is aligned with the first token's, and in which blocks, is reported beside it.
+In 2512.22213 a sink is secondary if it appears in middle layers, persists for some of them, and has a hidden state
+aligned with the first token's; its code (JeffreyWong20/Secondary-Attention-Sinks, `src/hidden_state_base.py`) uses that
+cosine alone, above 0.9 after more than 4 and fewer than L - 15 of L blocks. Here every token that any head attends to
+is included; whether its state is aligned with the first token's, and in which blocks, is reported in addition.
 
-Tokens are listed from position 2 to where enough queries are left for a mean (`_listed`); the percentage, which is for
-comparing models, is of positions 5 .. T / 2 (`_counted`).
+Tokens are listed from position 2 to the last position with enough later queries for a mean (`_listed`); the percentage,
+for comparing models, covers positions 5 .. T / 2 (`_counted`).
 """
 
 from collections import Counter
@@ -25,25 +25,25 @@ ALIGNED = 0.9  # cosine above which a hidden state is like the first token's, as
 STANDS_OUT = 3.0  # minimum ratio of the first token's norm to the others'
 STRONGEST = 8  # listed of the first few positions, and of those past them
 ENOUGH = 16
-"""Queries that a mean needs: a column sums to one on average, and to 4.8 where alpha is 0.3 over 16 queries."""
+"""Minimum queries of a mean: a column sums to one on average, and to 4.8 if alpha is 0.3 over 16 queries."""
 
 Percent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
 
 
 class SecondarySink(Part):
-    """A token other than the first that heads attend to, or that is like the first token.
+    """A token other than the first that heads attend to or whose hidden state is like the first token's.
 
     Attributes:
-        sequence, position: of the token, 1-based; from 2 to where half of the queries, or 16 of them, are left. Older
-            files have positions 5 .. T / 2.
-        token: its id.
+        sequence, position: sequence and position of the token, 1-based; positions start at 2 and end where half of the
+            queries, or 16 of them, remain. Older files have positions 5 .. T / 2.
+        token: token id.
         heads: percent of (layer, head) pairs with alpha > eps.
         importance: alpha, mean over layers and heads.
-        block: after which the first token's norm is the largest multiple of the others'; None if blocks cannot be
-            read.
+        block: block after which the ratio of the first token's norm to the others' is largest; None if blocks cannot
+            be read.
         alignment: cosine of the token's hidden state and the first token's after that block.
-        layers: the attention layers in which a head has alpha > eps, 1-based; None in older files.
-        alike: the blocks after which that cosine is above 0.9, 0 being the embedding; None if unknown.
+        layers: attention layers in which a head has alpha > eps, 1-based; None in older files.
+        alike: blocks after which that cosine is above 0.9, where 0 is the embedding; None if unknown.
     """
 
     sequence: int = Field(ge=1)
@@ -58,12 +58,12 @@ class SecondarySink(Part):
 
 
 class SecondaryToken(Part):
-    """How often a token is a sink past the first few positions, to where half of the queries, or 16 of them, are left.
+    """How often a token is a sink, from position 5 until half of the queries, or 16 of them, remain.
 
     Attributes:
-        token: its id.
-        sinks: how often a head has alpha > eps there.
-        occurrences: how often it is at such a position.
+        token: token id.
+        sinks: number of occurrences at which a head has alpha > eps.
+        occurrences: number of occurrences at such positions.
     """
 
     token: int = Field(ge=0)
@@ -72,10 +72,7 @@ class SecondaryToken(Part):
 
 
 class Secondary(Statistic):
-    """Percent of sequences with alpha_k > eps at a position k past the first few that half of the queries can see.
-
-    That is at some k of 5 .. T / 2. The strongest such tokens are listed beside it.
-    """
+    """Percent of sequences with alpha_k > eps at some position k of 5 .. T / 2, and the strongest such tokens."""
 
     axes = "LH"
 
@@ -84,10 +81,10 @@ class SecondarySearch:
     """Finds secondary sinks, batch by batch.
 
     Args:
-        eps: threshold of the importance.
+        eps: threshold of the importance alpha.
 
     Attributes:
-        strongest: those found so far, strongest first: at most 8 at positions 2 .. 4 and 8 past them.
+        strongest: tokens found so far, strongest first: at most 8 at positions 2 .. 4 and 8 at later ones.
     """
 
     def __init__(self, eps: float) -> None:
@@ -114,11 +111,11 @@ class SecondarySearch:
         Args:
             importance_ABHR: alpha per sequence.
             hidden_MBR, alignment_MBR: norms of the residual stream and cosines with the first token; None if unknown.
-            tokens_BR: ids.
+            tokens_BR: token ids.
             valid_BR: bool, False past the end of a sequence.
 
         Returns:
-            100 where a head has a secondary sink in a sequence, else 0 (A, B, H).
+            100 if a head has a secondary sink in a sequence, else 0 (A, B, H).
         """
         position_R = torch.arange(1, valid_BR.shape[1] + 1)
         count_B1 = valid_BR.sum(1, keepdim=True)
@@ -156,17 +153,17 @@ class SecondarySearch:
 
 
 def _listed(position_R: Tensor, count_B1: Tensor) -> Tensor:
-    """The positions (B, R) that may be listed: from 2 to where half of a sequence's queries, or 16, are left."""
+    """Positions (B, R) that may be listed: from 2 until half of a sequence's queries, or 16, remain."""
     return (position_R > 1) & ((2 * position_R <= count_B1) | (count_B1 - position_R + 1 >= ENOUGH))
 
 
 def _counted(position_R: Tensor, count_B1: Tensor) -> Tensor:
-    """The positions (B, R) of which the percentage is: 5 .. T / 2."""
+    """Positions (B, R) included in the percentage: 5 .. T / 2."""
     return (position_R > FIRST_FEW) & (2 * position_R <= count_B1)
 
 
 def first_of_each(sinks: Sequence[SecondarySink], number: int) -> list[SecondarySink]:
-    """In their order: the first `number` at one of the first few positions, and as many past them."""
+    """In order, the first `number` tokens at the first few positions and the first `number` at later ones."""
     seen: Counter[bool] = Counter()
     kept = []
     for one in sinks:

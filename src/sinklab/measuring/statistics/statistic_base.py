@@ -1,14 +1,14 @@
-"""Base classes of the statistics of `--details`, their arrays, and the blocks of attention scores that they read.
+"""Base classes of the statistics of `--details`, their arrays, and the blocks of attention scores they read.
 
 A statistic declares its axes, how a block of rows or a hidden state is read, and its column and figures. Means over
 queries, sequences and batches, the fields of measurement.json and .npz, their validation, the column in the terminal
-and the figure of the report follow. The docstring of a statistic is its formula; A is the matrix of attention scores,
-rows summing to one with the share of a bias or sink logit; proxy scores where the model's own do not
-(attention/importance.py). q and k are the vectors that enter attention, after rotary embedding and norms.
+and the figure of the report are derived from these. The docstring of a statistic is its formula. A is the matrix of
+attention scores, whose rows sum to one with the share of a bias or sink logit; if the model's scores do not, A holds
+proxy scores (attention/importance.py). q and k are the vectors that enter attention, after rotary embedding and norms.
 
 Axes: L attention layers, H heads, T positions, D buckets of distances, Q buckets of queries, M places of the residual
 stream (before the first block and after each), P maps. Within a block: B sequences, G key heads, T columns of the
-batch, Q queries, S keys, R positions aligned so that index 0 is the first real token.
+batch, Q queries, S keys, R positions, aligned so that index 0 is the first real token.
 """
 
 from abc import ABC, abstractmethod
@@ -36,10 +36,10 @@ ArrayOrNone = Annotated[np.ndarray | None, Field(exclude=True, repr=False)]
 
 
 class Axes:
-    """The axes of an array, a letter for each: `Annotated[Array, Axes("LHT")]`.
+    """The axes of an array, one letter per axis: `Annotated[Array, Axes("LHT")]`.
 
     Attributes:
-        infinite: whether its numbers may be infinite; they are never NaN.
+        infinite: whether values may be infinite; they are never NaN.
     """
 
     axes: str
@@ -53,7 +53,7 @@ class WithArrays(Part):
     """A part of measurement.json whose arrays are in measurement.npz.
 
     Attributes:
-        prefix: of their names there.
+        prefix: prefix of the array names in the file.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -61,28 +61,28 @@ class WithArrays(Part):
 
     @classmethod
     def declared(cls) -> Iterator[tuple[str, Axes]]:
-        """The name and axes of every array."""
+        """Name and axes of every array."""
         for name, field in cls.model_fields.items():
             yield from ((name, one) for one in field.metadata if isinstance(one, Axes))
 
     @classmethod
     def found_in(cls, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Its fields among the arrays of a file."""
+        """The fields of this part among the arrays of a file."""
         return {name: arrays[cls.prefix + name] for name, _ in cls.declared() if cls.prefix + name in arrays}
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Its arrays in measurement.npz, by their names there."""
+        """The arrays of this part, by their names in measurement.npz."""
         found = {self.prefix + name: getattr(self, name) for name, _ in self.declared()}
         return {name: array for name, array in found.items() if array is not None}
 
     def check_arrays(self, **sizes: int) -> None:
-        """Refuse arrays whose shapes contradict each other.
+        """Check that the shapes of the arrays agree and their values are valid.
 
         Args:
-            sizes: of axes, by letter; the first array with another axis decides its size.
+            sizes: axis sizes by letter; the first array with a new axis sets its size.
 
         Raises:
-            ValueError: an array of another shape, with NaN, or with infinity where it is not declared.
+            ValueError: if an array has a wrong shape, or contains NaN or undeclared infinity.
         """
         arrays = self.arrays()
         for name, one in self.declared():
@@ -119,21 +119,21 @@ class Angles:
         self._q, self._k = _unit(q_BHTD, self.q_norm_BHT), _unit(k_BGTD, k_norm_BGT)
 
     def block(self, part: bl.Block) -> tuple[Tensor, Tensor]:
-        """Cosines of a block (B, H, Q, S), and 1 where a query sees a key that is not later, else 0."""
+        """Compute cosines of a block (B, H, Q, S), and 1 where a query sees a key that is not later, else 0."""
         cosine = bl.raw_scores(self._q, self._k, part, 1.0)
         seen = bl.mask_block_(torch.ones_like(cosine), part, 0, self.positions, self.mask, value=0)
         return cosine.mul_(seen), seen.tril_(part.start - part.low)
 
 
 class Layer:
-    """Shared by all blocks of one layer in one batch.
+    """Data shared by all blocks of one layer in one batch.
 
     Attributes:
-        real: which columns of the batch are real tokens.
-        sees_queries: whether there are angles.
+        real: real tokens among the columns of the batch.
+        sees_queries: whether queries can be read, so that there are angles.
         first_B11: column of the first real token.
         count_B1: number of real tokens.
-        counted_BT: 1 where a query is a real token, else 0.
+        counted_BT: 1 if a query is a real token, else 0.
         starts_D: first distance of each bucket.
     """
 
@@ -147,20 +147,20 @@ class Layer:
         self._pairs_BHT = self.sums("LHT", weights_BHQS)
 
     def sums(self, axes: str, weights_BHQS: Tensor) -> Tensor:
-        """Zeros for each sequence and head (B, H), and for each distance or column of the batch where axes has them."""
+        """Zeros for each sequence and head (B, H), and for each distance or batch column if `axes` includes them."""
         columns, distances = self.counted_BT.shape[1], len(self.starts_D)
         wide = {"H": (), "D": (distances,), "T": (columns,), "Q": (columns,)}[axes[-1]]
         return weights_BHQS.new_zeros(*weights_BHQS.shape[:2], *wide)
 
     @property
     def angles(self) -> Angles:
-        """Of the layer's queries and keys; only where queries can be read."""
+        """Angles of the layer's queries and keys; requires readable queries."""
         assert self._angles is not None
         return self._angles
 
     @property
     def seen_by_BHT(self) -> Tensor:
-        """How many queries of the blocks so far see each key, at least 1; only where queries can be read."""
+        """Number of queries of the blocks so far that see each key, at least 1; requires readable queries."""
         assert self.sees_queries
         return self._pairs_BHT.clamp(min=1)
 
@@ -174,12 +174,12 @@ class ScoreBlock:
     """The rows of a block of queries.
 
     Attributes:
-        part: which queries and keys.
-        layer: of the block.
-        queries, keys: the same as slices of the columns of the batch.
-        counted_B1Q: 1 where a query is a real token, else 0.
-        weights_BHQS: shares of the row, 0 in the rows of padding.
-        bias_BHQ: the share of an added bias; None if there is no bias.
+        part: queries and keys of the block.
+        layer: layer of the block.
+        queries, keys: slices of the batch columns.
+        counted_B1Q: 1 if a query is a real token, else 0.
+        weights_BHQS: normalised scores, 0 in rows of padding.
+        bias_BHQ: share of an added bias; None if there is no bias.
         earlier_BQ: number of real tokens before a query.
     """
 
@@ -193,7 +193,7 @@ class ScoreBlock:
 
     @cached_property
     def by_distance_BHQD(self) -> Tensor:
-        """The attention of every query by distance."""
+        """Attention of every query by distance."""
         first_B11 = self.layer.first_B11  # keys before an end are at least so far back
         ends_BQD = torch.maximum(self._query_1Q1 - self.layer.starts_D + 1, first_B11)
         edges = self._up_to(torch.cat((ends_BQD, first_B11.expand(-1, ends_BQD.shape[1], 1)), -1))
@@ -201,7 +201,7 @@ class ScoreBlock:
 
     @cached_property
     def first_BHQ(self) -> Tensor:
-        """The attention of every query on the first token."""
+        """Attention of every query on the first token."""
         first_BQ1 = self.layer.first_B11.expand(-1, self._query_1Q1.shape[1], 1)
         return (self._up_to(first_BQ1 + 1) - self._up_to(first_BQ1))[..., 0]
 
@@ -212,6 +212,14 @@ class ScoreBlock:
         """
         cosine, seen = self.layer.angles.block(self.part)
         return cosine, seen.mul_(self.counted_B1Q[..., None])
+
+    @cached_property
+    def sees_first_BHQ(self) -> Tensor:
+        """1 where a real query sees the first token, else 0; only where queries can be read."""
+        seen_BHQS = self.cosine_and_seen[1]
+        at_B11 = self.layer.first_B11 - self.part.low  # before the block, where a window has passed it
+        found_BHQ = seen_BHQS.gather(-1, at_B11.clamp(min=0)[:, None].expand(*seen_BHQS.shape[:3], 1))[..., 0]
+        return found_BHQ * (at_B11 >= 0)
 
     @cached_property
     def _before(self) -> Tensor:
@@ -232,13 +240,13 @@ class Statistic(Axes):
     """One of the statistics of `--details`.
 
     Attributes:
-        axes: of its array, as above.
-        averaged: axes of the array that is averaged over sequences, where that is another one.
-        angles: whether it needs the queries, which cannot be read in a model that returns its own matrices.
-        fields: in measurement.json: means over heads of each layer (LH), those of position 1 and of the others (LHT),
+        axes: axes of its array, as above.
+        averaged: axes of the array averaged over sequences, if different.
+        angles: whether it needs queries, which cannot be read in a model that returns its own matrices.
+        fields: fields in measurement.json: means over heads of each layer (LH), of position 1 and of the others (LHT),
             means over tokens of each place (MT), or the array itself (M); () for none.
-        column: in the terminal; None for none.
-        figures: of the report.
+        column: column in the terminal; None for none.
+        figures: figures of the report.
     """
 
     averaged: ClassVar[str | None] = None
@@ -251,11 +259,11 @@ class Statistic(Axes):
         super().__init__(self.axes)
 
     def of_mean(self, mean: np.ndarray, /) -> np.ndarray | None:
-        """The array from the mean over sequences; None if the sequences are too short for it."""
+        """Compute the array from the mean over sequences; None if the sequences are too short."""
         return mean
 
     def by_layer(self, array: np.ndarray, /) -> Sequence[list[float] | None]:
-        """The values of `fields`; None for the other positions where there is only one."""
+        """The values of `fields`; None for later positions if there is only one position."""
         if self.axes == "M":
             return [array.tolist()]
         if self.axes == "LH":
@@ -272,13 +280,13 @@ class OfRows(Statistic, ABC):
         """Add a block of queries to the sums of its layer.
 
         Args:
-            block: of the rows.
-            sums: of each sequence and head (B, H), of each distance (B, H, D), or of each column of the batch (B, H,
-                T): of each key, over queries, or of each query, which is the whole value of that query.
+            block: block of the rows.
+            sums: sums per sequence and head (B, H), per distance (B, H, D), or per batch column (B, H, T): per key over
+                queries, or the complete value of each query.
         """
 
     def mean(self, sums: Tensor, layer: Layer, /) -> Tensor:
-        """The mean over the real queries of each sequence from the sums over all blocks."""
+        """Compute the mean over the real queries of each sequence from the sums over all blocks."""
         match self.axes[-1]:
             case "T":
                 return layer.real.align(sums / layer.seen_by_BHT)
@@ -297,11 +305,11 @@ class OfStream(Statistic, ABC):
 
     @abstractmethod
     def read(self, x_BTC: Tensor, first_B1C: Tensor, /) -> Tensor:
-        """The value of every token (B, T).
+        """Compute the value of every token (B, T).
 
         Args:
             x_BTC: hidden states at one place, float32 (float64 for float64).
-            first_B1C: that of the first real token.
+            first_B1C: hidden state of the first real token.
         """
 
 
@@ -312,10 +320,10 @@ class OfStates(Statistic, ABC):
 
     @abstractmethod
     def read(self, x_BRC: Tensor, count_B: Tensor, /) -> Tensor:
-        """The value of every sequence (B,).
+        """Compute the value of every sequence (B,).
 
         Args:
-            x_BRC: hidden states at one place, float32 (float64 for float64), the first real token first; 0 past the
+            x_BRC: hidden states at one place, float32 (float64 for float64), from the first real token; 0 past the
                 end of a sequence.
-            count_B: tokens of each sequence.
+            count_B: number of tokens of each sequence.
         """

@@ -6,10 +6,10 @@
                    appears and after every later block                                         (surgery.zeroed)
     zero_massive:LAYER   the same after this block alone
 
-The loss before and after is over the same targets: those predicted by a query that lost something (mask_first), those
-that both kinds of sequence have (no_bos), or all. Zeroed once, as Sun et al. do (2402.17762, section 3), a channel may
-be rewritten by a later block: layer 12 of SmolLM2-135M-Instruct writes the channel that was zeroed after layer 2. The
-result contains the largest activation afterwards.
+The loss before and after is over the same targets: those predicted by a query that lost keys (mask_first), those in
+both kinds of sequence (no_bos), or all. A channel zeroed once, as in Sun et al. (2402.17762, section 3), may be
+rewritten by a later block: layer 12 of SmolLM2-135M-Instruct writes the channel that was zeroed after layer 2. The
+result contains the largest remaining activation.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,16 +40,16 @@ Remeasure = Callable[[Tensor, int], Measurement]  # tokens_NT, the first target 
 
 @dataclass(frozen=True)
 class Plan:
-    """One ablation of one model, to be carried out once.
+    """One ablation of one model, to be run once.
 
     Attributes:
-        name: as requested.
-        what: a sentence for the reader.
-        surgery: the change of the model.
-        first_target: position of the first target that counts, in the whole sequences.
-        dropped: tokens left out in front.
-        hidden: keys that no later query may see.
-        largest: the largest activation, where that is zeroed.
+        name: name as requested.
+        what: a sentence that describes the ablation.
+        surgery: change of the model.
+        first_target: position of the first target included in the loss, in the whole sequences.
+        dropped: number of tokens removed from the start.
+        hidden: number of keys that no later query may see.
+        largest: the largest activation, if the ablation zeroes it.
     """
 
     name: str
@@ -68,15 +68,15 @@ def measure_ablations(
     baseline: Measurement,
     remeasure: Remeasure,
 ) -> list[Ablation]:
-    """The loss and the sinks under each ablation; the model is left as it was found.
+    """Measure the loss and the sinks under each ablation; the model is restored afterwards.
 
     Args:
         tokens_NT: whole sequences, without padding.
-        baseline: the measurement of the same sequences.
+        baseline: measurement of the same sequences.
         remeasure: measures the modified model.
 
     Raises:
-        SinklabError: an ablation that is impossible in this model.
+        SinklabError: if an ablation is impossible in this model.
     """
     losses = {2: baseline.loss}  # by first target; of a model with a later one, from that on
     found: list[Ablation] = []
@@ -129,15 +129,15 @@ def _largest_by_block(model: "PreTrainedModel | Transformer", tokens_T: Tensor) 
 
 
 def plan_ablation(name: str, model: "PreTrainedModel | Transformer", tokens_NT: Tensor, bos_tokens: int = 0) -> Plan:
-    """The plan of the ablation of this name.
+    """Build the plan of the named ablation.
 
     Args:
-        tokens_NT: whole sequences, without padding; the massive activation is searched in the first.
-        bos_tokens: how many special tokens each sequence begins with.
+        tokens_NT: whole sequences, without padding; the massive activation is searched in the first one.
+        bos_tokens: number of special tokens at the start of each sequence.
 
     Raises:
-        InputError: an unknown name, more keys to hide than the sequences have, no BOS to drop, no such layer.
-        SinklabError: the blocks of the model could not be found.
+        InputError: if the name or layer is unknown, there are too few keys to hide, or no BOS to drop.
+        SinklabError: if the blocks of the model cannot be found.
     """
     hidden = check_ablation(name, tokens_NT.shape[1])
     first_target = model.config.first_target if isinstance(model, Transformer) else 2
@@ -153,30 +153,30 @@ def plan_ablation(name: str, model: "PreTrainedModel | Transformer", tokens_NT: 
     if name != "no_bos":
         return _zero_massive(name, model, tokens_NT[0], first_target)
     if not bos_tokens:
-        raise InputError("no_bos: the sequences have no BOS that could be left out (see `bos` of the measurement)")
+        raise InputError("no_bos: the sequences have no BOS to remove (see `bos` of the measurement)")
     length, after = tokens_NT.shape[1], first_target + bos_tokens
     if length - bos_tokens < first_target:
-        raise InputError(f"no_bos on sequences of {length} tokens leaves none to predict: give longer ones")
+        raise InputError(f"no_bos on sequences of {length} tokens leaves no token to predict: use longer sequences")
     return Plan("no_bos", "the sequences without BOS", nullcontext(), first_target=after, dropped=bos_tokens)
 
 
 def check_ablation(name: str, length: int) -> int:
-    """Refuse an ablation that is impossible on sequences of `length` tokens in any model; returns the keys it hides.
+    """Check that an ablation is possible on sequences of `length` tokens, and return the number of keys it hides.
 
     Raises:
-        InputError: an unknown name, or more keys to hide than the sequences have.
+        InputError: if the name is unknown or the sequences have too few keys.
     """
     kind, _, number = name.partition(":")
     if kind != "mask_first" or not number.isdecimal():
         is_layer = number.isdecimal() and len(number) <= DIGITS
         if name in ("no_bos", "zero_massive") or (kind == "zero_massive" and is_layer):
             return 0
-        raise InputError(f"the ablation {name!r} is unknown: give {ABLATIONS}")
+        raise InputError(f"the ablation {name!r} is unknown: use {ABLATIONS}")
     if length < 3:
         raise InputError(f"{name} needs sequences of 3 tokens or more, so that a later query predicts")
     if len(number) > DIGITS or not 1 <= int(number) <= length - 2:
         raise InputError(
-            f"{name} on sequences of {length} tokens: give 1 to {length - 2}, so that a later query predicts"
+            f"{name} on sequences of {length} tokens: use 1 to {length - 2}, so that a later query predicts"
         )
     return int(number)
 
@@ -204,7 +204,7 @@ def _zero_massive(name: str, model: "PreTrainedModel | Transformer", tokens_T: T
 
 
 def _check_hidden(ablated: Measurement, hidden: int) -> None:
-    """Rows sum to at most one, so `hidden` keys that only the first `hidden` queries see get at most that much."""
+    """Check that only the first `hidden` queries attend to the `hidden` keys (their rows sum to at most one)."""
     queries = ablated.length - np.arange(hidden)
     taken = (ablated.importance[..., :hidden] * queries).sum(-1)
     if hidden and taken.max() > hidden * (1 + 1e-3):

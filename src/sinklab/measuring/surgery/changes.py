@@ -1,9 +1,9 @@
 """Changes of a model within a `with` block: hidden keys, zeroed channels, swapped or replaced learned positions.
 
-Keys are hidden in our attention cores, and in Hugging Face models through their masks. Every attention module of
-transformers takes `attention_mask`, whether its attention is dispatched through the interface or not, and the possible
-masks are few: none (causal), boolean and additive. So one hook serves all families, under any probe. The hooked modules
-are counted: keys that stay visible somewhere are an error.
+Keys are hidden in native attention cores directly, and in Hugging Face models through their masks. Every attention
+module of transformers accepts `attention_mask`, whether or not it uses the attention interface, and there are three
+kinds of masks: none (causal), boolean and additive. So one hook covers all families, under any probe. The hooked
+modules are counted: keys that remain visible in some layer are an error.
 """
 
 import inspect
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MASKLESS = ("flash", "flex", "paged")
-"""Parts of the names of attention implementations that read no explicit mask."""
+"""Substrings of the names of attention implementations that read no explicit mask."""
 
 FirstColumns = Callable[[Tensor], Tensor]
-"""Of a tensor (B, ...), the column of each sequence's first real token (B,), on its device."""
+"""Function from a tensor (B, ...) to the column of each sequence's first real token (B,), on the same device."""
 
 
 def residual_blocks(model: "PreTrainedModel | Transformer") -> list[nn.Module]:
-    """The blocks of the residual stream in order.
+    """Find the blocks of the residual stream, in order.
 
     Raises:
-        SinklabError: they are not kept in one list.
+        SinklabError: if the blocks are not stored in one list.
     """
     if isinstance(model, Transformer):
         return list(model.blocks)
@@ -94,22 +94,22 @@ def zeroed(
     Sequences that end before the position are unchanged.
 
     Args:
-        layer: 1-based.
-        last_layer: the channel is zeroed after each block from `layer` to this one; after `layer` alone by default.
-        position: 1-based; 0 is a learned sink token, 0, -1, .. are registers, the last first.
-        dimension: 0-based, as in `massive_activations`.
+        layer: number of the block, 1-based.
+        last_layer: the channel is zeroed after each block from `layer` to this one; by default only after `layer`.
+        position: position, 1-based; 0 is a learned sink token; 0, -1, .. are registers, from the last.
+        dimension: channel, 0-based, as in `massive_activations`.
 
     Raises:
-        InputError: the model has no such layer or position; in a forward pass, no such dimension.
-        SinklabError: the blocks of the model could not be found; in a forward pass, a cache.
+        InputError: if the layer or position does not exist; in a forward pass, if the dimension does not exist.
+        SinklabError: if the blocks cannot be found; in a forward pass, if a cache is passed.
     """
     blocks = residual_blocks(model)
     last_layer = layer if last_layer is None else last_layer
     for number in (layer, last_layer):
         if not 1 <= number <= len(blocks):
-            raise InputError(f"layer {number} does not exist: give one of 1 to {len(blocks)}")
+            raise InputError(f"layer {number} does not exist: use 1 to {len(blocks)}")
     if last_layer < layer:
-        raise InputError(f"layers {layer} to {last_layer} are an empty range: give a last layer from {layer} on")
+        raise InputError(f"layers {layer} to {last_layer} are an empty range: use a last layer of at least {layer}")
     first = 1 - model.leading if isinstance(model, Transformer) else 1
     if position < first:
         raise InputError(f"position {position} does not exist: they are counted from {first}")
@@ -118,7 +118,7 @@ def zeroed(
         hidden_BTC = hidden_states(output).clone()
         T, C = hidden_BTC.shape[1:]
         if not 0 <= dimension < C:
-            raise InputError(f"dimension {dimension} does not exist: give one of 0 to {C - 1}")
+            raise InputError(f"dimension {dimension} does not exist: use 0 to {C - 1}")
         here_BT = torch.arange(T, device=hidden_BTC.device) == columns(hidden_BTC)[:, None] + position - 1
         hidden_BTC[..., dimension].masked_fill_(here_BT, 0)
         return (hidden_BTC, *output[1:]) if isinstance(output, tuple) else hidden_BTC
@@ -141,7 +141,7 @@ def swapped_positions(model: "PreTrainedModel | Transformer", i: int, j: int) ->
 
 @contextmanager
 def replaced_position(model: "PreTrainedModel | Transformer", i: int, j: int) -> Iterator[None]:
-    """Give position i the learned embedding of position j (table 7 of the paper, `replaced`).
+    """Replace the learned embedding of position i with that of position j (table 7 of the paper, `replaced`).
 
     Raises:
         InputError: the model has no learned table of positions, or not these rows.
@@ -151,15 +151,15 @@ def replaced_position(model: "PreTrainedModel | Transformer", i: int, j: int) ->
 
 
 def check_pair(i: int, j: int) -> None:
-    """Refuse a pair of positions that no table could swap.
+    """Check that two positions can be swapped in some table.
 
     Raises:
-        InputError: one is below 1, or they are equal.
+        InputError: if one is below 1, or they are equal.
     """
     if min(i, j) < 1:
         raise InputError(f"position {min(i, j)} does not exist: positions are counted from 1")
     if i == j:
-        raise InputError(f"position {i} with itself changes nothing: give two different positions")
+        raise InputError(f"position {i} with itself changes nothing: use two different positions")
 
 
 @contextmanager
@@ -168,12 +168,12 @@ def _rewritten_positions(model: "PreTrainedModel | Transformer", source: dict[in
     table_PC = learned_positions(model)
     if table_PC is None:
         raise InputError(
-            "the model has no learned table of positions to change: that is for models such as GPT-2, OPT and GPT-Neo, "
-            "or ours with model.position.kind learnable"
+            "the model has no learned table of positions to change, unlike GPT-2, OPT, GPT-Neo, "
+            "or native models with model.position.kind learnable"
         )
     if table_PC.is_meta:
         raise InputError(
-            "the model's table of positions is not in memory (it was left on disk), so it cannot be changed: load the "
+            "the model's table of positions cannot be changed, because it was left on disk: load the "
             "model onto one device"
         )
     check_pair(*next(iter(source.items())))
@@ -196,16 +196,16 @@ def _rewritten_positions(model: "PreTrainedModel | Transformer", source: dict[in
 def masked_first_keys(model: "PreTrainedModel | Transformer", n: int) -> Iterator[None]:
     """Hide keys 1..n from every query after the n-th, in every attention layer.
 
-    Queries 1..n see what they saw, so that no row of the attention matrix is empty; keys outside the sequence (sink
-    logits, key biases, a learned sink token) stay. Sequences of at most n tokens are unchanged.
+    Queries 1..n are unchanged, so that no row of the attention matrix is empty; keys outside the sequence (sink
+    logits, key biases, a learned sink token) remain visible. Sequences of at most n tokens are unchanged.
 
     Raises:
-        InputError: n below 1.
+        InputError: if n is below 1.
         SinklabError: the model's attention reads no explicit mask; in a forward pass, where the keys could not be
             hidden in every attention layer, or with a cache.
     """
     if n < 1:
-        raise InputError(f"{n} keys to hide: give at least 1")
+        raise InputError(f"{n} keys to hide: use at least 1")
     if not isinstance(model, Transformer):
         with first_columns(model) as columns, hooked(_HiddenKeys(model, n, columns).register()):
             yield
@@ -228,7 +228,7 @@ class _HiddenKeys:
         implementation, kinds = str(model.config._attn_implementation), anatomy.layer_kinds(model.config)
         if any(name in implementation for name in MASKLESS):
             raise SinklabError(
-                f"the attention implementation {implementation!r} takes no explicit mask, so no keys can be hidden: "
+                f"the attention implementation {implementation!r} accepts no explicit mask, so no keys can be hidden: "
                 'load the model with attn_implementation="sdpa"'
             )
         self._model, self._n, self._columns = model, n, columns
@@ -252,7 +252,7 @@ class _HiddenKeys:
     def _ending(self, _: nn.Module, __: tuple[Any, ...], ___: Any) -> None:
         if self._running and self._reached != self._expected:
             raise SinklabError(
-                f"the first keys could be hidden in {self._reached} of {self._expected} attention layers of a "
+                f"the first keys could be hidden in only {self._reached} of {self._expected} attention layers of a "
                 f"{self._model.config.model_type!r} model: it does not pass its attention mask to them as other models "
                 "of transformers do"
             )
@@ -266,7 +266,7 @@ class _HiddenKeys:
         if self._hybrid and not getattr(module, "is_causal", False):
             return None  # a recurrent layer
         if mask is not None and not isinstance(mask, Tensor):
-            raise SinklabError(f"{type(module).__name__} takes a {type(mask).__name__} as mask: no key can be hidden")
+            raise SinklabError(f"{type(module).__name__} uses a {type(mask).__name__} as mask: no key can be hidden")
         self._reached += 1
         mask = self._without_first(mask, states_BTC)
         place = names.index("attention_mask")

@@ -1,14 +1,14 @@
-"""How far a change of one token spreads, with the first token and without it: over-mixing (2504.02732).
+"""How far a change of one token spreads, with and without the first token: over-mixing (2504.02732).
 
-The token at one position is replaced by the one that the next sequence has there, and both sequences are read. After
+The token at one position is replaced by the next sequence's token at that position, and both sequences are read. After
 every block
 
-    spread = mean over sequences and positions t behind it of |h'_t - h_t| / |h_t|
+    spread = mean over sequences and later positions t of |h'_t - h_t| / |h_t|
 
-once as the model is, and once with the first key hidden from all later queries (changes.py), so that no head can rest
-on it. Before the first block it is 0. The paper removes BOS from the text and shows the norm of the difference; in a
-model that sees distances only, hiding and removing are the same. The norm is divided by that of the state here, as
-norms grow from block to block.
+is computed for the unchanged model, and with the first key hidden from all later queries (changes.py), so that no head
+can use it as a sink. Before the first block the spread is 0. The paper removes BOS from the text and shows the norm of
+the difference; in a model with relative positions only, hiding and removing are equivalent. Here the norm is divided by
+the norm of the state, because norms grow from block to block.
 """
 
 from contextlib import nullcontext
@@ -33,16 +33,16 @@ BATCH_SIZE = 4  # sequences, each read twice, by default
 def measure_mixing(
     model: "PreTrainedModel | Transformer", tokens_NT: Tensor, position: int, batch_size: int | None = None
 ) -> Mixing:
-    """The spread of a change at one position, by block; the model is left as it was found.
+    """Measure the spread of a change at one position, by block; the model is restored afterwards.
 
     Args:
         tokens_NT: whole sequences, without padding.
-        position: of the token that is replaced, 1-based.
+        position: position of the replaced token, 1-based.
         batch_size: sequences per forward pass.
 
     Raises:
-        InputError: no such position, or all sequences have the same token there.
-        SinklabError: the blocks of the model could not be found, or the first key could not be hidden.
+        InputError: if the position does not exist, or all sequences have the same token there.
+        SinklabError: if the blocks of the model cannot be found or the first key cannot be hidden.
     """
     check_perturbed(position, tokens_NT.shape[1])
     changed_NT = tokens_NT.clone()
@@ -51,7 +51,7 @@ def measure_mixing(
     if not bool(differs_N.any()):
         raise InputError(
             f"--perturb {position}: all sequences have the same token there, so none can be replaced by another's; "
-            "give another position, or more sequences"
+            "use another position, or more sequences"
         )
     pairs_N2T = torch.stack([tokens_NT[differs_N], changed_NT[differs_N]], 1)
     spreads = []
@@ -63,14 +63,14 @@ def measure_mixing(
 
 
 def check_perturbed(position: int, length: int) -> None:
-    """Refuse a position that is not between the first token and the last.
+    """Check that the position is between the first token and the last.
 
     Raises:
-        InputError: with the possible positions.
+        InputError: if it is not; the message states the possible positions.
     """
     if not 2 <= position < length:
         raise InputError(
-            f"--perturb {position} on sequences of {length} tokens: give 2 to {length - 1}, past the first token, so "
+            f"--perturb {position} on sequences of {length} tokens: use 2 to {length - 1}, after the first token, so "
             "that it can be hidden, and before the last, so that the change can spread"
         )
 

@@ -1,4 +1,4 @@
-"""The paper's four propositions on a token that is repeated, as numeric checks.
+"""Numeric checks of the paper's four propositions on a repeated token.
 
 With equal tokens and no position added to them, all embeddings are equal. Then so are all values of the first layer,
 and an average of equal values does not depend on the weights: hidden states stay equal through every layer. With equal
@@ -6,17 +6,16 @@ queries and keys, q.k is the same for every pair, except for the effect of the p
 
     1  none             A[t, j] = 1 / t
     2  relative, t5     A[t, j] = exp(g(t - j)) / sum over i = 1..t of exp(g(t - i)), g the term of the distance
-    3  alibi            the same with g(d) = -m d, so that the last key has most
+    3  alibi            the same with g(d) = -m d, so that the last key has the largest share
     4  rotary           A[t, j] <= e^(2 xi) / (e^(2 xi) + t - 1), xi = |q| |k| / sqrt(d)
 
-The fourth holds because a turned product lies in [-xi, xi]: the numerator is at most e^xi, and each of the t - 1 other
-terms of the sum at least e^-xi. Under a window t is the number of keys in it. So no repeated token is a sink in these
-models, unless xi is large. Positions added to the embedding, learned or not, make the hidden states differ: nothing
-forbids a sink there, and the same check, against 1 / t, fails.
+The fourth holds because a rotated product lies in [-xi, xi]: the numerator is at most e^xi, and each of the t - 1 other
+terms of the sum at least e^-xi. Under a window, t is the number of keys in it. So no repeated token is a sink in these
+models, unless xi is large. Positions added to the embedding, learned or not, make the hidden states differ: a sink is
+possible there, and the same check, against 1 / t, fails.
 
-Rounding grows with the blocks: in bfloat16 equal hidden states of a real model come out different by 42 percent. So a
-model is checked in float32 where the memory suffices (`in_float32`), and a deviation in a coarser precision is
-inconclusive.
+Rounding errors grow with depth: in bfloat16, hidden states of a real model that should be equal differ by 42 percent.
+So a model is checked in float32 if memory suffices (`in_float32`), and a deviation in lower precision is inconclusive.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,10 +50,10 @@ class Matrices:
     """Attention matrices and hidden states of one forward pass.
 
     Attributes:
-        attention: A (B, H, T, T) of every attention layer.
-        logit_bounds: the largest |q_t| |k_j| times the scale, (B, H) per layer, which no logit exceeds in size; empty
-            where queries cannot be read.
-        hidden: the residual stream (B, T, C) after every block.
+        attention: attention matrix A (B, H, T, T) of every attention layer.
+        logit_bounds: largest |q_t| |k_j| times the scale, (B, H) per layer, a bound of every |logit|; empty
+            if queries cannot be read.
+        hidden: residual stream (B, T, C) after every block.
     """
 
     attention: list[Tensor]
@@ -63,7 +62,7 @@ class Matrices:
 
 
 def attention_matrices(model: "PreTrainedModel | Transformer", tokens_BT: Tensor) -> Matrices:
-    """Whole attention matrices of short sequences: memory grows with T * T; the model is left as it was found.
+    """Compute whole attention matrices of short sequences (memory O(T^2)); the model is restored afterwards.
 
     Models with intercepted calls are read through their own code: the output for values that are the identity is the
     matrix. The others return their matrices themselves.
@@ -110,9 +109,9 @@ def is_coarse(dtype: torch.dtype) -> bool:
 
 @contextmanager
 def in_float32(model: "PreTrainedModel | Transformer") -> Iterator[None]:
-    """Weights and buffers that are coarser than float32 are in float32; afterwards they are the tensors they were.
+    """Convert weights and buffers of lower precision to float32 within the `with` block, then restore them.
 
-    A model is not converted where that is impossible: quantised, with weights left on disk, or where half of the free
+    A model is not converted if it is quantised, if weights are left on disk, or if half of the free
     memory does not hold the copies. The dtype of its hidden states shows it.
     """
     weights = [(weight, weight.data) for weight in model.parameters() if is_coarse(weight.dtype)]
@@ -159,16 +158,18 @@ def check_propositions(
     """The model's deviation from the paper's proposition on its positional embedding, in float32 if possible.
 
     Args:
-        token: one, or several, each read alone.
-        length: how often it is repeated. Whole matrices of this size are kept.
+        token: one token id, or several, each checked separately.
+        length: number of repetitions; matrices of this size are kept in memory.
 
     Raises:
-        InputError: nothing to repeat, or a model that none of the propositions covers.
+        InputError: if there is nothing to repeat, or no proposition covers the model.
         SinklabError: the blocks of the model could not be found.
     """
     ids = [token] if isinstance(token, int) else list(token)
     if not ids or length < 2:
-        raise InputError(f"{len(ids)} tokens repeated {length} times: give at least one, and a length of at least 2")
+        raise InputError(
+            f"{len(ids)} tokens repeated {length} times: pass at least one token, and a length of at least 2"
+        )
     kind = position_kind(model)
     with in_float32(model):
         seen = attention_matrices(model, torch.tensor(ids)[:, None].expand(-1, length))
@@ -202,7 +203,7 @@ def position_kind(model: "PreTrainedModel | Transformer") -> PositionKind:
     """The model's positional embedding.
 
     Raises:
-        InputError: a positional embedding that the propositions do not cover, or attention that is not causal
+        InputError: if the propositions do not cover the positional embedding, or attention is not causal
             softmax on the sequence's own keys.
     """
     if isinstance(model, Transformer):
@@ -212,7 +213,7 @@ def position_kind(model: "PreTrainedModel | Transformer") -> PositionKind:
         plain = attention.operation == Softmax() and attention.bias.kind == "none" and attention.mask == CausalMask()
         if not plain or not everywhere:
             raise InputError(
-                "the paper's propositions are about causal softmax attention without biases, alike in every layer"
+                "the paper's propositions require causal softmax attention without biases, the same in every layer"
             )
         return alike.position.kind
     from sinklab.models.huggingface.anatomy import attention_layers
@@ -232,10 +233,10 @@ def position_kind(model: "PreTrainedModel | Transformer") -> PositionKind:
 
 
 def softmax_of_distances(terms_HT: Tensor) -> Tensor:
-    """A[t, j] = exp(g(t - j)) / sum over i <= t of exp(g(t - i)), float64: (H, T, T).
+    """Compute A[t, j] = exp(g(t - j)) / sum over i <= t of exp(g(t - i)), float64: (H, T, T).
 
     Args:
-        terms_HT: g of every head and the distances 0 .. T - 1.
+        terms_HT: g per head, for the distances 0 .. T - 1.
     """
     H, T = terms_HT.shape
     place_T = torch.arange(T)

@@ -74,7 +74,8 @@ def measure_with_study(
 
     Args:
         tokens_NT: whole sequences, without padding.
-        options: of the measurement; the ablations are measured without lengths, details, maps and explored heads.
+        options: of the measurement; the ablations are measured without lengths, details, maps, explored heads and
+            gradients.
         bos_tokens: how many special tokens each sequence begins with.
         progress: called with (sequences done, sequences in all), those of the ablations included.
 
@@ -83,7 +84,8 @@ def measure_with_study(
         SinklabError: the model cannot be measured, or an ablation is impossible in it.
     """
     model = cast("PreTrainedModel | Transformer", adapter.module)
-    bare = options.model_copy(update={"lengths": (), "details": False, "maps": (), "explore": False})
+    plain = {"lengths": (), "details": False, "maps": (), "explore": False, "gradients": False}
+    bare = options.model_copy(update=plain)
 
     passes, before = 1, 0
 

@@ -1,4 +1,4 @@
-"""Finds the parts of a Hugging Face model and reads its config; nothing is run or loaded."""
+"""Finds the parts of a Hugging Face model and reads its config, without running or loading anything."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,10 +30,10 @@ def layer_kinds(config: "PretrainedConfig") -> LayerKinds:
 
 
 def attention_layers(config: "PretrainedConfig") -> int:
-    """How many layers of the language model have softmax attention (not all of them in a hybrid).
+    """Number of layers of the language model with softmax attention (not all layers in a hybrid).
 
     Raises:
-        SinklabError: none has.
+        SinklabError: if no layer has.
     """
     count = len(layer_kinds(config).attention)
     if not count:
@@ -42,13 +42,13 @@ def attention_layers(config: "PretrainedConfig") -> int:
 
 
 def query_heads(config: "PretrainedConfig") -> int:
-    """Query heads of a layer; of the layer with most, where layers differ."""
+    """Number of query heads of a layer; the largest number if layers differ."""
     heads = config.get_text_config(decoder=True).num_attention_heads
     return heads if isinstance(heads, int) else max(heads)
 
 
 def decoder_blocks(model: "PreTrainedModel") -> list[nn.Module]:
-    """The blocks of the residual stream in order; empty if they are not kept in one list."""
+    """The blocks of the residual stream in order; empty if they are not stored in one list."""
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == layers:
@@ -63,9 +63,9 @@ def bodies(model: "PreTrainedModel") -> list[nn.Module]:
 
 
 def learned_positions(model: nn.Module) -> Tensor | None:
-    """The learned table of positions, row 0 being position 1: (positions, width), a view of the weight; None without.
+    """The learned table of positions, (positions, width), a view of the weight with position 1 in row 0; None without.
 
-    Rows that no position uses (OPT has two before its first) are left out.
+    Rows that no position uses (in OPT the first two) are excluded.
     """
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in POSITION_TABLES and isinstance(module, nn.Embedding):
@@ -91,7 +91,7 @@ def model_configs(model: "PreTrainedModel") -> "list[PretrainedConfig]":
 
 @contextmanager
 def attention_implementation(model: "PreTrainedModel", name: str) -> Iterator[None]:
-    """Set this attention implementation in every config of the model; afterwards restore their own."""
+    """Set this attention implementation in every config of the model, and restore the previous ones afterwards."""
     before = [(config, config._attn_implementation_internal) for config in model_configs(model)]
     try:
         for config, _ in before:
@@ -103,13 +103,13 @@ def attention_implementation(model: "PreTrainedModel", name: str) -> Iterator[No
 
 
 def check_length(config: "PretrainedConfig", length: int) -> None:
-    """Refuse sequences longer than the context in the config.
+    """Check that sequences are not longer than the context in the config.
 
     That is `max_position_embeddings`, or with linear, dynamic or yarn scaling of the rotary embedding its scaled
     length.
 
     Raises:
-        InputError: with the longest length possible.
+        InputError: if they are; the message states the longest possible length.
     """
     text = config.get_text_config(decoder=True)
     context = getattr(text, "max_position_embeddings", None)
@@ -121,7 +121,7 @@ def check_length(config: "PretrainedConfig", length: int) -> None:
             context = max(context, int(original * (rope.get("factor") or 1)))
     if length > context:
         raise InputError(
-            f"sequences of {length} tokens are beyond the model's context of {context}, where it knows no positions: "
+            f"sequences of {length} tokens are beyond the model's context of {context}: "
             f"give at most --length {context}, or cut the tokens"
         )
 
@@ -145,7 +145,7 @@ def rope_depends_on_length(config: "PretrainedConfig", length: int, longest: int
 
 
 def quantisation(config: "PretrainedConfig") -> str | None:
-    """How the weights of a checkpoint are quantised ("bitsandbytes", "gptq", ...); None if they are not."""
+    """Quantisation method of a checkpoint's weights ("bitsandbytes", "gptq", ...); None without quantisation."""
     given = getattr(config, "quantization_config", None)
     if not given:
         return None
@@ -154,10 +154,10 @@ def quantisation(config: "PretrainedConfig") -> str | None:
 
 
 def input_device(model: nn.Module) -> torch.device:
-    """The device of the model's input tokens: that of the embedding, or its execution device if it is offloaded.
+    """The device for the model's input tokens: that of the embedding, or its execution device if it is offloaded.
 
     Raises:
-        InputError: the weights are on the meta device and are not offloaded.
+        InputError: if the weights are on the meta device and not offloaded.
     """
     embedding: Any = getattr(model, "get_input_embeddings", lambda: model)()  # a transformer of ours is on one device
     where = next(tensor.device for tensor in (*embedding.parameters(), *model.parameters(), *model.buffers()))

@@ -1,7 +1,7 @@
 """GGUF files, llama.cpp's format: configuration, tokenizer, chat template and weights in one file.
 
-transformers reads them, with the packages gguf and accelerate, and unpacks the weights: the model is measured with the
-quantised values in an ordinary dtype, and can be saved.
+transformers reads these files with the packages gguf and accelerate, and unpacks the weights: the model is measured
+with the quantised values in an ordinary dtype, and can be saved.
 """
 
 from collections import Counter
@@ -28,11 +28,11 @@ class Gguf:
     """The header of a file.
 
     Attributes:
-        path: absolute.
-        architecture: its name in llama.cpp.
-        types: of the tensors ("Q4_1", "F32"), those with most weights first.
-        weights: how many there are.
-        scaled: whether there are factors for the rotary frequencies (Llama 3.1).
+        path: absolute path of the file.
+        architecture: name of the architecture in llama.cpp.
+        types: types of the tensors ("Q4_1", "F32"), ordered by number of weights, largest first.
+        weights: number of weights.
+        scaled: whether the file has factors for the rotary frequencies (Llama 3.1).
     """
 
     path: Path
@@ -61,7 +61,7 @@ class Gguf:
         return {"gguf_file": str(self.path)}
 
     def weight_options(self) -> dict[str, Any]:
-        """Arguments for the weights: unpack them, also where transformers (from 5.23) could leave them packed."""
+        """Arguments for the weights: always unpack them (transformers 5.23 and later can leave them packed)."""
         import transformers
 
         config = getattr(transformers, "GgufConfig", None)
@@ -69,15 +69,15 @@ class Gguf:
 
 
 def find_gguf(name_or_dir: str) -> Path | None:
-    """The .gguf file of a name: itself, or the single one of a directory without other weights; None for others.
+    """Find the .gguf file of a name: the file itself, or the only one of a directory without other weights; else None.
 
     Raises:
-        InputError: there is no such file, or the directory has several.
+        InputError: if there is no such file, or the directory has several.
     """
     path = Path(name_or_dir).expanduser()
     if path.suffix.lower() == SUFFIX and not path.is_dir():
         if not path.is_file():
-            raise InputError(f"there is no file {name_or_dir}: give the path of a .gguf file")
+            raise InputError(f"there is no file {name_or_dir}: pass the path of a .gguf file")
         return path.absolute()
     if not path.is_dir() or any(path.glob("*.safetensors")):
         return None
@@ -92,8 +92,8 @@ def read_header(path: Path) -> Gguf:
     """Read the header of a file, without weights.
 
     Raises:
-        InputError: the packages are not installed; the file cannot be read, is damaged or cut off, holds no weights, or
-            is one part of several.
+        InputError: if the packages are not installed, or the file cannot be read, is damaged or truncated, has no
+            weights, or is one part of several.
     """
     for package in PACKAGES:
         try:
@@ -111,7 +111,7 @@ def read_header(path: Path) -> Gguf:
         raise InputError(f"{path} cannot be read: {error.strerror or cause(error)}") from error
     except Exception as error:  # the reader can raise anything on corrupt bytes
         raise InputError(
-            f"{path} is damaged, cut off, or no gguf file ({type(error).__name__}: {cause(error)}): copy it again"
+            f"{path} is damaged, truncated, or not a gguf file ({type(error).__name__}: {cause(error)}): copy it again"
         ) from error
     if parts > 1:
         raise InputError(
@@ -121,29 +121,29 @@ def read_header(path: Path) -> Gguf:
     for tensor in reader.tensors:
         weights[tensor.tensor_type.name] += int(tensor.n_elements)
     if not weights:
-        raise InputError(f"{path} holds no weights (a vocabulary only?): give the .gguf file of a model")
+        raise InputError(f"{path} has no weights (a vocabulary only?): use the .gguf file of a model")
     types = tuple(name for name, _ in weights.most_common())
     scaled = any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors)
     return Gguf(path, architecture, types, weights.total(), scaled)
 
 
 def check_memory(file: Gguf, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse to unpack weights that do not fit, as the system would kill the process.
+    """Check before unpacking that the weights fit in memory; otherwise the system would kill the process.
 
     Raises:
-        InputError: there is less memory than the weights take.
+        InputError: if the weights need more memory than is free.
     """
     needed, free = file.weights * dtype.itemsize, free_bytes(device)
     if free is not None and needed > free:
         advice = "" if dtype.itemsize < 4 else "; --dtype bfloat16 takes half of it"
         raise InputError(
-            f"{file.path.name} takes {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')}, and "
+            f"{file.path.name} needs {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')}, and "
             f"{free / 1e9:.1f} GB of memory are free: measure it on a larger machine{advice}"
         )
 
 
 def as_ordinary(model: Any) -> "PreTrainedModel":
-    """The model without its marks of a gguf file, so that it can be saved; its weights are unpacked."""
+    """The model without gguf attributes, so that it can be saved; its weights are unpacked."""
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

@@ -1,4 +1,4 @@
-"""transformers' attention interface: registers a function of ours as a model's attention, and parses its calls.
+"""transformers' attention interface: registers a function as a model's attention, and parses its calls.
 
 The function is selected by name in the model's configs. The same name is registered for masks with `sdpa_mask`: without
 that, transformers silently drops padding and sliding windows. Rejected: `output_attentions` (forces eager, keeps every
@@ -11,6 +11,8 @@ values not repeated over their groups (H query heads, G key heads). The extras c
     s_aux           a sink logit per head that takes part in the softmax    (gpt-oss)
     position_bias   added to the scores                                     (relative positions)
     sliding_window  already in the mask, because `sdpa_mask` builds it
+    indices         (B, T, K) keys that a query sees, chosen by an indexer (DeepSeek-V3.2): for names of attention other
+                    than its own the model leaves the selection to the function
 """
 
 import itertools
@@ -30,7 +32,7 @@ from sinklab.attention.operations.similarity import Softmax
 from sinklab.attention.primitive import attend
 from sinklab.attention.scores import Score, broadcast_index, compose, softcap
 from sinklab.errors import SinklabError
-from sinklab.models.families import UNREADABLE_EXTRAS
+from sinklab.models.families import SELECTED, UNREADABLE_EXTRAS
 from sinklab.models.huggingface.anatomy import attention_implementation
 
 SOFTMAX = Softmax()
@@ -49,11 +51,13 @@ def read_call(
     """Parse the arguments of one call.
 
     Raises:
-        SinklabError: the attention is not causal, or an extra is unknown.
+        SinklabError: if the attention is not causal or an extra argument is unknown.
     """
     for name in UNREADABLE_EXTRAS:
         if extras.get(name) is not None:
             raise SinklabError(f"{type(module).__name__} passes `{name}`, which sinklab cannot measure yet")
+    if (chosen_BTK := extras.pop(SELECTED, None)) is not None:
+        attention_mask = _selected(attention_mask, chosen_BTK, key.shape[2])
     cap, sinks, bias = (extras.get(name) for name in ("softcap", "s_aux", "position_bias"))
     score = compose(softcap(cap) if cap is not None else None, _additive(bias))
     if attention_mask is None or attention_mask.dtype == torch.bool:
@@ -89,6 +93,17 @@ def _allowed(module: nn.Module, mask: Tensor | None, extras: dict[str, Any], cac
     return masks.CAUSAL
 
 
+def _selected(mask: Tensor | None, chosen_BTK: Tensor, keys: int) -> Tensor:
+    """The mask (B, 1, T, S) with the chosen keys alone, bool; a query with few keys also chooses later ones."""
+    (B, T, _), device = chosen_BTK.shape, chosen_BTK.device
+    chosen_BTS = torch.zeros(B, T, keys, dtype=torch.bool, device=device).scatter(-1, chosen_BTK.long(), True)
+    if mask is None:
+        return chosen_BTS.tril(keys - T)[:, None]
+    if mask.dtype == torch.bool:
+        return mask & chosen_BTS[:, None]
+    return mask.masked_fill(~chosen_BTS[:, None], torch.finfo(mask.dtype).min)
+
+
 def _additive(bias: Tensor | None) -> Score | None:
     """z + bias[b, h, q, k], batch and head of the bias broadcasting; its queries are the last of the positions."""
     if bias is None:
@@ -103,7 +118,7 @@ def _additive(bias: Tensor | None) -> Score | None:
 
 @contextmanager
 def attention_function(model: PreTrainedModel, function: Callable[..., tuple[Tensor, Tensor | None]]) -> Iterator[None]:
-    """All attention that the model passes through the interface is computed by `function`, with boolean masks."""
+    """Compute all attention that the model passes through the interface with `function`, with boolean masks."""
     name = f"sinklab-{next(_numbers)}"
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, sdpa_mask)

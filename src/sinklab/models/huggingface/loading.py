@@ -1,4 +1,4 @@
-"""Loading a Hugging Face model and its tokenizer; every failure becomes an InputError that says what to do.
+"""Loading a Hugging Face model and its tokenizer; every failure becomes an InputError with advice.
 
 Weights are read from safetensors and gguf files only: pickle files (.bin, .pt) can run code and are never opened. Code
 that a model brings along runs only with `trust_remote_code`. With `--subfolder` the model lies in a folder of a
@@ -43,7 +43,7 @@ class Loading:
             cards, memory and disk (accelerate's `device_map="auto"`).
         trust_remote_code: run the model's own code.
         revision: branch, tag or commit of a model of the hub; None for its main branch.
-        subfolder: of the model; of a directory, the end of its path.
+        subfolder: subfolder of the model; for a directory, the end of its path.
         say: called with a message before slow steps.
     """
 
@@ -63,8 +63,8 @@ class Pretrained:
     """A causal language model in evaluation mode, and its tokenizer.
 
     Attributes:
-        notes: remarks on how it was loaded, for the reader of its numbers.
-        commit: of the hub; None for a local model.
+        notes: remarks on how the model was loaded, shown with results.
+        commit: commit on the hub; None for a local model.
     """
 
     model: "PreTrainedModel"
@@ -94,7 +94,7 @@ def load_pretrained(
     register()
     config = source.read("config", AutoConfig.from_pretrained)
     if config.is_encoder_decoder:
-        raise InputError(f"{name} is an encoder-decoder ({config.model_type}): give a decoder-only language model")
+        raise InputError(f"{name} is an encoder-decoder ({config.model_type}): use a decoder-only language model")
     tokenizer = _tokenizer(source, config, loading.subfolder)
     if check is not None:
         check(tokenizer)
@@ -129,7 +129,7 @@ def load_pretrained(
     if source.gguf is None and largest >= rows:  # a gguf file has both; transformers adds a missing <|endoftext|>
         raise InputError(
             f"the tokenizer of {name} has token ids up to {largest} and the model knows {rows} tokens: "
-            "it belongs to another model; put the right tokenizer files beside the weights"
+            "it belongs to another model; put the right tokenizer files next to the weights"
         )
     if "device_map" not in load:
         if wanted == "auto" and declared is None:
@@ -146,9 +146,9 @@ class _Source:
 
     Attributes:
         name: as entered by the user.
-        place: the folder or name on the hub that transformers reads.
-        options: of every from_pretrained.
-        gguf: the file, if it is one.
+        place: folder or name on the hub that transformers reads.
+        options: arguments of every from_pretrained.
+        gguf: the gguf file, if it is one.
     """
 
     name: str
@@ -194,10 +194,10 @@ def _tokenizer(source: _Source, config: Any, subfolder: str | None) -> "PreTrain
 
 
 def check_revision(name: str, revision: str | None) -> None:
-    """Refuse a revision of a local model.
+    """Check that no revision is set for a local model.
 
     Raises:
-        InputError: the name is a local path.
+        InputError: if the name is a local path.
     """
     if revision is not None and Path(name).expanduser().exists():
         raise InputError(
@@ -225,7 +225,7 @@ def pick_dtype(dtype: str) -> "torch.dtype | str":
     """The dtype of a --dtype option, or "auto".
 
     Raises:
-        InputError: not one of DTYPES.
+        InputError: if it is not one of DTYPES.
     """
     if dtype not in DTYPES:
         raise InputError(f"--dtype {dtype} is unknown; use one of {', '.join(DTYPES)}")
@@ -233,10 +233,10 @@ def pick_dtype(dtype: str) -> "torch.dtype | str":
 
 
 def check_config(name: str, loading: Loading = AS_IT_IS) -> None:
-    """Refuse a model whose config cannot be read; neither its tokenizer nor its weights are read.
+    """Check that the config of a model can be read, without reading tokenizer or weights.
 
     Raises:
-        InputError: no such directory or name, or no config.
+        InputError: if there is no such directory or name, or no config.
     """
     if find_gguf(name) is None:
         from transformers import AutoConfig
@@ -246,10 +246,10 @@ def check_config(name: str, loading: Loading = AS_IT_IS) -> None:
 
 
 def load_pretrained_tokenizer(name: str, loading: Loading = AS_IT_IS) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a model, without its weights.
+    """Load the tokenizer of a model, without its weights.
 
     Raises:
-        InputError: no such directory, file or name, or no tokenizer.
+        InputError: if there is no such directory, file or name, or no tokenizer.
     """
     from transformers import AutoTokenizer
 
@@ -257,10 +257,10 @@ def load_pretrained_tokenizer(name: str, loading: Loading = AS_IT_IS) -> "PreTra
 
 
 def check_name(name_or_dir: str) -> None:
-    """Refuse a name that is neither a local model nor a possible name on the hub, without a request to the hub.
+    """Check that a name is a local model or a possible name on the hub, without a request to the hub.
 
     Raises:
-        InputError: with the kinds of MODEL.
+        InputError: if it is neither; the message lists the kinds of MODEL.
     """
     folder = Path(name_or_dir).expanduser()
     maybe_on_hub = HUB_NAME.fullmatch(name_or_dir) and not folder.exists()
@@ -340,7 +340,7 @@ def tokenizer_options(name: str, place: str, options: Mapping[str, Any], subfold
         options: for reading the weights.
 
     Raises:
-        InputError: a local folder without a tokenizer.
+        InputError: if a local folder has no tokenizer.
     """
     beside = {"pretrained_model_name_or_path": place, **options}
     folder = Path(place).expanduser()
@@ -377,8 +377,8 @@ def advice(error: Exception, place: str, revision: str | None, gguf: str | None)
 
     Args:
         place: a folder, or a name on the hub.
-        revision: the requested one, of the hub.
-        gguf: the architecture of the gguf file that was read; None for other files.
+        revision: requested revision on the hub.
+        gguf: architecture of the gguf file that was read; None for other files.
     """
     said = str(error)
     if "ignore_mismatched_sizes" in said:  # and refers to a table that is not shown
@@ -401,7 +401,7 @@ def advice(error: Exception, place: str, revision: str | None, gguf: str | None)
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Inside the block transformers draws no progress bars."""
+    """Disable the progress bars of transformers inside the `with` block."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

@@ -1,4 +1,4 @@
-"""The loss of a forward pass without all logits in memory: 32,768 tokens times a vocabulary are 4 GB.
+"""The loss of a forward pass without all logits in memory, which can need 4 GB for 32,768 tokens.
 
 The first call computes one position's logits and the final hidden states; then the model is called on pieces, with its
 body returning the stored hidden states. So everything between body and logits (softcap, scale) is the model's own code.
@@ -31,12 +31,12 @@ def forward_loss(
     vocabulary: int,
     paused: AbstractContextManager[None],
 ) -> tuple[float, int]:
-    """One forward pass: the cross-entropy summed over real targets 2..T, in nats, and their number.
+    """Run one forward pass: cross-entropy summed over real targets 2..T, in nats, and their number.
 
     Args:
-        arguments: passed on to the model, beside the tokens.
-        vocabulary: rows of the token embedding, for the size of the logits.
-        paused: entered while only the head runs.
+        arguments: arguments passed to the model in addition to the tokens.
+        vocabulary: number of rows of the token embedding, for the size of the logits.
+        paused: context entered while only the head runs.
     """
     wanted_BT = targets(tokens_BT, real_BT)
     number = int((wanted_BT != IGNORED).sum())
@@ -60,13 +60,13 @@ def forward_loss(
 
 
 def targets(tokens_BT: Tensor, real_BT: Tensor) -> Tensor:
-    """The target of each position, the next token; IGNORED where there is none, or one of the two is padding."""
+    """The target of each position, the next token; IGNORED if there is none or either token is padding."""
     both_BT = real_BT & F.pad(real_BT[:, 1:], (0, 1))
     return F.pad(tokens_BT[:, 1:], (0, 1)).masked_fill(~both_BT, IGNORED)
 
 
 def summed_loss(logits_BTV: Tensor, wanted_BT: Tensor) -> float:
-    """Cross-entropy in nats, summed over all targets that are not IGNORED.
+    """Sum the cross-entropy, in nats, over all targets that are not IGNORED.
 
     In pieces of a few rows: without a float32 copy of all logits, and within the cache of a CPU.
     """
@@ -79,7 +79,7 @@ def summed_loss(logits_BTV: Tensor, wanted_BT: Tensor) -> float:
 
 
 def forward_only(model: PreTrainedModel, tokens_BT: Tensor, arguments: dict[str, Any]) -> None:
-    """One forward pass without a loss, and with the logits of one position where the model can compute single ones."""
+    """Run one forward pass without a loss, with the logits of one position only if the model supports that."""
     few = {"logits_to_keep": 1} if has_piecewise_logits(model) else {}
     model(tokens_BT, **arguments, **few)
 

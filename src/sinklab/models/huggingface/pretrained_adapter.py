@@ -19,6 +19,8 @@ from sinklab.errors import InputError, SinklabError, cause
 from sinklab.models.families import ROTARY_EMBEDDING
 from sinklab.models.hooks import evaluating, hooked
 from sinklab.models.huggingface import anatomy
+from sinklab.models.huggingface.attention_inputs import attention_modules, check_differentiable, replaced_inputs
+from sinklab.models.huggingface.gates import GateLayout, GatePlace, gate_places, trying_gates, watched_gates
 from sinklab.models.huggingface.gguf import is_unpacked
 from sinklab.models.huggingface.interface import attention_function, read_call
 from sinklab.models.huggingface.piecewise_loss import fixed_output, forward_loss, forward_only, has_piecewise_logits
@@ -244,6 +246,39 @@ class HuggingFaceAdapter:
     def _some_tokens(self) -> Tensor:
         vocabulary = anatomy.vocabulary_size(self.module)
         return (torch.arange(TRIED, device=self.device) * 7 + 5)[None] % vocabulary
+
+    def summed_loss(self, tokens_BT: Tensor, first_target: int) -> tuple[Tensor, int]:
+        """Of all logits at once."""
+        logits_BTV, wanted_BT = self.module(tokens_BT, use_cache=False).logits, tokens_BT[:, first_target - 1 :]
+        logits_NV = logits_BTV[:, first_target - 2 : -1].flatten(0, 1)
+        exact_NV = logits_NV.to(accumulate_dtype(logits_NV.dtype))
+        wanted_N = wanted_BT.to(logits_NV.device).flatten()
+        return torch.nn.functional.cross_entropy(exact_NV, wanted_N, reduction="sum"), len(wanted_N)
+
+    def attention_inputs(self, change: Callable[[int, Tensor], Tensor]) -> AbstractContextManager[None]:
+        """The inputs of the attention modules.
+
+        Raises:
+            InputError: as `check_differentiable` and `attention_modules` of attention_inputs.py, or a model without
+                transformers' attention interface.
+        """
+        check_differentiable(self.module)
+        if not self.dispatches:
+            raise InputError(
+                f"a {self.module.config.model_type!r} model does not pass its attention through transformers' "
+                "attention interface, by which its attention modules are found: leave out the gradients"
+            )
+        return replaced_inputs(attention_modules(self.module, self._some_tokens()), change)
+
+    def gated(self, receive: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
+        """The gates on the output that gates.py finds; none where the attention cannot be intercepted."""
+        places = gate_places(self.module) if self.dispatches else []
+        return watched_gates(self._tried_gates(places) if places else {}, receive)
+
+    def _tried_gates(self, places: Sequence[GatePlace]) -> dict[int, GateLayout]:
+        with evaluating(self.module), trying_gates(places) as trial, self.intercepted(trial.attention):
+            self.run(self._some_tokens())
+        return trial.found
 
     @contextmanager
     def intercepted(self, handler: Callable[[LayerCall], Tensor]) -> Iterator[None]:

@@ -1,10 +1,9 @@
-"""Conversations as text: chat templates, rendered in a process of their own with limits on time and memory.
+"""Conversations as text: chat templates, rendered in a separate process with limits on time and memory.
 
-A chat template is a program that comes with a model. Jinja's sandbox keeps it from files and network, not from running
-for ever or asking for all memory, and nothing stops a thread of ours. So a second process renders, which has
-transformers' sandbox and neither torch nor the model. The system ends it after SECONDS of processor time for one
-conversation and refuses it more than MEMORY (macOS does not enforce that; there the time limit ends it). It is started
-once and renders every conversation of this process.
+A chat template is a program shipped with a model. Jinja's sandbox blocks files and network, but not infinite loops or
+unlimited memory, and a thread cannot be stopped. So a second process renders, with transformers' sandbox and without
+torch or the model. The system ends it after SECONDS of processor time for one conversation and limits its memory to
+MEMORY (not enforced on macOS, where only the time limit applies). It is started once and renders all conversations.
 """
 
 import contextlib
@@ -39,7 +38,7 @@ class Rendered:
     """A conversation rendered by its template.
 
     Attributes:
-        text: all of it.
+        text: the complete text.
         marked: characters [start, end) of `text` within `{% generation %}` marks, in order.
     """
 
@@ -55,17 +54,17 @@ def render_chat(
     generation_prompt: bool = False,
     remedy: str = "take it out of the text",
 ) -> Rendered:
-    """Write a conversation with the chat template of a tokenizer.
+    """Render a conversation with the chat template of a tokenizer.
 
     Args:
-        where: names the conversation in errors.
+        where: name of the conversation in errors.
         generation_prompt: append the beginning of the assistant's next message.
         remedy: advice after a refusal.
 
     Raises:
-        InputError: the template fails on it, does not end, or exceeds the limits; or there are several templates and
-            none is the default.
-        SinklabError: no process could be started.
+        InputError: if the template fails, does not end or exceeds the limits, or there are several templates and none
+            is the default.
+        SinklabError: if no process can be started.
     """
     conversation = [{key: value for key, value in message.items() if value is not None} for message in messages]
     try:
@@ -96,7 +95,7 @@ class _Process:
         self._complaints: IO[bytes] | None = None
 
     def ask(self, line: str) -> dict[str, Any]:
-        """The response to a line; an `error` where the process ended."""
+        """Send a line and return the response; an `error` if the process ended."""
         with self._lock:
             process = self._process or self._start()
             assert process.stdin is not None
@@ -182,7 +181,7 @@ def serve() -> None:
 
 
 def _sentence(error: Exception) -> str:
-    """The message of a template's own error; of another error with its type."""
+    """The message of a template's own error; for other errors with their type."""
     from jinja2 import TemplateError
 
     said = cause(error)[:400]
@@ -198,10 +197,10 @@ def _limit_memory() -> None:
 
 
 class Conversations:
-    """Renders conversations, and notes how, for the notes of a measurement.
+    """Renders conversations, and records how for the notes of a measurement.
 
     Args:
-        tokenizer: whose chat template is applied; None, or one without a template, gives lines `role: content`.
+        tokenizer: tokenizer whose chat template is applied; without a template or with None, lines `role: content`.
         keep_bos: keep the BOS that a template writes first; otherwise it is removed, so that it is not doubled.
     """
 
@@ -212,7 +211,7 @@ class Conversations:
         """Whether a template's own BOS was kept."""
 
     def render(self, messages: list[Message], where: str) -> str:
-        """One conversation as text.
+        """Render one conversation as text.
 
         Raises:
             InputError: the chat template fails on it or does not end; `where` names the row.

@@ -1,0 +1,84 @@
+"""DeepSeek-V3.2: an indexer selects the keys of every query; attention, loss and visible keys are those of its code."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from closeness import assert_close
+from families import SMALL
+from torch import Tensor
+
+from sinklab.measuring.api import measure
+
+T, CHOSEN = 20, 5
+TOKENS = torch.randint(3, 64, (3, T), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    if not hasattr(hf, "DeepseekV32Config"):
+        pytest.skip("this version of transformers has no DeepSeek-V3.2")
+    torch.manual_seed(0)
+    config = hf.DeepseekV32Config(
+        **SMALL,
+        num_key_value_heads=4,
+        moe_intermediate_size=16,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=1,
+        first_k_dense_replace=1,
+        kv_lora_rank=8,
+        q_lora_rank=16,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=6,
+        index_topk=CHOSEN,
+        index_head_dim=8,
+        index_n_heads=2,
+    )
+    return hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+@torch.no_grad()
+def _own(model: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Matrices (L, N, H, T, T), which keys are selected (L, N, T, T), and the loss, of the model's eager code."""
+    chosen: list[Tensor] = []
+    handles = [
+        block.self_attn.indexer.register_forward_hook(lambda _, __, out: chosen.append(out.long()))
+        for block in model.model.layers
+    ]
+    output = model(TOKENS, labels=TOKENS, output_attentions=True)
+    for handle in handles:
+        handle.remove()
+    selected = torch.stack([torch.zeros(3, T, T).scatter(-1, one, 1.0).tril() for one in chosen])
+    return torch.stack(output.attentions), selected, output.loss
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_a_query_attends_to_the_selected_keys_alone(model: Any, batch_size: int | None) -> None:
+    matrices, selected, loss = _own(model)
+    found = measure(model, TOKENS, details=True, batch_size=batch_size)
+    importance = torch.stack([matrices[..., key:, key].mean(-1) for key in range(T)], -1).mean(1)
+    assert_close(found.importance, importance)
+    assert found.loss == pytest.approx(float(loss), rel=1e-5)
+    assert found.details is not None
+    first, rest = found.details.first_visible, found.details.rest_visible
+    assert first is not None
+    assert rest is not None
+    for bucket, (start, stop) in enumerate([(1, 2), (2, 4), (4, 8), (8, 16), (16, T + 1)]):
+        queries = range(start - 1, stop - 1)
+        expected = torch.stack([selected[:, :, t, 0].mean(1) for t in queries]).mean(0)
+        others = torch.stack([selected[:, :, t, 1:].sum(-1).mean(1) / max(t, 1) for t in queries]).mean(0)
+        assert_close(first[:, :, bucket], expected[:, None].expand(-1, 4))
+        assert_close(rest[:, :, bucket], others[:, None].expand(-1, 4))
+    assert (first[..., :2] == 1).all()  # up to so many keys all are selected
+    assert first[..., 3:].mean() < 1
+
+
+def test_up_to_so_many_tokens_the_attention_is_dense(model: Any) -> None:
+    details = measure(model, TOKENS[:, :CHOSEN], details=True).details
+    assert details is not None
+    assert details.first_visible is None
+    assert details.rest_visible is None
