@@ -144,11 +144,11 @@ def test_the_defaults_are_those_of_the_paper() -> None:
 
 
 def test_what_does_not_go_together_is_refused() -> None:
-    with pytest.raises(InputError, match="give at most --length 64"):
+    with pytest.raises(InputError, match="set at most --length 64"):
         length_for(TuneOptions(length=65), context=64)
     with pytest.raises(InputError, match="not a multiple of --micro-batch 5"):
         settings_for(TuneOptions(micro_batch=5), 64, 1, 10)
-    with pytest.raises(InputError, match="--sink-length 65 is beyond the 64 tokens"):
+    with pytest.raises(InputError, match="--sink-length 65 exceeds the 64 tokens"):
         settings_for(TuneOptions(sink_length=65), 64, 1, 10)
     with pytest.raises(InputError, match="at least 2 are needed"):
         held_out_for(TuneOptions(), 1)

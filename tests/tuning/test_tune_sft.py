@@ -223,7 +223,7 @@ def test_bad_input_is_a_sentence_and_leaves_nothing(run: Run, tmp_path: Path) ->
     for given, says in (
         (("--data", silent), 'no message of the role "assistant" has text'),
         (("--data", tmp_path / "none.jsonl"), "is not a .jsonl file"),
-        (("--data", chats, "--length", 999), "give at most --length 48"),
+        (("--data", chats, "--length", 999), "set at most --length 48"),
         (("--data", chats, "--chat-template", tmp_path / "none"), "cannot be read"),
         (("--data", chats, "--batch-size", 8, "--micro-batch", 3), "not a multiple of --micro-batch 3"),
         (("--data", chats, "--sink-length", 47), "none of the 4 held-out conversations has the 47 tokens"),

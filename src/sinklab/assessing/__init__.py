@@ -1,4 +1,4 @@
-"""The cost and benefit of a sink: streaming, eviction, quantisation, length, key ablations, and the role of each head.
+"""Cost and benefit of a sink: streaming, eviction, quantisation, length, key ablations, and head roles.
 
 A part (part.py, parts/) reads the text with edited or replaced attention calls (models/intercept.py), and compares
 loss and Kullback-Leibler divergence with the unchanged model (reading.py).

@@ -1,4 +1,4 @@
-"""An assessment of a model: its parts as a resumable job."""
+"""Assess a model, as a resumable job with a step per part."""
 
 import hashlib
 import json
@@ -36,16 +36,16 @@ def assess(
         out: directory of assessment.json, written after every part; a repeated call resumes, and may add parts.
 
     Raises:
-        InputError: an unusable model, text or option, a named part that does not apply to the model, or an assessment
-            of another request in `out`; nothing has been written then.
-        HeldError: another process writes an assessment to `out`.
-        UnsavedError: a part could not be saved; the error has the assessment so far.
-        SinklabError: a change makes the model compute NaN.
+        InputError: before anything is written, if a model, text or option is unusable, a requested part does not apply
+            to the model, or `out` has an assessment of another request.
+        HeldError: if another process writes an assessment to `out`.
+        UnsavedError: if a part cannot be saved; the error has the assessment so far.
+        SinklabError: if a change makes the model compute NaN.
     """
     for name in options.parts:
         if name not in PARTS:
             given = ",".join(options.parts)
-            raise InputError(f"--parts {given}: {name!r} is unknown; give some of {', '.join(PARTS)}, or all")
+            raise InputError(f"--parts {given}: {name!r} is unknown; choose from {', '.join(PARTS)}, or all")
     options = options.model_copy(update={"parts": tuple(part for part in PARTS if part in options.parts)})
     ledger = Ledger[Assessment](out, ASSESSMENT)
     if text is not None:
@@ -91,7 +91,7 @@ def open_separable(name: str, loading: Loading) -> Model:
     """Open a model whose attention can be edited.
 
     Raises:
-        InputError: it cannot be loaded, or its attention cannot be edited.
+        InputError: if the model cannot be loaded, or its attention cannot be edited.
     """
     model = open_model(name, loading)
     if why := model.adapter.inseparable():
@@ -100,7 +100,7 @@ def open_separable(name: str, loading: Loading) -> Model:
 
 
 def _new(text: AssessText, given: Path | None, settings: AssessSettings, options: AssessOptions) -> Assessment:
-    """The assessment without results."""
+    """Create an assessment without results."""
     model = text.model
     asked = {
         "model": model.name,
@@ -132,7 +132,7 @@ def _resumed(ledger: Ledger[Assessment], new: Assessment) -> Assessment:
 def _jobs(
     text: AssessText, settings: AssessSettings, options: AssessOptions
 ) -> tuple[dict[str, PartJob], dict[str, str]]:
-    """The parts that apply, and the reasons why others do not; every named part must apply."""
+    """The parts that apply, and the reasons why others do not; every requested part must apply."""
     jobs: dict[str, PartJob] = {}
     skipped: dict[str, str] = {}
     for name in options.parts or (IN_QUICK if options.quick else USUAL):
@@ -165,7 +165,7 @@ def _notes(text: AssessText, settings: AssessSettings, options: AssessOptions) -
 
 
 def _quick_note(settings: AssessSettings, options: AssessOptions) -> str:
-    """The size of the text under --quick, and the parts that it leaves out."""
+    """A note on the amount of text under --quick, and the omitted parts."""
     out = "" if options.parts else f", without {', '.join(part for part in USUAL if part not in IN_QUICK)}"
     return (
         f"quick: {settings.sequences} x {settings.length:,} tokens, {settings.stream_sequences} x "
@@ -174,6 +174,6 @@ def _quick_note(settings: AssessSettings, options: AssessOptions) -> str:
 
 
 def _hash(text: AssessText, settings: AssessSettings) -> str:
-    """The SHA-256 of the first tokens of the text."""
+    """SHA-256 of the first tokens of the text."""
     tokens_NT = text.sequences(settings.sequences, settings.length)
     return hashlib.sha256(tokens_NT.numpy().tobytes()).hexdigest()

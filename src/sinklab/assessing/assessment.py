@@ -1,4 +1,4 @@
-"""assessment.json: the cost and benefit of a sink in one model, part by part; formulas in docs/assess.md."""
+"""assessment.json: cost and benefit of a sink in one model, by part; formulas in docs/assess.md."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,12 +36,12 @@ class Assessment(ReadDocument):
     """assessment.json; each part has its own key, null until it is finished.
 
     Attributes:
-        asked: the request, which decides the numbers.
-        context, layers: of the model.
-        notes: on the model, the text and the settings.
-        skipped: reasons, by part that does not apply to the model.
-        seconds: by part.
-        results: by finished part.
+        asked: the request, which determines the numbers.
+        context, layers: context and number of layers of the model.
+        notes: notes on the model, the text and the settings.
+        skipped: reasons why parts do not apply to the model, by part.
+        seconds: duration by part.
+        results: results by finished part.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, populate_by_name=True)
@@ -78,7 +78,7 @@ class Assessment(ReadDocument):
         """The result of a part.
 
         Raises:
-            KeyError: it is not finished.
+            KeyError: if the part is not finished.
         """
         done = self.results[part.name]
         assert isinstance(done, part)
@@ -91,13 +91,13 @@ class Assessment(ReadDocument):
         return self.model_copy(update={"results": ordered, "seconds": {**self.seconds, done.name: seconds}})
 
     def answers(self) -> Iterator[tuple[str, PartAnswer]]:
-        """The answers of every part: its question and one of them."""
+        """The answers of every part, as pairs of question and answer."""
         for part in self.results.values():
             for one in part.answers():
                 yield part.question, one
 
     def answer(self) -> list[str]:
-        """The loss without the sink, and the loss that the sink causes, a sentence each; less where not assessed."""
+        """The loss without the sink, and the loss caused by the sink, one sentence each; omitted if not assessed."""
         answers = [one for _, one in self.answers()]
         lost = [(one.added, one.lost) for one in answers if one.lost and one.added is not None]
         gained = [(one.added, one.gained) for one in answers if one.gained and one.added is not None]
@@ -110,7 +110,7 @@ class Assessment(ReadDocument):
         return [*said, *([f"The sink itself costs {_nats(gained)}."] if gained else [])]
 
     def rows(self) -> Iterator[tuple[str, ResultRow]]:
-        """The table of results: part and row."""
+        """The rows of the result table, as pairs of part and row."""
         for name, part in self.results.items():
             for row in part.rows():
                 yield name, row
@@ -120,7 +120,7 @@ class Assessment(ReadDocument):
         return [remark for part in self.results.values() if (remark := part.remark())]
 
     def errors(self) -> list[str]:
-        """A line with the smallest and the largest standard error of an added loss in every part, if there are any."""
+        """A line with the range of standard errors of added losses in every part, if there are any."""
         errors = {
             name: found
             for name, part in self.results.items()
@@ -130,7 +130,7 @@ class Assessment(ReadDocument):
         return [f"Standard errors of the added losses (nats): {ranges}."] if ranges else []
 
     def numbers(self) -> dict[str, float]:
-        """The single numbers of the finished parts, by name."""
+        """The scalar results of the finished parts, by name."""
         return {name: value for part in self.results.values() for name, value in part.values()}
 
     @property
@@ -149,16 +149,16 @@ def load_assessment(path: Path) -> Assessment:
     """Read an assessment.json.
 
     Raises:
-        InputError: it is missing or damaged.
+        InputError: if the file is missing or damaged.
     """
     try:
         return Assessment.model_validate(parse_json(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, ValidationError) as error:
-        raise InputError(f"{path} cannot be read as an assessment ({error}): make it again in another --out") from error
+        raise InputError(f"{path} cannot be read as an assessment ({error}): rerun it with another --out") from error
 
 
 def comparable(assessments: Mapping[str, Assessment]) -> dict[str, Assessment]:
-    """The largest group of assessments of the same text with the same settings."""
+    """The largest group of assessments with the same text and settings."""
     asked = {
         name: repr(sorted((key, repr(value)) for key, value in one.asked.items() if key not in OF_THE_MODEL))
         for name, one in assessments.items()

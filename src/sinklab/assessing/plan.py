@@ -1,4 +1,4 @@
-"""The settings of an assessment, and the lengths, caches and budgets derived from them for one model."""
+"""Settings of an assessment, and the lengths, caches and budgets derived from them for one model."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -19,12 +19,12 @@ KEPT = (0, 1, 2, 4)
 
 @dataclass(frozen=True)
 class DefaultSizes:
-    """Defaults that decide the time of an assessment.
+    """Default sizes, which determine the duration of an assessment.
 
     Attributes:
-        within: most tokens per sequence within the context.
-        tokens: over all such sequences.
-        streamed: over all sequences of the streaming and the length part.
+        within: maximum number of tokens per sequence within the context.
+        tokens: total number of tokens of these sequences.
+        streamed: total number of tokens of the streaming and length parts.
         kept: numbers of first tokens kept in the rolling cache.
     """
 
@@ -40,17 +40,17 @@ TWO_KEYS = "a cache holds 2 keys or more, the query's own included"
 
 
 def _names(given: object) -> object:
-    """The names of a comma-separated list; empty for `all`."""
+    """Parse a comma-separated list of names; empty for `all`."""
     if not isinstance(given, str):
         return given
     return () if given == "all" else tuple(name.strip() for name in given.split(","))
 
 
 class AssessOptions(CommandSettings, frozen=True):
-    """The settings of an assessment; None is derived from the model's context.
+    """Settings of an assessment; None is replaced by a default derived from the model's context.
 
     Attributes:
-        where_possible: skip named parts that do not apply to the model.
+        where_possible: whether to skip requested parts that do not apply to the model.
     """
 
     panel = MEASURED
@@ -64,11 +64,11 @@ class AssessOptions(CommandSettings, frozen=True):
     quick: bool = Field(
         default=False,
         exclude_if=lambda quick: not quick,
-        description="Smaller defaults, for a first look in minutes: sequences of 256 tokens, 512 in all, streaming "
-        "1,024; --keep 0 and 4; all parts but length. Other options win.",
+        description="Smaller defaults that take minutes: sequences of 256 tokens, 512 in total, streaming 1,024; "
+        "--keep 0 and 4; all parts except length. Explicit options take precedence.",
     )
     sequences: Annotated[int | None, Flag(panel=INPUT)] = Field(
-        default=None, ge=1, le=MOST, description="Number of sequences; default: 2,048 tokens in all, streaming 4,096."
+        default=None, ge=1, le=MOST, description="Number of sequences; default: 2,048 tokens in total, streaming 4,096."
     )
     length: Annotated[int | None, Flag(panel=INPUT)] = Field(
         default=None, ge=8, le=MOST, description="Tokens per sequence; default: the context, at most 1,024."
@@ -84,7 +84,7 @@ class AssessOptions(CommandSettings, frozen=True):
     )
     positions: Annotated[Placed | None, Flag(metavar="PLACE")] = Field(
         default=None,
-        description="Positions of keys: those in the cache, or in the text; default: cache if the model allows it.",
+        description="Key positions: in the cache or in the text; default: cache if the model supports it.",
     )
     budgets: Annotated[Several[int], Flag("--budget")] = Field(
         default=(), description="Keys kept by eviction; repeatable; default: 1/8 and 1/4 of --length."
@@ -97,12 +97,12 @@ class AssessOptions(CommandSettings, frozen=True):
         exclude_if=lambda sequences: sequences == 1,
         description="Sequences that kv_cache and budgets read once for every key head.",
     )
-    seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(default=0, description="Of the random keys and heads.")
+    seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(default=0, description="Random seed for random keys and heads.")
     where_possible: bool = Field(default=False, exclude=True)
 
     @property
     def sizes(self) -> DefaultSizes:
-        """The defaults that decide the time."""
+        """The default sizes."""
         return QUICK if self.quick else FULL
 
     @field_validator("caches", "budgets", "kept")
@@ -116,7 +116,7 @@ class AssessOptions(CommandSettings, frozen=True):
 
 
 class AssessSettings(AssessOptions, frozen=True):
-    """The settings with everything derived for one model.
+    """Settings with all derived values for one model.
 
     Attributes:
         stream_sequences: N of the streaming part.
@@ -135,15 +135,15 @@ def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
     """The options, with defaults derived from the model's context.
 
     Raises:
-        InputError: an option that is invalid for the model or for the length of the sequences.
+        InputError: if an option is invalid for the model or the length of the sequences.
     """
     adapter, fixed = model.adapter, model.adapter.fixed_positions()
     context = adapter.context
     length = options.length or min(context, options.sizes.within)
     if length > context:
-        raise InputError(f"--length {length} is beyond the context of {model.name}: give at most --length {context}")
+        raise InputError(f"--length {length} exceeds the context of {model.name}: set at most --length {context}")
     if options.positions == "cache" and fixed:
-        raise InputError(f"{model.name} cannot use positions in a cache, as {fixed}: give --positions text")
+        raise InputError(f"{model.name} cannot use positions in a cache, as {fixed}: set --positions text")
     stream_length = options.stream_length or _stream_length(adapter, length)
     if adapter.ends and stream_length > context:
         raise InputError(
@@ -167,7 +167,7 @@ def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
                 f"--keep {first}: the smallest cache holds {min(caches)} keys; keep fewer than the cache holds"
             )
     if not 1 <= options.sink_tokens <= length // 4:
-        raise InputError(f"--sink-tokens {options.sink_tokens}: give 1 to {length // 4}, a quarter of the sequences")
+        raise InputError(f"--sink-tokens {options.sink_tokens}: set 1 to {length // 4}, a quarter of the sequences")
     decided = {
         "sequences": options.sequences or max(1, options.sizes.tokens // length),
         "length": length,

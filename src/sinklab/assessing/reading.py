@@ -1,4 +1,4 @@
-"""The same text read by the unchanged model and under a change: loss and divergence, position by position.
+"""Loss and divergence by position, for the same text read by the unchanged model and with a change.
 
     loss_t = -log p(x_t+1 | x_1 .. x_t)                             nats
     kl_t   = sum_v p_t(v) (log p_t(v) - log q_t(v))                 nats; p of the unchanged model, q of the changed
@@ -6,10 +6,10 @@
 If sequences are longer than the context, the unchanged model reads them in windows of its context that overlap by half.
 Only the second half of a window is scored, so that every token has at least half a context before it.
 
-The logits of a text exist for some rows at a time. log p of these rows is computed once and kept for all changes, up to
-`LOG_PROBABILITIES_KEPT` bytes of a text; of further rows it is computed again under every change. A changed pass thus
-costs one forward pass, head included, and little else: after the matrix product of the head, loss and divergence are
-computed in slices that fit in a cache. Rejected: kl = sum p log p - sum p z_q + lse(z_q) with the sum of p log p kept,
+Logits are computed for some rows at a time. log p of the unchanged model is computed once and kept for all changes, up
+to `LOG_PROBABILITIES_KEPT` bytes per text; for further rows it is recomputed with every change. A changed pass thus
+costs little more than one forward pass with the head: loss and divergence are computed in slices that fit in the CPU
+cache. Rejected: kl = sum p log p - sum p z_q + lse(z_q) with the sum of p log p kept,
 which needs no log q, as it loses digits where the divergence is small; half precision, for the same reason.
 """
 
@@ -45,8 +45,8 @@ class ByPosition:
 
     Attributes:
         first: 1-based position of the first target.
-        loss_NP, kl_NP: of the targets first .. T; nats, float64.
-        unchanged_NP: the loss of the unchanged model; None for that model itself.
+        loss_NP, kl_NP: loss and divergence of the targets first .. T; nats, float64.
+        unchanged_NP: loss of the unchanged model; None for that model itself.
     """
 
     first: int
@@ -57,10 +57,10 @@ class ByPosition:
     def effect(self, start: int = 1, stop: int | None = None) -> Effect:
         """Means over the targets at positions start .. stop - 1 (1-based), all by default.
 
-        The standard error is over blocks of 64 successive targets, as targets beside each other are not independent.
+        The standard error is over blocks of 64 successive targets, as neighbouring targets are not independent.
 
         Raises:
-            SinklabError: a loss that is not finite.
+            SinklabError: if a loss is not finite.
         """
         here = slice(max(start - self.first, 0), None if stop is None else max(stop - self.first, 0))
         loss_NP, kl_NP = self.loss_NP[:, here], self.kl_NP[:, here]
@@ -72,7 +72,7 @@ class ByPosition:
 
 
 def standard_error(x_NP: Tensor) -> float | None:
-    """Of the mean, over blocks of 64 successive positions of a sequence as clusters; None for a single block.
+    """Standard error of the mean, with blocks of 64 successive positions as clusters; None for a single block.
 
     (B / (B - 1) sum_b (sum of block b - its positions times the mean)^2)^(1/2) / number of positions
     """
@@ -82,24 +82,24 @@ def standard_error(x_NP: Tensor) -> float | None:
 
 
 class HeadCost(Effect):
-    """The effect of a change to one key head; layer and head count from 1, layers among those with attention."""
+    """Effect of a change to one key head; layer and head count from 1, only layers with attention are counted."""
 
     layer: int
     head: int
 
 
 class PairedReader:
-    """Sequences, and the unchanged model's hidden states and log-probabilities on them.
+    """Reads sequences with changes, and keeps the unchanged model's hidden states and log-probabilities on them.
 
     Args:
         tokens_NT: token ids.
         step: called for every sequence, after each pass.
-        whole: read the text in one piece, too. Where its first window would be computed alike it is taken from there.
+        whole: whether to read the text in one piece, too; its first window is reused if it is the same.
         kept: bytes of log-probabilities that are kept; at most a quarter of the free memory.
 
     Attributes:
-        unchanged: within the context.
-        whole: in one piece; None if not asked for.
+        unchanged: loss of the unchanged model within the context.
+        whole: loss in one piece; None if not requested.
     """
 
     def __init__(
@@ -148,14 +148,14 @@ class PairedReader:
         compute: Compute = LayerCall.output,
         surgery: AbstractContextManager[object] | None = None,
     ) -> Tensor:
-        """Read the text as `under` does, without the head: the hidden states (N, T, E)."""
+        """Read the text as `under` does, without the head; returns the hidden states (N, T, E)."""
         with evaluating(self.adapter.module), surgery or nullcontext():
             hidden_NTE = self._read(self.tokens_NT, edit, compute)
         self._passed()
         return hidden_NTE
 
     def by_key_head(self, edit: Callable[[KeyHeads], Edit]) -> list[HeadCost]:
-        """Read the text once per key head, with an edit of this head alone."""
+        """Read the text once per key head, with an edit of this head only."""
         heads = sorted(key_heads(self.adapter))
         return [
             HeadCost(layer=layer, head=head, **self.under(edit(frozenset({(layer, head)}))).effect().model_dump())
@@ -166,7 +166,7 @@ class PairedReader:
         """The unchanged model's hidden states, in windows of its context that overlap by half.
 
         Args:
-            whole_NTE: of the text in one piece, if those of its first window are the same.
+            whole_NTE: hidden states of the text in one piece, if its first window gives the same ones.
         """
         T, context = self.tokens_NT.shape[1], self.adapter.context
         if whole_NTE is None:
@@ -189,7 +189,7 @@ class PairedReader:
             self._step()
 
     def _against(self, hidden_NTE: Tensor) -> ByPosition:
-        """The loss of hidden states, and the divergence from the unchanged model."""
+        """Compute the loss of hidden states, and the divergence from the unchanged model."""
         first = self.adapter.first_target
         states_RE, before_RE = (x[:, first - 2 : -1].flatten(0, 1) for x in (hidden_NTE, self._unchanged_NTE))
         targets_R1 = self.tokens_NT[:, first - 1 :].reshape(-1, 1).to(self.adapter.device)
@@ -214,7 +214,7 @@ class PairedReader:
         return ByPosition(first, loss_NP, kl_NP, None if hidden_NTE is self._unchanged_NTE else self.unchanged.loss_NP)
 
     def _log_p(self, number: int, states_RE: Tensor) -> Tensor:
-        """The unchanged model's log-probabilities of the rows of this number (from 0)."""
+        """The unchanged model's log-probabilities of the slice of rows with this index (from 0)."""
         if number < len(self._log_p_RV):
             return self._log_p_RV[number]
         log_p_RV = F.log_softmax(self.adapter.logits(states_RE), -1)
@@ -239,7 +239,7 @@ def changed_attention(
 
 
 def first_importance(layer: LayerCall) -> Tensor:
-    """Importance of the first position, or of learned tokens in front: (B, H)."""
+    """Importance of the first position, or of learned tokens in front, (B, H)."""
     alpha = layer.importance()
     return alpha.bias_BH if layer.leading and alpha.bias_BH is not None else alpha.positions_BHT[..., 0]
 
@@ -252,7 +252,7 @@ def mean_effect(effects: Sequence[Effect]) -> Effect:
 
 
 def key_heads(adapter: Adapter) -> KeyHeads:
-    """All key heads of a model, which reads two tokens."""
+    """List all key heads of a model, by reading two tokens."""
     found: set[tuple[int, int]] = set()
 
     def watch(layer: LayerCall) -> None:
@@ -271,7 +271,7 @@ def chosen_heads(layer: LayerCall, heads: KeyHeads) -> Tensor:
 
 
 def refused(adapter: Adapter, edit: Edit | None = None, compute: Compute = LayerCall.output) -> str | None:
-    """Why a change cannot be applied to the model, tried on four tokens; None if it can."""
+    """The reason why a change cannot be applied to the model, tested on four tokens; None if it can."""
     try:
         with evaluating(adapter.module), changed_attention(adapter, edit, compute):
             adapter.hidden(torch.tensor([[1, 0, 1, 0]], device=adapter.device))

@@ -1,7 +1,7 @@
-"""The model's code as one file, for users without sinklab, generated from our own modules.
+"""Bundle the model's code as one file, for users without sinklab, generated from our own modules.
 
-The modules are concatenated in the order of their imports, without the imports of each other. Names are checked, not
-mangled: if two modules bind a name to different objects, bundling fails, and so does a test.
+The modules are concatenated in import order, without imports of each other. Names are checked, not mangled: if two
+modules bind a name to different objects, bundling fails, and so does a test.
 """
 
 import ast
@@ -16,7 +16,7 @@ PACKAGE = "sinklab"
 
 @dataclass(frozen=True)
 class _Module:
-    """A module of sinklab: its full name, its source, and its statements."""
+    """A module of sinklab: full name, source, and statements."""
 
     name: str
     text: str
@@ -35,13 +35,13 @@ class _Module:
 
 @cache
 def bundled(root: str) -> str:
-    """The source of one module with the contents of `root` and of all modules of sinklab that it imports.
+    """Build the source of one module with the contents of `root` and of all sinklab modules that it imports.
 
     Args:
-        root: the full name of a module of sinklab, such as sinklab.model.huggingface.
+        root: full name of a sinklab module, such as sinklab.model.huggingface.
 
     Raises:
-        ValueError: a name is bound to different objects, or imported under another name.
+        ValueError: if a name is bound to different objects, or imported under another name.
     """
     modules: dict[str, _Module] = {}
     _collect(root, modules)
@@ -103,10 +103,10 @@ def _bound(module: _Module, modules: set[str]) -> list[tuple[str, str]]:
 
 
 def _by_itself(module: _Module, modules: set[str], known: set[str]) -> str:
-    """The source without imports of earlier modules, and with `other_module.name` written as `name`.
+    """The source without imports of earlier modules, and with `other_module.name` replaced by `name`.
 
     Args:
-        known: names that earlier modules bind.
+        known: names bound by earlier modules.
     """
     aliases = {
         alias.asname or alias.name

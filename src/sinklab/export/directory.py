@@ -1,6 +1,6 @@
-"""A run as a Hugging Face directory, written in a temporary folder beside it and renamed.
+"""Export a run as a Hugging Face directory, written to a temporary folder in the same parent and renamed.
 
-It holds model.safetensors, config.json, generation_config.json, tokenizer.json, tokenizer_config.json, README.md, and
+Files: model.safetensors, config.json, generation_config.json, tokenizer.json, tokenizer_config.json, README.md, and
 modeling_sinklab.py for an architecture that transformers lacks.
 """
 
@@ -35,10 +35,10 @@ class Exported:
     """An exported run.
 
     Attributes:
-        architecture: the class that transformers loads.
-        code: the file of code beside the weights; None for an architecture of transformers.
-        step: of the run.
-        parameters: how many.
+        architecture: class that transformers loads.
+        code: modelling file in the directory; None for an architecture of transformers.
+        step: step of the run.
+        parameters: number of parameters.
     """
 
     directory: Path
@@ -60,17 +60,17 @@ def export_run(run: Path, directory: Path) -> Exported:
         directory: new, or empty.
 
     Raises:
-        InputError: no run, no checkpoint yet, or a directory that is not empty.
-        SinklabError: no valid checkpoint, or the disk is full or not writable; nothing is left behind.
+        InputError: if there is no run or no checkpoint yet, or the directory is not empty.
+        SinklabError: if no checkpoint is valid, or the disk is full or not writable; partial output is removed.
     """
     try:
         there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
         if not there.is_dir():
-            raise InputError(f"{there} is a file, so {directory} cannot be a directory: give a new one")
+            raise InputError(f"{there} is a file, so {directory} cannot be a directory: choose a new one")
         if directory.is_dir() and any(directory.iterdir()):
-            raise InputError(f"{directory} is not empty: give a new directory, or move its files away")
+            raise InputError(f"{directory} is not empty: choose a new directory, or move its files away")
     except OSError as error:
-        raise InputError(f"{directory} cannot be used: {error.strerror}. Give another directory") from error
+        raise InputError(f"{directory} cannot be used: {error.strerror}. Choose another directory") from error
     return write_directory(load_run(run), read_history(run / "metrics.jsonl"), directory)
 
 
@@ -102,10 +102,10 @@ def write_code(folder: Path) -> None:
 
 @contextmanager
 def atomic_directory(directory: Path) -> Iterator[Path]:
-    """A temporary folder that replaces a new or empty directory at the end, and is removed on failure.
+    """Context with a temporary folder that replaces a new or empty directory on success, and is removed on failure.
 
     Raises:
-        SinklabError: the disk is full or not writable.
+        SinklabError: if the disk is full or not writable.
     """
     aside: Path | None = None
     try:
@@ -128,7 +128,7 @@ def atomic_directory(directory: Path) -> Iterator[Path]:
 
 
 def _write_tokenizer(tokenizer: Tokenizer, folder: Path, bos: bool, context: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json; with `bos` a text begins with BOS, as the run's sequences did."""
+    """Write tokenizer.json and tokenizer_config.json; with `bos` texts begin with BOS, as in training."""
     processors: list[Any] = [ByteLevel(trim_offsets=False)]  # adds nothing; one must be given
     if bos:
         token = tokenizer.token(tokenizer.bos_id)
@@ -150,13 +150,13 @@ def _write_tokenizer(tokenizer: Tokenizer, folder: Path, bos: bool, context: int
 
 
 def card_head(*tags: str) -> str:
-    """The metadata in front of a model card."""
+    """The metadata header of a model card."""
     listed = "".join(f"  - {tag}\n" for tag in ("sinklab", "attention-sink", *tags))
     return f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n{listed}---\n"
 
 
 def _model_card(recipe: Recipe, step: int, history: Sequence[Evaluation], form: Form) -> str:
-    """README.md: the model, its last evaluation up to the step, how to load it, and the recipe."""
+    """Text of README.md: the model, the last evaluation up to the step, how to load the model, and the recipe."""
     data = recipe.data
     changed = [name for name in ("fixed_token", "random_tokens") if getattr(data, name) is not None]
     parts = [

@@ -1,20 +1,20 @@
-"""The architecture of transformers that computes a variant exactly, and the weights under its names.
+"""Select the transformers architecture that computes a variant exactly, and convert the weights to it.
 
 variant                                                         architecture        loads with
 the default                                                     LlamaForCausalLM    transformers
-the default with a sink logit or off-by-one in every layer      GraniteSWAForCausalLM, its multipliers 1; the same
+the default with a sink logit or off-by-one in every layer      GraniteSWAForCausalLM, multipliers of 1;  the same
 the default with a pattern                                      SmolLM3ForCausalLM  the same
 sandwich norms, qk_norm, GeGLU                                  Gemma3ForCausalLM   the same
-everything else                                                 SinklabForCausalLM  sinklab, or the code beside it
+everything else                                                 SinklabForCausalLM  sinklab, or the exported code
 
-Under all but the first some layers may be windows of one width. NoPE layers: GraniteSWA and SmolLM3; two thetas by
-layer: GraniteSWA, and Gemma 3 where one is that of the windows.
+All but the first support layers with windows of a single width. NoPE layers: GraniteSWA and SmolLM3; two RoPE thetas by
+layer: GraniteSWA, and Gemma 3 if one of them is the theta of the windowed layers.
 
 GraniteSWA scales the attention output by sigmoid(lse - s), which is the sink logit itself. gpt-oss has the same logit,
 but its feed-forward layers are a mixture of experts of another activation, and even one expert is not a SwiGLU.
-MiMo-V2-Flash has sink logits in its windows alone, but twice as many key heads there as in the other layers.
-Gemma 3 multiplies embeddings by sqrt(E) and what a norm gives by 1 + w: both are taken off the weights. Its GELU is
-approximate by default, and here the exact one.
+MiMo-V2-Flash has sink logits in its windowed layers only, with twice as many key heads as the other layers.
+Gemma 3 multiplies embeddings by sqrt(E) and the output of a norm by 1 + w: both factors are divided out of the weights.
+Its GELU is approximate by default; the exact one is used here.
 """
 
 import math
@@ -53,10 +53,10 @@ class Form:
     """A model in the format of transformers.
 
     Attributes:
-        config: of the architecture.
-        architecture: its class.
-        weights: by the names of that class.
-        is_foreign: whether transformers has the class; otherwise its code is exported too.
+        config: config of the architecture.
+        architecture: name of the class.
+        weights: weights by the names of that class.
+        is_foreign: whether transformers has the class; otherwise the code is exported, too.
     """
 
     config: "PreTrainedConfig"
@@ -66,7 +66,7 @@ class Form:
 
 
 def form_of(model: Transformer, tokenizer: Tokenizer) -> Form:
-    """The simplest architecture that computes the model exactly, with the ids of BOS and EOS in its config."""
+    """Select the simplest architecture that computes the model exactly; BOS and EOS ids are set in its config."""
     tokens: dict[str, Any] = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     kinds = model.config.layer_kinds
     other = {key for kind in kinds for key in differences(kind)}
@@ -97,13 +97,13 @@ def _thetas(kinds: Sequence[ModelConfig]) -> set[float] | None:
 
 
 def _has_windows_of_transformers(kinds: Sequence[ModelConfig]) -> bool:
-    """Whether all layers are causal or have a window, all windows of one width."""
+    """Whether all layers are causal or windowed, with windows of a single width."""
     masks = [kind.attention.mask for kind in kinds if kind.attention.mask.kind != "causal"]
     return all(mask.kind == "window" and mask == masks[0] for mask in masks)
 
 
 def _is_gemma(kinds: Sequence[ModelConfig]) -> bool:
-    """Whether norms and feed-forward are Gemma 3's, and its positions rotary, of one theta for a kind of mask."""
+    """Whether norms and feed-forward layers match Gemma 3, with RoPE and one theta per kind of mask."""
     config = kinds[0]
     norm = NormConfig(placement="sandwich", qk_norm=True, eps=config.norm.eps)
     masks = {kind.attention.mask.kind for kind in kinds}
@@ -113,7 +113,7 @@ def _is_gemma(kinds: Sequence[ModelConfig]) -> bool:
 
 
 def _sizes(model: Transformer, tokens: dict[str, Any]) -> dict[str, Any]:
-    """Values of a config of transformers whose layers may differ; the theta is that of the first rotary layers."""
+    """Sizes for a transformers config whose layers may differ; theta is that of the first rotary layers."""
     config = model.config
     masks = [config.of_layer(layer).attention.mask for layer in range(1, config.layers + 1)]
     rotary = next(kind for kind in config.layer_kinds if isinstance(kind.position, Rotary))
@@ -126,7 +126,7 @@ def _sizes(model: Transformer, tokens: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layer_thetas(config: ModelConfig) -> list[float]:
-    """theta of every layer, 0 without positions."""
+    """RoPE theta by layer, 0 without positions."""
     return [getattr(config.of_layer(layer).position, "theta", 0.0) for layer in range(1, config.layers + 1)]
 
 

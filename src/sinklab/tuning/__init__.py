@@ -1,1 +1,1 @@
-"""Instruction tuning on conversations, with the sink beside the loss: docs/sft.md."""
+"""Instruction tuning on conversations, with measurements of the sink: docs/sft.md."""

@@ -1,4 +1,4 @@
-"""Conversations as tokens for instruction tuning: the assistant's tokens, and the usable conversations.
+"""Tokenized conversations for instruction tuning, with a mask of the assistant's tokens.
 
 A chat template may mark the assistant's part, `{% generation %}..{% endgeneration %}`. Without marks, the assistant's
 part of message i is the text that the message adds:
@@ -11,8 +11,8 @@ The text is tokenized up to each boundary of an assistant's part; the tokens add
 the part. A token that would cross a boundary is split there, as in generation. Character offsets are not used, as they
 are wrong for tokenizers that drop characters.
 
-A conversation is cut at the length of a sequence, and left out if it has no tokens of the assistant before the cut. The
-held-out conversations depend on the seed and the file only.
+A conversation is truncated to the sequence length, and excluded if it then has no assistant tokens. The held-out
+conversations depend only on the seed and the file.
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,8 +48,8 @@ class TokenizedChat:
     """The tokens of a conversation.
 
     Attributes:
-        is_trained: per token, whether it is the assistant's.
-        is_exact: the assistant's tokens decode to the assistant's text.
+        is_trained: per token, whether it belongs to the assistant.
+        is_exact: whether the assistant's tokens decode to the assistant's text.
     """
 
     ids: list[int]
@@ -61,14 +61,14 @@ class ChatTemplate:
     """The chat template of a tokenizer.
 
     Args:
-        tokenizer: gets the template that is used.
-        given: Jinja template that replaces its own; None for its own, or DEFAULT without one.
+        tokenizer: tokenizer, which is set to use the template.
+        given: Jinja template that replaces the tokenizer's own; None for its own, or DEFAULT if it has none.
 
     Attributes:
-        notes: on a template other than the tokenizer's own.
+        notes: notes on a template other than the tokenizer's own.
 
     Raises:
-        InputError: a tokenizer without a template and without EOS, or with several templates.
+        InputError: if the tokenizer has neither template nor EOS, or several templates.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", given: str | None = None) -> None:
@@ -80,7 +80,7 @@ class ChatTemplate:
         elif not tokenizer.chat_template:
             if tokenizer.eos_token is None:
                 raise InputError(
-                    "the tokenizer has neither a chat template nor an EOS token: give --chat-template FILE"
+                    "the tokenizer has neither a chat template nor an EOS token: pass --chat-template FILE"
                 )
             tokenizer.chat_template = ("{{ bos_token }}" if default_prefix(tokenizer) else "") + DEFAULT
             self.notes.append(
@@ -88,17 +88,15 @@ class ChatTemplate:
                 "assistant's"
             )
         if isinstance(tokenizer.chat_template, dict):
-            raise InputError(
-                "the tokenizer has several chat templates: give the one to be used as --chat-template FILE"
-            )
+            raise InputError("the tokenizer has several chat templates: pass one of them as --chat-template FILE")
         self._is_marked = MARK.search(str(tokenizer.chat_template)) is not None
 
     def tokenize(self, messages: list[Message], where: str) -> TokenizedChat:
         """Tokenize a whole conversation.
 
         Raises:
-            InputError: the template refuses the conversation or does not mark the assistant's text, or the tokenizer
-                has no tokens for it; `where` names the row.
+            InputError: if the template refuses the conversation or does not mark the assistant's text, or the tokenizer
+                has no tokens for the text; `where` names the row.
         """
         whole = self._rendered(messages, where)
         spans = whole.marked if self._is_marked else list(self._spans(messages, whole.text, where))
@@ -115,7 +113,7 @@ class ChatTemplate:
         return chat
 
     def _tokens(self, text: str, spans: list[tuple[int, int]], where: str) -> TokenizedChat:
-        """The tokens of a text; none crosses a boundary of a span."""
+        """Tokenize a text such that no token crosses a boundary of a span."""
         ids: list[int] = []
         is_trained: list[bool] = []
         start, before, is_exact = 0, list[int](), True
@@ -130,7 +128,7 @@ class ChatTemplate:
         return TokenizedChat(ids, is_trained, is_exact)
 
     def _added(self, before: list[int], until: list[int], piece: str, where: str) -> list[int]:
-        """The tokens that a piece adds to a text with the tokens `before`; `until` are those of both."""
+        """The tokens that a piece adds to a text with the tokens `before`; `until` are the tokens of both."""
         if until[: len(before)] == before:
             return until[len(before) :]
         end = str(self._tokenizer.eos_token or "")  # after it no space is added before a word
@@ -171,13 +169,13 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class Chats:
-    """The usable conversations of a file, shuffled, each cut to the length of a sequence.
+    """The usable conversations of a file, shuffled and truncated to the sequence length.
 
     Attributes:
-        usable: conversations with tokens of the assistant before the cut.
-        read: number in the file.
-        cut: number of usable ones that were cut.
-        inexact: number in which the tokenizer changes the assistant's text.
+        usable: conversations with assistant tokens after truncation.
+        read: number of conversations in the file.
+        cut: number of usable conversations that were truncated.
+        inexact: number of conversations in which the tokenizer changes the assistant's text.
     """
 
     usable: list[TokenizedChat]
@@ -186,7 +184,7 @@ class Chats:
     inexact: int = 0
 
     def note(self, length: int) -> str:
-        """The numbers read, cut and left out, as a sentence."""
+        """The numbers of conversations read, truncated and excluded, as a sentence."""
         silent = self.read - len(self.usable)
         left_out = f", {silent:,} left out without text of the assistant before that" if silent else ""
         otherwise = (
@@ -201,12 +199,12 @@ def read_chats(path: Path, template: ChatTemplate, length: int, seed: int) -> Ch
     """Read and tokenize all conversations of a file.
 
     Args:
-        length: at which they are cut, in tokens.
-        seed: of the shuffling.
+        length: maximum length in tokens.
+        seed: random seed of the shuffling.
 
     Raises:
-        InputError: not a file of conversations, a conversation without text of the assistant, or one that the template
-            or the tokenizer cannot represent; the message names the line.
+        InputError: if the file has no conversations, or a conversation lacks text of the assistant or cannot be
+            represented by the template or tokenizer; the message names the line.
     """
     chats = []
     for messages, where in read_conversations(path):
@@ -228,7 +226,7 @@ def first_tokens(chats: Sequence[TokenizedChat], sequences: int, length: int) ->
     """The first `length` tokens of at most `sequences` conversations that are long enough: (N, T).
 
     Raises:
-        InputError: none is long enough.
+        InputError: if none is long enough.
     """
     long_enough = [chat.ids[:length] for chat in chats if len(chat.ids) >= length][:sequences]
     if not long_enough:

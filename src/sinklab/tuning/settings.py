@@ -1,4 +1,4 @@
-"""The settings of an instruction tuning; the defaults are the paper's for 1B parameters (2410.10781, figure 30).
+"""Settings of instruction tuning; the defaults are the paper's for 1B parameters (2410.10781, figure 30).
 
 The paper states UltraChat, the learning rate, its cosine schedule, 64 conversations of 2,048 tokens per step and one
 epoch. It does not state the warm-up (here a tenth of the steps, as for Zephyr on the same conversations) or the
@@ -21,12 +21,12 @@ TOKENS_AT_A_TIME = 4096  # of a micro-batch
 
 
 class TuneOptions(CommandSettings, frozen=True):
-    """The settings of an instruction tuning; None is derived from the model and the conversations."""
+    """Settings of instruction tuning; None is replaced by a value derived from the model and the conversations."""
 
     panel = TRAINING
 
     lr: float = Field(default=2e-5, ge=1e-12, le=1e3, description="Peak learning rate; cosine decay to 0.")
-    warmup: float = Field(default=0.1, ge=0.0, le=0.9, description="Share of the steps with linear warm-up.")
+    warmup: float = Field(default=0.1, ge=0.0, le=0.9, description="Fraction of the steps with linear warm-up.")
     batch_size: int = Field(default=64, ge=1, le=10**6, description="Conversations per step.")
     micro_batch: Annotated[int | None, Flag(panel=ADVANCED)] = Field(
         default=None, ge=1, description="Conversations per forward pass; default: about 4,096 tokens."
@@ -35,7 +35,7 @@ class TuneOptions(CommandSettings, frozen=True):
         default=None, ge=4, le=MOST, description="Tokens per conversation; default: 2,048, or the context."
     )
     epochs: float = Field(default=1.0, ge=1e-6, le=1e6, description="Passes over the conversations.")
-    steps: int | None = Field(default=None, ge=1, le=MOST, description="Number of updates, in place of --epochs.")
+    steps: int | None = Field(default=None, ge=1, le=MOST, description="Number of updates; overrides --epochs.")
     held_out: Annotated[int | None, Flag(panel=ADVANCED)] = Field(
         default=None, ge=1, description="Number of held-out conversations; default: a tenth, at most 100."
     )
@@ -46,24 +46,24 @@ class TuneOptions(CommandSettings, frozen=True):
         default=None, ge=1, description="Steps between checkpoints; default: a tenth of all."
     )
     sequences: Annotated[int, Flag(panel=MEASURED)] = Field(
-        default=100, ge=1, le=MOST, description="Sequences of the sink metric."
+        default=100, ge=1, le=MOST, description="Number of sequences for the sink metric."
     )
     sink_length: Annotated[int | None, Flag(panel=MEASURED)] = Field(
         default=None,
         ge=2,
         le=MOST,
-        description="Tokens per sequence of the sink metric; default: 64, or --length if less.",
+        description="Tokens per sequence for the sink metric; default: 64, or --length if less.",
     )
     eps: Annotated[float, Flag(panel=MEASURED)] = Field(
         default=0.3, ge=1e-9, le=1 - 1e-9, description="Importance above which a position is a sink."
     )
     seed: Annotated[int, Flag(panel=ADVANCED)] = Field(
-        default=0, ge=0, le=2**32 - 1, description="Of the order of the conversations."
+        default=0, ge=0, le=2**32 - 1, description="Random seed for the order of the conversations."
     )
 
 
 class TuneSettings(TuneOptions, frozen=True):
-    """The settings with all derived values; `steps` is the number over all epochs."""
+    """Settings with all derived values; `steps` is the number over all epochs."""
 
     micro_batch: int = Field(default=...)
     length: int = Field(default=...)
@@ -76,13 +76,13 @@ class TuneSettings(TuneOptions, frozen=True):
 
 
 class TuneManifest(TuneSettings, frozen=True):
-    """The request of a tuning: everything that decides its result.
+    """The request of a tuning run: everything that determines its result.
 
     Attributes:
         files: hash of the model's files; None for a model on the hub.
-        data: SHA-256 of the file of conversations.
-        sink_tokens: SHA-256 of the tokens on which the sink is measured.
-        chat_template: replaces the model's own; None to use that.
+        data: SHA-256 of the conversations file.
+        sink_tokens: SHA-256 of the tokens that the sink is measured on.
+        chat_template: template that replaces the model's own; None for the model's own.
     """
 
     files: str | None
@@ -92,18 +92,18 @@ class TuneManifest(TuneSettings, frozen=True):
 
 
 def length_for(options: TuneOptions, context: int | None) -> int:
-    """The length at which conversations are cut, in tokens.
+    """The maximum length of conversations, in tokens.
 
     Args:
-        context: of the model; None without a limit.
+        context: context of the model; None without a limit.
 
     Raises:
-        InputError: the length is beyond the context.
+        InputError: if the length exceeds the context.
     """
     if options.length is None:
         return min(LONGEST, context or LONGEST)
     if context is not None and options.length > context:
-        raise InputError(f"--length {options.length} is beyond the model's context: give at most --length {context}")
+        raise InputError(f"--length {options.length} exceeds the model's context: set at most --length {context}")
     return options.length
 
 
@@ -111,7 +111,7 @@ def held_out_for(options: TuneOptions, conversations: int) -> int:
     """The number of held-out conversations.
 
     Raises:
-        InputError: too few conversations, or none left for training.
+        InputError: if there are too few conversations, or none left for training.
     """
     if conversations < 2:
         raise InputError(
@@ -125,24 +125,22 @@ def held_out_for(options: TuneOptions, conversations: int) -> int:
 
 
 def settings_for(options: TuneOptions, length: int, held_out: int, trained: int) -> TuneSettings:
-    """The settings with all derived values.
+    """Derive all settings.
 
     Args:
-        length: at which conversations are cut, in tokens.
+        length: maximum length of conversations, in tokens.
         trained: number of training conversations.
 
     Raises:
-        InputError: batches that are not a multiple of the micro-batch, or a sink metric on longer sequences than
-            `length`.
+        InputError: if the batch size is not a multiple of the micro-batch, or the sink metric uses sequences longer
+            than `length`.
     """
     micro = options.micro_batch or _largest_divisor(options.batch_size, max(1, TOKENS_AT_A_TIME // length))
     if options.batch_size % micro:
-        raise InputError(
-            f"--batch-size {options.batch_size} is not a multiple of --micro-batch {micro}: give a divisor of it"
-        )
+        raise InputError(f"--batch-size {options.batch_size} is not a multiple of --micro-batch {micro}: set a divisor")
     sink_length = min(SINK_LENGTH, length) if options.sink_length is None else options.sink_length
     if sink_length > length:
-        raise InputError(f"--sink-length {sink_length} is beyond the {length} tokens read: give at most {length}")
+        raise InputError(f"--sink-length {sink_length} exceeds the {length} tokens per sequence: set at most {length}")
     steps = options.steps or math.ceil(options.epochs * math.ceil(trained / options.batch_size))
     every = max(1, steps // EVALUATIONS)
     decided = {

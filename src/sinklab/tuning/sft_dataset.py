@@ -1,4 +1,4 @@
-"""The dataset of a tuning: model, conversations, settings, and the tokens of the sink metric."""
+"""The dataset of a tuning run: model, conversations, settings, and the tokens of the sink metric."""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -29,12 +29,12 @@ LIBRARIES = ("torch", "transformers", "trl", "accelerate")
 
 @dataclass(frozen=True)
 class TuneSources:
-    """The input files of a tuning.
+    """The input files of a tuning run.
 
     Attributes:
-        chats: .jsonl of conversations.
-        text: for the sink metric; None for the held-out conversations.
-        template: a chat template in place of the model's own.
+        chats: .jsonl file of conversations.
+        text: text for the sink metric; None for the held-out conversations.
+        template: file of a chat template to use in place of the model's own.
     """
 
     chats: Path
@@ -44,12 +44,12 @@ class TuneSources:
 
 @dataclass(frozen=True)
 class SftDataset:
-    """A model and the data that it is tuned on.
+    """A model and its tuning data.
 
     Attributes:
-        trained, held_out: conversations.
-        tokens_NT: on which the sink is measured.
-        tuning: sft.json before the first update.
+        trained, held_out: training and validation conversations.
+        tokens_NT: tokens that the sink is measured on.
+        tuning: content of sft.json before the first update.
     """
 
     model: Model
@@ -61,10 +61,10 @@ class SftDataset:
 
 
 def prepare_dataset(model: str, sources: TuneSources, options: TuneOptions, loading: Loading) -> SftDataset:
-    """Load the model, read the conversations, derive the open settings.
+    """Load the model, read the conversations, and derive the unset settings.
 
     Raises:
-        InputError: an unusable model, file or option.
+        InputError: if a model, file or option is unusable.
     """
     given = None if sources.template is None else _read_template(sources.template)
     opened = open_trainable(model, loading)
@@ -104,15 +104,15 @@ def open_trainable(name: str, loading: Loading) -> Model:
     """Open a model of transformers for training, with its weights in float32.
 
     Raises:
-        InputError: it cannot be loaded, or its weights are quantised.
+        InputError: if the model cannot be loaded, or its weights are quantised.
     """
     if loading.device == DEVICE_MAP:
-        raise InputError("--device map: a model is tuned on one device; give auto, cpu or cuda:N")
+        raise InputError("--device map: a model is tuned on one device; use auto, cpu or cuda:N")
     if pick_device(loading.device).type == "cuda" and torch.cuda.device_count() > 1:
         raise InputError("a model is tuned on one device, and there are several: choose one by CUDA_VISIBLE_DEVICES=0")
     model = open_model(name, replace(loading, dtype="float32"), as_transformers=True)
     if quantised := quantisation(cast("PreTrainedModel", model.module).config):
-        raise InputError(f"the weights of {name} are quantised ({quantised}) and cannot be trained: give the original")
+        raise InputError(f"the weights of {name} are quantised ({quantised}) and cannot be trained: use the original")
     return model
 
 
@@ -136,7 +136,7 @@ def _notes_of_loading(model: Model) -> list[str]:
 
 
 def _sink_tokens(text: Path | None, model: Model, held_out: list[TokenizedChat], settings: TuneSettings) -> Tensor:
-    """The tokens on which the sink is measured: (N, T)."""
+    """The tokens that the sink is measured on, (N, T)."""
     if text is None:
         return first_tokens(held_out, settings.sequences, settings.sink_length)
     bodies = natural_text(

@@ -1,7 +1,7 @@
 """trl's SFTTrainer as used by sinklab; imported only with trl installed.
 
 The conversations are already tokenized, with labels at the assistant's tokens and IGNORED elsewhere, so the trainer
-prepares nothing. It differs from SFTTrainer in two ways:
+skips data preparation. It differs from SFTTrainer in two ways:
 
 - A sinklab model computes its own loss. trl would call its body as it calls that of a transformers model, and apply the
   head to the hidden states.
@@ -36,11 +36,11 @@ class TuneRecord(TrainerCallback):
     """Collects updates and evaluations from the Trainer's logs, and writes them with every checkpoint.
 
     Args:
-        folder: of metrics.jsonl and updates.jsonl.
-        updates, evaluations: made before the checkpoint that is resumed from.
-        sink: of the same trainer, called before this callback.
+        folder: folder of metrics.jsonl and updates.jsonl.
+        updates, evaluations: rows recorded before the checkpoint that is resumed from.
+        sink: sink callback of the same trainer, called before this one.
         should_stop: called after every update; if true the trainer saves and ends.
-        progress: of the updates.
+        progress: progress reporter for the updates.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class TuneRecord(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """An update, an evaluation, or neither.
+        """Record a log entry if it is an update or an evaluation.
 
         Raises:
-            SinklabError: a loss or gradient that is not finite.
+            SinklabError: if a loss or gradient is not finite.
         """
         if logs is None:
             return
@@ -76,12 +76,12 @@ class TuneRecord(TrainerCallback):
             self._add_evaluation(state.global_step, logs[f"{EVALUATION}loss"])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Have the trainer save and end after a signal."""
+        """Make the trainer save and end after a signal."""
         if self._should_stop():
             control.should_save = control.should_training_stop = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write the rows up to the checkpoint, and mark it as complete."""
+        """Write the rows up to the checkpoint, and mark the checkpoint as complete."""
         self.write()
         mark_complete(Path(cast(str, args.output_dir)), state.global_step)
 
@@ -126,7 +126,7 @@ class TuneRecord(TrainerCallback):
 
 
 class Tuner(SFTTrainer):
-    """SFTTrainer with the two differences named in this file's docstring."""
+    """SFTTrainer with the two differences listed in the module docstring."""
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -146,15 +146,15 @@ class Tuner(SFTTrainer):
         return output
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """No card for checkpoints; sinklab writes that of the result."""
+        """Disabled for checkpoints; sinklab writes the card of the final model."""
 
 
 def tuner(dataset: SftDataset, folder: Path, callbacks: list[TrainerCallback], begins: bool) -> Tuner:
-    """The trainer.
+    """Build the trainer.
 
     Args:
-        folder: of its checkpoints.
-        begins: start at step 0, with an evaluation.
+        folder: folder of the checkpoints.
+        begins: whether to start at step 0, with an evaluation.
     """
     model: Any = dataset.model.module
     with warnings.catch_warnings():

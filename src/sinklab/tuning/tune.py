@@ -1,4 +1,4 @@
-"""A tuning, a resumable job: training from step 0 or the newest checkpoint, and its results."""
+"""Instruction tuning as a resumable job: training from step 0 or the newest checkpoint, and the results."""
 
 import importlib.util
 import os
@@ -36,11 +36,11 @@ from sinklab.tuning.tuned_directory import (
 
 @dataclass(frozen=True)
 class TuneEnd:
-    """How a tuning ended.
+    """Result of a tuning call.
 
     Attributes:
-        tuning: sft.json; without `chat` if it was stopped.
-        exit_status: 0, or the exit status for the signal that stopped it.
+        tuning: content of sft.json; without `chat` if the run was stopped.
+        exit_status: 0, or the exit status for the signal that stopped the run.
     """
 
     tuning: Tuning
@@ -56,19 +56,19 @@ def tune(
     loading: Loading = AS_IT_IS,
     observe: Observer = ignore,
 ) -> TuneEnd:
-    """Tune a model, or resume an earlier call.
+    """Fine-tune a model, or resume an earlier call.
 
-    During training SIGINT, SIGTERM and SIGUSR1 let it finish the update, save, and end.
+    On SIGINT, SIGTERM or SIGUSR1 training finishes the current update, saves, and ends.
 
     Args:
         model: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub.
-        out: directory of the documents, checkpoints and the tuned model; not inside the model's directory.
+        out: directory for documents, checkpoints and the tuned model; not inside the model's directory.
 
     Raises:
-        InputError: trl is not installed, an unusable model, file or option, or a tuning of another request in `out`;
-            nothing has been written then.
-        HeldError: another process tunes a model into `out`.
-        SinklabError: a loss or gradient that is not finite, or a full disk.
+        InputError: before anything is written, if trl is not installed, a model, file or option is unusable, or `out`
+            has a tuning run of another request.
+        HeldError: if another process is tuning a model in `out`.
+        SinklabError: if a loss or gradient is not finite, or the disk is full.
     """
     check_extra()
     ledger = Ledger[Tuning](out, SFT)
@@ -91,7 +91,7 @@ def check_extra() -> None:
     """Refuse to start without trl, or in several processes.
 
     Raises:
-        InputError: has the command that installs trl.
+        InputError: if trl is missing (the message has the install command), or there are several processes.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise InputError("a model is tuned in one process: start it without torchrun")
@@ -124,7 +124,7 @@ def _train(found: Tuning, data: SftDataset, out: Path, ledger: Ledger[Tuning], o
 
 
 def _update(data: SftDataset, out: Path, observe: Observer) -> tuple[list[TuneUpdate], list[TuneEvaluation], int]:
-    """Make the missing updates; returns all updates and evaluations, and the exit status for a signal."""
+    """Run the missing updates; returns all updates and evaluations, and the exit status for a signal."""
     from sinklab.measuring.huggingface.callback import SinkCallback
     from sinklab.tuning.trainer import TuneRecord, tuner
 
@@ -157,11 +157,11 @@ def _check_free(out: Path, model: str) -> None:
     """Refuse a directory with other contents, or inside the model's directory, whose files are hashed.
 
     Raises:
-        InputError: names the contents.
+        InputError: if the directory is not usable; the message names the contents.
     """
     place = Path(model).expanduser()
     if place.is_dir() and out.resolve().is_relative_to(place.resolve()):
-        raise InputError(f"{out} is inside the directory of the model: choose an --out beside it")
+        raise InputError(f"{out} is inside the directory of the model: choose an --out outside it")
     is_tuning = (out / SFT).is_file() and (out / SFT).stat().st_size
     for name in (MODEL, CHECKPOINTS, METRICS, UPDATES):
         if not is_tuning and (out / name).exists():

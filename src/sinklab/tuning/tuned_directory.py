@@ -1,4 +1,4 @@
-"""The directory of a tuning: sft.json, metrics.jsonl (evaluations), updates.jsonl, checkpoints, the tuned model.
+"""The directory of a tuning run: sft.json, metrics.jsonl (evaluations), updates.jsonl, checkpoints, the tuned model.
 
 Losses are in nats per token of the assistant. Sink rates are in percent, position 1 first. See docs/sft.md.
 """
@@ -43,9 +43,9 @@ class TuneUpdate(ReadDocument):
 
     Attributes:
         step: counted from 1.
-        loss: of its conversations.
-        grad_norm: before clipping.
-        lr: of the update.
+        loss: loss on the conversations of the update.
+        grad_norm: gradient norm before clipping.
+        lr: learning rate of the update.
     """
 
     step: int
@@ -58,14 +58,14 @@ class TuneEvaluation(ReadDocument):
     """One evaluation; step 0 is before any update.
 
     Attributes:
-        step: updates made.
+        step: number of updates made.
         train_loss: mean over the updates since the previous evaluation; None if there were none.
-        valid_loss: of the held-out conversations.
-        sink_rate, sink_rate_bias: percent of (sequence, layer, head) triples; of a bias where the model has one.
+        valid_loss: loss on the held-out conversations.
+        sink_rate, sink_rate_bias: percent of (sequence, layer, head) triples, by position, and on a bias if any.
         hidden_norm_ratio: |h_1| over the mean of the others, before the first block and after every block; infinite,
             null in the file, where the others are 0.
-        lr, grad_norm: of the last update; the norm before clipping.
-        grad_norm_max: largest since the previous evaluation.
+        lr, grad_norm: learning rate and gradient norm (before clipping) of the last update.
+        grad_norm_max: largest gradient norm since the previous evaluation.
     """
 
     step: int
@@ -83,17 +83,17 @@ class Tuning(ReadDocument):
     """sft.json.
 
     Attributes:
-        model: name as given.
-        architecture: the class of transformers that was tuned.
-        asked: the request, which decides the numbers.
-        conversations: number trained on; `held_out` is in `asked`.
-        trained_tokens: tokens of the assistant in one epoch.
-        sequences: number on which the sink is measured.
-        notes: on the model and the conversations.
+        model: name as passed.
+        architecture: transformers class that was tuned.
+        asked: the request, which determines the numbers.
+        conversations: number of training conversations; `held_out` is in `asked`.
+        trained_tokens: number of assistant tokens in one epoch.
+        sequences: number of sequences that the sink is measured on.
+        notes: notes on the model and the conversations.
         base, chat: the first evaluation, and the last one after all updates.
-        grad_norm_max: of all updates.
-        seconds: over all calls that were not killed.
-        versions: of the training libraries.
+        grad_norm_max: largest gradient norm of all updates.
+        seconds: total duration of all calls that were not killed.
+        versions: versions of the training libraries.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, populate_by_name=True)
@@ -114,11 +114,11 @@ class Tuning(ReadDocument):
     versions: dict[str, str] = Field(default_factory=dict)
 
     def sides(self) -> dict[str, TuneEvaluation]:
-        """The evaluations so far of the base and the chat model."""
+        """The available evaluations of the base and the chat model."""
         return {name: side for name, side in (("base", self.base), ("chat", self.chat)) if side is not None}
 
     def document(self) -> dict[str, object]:
-        """As JSON."""
+        """The JSON document."""
         return self.model_dump(mode="json", by_alias=True)
 
 
@@ -126,7 +126,7 @@ def load_tuning(path: Path) -> Tuning:
     """Read an sft.json.
 
     Raises:
-        InputError: it is damaged.
+        InputError: if the file is damaged.
     """
     try:
         return Tuning.model_validate(parse_json(path.read_text(encoding="utf-8")))
@@ -135,10 +135,10 @@ def load_tuning(path: Path) -> Tuning:
 
 
 def read_rows(path: Path, kind: type[AnyRow]) -> list[AnyRow]:
-    """The rows of a .jsonl file; none without a file.
+    """Read the rows of a .jsonl file; empty without a file.
 
     Raises:
-        InputError: it is damaged.
+        InputError: if the file is damaged.
     """
     if not path.is_file():
         return []
@@ -178,12 +178,12 @@ def write_model(checkpoint: Path, directory: Path, tuning: Tuning, is_ours: bool
     """Write the model of a checkpoint as a Hugging Face directory, atomically.
 
     Args:
-        directory: new or empty.
-        tuning: for the model card.
-        is_ours: whether it is a SinklabForCausalLM; its code is then written beside the weights.
+        directory: a new or empty directory.
+        tuning: results for the model card.
+        is_ours: whether the model is a SinklabForCausalLM; its code is then written with the weights.
 
     Raises:
-        SinklabError: the disk is full or not writable.
+        SinklabError: if the disk is full or not writable.
     """
     left_out = {path.name for pattern in NOT_THE_MODEL for path in checkpoint.glob(pattern)}
     with atomic_directory(directory) as aside:

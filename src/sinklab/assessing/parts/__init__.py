@@ -1,4 +1,4 @@
-"""The parts of an assessment, one per file of this folder; new files are found automatically."""
+"""The parts of an assessment, one per file of this folder; new files are discovered automatically."""
 
 from collections.abc import Iterator
 from importlib import import_module
@@ -30,13 +30,13 @@ NUMBERS = tuple(number for part in PARTS.values() for number in part.numbers)
 
 
 def known_part(name: str) -> str:
-    """The name of a part.
+    """Validate the name of a part.
 
     Raises:
-        ValueError: no part has this name.
+        ValueError: if no part has this name.
     """
     if name not in PARTS:
-        raise ValueError(f"there is no part {name!r}; the parts are {', '.join(PARTS)}")
+        raise ValueError(f"unknown part {name!r}; choose from {', '.join(PARTS)}")
     return name
 
 

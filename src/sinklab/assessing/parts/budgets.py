@@ -1,4 +1,4 @@
-"""Budgets: which heads need the whole cache, and the loss when the others keep the sink and recent keys alone.
+"""Budgets: heads that need the full cache, and the loss when the others keep only the sink and recent keys.
 
 After DuoAttention (2410.10819, section 2.2), where retrieval heads are those that "significantly alter model outputs
 when restricted to recent tokens and attention sinks"; a key head is restricted with the query heads that share it:
@@ -6,16 +6,16 @@ when restricted to recent tokens and attention sinks"; a key head is restricted 
     seen(t) = { s <= t : s < n or s > t - (C - n) },      every key at its own position in the text
     cost of a key head = divergence from the unchanged model when it alone is restricted
 
-There a weight alpha is trained for every head under an L1 loss (eq. 1 to 3; mit-han-lab/duo-attention fe93c31), and
-heads with alpha above a quantile keep all keys (eq. 4). Here the cost is read head by head, on other sequences: nothing
-is trained, and the cost of a head does not depend on the others.
+The paper trains a weight alpha for every head under an L1 loss (eq. 1 to 3; mit-han-lab/duo-attention fe93c31), and
+heads with alpha above a quantile keep all keys (eq. 4). Here the cost is measured per head on other sequences, without
+training, and the cost of a head does not depend on the others.
 
-A share f of the key heads keeps all keys and the others C, by policy:
+A fraction f of the key heads keeps all keys and the others keep C, by policy:
 
-    by cost           the heads that cost most keep all
-    by sink share     the heads with the least importance of the first position do
-    random            any heads, mean of several draws
-    one for all       every head keeps f T + (1 - f) C keys, n of them the first: as many at the end of the text
+    by cost           the heads with the highest cost keep all
+    by sink share     the heads with the lowest importance of the first position keep all
+    random            random heads, mean of several draws
+    one for all       every head keeps f T + (1 - f) C keys, the first n included: the same total at the end
 """
 
 import random
@@ -64,12 +64,12 @@ BY_COST, BY_SINK, ANY, FOR_ALL = "by cost", "by sink share", "random", "one for 
 
 
 class HeadBudget(Effect):
-    """Some heads with all keys and the others with few; of several draws the mean.
+    """Effect with all keys for some heads and few for the others, averaged over draws.
 
     Attributes:
-        full: share of the key heads with all keys.
-        keys: of a key head at the end of the text, mean over heads.
-        losses: of each draw.
+        full: fraction of the key heads with all keys.
+        keys: number of keys per key head at the end of the text, mean over heads.
+        losses: loss of each draw.
     """
 
     policy: str
@@ -79,15 +79,15 @@ class HeadBudget(Effect):
 
 
 class Budgets(AssessPart):
-    """Loss at budgets by head, against one budget for all.
+    """Loss with a budget per head, compared with the same budget for all heads.
 
     Attributes:
-        size, first: C and n; a learned sink token is the first of the first.
-        heads: the cost of restricting each key head alone, on other sequences.
-        sink_shares: importance of the first position by key head, in the order of `heads`, on those sequences.
-        retrieval: the quarter of the key heads (layer, head) that cost most; the others are streaming heads.
-        restricted: every head with C keys.
-        policies: by share of heads with all keys.
+        size, first: C and n; a learned sink token counts as the first key.
+        heads: cost of restricting each key head alone, on other sequences.
+        sink_shares: importance of the first position by key head, in the order of `heads`, on the same sequences.
+        retrieval: the quarter of the key heads (layer, head) with the highest cost; the others are streaming heads.
+        restricted: effect of C keys for every head.
+        policies: effects by policy and fraction of heads with all keys.
     """
 
     name = "budgets"
@@ -179,14 +179,14 @@ class Budgets(AssessPart):
 
 @dataclass(frozen=True)
 class RestrictedHeads:
-    """An edit: these key heads see the first n keys and the latest, C in all."""
+    """Edit that restricts key heads to the first n and the latest keys, C in total."""
 
     size: int
     first: int
     heads: KeyHeads
 
     def __call__(self, layer: LayerCall) -> LayerCall:
-        """The call under their mask."""
+        """The call with the restricted mask."""
         chosen_G = chosen_heads(layer, self.heads)
         if not chosen_G.any():
             return layer
@@ -199,10 +199,10 @@ class RestrictedHeads:
 def assess_budgets(
     adapter: Adapter, tokens_NT: Tensor, others_MT: Tensor, size: int, first: int, seed: int, step: Step
 ) -> Budgets:
-    """Cost of restricting each head, and loss at budgets by head.
+    """Measure the cost of restricting each head, and the loss with a budget per head.
 
     Args:
-        others_MT: the sequences that are read once for every key head.
+        others_MT: sequences that are read once for every key head.
         size, first: C and n.
     """
     alone = PairedReader(adapter, others_MT, step)

@@ -1,12 +1,12 @@
 """Eviction: the loss with a cache of a fixed budget, by policy; keys keep their positions in the text.
 
-    recent                 the C latest
+    recent                 the C latest keys
     first and recent       the first n and the C - n latest (StreamingLLM, 2309.17453)
-    heavy hitters          the C / 2 latest, and of the others those with most attention so far (H2O, 2306.14048)
+    heavy hitters          the C / 2 latest, and the C / 2 others with the most accumulated attention (H2O, 2306.14048)
     heavy without sink     the same, without the first n as heavy hitters
-    random                 the C / 2 latest, and random ones of the others
+    random                 the C / 2 latest, and random others
 
-Evicted keys are lost. As in H2O's public code, the attention to a key is summed over the queries that found it in the
+Evicted keys are lost. As in H2O's public code, the attention to a key is summed over the queries at which it was in the
 cache, with the softmax over the cache, and the budget is halved between the two kinds. Heads that share keys share a
 cache, so their sums are added (that code predates shared keys and has a cache per head).
 """
@@ -51,7 +51,7 @@ class Evicted(Effect):
 
 
 class Eviction(AssessPart):
-    """Loss when the cache keeps a budget of keys, by policy."""
+    """Loss with a cache of a fixed budget of keys, by policy."""
 
     name = "eviction"
     rank = 3
@@ -111,18 +111,18 @@ class Eviction(AssessPart):
 
 @dataclass(frozen=True)
 class HeavyHitters:
-    """An edit: recent keys and those with the most attention so far.
+    """Edit that keeps recent keys and the keys with the most accumulated attention.
 
     Attributes:
-        budget: C, keys in the cache when a query reads it, its own included.
-        barred: number of first keys that are kept as recent ones only.
+        budget: C, number of keys in the cache when a query reads it, its own included.
+        barred: number of first keys that are kept only while recent.
     """
 
     budget: int
     barred: int = 0
 
     def __call__(self, layer: LayerCall) -> LayerCall:
-        """The call that finds the keys in the cache."""
+        """The call restricted to the keys in the cache."""
         B, _, L, _ = layer.call.q_BHTD.shape
         groups = layer.call.k_BGTD.shape[1]
         total_BGL = layer.call.q_BHTD.new_zeros(B, groups, L, dtype=torch.float32)
@@ -138,13 +138,13 @@ class HeavyHitters:
 
 @dataclass(frozen=True)
 class RandomKeys:
-    """An edit: recent keys and random others, drawn by layer, key head and sequence; the control of equal budget."""
+    """Edit that keeps recent keys and random others, drawn by layer, key head and sequence: an equal-budget control."""
 
     budget: int
     seed: int
 
     def __call__(self, layer: LayerCall) -> LayerCall:
-        """The call that finds the keys in the cache."""
+        """The call restricted to the keys in the cache."""
         B, groups, L, _ = layer.call.k_BGTD.shape
         draw = torch.Generator().manual_seed(self.seed + layer.index)
         rank_BGL = torch.rand(B, groups, L, generator=draw).to(layer.call.k_BGTD.device)
@@ -179,7 +179,7 @@ def _kept(layer: LayerCall, budget: int, observe: Callable[[int, Tensor], Tensor
 
 
 def _row_of_softmax(layer: LayerCall) -> Callable[[int, Tensor], Tensor]:
-    """`_row` of a softmax, whose rows over fewer keys are its rows over all of them, normalised again."""
+    """`_row` for softmax: rows over a subset of keys are the full rows, renormalised."""
     groups = layer.call.k_BGTD.shape[1]
     scores_BHLL, bias_BHL = layer.scores()
     scores_BGRLL = scores_BHLL.unflatten(1, (groups, -1))
@@ -216,7 +216,7 @@ def _finding(layer: LayerCall, found_BGLL: Tensor) -> LayerCall:
 def assess_eviction(
     adapter: Adapter, tokens_NT: Tensor, budgets: Sequence[int], first: int, seed: int, step: Step
 ) -> Eviction:
-    """Loss under every policy and budget.
+    """Measure the loss for every policy and budget.
 
     Args:
         first: n, the first keys that are kept or barred; a learned sink token is the first of them.

@@ -1,4 +1,4 @@
-"""Heads: no-op heads ("nop") and broadcast heads, by the value and the output of their sink.
+"""Heads: classification as no-op ("nop") or broadcast heads, by the value and output of the sink.
 
 The terms are those of 2606.08105, of which only the abstract was available: "nop sinks exhibit negligible value norms;
 broadcast sinks induce low-rank outputs". The definitions and thresholds below are therefore ours:
@@ -38,13 +38,13 @@ LOW = 0.25
 
 
 class HeadRole(ReadDocument):
-    """The role of the sink in one head.
+    """Role of the sink in one head.
 
     Attributes:
-        share: of attention on the sink, mean over the queries after it.
-        value_norm: |v| of the sink over the mean |v| of the other keys.
-        output_share: mean norm of the sink's contribution to the head's output over the mean norm of that output.
-        effective_rank: of the head's outputs, of at most `width`.
+        share: share of attention on the sink, mean over the queries after it.
+        value_norm: |v| of the sink divided by the mean |v| of the other keys.
+        output_share: mean norm of the sink's contribution to the head's output, divided by that of the output.
+        effective_rank: effective rank of the head's outputs, at most `width`.
     """
 
     layer: int
@@ -57,7 +57,7 @@ class HeadRole(ReadDocument):
 
 
 class Heads(AssessPart):
-    """The role of every head; the sink is "bias" if the model has one, else the first position."""
+    """Roles of all heads; the sink is "bias" if the model has one, else the first position."""
 
     name = "heads"
     rank = 6
@@ -130,7 +130,7 @@ class _Sums:
 
 
 class _Watch:
-    """A compute that changes nothing and sums the quantities of each head."""
+    """Compute function that leaves the output unchanged and accumulates the quantities of each head."""
 
     def __init__(self) -> None:
         self.layers: dict[int, _Sums] = {}
@@ -172,10 +172,10 @@ def _added(one: _Sums, other: _Sums) -> _Sums:
 
 
 def assess_heads(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Heads:
-    """The role of every head.
+    """Classify every head.
 
     Raises:
-        InputError: an operation without separate scores.
+        InputError: if the attention operation has no separate scores.
     """
     reader, watch = PairedReader(adapter, tokens_NT, step), _Watch()
     reader.observed(compute=watch)
@@ -212,7 +212,7 @@ def assess_heads(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Heads:
 
 
 def effective_rank(gram_VV: Tensor) -> float:
-    """exp of the entropy of the normalised eigenvalues; 0 for a zero matrix."""
+    """Effective rank: exp of the entropy of the normalised eigenvalues; 0 for a zero matrix."""
     values = torch.linalg.eigvalsh(gram_VV).clamp(min=0)
     total = values.sum()
     if total <= 0:
@@ -222,7 +222,7 @@ def effective_rank(gram_VV: Tensor) -> float:
 
 
 def kind_of(share: float, value_norm: float, output_share: float, rank_share: float) -> HeadKind:
-    """The role of a head, by the thresholds above."""
+    """Classify a head by the thresholds above."""
     if share <= SHARE:
         return "no sink"
     if value_norm <= NEGLIGIBLE:

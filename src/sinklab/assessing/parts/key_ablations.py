@@ -9,8 +9,8 @@ The keys selected for each query:
 
     bias     the bias key or sink logit of the model, with its own value (zero in most)
     sink     the first n keys, for the queries after them
-    recent   the n keys right before the query's own
-    random   n of the keys before the query's own, drawn by layer, head and query
+    recent   the n keys immediately before the query's own
+    random   n random keys before the query's own, drawn by layer, head and query
 
 The last two are controls, and exclude the first n keys.
 """
@@ -51,18 +51,19 @@ Keys = Literal["bias", "sink", "recent", "random"]
 
 
 class Shift(Effect):
-    """The effect of shifted logits; None is minus infinity, which hides the keys."""
+    """Effect of shifted logits; a shift of None is minus infinity, which hides the keys."""
 
     by: float | None
 
 
 class AblatedKeys(ReadDocument):
-    """The ablations of the sink, or of an equal number of other keys.
+    """Effects of ablating the sink, or an equal number of other keys.
 
     Attributes:
-        share: of attention on them, mean over layers, heads and the queries after them; for a bias, over all queries.
-        value_zeroed, hidden, spread: the effect of each ablation.
-        shifted: by shift, from minus infinity up.
+        share: share of attention on the keys, mean over layers, heads and the queries after them; for a bias, over all
+            queries.
+        value_zeroed, hidden, spread: effect of each ablation.
+        shifted: effects by shift, from minus infinity up.
     """
 
     keys: Keys
@@ -103,7 +104,7 @@ class KeyAblations(AssessPart):
         return PartJob((2 + kinds * (3 + len(SHIFTS))) * len(tokens_NT), run)
 
     def answers(self) -> Iterator[PartAnswer]:
-        """The three ablations of the sink; of the other keys, hiding them."""
+        """The three ablations of the sink; for the controls, hiding the keys."""
         names = {
             "bias": "learned bias",
             "sink": "first key" if self.sink_keys == 1 else f"first {self.sink_keys} keys",
@@ -130,7 +131,7 @@ class KeyAblations(AssessPart):
                     yield ResultRow(f"{one.keys}: logit {shift.by:+g}", shift)
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """The bias hidden where there is one, else the first tokens."""
+        """The added loss with the bias hidden, or else the first tokens."""
         hidden = {one.keys: one.hidden for one in self.keys}
         effect = hidden.get("bias", hidden.get("sink"))
         if effect is not None:
@@ -159,8 +160,8 @@ class SelectedKeys:
     """The selected keys of every query.
 
     Attributes:
-        count: n.
-        seed: of the random ones.
+        count: number n of keys.
+        seed: random seed for random keys.
     """
 
     keys: Keys
@@ -186,7 +187,7 @@ class SelectedKeys:
 
 @dataclass(frozen=True)
 class ZeroedValues:
-    """A compute: the selected keys keep their attention, with values of zero."""
+    """Compute function: the selected keys keep their attention, with values of zero."""
 
     selection: SelectedKeys
 
@@ -200,7 +201,7 @@ class ZeroedValues:
 
 @dataclass(frozen=True)
 class SpreadShares:
-    """A compute: the attention of the selected keys is divided equally among the other visible keys."""
+    """Compute function: the attention of the selected keys is divided equally among the other visible keys."""
 
     selection: SelectedKeys
 
@@ -220,12 +221,12 @@ class SpreadShares:
 
 @dataclass(frozen=True)
 class HiddenKeys:
-    """An edit: the selected keys are hidden."""
+    """Edit that hides the selected keys."""
 
     selection: SelectedKeys
 
     def __call__(self, layer: LayerCall) -> LayerCall:
-        """The call without them."""
+        """The call without the selected keys."""
         if self.selection.keys == "bias":
             return layer.changed(key_HD=None, logit_H=None, value_HV=None)
         return layer.masked(Dense(~self.selection.matrix(layer)[None], later=True))
@@ -233,13 +234,13 @@ class HiddenKeys:
 
 @dataclass(frozen=True)
 class ShiftedLogits:
-    """An edit: the logits of the selected keys are shifted."""
+    """Edit that shifts the logits of the selected keys."""
 
     selection: SelectedKeys
     by: float
 
     def __call__(self, layer: LayerCall) -> LayerCall:
-        """The call with other scores."""
+        """The call with shifted scores."""
         if self.selection.keys == "bias":
             return replace(layer, call=_WithShiftedBias(**vars(layer.call), by=self.by), library=None)
         return layer.changed(position=compose(layer.call.position, self._added(layer)))
@@ -268,7 +269,7 @@ class _WithShiftedBias(Call):
 
 
 class _Shares:
-    """A compute that changes nothing and sums the attention on the keys of each selection."""
+    """Compute function that leaves the output unchanged and accumulates the attention on each selection of keys."""
 
     def __init__(self, selections: Sequence[SelectedKeys]) -> None:
         self.selections = selections
@@ -294,10 +295,10 @@ class _Shares:
 def ablate_keys(
     adapter: Adapter, tokens_NT: Tensor, sink_keys: int, shifts: Sequence[float], seed: int, step: Step
 ) -> KeyAblations:
-    """Loss under every ablation of the sink, and of an equal number of other keys.
+    """Measure the loss for every ablation of the sink, and of an equal number of other keys.
 
     Args:
-        sink_keys: n, the first keys; a learned sink token is the first of them.
+        sink_keys: number n of first keys, a learned sink token included.
 
     Raises:
         InputError: an operation without separate scores.
@@ -331,7 +332,7 @@ def _ablated(reader: PairedReader, selection: SelectedKeys, share: float, shifts
 
 
 def has_bias(adapter: Adapter, tokens_NT: Tensor) -> bool:
-    """True if the model has a bias key or a sink logit."""
+    """Whether the model has a bias key or a sink logit."""
     found: list[bool] = []
 
     def watch(layer: LayerCall) -> Tensor:

@@ -1,24 +1,24 @@
-"""KV cache: the loss when keys and values are rounded to few bits, with and without the sink positions.
+"""KV cache quantisation: the loss when keys and values are rounded to few bits, with and without the sink positions.
 
-Of the numbers x that share a scale, as in KIVI (2402.02750; jy-yuan/KIVI 876b4d2, quant/new_pack.py):
+Numbers x that share a scale are rounded as in KIVI (2402.02750; jy-yuan/KIVI 876b4d2, quant/new_pack.py):
 
     m = min x,  s = (max x - min x) / (2^bits - 1),  q(x) = m + s round((x - m) / s)
 
-    keys     per channel: 32 successive tokens of one channel of a key head, positions already turned
+    keys     per channel: 32 successive tokens of one channel of a key head, after RoPE
     values   per token: 32 successive channels of one token of a key head
 
 A last group may be shorter. Every key that a query reads is rounded, its own included: KIVI keeps up to 128 recent
-tokens in full precision. Three bits are not in that code; the formula is the same.
+tokens in full precision. Three bits are not in the public code; the formula is the same.
 
-Spared positions keep their keys and values and are in no scale: none; the first n; or the outlier tokens that
-PrefixQuant's rule finds (2410.05265; ChenMnZ/PrefixQuant 97cc15b, utils/stat_utils.py, its option of block outputs):
+Spared positions keep their keys and values and are excluded from the scales: none; the first n; or the outlier tokens
+detected by PrefixQuant's rule (2410.05265; ChenMnZ/PrefixQuant 97cc15b, utils/stat_utils.py, with block outputs):
 
     M_t = max over channels of |output of the block at t|,   t is an outlier where M_t > 64 median_s M_s in some block
 
     due_to_sink = loss(no position spared) - loss(the first n spared)               nats per token, as in `quantisation`
 
-By head: each key head rounded alone to 2 bits, on other sequences. Then all heads are rounded but the tenth that costs
-most (by kl), and but as many random ones.
+By head: each key head is rounded alone to 2 bits, on other sequences. Then all heads are rounded except the tenth with
+the highest cost (by kl), or except as many random ones.
 """
 
 import random
@@ -71,11 +71,11 @@ EXEMPT = 10  # one key head in so many
 
 
 class CacheRounding(ReadDocument):
-    """The cache rounded to so many bits.
+    """Effects of a cache rounded to a number of bits.
 
     Attributes:
-        everything, first_spared, found_spared: with no position spared, the first n, and the outlier tokens.
-        due_to_sink: loss of `everything` less that of `first_spared`.
+        everything, first_spared, found_spared: effect with no position, the first n, or the outlier tokens spared.
+        due_to_sink: loss of `everything` minus loss of `first_spared`.
     """
 
     bits: int
@@ -89,13 +89,13 @@ class KVCache(AssessPart):
     """Loss with a rounded KV cache, and the heads that cannot be rounded.
 
     Attributes:
-        sink_positions: first positions that are spared, a learned sink token or registers included.
+        sink_positions: number of first positions spared, a learned sink token or registers included.
         found: outlier tokens by sequence, positions from 1; learned tokens in front count as 0, -1 and so on.
-        settings: by bits.
-        head_bits: of the readings by head.
-        heads: the cost of each key head rounded alone; its kl is from the unchanged model on other sequences.
-        exempt: the key heads (layer, head) that cost most.
-        without_exempt, without_random: all heads rounded to `head_bits` but these, and but as many random ones.
+        settings: effects by number of bits.
+        head_bits: number of bits in the measurements by head.
+        heads: cost of each key head rounded alone, on other sequences; kl is relative to the unchanged model.
+        exempt: the key heads (layer, head) with the highest cost.
+        without_exempt, without_random: all heads rounded to `head_bits` except these, or except as many random ones.
     """
 
     name = "kv_cache"
@@ -202,7 +202,7 @@ class KVCache(AssessPart):
 
 
 def rounded(x: Tensor, axis: int, bits: int, spared: Tensor) -> Tensor:
-    """q(x) in groups along an axis; the spared (bool, broadcast) are left alone and are in no scale."""
+    """q(x) in groups along an axis; spared entries (bool, broadcast) are unchanged and excluded from the scales."""
     x_XI, spared_XI = x.movedim(axis, -1), spared.expand_as(x).movedim(axis, -1)
     width = x_XI.shape[-1]
     padding = (0, -width % GROUP_SIZE)
@@ -217,11 +217,11 @@ def rounded(x: Tensor, axis: int, bits: int, spared: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RoundedCache:
-    """An edit: every layer reads rounded keys and values.
+    """Edit that rounds the keys and values of every layer.
 
     Attributes:
         spared_S: positions in full precision, learned tokens in front included; None for none.
-        heads: the key heads that are rounded; None for all.
+        heads: key heads that are rounded; None for all.
     """
 
     bits: int
@@ -229,7 +229,7 @@ class RoundedCache:
     heads: KeyHeads | None = None
 
     def __call__(self, layer: LayerCall) -> LayerCall:
-        """The call that reads from this cache."""
+        """The call with the rounded cache."""
         k_BGSD, v_BGSV = layer.call.k_BGTD, layer.value_BGSV
         chosen_G = None if self.heads is None else chosen_heads(layer, self.heads)
         if chosen_G is not None and not chosen_G.any():
@@ -245,11 +245,11 @@ class RoundedCache:
 def assess_kv_cache(
     adapter: Adapter, tokens_NT: Tensor, others_MT: Tensor, sink_tokens: int, seed: int, step: Step
 ) -> KVCache:
-    """Loss with the cache rounded to fewer and fewer bits, and by head.
+    """Measure the loss with the cache rounded to decreasing numbers of bits, and by head.
 
     Args:
-        others_MT: the sequences that are read once for every key head.
-        sink_tokens: so many first tokens are spared as sinks, beside learned tokens in front.
+        others_MT: sequences that are read once for every key head.
+        sink_tokens: number of first tokens spared as sinks, in addition to learned tokens in front.
     """
     kept = LOG_PROBABILITIES_KEPT // len(tokens_NT)
     readers = [PairedReader(adapter, tokens_1T, step, kept=kept) for tokens_1T in tokens_NT.split(1)]
@@ -297,7 +297,7 @@ def assess_kv_cache(
 
 
 def joined(read: Sequence[ByPosition]) -> ByPosition:
-    """Sequences that were read apart."""
+    """Concatenate results of sequences that were read separately."""
     unchanged = [one.unchanged_NP for one in read if one.unchanged_NP is not None]
     return ByPosition(
         read[0].first,
@@ -308,7 +308,7 @@ def joined(read: Sequence[ByPosition]) -> ByPosition:
 
 
 def outlier_tokens(adapter: Adapter, tokens_NT: Tensor) -> Tensor:
-    """Which positions are outliers after some block, learned tokens in front included: (N, S)."""
+    """Boolean mask (N, S) of positions that are outliers after some block, learned tokens in front included."""
     found = []
     with evaluating(adapter.module), residual_stream(adapter.blocks, lambda x_BSC: x_BSC.abs().amax(-1)) as largest:
         for tokens_1T in tokens_NT.split(1):
@@ -320,7 +320,7 @@ def outlier_tokens(adapter: Adapter, tokens_NT: Tensor) -> Tensor:
 
 
 def _latent(adapter: Adapter) -> bool:
-    """True for latent attention (MLA), in a run or a model of transformers."""
+    """Whether the model has latent attention (MLA)."""
     config: Any = adapter.module.config
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     return bool(getattr(text, "latent", None) or getattr(text, LATENT_WIDTH, None))

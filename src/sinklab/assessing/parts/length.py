@@ -28,11 +28,11 @@ EDGES = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1, 9 / 8, 5 / 4, 3 / 2, 7 / 4, 2, 3, 4)
 
 
 class Bucket(ReadDocument):
-    """Targets at positions start .. stop - 1.
+    """Effects for targets at positions start .. stop - 1.
 
     Attributes:
-        whole: the text read in one piece.
-        within: the same targets within the context; the reference for the divergence of `whole`.
+        whole: effect with the text read in one piece.
+        within: the same targets read within the context; the reference for the divergence of `whole`.
     """
 
     start: int
@@ -42,7 +42,7 @@ class Bucket(ReadDocument):
 
     @property
     def positions(self) -> str:
-        """As text."""
+        """The range of positions as text."""
         return f"{self.start:,} to {self.stop - 1:,}"
 
 
@@ -77,7 +77,7 @@ class LossByLength(AssessPart):
         return PartJob(2 * len(tokens_NT), partial(assess_length, text.model.adapter, tokens_NT))
 
     def answers(self) -> Iterator[PartAnswer]:
-        """The last positions, against the same targets within the context."""
+        """The last positions, compared with the same targets within the context."""
         for _, added in self.values():
             yield PartAnswer(f"positions {self.buckets[-1].positions} read at once", added)
 
@@ -106,7 +106,7 @@ class LossByLength(AssessPart):
 
 
 def assess_length(adapter: Adapter, tokens_NT: Tensor, step: Step) -> LossByLength:
-    """Loss by position of the text read in one piece, and of the same targets within the context."""
+    """Measure the loss by position with the text in one piece, and of the same targets within the context."""
     N, T = tokens_NT.shape
     reader = PairedReader(adapter, tokens_NT, step, whole=True)
     whole, within = reader.whole, reader.unchanged

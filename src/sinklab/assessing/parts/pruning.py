@@ -1,19 +1,19 @@
-"""Pruning: the loss when attention heads are removed in the order of their sink share, and in other orders.
+"""Pruning: the loss when attention heads are removed in order of their sink share, or in other orders.
 
     share of a head = mean over queries t after the sink of the share of A_t,sink         (as in the part `heads`)
 
 After 2601.06787, which removes the heads with the highest mean attention of all queries to position 0 first, by zeroing
 their slices of the output map (no code was found). That mean is (1 + (T - 1) share) / T where rows sum to one, so the
-order is the same. Of a model with a bias key or sink logit, the share is that of the bias.
+order is the same. For a model with a bias key or sink logit, the share on the bias is used.
 
-A removed head's output is zero before norms, gates and the output map behind the core. The order is over all layers:
+A removed head's output is zeroed before norms, gates and the output map. Heads are ordered over all layers:
 
-    sink first     falling share
-    sink last      rising share
-    random         any heads, several draws
-    same layers    random heads, in each layer as many as `sink first` removes there, several draws
+    sink first     descending share
+    sink last      ascending share
+    random         random heads, several draws
+    same layers    random heads, with the same number per layer as `sink first`, several draws
 
-Kinds of heads (no-op, broadcast; see `heads`) are removed all at once, against as many random heads.
+Kinds of heads (no-op, broadcast; see `heads`) are removed all at once, compared with as many random heads.
 """
 
 import random
@@ -54,13 +54,13 @@ QueryHeads = frozenset[tuple[int, int]]
 
 
 class RemovedHeads(Effect):
-    """Some heads removed; of several draws the mean.
+    """Effect of removing some heads, averaged over draws.
 
     Attributes:
-        order: in which heads are removed, or the kind that is removed, or "as many random" beside it.
-        share: of all heads that are removed.
-        heads: number of them.
-        losses: of each draw.
+        order: order of removal, or the kind of heads removed, or "as many random" for its control.
+        share: fraction of heads removed.
+        heads: number of heads removed.
+        losses: loss of each draw.
     """
 
     order: str
@@ -70,12 +70,12 @@ class RemovedHeads(Effect):
 
 
 class Pruning(AssessPart):
-    """Loss by share of heads removed.
+    """Loss by fraction of heads removed.
 
     Attributes:
-        total: heads of the model.
-        orders: by order and share.
-        kinds: all no-op and all broadcast heads where there are such, each with as many random heads.
+        total: number of heads of the model.
+        orders: effects by order and fraction.
+        kinds: effects of removing all no-op or all broadcast heads, if any, each with a random control of equal size.
     """
 
     name = "pruning"
@@ -151,7 +151,7 @@ def _spread(one: RemovedHeads) -> str:
 
 @dataclass(frozen=True)
 class WithoutHeads:
-    """A compute: these heads put out zeros."""
+    """Compute function: the output of these heads is zero."""
 
     heads: QueryHeads
 
@@ -163,10 +163,10 @@ class WithoutHeads:
 
 
 def assess_pruning(adapter: Adapter, tokens_NT: Tensor, seed: int, step: Step) -> Pruning:
-    """Loss by order and share of heads removed.
+    """Measure the loss by order and fraction of heads removed.
 
     Raises:
-        InputError: an operation whose scores are not weights of one sign.
+        InputError: if the operation's attention weights differ in sign.
     """
     roles = assess_heads(adapter, tokens_NT, step).heads
     reader, draw = PairedReader(adapter, tokens_NT, step), random.Random(seed)

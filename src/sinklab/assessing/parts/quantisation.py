@@ -66,11 +66,11 @@ class Quantised(ReadDocument):
     """One setting of quantisation.
 
     Attributes:
-        weights, activations: their quantisation.
-        everything: all tokens quantised.
-        without_sink: the sink positions in full precision and outside the scales.
-        due_to_sink: loss of `everything` less that of `without_sink`.
-        destroyed: the loss is at least ten times that of the unchanged model.
+        weights, activations: quantisation of weights and activations.
+        everything: effect with all tokens quantised.
+        without_sink: effect with the sink positions in full precision and excluded from the scales.
+        due_to_sink: loss of `everything` minus loss of `without_sink`.
+        destroyed: whether the loss is at least ten times that of the unchanged model.
     """
 
     name: str
@@ -83,13 +83,13 @@ class Quantised(ReadDocument):
 
 
 class Outliers(ReadDocument):
-    """The residual stream after one block.
+    """Outlier statistics of the residual stream after one block.
 
     Attributes:
-        kurtosis: of a token over its channels, mean over tokens.
-        largest: of all absolute values.
-        largest_norm, median_norm: l2, over tokens.
-        channels: those with a value more than six standard deviations from the mean.
+        kurtosis: kurtosis over channels, mean over tokens.
+        largest: largest absolute value.
+        largest_norm, median_norm: maximum and median l2 norm over tokens.
+        channels: channels with a value more than six standard deviations from the mean.
     """
 
     layer: int
@@ -146,7 +146,7 @@ class Quantisation(AssessPart):
             yield ResultRow(one.name, one.everything, due)
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """Int8 with static scales per tensor."""
+        """The added losses in int8 with static scales per tensor."""
         for one in self.settings:
             if one.name == STATIC:
                 yield "int8_added", self.added(one.everything)
@@ -173,11 +173,11 @@ class Quantisation(AssessPart):
 def assess_quantisation(
     adapter: Adapter, tokens_NT: Tensor, calibration_NT: Tensor, sink_tokens: int, step: Step
 ) -> Quantisation:
-    """Loss under every setting, with and without the sink positions.
+    """Measure the loss for every setting, with and without the sink positions.
 
     Args:
-        calibration_NT: other text, for static scales.
-        sink_tokens: number of first tokens that form the sink, beside a learned sink token.
+        calibration_NT: tokens of other text, for static scales.
+        sink_tokens: number of first tokens that form the sink, in addition to a learned sink token.
     """
     spared = adapter.leading + sink_tokens
     maps = linear_maps(adapter.blocks)
@@ -217,7 +217,7 @@ def _calibrated(adapter: Adapter, tokens_NT: Tensor, skipped: int, step: Step) -
 
 
 def outliers_by_block(adapter: Adapter, tokens_NT: Tensor) -> list[Outliers]:
-    """Outliers in the residual stream of the first sequence, after each block."""
+    """Measure outliers in the residual stream of the first sequence, after each block."""
     with ExitStack() as stack:
         stack.enter_context(evaluating(adapter.module))
         found = stack.enter_context(residual_stream(adapter.blocks, _outliers))
@@ -240,7 +240,7 @@ def _outliers(x_BTC: Tensor) -> Outliers:
 
 
 def on_grid(x: Tensor, bits: int, largest: Tensor) -> Tensor:
-    """q(x) for a scale made for the maximum `largest` (broadcast); zero remains zero."""
+    """q(x) with the scale for the maximum `largest` (broadcast); zero remains zero."""
     steps = 2 ** (bits - 1) - 1
     scale = largest / steps
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
@@ -261,8 +261,8 @@ class LinearMap:
     """A linear map of a block.
 
     Attributes:
-        transposed: the output channels are in the columns of the weight, as in GPT-2.
-        block: the block that it is in; None if its inputs are always (B, T, I).
+        transposed: whether the output channels are the columns of the weight, as in GPT-2.
+        block: block of the map; None if its inputs are always (B, T, I).
     """
 
     module: nn.Module
@@ -271,7 +271,7 @@ class LinearMap:
 
     @property
     def weight(self) -> Tensor:
-        """The parameter."""
+        """The weight parameter."""
         found: Any = self.module.weight
         return found.data
 
@@ -280,7 +280,7 @@ class LinearMap:
         return quantised_weight(self.weight.T, kind).T if self.transposed else quantised_weight(self.weight, kind)
 
     def apply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The map with another weight."""
+        """Apply the map with another weight."""
         bias: Any = self.module.bias
         return F.linear(x, weight.T if self.transposed else weight, bias)
 
@@ -299,7 +299,7 @@ def linear_maps(blocks: Sequence[nn.Module]) -> list[LinearMap]:
 
 @contextmanager
 def watched_maxima(maps: Sequence[LinearMap], skipped: int) -> Iterator[Maxima]:
-    """The largest |x| of the inputs of each map, without the first `skipped` positions."""
+    """Measure the largest |x| of the inputs of each map, excluding the first `skipped` positions."""
     found: Maxima = {}
     shape = _SequenceShape()
 
@@ -317,11 +317,11 @@ def watched_maxima(maps: Sequence[LinearMap], skipped: int) -> Iterator[Maxima]:
 def quantised(
     maps: Sequence[LinearMap], weights: Weights, activations: Activations, maxima: Maxima, spared: int
 ) -> Iterator[None]:
-    """Quantise weights and inputs of the maps within the context; the weights are then restored bit for bit.
+    """Quantise weights and inputs of the maps within the context; on exit the weights are restored exactly.
 
     Args:
-        maxima: of every map's input, for static scales.
-        spared: number of first positions in full precision and outside dynamic scales.
+        maxima: maximum of every map's input, for static scales.
+        spared: number of first positions in full precision and excluded from dynamic scales.
     """
     by_module = {one.module: (one, one.weight.clone()) for one in maps}
     exact: dict[nn.Module, Tensor] = {}
@@ -358,12 +358,12 @@ class _SequenceShape:
         self._shape = torch.Size((1, 1))
 
     def watched(self, maps: Sequence[LinearMap]) -> AbstractContextManager[None]:
-        """Read the shape from the input of each block."""
+        """Record the shape from the input of each block."""
         blocks = dict.fromkeys(one.block for one in maps if one.block is not None)
         return hooked(block.register_forward_pre_hook(self._read, with_kwargs=True) for block in blocks)
 
     def unflattened(self, x: Tensor) -> Tensor:
-        """(B T, I) as (B, T, I)."""
+        """Reshape (B T, I) to (B, T, I)."""
         return x.unflatten(0, self._shape) if x.ndim == 2 else x
 
     def _read(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
-"""Streaming: long text through a rolling cache, with and without the first tokens (2309.17453, table 3).
+"""Streaming: long text read with a rolling cache, with and without the first tokens (2309.17453, table 3).
 
 The rolling cache is a mask and a shift of positions, so that one pass over the text is exact. A cached key was computed
-from the keys in the cache when its own token was read. Layer by layer this is a mask under which query t sees the keys
-in the cache at t, and the text need not be read token by token. When a query reads it, the cache holds C keys, the
+from the keys in the cache when its own token was read. In each layer this equals a mask that allows query t the keys
+in the cache at t, so the text need not be read token by token. When a query reads it, the cache holds C keys, the
 query's own included: the first n and the latest C - n (the public code of StreamingLLM counts the cache before the
 query's own key is added, and so has one more).
 
@@ -41,10 +41,10 @@ from sinklab.models.adapter import Adapter
 
 
 class CachedReading(Effect):
-    """The effect of a rolling cache.
+    """Effect of a rolling cache.
 
     Attributes:
-        cache: keys in it when a query reads it.
+        cache: number of keys in the cache when a query reads it.
         first: number of first keys kept.
         perplexity: exp(loss); None if it overflows.
     """
@@ -55,7 +55,7 @@ class CachedReading(Effect):
 
 
 class Streaming(AssessPart):
-    """Long text through a rolling cache, with positions in the cache or in the text."""
+    """Loss on long text with a rolling cache, with positions in the cache or in the text."""
 
     name = "streaming"
     rank = 1
@@ -93,7 +93,7 @@ class Streaming(AssessPart):
         return PartJob((1 + readings) * len(tokens_NT), run)
 
     def answers(self) -> Iterator[PartAnswer]:
-        """Of the smallest cache, with the fewest and the most of the first tokens kept."""
+        """The smallest cache, with the fewest and the most first tokens kept."""
         size = min((one.cache for one in self.caches), default=0)
         by_first = {one.first: one for one in self.caches if one.cache == size}
         for first in sorted({min(by_first), max(by_first)} if by_first else ()):
@@ -109,7 +109,7 @@ class Streaming(AssessPart):
             yield ResultRow(f"cache {one.cache}, first {one.first} kept", one)
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """For the largest cache by N kept, and above most kept; for the smallest above the unchanged model."""
+        """Added losses: by N for the largest cache, above most kept; for the smallest, above the unchanged model."""
         if not self.caches:
             return
         sizes = {one.cache for one in self.caches}
@@ -145,10 +145,10 @@ class Streaming(AssessPart):
 def assess_streaming(
     adapter: Adapter, tokens_NT: Tensor, sizes: Sequence[int], kept: Sequence[int], positions: Placed, step: Step
 ) -> Streaming:
-    """Perplexity for every cache size and number of first tokens kept.
+    """Measure the perplexity for every cache size and number of first tokens kept.
 
     Raises:
-        InputError: a cache without room for keys beside those kept.
+        InputError: if a cache has no room for keys other than the first ones.
     """
     reader = PairedReader(adapter, tokens_NT, step)
     caches = []
@@ -170,7 +170,7 @@ def assess_streaming(
 
 @dataclass(frozen=True)
 class Kept(Mask):
-    """Query t sees the first `first` keys and the latest, `size` in all, its own included."""
+    """Mask: query t sees the first `first` keys and the latest, `size` in total, its own included."""
 
     size: int
     first: int
@@ -188,12 +188,12 @@ class Kept(Mask):
 
 @dataclass(frozen=True)
 class RollingCache:
-    """An edit: every layer reads from a rolling cache; a bias key is not in its budget.
+    """Edit that gives every layer a rolling cache; a bias key does not count towards its size.
 
     Attributes:
-        size: C.
-        first: n, the first keys, which are kept; a learned sink token is the first of them.
-        in_cache: use positions in the cache, not those in the text.
+        size: number C of keys in the cache.
+        first: number n of first keys kept, a learned sink token included.
+        in_cache: whether to use positions in the cache instead of positions in the text.
     """
 
     size: int
@@ -205,14 +205,14 @@ class RollingCache:
             raise InputError(f"a cache of {self.size} keys cannot keep the first {self.first}: keep fewer keys")
 
     def __call__(self, layer: LayerCall) -> LayerCall:
-        """The call that reads from the cache."""
+        """The call with the rolling cache."""
         layer = layer.masked(Kept(self.size, self.first))
         if self.in_cache and layer.length > self.size and (self.first or layer.call.key_HD is not None):
             return self._placed(layer)
         return layer
 
     def _placed(self, layer: LayerCall) -> LayerCall:
-        """Queries shifted towards the first keys, to their positions in the cache."""
+        """Shift queries relative to the first keys, according to their positions in the cache."""
         call = layer.call
         if call.position is not None:
             call = replace(call, position=self._nearer(call.position))
@@ -220,7 +220,7 @@ class RollingCache:
             if not layer.operation.has_logits:
                 raise InputError(
                     f"{layer.operation.kind!r} attention is not a function of the product of query and key, so it "
-                    "cannot use rotary positions in a cache: give --positions text"
+                    "cannot use rotary positions in a cache: set --positions text"
                 )
             places_L = torch.arange(layer.length, device=call.q_BHTD.device)
             moved_BHLD = layer.shift_rope(call.q_BHTD, places_L.clamp(max=self.size - 1) - places_L)
@@ -244,5 +244,5 @@ class RollingCache:
 
 
 def _side_by_side(one: Tensor, other: Tensor, parts: int) -> Tensor:
-    """Two queries or keys concatenated, within each of the `parts` of a head."""
+    """Concatenate two queries or keys within each of the `parts` of a head."""
     return torch.cat((one.unflatten(-1, (parts, -1)), other.unflatten(-1, (parts, -1))), -1).flatten(-2)

@@ -1,26 +1,26 @@
-"""Writer: which block, neuron or expert writes the massive activation of the first position, and which single weight.
+"""Writer: the block, neuron, expert and single weight that write the massive activation of the first position.
 
 The channel c is that of the largest |x| at the first position of the residual stream, over blocks, of the mean over
 sequences. Each block adds to it
 
-    feed-forward = x_c after the block - x_c after the block where its feed-forward part puts out zeros
-    attention    = x_c after the block - x_c before it - feed-forward              (or what else mixes positions)
+    feed-forward = x_c after the block - x_c after the block with its feed-forward output set to zero
+    attention    = x_c after the block - x_c before it - feed-forward              (or another token mixer)
 
-so that x_c after block l is x_c of the embedding plus all that the blocks up to l add. Under a causal mask the first
-position sees itself alone, so that sequences of one token are read for this.
+so x_c after block l is x_c of the embedding plus the additions of the blocks up to l. Under a causal mask the first
+position sees only itself, so sequences of one token are sufficient.
 
 Within the feed-forward part that adds most up to the block with the largest |x|, neuron j adds
 
     a_j W_down[c, j] g,      g = feed-forward / (output of the part in c)
 
-where g is 1, or what a norm behind the part makes of c. W_down are the weights of which row c alone has a gradient of
-that output, so that no names are needed; a_j is that gradient, which within an expert includes the routing weight. An
-expert adds the sum over its neurons.
+where g is 1, or the factor that a norm after the part applies to c. W_down is identified, without names, as the weight
+whose gradient of that output is non-zero in row c only; a_j is that gradient, which includes the routing
+weight within an expert. An expert adds the sum over its neurons.
 
 The single weight W_down[c, j]: j is chosen among the 8 neurons with the largest additions so that |x_c| after that
 block is smallest without it (later blocks often subtract x_c again, with or without it). `super_weight` is True if
 the public code of super weights selects the same weight (2411.07191; mengxiayu/LLMSuperWeight 232e4ee, analyze.py): c
-the largest |output| of the down map, j its largest |input|. Beside it the neuron, the expert (super experts,
+the largest |output| of the down map, j its largest |input|. In addition the neuron, the expert (super experts,
 2507.23279, are removed by zeroing their down map) and the part's output at the first position (2510.06477, section
 3.3) are zeroed, and as the control the map's largest weight to another channel.
 """
@@ -62,7 +62,7 @@ Sublayer = Literal["attention", "feed-forward"]
 
 
 class BlockWrites(ReadDocument):
-    """The addition of one block (counted from 1) to the channel at the first position, mean over sequences."""
+    """Addition of one block (counted from 1) to the channel at the first position, mean over sequences."""
 
     layer: int
     attention: float
@@ -70,12 +70,12 @@ class BlockWrites(ReadDocument):
 
 
 class NeuronWrites(ReadDocument):
-    """The addition of one neuron of the feed-forward part.
+    """Addition of one neuron of the feed-forward part.
 
     Attributes:
-        name: of its down map within the part.
-        expert: from 0; None if the map has no experts.
-        neuron: from 0.
+        name: name of its down map within the part.
+        expert: index of the expert, from 0; None without experts.
+        neuron: index of the neuron, from 0.
         activation: a_j.
         weight: W_down[c, j].
         adds: a_j W_down[c, j] g.
@@ -90,7 +90,7 @@ class NeuronWrites(ReadDocument):
 
 
 class ExpertWrites(ReadDocument):
-    """The addition of one expert (counted from 0) of a down map."""
+    """Addition of one expert (counted from 0) of a down map."""
 
     name: str
     expert: int
@@ -98,13 +98,13 @@ class ExpertWrites(ReadDocument):
 
 
 class ZeroedWriter(Effect):
-    """Something zeroed, or nothing.
+    """Effect of zeroing a weight, neuron, expert or part output; or of no change.
 
     Attributes:
         channel: |x_c| at the first position after the block where it is largest in the unchanged model, mean over
             sequences.
-        largest: |x| there over all channels and blocks.
-        elsewhere: the same of the largest other position.
+        largest: largest |x| at the first position over all channels and blocks.
+        elsewhere: the same for the largest other position.
         sink: percent of (sequence, layer, head) with a share of the first position above 0.3; a learned token in front
             is that position.
     """
@@ -120,19 +120,19 @@ class Writer(AssessPart):
     """The parts that write the massive activation.
 
     Attributes:
-        channel: c, from 0.
-        block: after which |x_c| is largest, from 1.
-        value: x_c there.
-        median: of |x| there, at the first position.
+        channel: index of channel c, from 0.
+        block: block after which |x_c| is largest, from 1.
+        value: x_c after `block`.
+        median: median |x| after `block`, at the first position.
         embedding: x_c before the first block.
-        blocks: by block.
-        layer, sublayer: of the largest addition up to `block`.
-        ffn_layer: of the largest addition of a feed-forward part up to `block`.
-        experts: of that part, those that add anything, most first.
-        neurons: of that part, those that add most.
+        blocks: additions by block.
+        layer, sublayer: layer and sublayer with the largest addition up to `block`.
+        ffn_layer: layer of the feed-forward part with the largest addition up to `block`.
+        experts: experts of that part with an addition, in descending order.
+        neurons: neurons of that part with the largest additions.
         weight: the single weight.
-        super_weight: whether the rule of the public code names it, too; None with experts.
-        zeroed: nothing, the single weight and so on.
+        super_weight: whether the rule of the public code selects the same weight; None with experts.
+        zeroed: effects of no change, of zeroing the single weight, and so on.
     """
 
     name = "writer"
@@ -221,7 +221,7 @@ class Writer(AssessPart):
 
 
 def feed_forward(block: nn.Module) -> nn.Module | None:
-    """The last child of a block with weight matrices that is no attention, recurrence or convolution."""
+    """The last child of a block that has weight matrices and is not attention, recurrence or convolution."""
     found = [
         child
         for name, child in block.named_children()
@@ -232,7 +232,7 @@ def feed_forward(block: nn.Module) -> nn.Module | None:
 
 @contextmanager
 def silenced(part: nn.Module, positions: int | None = None) -> Iterator[None]:
-    """The part puts out zeros: everywhere, or at the first of so many positions of each sequence."""
+    """Set the output of the part to zero within the context, everywhere or at the first position of each sequence."""
 
     def leaving(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
         out = hidden_states(output)
@@ -249,7 +249,7 @@ def silenced(part: nn.Module, positions: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def zeroed_entries(weight: Tensor, index: tuple[Any, ...]) -> Iterator[None]:
-    """Some entries of a weight are zero, and put back bit for bit."""
+    """Set some entries of a weight to zero within the context, and restore them exactly."""
     with torch.no_grad():
         before = weight[index].clone()
         weight[index] = 0
@@ -265,8 +265,8 @@ class DownMap:
     """The weights of a feed-forward part that write the channel.
 
     Attributes:
-        weight: (I, E), (E, I), or either behind an axis of experts.
-        axis: of the E channels.
+        weight: (I, E), (E, I), or either with a leading axis of experts.
+        axis: axis of the E channels.
         activation: a_j: (I,), or (experts, I).
     """
 
@@ -278,7 +278,7 @@ class DownMap:
 
     @property
     def written(self) -> Tensor:
-        """W_down[c, j], of the shape of `activation`."""
+        """W_down[c, j], in the shape of `activation`."""
         return self.weight.detach().movedim(self.axis, 0)[self.channel]
 
     def entry(self, expert: int | None, neuron: int | slice, channel: int | slice) -> tuple[Any, ...]:
@@ -316,7 +316,7 @@ def down_maps(adapter: Adapter, part: nn.Module, tokens_N1: Tensor, channel: int
 
 
 def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
-    """Contributions to the largest activation of the first position, and the loss without the largest ones."""
+    """Measure the contributions to the largest activation of the first position, and the loss without them."""
     tokens_N1, S = tokens_NT[:, :1], adapter.leading + tokens_NT.shape[1]
     parts = [feed_forward(block) for block in adapter.blocks]
     x_ME = _first_position(adapter, tokens_N1).mean(1)
@@ -388,14 +388,14 @@ def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
 
 
 def _first_position(adapter: Adapter, tokens_N1: Tensor) -> Tensor:
-    """The stream at the first position, before the first block and after each: (M, N, E)."""
+    """The residual stream at the first position, before the first block and after each: (M, N, E)."""
     with evaluating(adapter.module), residual_stream(adapter.blocks, lambda x_NSE: x_NSE[:, 0]) as found:
         adapter.hidden(tokens_N1.to(adapter.device))
     return torch.stack(found).float()
 
 
 def _neurons(maps: Sequence[DownMap], behind: float, sign: int) -> list[NeuronWrites]:
-    """Those that add most, over all maps."""
+    """The neurons with the largest additions, over all maps."""
     found = []
     for one in maps:
         adds = behind * (one.activation * one.written).float()
@@ -435,7 +435,7 @@ def _largest_to_others(one: DownMap) -> tuple[int, ...]:
 def _zeroed(
     reader: PairedReader, block: int, channel: int, what: str, change: AbstractContextManager[None]
 ) -> ZeroedWriter:
-    """The text read under a change of weights, with the stream and the sink at the first position."""
+    """Read the text with changed weights, and measure the stream and the sink at the first position."""
     written: list[Tensor] = []
     largest: list[Tensor] = []
     above: list[Tensor] = []
