@@ -116,7 +116,7 @@ def test_a_point_stands_for_each_model_with_both_numbers() -> None:
         ("b", "other models", 5, 50),
     ]
     assert all("x_low" in row and "y_low" not in row for row in rows)
-    assert chart["layer"][0]["encoding"]["x"]["title"] == "Sink_1 (%)"
+    assert chart["layer"][0]["encoding"]["x"]["title"] == "Sink₁ (%)"
 
 
 def test_there_is_no_figure_where_no_model_has_both_numbers() -> None:
