@@ -271,7 +271,7 @@ def test_a_prepared_directory_is_a_source(source: str, tmp_path: Path):
     data = prepared(DataConfig(source=str(tmp_path / "out")), tmp_path / "cache")
     assert data.fingerprint == made.fingerprint
     assert not (tmp_path / "cache").exists()
-    with pytest.raises(InputError, match="prepared already"):
+    with pytest.raises(InputError, match="already prepared"):
         prepare(str(tmp_path / "out"), "train:300", tmp_path / "again")
 
 
