@@ -82,7 +82,7 @@ def test_what_are_no_tokens_is_named(model: Any, tokens: Any, says: str) -> None
         ({"batch_size": "2"}, "batch size is '2'"),
         ({"batch_size": 2.5}, "batch size is 2.5; expected a whole number"),
         ({"inputs": "bogus"}, "inputs are 'bogus': choose from natural, random, repeat"),
-        ({"ablate": "zero_massive"}, r"give a list, ablate=\['zero_massive'\]"),
+        ({"ablate": "zero_massive"}, r"pass a list, ablate=\['zero_massive'\]"),
     ],
 )
 def test_options_that_cannot_be_meant_are_named_before_the_model_is_called(
@@ -246,7 +246,7 @@ def run(run: Run, tmp_path: Path) -> Run:
         (["--text", "text.jsonl", "--ablate", "no_boss"], "'no_boss' is unknown"),
         (["--text", "text.jsonl", "--ablate", "mask_first:63"], "use 1 to 62"),
         (["--text", "text.jsonl", "--ablate", f"mask_first:{'9' * 5000}"], "use 1 to 62"),
-        (["--text", "text.jsonl", "--lengths", "65"], "give increasing lengths from 1 to 63"),
+        (["--text", "text.jsonl", "--lengths", "65"], "use increasing lengths from 1 to 63"),
         (["--text", "text.jsonl", "--map", "0.1"], "expected LAYER.HEAD"),
         (["--text", "text.jsonl", "--swap-position", "0", "3"], "counted from 1"),
         (["--text", "text.jsonl", "--swap-position", "3", "3"], "changes nothing"),
