@@ -87,5 +87,5 @@ def test_a_cache_that_was_filled_outside_is_still_called_one() -> None:
     )
     model = hf.AutoModelForCausalLM.from_config(config).eval()
     cache = model(TOKENS[:, :8], use_cache=True).past_key_values
-    with pytest.raises(SinklabError, match="put the probe around the whole sequence"), sinklab.probe(model):
+    with pytest.raises(SinklabError, match="start the probe before the first call"), sinklab.probe(model):
         model(TOKENS[:, 8:], past_key_values=cache)

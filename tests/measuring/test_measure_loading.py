@@ -120,7 +120,7 @@ def test_remote_code_runs_only_when_asked_for(folder: Path) -> None:
 
 def test_a_length_beyond_the_context_is_refused(folder: Path, data_dir: Path) -> None:
     text = data_dir / "domains" / "tinystories.jsonl"
-    with pytest.raises(InputError, match="give at most --length 512"):
+    with pytest.raises(InputError, match="use --length 512 or less"):
         measure_model(str(folder), text, Request(length=513))
 
 

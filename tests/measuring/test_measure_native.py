@@ -184,7 +184,7 @@ def test_a_batch_that_does_not_fit_is_halved_and_the_result_says_so() -> None:
 
     model.blocks[1].register_forward_pre_hook(crowded)
     halved = measure(model, tokens, lengths=[4], batch_size=4)
-    assert halved.notes == ["out of memory: the batch was halved from 4 to 2 sequences"]
+    assert halved.notes == ["out of memory: the batch size was reduced from 4 to 2 sequences"]
     assert (halved.sink_rate, halved.sink_rate_by_length) == (whole.sink_rate, whole.sink_rate_by_length)
     assert halved.sequences == 5
 

@@ -122,7 +122,7 @@ def test_a_model_equals_mimo_v2_flash_of_dense_layers() -> None:
 def test_measuring_reads_each_layer_under_its_own_mask_and_bias() -> None:
     made = model(**MIMO)
     got = measure(made, tokens())
-    assert any("a window of 8 tokens in layers 2..3" in note for note in got.notes)
+    assert any("a sliding window of 8 tokens in layers 2..3" in note for note in got.notes)
     assert got.importance_visible is not None
     assert (got.importance_visible[[0, 3]] == got.importance[[0, 3]]).all()
     assert (got.importance_visible[[1, 2], :, 0] > got.importance[[1, 2], :, 0]).all()
