@@ -44,7 +44,7 @@ class Gguf:
         """Return notes for the result, on the quantisation and on parts of the file that were not read."""
         main, *others = self.types
         also = f", some tensors {' and '.join(others)}" if others else ""
-        notes = [f"the weights were read from a gguf file ({main}{also}) and unpacked to {dtype}"]
+        notes = [f"the weights were read from a gguf file ({main}{also}) and dequantised to {dtype}"]
         if self.scaled:
             notes.append(
                 "the gguf file has RoPE frequency factors (rope_freqs), which transformers ignores: "

@@ -102,7 +102,7 @@ def load_pretrained(
         assert isinstance(wanted, torch.dtype)
         check_memory(source.gguf, wanted, target or torch.device("cpu"))
         notes = source.gguf.notes(str(wanted).removeprefix("torch."))
-        loading.say(f"unpacking {source.gguf.path.name} ({source.gguf.types[0]}), which takes a while")
+        loading.say(f"dequantising {source.gguf.path.name} ({source.gguf.types[0]}), which takes a while")
     elif wanted == "auto" and declared is not None and not quantisation(config):
         wanted, notes = _faster_dtype(declared, target)
     load: dict[str, Any] = {"dtype": wanted, "use_safetensors": True, "output_loading_info": True}
