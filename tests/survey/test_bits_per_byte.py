@@ -130,7 +130,9 @@ def test_a_run_has_them_of_its_own_tokens_and_none_where_the_recipe_replaces_som
     run, text = trained_run(tmp_path / "random", {"random_tokens": {"start": 2, "end": 5}})
     replaced = measure_model(str(run), text, request)
     assert replaced.bits_per_byte is None
-    assert any(note.startswith("no bits per byte: in 4 of 4 sequences") for note in replaced.notes)
+    assert any(
+        note.startswith("no bits per byte: tokens and text differ in 4 of 4 sequences") for note in replaced.notes
+    )
 
 
 def test_losses_of_different_tokenizers_have_no_difference_and_bits_per_byte_have(tmp_path: Path) -> None:
