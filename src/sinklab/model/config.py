@@ -298,6 +298,11 @@ class ModelConfig(Part):
                 "norm.qk_norm norms every key over its width, so that heads would no longer share the rotated part of "
                 "projection latent, which norms its latents instead: leave it out"
             )
+        if self.attention.operation.queries_per_head != 1:
+            raise ValueError(
+                f"attention.operation {self.attention.operation.kind} has two queries for every head, and projection "
+                "latent makes one: use projection full"
+            )
         if self.attention.operation.keys_per_head != 1:
             raise ValueError(
                 f"attention.operation {self.attention.operation.kind} cuts queries and keys in halves, and those of "
