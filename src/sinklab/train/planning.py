@@ -11,6 +11,7 @@ activations   tensors that autograd saves between forward and backward of a micr
               saves more than linearly many bytes per position, so that the two give the bytes per position and the
               bytes that do not depend on it (copies of the weights in bfloat16)
               With `train.recompute: blocks` every block saves the residual stream before it only
+              Losses beside the cross-entropy save tensors of their own, outside of the blocks
 loss          logits and their gradients that exist at a time, the gradient of the head in float32
 working       gradients inside one block, taken as large as its activations; of a recomputed block those, too
 
@@ -24,7 +25,7 @@ uses it.
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -110,7 +111,7 @@ def memory_estimate(recipe: Recipe, device: torch.device, processes: int = 1) ->
         weights=FLOAT32 * parameters // share,
         gradients=FLOAT32 * parameters // (share if sequences == mine else 1),
         optimizer=_optimizer_bytes(model, recipe.optim) // share,
-        activations=round(inside + outside),
+        activations=round(inside + outside + _bytes_of_losses(recipe) * positions),
         loss=_loss_bytes(config, sequences * config.context, device, bf16),
         working=round(block + recomputed) + gathered,
     )
@@ -129,7 +130,7 @@ def _saved(config: ModelConfig, bf16: bool, layers: int) -> tuple[float, _Saved]
 
 
 def _saved_at(model: Transformer, length: int, bf16: bool) -> _Saved:
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    own = _addresses(model.parameters())
     saved: dict[bool, dict[int, Tensor]] = {True: {}, False: {}}  # by whether inside the first block
     places = [False]
 
@@ -146,7 +147,30 @@ def _saved_at(model: Transformer, length: int, bf16: bool) -> _Saved:
         torch.autocast("cpu", torch.bfloat16, enabled=bf16),
     ):
         model.hidden(torch.zeros(1, length, dtype=torch.long))
-    return _Saved(*(sum(t.untyped_storage().nbytes() for t in saved[inside].values()) for inside in (True, False)))
+    return _Saved(*(_bytes(saved[inside].values()) for inside in (True, False)))
+
+
+def _bytes_of_losses(recipe: Recipe) -> int:
+    """Saved bytes of the losses beside the cross-entropy, per position, without the blocks' outputs themselves."""
+    outputs = [torch.zeros(1, 1, recipe.model.width, requires_grad=True) for _ in range(recipe.model.layers)]
+    own, saved = _addresses(outputs), dict[int, Tensor]()
+
+    def save(tensor: Tensor) -> Tensor:
+        if (address := tensor.untyped_storage().data_ptr()) not in own:
+            saved[address] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        kept = [term.of(outputs) for term in recipe.losses.terms.values()]
+    return _bytes(saved.values()) if kept else 0
+
+
+def _addresses(tensors: Iterable[Tensor]) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 def _optimizer_bytes(model: Transformer, config: OptimConfig) -> int:
