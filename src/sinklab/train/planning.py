@@ -3,6 +3,7 @@
 The memory estimate of a process has these parts:
 
 weights       4 bytes per parameter (float32, also under bf16 autocast); one share of them with FSDP
+<<<<<<< HEAD
 gradients     4 bytes per parameter, sharded as the weights; unsharded if FSDP accumulates several micro-batches
 optimizer     bytes per parameter: AdamW 8, Muon 4 for its matrices and 8 for the rest, SGD 4 (0 without momentum);
               sharded as the weights
@@ -14,6 +15,19 @@ activations   tensors that autograd saves in the forward pass of a micro-batch. 
 loss          logits and their gradients in memory at a time, and the LM head's gradient in float32
 working       gradients inside one block, estimated by the size of its activations; for a recomputed block also its
               activations; with FSDP also the gathered weights of one block and of all modules outside the blocks
+=======
+gradients     4 bytes per parameter, as weights; all of them where FSDP adds up several micro-batches before it shares
+optimizer     AdamW 8, Muon 4 for hidden matrices and 8 for the rest, SGD 4 (without momentum 0), as weights
+activations   tensors that autograd saves between forward and backward of a micro-batch. They are counted: a model of
+              the recipe's sizes but one layer, of each kind that a pattern has (two where some are linear: the first
+              one of them is, and no values are mixed) runs forward on the CPU at two short lengths; no operation here
+              saves more than linearly many bytes per position, so that the two give the bytes per position and the
+              bytes that do not depend on it (copies of the weights in bfloat16)
+              With `train.recompute: blocks` every block saves the residual stream before it only
+              Losses beside the cross-entropy save tensors of their own, outside of the blocks
+loss          logits and their gradients that exist at a time, the gradient of the head in float32
+working       gradients inside one block, taken as large as its activations; of a recomputed block those, too
+>>>>>>> diffv2
 
 Not included: libraries (CUDA: about 0.5 GB), fragmentation, the unmixed values that learned value residuals save, and
 savings by `torch.compile`.
@@ -23,7 +37,7 @@ Memory is checked before the model is built, because Linux overcommits memory an
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -110,7 +124,7 @@ def memory_estimate(recipe: Recipe, device: torch.device, processes: int = 1) ->
         weights=FLOAT32 * parameters // share,
         gradients=FLOAT32 * parameters // (share if sequences == mine else 1),
         optimizer=_optimizer_bytes(model, recipe.optim) // share,
-        activations=round(inside + outside),
+        activations=round(inside + outside + _bytes_of_losses(recipe) * positions),
         loss=_loss_bytes(config, sequences * config.context, device, bf16),
         working=round(block + recomputed) + gathered,
     )
@@ -129,8 +143,13 @@ def _saved(config: ModelConfig, bf16: bool, layers: int) -> tuple[float, _Saved]
 
 
 def _saved_at(model: Transformer, length: int, bf16: bool) -> _Saved:
+<<<<<<< HEAD
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[bool, dict[int, Tensor]] = {True: {}, False: {}}  # key: inside the first block?
+=======
+    own = _addresses(model.parameters())
+    saved: dict[bool, dict[int, Tensor]] = {True: {}, False: {}}  # by whether inside the first block
+>>>>>>> diffv2
     places = [False]
 
     def save(tensor: Tensor) -> Tensor:
@@ -146,7 +165,30 @@ def _saved_at(model: Transformer, length: int, bf16: bool) -> _Saved:
         torch.autocast("cpu", torch.bfloat16, enabled=bf16),
     ):
         model.hidden(torch.zeros(1, length, dtype=torch.long))
-    return _Saved(*(sum(t.untyped_storage().nbytes() for t in saved[inside].values()) for inside in (True, False)))
+    return _Saved(*(_bytes(saved[inside].values()) for inside in (True, False)))
+
+
+def _bytes_of_losses(recipe: Recipe) -> int:
+    """Saved bytes of the losses beside the cross-entropy, per position, without the blocks' outputs themselves."""
+    outputs = [torch.zeros(1, 1, recipe.model.width, requires_grad=True) for _ in range(recipe.model.layers)]
+    own, saved = _addresses(outputs), dict[int, Tensor]()
+
+    def save(tensor: Tensor) -> Tensor:
+        if (address := tensor.untyped_storage().data_ptr()) not in own:
+            saved[address] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        kept = [term.of(outputs) for term in recipe.losses.terms.values()]
+    return _bytes(saved.values()) if kept else 0
+
+
+def _addresses(tensors: Iterable[Tensor]) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 def _optimizer_bytes(model: Transformer, config: OptimConfig) -> int:
