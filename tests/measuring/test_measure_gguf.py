@@ -68,7 +68,9 @@ def test_quantised_weights_are_unpacked_and_the_notes_name_how_they_were(
 ) -> None:
     rough = measure_model(str(as_gguf(model, tmp_path / "rough.gguf", kind)), text, Request(**SHAPE))
     exact = measure_model(str(model), text, Request(**SHAPE))
-    assert rough.notes == [f"the weights were read from a gguf file ({kind}, some tensors F32) and dequantised to float32"]
+    assert rough.notes == [
+        f"the weights were read from a gguf file ({kind}, some tensors F32) and dequantised to float32"
+    ]
     assert rough.dtype == "float32"
     assert 0 < abs(rough.importance - exact.importance).max() < (0.2 if kind == "Q4_1" else 0.02)
 
