@@ -159,7 +159,8 @@ class _Source:
     def read(self, part: str, from_pretrained: Any, more: dict[str, Any] | None = None) -> Any:
         """Call a from_pretrained; any exception becomes an InputError with advice."""
         try:
-            return from_pretrained(self.place, **self.options, **(more or {}))
+            with nullcontext() if self.gguf is None else self.gguf.parsed_once():
+                return from_pretrained(self.place, **self.options, **(more or {}))
         except Exception as error:  # transformers raises OSError, ValueError, KeyError, RuntimeError and its parts' own
             why = advice(error, self.place, self.options["revision"], self.gguf and self.gguf.architecture)
             revision = f" at revision {self.options['revision']}" if self.options["revision"] else ""
