@@ -148,6 +148,18 @@ def test_unpacking_is_announced(exact: Path) -> None:
     assert said == ["unpacking tiny.gguf (F32), which takes a while"]
 
 
+def test_the_header_is_parsed_once_and_no_bar_of_transformers_is_shown(
+    exact: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    gguf, parsed = needed(), list[Path]()
+    own, parse = gguf.GGUFReader, gguf.GGUFReader.__init__
+    monkeypatch.setattr(own, "__init__", lambda self, path, mode="r": (parsed.append(path), parse(self, path, mode))[1])
+    load_pretrained(str(exact))
+    assert parsed == [exact]
+    assert gguf.GGUFReader is own
+    assert "it/s]" not in capfd.readouterr().err
+
+
 def test_an_architecture_that_transformers_does_not_read_is_named(model: Path, tmp_path: Path) -> None:
     path = as_gguf(model, tmp_path / "a.gguf", architecture="rwkv7")
     with pytest.raises(InputError, match=r"does not support gguf files of architecture 'rwkv7'"):
