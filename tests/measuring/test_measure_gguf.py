@@ -143,7 +143,7 @@ def test_a_model_that_transformers_read_from_a_file_is_measured_in_python(exact:
 def test_unpacking_is_announced(exact: Path) -> None:
     said: list[str] = []
     load_pretrained(str(exact), Loading(say=said.append))
-    assert said == ["unpacking tiny.gguf (F32), which takes a while"]
+    assert said == ["dequantising tiny.gguf (F32), which takes a while"]
 
 
 def test_an_architecture_that_transformers_does_not_read_is_named(model: Path, tmp_path: Path) -> None:

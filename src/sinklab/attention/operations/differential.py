@@ -19,10 +19,10 @@ from sinklab.schema import Example
 
 
 class Lambda(nn.Module):
-    """lambda = exp(l_q1.l_k1) - exp(l_q2.l_k2) + lambda_init, one per layer, and the norm of the head outputs.
+    """Parameters of a layer: lambda = exp(l_q1.l_k1) - exp(l_q2.l_k2) + lambda_init, and the head output norm.
 
     Attributes:
-        lambda_init: constant of the layer.
+        lambda_init: constant term of lambda.
     """
 
     def __init__(self, head_width: int, lambda_init: float) -> None:
@@ -37,26 +37,26 @@ class Lambda(nn.Module):
 
 
 class Differential(OperationPart):
-    """A = softmax(z1) - lambda softmax(z2), out = (1 - lambda_init) RMSNorm(A v), z1 and z2 from halves of q and k.
+    """Differential attention: A = softmax(z1) - lambda softmax(z2), out = (1 - lambda_init) RMSNorm(A v).
 
-    The halves of a head's q and k are queries and keys of width d_h / 2: the rotary embedding and qk_norm are applied
-    to each half separately, and scores are scaled by 1 / sqrt(d_h / 2). Both halves share values, mask, softcap and
-    positional term. The norm is over the width of a head, with eps 1e-5 and one weight for all heads of a layer. A bias
-    key is halved like the others and enters both softmaxes, as does a sink logit. There is no neutral value.
+    z1 and z2 are the scores of the two halves of q and k: RoPE and qk_norm are applied to each half separately, and
+    scores are scaled by 1 / sqrt(d_h / 2). Both halves share values, mask, softcap and position bias. The norm is over
+    the head width, with eps 1e-5 and one weight vector for all heads of a layer. A bias key is split like the other
+    keys and is part of both softmaxes, as is a sink logit. No setting makes it equal to softmax.
     """
 
     kind: Literal["differential"] = "differential"
     lambda_init: Literal["depth"] | Annotated[float, Field(gt=0, lt=1)] = Field(
         default="depth",
-        description="initial weight of the second softmax; depth: 0.8 - 0.6 exp(-0.3 (layer - 1)), layer from 1, "
-        "counting layers without attention",
+        description="initial weight of the second softmax; depth: 0.8 - 0.6 exp(-0.3 (layer - 1)), layer 1-based, "
+        "including layers without attention",
     )
     keys_per_head: ClassVar[int] = 2
     examples: ClassVar = {"differential": Example(), "differential_constant": Example({"lambda_init": 0.8})}
 
     @property
     def only_values(self) -> bool:
-        return False  # its norm has a weight
+        return False  # because of the norm's weight
 
     @property
     def passes(self) -> int:
@@ -109,7 +109,7 @@ def _learned(module: nn.Module | None) -> Lambda:
 
 
 def halves(call: Call) -> tuple[Call, Call]:
-    """The calls on the first and the second half of every head, with the scale of the half width."""
+    """Return the calls on the first and the second half of every head, scaled by 1 / sqrt(d_h / 2)."""
     width = call.q_BHTD.shape[-1] // 2
     parts = (slice(0, width), slice(width, None))
     first, second = (

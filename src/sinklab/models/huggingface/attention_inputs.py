@@ -26,8 +26,7 @@ def check_differentiable(model: PreTrainedModel) -> None:
     method = quantisation(model.config)
     if method and not (method == "gguf" and is_unpacked(model)):
         raise InputError(
-            f"the weights are quantised ({method}) and do not support gradients: measure the model without "
-            "quantisation"
+            f"the weights are quantised ({method}) and do not support gradients: measure the model without quantisation"
         )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise InputError("some weights are offloaded, which does not support gradients: load the whole model")
