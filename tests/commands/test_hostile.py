@@ -46,7 +46,7 @@ def test_a_file_without_a_recipe_is_no_recipe(run: Run, tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("\n# nothing\n")
     status, _, err = on_one_line(run)("train", "empty.yaml", "--dry-run")
     assert status == 2
-    assert "empty.yaml must contain a mapping of recipe keys, and contains nothing" in err
+    assert "empty.yaml must contain a mapping of recipe keys, not nothing" in err
 
 
 @pytest.mark.parametrize(

@@ -293,7 +293,7 @@ def test_the_files_of_a_folder_take_turns(run: Callable[..., tuple[int, str, str
         text_file(Path("texts") / f"{name}.jsonl", seed=ord(name))
     status, out, err = run("measure", folder, "--text", "texts", "--sequences", 6, "--length", 8, "--json")
     assert status == 0, err
-    assert "the sequences are taken from the 3 files of texts in turn" in json.loads(out)["notes"]
+    assert "the sequences alternate between the 3 files of texts" in json.loads(out)["notes"]
 
 
 HUGE = "99999999999999999999999"

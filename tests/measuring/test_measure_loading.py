@@ -134,7 +134,7 @@ def test_text_that_is_too_short_says_how_many_documents_are_usable(folder: Path,
 
 
 def test_natural_inputs_need_a_text(folder: Path) -> None:
-    with pytest.raises(InputError, match="give --text FILE"):
+    with pytest.raises(InputError, match="add --text FILE"):
         measure_model(str(folder), None, Request())
 
 

@@ -41,6 +41,11 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
         "bias": "sink_logit",
         "mask": {"kind": "window", "width": 4},
     },
+    "differential v2 with a key bias in a window": {
+        "operation": "differential_v2",
+        "bias": "kv",
+        "mask": {"kind": "window", "width": 4},
+    },
     "softpick with a sink logit in documents": {
         "operation": "softpick",
         "bias": "sink_logit",

@@ -112,7 +112,7 @@ def _begins_with_bos(
     """Return True if the first real token of every sequence is the `bos_token_id` of the model's config."""
     if isinstance(model, Transformer):
         return False
-    bos_id = model.config.get_text_config(decoder=True).bos_token_id
+    bos_id = getattr(model.config.get_text_config(decoder=True), "bos_token_id", None)
     if bos_id is None:
         return False
     first_N1 = tokens_NT[:, :1]

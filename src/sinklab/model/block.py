@@ -61,7 +61,8 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, term: DistanceTerm | None, layer: int) -> None:
         super().__init__()
         self.heads, self.key_heads, self.head_width = config.heads, config.key_heads, config.head_width
-        self.key_width = config.key_width
+        self.key_width, operation = config.key_width, config.attention.operation
+        self.queries = self.heads * operation.queries_per_head
         self.summed, self.exclusive = config.head_outputs == "sum", config.exclusive
         self.marks_alone = config.exclusive and may_be_rounding(config.attention)
         projection, value_width = config.projection, config.value_width
@@ -69,9 +70,10 @@ class Attention(nn.Module):
         if isinstance(projection, LatentProjection):
             self.latent = LatentHeads(projection, config.width, self.heads, self.head_width, config.norm.eps)
         else:
-            self.qkv = nn.Linear(config.width, (self.heads + 2 * self.key_heads) * self.head_width, bias=False)
-        norm, parts = config.norm, config.attention.operation.keys_per_head
-        self.q_norm = norm_of_heads(norm.qk_norm, self.heads, self.key_width, norm.eps, parts)
+            self.qkv = nn.Linear(config.width, (self.queries + 2 * self.key_heads) * self.head_width, bias=False)
+        norm, parts = config.norm, operation.keys_per_head
+        of_query = parts * operation.queries_per_head
+        self.q_norm = norm_of_heads(norm.qk_norm, self.heads, self.key_width, norm.eps, of_query)
         self.k_norm = norm_of_heads(norm.qk_norm, self.key_heads, self.key_width, norm.eps, parts)
         self.head_norm = norm_of_heads(norm.head_norm, self.heads, value_width, norm.eps)
         gate = config.gate.kind
@@ -86,7 +88,8 @@ class Attention(nn.Module):
         self.output_gate = None
         if gate in ("head", "element"):
             self.output_gate = OutputGating(config.width, self.heads, value_width if gate == "element" else 1)
-        self.forget_gate = config.attention.operation.forget_gate(config.width, self.heads)
+        self.forget_gate = operation.forget_gate(config.width, self.heads)
+        self.weight_gate = operation.weight_gate(config.width, self.heads)
         self.core = AttentionCore(
             config.attention,
             self.key_heads,
@@ -114,16 +117,25 @@ class Attention(nn.Module):
         assert self.qkv is not None
         B, L, _ = x_BLE.shape
         heads = self.qkv(x_BLE).view(B, L, -1, self.head_width).transpose(1, 2)
-        q_BHLD, k_BGLD, v_BGLD = heads.split((self.heads, self.key_heads, self.key_heads), dim=1)
+        q_BHLD, k_BGLD, v_BGLD = heads.split((self.queries, self.key_heads, self.key_heads), dim=1)
+        if self.queries > self.heads:  # those of a head side by side
+            q_BHLD = q_BHLD.unflatten(1, (self.heads, -1)).transpose(2, 3).flatten(3)
         return self._placed(q_BHLD, self.q_norm, places), self._placed(k_BGLD, self.k_norm, places), v_BGLD
 
     def beside(self, x_BLE: Tensor, places: Places, past: LayerPast | None) -> tuple[Tensor | None, ...]:
+<<<<<<< HEAD
         """Return the core's arguments after queries, keys and values; they include cached positions."""
         log_kept_BLH = None
+=======
+        """The core's arguments after queries, keys and values; only a weight is of the new positions alone."""
+        gates_BLH = None
+>>>>>>> diffv2
         if self.forget_gate is not None:
-            log_kept_BLH = self.forget_gate(x_BLE)
-            log_kept_BLH = log_kept_BLH if past is None else past.extend_kept(log_kept_BLH)
-        beside = (places.documents_BL, log_kept_BLH, places.padding_B)
+            gates_BLH = self.forget_gate(x_BLE)
+            gates_BLH = gates_BLH if past is None else past.extend_kept(gates_BLH)
+        elif self.weight_gate is not None:
+            gates_BLH = self.weight_gate(x_BLE)
+        beside = (places.documents_BL, gates_BLH, places.padding_B)
         given = max((number for number, one in enumerate(beside, start=1) if one is not None), default=0)
         return beside[:given]
 

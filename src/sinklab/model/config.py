@@ -302,6 +302,11 @@ class ModelConfig(Part):
                 "norm.qk_norm would normalise each head's key separately, but projection latent shares the rotated "
                 "part of the keys and normalises its latents instead: leave qk_norm out"
             )
+        if self.attention.operation.queries_per_head != 1:
+            raise ValueError(
+                f"attention.operation {self.attention.operation.kind} has two queries for every head, and projection "
+                "latent makes one: use projection full"
+            )
         if self.attention.operation.keys_per_head != 1:
             raise ValueError(
                 f"attention.operation {self.attention.operation.kind} splits queries and keys in halves, which "

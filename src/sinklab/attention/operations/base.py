@@ -30,6 +30,8 @@ class OperationPart(Kind, ABC):
     forgets: ClassVar[bool] = False  # whether it uses forget gates (`forget_gate`)
     sequential: ClassVar[bool] = False  # whether attention weights depend on the order of keys (stick-breaking)
     keys_per_head: ClassVar[int] = 1  # number of parts into which a head's queries and keys are split
+    queries_per_head: ClassVar[int] = 1  # number of queries per head for each key, concatenated
+    weighs: ClassVar[bool] = False  # whether every query and head has a weight from `weight_gate`
 
     @property
     def sums_to_one(self) -> bool:
@@ -72,6 +74,10 @@ class OperationPart(Kind, ABC):
 
     def forget_gate(self, width: int, heads: int) -> nn.Module | None:
         """Build the module from the attention input (B, L, width) to cumulative sums of log gates (B, L, heads)."""
+        return None
+
+    def weight_gate(self, width: int, heads: int) -> nn.Module | None:
+        """Build the module that maps the attention input (B, L, width) to logits of weights (B, L, heads)."""
         return None
 
     @abstractmethod

@@ -112,6 +112,7 @@ class Angles:
     def __init__(self, q_BHTD: Tensor, k_BGTD: Tensor, mask: Mask) -> None:
         dtype = accumulate_dtype(q_BHTD.dtype)
         q_BHTD, k_BGTD = q_BHTD.detach().to(dtype), k_BGTD.detach().to(dtype)
+        k_BGTD = k_BGTD.repeat(1, 1, 1, q_BHTD.shape[-1] // k_BGTD.shape[-1])  # once for each query of a head
         self.mask, self.positions = mask, k_BGTD.shape[2]
         self.q_norm_BHT = token_norms(q_BHTD)
         k_norm_BGT = token_norms(k_BGTD)

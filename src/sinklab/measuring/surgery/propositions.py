@@ -86,7 +86,7 @@ def attention_matrices(model: "PreTrainedModel | Transformer", tokens_BT: Tensor
         found.attention.append(replace(layer, value_BGSV=unit_BGTT).output())
         q_BH, k_BG = (x.double().norm(dim=-1).amax(-1) for x in (q_BHTD, k_BGTD))
         products_BH = q_BH * k_BG.repeat_interleave(q_BH.shape[1] // G, 1)
-        found.logit_bounds.append(products_BH * abs(q_BHTD.shape[-1] ** -0.5 if scale is None else scale))
+        found.logit_bounds.append(products_BH * abs(k_BGTD.shape[-1] ** -0.5 if scale is None else scale))
         return layer.output()
 
     if adapter.dispatches:
