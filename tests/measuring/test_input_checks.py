@@ -270,9 +270,7 @@ def test_options_that_cannot_be_meant_are_refused_before_a_model_is_loaded(
 
 @pytest.mark.parametrize("name", ["no/such/model", "models/none/", "a b", "x..y", "./x", "", "a\\b", "-x", "/gpt2"])
 def test_what_cannot_be_a_name_on_the_hub_is_refused_at_once(name: str) -> None:
-    with pytest.raises(
-        InputError, match=r"pass a model directory, a run directory, a \.gguf file, or a name on"
-    ):
+    with pytest.raises(InputError, match=r"pass a model directory, a run directory, a \.gguf file, or a name on"):
         check_name(name)
 
 

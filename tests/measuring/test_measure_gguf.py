@@ -68,7 +68,9 @@ def test_quantised_weights_are_unpacked_and_the_notes_name_how_they_were(
 ) -> None:
     rough = measure_model(str(as_gguf(model, tmp_path / "rough.gguf", kind)), text, Request(**SHAPE))
     exact = measure_model(str(model), text, Request(**SHAPE))
-    assert rough.notes == [f"the weights were read from a gguf file ({kind}, some tensors F32) and dequantised to float32"]
+    assert rough.notes == [
+        f"the weights were read from a gguf file ({kind}, some tensors F32) and dequantised to float32"
+    ]
     assert rough.dtype == "float32"
     assert 0 < abs(rough.importance - exact.importance).max() < (0.2 if kind == "Q4_1" else 0.02)
 
@@ -144,6 +146,18 @@ def test_unpacking_is_announced(exact: Path) -> None:
     said: list[str] = []
     load_pretrained(str(exact), Loading(say=said.append))
     assert said == ["dequantising tiny.gguf (F32), which takes a while"]
+
+
+def test_the_header_is_parsed_once_and_no_bar_of_transformers_is_shown(
+    exact: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    gguf, parsed = needed(), list[Path]()
+    own, parse = gguf.GGUFReader, gguf.GGUFReader.__init__
+    monkeypatch.setattr(own, "__init__", lambda self, path, mode="r": (parsed.append(path), parse(self, path, mode))[1])
+    load_pretrained(str(exact))
+    assert parsed == [exact]
+    assert gguf.GGUFReader is own
+    assert "it/s]" not in capfd.readouterr().err
 
 
 def test_an_architecture_that_transformers_does_not_read_is_named(model: Path, tmp_path: Path) -> None:

@@ -91,7 +91,11 @@ def own_hybrid(every: int) -> Transformer:
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_layers_without_attention_are_counted_and_those_with_it_numbered(name: str) -> None:
     measured = measure(hybrid(name), family_tokens())
-    expected = [] if name not in COUNTED else ["{}; the others are {} and not included in the sink rate".format(*COUNTED[name])]
+    expected = (
+        []
+        if name not in COUNTED
+        else ["{}; the others are {} and not included in the sink rate".format(*COUNTED[name])]
+    )
     assert measured.notes == expected
     assert measured.layers == len(eager_reference(hybrid(name), family_tokens()).importance[0])
 

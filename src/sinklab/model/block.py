@@ -123,13 +123,8 @@ class Attention(nn.Module):
         return self._placed(q_BHLD, self.q_norm, places), self._placed(k_BGLD, self.k_norm, places), v_BGLD
 
     def beside(self, x_BLE: Tensor, places: Places, past: LayerPast | None) -> tuple[Tensor | None, ...]:
-<<<<<<< HEAD
         """Return the core's arguments after queries, keys and values; they include cached positions."""
-        log_kept_BLH = None
-=======
-        """The core's arguments after queries, keys and values; only a weight is of the new positions alone."""
         gates_BLH = None
->>>>>>> diffv2
         if self.forget_gate is not None:
             gates_BLH = self.forget_gate(x_BLE)
             gates_BLH = gates_BLH if past is None else past.extend_kept(gates_BLH)

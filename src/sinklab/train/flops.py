@@ -2,28 +2,15 @@
 
 A multiply-add counts as two operations. For one sequence of T tokens (L = T + learned leading tokens):
 
-<<<<<<< HEAD
 matrices    2 * inputs * outputs * L for every linear map except the LM head (inside a kernel's feature map: times
             query and key heads): projections, feed-forward layers, gates
 attention   2 * (D + V) * pairs per head and layer, for the scores and the weighted sum of values; D and V are the key
-            and value dimensions of a head. Pairs are the (query, key) pairs that the mask allows: L (L + 1) / 2 if
-            causal. Kernels under causal and prefix masks are computed as linear attention: 4 * D * V * L, for writing
+            and value dimensions of a head (2 D if a head has two queries). Pairs are the (query, key) pairs that the
+            mask allows: L (L + 1) / 2 if causal. Kernels under causal and prefix masks are computed as linear attention: 4 * D * V * L, for writing
             and reading the state (V + 1 in place of V if normalised). A bias key adds 2 * D * L
             Delta rule (linear layers): 6 * D * V * L per head, for reading the state with the key, writing it, and
             reading it with the query, plus 2 * W * L per channel of the convolution of width W
 head        2 * E * V per predicted token, E the hidden size and V the vocabulary size
-=======
-matrices    2 * inputs * outputs * L for every linear map but the head (those inside a kernel's feature map: times
-            query and key heads), projections, feed-forwards and gates alike
-attention   2 * (D + V) * pairs per head and layer: every score and every weighted value, once, D and V the widths of a
-            key and a value (2 D where a head has two queries). Pairs are the (query, key) pairs that the mask
-            allows: L (L + 1) / 2 when causal. Kernels
-            under causal and prefix masks are linear attention instead: 4 * D * V * L, the state written and read
-            (V + 1 for V where normalised). A bias key adds 2 * D * L
-            A layer of linear attention: 6 * D * V * L per head, D and V its own: the gated delta rule reads its state
-            for the key, writes it, and reads it for the query; and 2 * W * L for every channel of its convolution
-head        2 * E * V for every token that is predicted
->>>>>>> diffv2
 
 A backward pass counts as two forward passes. Recomputation, masked scores, second passes of a backend and elementwise
 operations are not counted: the count is that of the formula, not of its implementation, so that the MFU is comparable

@@ -3,7 +3,6 @@
 The memory estimate of a process has these parts:
 
 weights       4 bytes per parameter (float32, also under bf16 autocast); one share of them with FSDP
-<<<<<<< HEAD
 gradients     4 bytes per parameter, sharded as the weights; unsharded if FSDP accumulates several micro-batches
 optimizer     bytes per parameter: AdamW 8, Muon 4 for its matrices and 8 for the rest, SGD 4 (0 without momentum);
               sharded as the weights
@@ -11,23 +10,10 @@ activations   tensors that autograd saves in the forward pass of a micro-batch. 
               recipe's sizes, for each kind of layer (a two-layer model if there are linear layers), runs forward on
               the CPU with two short lengths. Saved bytes are linear in the length, which gives the bytes per position
               and the constant part (bfloat16 copies of the weights). With `train.recompute: blocks`, a block saves
-              only its input
+              only its input. Losses beside the cross-entropy save tensors of their own, outside the blocks
 loss          logits and their gradients in memory at a time, and the LM head's gradient in float32
 working       gradients inside one block, estimated by the size of its activations; for a recomputed block also its
               activations; with FSDP also the gathered weights of one block and of all modules outside the blocks
-=======
-gradients     4 bytes per parameter, as weights; all of them where FSDP adds up several micro-batches before it shares
-optimizer     AdamW 8, Muon 4 for hidden matrices and 8 for the rest, SGD 4 (without momentum 0), as weights
-activations   tensors that autograd saves between forward and backward of a micro-batch. They are counted: a model of
-              the recipe's sizes but one layer, of each kind that a pattern has (two where some are linear: the first
-              one of them is, and no values are mixed) runs forward on the CPU at two short lengths; no operation here
-              saves more than linearly many bytes per position, so that the two give the bytes per position and the
-              bytes that do not depend on it (copies of the weights in bfloat16)
-              With `train.recompute: blocks` every block saves the residual stream before it only
-              Losses beside the cross-entropy save tensors of their own, outside of the blocks
-loss          logits and their gradients that exist at a time, the gradient of the head in float32
-working       gradients inside one block, taken as large as its activations; of a recomputed block those, too
->>>>>>> diffv2
 
 Not included: libraries (CUDA: about 0.5 GB), fragmentation, the unmixed values that learned value residuals save, and
 savings by `torch.compile`.
@@ -143,13 +129,8 @@ def _saved(config: ModelConfig, bf16: bool, layers: int) -> tuple[float, _Saved]
 
 
 def _saved_at(model: Transformer, length: int, bf16: bool) -> _Saved:
-<<<<<<< HEAD
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    saved: dict[bool, dict[int, Tensor]] = {True: {}, False: {}}  # key: inside the first block?
-=======
     own = _addresses(model.parameters())
-    saved: dict[bool, dict[int, Tensor]] = {True: {}, False: {}}  # by whether inside the first block
->>>>>>> diffv2
+    saved: dict[bool, dict[int, Tensor]] = {True: {}, False: {}}  # key: inside the first block?
     places = [False]
 
     def save(tensor: Tensor) -> Tensor:

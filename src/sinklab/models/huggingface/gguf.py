@@ -1,14 +1,20 @@
 """GGUF files (llama.cpp): config, tokenizer, chat template and weights in one file.
 
-transformers reads them with the packages gguf and accelerate and dequantises the weights to an ordinary dtype.
+transformers reads them with the packages gguf and accelerate and dequantises the weights to an ordinary dtype. It
+(5.23) parses the header, which has the whole vocabulary, separately for config, tokenizer and weights; here it is
+parsed once (`parsed_once`).
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from sinklab.errors import InputError, cause
@@ -32,6 +38,7 @@ class Gguf:
         types: tensor types ("Q4_1", "F32") by descending number of weights.
         weights: number of weights.
         scaled: whether the file has RoPE frequency factors (Llama 3.1).
+        reader: parsed header, from the package gguf.
     """
 
     path: Path
@@ -39,6 +46,7 @@ class Gguf:
     types: tuple[str, ...]
     weights: int
     scaled: bool
+    reader: Any = field(repr=False, compare=False)
 
     def notes(self, dtype: str) -> list[str]:
         """Return notes for the result, on the quantisation and on parts of the file that were not read."""
@@ -62,6 +70,25 @@ class Gguf:
 
         config = getattr(transformers, "GgufConfig", None)
         return {} if config is None else {"quantization_config": config(dequantize=True)}
+
+    @contextmanager
+    def parsed_once(self) -> Iterator[None]:
+        """Within the context, transformers uses the parsed header and shows no progress bar while it unpacks."""
+        gguf, reading = import_module("gguf"), import_module("transformers.modeling_gguf_pytorch_utils")
+        parse = gguf.GGUFReader
+        replaced = {
+            (gguf, "GGUFReader"): lambda path: self.reader if Path(path) == self.path else parse(path),
+            (gguf, "get_tensor_name_map"): cache(gguf.get_tensor_name_map),  # otherwise made anew for every module
+            (reading, "tqdm"): lambda tensors, **_: tensors,
+        }
+        own = {(module, name): getattr(module, name) for module, name in replaced if hasattr(module, name)}
+        try:
+            for module, name in own:
+                setattr(module, name, replaced[module, name])
+            yield
+        finally:
+            for (module, name), value in own.items():
+                setattr(module, name, value)
 
 
 def find_gguf(name_or_dir: str) -> Path | None:
@@ -100,7 +127,7 @@ def read_header(path: Path) -> Gguf:
                 f"{install_command('gguf')}"
             ) from error
     try:
-        reader = import_module("gguf").GGUFReader(path)
+        reader = _read(path)
         architecture = _value(reader, "general.architecture")
         parts = _value(reader, "split.count", 1)
     except OSError as error:
@@ -120,7 +147,7 @@ def read_header(path: Path) -> Gguf:
         raise InputError(f"{path} has no weights (a vocabulary only?): use the .gguf file of a model")
     types = tuple(name for name, _ in weights.most_common())
     scaled = any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors)
-    return Gguf(path, architecture, types, weights.total(), scaled)
+    return Gguf(path, architecture, types, weights.total(), scaled, reader)
 
 
 def check_memory(file: Gguf, dtype: torch.dtype, device: torch.device) -> None:
@@ -149,6 +176,17 @@ def as_ordinary(model: Any) -> "PreTrainedModel":
 def is_unpacked(model: "PreTrainedModel") -> bool:
     """Return True if the weights of a model from a GGUF file are dequantised."""
     return not any(hasattr(module, "ggml_type") for module in model.modules())
+
+
+def _read(path: Path | str) -> Any:
+    """Parse the header."""
+
+    class Reader(import_module("gguf").GGUFReader):
+        def _get(self, *args: Any, **options: Any) -> Any:
+            self.data = np.asarray(self.data)  # a slice of it takes a third of the time of one of a memmap
+            return super()._get(*args, **options)
+
+    return Reader(path)
 
 
 def _value(reader: Any, key: str, default: Any = None) -> Any:

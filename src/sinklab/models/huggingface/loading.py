@@ -157,7 +157,8 @@ class _Source:
     def read(self, part: str, from_pretrained: Any, more: dict[str, Any] | None = None) -> Any:
         """Call a `from_pretrained` function and convert any exception to an InputError with advice."""
         try:
-            return from_pretrained(self.place, **self.options, **(more or {}))
+            with nullcontext() if self.gguf is None else self.gguf.parsed_once():
+                return from_pretrained(self.place, **self.options, **(more or {}))
         except Exception as error:  # transformers raises various exceptions
             why = advice(error, self.place, self.options["revision"], self.gguf and self.gguf.architecture)
             revision = f" at revision {self.options['revision']}" if self.options["revision"] else ""
