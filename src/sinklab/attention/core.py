@@ -202,11 +202,11 @@ class AttentionCore(nn.Module):
         )
 
     def _gates(self, gates_BLH: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """The gates as running sums of forget gates, or as logits of weights."""
+        """Return (cumulative log forget gates, logits of weights); None for gates that the operation does not have."""
         operation = self.operation
         if gates_BLH is None and (operation.forgets or operation.weighs):
             wanted = (
-                "forget gates: pass gates_BLH, the running sums of their logarithms"
+                "forget gates: pass gates_BLH, the cumulative sums of their logarithms"
                 if operation.forgets
                 else "a weight per query: pass gates_BLH, its logits"
             )

@@ -47,7 +47,7 @@ def gated_delta(
     Args:
         q_BHTD, k_BHTD: queries and keys, already scaled and normalised.
         log_decay: log decay g, at most 0: (B, H, T), or (B, H, T, D) for one decay per channel of the key.
-        rate_BHT: writing strength b, from 0 to 1.
+        rate_BHT: update rate b (beta in the paper), from 0 to 1.
         state_BHDV: state after the earlier positions; None means zero.
 
     Returns:

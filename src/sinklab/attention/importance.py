@@ -23,7 +23,7 @@ from sinklab.attention.scores import Score
 
 @dataclass(frozen=True)
 class ColumnSums:
-    """Column sums of the attention matrix over the counted queries.
+    """Column sums of the attention matrix over the counted queries (real tokens, not padding).
 
     Attributes:
         keys_BHS: sum per key over queries t >= k, float32 (float64 for float64 input).

@@ -101,13 +101,13 @@ class LayerCall:
         return self.operation.rows(self.call)
 
     def visible_queries(self, counted_BT: Tensor | None = None) -> Tensor:
-        """Return the number of counted queries that see each key: (B or 1, H or 1, S)."""
+        """Return the number of queries in `counted_BT` (None: all) that see each key: (B or 1, H or 1, S)."""
         q_BHTD, keys = self.call.q_BHTD, self.call.k_BGTD.shape[2]
         return visible_queries(self.call.mask, self.length, keys, q_BHTD.device, counted_BT)
 
     @torch.no_grad()
     def column_sums(self, counted_BT: Tensor | None = None) -> ColumnSums:
-        """Sum the attention rows over the counted queries (bool mask; None includes all)."""
+        """Sum the attention rows over the queries in the boolean mask `counted_BT` (None: all)."""
         return sum_rows(self.rows(), self.call.q_BHTD, self.call.k_BGTD.shape[2], self.call.mask, counted_BT)
 
     @torch.no_grad()

@@ -137,7 +137,7 @@ def from_llama(llama: "PreTrainedModel") -> tuple[dict[str, Any], dict[str, Tens
         "rope_type": (rope.get("rope_type", "default"), "default"),
         "head_dim": (head_width * config.num_attention_heads, config.hidden_size),
     }
-    if wrong := [f"{key} is {is_} (ours: {must})" for key, (is_, must) in others.items() if is_ != must]:
+    if wrong := [f"{key} is {is_} (supported: {must})" for key, (is_, must) in others.items() if is_ != must]:
         raise InputError("this Llama has settings that no recipe supports: " + "; ".join(wrong))
     model = {
         "layers": config.num_hidden_layers,

@@ -26,7 +26,7 @@ from sinklab.models.memory_budget import Sizes, sizes_of_run
 
 
 def attention_cores(model: nn.Module) -> list[AttentionCore]:
-    """Return the attention cores in layer order, also of an exported model that runs its own copy of the code."""
+    """Return the attention cores in layer order."""
     blocks = cast("Sequence[Any]", model.blocks)
     return [block.attention.core for block in blocks if hasattr(getattr(block, "attention", None), "core")]
 

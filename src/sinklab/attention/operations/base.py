@@ -77,7 +77,7 @@ class OperationPart(Kind, ABC):
         return None
 
     def weight_gate(self, width: int, heads: int) -> nn.Module | None:
-        """Build the module that maps the attention input (B, L, width) to logits of weights (B, L, heads)."""
+        """Build the module from the attention input (B, L, width) to logits of weights (B, L, heads)."""
         return None
 
     @abstractmethod

@@ -68,7 +68,7 @@ class Call:
         return self.key_HD is not None or self.logit_H is not None
 
     def cut(self, positions: int, first: int = 0) -> "Call":
-        """The call of whole sequences truncated to `positions`, with its queries from `first` (from 0) on."""
+        """Return the call on the first `positions` positions, with queries from index `first` on."""
         q_BHTD, k_BGTD = self.q_BHTD[:, :, first:positions], self.k_BGTD[:, :, :positions]
         weight_BTH = None if self.weight_BTH is None else self.weight_BTH[:, first:positions]
         return replace(self, q_BHTD=q_BHTD, k_BGTD=k_BGTD, weight_BTH=weight_BTH)

@@ -46,7 +46,7 @@ class Difference(OperationPart):
 
     @abstractmethod
     def strength(self, call: Call) -> Tensor:
-        """Compute w, which can be broadcast to (B, H, T)."""
+        """Compute w, broadcastable to (B, H, T)."""
 
     def difference(self, call: Call, v_BGTV: Tensor) -> Tensor:
         """Compute A v in the dtype of w: (B, H, T, V)."""
@@ -122,14 +122,14 @@ class Differential(Difference):
 
 
 class DifferentialV2(Difference):
-    """A = softmax(z1) - sigmoid(w_h.x_t) softmax(z2), z1 and z2 from two queries of every head and the same key.
+    """Differential attention V2: A = softmax(z1) - sigmoid(w_h.x_t) softmax(z2), from two queries per head and one key.
 
-    Differential attention V2 (github.com/microsoft/unilm, Diff-Transformer/Diff-Transformer-V2, and its authors' post
-    of 2026-01-20; there is no paper). Each head h has two queries of its full width, 2h and 2h + 1 of the published
-    code's 2 H query heads, so that the query matrix is twice as large; keys, values and the output matrix are those of
-    softmax. x is the attention input; w has a row per head, no offset, and is initialised like any linear map. No
-    norm and no lambda_init. qk_norm and rotary apply to each query separately. Both queries share mask, softcap,
-    positional term and bias: a bias key and a sink logit enter both softmaxes. There is no neutral value.
+    Source: github.com/microsoft/unilm, Diff-Transformer/Diff-Transformer-V2, and its authors' post of 2026-01-20; there
+    is no paper. Head h has two queries of full width, query heads 2h and 2h + 1 of the published code, so that the
+    query projection is twice as large. x is the attention input; w has a row per head, no bias, and is initialised like
+    other linear weights. There is no norm and no lambda_init. qk_norm and RoPE apply to each query separately. Both
+    queries share mask, softcap, position bias and attention bias: a bias key and a sink logit are part of both
+    softmaxes. No setting makes it equal to softmax.
     """
 
     kind: Literal["differential_v2"] = "differential_v2"

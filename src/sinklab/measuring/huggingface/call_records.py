@@ -63,7 +63,7 @@ class LayerTotals:
         """Add a forward pass with the last S keys (a sliding-window cache drops older ones).
 
         Args:
-            seen_by_BGS: number of counted queries of this pass that may see each key; batch and head may be 1.
+            seen_by_BGS: number of real queries of this pass that may see each key; batch and head may be 1.
 
         Raises:
             SinklabError: if there are more keys than tokens seen (a static cache), or the keys of earlier tokens have
@@ -102,7 +102,7 @@ class LayerTotals:
         self._keys_BTN = new_BTN if before_BTN is None else torch.cat((before_BTN, new_BTN), dim=1)
 
     def add_row_sums(self, sums_BH: Tensor) -> None:
-        """Add the raw row sums, over the counted queries of a pass, of attention that does not sum to one."""
+        """Add the raw row sums, over the real queries of a pass, of attention that does not sum to one."""
         self._row_sums_BH = sums_BH if self._row_sums_BH is None else self._row_sums_BH + sums_BH
 
     @torch.no_grad()
@@ -268,7 +268,7 @@ class CallRecords(Recorder):
 def call_records(
     model: PreTrainedModel, adapter: Adapter, lengths: Sequence[int] = (), details: DetailsCollector | None = None
 ) -> Iterator[CallRecords]:
-    """`probe` for a model whose attention calls can be intercepted.
+    """Implement `probe` for a model whose attention calls can be intercepted.
 
     Raises:
         SinklabError: in a forward pass, if the attention of some layer was not recorded.

@@ -130,7 +130,7 @@ def _sums(weights_BHTT: Tensor, real: RealTokens, mask: Mask) -> tuple[Tensor, T
 def matrix_records(
     model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsCollector | None = None
 ) -> Iterator[MatrixRecords]:
-    """`probe` for a model that bypasses transformers' attention interface.
+    """Implement `probe` for a model that bypasses transformers' attention interface.
 
     Raises:
         SinklabError: in a forward pass, if the attention of some layer was not recorded or a KV cache is passed.

@@ -112,8 +112,8 @@ def is_coarse(dtype: torch.dtype) -> bool:
 def in_float32(model: "PreTrainedModel | Transformer") -> Iterator[None]:
     """Convert weights and buffers of lower precision to float32 within the `with` block, then restore them.
 
-    The model is left unconverted if it is quantised, has weights offloaded to disk, or the copies exceed half of the
-    free memory; check the dtype of its hidden states.
+    The model is not converted if it is quantised, has weights offloaded to disk, or the copies exceed half of the free
+    memory; the dtype of its hidden states then has less precision than float32.
     """
     weights = [(weight, weight.data) for weight in model.parameters() if is_coarse(weight.dtype)]
     buffers = [
