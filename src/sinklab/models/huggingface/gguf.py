@@ -192,5 +192,5 @@ def _read(path: Path | str) -> Any:
 def _value(reader: Any, key: str, default: Any = None) -> Any:
     field = reader.get_field(key)
     if field is None and default is None:
-        raise ValueError(f"it has no {key}")
+        raise ValueError(f"the file has no {key}")
     return default if field is None else field.contents()
