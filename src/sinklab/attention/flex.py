@@ -67,7 +67,6 @@ def score_mod(score: Score, offset: int) -> Any:
 
 @functools.lru_cache(maxsize=16)
 def _block_mask(mask: Mask, queries: int, keys: int, device: str) -> Any:
-    """Build FlexAttention's block mask, cached per mask."""
     offset = keys - queries
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -84,7 +83,6 @@ def _compiled_flex() -> Any:
 
 @functools.cache
 def _lse_argument() -> dict[str, Any]:
-    """Return the argument that requests the log-normaliser (lse) in this version of PyTorch."""
     if "return_aux" in inspect.signature(flex.flex_attention).parameters:
         return {"return_aux": flex.AuxRequest(lse=True)}
     return {"return_lse": True}

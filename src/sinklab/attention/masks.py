@@ -348,7 +348,6 @@ class Dense(Mask):
 
     @property
     def _offset(self) -> int:
-        """Position of the first query."""
         return self.allowed_BHTS.shape[3] - self.allowed_BHTS.shape[2]
 
     def of(self, row: int, heads: slice) -> Mask:

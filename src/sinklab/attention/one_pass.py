@@ -131,7 +131,6 @@ class _Walk:
             begin = end
 
     def _products(self, q_HQD: Tensor, k_GDS: Tensor) -> Tensor:
-        """Compute q.k of some heads in the shared buffer: (heads, queries, keys)."""
         (H, Q, D), (G, _, S) = q_HQD.shape, k_GDS.shape
         if self.buffer.numel() < H * Q * S:
             self.buffer = q_HQD.new_empty(H * Q * self.keys)

@@ -157,7 +157,6 @@ def explicit(
 
 
 def _fading(log_kept_BTH: Tensor) -> Tensor:
-    """Compute the sum of log f_l over s < l <= t, 0 if the range is empty: (B, H, T, T)."""
     log_gates_BTH = log_kept_BTH.diff(dim=1, prepend=torch.zeros_like(log_kept_BTH[:, :1]))
     t = torch.arange(log_kept_BTH.shape[1], device=log_kept_BTH.device)
     after_TTT = (t[None, :, None] < t) & (t <= t[:, None, None])  # [t, s, l]

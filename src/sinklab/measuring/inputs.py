@@ -197,7 +197,6 @@ class _Cutter:
         return self.encode(document)
 
     def _of_pieces(self, pieces: Iterator[tuple[str, bool]]) -> Iterator[Sequence[int]]:
-        """Join pieces that are too short for one sequence."""
         held, enough = "", 0
         for text, ends in pieces:
             held += text

@@ -113,7 +113,6 @@ class Attention(nn.Module):
         return q_BHLD, k_BGLD, v_BGLD
 
     def _projected(self, x_BLE: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
-        """Project x to queries, keys and values with one matrix; apply qk_norm and RoPE to queries and keys."""
         assert self.qkv is not None
         B, L, _ = x_BLE.shape
         heads = self.qkv(x_BLE).view(B, L, -1, self.head_width).transpose(1, 2)

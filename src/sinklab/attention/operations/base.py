@@ -157,7 +157,6 @@ class LogSimilarity(OperationPart):
 
 
 def _quotient(log_sum: Tensor, log_divisor: Tensor | float) -> Tensor:
-    """Compute exp(log_sum - log_divisor), or 0 if the divisor is 0."""
     if isinstance(log_divisor, Tensor):
         log_divisor = finite_normaliser(log_divisor)
     return torch.exp(log_sum - log_divisor)

@@ -65,8 +65,6 @@ class Entmax15(LogSimilarity):
 
 
 def _above(tau_BHT: Tensor, first: int) -> Score:
-    """Return the score log relu(z / 2 - tau)^2."""
-
     def squared(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, tau_BHT: Tensor) -> Tensor:
         return torch.relu(z / 2 - tau_BHT[b, h, q - first]).square()
 

@@ -79,7 +79,6 @@ class Kernel(OperationPart):
         return sums_BHT.abs().clamp(min=1) if self.signed else sums_BHT
 
     def _featured(self, call: Call) -> Call:
-        """Return the call with phi(q), phi(k) and phi(k_s), at least in float32."""
         dtype = accumulate_dtype(call.q_BHTD.dtype)
         q, k = (self.feature(x.to(dtype), call.learned) for x in (call.q_BHTD, call.k_BGTD))
         key = None if call.key_HD is None else self.feature(call.key_HD.to(dtype), call.learned)
@@ -87,7 +86,6 @@ class Kernel(OperationPart):
 
 
 def _signed_sums(call: Call, v_BGTV: Tensor, signed: bool) -> Tensor:
-    """Compute sum_s sim_ts v_s without the bias key: (B, H, T, V)."""
     rows = call.mask.running_sum
     if call.backend in ("auto", "chunked"):
         q_BHTD = call.q_BHTD * default_scale(call.q_BHTD)

@@ -91,7 +91,6 @@ def _excess(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _log_excess(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Compute log relu(exp(z) - 1), stable for any z."""
     positive = torch.relu(z)
     return positive + (-torch.expm1(-positive)).log()
 

@@ -87,7 +87,6 @@ class LayerTotals:
         self._value_norms.append(token_norms(value_BGSV[:, :, -queries:]).mean(1))
 
     def _check_keys(self, key_BSN: Tensor, earlier: int) -> None:
-        """Check that the keys of earlier tokens are equal to those of the previous passes."""
         new_BTN, before_BTN = key_BSN[:, earlier:].clone(), self._keys_BTN  # a view would hold the whole key tensor
         same = before_BTN is None or len(before_BTN) == len(key_BSN)
         if before_BTN is not None and same:
@@ -213,7 +212,6 @@ class CallRecords(Recorder):
         return out
 
     def _behind_leading(self, layer: LayerCall) -> RealTokens:
-        """Return the real tokens among the positions of sinklab's own attention."""
         assert self._real is not None
         count_B = self._real.count_B.to(layer.call.q_BHTD.device)
         start_B = torch.zeros_like(count_B) if layer.padding_B is None else layer.padding_B

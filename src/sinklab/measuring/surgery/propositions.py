@@ -261,7 +261,6 @@ def _distance_terms(model: "PreTrainedModel | Transformer", kind: PositionKind, 
 
 
 def _spread(hidden_BTC: Tensor) -> float:
-    """Return the largest |h_t - h_1| / |h_1|."""
     first_B1C = hidden_BTC[:, :1].double()
     tiny = torch.finfo(hidden_BTC.dtype).tiny
     return float(((hidden_BTC - first_B1C).norm(dim=-1) / first_B1C.norm(dim=-1).clamp(min=tiny)).max())

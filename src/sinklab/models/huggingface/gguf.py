@@ -179,8 +179,6 @@ def is_unpacked(model: "PreTrainedModel") -> bool:
 
 
 def _read(path: Path | str) -> Any:
-    """Parse the header of a GGUF file."""
-
     class Reader(import_module("gguf").GGUFReader):
         def _get(self, *args: Any, **options: Any) -> Any:
             self.data = np.asarray(self.data)  # slicing an array is three times as fast as slicing a memmap
