@@ -6,8 +6,9 @@ matrices    2 * inputs * outputs * L for every linear map except the LM head (in
             query and key heads): projections, feed-forward layers, gates
 attention   2 * (D + V) * pairs per head and layer, for the scores and the weighted sum of values; D and V are the key
             and value dimensions of a head (2 D if a head has two queries). Pairs are the (query, key) pairs that the
-            mask allows: L (L + 1) / 2 if causal. Kernels under causal and prefix masks are computed as linear attention: 4 * D * V * L, for writing
-            and reading the state (V + 1 in place of V if normalised). A bias key adds 2 * D * L
+            mask allows: L (L + 1) / 2 if causal. Kernels under causal and prefix masks are computed as linear
+            attention: 4 * D * V * L, for writing and reading the state (V + 1 in place of V if normalised). A bias key
+            adds 2 * D * L
             Delta rule (linear layers): 6 * D * V * L per head, for reading the state with the key, writing it, and
             reading it with the query, plus 2 * W * L per channel of the convolution of width W
 head        2 * E * V per predicted token, E the hidden size and V the vocabulary size
