@@ -126,7 +126,7 @@ def test_a_learned_table_of_positions_limits_continued_sequences() -> None:
     transformer = model(VARIANTS["position_learnable"].overlay)
     past = transformer.new_past()
     transformer.hidden(tokens(length=30), past)
-    with pytest.raises(InputError, match="33 tokens, but the learned positions end at"):
+    with pytest.raises(InputError, match="33 tokens, but the learned positional embeddings end at"):
         transformer.hidden(tokens(length=3), past)
 
 
