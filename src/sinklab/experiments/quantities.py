@@ -44,6 +44,11 @@ proposition_excess                  the largest deviation from the paper's propo
 accuracy, accuracy_norm             of a downstream task, percent of its items; answers by likelihood, and per character
 
 of runs for which the experiment says `assess`: the `numbers` of the parts in `assessing/parts/`
+
+of runs for which it says `tune` (`Tuning.numbers`)
+sft_loss_fall     loss of the conversations held out, untuned minus tuned, nats per token of the assistant
+sft_largest_grad_norm    gradient norm before clipping, the largest of all updates
+sft_sink_change   Sink_1 on the conversations held out, tuned minus untuned, points
 """
 
 import math
@@ -142,6 +147,9 @@ _NAMED = {
         Quantity("importance_early", "Mean importance of the first token in early layers", "%", 1),
         Quantity("importance_gap", "Of later layers, above the early ones", "%", 1),
         Quantity("proposition_excess", "Deviation from the proposition, over that of rounding", "x", 2),
+        Quantity("sft_loss_fall", "Fall of the loss in tuning", "nats", 3, once=True),
+        Quantity("sft_largest_grad_norm", "Largest gradient norm in tuning", "", 2, once=True),
+        Quantity("sft_sink_change", "Change of Sink_1 by tuning", "%", 1, once=True),
         Quantity("accuracy", "Accuracy", "%", 1),
         Quantity("accuracy_norm", "Accuracy, by likelihood per character", "%", 1),
         *(Quantity(one.name, one.label, "nats", 3, once=True) for one in NUMBERS if "N" not in one.name),
@@ -232,7 +240,8 @@ class RunNumbers:
         tokens_per_second: of its updates; None if unknown.
         peak_memory_mb: of the process that trained it; None if unknown.
         sequences: of a draw, that were read.
-        measured: numbers that no evaluation has, by name: of an existing model, or of a run that was assessed.
+        measured: numbers that no evaluation has, by name: of an existing model, or of a run that was assessed or
+            tuned.
     """
 
     seed: int
